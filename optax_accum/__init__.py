@@ -1,0 +1,11 @@
+"""Gradient accumulation for JAX and Optax: the step the whole batch would have taken.
+
+Usage:
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8)
+  params, opt_state, metrics = step(params, opt_state, batch)
+"""
+
+from optax_accum._microbatch import microbatch as microbatch
+from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
+from optax_accum._scan import MicrobatchStats as MicrobatchStats
+from optax_accum._train_step import make_train_step as make_train_step

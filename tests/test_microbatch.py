@@ -1,0 +1,574 @@
+"""A cycle of microbatches equals the whole batch, whatever the split, weights and dtypes."""
+
+import functools
+
+import chex
+import equinox as eqx
+import helpers
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_accum
+
+
+def init_params(dtype=np.float64):
+  rng = np.random.default_rng(0)
+  return {
+    "w": jnp.asarray(rng.normal(size=(3, 4)), dtype),
+    "b": jnp.asarray(rng.normal(size=(4,)), dtype),
+  }
+
+
+def make_batch(rows, masked=False, dtype=np.float64):
+  rng = np.random.default_rng(rows)
+  valid = np.ones((rows, 2))
+  if masked:  # some rows are all padding, and so is, often, a whole microbatch
+    valid = (rng.random((rows, 2)) < 0.5) * (rng.random((rows, 1)) < 0.6)
+    valid[0, 0] = 1
+  return {
+    "x": jnp.asarray(rng.normal(size=(rows, 2, 3)), dtype),
+    "y": jnp.asarray(rng.normal(size=(rows, 2)), dtype),
+    "valid": jnp.asarray(valid, dtype),
+  }
+
+
+def valid_tokens(batch):
+  return jnp.sum(batch["valid"])
+
+
+def masked_mean_loss(params, batch, has_aux=False):
+  """A mean over valid tokens: 0/0 in an all-padding microbatch."""
+  hidden = jnp.tanh(jnp.einsum("bti,ij->btj", batch["x"], params["w"]) + params["b"][None, None])
+  error = (jnp.sum(hidden, -1) - batch["y"]) * batch["valid"]
+  loss = jnp.sum(error**2) / jnp.sum(batch["valid"])
+  if not has_aux:
+    return loss
+  return loss, {
+    "mae": jnp.sum(jnp.abs(error)) / jnp.sum(batch["valid"]),
+    "tokens": jnp.sum(batch["valid"]).astype(jnp.int32),
+    "worst": jnp.max(jnp.abs(error)),
+    "rows": error,
+  }
+
+
+AUX = {"mae": "mean", "tokens": "sum", "worst": "max", "rows": "concat"}
+
+
+def mean_of_means(params, batch, size):
+  """The planted wrong answer: every microbatch counts the same."""
+  rows = batch["x"].shape[0]
+  parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, rows, size)]
+  losses, grads = zip(
+    *[jax.value_and_grad(masked_mean_loss)(params, p) for p in parts], strict=True
+  )
+  return sum(losses) / len(parts), jax.tree.map(lambda *g: sum(g) / len(parts), *grads)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("rows", range(1, 14))
+def test_every_split_equals_the_whole_batch(rows, masked, has_aux):
+  with jax.enable_x64(True):
+    params, batch = init_params(), make_batch(rows, masked)
+    loss_fn = functools.partial(masked_mean_loss, has_aux=has_aux)
+    expected = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, batch)
+    for size in range(1, 13):
+      cycle = optax_accum.microbatch_value_and_grad(
+        loss_fn,
+        has_aux=has_aux,
+        microbatch_size=size,
+        weight_fn=valid_tokens if masked else None,
+        aux_reduction=AUX if has_aux else "mean",
+      )
+      actual = jax.jit(cycle)(params, batch)
+      helpers.assert_trees_equal_to(actual, expected, 1e-10)
+      if not has_aux and _weighs_unevenly(rows, size, batch):
+        wrong = mean_of_means(params, batch, size)
+        with pytest.raises(AssertionError):
+          helpers.assert_trees_equal_to(wrong, expected, 1e-10)
+
+
+def _weighs_unevenly(rows, size, batch):
+  valid = np.asarray(batch["valid"]).sum(1)
+  return len({valid[i : i + size].sum() for i in range(0, rows, size)}) > 1
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 6, 12])
+def test_num_microbatches(num_microbatches):
+  with jax.enable_x64(True):
+    params, batch = init_params(), make_batch(12)
+    cycle = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, num_microbatches=num_microbatches
+    )
+    expected = jax.value_and_grad(masked_mean_loss)(params, batch)
+    helpers.assert_trees_equal_to(jax.jit(cycle)(params, batch), expected, 1e-12)
+    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-12)  # eager
+
+
+def two_batches(params, x, scale, *, y):
+  return jnp.mean((jnp.einsum("ib,ij->bj", x, params[0]) * params[1] * scale - y.T) ** 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_batch_arguments_by_position_and_name_on_any_axis(size, axis):
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(1)
+    params = (jnp.asarray(rng.normal(size=(3, 4))), jnp.asarray(2.0))
+    x, y = jnp.asarray(rng.normal(size=(3, 6))), jnp.asarray(rng.normal(size=(4, 6)))
+    scale = jnp.asarray(0.5)
+    cycle = optax_accum.microbatch_value_and_grad(
+      two_batches, argnums=(0, 2), microbatch_size=size, batch_argnames="y", batch_axis=axis
+    )
+    expected = jax.value_and_grad(two_batches, argnums=(0, 2))(params, x, scale, y=y)
+    helpers.assert_trees_equal_to(cycle(params, x, scale, y=y), expected, 1e-12)
+
+
+def test_arguments_are_found_by_position_or_name():
+  def loss_fn(params, x, y):
+    return jnp.mean((x * params - y) ** 2)
+
+  params, x, y = jnp.asarray(2.0), jnp.arange(6.0), jnp.ones(6)
+  expected = jax.value_and_grad(loss_fn)(params, x, y)
+  for options, args, kwargs in [
+    ({"batch_argnums": (1, 2)}, (x, y), {}),
+    ({"batch_argnums": (-2, -1)}, (x, y), {}),
+    ({"batch_argnums": (1, 2)}, (), {"x": x, "y": y}),
+    ({"batch_argnums": 1, "batch_argnames": "y"}, (x,), {"y": y}),
+    ({"batch_argnames": ("x", "y")}, (), {"x": x, "y": y}),
+    ({"batch_argnums": (), "batch_argnames": ("x", "y")}, (x,), {"y": y}),
+  ]:
+    cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, **options)
+    chex.assert_trees_all_close(cycle(params, *args, **kwargs), expected, rtol=1e-6)
+
+
+def test_weight_fn_is_given_every_batch_argument():
+  def loss_fn(params, x, *, valid):
+    return params * jnp.sum(x * valid) / jnp.sum(valid)
+
+  def weight_fn(x, *, valid):
+    assert x.shape == valid.shape == (2,)
+    return jnp.sum(valid)
+
+  x, valid = jnp.arange(6.0), jnp.array([1.0, 1, 1, 0, 0, 0])
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, microbatch_size=2, batch_argnames="valid", weight_fn=weight_fn
+  )
+  loss, grad = cycle(jnp.asarray(3.0), x, valid=valid)
+  assert (float(loss), float(grad)) == (3.0, 1.0)
+
+
+def test_sum_is_the_plain_sum():
+  def loss_fn(params, x):
+    return jnp.sum(x) * params
+
+  x = jnp.arange(7.0)
+  for options in [{}, {"weight_fn": lambda x: jnp.sum(x > 0)}, {"skip_nonfinite": True}]:
+    cycle = optax_accum.microbatch_value_and_grad(
+      loss_fn, microbatch_size=3, reduction="sum", **options
+    )
+    loss, grad = cycle(jnp.asarray(2.0), x)[:2]
+    assert (float(loss), float(grad)) == (42.0, 21.0)
+
+
+def test_all_padding_gives_zero_and_not_nan():
+  params, batch = init_params(np.float32), make_batch(6, dtype=np.float32)
+  batch["valid"] = jnp.zeros_like(batch["valid"])
+  cycle = optax_accum.microbatch_value_and_grad(
+    masked_mean_loss, num_microbatches=3, weight_fn=valid_tokens
+  )
+  loss, grads = jax.jit(cycle)(params, batch)
+  chex.assert_trees_all_equal((loss, grads), jax.tree.map(jnp.zeros_like, (loss, grads)))
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_skip_nonfinite_leaves_a_microbatch_out(bad):
+  def loss_fn(params, x):
+    return jnp.mean(params * x)
+
+  x = jnp.arange(6.0).at[bad].set(jnp.inf)  # row i is in microbatch i % 3
+  kept = np.delete(np.arange(6.0), [bad, bad + 3])
+  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, skip_nonfinite=True)
+  loss, grad, stats = jax.jit(cycle)(jnp.asarray(2.0), x)
+  chex.assert_trees_all_close((loss, grad), (jnp.float32(2 * kept.mean()), kept.mean()), rtol=1e-6)
+  assert int(stats.skipped_microbatches) == 1
+  assert float(stats.total_weight) == 4
+  plain = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3)
+  assert not np.isfinite(plain(jnp.asarray(2.0), x)[1])  # without it, it shows
+
+
+def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
+  cycle = optax_accum.microbatch_value_and_grad(
+    lambda p, x: jnp.mean(p * x), num_microbatches=1, skip_nonfinite=True
+  )
+  loss, grad, stats = cycle(jnp.asarray(2.0), jnp.array([1.0, jnp.nan]))
+  assert (float(loss), float(grad), int(stats.skipped_microbatches)) == (0.0, 0.0, 1)
+  loss, grad, stats = cycle(jnp.asarray(2.0), jnp.array([1.0, 3.0]))
+  assert (float(loss), float(grad), float(stats.total_weight)) == (4.0, 2.0, 2.0)
+
+
+# --- aux and other reductions ---------------------------------------------------------
+
+
+def statistics(x):
+  return {
+    "row": 2 * x,
+    "of": (jnp.sum(x), jnp.max(x), jnp.min(x)),
+    "any": jnp.any(x > 5),
+    "small": jnp.sum(x).astype(jnp.int8),
+  }
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 9])
+def test_reductions_by_prefix_tree(size):
+  x = jnp.array([3.0, 1, 4, 1, 5, 9, 2])
+  run = optax_accum.microbatch(
+    statistics,
+    reduction={"row": "concat", "of": ("sum", "max", "min"), "any": "max", "small": "sum"},
+    microbatch_size=size,
+  )
+  out = jax.jit(run)(x)
+  chex.assert_trees_all_equal(out["row"], 2 * x)
+  assert [float(v) for v in out["of"]] == [25, 9, 1]
+  assert bool(out["any"])
+  assert out["any"].dtype == jnp.bool_
+  assert int(out["small"]) == 25
+  assert out["small"].dtype == jnp.int32  # as jnp.sum: a sum of int8 soon leaves int8
+
+
+def test_stack_and_last_are_in_the_order_of_the_microbatches():
+  x = jnp.arange(6.0)
+  for n in (1, 2, 3, 6):
+    run = optax_accum.microbatch(
+      lambda x: (jnp.sum(x), jnp.sum(x)), reduction=("stack", "last"), num_microbatches=n
+    )
+    stacked, last = run(x)
+    sums = [float(np.sum(np.arange(6.0)[i::n])) for i in range(n)]  # strided
+    assert stacked.tolist() == sums
+    assert float(last) == sums[-1]
+
+
+def test_min_max_sum_and_last_leave_out_what_has_no_weight():
+  x = jnp.array([1.0, -5.0, 2.0, 9.0])
+  run = optax_accum.microbatch(
+    lambda x: (x[0], x[0], x[0], x[0]),
+    reduction=("max", "min", "last", "sum"),
+    num_microbatches=4,
+    weight_fn=lambda x: jnp.sum((x > 0) & (x < 9)),
+  )
+  assert [float(v) for v in run(x)] == [2, 1, 2, 3]
+
+
+def test_concat_of_a_batch_with_masks_and_weights_is_whole():
+  x = jnp.arange(5.0)
+  run = optax_accum.microbatch(
+    lambda x: x, reduction="concat", microbatch_size=2, weight_fn=lambda x: jnp.sum(x) * 0
+  )
+  chex.assert_trees_all_equal(run(x), x)
+
+
+# --- keys -----------------------------------------------------------------------------
+
+
+def noisy(params, batch, keys):
+  noise = jax.random.normal(keys["dropout"], batch.shape)
+  return jnp.mean(params * batch * noise), noise
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_keys_are_folded_with_the_index(make_key, n):
+  keys, batch, params = {"dropout": make_key(0)}, jnp.arange(6.0), jnp.asarray(2.0)
+  cycle = optax_accum.microbatch_value_and_grad(
+    noisy, has_aux=True, num_microbatches=n, rng_argnums=2, aux_reduction="stack"
+  )
+  (loss, noise), grad = jax.jit(cycle)(params, batch, keys)
+  parts = [
+    jax.value_and_grad(noisy, has_aux=True)(
+      params, batch[i::n], {"dropout": jax.random.fold_in(keys["dropout"], i)}
+    )
+    for i in range(n)
+  ]
+  expected = jnp.stack([part[0][1] for part in parts])
+  chex.assert_trees_all_equal(noise, expected)
+  assert len(np.unique(np.asarray(noise))) == 6
+  chex.assert_trees_all_close(loss, sum(p[0][0] for p in parts) / n, rtol=1e-6)
+  chex.assert_trees_all_close(grad, sum(p[1] for p in parts) / n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_keys_alone_by_name_and_in_arrays(make_key):
+  def draw(x, *, key, keys):
+    return jax.random.uniform(key), jax.vmap(jax.random.uniform)(keys)
+
+  key, keys = make_key(0), jax.random.split(make_key(1), 3)
+  run = optax_accum.microbatch(
+    draw, reduction="stack", num_microbatches=2, rng_argnames=("key", "keys")
+  )
+  one, three = run(jnp.arange(4.0), key=key, keys=keys)
+  for i in range(2):
+    chex.assert_trees_all_equal(one[i], jax.random.uniform(jax.random.fold_in(key, i)))
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys, i)
+    chex.assert_trees_all_equal(three[i], jax.vmap(jax.random.uniform)(folded))
+
+
+# --- a threaded carry -----------------------------------------------------------------
+
+
+def with_statistics(params, batch, stats, momentum=0.9):
+  mean = jnp.mean(batch)
+  new = {"mean": momentum * stats["mean"] + (1 - momentum) * mean, "steps": stats["steps"] + 1}
+  return jnp.mean(params * (batch - mean) ** 2), (new, {"seen": stats["mean"]})
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_carry_is_threaded(n):
+  params, batch = jnp.asarray(1.5), jnp.arange(6.0)
+  stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
+  cycle = optax_accum.microbatch_value_and_grad(
+    with_statistics, has_aux=True, num_microbatches=n, carry_argnum=2, aux_reduction="stack"
+  )
+  (_, (new, aux)), _ = jax.jit(cycle)(params, batch, stats)
+  carry, seen = stats, []
+  for i in range(n):
+    seen.append(carry["mean"])
+    _, (carry, _) = with_statistics(params, batch[i::n], carry)
+  chex.assert_trees_all_close((new, aux["seen"]), (carry, jnp.stack(seen)), rtol=1e-6)
+  assert int(new["steps"]) == n
+
+
+def test_n_updates_with_momentum_m_weigh_as_one_with_m_to_the_n():
+  batch = jnp.full((8,), 3.0)  # every microbatch has the same statistics
+  stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
+  cycle = optax_accum.microbatch_value_and_grad(with_statistics, num_microbatches=4, carry_argnum=2)
+  (_, (new, _)), _ = cycle(jnp.asarray(1.0), batch, stats)
+  once = with_statistics(jnp.asarray(1.0), batch, stats, momentum=0.9**4)[1][0]
+  chex.assert_trees_all_close(new["mean"], once["mean"], rtol=1e-6)
+
+
+def test_carry_passes_over_a_skipped_microbatch():
+  def loss_fn(params, batch, carry):
+    return jnp.mean(params * batch), (carry + jnp.sum(batch), None)
+
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=3, carry_argnum=2, skip_nonfinite=True
+  )
+  (_, (carry, _)), _, stats = cycle(
+    jnp.asarray(1.0), jnp.array([1.0, jnp.nan, 4.0]), jnp.asarray(0.0)
+  )
+  assert (float(carry), int(stats.skipped_microbatches)) == (5.0, 1)
+
+
+# --- dtypes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_is_added_up_in_float32(dtype):
+  def loss_fn(params, x):
+    return jnp.mean(params * x)
+
+  x = jnp.ones(1024, dtype)
+  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=1024, reduction="sum")
+  loss, grad = cycle(jnp.ones((), dtype), x)
+  assert (loss.dtype, grad.dtype) == (dtype, dtype)
+  assert (float(loss), float(grad)) == (1024.0, 1024.0)
+  naive = lax.scan(lambda c, x: (c + x, None), jnp.zeros((), jnp.bfloat16), x.astype(jnp.bfloat16))
+  assert float(naive[0]) == 256.0  # where bfloat16 stops counting
+  in_bfloat16 = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=1024, reduction="sum", accumulator_dtype=jnp.bfloat16
+  )
+  assert float(in_bfloat16(jnp.ones((), dtype), x)[1]) == 256.0
+
+
+def test_weights_beyond_half_precision_are_not_rounded():
+  def loss_fn(params, x):
+    return jnp.mean(params * x.astype(jnp.float32)).astype(jnp.bfloat16)
+
+  x = jnp.array([1.0, 3.0], jnp.bfloat16)
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=2, weight_fn=lambda x: 1 + 512 * (x[0] > 2).astype(jnp.int32)
+  )
+  _, grad = cycle(jnp.ones((), jnp.float32), x)
+  np.testing.assert_allclose(float(grad), (1 + 513 * 3) / 514, rtol=1e-6)
+
+
+def test_complex_parameters_stay_complex():
+  def loss_fn(params, x):
+    return jnp.mean(jnp.abs(x * params - 1j) ** 2)
+
+  params, x = jnp.asarray(1 + 2j, jnp.complex64), jnp.array([1 + 1j, 2, -1j, 3], jnp.complex64)
+  for options in [{}, {"weight_fn": lambda x: jnp.asarray(2.0)}, {"skip_nonfinite": True}]:
+    cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4, **options)
+    expected = jax.value_and_grad(loss_fn)(params, x)
+    helpers.assert_trees_equal_to(cycle(params, x)[:2], expected, 1e-6)
+
+
+# --- the compiled program -------------------------------------------------------------
+
+
+def test_one_microbatch_is_the_program_of_value_and_grad():
+  params, batch = init_params(np.float32), make_batch(6, dtype=np.float32)
+  loss_fn = functools.partial(masked_mean_loss, has_aux=True)
+  functools.update_wrapper(loss_fn, masked_mean_loss)
+  for has_aux, fun in [(False, masked_mean_loss), (True, loss_fn)]:
+    plain = jax.jit(jax.value_and_grad(fun, has_aux=has_aux)).lower(params, batch).as_text()
+    for option in [{"num_microbatches": 1}, {"microbatch_size": 6}, {"microbatch_size": 99}]:
+      cycle = optax_accum.microbatch_value_and_grad(
+        fun, has_aux=has_aux, aux_reduction="last", **option
+      )
+      assert jax.jit(cycle).lower(params, batch).as_text() == plain
+
+
+def test_program_does_not_grow_with_the_number_of_microbatches():
+  params, batch = init_params(np.float32), make_batch(64, dtype=np.float32)
+
+  def lines(n):
+    cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=n)
+    text = jax.jit(cycle).lower(params, batch).as_text()
+    assert text.count("stablehlo.while") == 1
+    return len(text.splitlines())
+
+  assert lines(2) == lines(8) == lines(64)
+
+
+def test_unroll_is_the_scans():
+  params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
+  expected = jax.value_and_grad(masked_mean_loss)(params, batch)
+  for unroll, loops in [(1, 1), (2, 1), (True, 0)]:
+    cycle = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, num_microbatches=4, unroll=unroll
+    )
+    assert jax.jit(cycle).lower(params, batch).as_text().count("stablehlo.while") == loops
+    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-5)
+
+
+def test_the_loop_has_a_name_in_a_profile():
+  params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
+  cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=4)
+  text = jax.jit(cycle).lower(params, batch).as_text(debug_info=True)
+  assert "microbatches/" in text
+  assert "accumulate/" in text
+
+
+def mlp_loss(params, batch):
+  hidden = batch
+  for w in params:
+    hidden = jnp.tanh(hidden @ w)
+  return jnp.mean(hidden**2)
+
+
+def hand_written(loss_fn, n):
+  """What people write: a scan over a contiguous split that adds gradients."""
+
+  def value_and_grad(params, batch):
+    def body(total, part):
+      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
+
+    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x / n, lax.scan(body, start, parts)[0])
+
+  return value_and_grad
+
+
+@pytest.mark.parametrize("n", [2, 8, 32])
+def test_memory_is_that_of_one_microbatch(n):
+  params = [jnp.ones((256, 256)) * 0.01 for _ in range(4)]
+  batch = jnp.ones((2048, 256))
+  whole = helpers.temp_bytes(jax.jit(jax.value_and_grad(mlp_loss)), params, batch)
+  ours = helpers.temp_bytes(
+    jax.jit(optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)), params, batch
+  )
+  by_hand = helpers.temp_bytes(jax.jit(hand_written(mlp_loss, n)), params, batch)
+  assert ours <= 1.05 * by_hand
+  assert ours < whole
+
+
+def test_the_loss_is_traced_once_a_compilation_and_once_for_its_shapes():
+  @chex.assert_max_traces(n=2)
+  def loss_fn(params, batch):
+    return masked_mean_loss(params, batch)
+
+  chex.clear_trace_counter()
+  params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
+  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4))
+  for _ in range(3):
+    cycle(params, batch)
+
+
+# --- composition ----------------------------------------------------------------------
+
+
+def test_inside_vmap_and_under_an_outer_grad():
+  with jax.enable_x64(True):
+    params, batch = init_params(), make_batch(6, masked=True)
+    cycle = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, microbatch_size=4, weight_fn=valid_tokens
+    )
+    whole = jax.value_and_grad(masked_mean_loss)
+    population = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), params)
+    helpers.assert_trees_equal_to(
+      jax.vmap(cycle, (0, None))(population, batch),
+      jax.vmap(whole, (0, None))(population, batch),
+      1e-10,
+    )
+    batch["valid"] = jnp.ones_like(batch["valid"])  # the NaN of 0/0 has a NaN derivative
+    for cycle_ in (
+      cycle,
+      optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=2),
+    ):
+
+      def squared_norm(params, value_and_grad):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1]))
+
+      helpers.assert_trees_equal_to(
+        jax.grad(squared_norm)(params, cycle_), jax.grad(squared_norm)(params, whole), 1e-10
+      )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_models_with_scanned_layers_and_checkpointing(remat):
+  def loss_fn(params, batch):
+    def layer(hidden, w):
+      return jnp.tanh(hidden @ w), None
+
+    body = jax.checkpoint(layer) if remat else layer
+    hidden, _ = lax.scan(body, batch["x"], params["layers"])
+    hidden = hidden + params["embedding"][batch["token"]]
+    return jnp.mean(hidden**2)
+
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(0)
+    params = {
+      "layers": jnp.asarray(rng.normal(size=(5, 4, 4))),
+      "embedding": jnp.asarray(rng.normal(size=(10, 4))),
+    }
+    batch = {
+      "x": jnp.asarray(rng.normal(size=(12, 4))),
+      "token": jnp.asarray(rng.integers(0, 10, 12)),
+    }
+    fun = jax.checkpoint(loss_fn) if remat else loss_fn
+    cycle = jax.jit(optax_accum.microbatch_value_and_grad(fun, microbatch_size=5))
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-10)
+
+
+def test_equinox_modules_filtered_to_arrays():
+  model = eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(0))
+  params, static = eqx.partition(model, eqx.is_inexact_array)
+
+  def loss_fn(params, batch):
+    prediction = jax.vmap(eqx.combine(params, static))(batch["x"])
+    return jnp.mean((prediction[:, 0] - batch["y"]) ** 2)
+
+  rng = np.random.default_rng(0)
+  batch = {
+    "x": jnp.asarray(rng.normal(size=(10, 3)), jnp.float32),
+    "y": jnp.asarray(rng.normal(size=10), jnp.float32),
+  }
+  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=4))
+  expected = jax.value_and_grad(loss_fn)(params, batch)
+  helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-6)

@@ -1,0 +1,334 @@
+"""One jitted call is one optimizer step on the whole batch."""
+
+import chex
+import helpers
+from helpers import relaxed
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sklearn import datasets
+
+import optax_accum
+
+
+def digits(rows, dtype=np.float32):
+  x, y = datasets.load_digits(return_X_y=True)
+  return {"x": jnp.asarray(x[:rows] / 16, dtype), "y": jnp.asarray(y[:rows], jnp.int32)}
+
+
+def init_params(dtype=np.float32, hidden=32):
+  rng = np.random.default_rng(0)
+  return {
+    "w1": jnp.asarray(rng.normal(size=(64, hidden)) / 8, dtype),
+    "w2": jnp.asarray(rng.normal(size=(hidden, 10)) / 6, dtype),
+  }
+
+
+def loss_fn(params, batch):
+  logits = jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"]
+  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+  return jnp.mean(losses)
+
+
+def whole_batch_steps(tx, params, batch, steps, loss_fn=loss_fn):
+  """The plain training step on the whole batch at once."""
+  opt_state = tx.init(params)
+  for _ in range(steps):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    params = optax.apply_updates(params, updates)
+  return params, opt_state, loss
+
+
+def accumulated_steps(tx, params, batch, steps, loss_fn=loss_fn, **options):
+  step = optax_accum.make_train_step(loss_fn, tx, donate=False, **options)
+  opt_state = tx.init(params)
+  for _ in range(steps):
+    params, opt_state, metrics = step(params, opt_state, batch)
+  return params, opt_state, metrics["loss"]
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 5}])
+@pytest.mark.parametrize(
+  "tx",
+  [
+    optax.sgd(0.1, momentum=0.9),
+    relaxed(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+  ],
+  ids=["sgd", "clip+adamw"],
+)
+def test_32_rows_in_microbatches_equal_32_at_once(tx, options):
+  with jax.enable_x64(True):
+    params, batch = init_params(np.float64), digits(32, np.float64)
+    helpers.assert_trees_equal_to(
+      accumulated_steps(tx, params, batch, 3, **options),
+      whole_batch_steps(tx, params, batch, 3),
+      1e-10,
+    )
+
+
+def test_five_microbatches_of_plain_sgd_subtract_the_sum_of_their_gradients():
+  params, batch, lr = init_params(), digits(20), 0.01
+  step = optax_accum.make_train_step(
+    loss_fn, optax.sgd(lr), num_microbatches=5, reduction="sum", donate=False
+  )
+  new, _, metrics = step(params, optax.sgd(lr).init(params), batch)
+  parts = [jax.tree.map(lambda x, i=i: x[i::5], batch) for i in range(5)]
+  losses, grads = zip(*[jax.value_and_grad(loss_fn)(params, p) for p in parts], strict=True)
+  expected = jax.tree.map(lambda v, *g: v - lr * sum(g), params, *grads)
+  helpers.assert_trees_equal_to(new, expected, 1e-6)
+  chex.assert_trees_all_close(metrics["loss"], sum(losses), rtol=1e-6)
+
+
+def test_clipping_after_accumulation_is_not_clipping_each_microbatch():
+  params, batch = init_params(), digits(32)
+  tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(1.0))
+  accumulated, _, _ = accumulated_steps(tx, params, batch, 1, num_microbatches=4)
+  whole, _, _ = whole_batch_steps(tx, params, batch, 1)
+  clip = optax.clip_by_global_norm(0.05)
+  grads = [
+    clip.update(
+      jax.grad(loss_fn)(params, jax.tree.map(lambda x, i=i: x[i::4], batch)), clip.init(params)
+    )[0]
+    for i in range(4)
+  ]
+  each = jax.tree.map(lambda v, *g: v - sum(g) / 4, params, *grads)
+  assert helpers.largest_difference(accumulated, whole) < 1e-6
+  assert helpers.largest_difference(each, whole) > 1e-4
+
+
+def test_remat_and_bfloat16_compose():
+  params, batch = init_params(hidden=256), digits(512)
+
+  def mixed(params, batch):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch["x"]))
+    logits = jnp.tanh(half[1] @ half[0]["w1"]) @ half[0]["w2"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
+    return jnp.mean(losses)
+
+  # Gradients are rounded as what they are computed in, parameters (below 1) as float32.
+  for fun, eps in [
+    (jax.checkpoint(loss_fn), 2.0**-23),
+    (mixed, 2.0**-8),
+    (jax.checkpoint(mixed), 2.0**-8),
+  ]:
+    tx = optax.sgd(0.1)
+    accumulated, _, _ = accumulated_steps(tx, params, batch, 1, fun, num_microbatches=8)
+    whole, _, _ = whole_batch_steps(tx, params, batch, 1, fun)
+    moved = helpers.largest_difference(whole, params)
+    assert moved > 1e-3
+    assert helpers.largest_difference(accumulated, whole) < 2 * eps * moved + 2.0**-22
+
+
+def test_metrics_are_those_of_the_whole_batch():
+  def with_aux(params, batch):
+    return loss_fn(params, batch), {"rows": batch["y"]}
+
+  params, batch = init_params(), digits(13)
+  tx = relaxed(optax.adam(1e-3))
+  step = optax_accum.make_train_step(
+    with_aux, tx, microbatch_size=4, has_aux=True, aux_reduction="concat", donate=False
+  )
+  _, _, metrics = step(params, tx.init(params), batch)
+  loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+  assert sorted(metrics) == ["aux", "grad_norm", "loss", "skipped_microbatches", "total_weight"]
+  chex.assert_trees_all_close(metrics["loss"], loss, rtol=1e-6)
+  chex.assert_trees_all_close(metrics["grad_norm"], optax.tree.norm(grads), rtol=1e-6)
+  chex.assert_trees_all_equal(metrics["aux"]["rows"], batch["y"])
+  assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(metrics))
+  assert (float(metrics["total_weight"]), int(metrics["skipped_microbatches"])) == (13.0, 0)
+
+
+def test_grad_norm_of_half_precision_gradients_is_float32():
+  params, batch = init_params(jnp.bfloat16), digits(8, jnp.bfloat16)
+  step = optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
+  new, _, metrics = step(params, optax.sgd(0.1).init(params), batch)
+  assert metrics["grad_norm"].dtype == jnp.float32
+  chex.assert_trees_all_equal_dtypes(new, params)
+
+
+# --- what a transformation is given ---------------------------------------------------
+
+
+def test_value_reaches_reduce_on_plateau():
+  tx = relaxed(optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
+  params, batch = init_params(), digits(8)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  opt_state = tx.init(params)
+  for _ in range(4):
+    params, opt_state, metrics = step(params, opt_state, batch)
+  plateau = opt_state[1]
+  chex.assert_trees_all_close(plateau.best_value, metrics["loss"], rtol=1e-6)
+  assert float(plateau.scale) < 1
+
+
+def test_line_search_sees_the_loss_of_the_whole_batch():
+  with jax.enable_x64(True):
+    params, batch = init_params(np.float64, hidden=4), digits(30, np.float64)
+    tx = relaxed(optax.lbfgs())
+    step = optax_accum.make_train_step(loss_fn, tx, microbatch_size=7)
+    accumulated, opt_state = jax.tree.map(jnp.copy, params), tx.init(params)
+    for _ in range(3):
+      accumulated, opt_state, metrics = step(accumulated, opt_state, batch)
+    state, whole = tx.init(params), params
+    for _ in range(3):
+      value, grad = jax.value_and_grad(loss_fn)(whole, batch)
+      updates, state = tx.update(
+        grad, state, whole, value=value, grad=grad, value_fn=lambda p: loss_fn(p, batch)
+      )
+      whole = optax.apply_updates(whole, updates)
+    helpers.assert_trees_equal_to(accumulated, whole, 1e-8)
+    assert float(metrics["loss"]) < float(loss_fn(params, batch)) - 0.2
+
+
+def test_weight_reaches_a_transformation_that_wants_it():
+  def update(updates, state, params=None, *, weight, value, **extra):
+    return updates, (weight, value)
+
+  tx = optax.GradientTransformationExtraArgs(lambda params: (0.0, 0.0), update)
+  params, batch = init_params(), digits(6)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, weight_fn=lambda b: jnp.sum(b["y"] > 2), donate=False
+  )
+  _, state, metrics = step(params, (jnp.zeros(()), jnp.zeros(())), batch)
+  assert (
+    float(state[0]) == float(metrics["total_weight"]) == int(np.sum(np.asarray(batch["y"]) > 2))
+  )
+  assert float(state[1]) == float(metrics["loss"])
+
+
+# --- nothing to step with -------------------------------------------------------------
+
+
+def padded_loss(params, batch):
+  return loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
+
+
+@pytest.mark.parametrize(
+  "tx", [relaxed(optax.adamw(0.1)), optax.chain(optax.clip(1.0), optax.sgd(0.1))]
+)
+def test_a_batch_of_padding_takes_no_step(tx):
+  params = init_params()
+  batch = {**digits(8), "valid": jnp.zeros(8)}
+  step = optax_accum.make_train_step(
+    padded_loss, tx, num_microbatches=4, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+  )
+  opt_state = tx.init(params)
+  new, new_state, metrics = step(params, opt_state, batch)
+  chex.assert_trees_all_equal((new, new_state), (params, opt_state))
+  assert (float(metrics["total_weight"]), float(metrics["loss"])) == (0.0, 0.0)
+  batch["valid"] = batch["valid"].at[3].set(1.0)
+  new, _, metrics = step(params, opt_state, batch)
+  assert float(metrics["total_weight"]) == 1.0
+  assert helpers.largest_difference(new, params) > 0.01
+
+
+def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
+  tx, params, batch = relaxed(optax.adamw(0.1)), init_params(), digits(8)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=4, skip_nonfinite=True, donate=False
+  )
+  for bad, moves in [(1, True), (4, False)]:
+    x = batch["x"].at[:bad].set(jnp.nan)  # row i is in microbatch i % 4
+    new, _, metrics = step(params, tx.init(params), {**batch, "x": x})
+    assert int(metrics["skipped_microbatches"]) == bad
+    assert float(metrics["total_weight"]) == 8 - 2 * bad
+    assert (helpers.largest_difference(new, params) > 0) == moves
+    chex.assert_tree_all_finite((new, metrics))
+
+
+# --- calls, buffers and programs ------------------------------------------------------
+
+
+def test_further_arguments_and_a_carry_follow_the_batch():
+  def noisy(params, batch, mean, key, *, scale):
+    noise = scale * jax.random.normal(key, batch["x"].shape)
+    new_mean = 0.9 * mean + 0.1 * jnp.mean(batch["x"])
+    return loss_fn(params, {**batch, "x": batch["x"] + noise}), (new_mean, {"mean": mean})
+
+  tx, params, batch = optax.sgd(0.1), init_params(), digits(8)
+  step = optax_accum.make_train_step(
+    noisy, tx, num_microbatches=2, rng_argnums=3, carry_argnum=2, aux_reduction="stack"
+  )
+  mean = jnp.asarray(0.0)
+  copied = jax.tree.map(jnp.copy, params)
+  _, _, carry, metrics = step(
+    copied, tx.init(copied), batch, mean, jax.random.key(0), scale=jnp.asarray(0.1)
+  )
+  x = np.asarray(batch["x"])
+  means = [0.0, 0.1 * x[::2].mean()]
+  chex.assert_trees_all_close(metrics["aux"]["mean"], jnp.asarray(means, jnp.float32), rtol=1e-5)
+  chex.assert_trees_all_close(float(carry), 0.9 * means[1] + 0.1 * x[1::2].mean(), rtol=1e-5)
+  assert not mean.is_deleted()
+
+
+def test_parameters_and_state_are_donated_unless_told_otherwise():
+  tx, batch = relaxed(optax.adam(0.1)), digits(8)
+  for donate in (True, False):
+    params = init_params()
+    opt_state = tx.init(params)
+    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=donate)
+    step(params, opt_state, batch)
+    deleted = [x.is_deleted() for x in jax.tree.leaves((params, opt_state[0].mu))]
+    assert deleted == [donate] * len(deleted)
+
+
+def test_states_that_hold_one_array_twice_can_be_donated():
+  params, batch = init_params(), digits(8)
+  tx = relaxed(optax.lbfgs())
+  opt_state = tx.init(params)
+  ids = [id(x) for x in jax.tree.leaves((params, opt_state))]
+  assert len(set(ids)) < len(ids)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
+  for _ in range(2):
+    params, opt_state, metrics = step(params, opt_state, batch)
+  assert float(metrics["loss"]) < float(loss_fn(init_params(), batch))
+
+
+def test_one_compilation_serves_every_step():
+  @chex.assert_max_traces(n=4)  # shapes and scan, in the gradient and in nothing else
+  def counted(params, batch):
+    return loss_fn(params, batch)
+
+  chex.clear_trace_counter()
+  tx, params, batch = relaxed(optax.adam(1e-3)), init_params(), digits(8)
+  step = optax_accum.make_train_step(counted, tx, num_microbatches=4)
+  opt_state = tx.init(params)
+  for _ in range(4):
+    params, opt_state, _ = step(params, opt_state, batch)
+  assert step._cache_size() == 1
+
+
+def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
+  tx, params, batch = relaxed(optax.adam(1e-3)), init_params(hidden=256), digits(512)
+  shapes = jax.eval_shape(lambda: (params, tx.init(params), batch))
+  temps = [
+    helpers.temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
+    for n in (1, 2, 4, 8)
+  ]
+  assert temps == sorted(temps, reverse=True)
+  assert temps[-1] < 0.5 * temps[0]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
+  tx, params, batch, n = relaxed(optax.adamw(1e-3)), init_params(hidden=512), digits(256), 4
+
+  def by_hand(params, opt_state, batch):
+    def body(total, part):
+      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
+
+    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+    loss, grads = jax.tree.map(lambda x: x / n, jax.lax.scan(body, start, parts)[0])
+    updates, opt_state = tx.update(grads, opt_state, params)
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    return optax.apply_updates(params, updates), opt_state, metrics
+
+  options = {"weight_fn": lambda b: jnp.sum(b["y"] >= 0)} if weighted else {}
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, **options)
+  args = (params, tx.init(params), batch)
+  hand = helpers.temp_bytes(jax.jit(by_hand, donate_argnums=(0, 1)), *args)
+  assert helpers.temp_bytes(step, *args) <= 1.05 * hand
