@@ -1,7 +1,5 @@
 """What several test files need."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,14 +34,6 @@ def largest_difference(a, b):
 def temp_bytes(jitted, *args, **kwargs):
   """Bytes of temporary buffers of a jitted function, as the compiler counts them."""
   return jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
-
-
-def copies_of(compiled_text, elements):
-  """How many ``copy`` operations of arrays with at least `elements` a compiled program has."""
-  found = 0
-  for dims in re.findall(r"= \w+\[([\d,]*)\][^ ]* copy(?:-start)?\(", compiled_text):
-    found += int(np.prod([int(d) for d in dims.split(",") if d], dtype=np.int64)) >= elements
-  return found
 
 
 def relaxed(tx):

@@ -1,0 +1,127 @@
+"""The whole-cycle step beside what it replaces: time, temporary memory, compile time.
+
+    python benchmarks/whole_cycle.py [--rounds 15] [--microbatches 8]
+
+Every row does the same work: loss and gradients of 64 rows of a small Transformer (that of
+examples/train_lm.py), then one clip + AdamW step, parameters and state donated. Times are
+medians of ratios within a round, in which all rows take turns.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import measure
+import optax
+
+import optax_accum
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+import train_lm
+
+
+def hand_written(loss_fn, n):
+  """What people write: a scan that adds gradients into a carry."""
+
+  def value_and_grad(params, batch):
+    def body(total, part):
+      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
+
+    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    total, _ = lax.scan(body, start, batch.reshape(n, -1, *batch.shape[1:]))
+    return jax.tree.map(lambda x: x / n, total)
+
+  return value_and_grad
+
+
+def optax_microbatch(loss_fn, n):
+  """`optax.microbatching.microbatch` (optax 0.2.7 and later) around `jax.value_and_grad`."""
+  mean = optax.microbatching.AccumulationType.MEAN
+
+  def value_and_grad(params, batch):
+    return optax.microbatching.microbatch(
+      jax.value_and_grad(loss_fn), 1, batch.shape[0] // n, mean
+    )(params, batch)
+
+  return value_and_grad
+
+
+def python_loop(loss_fn, n):
+  """A Python loop over the microbatches, unrolled by tracing."""
+
+  def value_and_grad(params, batch):
+    parts = batch.reshape(n, -1, *batch.shape[1:])
+    results = [jax.value_and_grad(loss_fn)(params, parts[i]) for i in range(n)]
+    return jax.tree.map(lambda *x: sum(x) / n, *results)
+
+  return value_and_grad
+
+
+def as_step(value_and_grad, tx):
+  """The same step around every way to get gradients, with the metrics that ours returns."""
+
+  def step(params, opt_state, batch):
+    loss, grads = value_and_grad(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    return optax.apply_updates(params, updates), opt_state, metrics
+
+  return jax.jit(step, donate_argnums=(0, 1))
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--rounds", type=int, default=15)
+  parser.add_argument("--microbatches", type=int, default=8)
+  args = parser.parse_args()
+  n = args.microbatches
+
+  model = train_lm.Transformer(layers=4, width=128)
+  loss_fn = train_lm.make_loss_fn(model)
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+  batch = jnp.asarray(next(train_lm.batches(train_lm.load_data()[0], 64, 128, 1)))
+
+  def fresh():
+    params = model.init(jax.random.key(0), batch[:1, :-1])["params"]
+    return params, tx.init(params)
+
+  plain = jax.value_and_grad(loss_fn)
+  steps = {
+    f"optax_accum, N={n}": optax_accum.make_train_step(loss_fn, tx, num_microbatches=n),
+    f"hand-written scan, N={n}": as_step(hand_written(loss_fn, n), tx),
+    f"optax.microbatching, N={n}": as_step(optax_microbatch(loss_fn, n), tx),
+    f"Python loop, N={n}": as_step(python_loop(loss_fn, n), tx),
+    "optax_accum, N=1": optax_accum.make_train_step(loss_fn, tx, num_microbatches=1),
+    "whole batch at once": as_step(plain, tx),
+  }
+  if not hasattr(optax, "microbatching"):
+    del steps[f"optax.microbatching, N={n}"]
+  compiled = {name: measure.compile_step(step, *fresh(), batch) for name, step in steps.items()}
+  states = {name: fresh() for name in steps}
+  size = sum(x.nbytes for x in jax.tree.leaves(states["whole batch at once"][0]))
+
+  def call(name):
+    def run():
+      *states[name], metrics = compiled[name].call(*states[name], batch)
+      return metrics
+
+    return run
+
+  times = measure.paired_ms({name: call(name) for name in steps}, args.rounds)
+  reference = f"hand-written scan, N={n}"
+  print(f"{size / 2**20:.1f} MiB of parameters (P), batch {batch.shape}, {jax.devices()[0]}")
+  print(f"{'':28}{'time':>8}{'/ scan':>8}{'/ whole':>8}{'temp':>10}{'compile':>10}")
+  for name, c in compiled.items():
+    print(
+      f"{name:28}{min(times[name]):5.0f} ms"
+      f"{measure.ratio(times, name, reference):8.2f}"
+      f"{measure.ratio(times, name, 'whole batch at once'):8.2f}"
+      f"{c.temp_bytes / size:8.2f} P{c.compile_s:8.1f} s"
+    )
+
+
+if __name__ == "__main__":
+  main()
