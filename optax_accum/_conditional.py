@@ -13,10 +13,10 @@ Operand = TypeVar("Operand")
 
 
 def update_if(
-    pred: bool | jax.Array,
-    fun: Callable[[Operand], Operand],
-    operand: Operand,
-    differentiable: bool = False,
+  pred: bool | jax.Array,
+  fun: Callable[[Operand], Operand],
+  operand: Operand,
+  differentiable: bool = False,
 ) -> Operand:
   """``fun(operand) if pred else operand``, without copying `operand`.
 

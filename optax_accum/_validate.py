@@ -28,8 +28,8 @@ def positive_int(name: str, value: Any) -> int:
   """`value` as an int of at least 1; bools, floats and traced values are errors."""
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
-        f"{name} is a traced value ({value}), but shapes depend on it: pass a Python int, e.g. by"
-        " marking it static in jax.jit."
+      f"{name} is a traced value ({value}), but shapes depend on it: pass a Python int, e.g. by"
+      " marking it static in jax.jit."
     )
   try:
     if isinstance(value, bool):
@@ -46,8 +46,8 @@ def exactly_one_size(num_microbatches: Any, microbatch_size: Any) -> tuple[int |
   """Checks that one of the two is given, and returns both as int or None."""
   if (num_microbatches is None) == (microbatch_size is None):
     raise ValueError(
-        f"Got num_microbatches={num_microbatches!r} and microbatch_size={microbatch_size!r}: give"
-        " exactly one of the two (num_microbatches=1 is the whole batch at once)."
+      f"Got num_microbatches={num_microbatches!r} and microbatch_size={microbatch_size!r}: give"
+      " exactly one of the two (num_microbatches=1 is the whole batch at once)."
     )
   if num_microbatches is not None:
     return positive_int("num_microbatches", num_microbatches), None
@@ -65,8 +65,8 @@ def accumulator_dtype(value: Any) -> jnp.dtype | None:
   """Checks that accumulators of this dtype can hold a mean."""
   if value is not None and not jnp.issubdtype(value, jnp.inexact):
     raise TypeError(
-        f"accumulator_dtype={jnp.dtype(value)} cannot hold a mean: give a floating or complex dtype,"
-        " or None for the gradient's dtype promoted with float32."
+      f"accumulator_dtype={jnp.dtype(value)} cannot hold a mean: give a floating or complex dtype,"
+      " or None for the gradient's dtype promoted with float32."
     )
   return None if value is None else jnp.dtype(value)
 
@@ -77,8 +77,8 @@ def holds_dtype(leaf: str, dtype: chex.ArrayDType, accumulator: chex.ArrayDType 
     return
   if not jnp.issubdtype(accumulator, jnp.complexfloating):
     raise TypeError(
-        f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"
-        f" is {jnp.dtype(dtype)}: give a complex dtype, or None."
+      f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"
+      f" is {jnp.dtype(dtype)}: give a complex dtype, or None."
     )
 
 
@@ -149,8 +149,8 @@ def disjoint(roles: dict[str, Sequence[Slot]]) -> None:
     for slot in slots:
       if slot in seen:
         raise ValueError(
-            f"Argument {slot!r} is both {seen[slot]} and {role}; an argument can be only one of"
-            " them: change the argnums."
+          f"Argument {slot!r} is both {seen[slot]} and {role}; an argument can be only one of"
+          " them: change the argnums."
         )
       seen[slot] = role
 
@@ -164,17 +164,19 @@ def batch_rows(slots: Sequence[Slot], batch: Sequence[chex.ArrayTree], axis: int
       shape = jnp.shape(leaf)
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
-            " it that axis, or pass it as an argument that is not split."
+          f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
+          " it that axis, or pass it as an argument that is not split."
         )
       rows[name] = shape[axis]
   if not rows:
-    raise ValueError(f"The batch (arguments {list(slots)}) has no arrays: there is nothing to split.")
+    raise ValueError(
+      f"The batch (arguments {list(slots)}) has no arrays: there is nothing to split."
+    )
   if len(set(rows.values())) > 1:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
     raise ValueError(
-        f"Batch leaves disagree on the number of rows along axis {axis} ({listed}); all must have"
-        " the same."
+      f"Batch leaves disagree on the number of rows along axis {axis} ({listed}); all must have"
+      " the same."
     )
   (count,) = set(rows.values())
   if count == 0:
@@ -188,15 +190,15 @@ def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -
     return min(size or rows, rows)
   if num_microbatches > rows:
     raise ValueError(
-        f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
-        f" {rows}."
+      f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
+      f" {rows}."
     )
   if rows % num_microbatches:
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     raise ValueError(
-        f"num_microbatches={num_microbatches} does not divide the batch's {rows} rows: use one of"
-        f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
-        " microbatch smaller and is exact too."
+      f"num_microbatches={num_microbatches} does not divide the batch's {rows} rows: use one of"
+      f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
+      " microbatch smaller and is exact too."
     )
   return rows // num_microbatches
 
@@ -206,8 +208,8 @@ def weight(source: str, value: Any) -> None:
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
     raise ValueError(
-        f"{source} gave a weight of shape {shape} and dtype {dtype}; it must be a real scalar, such"
-        " as jnp.sum(mask)."
+      f"{source} gave a weight of shape {shape} and dtype {dtype}; it must be a real scalar, such"
+      " as jnp.sum(mask)."
     )
   if not isinstance(value, jax.core.Tracer) and not value >= 0:
     raise ValueError(f"{source} gave the weight {value}; it must be 0 or more.")
@@ -219,8 +221,8 @@ def key(name: str, value: Any) -> None:
   if jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == jnp.uint32 and shape):
     return
   raise TypeError(
-      f"{name} has shape {shape} and dtype {dtype}; it must be a key, of jax.random.key(seed) or"
-      " jax.random.PRNGKey(seed)."
+    f"{name} has shape {shape} and dtype {dtype}; it must be a key, of jax.random.key(seed) or"
+    " jax.random.PRNGKey(seed)."
   )
 
 
@@ -233,21 +235,21 @@ def loss(out: Any, has_aux: bool, carries: bool) -> None:
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
     raise TypeError(
-        f"The function returned {_describe(out)}; with"
-        f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
+      f"The function returned {_describe(out)}; with"
+      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
     )
   value = out[0] if has_aux else out
   if isinstance(value, (tuple, list, dict)):
     raise TypeError(
-        f"The function returned {_describe(value)} as its loss; the loss must be a real scalar. If"
-        " the rest is auxiliary, return (loss, aux) and pass has_aux=True."
+      f"The function returned {_describe(value)} as its loss; the loss must be a real scalar. If"
+      " the rest is auxiliary, return (loss, aux) and pass has_aux=True."
     )
   if value is None:
     raise TypeError(f"The function returned None; it must return {wanted}.")
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if shape != ():
     raise TypeError(
-        f"The loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
+      f"The loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
     )
   if not jnp.issubdtype(dtype, jnp.floating):
     raise TypeError(f"The loss has dtype {dtype}; it must be real, i.e. of a floating dtype.")
@@ -265,9 +267,9 @@ def inexact_leaves(what: str, tree: chex.ArrayTree) -> None:
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.inexact):
       raise TypeError(
-          f"{leaf_name(what, path)} has dtype {dtype} and cannot be differentiated: keep integer"
-          " and bool leaves out of the differentiated argument, e.g. close over them or pass them"
-          " as another argument (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
+        f"{leaf_name(what, path)} has dtype {dtype} and cannot be differentiated: keep integer"
+        " and bool leaves out of the differentiated argument, e.g. close over them or pass them"
+        " as another argument (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
       )
 
 
@@ -275,32 +277,20 @@ def transformation(value: Any, name: str = "inner") -> None:
   """Checks that `value` is an optax transformation, and says what to write if it is not."""
   if isinstance(value, optax.MultiSteps):
     raise TypeError(
-        f"{name} is an optax.MultiSteps object, which accumulates already: give the optimizer that"
-        " it wraps, as in optax_accum.accumulate(optimizer, every_k)."
+      f"{name} is an optax.MultiSteps object, which accumulates already: give the optimizer that"
+      " it wraps, as in optax_accum.accumulate(optimizer, every_k)."
     )
   if isinstance(value, optax.GradientTransformation):
     return
   if callable(value):
     raise TypeError(
-        f"{name}={value!r} is not an optax.GradientTransformation but something that may make one:"
-        f" call it first, as in {getattr(value, '__name__', 'optimizer')}(...)."
+      f"{name}={value!r} is not an optax.GradientTransformation but something that may make one:"
+      f" call it first, as in {getattr(value, '__name__', 'optimizer')}(...)."
     )
   raise TypeError(
-      f"{name}={value!r} is not an optax.GradientTransformation: give an optax optimizer such as"
-      " optax.adamw(1e-3), or build one with optax.GradientTransformation(init_fn, update_fn)."
+    f"{name}={value!r} is not an optax.GradientTransformation: give an optax optimizer such as"
+    " optax.adamw(1e-3), or build one with optax.GradientTransformation(init_fn, update_fn)."
   )
-
-
-def every_k(value: Any) -> Any:
-  """Checks a number of mini steps, or leaves a schedule as it is."""
-  if callable(value):
-    return value
-  if isinstance(value, (jax.Array, np.ndarray)):
-    raise TypeError(
-        f"every_k={value!r} is an array: give a Python int, or a schedule such as"
-        " `lambda gradient_step: k`, which may return an array."
-    )
-  return positive_int("every_k", value)
 
 
 def cycle_length(value: Any) -> jax.Array:
@@ -308,9 +298,9 @@ def cycle_length(value: Any) -> jax.Array:
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if shape != () or not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
-        f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
-        " an integer scalar: cast it, e.g."
-        " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
+      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
+      " an integer scalar: cast it, e.g."
+      " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
     )
   if not isinstance(value, jax.core.Tracer) and value < 1:
     raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
@@ -321,9 +311,10 @@ def flush(value: Any) -> bool | jax.Array:
   """Checks a flag that may be traced; a Python bool stays one."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
-  if not isinstance(value, (jax.Array, np.ndarray)) or (value.shape, value.dtype) != ((), jnp.bool_):
+  is_array = isinstance(value, (jax.Array, np.ndarray))
+  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
     raise TypeError(
-        f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
+      f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
     )
   return jnp.asarray(value)
 
@@ -332,15 +323,15 @@ def skip(result: Any) -> tuple[jax.Array, chex.ArrayTree]:
   """Checks what a skip_fn returned."""
   if not isinstance(result, tuple) or len(result) != 2:
     raise TypeError(
-        f"skip_fn returned {result!r}; it must return the pair (should_skip, info), e.g."
-        " `return should_skip, ()`."
+      f"skip_fn returned {result!r}; it must return the pair (should_skip, info), e.g."
+      " `return should_skip, ()`."
     )
   should_skip, info = result
   shape, dtype = jnp.shape(should_skip), jnp.result_type(should_skip)
   if shape != () or dtype != jnp.bool_:
     raise TypeError(
-        f"skip_fn returned a should_skip of shape {shape} and dtype {dtype}; it must be a bool"
-        " scalar, e.g. jnp.any(...)."
+      f"skip_fn returned a should_skip of shape {shape} and dtype {dtype}; it must be a bool"
+      " scalar, e.g. jnp.any(...)."
     )
   return jnp.asarray(should_skip), info
 
@@ -351,9 +342,9 @@ def bound_axis(axis_name: Any) -> None:
     lax.axis_size(axis_name)
   except NameError:
     raise ValueError(
-        f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
-        " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
-        " needs none)."
+      f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
+      " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
+      " needs none)."
     ) from None
 
 
@@ -378,28 +369,28 @@ def same_tree(what: str, tree: Any, like: Any, origin: str) -> None:
       raise ValueError(f"{name} has shape {jnp.shape(leaf)}, not {wanted[name].shape}: {fix}")
   if not same_structure(tree, like):
     raise ValueError(
-        f"{what} is a {jax.tree.structure(tree)} and not a {jax.tree.structure(like)}: {fix}"
+      f"{what} is a {jax.tree.structure(tree)} and not a {jax.tree.structure(like)}: {fix}"
     )
 
 
 def accumulates(
-    name: str, dtype: Any, accumulator: chex.ArrayDType, requested: chex.ArrayDType | None
+  name: str, dtype: Any, accumulator: chex.ArrayDType, requested: chex.ArrayDType | None
 ) -> None:
   """Checks that gradients of `dtype` can be added to an accumulator without a surprise."""
   if not jnp.issubdtype(dtype, jnp.inexact):
     raise TypeError(
-        f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
-        " parameters out with optax.masked(accumulate(...), mask)."
+      f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
+      " parameters out with optax.masked(accumulate(...), mask)."
     )
   if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(accumulator, jnp.complexfloating):
     raise TypeError(
-        f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
-        " would lose the imaginary part: give init complex parameters, or give"
-        " accumulator_dtype=jnp.complex64."
+      f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
+      " would lose the imaginary part: give init complex parameters, or give"
+      " accumulator_dtype=jnp.complex64."
     )
   if requested is None and jnp.finfo(dtype).bits > jnp.finfo(accumulator).bits:
     raise TypeError(
-        f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
-        " would round it: give init parameters of that dtype, pass accumulator_dtype, or cast the"
-        " gradients."
+      f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
+      " would round it: give init parameters of that dtype, pass accumulator_dtype, or cast the"
+      " gradients."
     )

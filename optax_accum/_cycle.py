@@ -1,0 +1,334 @@
+"""What one call of a streaming accumulation adds up, decides and runs."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import chex
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _conditional, _reduce, _validate
+
+
+class AccumulateState(NamedTuple):
+  """State of `accumulate`; the first five fields are those of `optax.MultiStepsState`.
+
+  Attributes:
+    mini_step: int32 scalar, the mini steps counted in the present cycle; 0 after the last.
+    gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
+    inner_opt_state: the state of `inner`. Changes only when a cycle emits.
+    acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of
+      the cycle's gradients so far. Not reset but overwritten by the first mini step of the
+      next cycle: what it holds while `mini_step` is 0 is never read. ``()`` if ``every_k=1``.
+    skip_state: what `skip_fn` returned beside its bool on the last call; ``()`` without it.
+    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
+      so far, on this device. 0 after the last mini step of a cycle.
+    has_updated: bool scalar, whether the last call emitted. Set by every call.
+  """
+
+  mini_step: jax.Array
+  gradient_step: jax.Array
+  inner_opt_state: optax.OptState
+  acc_grads: chex.ArrayTree
+  skip_state: chex.ArrayTree
+  acc_weight: jax.Array
+  has_updated: jax.Array
+
+
+class _MiniStep(NamedTuple):
+  """What one call adds up and decides, before any of `inner` runs."""
+
+  total: optax.Updates  # the cycle's weighted sum of gradients
+  weight: _reduce.Weight  # the cycle's sum of weights on this device
+  emit: bool | jax.Array
+  state: AccumulateState  # the next state but for `inner_opt_state`
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Accumulation:
+  """The functions that `accumulate` returns, and the arguments it was given."""
+
+  inner: optax.GradientTransformationExtraArgs
+  every_k: int | Callable[[jax.Array], chex.Numeric]
+  reduction: str
+  accumulator_dtype: chex.ArrayDType | None
+  skip_fn: optax.ShouldSkipUpdateFunction | None
+  axis_name: Any
+  differentiable: bool
+
+  def init(self, params: optax.Params) -> AccumulateState:
+    """An empty cycle, and `inner`'s own state."""
+    # One array a field: a state in which one zero stands twice cannot be donated.
+    gradient_step = jnp.zeros((), jnp.int32)
+    skip_state = ()
+    if self.skip_fn is not None:
+      like = jax.eval_shape(self._skip, _gradients_like(params), gradient_step, params)[1]
+      skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return AccumulateState(
+      mini_step=jnp.zeros((), jnp.int32),
+      gradient_step=gradient_step,
+      inner_opt_state=self.inner.init(params),
+      acc_grads=() if self.every_k == 1 else self._accumulators(params),
+      skip_state=skip_state,
+      acc_weight=jnp.zeros((), jnp.result_type(float)),
+      has_updated=jnp.zeros((), jnp.bool_),
+    )
+
+  def update(
+    self,
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params | None = None,
+    *,
+    weight: chex.Numeric = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, AccumulateState]:
+    """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
+    step = self._add(updates, state, params, weight, flush)
+    run = functools.partial(self._run_inner, step.weight, updates, params, extra_args)
+    if step.emit is True:
+      updates, inner_state = run(step.total, state.inner_opt_state)
+      return updates, step.state._replace(inner_opt_state=inner_state)
+
+    like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
+    slots, in_place = _slots(step.total, like)
+
+    # The sum goes in and the updates come out in the same buffers.
+    def emit(operand: Any) -> Any:
+      slots, inner_state = operand
+      new, inner_state = run(_choose(in_place, slots, step.total), inner_state)
+      return jax.tree.leaves(new), inner_state
+
+    slots, inner_state = _conditional.update_if(
+      step.emit, emit, (slots, state.inner_opt_state), self.differentiable
+    )
+    acc_grads = () if self.every_k == 1 else _choose(in_place, slots, step.total)
+    updates = jax.tree.unflatten(
+      jax.tree.structure(like),
+      [
+        _reduce.select(step.emit, slot.astype(x.dtype), jnp.zeros_like(slot, x.dtype))
+        for slot, x in zip(slots, jax.tree.leaves(like), strict=True)
+      ],
+    )
+    return updates, step.state._replace(acc_grads=acc_grads, inner_opt_state=inner_state)
+
+  def apply(
+    self,
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params,
+    *,
+    weight: chex.Numeric = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[optax.Params, AccumulateState]:
+    """`update` and `optax.apply_updates`, with both inside the conditional."""
+    if params is None:
+      raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
+    step = self._add(updates, state, params, weight, flush)
+
+    def emit(operand: Any) -> Any:
+      params, inner_state = operand
+      new, inner_state = self._run_inner(
+        step.weight, updates, params, extra_args, step.total, inner_state
+      )
+      return optax.apply_updates(params, new), inner_state
+
+    params, inner_state = _conditional.update_if(
+      step.emit, emit, (params, state.inner_opt_state), self.differentiable
+    )
+    return params, step.state._replace(inner_opt_state=inner_state)
+
+  def _add(
+    self,
+    updates: optax.Updates,
+    state: AccumulateState,
+    params: optax.Params | None,
+    weight: chex.Numeric,
+    flush: bool | jax.Array,
+  ) -> _MiniStep:
+    """Adds one microbatch's gradients, and decides whether the cycle emits."""
+    if self.axis_name is not None:
+      _validate.bound_axis(self.axis_name)
+    _validate.weight("The caller of update", weight)
+    # A weight that is known and not zero settles that the cycle's total is not zero either.
+    if not isinstance(weight, (int, float)) or weight == 0:
+      weight = _reduce.as_weight(weight).astype(state.acc_weight.dtype)
+    flush = _validate.flush(flush)
+    skip: bool | jax.Array = False
+    skip_state = state.skip_state
+    if self.skip_fn is not None:
+      skip, info = self._skip(updates, state.gradient_step, params)
+      skip_state = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
+
+    skip, flush, held, new = self._agree(skip, flush, state.acc_weight, weight)
+    if not isinstance(skip, bool):
+      weight = jnp.where(skip, 0, weight).astype(held.dtype)
+      new = jnp.where(skip, 0, new).astype(held.dtype)
+    mini_step, done = self._count(state, skip, flush)
+    emit = done & (held + new != 0) if isinstance(new, jax.Array) else done
+    total, weight = self._sum(updates, state, weight)
+
+    state = state._replace(
+      gradient_step=_reduce.select(
+        emit, optax.safe_increment(state.gradient_step), state.gradient_step
+      ),
+      skip_state=skip_state,
+      has_updated=jnp.asarray(emit),
+    )
+    if self.every_k != 1:
+      state = state._replace(
+        mini_step=jnp.where(done, 0, mini_step),
+        acc_grads=total,
+        acc_weight=jnp.where(done, jnp.zeros_like(weight), weight),
+      )
+    return _MiniStep(total, weight, emit, state)
+
+  def _agree(
+    self,
+    skip: bool | jax.Array,
+    flush: bool | jax.Array,
+    held: jax.Array,
+    weight: _reduce.Weight,
+  ) -> tuple[bool | jax.Array, bool | jax.Array, jax.Array, _reduce.Weight]:
+    """What the devices decide together: any that skips or flushes, and the sums of weights."""
+    flags = [x for x in (skip, flush, weight) if isinstance(x, jax.Array)]
+    if self.axis_name is None or not flags:
+      return skip, flush, held, weight
+    local = jnp.stack([jnp.asarray(x).astype(held.dtype) for x in (skip, flush, held, weight)])
+    skips, flushes, held, new = lax.psum(_reduce.varying(local, self.axis_name), self.axis_name)
+    return (
+      skips > 0 if isinstance(skip, jax.Array) else skip,
+      flushes > 0 if isinstance(flush, jax.Array) else flush,
+      held,
+      new if isinstance(weight, jax.Array) else weight,
+    )
+
+  def _count(
+    self, state: AccumulateState, skip: bool | jax.Array, flush: bool | jax.Array
+  ) -> tuple[jax.Array, bool | jax.Array]:
+    """The counted mini steps, and whether the cycle is over."""
+    counted = jnp.logical_not(skip)
+    if self.every_k == 1:
+      return state.mini_step, True if skip is False else counted
+    mini_step = state.mini_step + counted.astype(jnp.int32)
+    schedule = self.every_k
+    k = _validate.cycle_length(schedule(state.gradient_step)) if callable(schedule) else schedule
+    return mini_step, (counted & (mini_step >= k)) | (flush & (mini_step > 0))
+
+  def _sum(
+    self, updates: optax.Updates, state: AccumulateState, weight: _reduce.Weight
+  ) -> tuple[optax.Updates, _reduce.Weight]:
+    """The cycle's weighted sum of gradients, and of weights on this device."""
+    if self.every_k != 1:
+      self._check(updates, state.acc_grads)
+      first = state.mini_step == 0
+      # The first mini step overwrites: selecting is free where zeroing after the cycle costs
+      # a pass over the accumulators, and an inf cannot get past it.
+      total = jax.tree.map(
+        lambda acc, g: jnp.where(first, 0, acc) + _reduce.weigh(g, weight, acc.dtype),
+        state.acc_grads,
+        updates,
+      )
+      return total, state.acc_weight + weight
+    if self.axis_name is None:
+      if self.reduction == "mean":
+        return updates, 1.0
+      return jax.tree.map(lambda g: _reduce.weigh(g, weight, g.dtype), updates), weight
+    if self.reduction == "mean" and isinstance(weight, (int, float)):
+      weight = 1.0
+    total = jax.tree.map(
+      lambda g: _reduce.weigh(
+        g, weight, _reduce.accumulator_dtype(g.dtype, self.accumulator_dtype)
+      ),
+      updates,
+    )
+    return total, weight
+
+  def _run_inner(
+    self,
+    weight: _reduce.Weight,
+    updates: optax.Updates,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+    total: optax.Updates,
+    inner_state: optax.OptState,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
+    if self.axis_name is not None:
+      total = jax.tree.map(lambda x: _reduce.across_devices("mean", x, self.axis_name), total)
+      weight = lax.psum(weight, self.axis_name)
+    if self.reduction == "sum":
+      weight = 1.0
+    reduced = jax.tree.map(lambda x, g: _reduce.mean(x, weight, g.dtype), total, updates)
+    return self.inner.update(reduced, inner_state, params, **extra_args)
+
+  def _skip(
+    self, updates: optax.Updates, gradient_step: jax.Array, params: optax.Params | None
+  ) -> tuple[jax.Array, chex.ArrayTree]:
+    assert self.skip_fn is not None
+    skip, info = _validate.skip(self.skip_fn(updates, gradient_step, params))
+    return skip, jax.tree.map(jnp.asarray, info)
+
+  def _accumulators(self, params: optax.Params) -> chex.ArrayTree:
+    def zeros(path: Any, leaf: jax.Array) -> jax.Array:
+      name, dtype = _validate.leaf_name("params", path), jnp.result_type(leaf)
+      _validate.holds_dtype(name, dtype, self.accumulator_dtype)
+      return jnp.zeros_like(leaf, _reduce.accumulator_dtype(dtype, self.accumulator_dtype))
+
+    return jax.tree_util.tree_map_with_path(zeros, _gradients_like(params))
+
+  def _check(self, updates: optax.Updates, acc_grads: optax.Updates) -> None:
+    """Checks the gradients against the accumulators that `init` made."""
+    _validate.same_tree("updates", updates, acc_grads, "the parameters that init was given")
+    accs = jax.tree.leaves(acc_grads)
+    paths = jax.tree_util.tree_leaves_with_path(updates)
+    for (path, g), acc in zip(paths, accs, strict=True):
+      _validate.accumulates(
+        _validate.leaf_name("updates", path), g.dtype, acc.dtype, self.accumulator_dtype
+      )
+
+
+def _gradients_like(params: optax.Params) -> optax.Updates:
+  # optax.lookahead steps two copies of the parameters by the gradients of one.
+  return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _slots(total: optax.Updates, like: optax.Updates) -> tuple[list[jax.Array], list[bool]]:
+  """The buffers that updates like `like` come out in, and which of them are accumulators.
+
+  An accumulator serves if it has the shape, can hold the dtype without rounding and, in
+  `shard_map`, is as varying (after a reduction over devices it is more so).
+  """
+  wanted = jax.tree.leaves(like)
+  accs: list[Any] = jax.tree.leaves(total)
+  if not _validate.same_structure(total, like):
+    accs = [None] * len(wanted)
+  in_place = [acc is not None and _holds(acc, x) for acc, x in zip(accs, wanted, strict=True)]
+  slots = [
+    acc if here else _reduce.vary_like(jnp.zeros_like(x), x)
+    for acc, here, x in zip(accs, in_place, wanted, strict=True)
+  ]
+  return slots, in_place
+
+
+def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+  return (
+    acc.shape == like.shape
+    and _reduce.promote(acc.dtype, like.dtype) == acc.dtype
+    and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
+    and _reduce.varying_axes(acc) == _reduce.varying_axes(like)
+  )
+
+
+def _choose(in_place: list[bool], slots: list[jax.Array], total: optax.Updates) -> optax.Updates:
+  """`total`, with the slots instead of those of its leaves that they share a buffer with."""
+  leaves, treedef = jax.tree.flatten(total)
+  if any(in_place):
+    leaves = [slot if here else x for here, slot, x in zip(in_place, slots, leaves, strict=True)]
+  return jax.tree.unflatten(treedef, leaves)

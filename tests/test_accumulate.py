@@ -1,0 +1,376 @@
+"""What `accumulate` promises call by call: means, weights, skips, flushes, counters, dtypes."""
+
+import copy
+import functools
+import itertools
+
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_accum import accumulate, AccumulateTransformation, has_updated
+
+NAN, INF = float("nan"), float("inf")
+PARAMS = {"w": np.zeros(2, np.float32)}
+
+
+def grads_of(value):
+  return {"w": jnp.full(2, value, jnp.float32)}
+
+
+def run(tx, calls, params=PARAMS, apply=False):
+  """Calls `tx` on ``(gradient, keywords)`` pairs; returns the trace of parameters and states."""
+  params = jax.tree.map(jnp.asarray, params)
+  state, trace = tx.init(params), []
+
+  @jax.jit
+  def call(params, state, grads, kwargs):
+    if apply:
+      return tx.apply(grads, state, params, **kwargs)
+    updates, state = tx.update(grads, state, params, **kwargs)
+    return optax.apply_updates(params, updates), state
+
+  for value, kwargs in calls:
+    params, state = call(params, state, grads_of(value), kwargs)
+    trace.append((params, state))
+  return trace
+
+
+def values_of(trace):
+  return [float(params["w"][0]) for params, _ in trace]
+
+
+def counters_of(trace):
+  return [(int(s.mini_step), int(s.gradient_step), bool(s.has_updated)) for _, s in trace]
+
+
+both = pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
+
+
+@both
+def test_a_cycle_is_one_step_on_the_mean(apply):
+  trace = run(accumulate(optax.sgd(1.0), 3), [(g, {}) for g in (1, 2, 6, 3, 3, 3)], apply=apply)
+  np.testing.assert_allclose(values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6)
+  assert counters_of(trace) == [
+    (1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False), (2, 1, False), (0, 2, True)
+  ]  # fmt: skip
+
+
+@both
+def test_weights_make_the_mean_of_rows_and_not_of_microbatches(apply):
+  calls = [(g, {"weight": w}) for g, w in [(1.0, 1), (5.0, 7), (100.0, 0)]]
+  trace = run(accumulate(optax.sgd(1.0), 3), calls, apply=apply)
+  assert values_of(trace)[-1] == pytest.approx(-36 / 8)
+  mean_of_means = -(1 + 5 + 100) / 3
+  assert abs(values_of(trace)[-1] - mean_of_means) > 1
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_the_sum_is_the_weighted_sum(every_k):
+  calls = [(2.0, {"weight": 3.0}), (1.0, {"weight": 0.5})]
+  trace = run(accumulate(optax.sgd(1.0), every_k, reduction="sum"), calls)
+  assert values_of(trace) == ([0, -6.5] if every_k == 2 else [-6, -6.5])
+
+
+@both
+def test_a_zero_weight_adds_nothing_even_if_nan(apply):
+  calls = [(2.0, {"weight": 2}), (NAN, {"weight": 0}), (INF, {"weight": 0}), (1.0, {"weight": 2})]
+  trace = run(accumulate(optax.sgd(1.0), 4), calls, apply=apply)
+  assert values_of(trace) == [0, 0, 0, -1.5]
+
+
+@both
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize("python_weight", [False, True])
+def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, apply):
+  # Adam would move the parameters by its momentum if it ran.
+  with jax.numpy_dtype_promotion("standard"):
+    tx = accumulate(optax.adam(0.1), every_k)
+    params = {"w": jnp.ones(2)}
+    zero = 0 if python_weight else jnp.float32(0)
+    states = [tx.init(params)]
+    for weight in [1.0] * every_k + [zero] * every_k:
+      call = functools.partial(tx.apply if apply else tx.update, grads_of(3.0), weight=weight)
+      out, state = call(states[-1], params)
+      states.append(state)
+  held, after = states[every_k], states[-1]
+  assert bool(held.has_updated)
+  assert not after.has_updated
+  assert (int(after.mini_step), int(after.gradient_step)) == (0, 1)
+  helpers.assert_trees_equal_to(after.inner_opt_state, held.inner_opt_state, 0)
+  np.testing.assert_array_equal(out["w"], params["w"] if apply else 0)
+
+
+@both
+def test_flush_ends_the_cycle_and_divides_by_what_was_accumulated(apply):
+  flush = {"flush": jnp.bool_(True)}
+  calls = [(2.0, {}), (4.0, flush), (1.0, {}), (1.0, {}), (1.0, {}), (1.0, {}), (9.0, flush)]
+  calls = [(g, kwargs or {"flush": jnp.bool_(False)}) for g, kwargs in calls]
+  trace = run(accumulate(optax.sgd(1.0), 4), calls, apply=apply)
+  assert values_of(trace) == [0, -3, -3, -3, -3, -4, -13]
+  assert [c[2] for c in counters_of(trace)] == [False, True, False, False, False, True, True]
+
+
+def test_flush_of_nothing_is_no_step():
+  tx = accumulate(optax.sgd(1.0), 4, skip_fn=optax.skip_not_finite)
+  calls = [
+    (NAN, {"flush": True, "weight": 1.0}),  # skipped, and nothing was held
+    (5.0, {"flush": True, "weight": 0.0}),  # counted, with no weight
+    (2.0, {"flush": False, "weight": 1.0}),
+    (NAN, {"flush": True, "weight": 1.0}),  # skipped, but the 2.0 is held
+  ]
+  trace = run(tx, calls)
+  assert values_of(trace) == [0, 0, 0, -2]
+  assert counters_of(trace) == [(0, 0, False), (0, 0, False), (1, 0, False), (0, 1, True)]
+
+
+@both
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("position", range(3))
+def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(position, skip, bad, apply):
+  inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
+  tx = accumulate(inner, 3, skip_fn=optax.skip_not_finite if skip else None)
+  cycle = [1.0, 2.0, 3.0]
+  cycle[position] = bad
+  if skip:
+    cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
+  trace = run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], apply=apply)
+  assert values_of(trace)[-4] == (-2 if skip else 0)
+  assert values_of(trace)[-1] == (-7 if skip else -5)
+  assert not np.any(np.isnan(values_of(trace)))
+
+
+def test_multisteps_keeps_the_nan_where_this_does_not():
+  grads = [1.0, NAN, 2.0, 2.0]
+  inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
+  with jax.numpy_dtype_promotion("standard"):
+    theirs = run(optax.MultiSteps(inner, 2), [(g, {}) for g in grads])
+  ours = run(accumulate(inner, 2), [(g, {}) for g in grads])
+  assert values_of(ours) == [0, 0, 0, -2]
+  assert values_of(theirs) == [0, 0, 0, 0]  # the NaN has stopped the training
+
+
+def test_inner_never_runs_on_a_partial_sum():
+  # Not finite unless the whole cycle is in: emit * updates would write NaN into the parameters.
+  def update(updates, state, params=None):
+    del params
+    return jax.tree.map(lambda g: jnp.where(g == 2, g, jnp.nan), updates), state + 1
+
+  inner = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
+  trace = run(accumulate(inner, 2), [(1.0, {}), (3.0, {}), (0.0, {}), (4.0, {})])
+  assert values_of(trace) == [0, 2, 2, 4]
+  assert [int(state.inner_opt_state) for _, state in trace] == [0, 1, 1, 2]
+
+
+def test_has_updated_is_false_after_a_skip_at_a_boundary():
+  tx = accumulate(optax.sgd(1.0), 2, skip_fn=optax.skip_not_finite)
+  trace = run(tx, [(g, {}) for g in (1.0, 1.0, NAN, NAN, 1.0, NAN, 1.0)])
+  assert [c[2] for c in counters_of(trace)] == [False, True, False, False, False, False, True]
+  assert int(trace[2][1].skip_state["num_not_finite"]) == 2
+  assert int(trace[4][1].skip_state["num_not_finite"]) == 0
+
+
+def test_multisteps_says_updated_after_a_skip():
+  theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
+  with jax.numpy_dtype_promotion("standard"):
+    *_, (_, state) = run(theirs, [(g, {}) for g in (1.0, 1.0, NAN)])
+  assert theirs.has_updated(state)
+
+
+def test_skip_large_updates_as_it_is():
+  skip_fn = functools.partial(optax.skip_large_updates, max_squared_norm=50.0)
+  trace = run(accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn), [(g, {}) for g in (1, 100, 3)])
+  assert values_of(trace) == [0, 0, -2]
+  assert [float(s.skip_state["norm_squared"]) for _, s in trace] == [2, 20000, 18]
+
+
+def test_a_schedule_changes_k_between_cycles():
+  ks = jnp.array([2, 1, 3])
+  tx = accumulate(optax.sgd(1.0), lambda step: ks[jnp.minimum(step, 2)])
+  trace = run(tx, [(g, {}) for g in (1, 3, 4, 5, 6, 7)])
+  assert values_of(trace) == [0, -2, -6, -6, -6, -12]
+  assert [c[2] for c in counters_of(trace)] == [False, True, True, False, False, True]
+
+
+def test_a_state_restored_under_a_smaller_k_ends_with_the_next_counted_call():
+  before, after = (accumulate(optax.sgd(1.0), k, skip_fn=optax.skip_not_finite) for k in (5, 2))
+  params, state = run(before, [(g, {}) for g in (1, 2, 3)])[-1]
+  params, state = after.apply(grads_of(NAN), state, params)
+  assert not state.has_updated  # a skipped call never happened
+  params, state = after.apply(grads_of(6.0), state, params)
+  assert state.has_updated
+  np.testing.assert_array_equal(params["w"], -3)
+
+
+def test_a_schedule_of_one_steps_on_every_call():
+  trace = run(accumulate(optax.sgd(1.0), lambda _: 1), [(1, {}), (2, {})])
+  assert values_of(trace) == [-1, -3]
+
+
+def test_schedules_of_inner_count_gradient_steps():
+  inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.1}))
+  trace = run(accumulate(helpers.relaxed(inner), 2), [(1, {})] * 6)
+  np.testing.assert_allclose(values_of(trace), [0, -1, -1, -1.1, -1.1, -1.2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"weight": 2.0}, {"flush": True}])
+def test_k_of_one_has_no_accumulator_and_is_inner(kwargs):
+  with jax.numpy_dtype_promotion("standard"):
+    inner = optax.adam(0.1)
+    tx, params = accumulate(inner, 1), {"w": jnp.ones(2)}
+    state, inner_state = tx.init(params), inner.init(params)
+    assert state.acc_grads == ()
+    for value in (1.0, -3.0):
+      updates, state = tx.update(grads_of(value), state, params, **kwargs)
+      expected, inner_state = inner.update(grads_of(value), inner_state, params)
+      helpers.assert_trees_equal_to(updates, expected, 0)
+      helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
+  assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
+  assert bool(state.has_updated)
+
+
+@both
+def test_k_of_one_with_a_weight_and_a_skip_means_what_it_says(apply):
+  tx = accumulate(optax.sgd(1.0), 1, skip_fn=optax.skip_not_finite)
+  calls = [(1.0, {"weight": 2.0}), (5.0, {"weight": 0.0}), (NAN, {"weight": 1.0})]
+  trace = run(tx, calls, apply=apply)
+  assert values_of(trace) == [-1, -1, -1]
+  assert counters_of(trace) == [(0, 1, True), (0, 1, False), (0, 1, False)]
+
+
+DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize(("of_grads", "of_params"), list(itertools.product(DTYPES, DTYPES)))
+def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
+  params = {"w": jnp.ones(3, of_params)}
+  grads = {"w": jnp.ones(3, of_grads)}
+  with jax.numpy_dtype_promotion("standard"):
+    for inner in (optax.sgd(0.1), optax.adamw(0.1), optax.adafactor(0.1), optax.lion(0.1)):
+      expected, _ = jax.eval_shape(inner.update, grads, inner.init(params), params)
+      tx = accumulate(inner, every_k)
+      state = tx.init(params)
+      updates, new_state = jax.eval_shape(tx.update, grads, state, params)
+      assert updates["w"].dtype == expected["w"].dtype
+      new_params, applied_state = jax.eval_shape(tx.apply, grads, state, params)
+      assert new_params["w"].dtype == of_params
+      if every_k == 2:
+        for new in (new_state, applied_state):
+          assert [x.dtype for x in jax.tree.leaves(new)] == [
+            x.dtype for x in jax.tree.leaves(state)
+          ]
+
+
+def test_1024_bfloat16_gradients_average_right():
+  tx = accumulate(optax.identity(), 1024)
+  grads = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1024, 16)), jnp.bfloat16)
+
+  @jax.jit
+  def mean(tx_state):
+    def call(state, g):
+      updates, state = tx.update(g, state)
+      return state, updates
+
+    return jax.lax.scan(call, tx_state, grads)[1][-1]
+
+  actual = np.asarray(mean(tx.init(grads[0])), np.float64)
+  exact = np.asarray(grads, np.float64).mean(0)
+  np.testing.assert_allclose(actual, exact, rtol=2**-8)
+  total, _ = jax.lax.scan(lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads)
+  in_bfloat16 = np.asarray(total / 1024, np.float64)
+  assert np.max(np.abs(in_bfloat16 - exact)) > 0.05  # what adding up in bfloat16 gives
+
+
+@both
+def test_complex_gradients_keep_their_imaginary_part(apply):
+  tx, params = accumulate(optax.sgd(1.0), 4), jnp.zeros(2, jnp.complex64)
+  state = tx.init(params)
+  assert state.acc_grads.dtype == jnp.complex64
+  for _ in range(4):
+    out, state = (tx.apply if apply else tx.update)(
+      jnp.full(2, 1 + 2j, jnp.complex64), state, params, weight=jnp.float32(3)
+    )
+  np.testing.assert_allclose(out, -1 - 2j, rtol=1e-6)
+
+
+def test_a_complex_accumulator_dtype_leaves_real_gradients_real():
+  tx = accumulate(optax.sgd(1.0), 2, accumulator_dtype=jnp.complex64)
+  state = tx.init({"z": jnp.zeros(2, jnp.complex64), "w": jnp.zeros(2)})
+  assert (state.acc_grads["z"].dtype, state.acc_grads["w"].dtype) == (jnp.complex64, jnp.float32)
+
+
+def test_float64_gradients_keep_full_precision():
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(0)
+    grads, weights = rng.normal(size=(3, 5)), rng.uniform(0.1, 1, 3)
+    tx, params = accumulate(optax.identity(), 3), jnp.zeros(5, jnp.float64)
+    state = tx.init(params)
+    for g, w in zip(grads, weights, strict=True):
+      updates, state = tx.update(jnp.asarray(g), state, params, weight=jnp.asarray(w))
+    assert updates.dtype == jnp.float64
+    exact = (weights[:, None] * grads).sum(0) / weights.sum()
+    np.testing.assert_allclose(updates, exact, rtol=1e-14)
+
+
+def test_an_accumulator_of_lower_precision_on_request():
+  tx = accumulate(optax.identity(), 2, accumulator_dtype=jnp.bfloat16)
+  state = tx.init(jnp.zeros(2))
+  assert state.acc_grads.dtype == jnp.bfloat16
+  _, state = tx.update(jnp.ones(2), state)
+  updates, _ = tx.update(jnp.full(2, 2.0), state)
+  assert updates.dtype == jnp.float32
+  np.testing.assert_array_equal(updates, 1.5)
+
+
+def test_extra_arguments_reach_inner():
+  def update(updates, state, params=None, *, value, **extra_args):
+    del params, extra_args
+    return jax.tree.map(lambda g: value * g, updates), state
+
+  inner = optax.GradientTransformationExtraArgs(lambda _: (), update)
+  tx = optax.chain(optax.clip(10.0), accumulate(inner, 2), optax.scale(-1.0))
+  state = tx.init(jnp.zeros(2))
+  _, state = tx.update(jnp.ones(2), state, value=5.0)
+  updates, state = tx.update(jnp.ones(2), state, value=7.0, weight=3.0)
+  np.testing.assert_array_equal(updates, -7.0)  # the value of the call that emits
+  assert has_updated(state)
+
+
+def test_has_updated_finds_the_flag_anywhere():
+  tx = optax.partition(
+    {"a": accumulate(optax.sgd(1.0), 2), "b": optax.sgd(1.0)}, {"x": "a", "y": "b"}
+  )
+  params = {"x": jnp.zeros(2), "y": jnp.zeros(2)}
+  state = tx.init(params)
+  flags = []
+  for _ in range(4):
+    _, state = tx.update(params, state, params)
+    flags.append(bool(has_updated({"opt_state": (state,), "step": 0})))
+  assert flags == [False, True, False, True]
+  assert has_updated(accumulate(optax.sgd(1.0), 1).init(params)).dtype == jnp.bool_
+
+
+def test_the_state_keeps_the_names_of_multisteps():
+  state = accumulate(optax.sgd(1.0), 2).init(jnp.zeros(2))
+  assert state._fields[:5] == optax.MultiStepsState._fields
+  assert optax.tree.get(state, "mini_step") is state.mini_step
+
+
+def test_the_transformation_is_a_pair_that_can_be_copied():
+  tx = accumulate(optax.sgd(1.0), 2)
+  init, update = tx
+  assert (init, update) == (tx.init, tx.update)
+  assert isinstance(tx, optax.GradientTransformationExtraArgs)
+  through_jax = jax.tree.map(lambda f: f, tx)
+  for twin in (copy.copy(tx), copy.deepcopy(tx), through_jax, tx._replace(init=optax.sgd(1).init)):
+    assert isinstance(twin, AccumulateTransformation)
+    assert callable(twin.apply)
+  replaced = tx._replace(update=optax.sgd(1.0).update)
+  assert not hasattr(replaced, "apply")  # it would not do what the new `update` does
+  with pytest.raises(AttributeError, match=r"`update` of this transformation was replaced"):
+    _ = replaced.apply

@@ -1,0 +1,84 @@
+"""Any sequence of gradients, weights, skips and flushes, against the semantics in NumPy."""
+
+import functools
+
+from hypothesis import given, HealthCheck, settings
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_accum import accumulate
+
+PERIOD = 3  # the schedule of k: 1, 2, 3, 1, 2, 3, ...
+
+
+def model(calls, every_k, reduction):
+  """``(parameter, mini_step, gradient_step, has_updated)`` after each call, by plain SGD."""
+  param, mini_step, steps, total, weights = 0.0, 0, 0, 0.0, 0.0
+  for grad, weight, skip, flush in calls:
+    if mini_step == 0:
+      total, weights = 0.0, 0.0
+    if not skip:
+      mini_step += 1
+      if weight:
+        total, weights = total + weight * grad, weights + weight
+    full = not skip and mini_step >= every_k(steps)
+    done = full or (flush and mini_step > 0)
+    emit = done and weights > 0
+    if emit:
+      param -= total / weights if reduction == "mean" else total
+      steps += 1
+    if done:
+      mini_step = 0
+    yield param, mini_step, steps, emit
+
+
+@functools.cache
+def build(every_k, reduction, form):
+  schedule = every_k or (lambda step: 1 + step % PERIOD)
+  # An inf is what skip_fn skips; a NaN is not skipped, and comes with a weight of zero.
+  tx = accumulate(
+    optax.sgd(1.0),
+    schedule,
+    reduction=reduction,
+    skip_fn=lambda updates, *_: (jnp.any(jnp.isinf(updates)), ()),
+    differentiable=form == "differentiable",
+  )
+
+  @jax.jit
+  def call(param, state, grad, weight, flush):
+    kwargs = {"weight": weight, "flush": flush}
+    if form == "apply":
+      return tx.apply(grad, state, param, **kwargs)
+    updates, state = tx.update(grad, state, param, **kwargs)
+    return optax.apply_updates(param, updates), state
+
+  return tx, call
+
+
+CALLS = st.lists(
+  st.tuples(
+    st.integers(-8, 8).map(float), st.integers(0, 3), st.booleans(), st.sampled_from([0, 0, 0, 1])
+  ),
+  max_size=14,
+)
+
+
+@pytest.mark.parametrize("form", ["update", "apply", "differentiable"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("every_k", [None, 1, 2, 3])
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(calls=CALLS)
+def test_any_sequence_of_calls(every_k, reduction, form, calls):
+  tx, call = build(every_k, reduction, form)
+  param = jnp.zeros(())
+  state = tx.init(param)
+  k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
+  for (grad, weight, skip, flush), expected in zip(calls, model(calls, k, reduction), strict=True):
+    grad = float("inf") if skip else grad if weight else float("nan")
+    param, state = call(param, state, jnp.float32(grad), jnp.float32(weight), jnp.bool_(flush))
+    assert (int(state.mini_step), int(state.gradient_step), bool(state.has_updated)) == expected[1:]
+    np.testing.assert_allclose(param, expected[0], rtol=1e-5, atol=1e-5)
