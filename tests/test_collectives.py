@@ -1,0 +1,417 @@
+"""`count_collectives`: what real programs run, for CPU and TPU, and forms they rarely print."""
+
+import functools
+import re
+
+import deviceless
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import pytest
+
+from optax_accum import _collectives, _conditional
+
+ROWS = P("data")
+count = _collectives.count_collectives
+X = jax.ShapeDtypeStruct((64, 8), jnp.float32)
+BYTES = 8 * 8 * 4  # of a device's part of X
+WHOLE = 64 * 8 * 4
+
+
+@functools.cache
+def mesh_on(platform):
+  if platform == "cpu":
+    return jax.sharding.Mesh(jax.devices(), ("data",))
+  return deviceless.tpu_mesh((int(platform.removeprefix("tpu")),), ("data",))
+
+
+on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu8"])
+
+
+def compiled(fun, *args, platform="cpu", in_specs=ROWS, out_specs=ROWS):
+  """`fun` in a shard_map over the axis "data", compiled."""
+  mesh = mesh_on(platform)
+  mapped = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+  specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(args)
+  args = [deviceless.abstract(x, mesh, spec) for x, spec in zip(args, specs, strict=True)]
+  return jax.jit(mapped).lower(*args).compile()
+
+
+def reduced(x):
+  return jnp.sin(lax.psum(x, "data"))
+
+
+def repeated(fun, times, **kwargs):
+  return lambda x: lax.scan(lambda c, _: (fun(c), None), x, length=times, **kwargs)[0]
+
+
+@on_cpu_and_tpu
+def test_outside_and_inside_a_loop(platform):
+  report = count(compiled(reduced, X, platform=platform))
+  assert report.outside == {"all-reduce": (1, BYTES)}
+  assert report.inside == {}
+
+  report = count(compiled(repeated(reduced, 5), X, platform=platform))
+  assert report.outside == {}
+  assert report.inside == {"all-reduce": (5, 5 * BYTES)}
+  assert report.unknown_trip_counts == ()
+  (operation,) = report.operations
+  assert (operation.kind, operation.bytes, operation.executions) == ("all-reduce", BYTES, 5)
+  assert operation.shape == "f32[8,8]"
+  assert operation.loop.startswith("while")
+  assert re.search(r"jit\(.*while/body.*psum", operation.op_name)
+
+
+@on_cpu_and_tpu
+def test_nested_loops_multiply(platform):
+  def fun(x):
+    x = repeated(lambda x: repeated(reduced, 4)(jnp.cos(reduced(x))), 3)(x)
+    return lax.psum(x, "data") + x
+
+  report = count(compiled(fun, X, platform=platform))
+  assert report.inside == {"all-reduce": (3 * 4 + 3, 15 * BYTES)}
+  assert report.outside == {"all-reduce": (1, BYTES)}
+
+
+def counting(start, test, step):
+  def fun(x):
+    def body(c):
+      return c[0] + step, reduced(c[1])
+
+    return lax.while_loop(lambda c: test(c[0]), body, (jnp.int32(start), x))[1]
+
+  return fun
+
+
+@pytest.mark.parametrize(
+  ("fun", "times"),
+  [
+    (lambda x: lax.fori_loop(2, 11, lambda i, x: reduced(x) * i.astype(x.dtype), x), 9),
+    (
+      lambda x: lax.scan(lambda c, y: (reduced(c) * y, y), x, jnp.arange(6.0), reverse=True)[0],
+      6,
+    ),
+    (repeated(reduced, 6, unroll=2), 6),
+    (repeated(reduced, 7, unroll=2), 7),
+    (repeated(reduced, 3, unroll=True), 3),
+    (repeated(jax.checkpoint(reduced), 3), 3),
+    (repeated(reduced, 1), 1),
+    (counting(0, lambda i: i < 10, 3), 4),
+    (counting(0, lambda i: i <= 10, 5), 3),
+    (counting(-4, lambda i: jnp.greater(10, i), 1), 14),
+    (counting(7, lambda i: i > 0, -1), 7),
+    (counting(7, lambda i: i >= 0, -2), 4),
+    (counting(1, lambda i: i != 9, 2), 4),
+  ],
+)
+@on_cpu_and_tpu
+def test_loops_that_the_program_fixes(fun, times, platform):
+  report = count(compiled(fun, X, platform=platform))
+  assert sum(c.executions for c in report.operations) == times
+  assert report.unknown_trip_counts == ()
+
+
+def test_trip_counts_do_not_need_the_compilers_annotation():
+  text = compiled(
+    repeated(lambda x: repeated(reduced, 4)(lax.psum(x, "data")), 3), X, platform="cpu"
+  ).as_text()
+  bare = re.sub(r"known_trip_count", "unrelated", text)
+  assert bare != text
+  assert count(bare) == count(text)
+
+
+@on_cpu_and_tpu
+def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
+  def fun(x):
+    x, _ = lax.while_loop(
+      lambda c: jnp.sum(c[0]) < c[1], lambda c: (repeated(reduced, 3)(c[0]), c[1] - 1.0), (x, 9.0)
+    )
+    return lax.while_loop(lambda x: jnp.max(x) > 0.5, lambda x: x * 0.5, x)
+
+  report = count(compiled(fun, X, platform=platform))
+  assert report.inside == {"all-reduce": (3, 3 * BYTES)}
+  (name,) = report.unknown_trip_counts  # the other loop has no collective
+  assert re.fullmatch(r"while[\w.]* \(jit\(.*while\)", name)
+  assert report.operations[0].unknown_trip_counts == (name,)
+
+
+@on_cpu_and_tpu
+def test_the_in_place_conditional_is_a_loop_without_a_trip_count(platform):
+  def fun(emit, x):
+    return _conditional.update_if(emit, reduced, x)
+
+  emit = jax.ShapeDtypeStruct((), jnp.bool_)
+  program = compiled(fun, emit, X, platform=platform, in_specs=(P(), ROWS))
+  report = count(program)
+  assert report.inside == {"all-reduce": (1, BYTES)}
+  assert len(report.unknown_trip_counts) == 1
+
+
+def test_every_branch_of_a_conditional_counts():
+  def fun(emit, x):
+    gather = lambda x: lax.all_gather(x, "data").sum(0)  # noqa: E731
+    return lax.cond(emit, reduced, gather, x)
+
+  emit = jax.ShapeDtypeStruct((), jnp.bool_)
+  report = count(compiled(fun, emit, X, in_specs=(P(), ROWS)))
+  assert report.outside == {"all-reduce": (1, BYTES), "all-gather": (1, WHOLE)}
+  assert report.inside == {}
+
+
+@on_cpu_and_tpu
+@pytest.mark.parametrize(
+  ("kind", "nbytes", "fun"),
+  [
+    ("all-gather", 8 * 2**19, lambda x: lax.all_gather(x, "data", tiled=True)),
+    # In large pieces: XLA for TPU turns small ones into all-reduces.
+    ("reduce-scatter", 2**19, lambda x: lax.psum_scatter(x, "data", tiled=True)),
+    ("all-to-all", 2**19, lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True)),
+    ("collective-permute", 2**19, lambda x: lax.pshuffle(x, "data", [1, 2, 3, 4, 5, 6, 7, 0])),
+    ("all-reduce", 2**19, lambda x: lax.pmax(x, "data")),
+    ("all-reduce", 2**17, lambda x: lax.psum(x.astype(jnp.int8), "data")),
+  ],
+)
+def test_kinds_and_bytes(kind, nbytes, fun, platform):
+  x = jax.ShapeDtypeStruct((8 * 128, 1024), jnp.float32)
+  report = count(compiled(lambda x: fun(x * 2.0), x, platform=platform))
+  assert report.outside == {kind: (1, nbytes)}
+
+
+def embedding_step(where):
+  """The gradient of an embedding, over six microbatches, reduced in the loop or after it."""
+
+  def loss_fn(table, ids):
+    return jnp.mean(jnp.sum(table[ids], axis=-1) ** 2)
+
+  def step(table, ids):
+    def body(total, ids):
+      loss_and_grad = jax.value_and_grad(loss_fn)(table, ids)
+      if where == "inside":
+        loss_and_grad = lax.pmean(loss_and_grad, "data")
+      return jax.tree.map(jnp.add, total, loss_and_grad), None
+
+    zeros = (jnp.zeros(()), jnp.zeros_like(table))
+    total, _ = lax.scan(body, zeros, ids.reshape(6, -1))
+    return lax.pmean(total, "data") if where == "outside" else total
+
+  return step
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu8", "tpu64"])
+def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform):
+  table = jax.ShapeDtypeStruct((100, 16), jnp.float32)
+  ids = jax.ShapeDtypeStruct((64 * 12,), jnp.int32)
+  reports = {}
+  for where in ("inside", "outside"):
+    program = compiled(
+      embedding_step(where), table, ids, platform=platform, in_specs=(P(), ROWS), out_specs=P()
+    )
+    reports[where] = count(program).at_least(100)
+  nbytes = 100 * 16 * 4 + 4  # the loss travels with the gradient
+  assert reports["outside"].outside == {"all-reduce": (1, nbytes)}
+  assert reports["outside"].inside == {}
+  assert reports["inside"].outside == {}
+  assert reports["inside"].inside == {"all-reduce": (6, 6 * nbytes)}
+
+
+def test_small_collectives_can_be_left_out():
+  report = count(compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X))
+  assert report.outside == {"all-reduce": (2, BYTES + 4)}
+  assert report.at_least(5).outside == {"all-reduce": (1, BYTES)}
+  assert report.at_least(BYTES + 1).operations == ()
+
+
+def test_one_device_has_none():
+  report = count(jax.jit(jnp.sin).lower(1.0).compile())
+  assert (report.operations, report.inside, report.outside) == ((), {}, {})
+  assert str(report) == "no collectives"
+
+
+def module(entry, before=""):
+  return f"HloModule m\n{before}\nENTRY %main (p: f32[4]) -> f32[4] {{\n{entry}\n}}\n"
+
+
+ADD = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+"""
+
+
+@pytest.mark.parametrize(
+  ("entry", "expected"),
+  [
+    # Asynchronous forms: a start and its done are one.
+    (
+      "  %s = f32[4]{0:T(128)} all-reduce-start(%p), to_apply=%add\n"
+      "  ROOT %d = f32[4]{0:T(128)} all-reduce-done(%s)",
+      {"all-reduce": (1, 16)},
+    ),
+    (
+      "  %s = (f32[4]{0}, f32[8]{0}) all-reduce-start(%p, %q), to_apply=%add\n"
+      "  ROOT %d = (f32[4]{0}, f32[8]{0}) all-reduce-done(%s)",
+      {"all-reduce": (1, 48)},
+    ),
+    (
+      "  %s = (f32[4]{0}, f32[8,4]{1,0}) all-gather-start(%p), dimensions={0}\n"
+      "  ROOT %d = f32[8,4]{1,0} all-gather-done(%s)",
+      {"all-gather": (1, 128)},
+    ),
+    (
+      "  %s = ((f32[4]{0}, s8[2]{0}), (f32[32]{0}, s8[16]{0})) all-gather-start(%p, %q)\n"
+      "  ROOT %d = (f32[32]{0}, s8[16]{0}) all-gather-done(%s)",
+      {"all-gather": (1, 144)},
+    ),
+    (
+      "  %s = (f32[4]{0}, f32[4]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p)\n"
+      "  ROOT %d = f32[4]{0} collective-permute-done(%s)",
+      {"collective-permute": (1, 16)},
+    ),
+    (
+      "  %p = f32[64]{0} parameter(0)\n"
+      "  %s = ((f32[64]{0}), f32[8]{0}, u32[]) reduce-scatter-start(%p), to_apply=%add\n"
+      "  ROOT %d = f32[8]{0} reduce-scatter-done(%s)",
+      {"reduce-scatter": (1, 256)},
+    ),
+    (
+      "  %s = ((f32[4]{0}), f32[4]{0}, s32[]) async-start(%p), calls=%wrapped\n"
+      "  %u = ((f32[4]{0}), f32[4]{0}, s32[]) async-update(%s), calls=%wrapped\n"
+      "  ROOT %d = f32[4]{0} async-done(%u), calls=%wrapped",
+      {"all-to-all": (1, 16)},
+    ),
+    # Several arrays in one operation; comments among them.
+    (
+      "  ROOT %r = (f32[4]{0}, bf16[2,3]{1,0:T(8,128)(2,1)}, /*index=2*/f32[]{:T(128)})"
+      " all-reduce(%p, %q, /*index=2*/%r), channel_id=1, to_apply=%add",
+      {"all-reduce": (1, 16 + 12 + 4)},
+    ),
+    # Dtypes of less than a byte, dynamic dimensions, no elements, tokens.
+    ("  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)", {"all-gather": (1, 5)}),
+    ("  ROOT %r = u2[4]{0} collective-broadcast(%p)", {"collective-broadcast": (1, 1)}),
+    ("  ROOT %r = f4e2m1fn[16]{0} all-gather(%p)", {"all-gather": (1, 8)}),
+    ("  ROOT %r = f8e4m3fn[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
+    ("  ROOT %r = pred[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
+    ("  ROOT %r = c64[2]{0} all-reduce(%p), to_apply=%add", {"all-reduce": (1, 16)}),
+    ("  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)", {"ragged-all-to-all": (1, 128)}),
+    ("  ROOT %r = f32[0,5]{1,0} all-gather(%p)", {"all-gather": (1, 0)}),
+    ("  ROOT %r = (f32[2]{0}, token[]) all-reduce(%p), to_apply=%add", {"all-reduce": (1, 8)}),
+    # What may run it: both spellings of a conditional, calls, custom calls. Not a reducer.
+    (
+      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), branch_computations={%wrapped, %wrapped}",
+      {"all-to-all": (2, 32)},
+    ),
+    (
+      "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), true_computation=%wrapped,"
+      " false_computation=%add",
+      {"all-to-all": (1, 16)},
+    ),
+    ("  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped", {"all-to-all": (1, 16)}),
+    ("  ROOT %r = f32[4]{0} map(%p), to_apply=%wrapped", {}),
+    (
+      '  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T",'
+      " called_computations={%wrapped}",
+      {"all-to-all": (1, 16)},
+    ),
+    # Text that only looks like it.
+    ('  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}', {}),
+    ('  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"', {}),
+    ("  %all-reduce.1 = f32[4]{0} get-tuple-element(%p), index=0", {}),
+    # Without percent signs.
+    (
+      "  p = f32[64]{0} parameter(0)\n"
+      "  ROOT r = f32[8]{0} reduce-scatter(p), dimensions={0}, to_apply=add",
+      {"reduce-scatter": (1, 256)},
+    ),
+  ],
+)
+def test_forms_of_the_text(entry, expected):
+  wrapped = """
+%wrapped (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %t = f32[4]{0} all-to-all(%x), replica_groups=mesh['data'=8] {'data'}, dimensions={0}
+}, execution_thread="parallel"
+"""
+  report = count(module(entry, ADD + wrapped))
+  assert report.outside == expected
+  assert report.inside == {}
+  assert report.unknown_trip_counts == ()
+
+
+def test_an_asynchronous_collective_that_is_spread_over_fusions_counts_once():
+  part = """
+%{name} (x: f32[4]) -> f32[32] {{
+  %x = f32[4]{{0}} parameter(0)
+  %g.{name} = f32[32]{{0}} all-gather(%x), channel_id=1, dimensions={{0}}, \
+backend_config={{"async_collective_fusion_config":{{"flag_start":"2","flag_end":"8"}}}}
+  ROOT %c = f32[32]{{0}} custom-call(%g.{name}){target}
+}}
+"""
+  parts = "".join(
+    part.format(name=name, target=f', custom_call_target="{target}"' if target else "")
+    for name, target in [("a", "AsyncCollectiveStart"), ("b", ""), ("c", "AsyncCollectiveDone")]
+  )
+  entry = (
+    "  %p = f32[4]{0} parameter(0)\n"
+    "  %s = f32[32]{0} fusion(%p), kind=kCustom, calls=%a\n"
+    "  %t = f32[32]{0} fusion(%p), kind=kOutput, calls=%b\n"
+    "  ROOT %d = f32[32]{0} fusion(%p), kind=kCustom, calls=%c"
+  )
+  assert count(module(entry, parts)).outside == {"all-gather": (1, 128)}
+
+
+def test_a_reduce_scatter_that_is_a_fusion_of_an_all_reduce():
+  fused = """
+%all-reduce-scatter.1 (x: f32[64]) -> f32[8] {
+  %x = f32[64]{0} parameter(0)
+  %r = f32[64]{0} all-reduce(%x), channel_id=1, to_apply=%add
+  %i = s32[] constant(0)
+  ROOT %s = f32[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}
+}
+"""
+  entry = (
+    "  %p = f32[64]{0} parameter(0)\n"
+    "  ROOT %f = f32[8]{0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.1,"
+    ' metadata={op_name="jit(f)/scatter"}'
+  )
+  report = count(module(entry, ADD + fused))
+  assert report.outside == {"reduce-scatter": (1, 256)}
+  assert report.operations[0].op_name == "jit(f)/scatter"
+
+
+def test_the_report_prints_as_a_table():
+  def fun(x):
+    x = repeated(reduced, 3)(x)
+    x = lax.while_loop(lambda x: jnp.sum(x) < 9.0, reduced, x)
+    return lax.all_gather(x, "data", tiled=True)
+
+  report = count(compiled(fun, X))
+  (name,) = report.unknown_trip_counts
+  assert str(report) == (
+    "per device and call                 inside loops                   outside\n"
+    "                           ops             bytes     ops             bytes\n"
+    "all-reduce                   4             1,024       0                 0\n"
+    "all-gather                   0                 0       1             2,048\n"
+    f"counted once, trip count unknown: {name}"
+  )
+
+
+def test_programs_that_are_not_compiled_are_refused():
+  jitted = jax.jit(jnp.sin)
+  with pytest.raises(TypeError, match=r"pass compiled\.lower\(\*args\)\.compile\(\)"):
+    count(jitted)
+  with pytest.raises(TypeError, match=r"lowered.*pass compiled\.compile\(\)"):
+    count(jitted.lower(1.0))
+  with pytest.raises(TypeError, match=r"compiled=3 must be a compiled program"):
+    count(3)
+  with pytest.raises(TypeError, match=r"compiled=<function.*jax\.jit\(f\)\.lower"):
+    count(lambda x: x)
+  with pytest.raises(ValueError, match="has no ENTRY computation"):
+    count(jitted.lower(1.0).as_text())
+  with pytest.raises(ValueError, match=r"compiled='' has no ENTRY"):
+    count("")
+  text = module("  ROOT %r = f32[4]{0} call(%p), to_apply=%elsewhere")
+  with pytest.raises(ValueError, match=r"lacks computations \(r needs elsewhere\)"):
+    count(text)
