@@ -30,6 +30,7 @@ NO_TPU = {  # what libtpu asks of a machine that has none
   "TPU_SKIP_MDS_QUERY": "1",
   "TPU_ACCELERATOR_TYPE": "v5litepod-8",
   "TPU_WORKER_HOSTNAMES": "localhost",
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 OPTIMIZERS = {
   "sgd": lambda: optax.sgd(1e-3),

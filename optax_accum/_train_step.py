@@ -1,7 +1,7 @@
 """The whole cycle: N backward passes and one optimizer step in one jitted call."""
 
 from collections.abc import Callable
-from typing import Any, Unpack, cast
+from typing import Any, cast, Unpack
 
 import chex
 import jax
