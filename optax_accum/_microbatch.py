@@ -9,6 +9,7 @@ import jax
 
 from optax_accum import _reduce, _validate
 from optax_accum._scan import MicrobatchStats, run_cycle
+from optax_accum._shards import Shards
 from optax_accum._split import Call, Split
 
 
@@ -260,7 +261,11 @@ def checked_loss(fun: Callable[..., Any], has_aux: bool, carries: bool) -> Calla
 
 
 def loss_cycle(
-  fun: Callable[..., Any], has_aux: bool, reduction: str, split: Split
+  fun: Callable[..., Any],
+  has_aux: bool,
+  reduction: str,
+  split: Split,
+  shards: Shards | None = None,
 ) -> Callable[..., jax.Array]:
   """The loss alone, of the whole batch, in microbatches."""
   carries = split.carry_argnum is not None
@@ -273,6 +278,8 @@ def loss_cycle(
     return aux and aux[0], Outputs(loss, None, None)
 
   def cycle(*args: Any, **kwargs: Any) -> jax.Array:
+    if shards is not None:
+      args = (shards.gather(args[0]), *args[1:])
     return run_cycle(Call(once, split, args, kwargs), Outputs(reduction, None, None))[1].loss
 
   return cycle
@@ -285,8 +292,13 @@ def value_and_grad_cycle(
   reduction: str,
   aux_reduction: Any,
   split: Split,
+  shards: Shards | None = None,
 ) -> Callable[..., tuple[Any, Outputs, MicrobatchStats]]:
-  """`microbatch_value_and_grad` with all that a cycle has in hand: carry, outputs, stats."""
+  """`microbatch_value_and_grad` with all that a cycle has in hand: carry, outputs, stats.
+
+  With `shards`, each device is given its shards of the first argument, and returns its
+  shards of the gradients.
+  """
   _validate.one_of("reduction", reduction, ("mean", "sum"))
   _reduce.check_names("aux_reduction", aux_reduction)
   carries = split.carry_argnum is not None
@@ -296,6 +308,8 @@ def value_and_grad_cycle(
 
   @functools.wraps(fun)
   def once(*args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+    if shards is not None and shards.every_microbatch:
+      args = (shards.gather_in_loop(*args), *args[1:])
     value, grads = transformed(*args, **kwargs)
     loss, aux = value if has_aux else (value, None)
     carry, aux = (aux or (None, None)) if carries else (None, aux)
@@ -304,11 +318,16 @@ def value_and_grad_cycle(
   def cycle(*args: Any, **kwargs: Any) -> tuple[Any, Outputs, MicrobatchStats]:
     positions = _validate.positions("argnums", wanted, args)
     args_ = list(args)
+    if shards is not None and not shards.every_microbatch:
+      args_[0] = shards.gather(args[0])
     for i in positions:
       _validate.inexact_leaves(f"argument {i}", args[i])
-      args_[i] = _reduce.varying(args[i], split.axis_name)
+      args_[i] = _reduce.varying(args_[i], split.axis_name)
     call = Call(once, split, args_, kwargs, differentiated=positions)
     kinds = Outputs(reduction, aux_reduction, reduction)
-    return run_cycle(call, kinds, root="", finite=lambda out: (out.loss, out.grads))
+    spread = None
+    if shards is not None:
+      spread = Outputs(_reduce.Spread(), _reduce.Spread(), shards.spread)
+    return run_cycle(call, kinds, root="", finite=lambda out: (out.loss, out.grads), spread=spread)
 
   return cycle

@@ -9,6 +9,8 @@ the sum: dividing once, after it, keeps the rounding of the whole batch, and let
 compiler (or `psum`) reduce over devices once per cycle and not once per microbatch.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -122,25 +124,18 @@ def _identity(kind: str, dtype: chex.ArrayDType) -> float | int | bool:
 
 
 def _start(kind: str, leaf: jax.ShapeDtypeStruct, dtype: chex.ArrayDType | None) -> jax.Array:
-  # Made like the leaf, so that it has the leaf's sharding and, in shard_map, varies over
-  # the same mesh axes: a scan's carry must keep its type.
   match kind:
     case "mean" | "sum":
-      return jnp.zeros_like(leaf, dtype=accumulator_dtype(leaf.dtype, dtype))
+      return full_like(leaf, 0, accumulator_dtype(leaf.dtype, dtype))
     case "max" | "min":
-      return jnp.full_like(leaf, _identity(kind, leaf.dtype))
+      return full_like(leaf, _identity(kind, leaf.dtype))
     case _:
-      return jnp.zeros_like(leaf)
+      return full_like(leaf, 0)
 
 
 def _step(kind: str, held: jax.Array, value: jax.Array, weight: Weight) -> jax.Array:
   counted = counts(weight)
   match kind:
-    case "mean":
-      return held + weigh(value, weight, held.dtype)
-    case "sum":
-      value = value.astype(held.dtype)
-      return held + select(counted, value, jnp.zeros_like(value))
     case "max":
       return select(counted, jnp.maximum(held, value), held)
     case "min":
@@ -168,6 +163,22 @@ def vary_like(x: jax.Array, like: Any) -> jax.Array:
   """`x`, typed as differing between devices over the axes over which `like` does."""
   missing = tuple(varying_axes(like) - varying_axes(x))
   return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def full_like(
+  like: jax.ShapeDtypeStruct, value: float | int | bool, dtype: chex.ArrayDType | None = None
+) -> jax.Array:
+  """An array of one value with the type of `like`, whose dtype may be another.
+
+  The type includes an explicit sharding and, in `shard_map`, the axes that it varies over:
+  the carry of a scan must keep all of it.
+  """
+  sharding = like.sharding
+  explicit = sharding is not None and any(
+    kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
+  )
+  full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding if explicit else None)
+  return vary_like(full, like)
 
 
 def varying(tree: Any, axis_name: Any) -> Any:
@@ -214,6 +225,14 @@ def _join(kind: str, rows: jax.Array, tail: jax.Array | None) -> jax.Array:
   return rows if tail is None else jnp.concatenate([rows, tail])
 
 
+@dataclasses.dataclass(frozen=True)
+class Spread:
+  """How the sum over devices of one output is taken and kept."""
+
+  scatter: int | None = None  # the dimension that is scattered over the axis; None: replicated
+  every_microbatch: bool = False  # rather than once, after the last one
+
+
 class Reductions:
   """A prefix tree of reduction names, matched to the leaves of a function's outputs.
 
@@ -221,8 +240,20 @@ class Reductions:
   a scan carries, ``collected`` for those it stacks.
   """
 
-  def __init__(self, names: Any, like: Any, root: str, rows: int):
-    """Checks `names` against outputs like `like`, for microbatches of `rows` rows."""
+  def __init__(
+    self,
+    names: Any,
+    like: Any,
+    root: str,
+    rows: int,
+    axis_name: Any = None,
+    spread: Any = None,
+  ):
+    """Checks `names` against outputs like `like`, for microbatches of `rows` rows.
+
+    `axis_name` is the mesh axis that the microbatches are spread over, or None; `spread` a
+    prefix tree of `Spread` over the outputs.
+    """
     try:
       kinds = jax.tree.broadcast(names, like)
     except ValueError as e:
@@ -235,6 +266,8 @@ class Reductions:
     paths, self.treedef = jax.tree_util.tree_flatten_with_path(like)
     self.names = [_validate.leaf_name(root, path) for path, _ in paths]
     self.like = [leaf for _, leaf in paths]
+    self.axis_name = axis_name
+    self.spread = jax.tree.leaves(jax.tree.broadcast(spread or Spread(), like))
     for kind, name, leaf in zip(self.kinds, self.names, self.like, strict=True):
       _check_leaf(kind, name, leaf, rows)
 
@@ -246,15 +279,40 @@ class Reductions:
         _validate.holds_dtype(self.names[i], leaf.dtype, dtype)
       if kind not in COLLECTED:
         held[i] = _start(kind, leaf, dtype)
+        if self.spread[i].every_microbatch:
+          like = jax.eval_shape(functools.partial(self._over_devices, i), held[i])
+          held[i] = full_like(like, 0)
     return held
 
   def step(self, held: dict[int, jax.Array], outputs: Any, weight: Weight) -> tuple[Any, Any]:
     """Takes one microbatch in: ``(held, collected)``. Zero weight changes nothing held."""
     leaves = jax.tree.leaves(outputs)
-    new = {i: _step(self.kinds[i], h, leaves[i], weight) for i, h in held.items()}
+    new = {i: self._step(i, h, leaves[i], weight) for i, h in held.items()}
     return new, {i: x for i, x in enumerate(leaves) if self.kinds[i] in COLLECTED}
 
-  def finish(self, held: Any, collected: Any, tail: Any, weight: Weight, axis_name: Any) -> Any:
+  def _step(self, i: int, held: jax.Array, value: jax.Array, weight: Weight) -> jax.Array:
+    kind = self.kinds[i]
+    if kind not in ("mean", "sum"):
+      return _step(kind, held, value, weight)
+    if kind == "sum":
+      value = select(counts(weight), value, jnp.zeros_like(value)).astype(held.dtype)
+    else:
+      value = weigh(value, weight, held.dtype)
+    return held + (self._over_devices(i, value) if self.spread[i].every_microbatch else value)
+
+  def _over_devices(self, i: int, held: jax.Array) -> jax.Array:
+    scatter = self.spread[i].scatter
+    if scatter is None:
+      return across_devices(self.kinds[i], held, self.axis_name)
+    if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
+      # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
+      total = lax.psum(held, self.axis_name)
+      size = total.shape[scatter] // lax.axis_size(self.axis_name)
+      start = lax.axis_index(self.axis_name) * size
+      return lax.dynamic_slice_in_dim(total, start, size, scatter)
+    return lax.psum_scatter(held, self.axis_name, scatter_dimension=scatter, tiled=True)
+
+  def finish(self, held: Any, collected: Any, tail: Any, weight: Weight) -> Any:
     """The reduced outputs; every leaf in the dtype that one microbatch gives it.
 
     Args:
@@ -262,14 +320,15 @@ class Reductions:
       collected: What `step` collected, stacked over the microbatches of equal size.
       tail: What it collected of the smaller last one, or None.
       weight: The total weight, over all devices.
-      axis_name: The mesh axis that the microbatches are spread over, or None.
     """
     leaves = []
     for i, (kind, leaf) in enumerate(zip(self.kinds, self.like, strict=True)):
       if kind in COLLECTED:
         leaves.append(_join(kind, collected[i], tail and tail[i]))
         continue
-      value = held[i] if axis_name is None else across_devices(kind, held[i], axis_name)
+      value = held[i]
+      if self.axis_name is not None and not self.spread[i].every_microbatch:
+        value = self._over_devices(i, value)
       leaves.append(_finish(kind, value, weight, leaf.dtype))
     return jax.tree.unflatten(self.treedef, leaves)
 

@@ -35,7 +35,12 @@ class _Step(NamedTuple):
 
 
 def run_cycle(
-  call: Call, reduction: Any, *, root: str = "output", finite: Callable[[Any], Any] | None = None
+  call: Call,
+  reduction: Any,
+  *,
+  root: str = "output",
+  finite: Callable[[Any], Any] | None = None,
+  spread: Any = None,
 ) -> tuple[Any, Any, MicrobatchStats]:
   """Runs the call's function, which returns ``(new_carry, outputs)``, by microbatches.
 
@@ -44,6 +49,7 @@ def run_cycle(
     reduction: Prefix tree over the outputs, of names in `_reduce.REDUCTIONS`.
     root: What messages call the outputs.
     finite: The part of the outputs that ``skip_nonfinite`` looks at.
+    spread: Prefix tree over the outputs, of `_reduce.Spread`: how devices share them.
 
   Returns:
     The last carry, the reduced outputs, and the `MicrobatchStats`.
@@ -77,9 +83,9 @@ def run_cycle(
 
   take, tail = call.microbatches(full)
   like = jax.eval_shape(lambda: one(0, call.carry, take(0), call.size))
-  reduce = _reduce.Reductions(reduction, like.outputs, root, call.size)
+  reduce = _reduce.Reductions(reduction, like.outputs, root, call.size, split.axis_name, spread)
   held = reduce.start(split.accumulator_dtype)
-  state = _State(call.carry, held, *jax.tree.map(jnp.zeros_like, like[2:]))
+  state = _State(call.carry, held, *jax.tree.map(lambda x: _reduce.full_like(x, 0), like[2:]))
   with jax.named_scope("microbatches"):
     state, collected = lax.scan(
       lambda state, index: absorb(state, index, take(index), call.size),
@@ -96,7 +102,7 @@ def run_cycle(
   if split.axis_name is not None:
     weight, skipped = lax.psum((weight, skipped), split.axis_name)
     carry = jax.tree.map(functools.partial(_device_mean, axis_name=split.axis_name), carry)
-  outputs = reduce.finish(state.held, collected, last, weight, split.axis_name)
+  outputs = reduce.finish(state.held, collected, last, weight)
   return carry, outputs, _stats(split, weight, skipped, call.size)
 
 

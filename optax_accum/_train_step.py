@@ -1,16 +1,20 @@
 """The whole cycle: N backward passes and one optimizer step in one jitted call."""
 
 from collections.abc import Callable
-from typing import Any, cast, Unpack
+import functools
+from typing import Any, cast, NamedTuple, Unpack
 
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import optax
 
 from optax_accum import _reduce, _validate
 from optax_accum._conditional import update_if
-from optax_accum._microbatch import loss_cycle, value_and_grad_cycle
+from optax_accum._mesh import DataParallel
+from optax_accum._microbatch import loss_cycle, Outputs, value_and_grad_cycle
+from optax_accum._shards import Shards
 from optax_accum._split import MicrobatchOptions, Split
 
 
@@ -20,6 +24,9 @@ def make_train_step(
   *,
   has_aux: bool = False,
   donate: bool = True,
+  mesh: jax.sharding.Mesh | None = None,
+  data_axis: str = "data",
+  reduce_gradients: str = "per_cycle",
   **options: Unpack[MicrobatchOptions],
 ) -> Callable[..., Any]:
   """A jitted training step on a batch that is run in microbatches.
@@ -41,6 +48,20 @@ def make_train_step(
     donate: Donate the parameters and the optimizer state to the step, which updates them
       in place: the arrays passed in are deleted. Without it the step needs room for both
       twice.
+    mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: data parallel over
+      `data_axis`, and other axes are left to the compiler. The batch's rows are sharded
+      over that axis (what is not on the mesh is put there), and `microbatch_size` counts the
+      rows on all devices together. Losses, gradients, weights and aux are reduced together,
+      so the mean is that of the global batch whatever each device holds. "stack" and "concat"
+      have the devices' parts one after the other: for "concat" the batch's own order.
+    data_axis: The axis of the mesh that the batch is spread over.
+    reduce_gradients: ``"per_cycle"``, one reduction over the devices however many
+      microbatches, or ``"per_microbatch"``, which communicates more and, where the parameters
+      arrive sharded over the data axis (FSDP), needs less memory: "per_cycle" gathers the
+      parameters and scatters the gradients once, and has both in whole meanwhile;
+      "per_microbatch" keeps shards between microbatches. Sharded parameters keep their
+      sharding, and so do gradients and optimizer state. A parameter that uses the data
+      axis otherwise (one dimension over two axes) is in whole on every device meanwhile.
     **options: The keyword arguments of `microbatch_value_and_grad`; `num_microbatches` or
       `microbatch_size` is required.
 
@@ -55,8 +76,10 @@ def make_train_step(
     ``total_weight`` (float32) and ``skipped_microbatches`` (int32).
 
   Raises:
-    ValueError, TypeError: As `microbatch_value_and_grad`, and if `tx` is no optax
-      transformation.
+    ValueError, TypeError: As `microbatch_value_and_grad`; if `tx` is no optax transformation; if
+      `data_axis` is no axis of the mesh, the devices do not divide the rows, or arrays are on
+      another mesh; if called inside `pmap` or `shard_map` without `axis_name`, where every
+      device would step by its own gradient.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -73,23 +96,74 @@ def make_train_step(
     (4.0, 6.0)
   """
   _validate.transformation(tx, "tx")
-  tx = optax.with_extra_args_support(tx)
-  reduction = options.pop("reduction", "mean")
-  aux_reduction = options.pop("aux_reduction", "mean")
+  _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
+  reductions = options.pop("reduction", "mean"), options.pop("aux_reduction", "mean")
   split = Split(**cast(Any, {"batch_argnums": 1, **options}))
-  cycle = value_and_grad_cycle(loss_fn, 0, has_aux, reduction, aux_reduction, split)
-  loss_only = loss_cycle(loss_fn, has_aux, reduction, split)
+  loss = _Loss(loss_fn, has_aux, *reductions, split)
+  loss.cycle(split)  # checks the reductions
+  step = _Step(optax.with_extra_args_support(tx), loss)
+  donated = (0, 1) if donate else ()
+  if mesh is None:
+    jitted = jax.jit(step.train_step, donate_argnums=donated)
+    return _DonatingStep(jitted) if donate else jitted
+  parallel = DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch")
+  return _DonatingStep(_MeshStep(step, parallel, donated))
 
-  def train_step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+
+class _Loss(NamedTuple):
+  """A loss function, and how it is run in microbatches."""
+
+  fun: Callable[..., Any]
+  has_aux: bool
+  reduction: str
+  aux_reduction: Any
+  split: Split
+
+  def cycle(self, split: Split, shards: Shards | None = None) -> Callable[..., Any]:
+    """``(params, ...) -> (carry, outputs, stats)``."""
+    return value_and_grad_cycle(
+      self.fun, 0, self.has_aux, self.reduction, self.aux_reduction, split, shards
+    )
+
+  def value(self, split: Split, shards: Shards | None = None) -> Callable[..., jax.Array]:
+    """``(params, ...) -> loss``."""
+    return loss_cycle(self.fun, self.has_aux, self.reduction, split, shards)
+
+
+class _Step(NamedTuple):
+  """A step of `tx` by the gradient of a loss."""
+
+  tx: optax.GradientTransformationExtraArgs
+  loss: _Loss
+
+  def train_step(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step on one device, or on one of the devices of an `axis_name`."""
+    split = self.loss.split
+    if split.axis_name is None:
+      _validate.no_manual_axes()
+    return self.finish(
+      self.loss.cycle(split), self.loss.value(split), params, opt_state, *args, **kwargs
+    )
+
+  def finish(
+    self,
+    cycle: Callable[..., Any],
+    value: Callable[..., jax.Array],
+    params: Any,
+    opt_state: Any,
+    *args: Any,
+    **kwargs: Any,
+  ) -> Any:
+    """Gradients by `cycle`, and the optimizer's step with them."""
     carry, out, stats = cycle(params, *args, **kwargs)
 
     def value_fn(params: Any, weight: Any = None) -> jax.Array:
       del weight  # optax's line searches refuse an extra argument that value_fn lacks
-      return loss_only(params, *args, **kwargs)
+      return value(params, *args, **kwargs)
 
     def update(held: Any) -> Any:
       params, opt_state = held
-      updates, opt_state = tx.update(
+      updates, opt_state = self.tx.update(
         out.grads,
         opt_state,
         params,
@@ -101,18 +175,94 @@ def make_train_step(
       return optax.apply_updates(params, updates), opt_state
 
     with jax.named_scope("optimizer"):
-      if split.weighs:
+      if self.loss.split.weighs:
         held = update_if(stats.total_weight > 0, update, (params, opt_state))
       else:
         held = update((params, opt_state))
     metrics = {"loss": out.loss, "grad_norm": _global_norm(out.grads), **stats._asdict()}
-    if has_aux or carry:
+    if self.loss.has_aux or carry:
       metrics["aux"] = out.aux
     return *held, *carry, metrics
 
-  if not donate:
-    return jax.jit(train_step)
-  return _DonatingStep(jax.jit(train_step, donate_argnums=(0, 1)))
+
+class _MeshStep:
+  """The step over a mesh, jitted once for every way that parameters and state are sharded."""
+
+  def __init__(self, step: _Step, parallel: DataParallel, donated: tuple[int, ...]):
+    self._step, self._parallel, self._donated = step, parallel, donated
+    self._jitted: dict[Any, Any] = {}
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    jitted, args, kwargs = self._prepare(*args, **kwargs)
+    return jitted(*args, **kwargs)
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """As ``lower`` of a jitted function; takes `jax.ShapeDtypeStruct`s too."""
+    jitted, args, kwargs = self._prepare(*args, **kwargs)
+    return jitted.lower(*args, **kwargs)
+
+  def _prepare(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+    parallel, split, loss_fn = self._parallel, self._step.loss.split, self._step.loss.fun
+    called = (params, *args)
+    wanted = (*split.batch_argnums, *split.batch_argnames)
+    slots = _validate.find_slots("batch_argnums", wanted, loss_fn, called, kwargs)
+
+    def put(slot: _validate.Slot, x: Any) -> Any:
+      if slot in slots:
+        return parallel.place_batch(f"batch argument {slot!r}", x, split)
+      return parallel.place(f"argument {slot!r}", x, lambda _: PartitionSpec())
+
+    params, opt_state = (
+      parallel.place(name, x, lambda _: PartitionSpec())
+      for name, x in (("params", params), ("opt_state", opt_state))
+    )
+    rest = tuple(put(i, x) for i, x in enumerate(args, 1))
+    named = {name: put(name, x) for name, x in kwargs.items()}
+    shardings = jax.tree.map(lambda x: getattr(x, "sharding", None), (params, opt_state))
+    leaves, treedef = jax.tree.flatten((params, opt_state))
+    key = (treedef, slots, *(getattr(x, "sharding", None) for x in leaves))
+    if key not in self._jitted:
+      self._jitted[key] = self._jit(parallel.spread(params), slots, shardings)
+    return self._jitted[key], (params, opt_state, *rest), named
+
+  def _jit(self, spread: Any, slots: tuple[_validate.Slot, ...], shardings: Any) -> Any:
+    parallel, loss = self._parallel, self._step.loss
+    aux = jax.tree.map(
+      lambda kind: PartitionSpec(*[parallel.axis] * (kind in _reduce.COLLECTED)),
+      loss.aux_reduction,
+    )
+    specs = parallel.specs(spread)
+    everywhere = PartitionSpec()
+
+    def cycle(*args: Any, **kwargs: Any) -> Any:
+      return parallel.run(
+        lambda local, shards, *args, **kwargs: loss.cycle(local, shards)(*args, **kwargs),
+        spread,
+        (everywhere, Outputs(everywhere, aux, specs), everywhere),
+        loss.split,
+        slots,
+        args,
+        kwargs,
+      )
+
+    def value(*args: Any, **kwargs: Any) -> jax.Array:
+      return parallel.run(
+        lambda local, shards, *args, **kwargs: loss.value(local, shards)(*args, **kwargs),
+        spread,
+        everywhere,
+        loss.split,
+        slots,
+        args,
+        kwargs,
+      )
+
+    # Parameters and state come out as they came: left to choose, XLA may shard them otherwise.
+    carries = loss.split.carry_argnum is not None
+    return jax.jit(
+      functools.partial(self._step.finish, cycle, value),
+      donate_argnums=self._donated,
+      out_shardings=(*shardings, *[None] * (1 + carries)),
+    )
 
 
 class _DonatingStep:

@@ -348,6 +348,17 @@ def bound_axis(axis_name: Any) -> None:
     ) from None
 
 
+def no_manual_axes() -> None:
+  """Checks that a step is not taken by every device of a mapped axis for itself."""
+  axes = jax.sharding.get_abstract_mesh().manual_axes
+  if axes:
+    raise ValueError(
+      f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
+      " device would step by its own gradient: pass axis_name= to make_train_step, or call it"
+      " outside, with mesh=."
+    )
+
+
 def same_structure(tree: Any, like: Any) -> bool:
   """Whether two pytrees have the same structure, whatever their leaves."""
   structures: list[Any] = [jax.tree.structure(tree), jax.tree.structure(like)]
