@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from optax_accum import _hlo
+
 
 class Compiled(NamedTuple):
   """A compiled function, and what compiling it took."""
@@ -61,3 +63,22 @@ def copies_of(program: str, elements: int) -> int:
     for types, dims in copies
     if "S(1)" not in types
   )
+
+
+def dot_flops(program: str) -> int:
+  """Floating-point operations of the matrix products of a compiled program, on one device.
+
+  Two for each multiplication and addition, times the trip counts of the loops around them.
+  """
+  total = 0
+  for run in _hlo.Module(program).runs(lambda op: op.opcode == "dot"):
+    lhs = run.computation.operations[run.operation.operands[0]]
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", run.operation.attributes)
+    dims = [int(d) for d in contracted[1].split(",")] if contracted else []
+    sizes = [_dims(lhs.shape)[d] for d in dims]
+    total += 2 * math.prod(_dims(run.operation.shape)) * math.prod(sizes) * run.executions
+  return total
+
+
+def _dims(shape: str) -> list[int]:
+  return [int(n) for n in re.search(r"\[([\d,]*)\]", shape)[1].split(",") if n]

@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
@@ -56,17 +57,80 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     True
     False
   """
+  states = _states("has_updated", opt_state)
+  return functools.reduce(jnp.logical_or, [state.has_updated for state in states])
 
-  def is_ours(x: Any) -> bool:
-    return isinstance(x, AccumulateState)
 
-  states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_ours) if is_ours(x)]
+def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
+  """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
+
+  What each device accumulates is its own, ``PartitionSpec(axis_name)``: the leaves of
+  ``acc_grads`` and ``skip_state``, which have an axis of devices in front. All else is the same
+  on all devices, ``PartitionSpec()``. Use them wherever the state goes in or comes out, from
+  ``init`` on: `init` makes the part of one device.
+
+  Args:
+    opt_state: the state of `accumulate` with `axis_name`, or any pytree that holds one (the
+      state of a `chain` around it, a whole train state), as ``jax.eval_shape(tx.init, params)``
+      gives it, or as arrays.
+    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
+
+  Returns:
+    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
+    and ``out_specs``, with ``check_vma=True`` or ``False``.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
+      `axis_name`.
+
+  Examples:
+    >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2, axis_name="data")
+    >>> params, rows = jnp.zeros(2), jnp.ones((len(jax.devices()), 2))
+    >>> specs = optax_accum.accumulate_specs(jax.eval_shape(tx.init, params), "data")
+    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    >>> @jax.jit
+    ... @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    ... def step(params, state, rows):
+    ...   local = jax.lax.pcast(params, "data", to="varying")  # or JAX sums the gradients here
+    ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
+    ...   return tx.apply(grads, state, params)
+    >>> for _ in range(2):
+    ...   params, state = step(params, state, rows)
+    ...   print(params)
+    [0. 0.]
+    [1. 1.]
+  """
+  local = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
+
+  def specs(x: Any) -> Any:
+    if not _is_state(x):
+      return PartitionSpec()
+    if len({leaf.shape[:1] or None for leaf in jax.tree.leaves(x.acc_grads)} | {None}) > 2:
+      pass
+    whole = jax.tree.map(lambda _: PartitionSpec(), x)
+    own = jax.tree.map(lambda _: local, (x.acc_grads, x.skip_state))
+    return whole._replace(acc_grads=own[0], skip_state=own[1])
+
+  _states("accumulate_specs", opt_state)
+  return jax.tree.map(specs, opt_state, is_leaf=_is_state)
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, AccumulateState)
+
+
+def _states(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+  """Every outermost `AccumulateState` in `opt_state`; at least one."""
+  states = [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
   if not states:
     raise ValueError(
-      f"has_updated got a {type(opt_state).__name__} without an AccumulateState in it: pass the"
+      f"{name} got a {type(opt_state).__name__} without an AccumulateState in it: pass the"
       " optimizer state that a transformation built with `accumulate` returned."
     )
-  return functools.reduce(jnp.logical_or, [state.has_updated for state in states])
+  return states
 
 
 def accumulate(

@@ -26,8 +26,12 @@ class AccumulateState(NamedTuple):
       next cycle: what it holds while `mini_step` is 0 is never read. ``()`` if ``every_k=1``.
     skip_state: what `skip_fn` returned beside its bool on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
-      so far, on this device. 0 after the last mini step of a cycle.
+      so far, over all devices. 0 after the last mini step of a cycle.
     has_updated: bool scalar, whether the last call emitted. Set by every call.
+
+  With `axis_name`, `acc_grads` and `skip_state` are those of one device, and their leaves have one
+  more axis in front: of length 1 on each device, and of all devices where `jax.shard_map`
+  returns them. All else is the same on all devices.
   """
 
   mini_step: jax.Array
@@ -42,8 +46,8 @@ class AccumulateState(NamedTuple):
 class _MiniStep(NamedTuple):
   """What one call adds up and decides, before any of `inner` runs."""
 
-  total: optax.Updates  # the cycle's weighted sum of gradients
-  weight: _reduce.Weight  # the cycle's sum of weights on this device
+  total: optax.Updates  # the cycle's weighted sum of gradients on this device
+  weight: _reduce.Weight  # the cycle's sum of weights, over all devices
   emit: bool | jax.Array
   state: AccumulateState  # the next state but for `inner_opt_state`
 
@@ -68,7 +72,7 @@ class Accumulation:
     if self.skip_fn is not None:
       like = jax.eval_shape(self._skip, _gradients_like(params), gradient_step, params)[1]
       skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return AccumulateState(
+    state = AccumulateState(
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
       inner_opt_state=self.inner.init(params),
@@ -77,6 +81,7 @@ class Accumulation:
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
     )
+    return self._stored(state)
 
   def update(
     self,
@@ -93,7 +98,7 @@ class Accumulation:
     run = functools.partial(self._run_inner, step.weight, updates, params, extra_args)
     if step.emit is True:
       updates, inner_state = run(step.total, state.inner_opt_state)
-      return updates, step.state._replace(inner_opt_state=inner_state)
+      return updates, self._stored(step.state._replace(inner_opt_state=inner_state))
 
     like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
     slots, in_place = _slots(step.total, like)
@@ -115,7 +120,8 @@ class Accumulation:
         for slot, x in zip(slots, jax.tree.leaves(like), strict=True)
       ],
     )
-    return updates, step.state._replace(acc_grads=acc_grads, inner_opt_state=inner_state)
+    state = step.state._replace(acc_grads=acc_grads, inner_opt_state=inner_state)
+    return updates, self._stored(state)
 
   def apply(
     self,
@@ -142,7 +148,7 @@ class Accumulation:
     params, inner_state = _conditional.update_if(
       step.emit, emit, (params, state.inner_opt_state), self.differentiable
     )
-    return params, step.state._replace(inner_opt_state=inner_state)
+    return params, self._stored(step.state._replace(inner_opt_state=inner_state))
 
   def _add(
     self,
@@ -154,7 +160,8 @@ class Accumulation:
   ) -> _MiniStep:
     """Adds one microbatch's gradients, and decides whether the cycle emits."""
     if self.axis_name is not None:
-      _validate.bound_axis(self.axis_name)
+      _check_local(updates, self.axis_name)
+      state = _map_local(_own, state)
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     if not isinstance(weight, (int, float)) or weight == 0:
@@ -166,13 +173,13 @@ class Accumulation:
       skip, info = self._skip(updates, state.gradient_step, params)
       skip_state = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
 
-    skip, flush, held, new = self._agree(skip, flush, state.acc_weight, weight)
+    skip, flush, new = self._agree(skip, flush, weight, state.acc_weight.dtype)
     if not isinstance(skip, bool):
-      weight = jnp.where(skip, 0, weight).astype(held.dtype)
-      new = jnp.where(skip, 0, new).astype(held.dtype)
+      weight = jnp.where(skip, 0, weight).astype(state.acc_weight.dtype)
+      new = jnp.where(skip, 0, new).astype(state.acc_weight.dtype)
     mini_step, done = self._count(state, skip, flush)
-    emit = done & (held + new != 0) if isinstance(new, jax.Array) else done
-    total, weight = self._sum(updates, state, weight)
+    emit = done & (state.acc_weight + new != 0) if isinstance(new, jax.Array) else done
+    total, total_weight = self._sum(updates, state, weight, new)
 
     state = state._replace(
       gradient_step=_reduce.select(
@@ -185,28 +192,29 @@ class Accumulation:
       state = state._replace(
         mini_step=jnp.where(done, 0, mini_step),
         acc_grads=total,
-        acc_weight=jnp.where(done, jnp.zeros_like(weight), weight),
+        acc_weight=jnp.where(done, jnp.zeros_like(total_weight), total_weight),
       )
-    return _MiniStep(total, weight, emit, state)
+    return _MiniStep(total, total_weight, emit, state)
 
   def _agree(
     self,
     skip: bool | jax.Array,
     flush: bool | jax.Array,
-    held: jax.Array,
     weight: _reduce.Weight,
-  ) -> tuple[bool | jax.Array, bool | jax.Array, jax.Array, _reduce.Weight]:
-    """What the devices decide together: any that skips or flushes, and the sums of weights."""
-    flags = [x for x in (skip, flush, weight) if isinstance(x, jax.Array)]
-    if self.axis_name is None or not flags:
-      return skip, flush, held, weight
-    local = jnp.stack([jnp.asarray(x).astype(held.dtype) for x in (skip, flush, held, weight)])
-    skips, flushes, held, new = lax.psum(_reduce.varying(local, self.axis_name), self.axis_name)
+    dtype: chex.ArrayDType,
+  ) -> tuple[bool | jax.Array, bool | jax.Array, _reduce.Weight]:
+    """What the devices decide together: any that skips or flushes, and their sum of weights."""
+    if self.axis_name is None:
+      return skip, flush, weight
+    values = (skip, flush, weight)
+    traced = [jnp.asarray(x).astype(dtype) for x in values if isinstance(x, jax.Array)]
+    if traced:  # one reduction, of up to three numbers
+      local = _reduce.varying(jnp.stack(traced), self.axis_name)
+      sums = iter(lax.psum(local, self.axis_name))
     return (
-      skips > 0 if isinstance(skip, jax.Array) else skip,
-      flushes > 0 if isinstance(flush, jax.Array) else flush,
-      held,
-      new if isinstance(weight, jax.Array) else weight,
+      next(sums) > 0 if isinstance(skip, jax.Array) else skip,
+      next(sums) > 0 if isinstance(flush, jax.Array) else flush,
+      next(sums) if isinstance(weight, jax.Array) else weight * lax.axis_size(self.axis_name),
     )
 
   def _count(
@@ -222,9 +230,16 @@ class Accumulation:
     return mini_step, (counted & (mini_step >= k)) | (flush & (mini_step > 0))
 
   def _sum(
-    self, updates: optax.Updates, state: AccumulateState, weight: _reduce.Weight
+    self,
+    updates: optax.Updates,
+    state: AccumulateState,
+    weight: _reduce.Weight,
+    new: _reduce.Weight,
   ) -> tuple[optax.Updates, _reduce.Weight]:
-    """The cycle's weighted sum of gradients, and of weights on this device."""
+    """The cycle's weighted sum of gradients on this device, and of weights on all devices.
+
+    `weight` is what the microbatch of this device counts, and `new` those of all.
+    """
     if self.every_k != 1:
       self._check(updates, state.acc_grads)
       first = state.mini_step == 0
@@ -235,20 +250,20 @@ class Accumulation:
         state.acc_grads,
         updates,
       )
-      return total, state.acc_weight + weight
+      return total, state.acc_weight + new
     if self.axis_name is None:
       if self.reduction == "mean":
         return updates, 1.0
-      return jax.tree.map(lambda g: _reduce.weigh(g, weight, g.dtype), updates), weight
+      return jax.tree.map(lambda g: _reduce.weigh(g, weight, g.dtype), updates), new
     if self.reduction == "mean" and isinstance(weight, (int, float)):
-      weight = 1.0
+      weight, new = 1.0, lax.axis_size(self.axis_name)
     total = jax.tree.map(
       lambda g: _reduce.weigh(
         g, weight, _reduce.accumulator_dtype(g.dtype, self.accumulator_dtype)
       ),
       updates,
     )
-    return total, weight
+    return total, new
 
   def _run_inner(
     self,
@@ -262,7 +277,6 @@ class Accumulation:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
     if self.axis_name is not None:
       total = jax.tree.map(lambda x: _reduce.across_devices("mean", x, self.axis_name), total)
-      weight = lax.psum(weight, self.axis_name)
     if self.reduction == "sum":
       weight = 1.0
     reduced = jax.tree.map(lambda x, g: _reduce.mean(x, weight, g.dtype), total, updates)
@@ -279,9 +293,18 @@ class Accumulation:
     def zeros(path: Any, leaf: jax.Array) -> jax.Array:
       name, dtype = _validate.leaf_name("params", path), jnp.result_type(leaf)
       _validate.holds_dtype(name, dtype, self.accumulator_dtype)
-      return jnp.zeros_like(leaf, _reduce.accumulator_dtype(dtype, self.accumulator_dtype))
+      return _zeros_like(leaf, _reduce.accumulator_dtype(dtype, self.accumulator_dtype))
 
     return jax.tree_util.tree_map_with_path(zeros, _gradients_like(params))
+
+  def _stored(self, state: AccumulateState) -> AccumulateState:
+    """`state` with an axis of devices in front of what each of them has for itself."""
+    if self.axis_name is None:
+      return state
+    state = _map_local(lambda x: jnp.expand_dims(x, 0), state)
+    if not _validate.is_bound(self.axis_name):
+      return state
+    return _map_local(lambda x: _reduce.varying(x, self.axis_name), state)
 
   def _check(self, updates: optax.Updates, acc_grads: optax.Updates) -> None:
     """Checks the gradients against the accumulators that `init` made."""
@@ -297,6 +320,52 @@ class Accumulation:
 def _gradients_like(params: optax.Params) -> optax.Updates:
   # optax.lookahead steps two copies of the parameters by the gradients of one.
   return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _map_local(
+  fun: Callable[[jax.Array], jax.Array], state: AccumulateState
+) -> AccumulateState:
+  """`state`, with `fun` applied to what `axis_name` leaves to each device."""
+  acc_grads, skip_state = jax.tree.map(fun, (state.acc_grads, state.skip_state))
+  return state._replace(acc_grads=acc_grads, skip_state=skip_state)
+
+
+def _own(x: jax.Array) -> jax.Array:
+  """What this device stored."""
+  if x.shape[:1] != (1,):
+    raise ValueError(
+      f"acc_grads or skip_state has a leaf of shape {x.shape} on a device; with axis_name it starts"
+      " with an axis of length 1, as init makes it: in jax.shard_map, run init and update with the"
+      " specs of optax_accum.accumulate_specs."
+    )
+  return jnp.squeeze(x, 0)
+
+
+def _zeros_like(leaf: jax.Array, dtype: chex.ArrayDType) -> jax.Array:
+  """Zeros that are sharded as `leaf`, also under jit."""
+  if not isinstance(leaf, jax.core.Tracer):
+    return jnp.zeros_like(leaf, dtype)
+  # The compiler shards results after the arguments that they are computed from. Zeros that are
+  # computed from nothing end up on one device, or in whole on each.
+  no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
+  return jnp.where(no, leaf.astype(dtype), jnp.zeros((), dtype))
+
+
+def _check_local(updates: optax.Updates, axis_name: Any) -> None:
+  """Checks that gradients were not reduced over the devices yet, where the types say so."""
+  _validate.bound_axis(axis_name)
+  # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  known = _reduce.varying_axes(_reduce.varying(jnp.zeros(()), axis_name))
+  leaves = jax.tree.leaves(updates)
+  missing = known.difference(*map(_reduce.varying_axes, leaves))
+  if leaves and missing:
+    raise ValueError(
+      f"The gradients are the same on all devices of the axes {sorted(missing)} of"
+      f" axis_name={axis_name!r}, so they were reduced in this microbatch, and accumulate would"
+      " reduce them again. Gradients of parameters that are the same on all devices are *summed*"
+      " by JAX: differentiate with respect to"
+      f" jax.lax.pcast(params, {axis_name!r}, to=\"varying\"), and leave lax.pmean out."
+    )
 
 
 def _slots(total: optax.Updates, like: optax.Updates) -> tuple[list[jax.Array], list[bool]]:

@@ -49,12 +49,7 @@ class DataParallel:
   def local(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
     count, size, devices = split.num_microbatches, split.microbatch_size, self.size
-    if rows % devices:
-      raise ValueError(
-        f"The batch has {rows} rows, which the {devices} devices of axis {self.axis!r} do not"
-        f" divide: use {rows - rows % devices} or {rows + devices - rows % devices} rows. (They"
-        " would have to be replicated, and every device to compute all of them.)"
-      )
+    self.check_rows(rows)
     if count is not None and (rows // devices) % count:
       fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
       raise ValueError(
@@ -71,6 +66,15 @@ class DataParallel:
     return dataclasses.replace(
       split, axis_name=self.axis, microbatch_size=None if size is None else size // devices
     )
+
+  def check_rows(self, rows: int) -> None:
+    """Checks that the devices divide the rows of the global batch."""
+    if rest := rows % self.size:
+      raise ValueError(
+        f"The batch has {rows} rows, which the {self.size} devices of axis {self.axis!r} do not"
+        f" divide: use {rows - rest or self.size} or {rows + self.size - rest} rows. (They would"
+        " have to be replicated, and every device to compute all of them.)"
+      )
 
   def spread(self, params: Any) -> Any:
     """How the devices share every parameter, from the shardings that the parameters have.
@@ -133,10 +137,20 @@ class DataParallel:
     """The `PartitionSpec` of a batch leaf over the data axis alone."""
     return _spec_at(split.batch_axis % max(jnp.ndim(x), 1), self.axis)
 
+  @property
+  def _explicit(self) -> bool:
+    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+    return types[self.axis] == AxisType.Explicit
+
+  def like(self, grads: Any, shardings: Any) -> Any:
+    """Gradients with the shardings of their parameters, which an explicit mesh insists on."""
+    if not self._explicit:
+      return grads
+    return jax.tree.map(lambda g, s: g if s is None else jax.reshard(g, s), grads, shardings)
+
   def _reshard(self, x: Any, spec: PartitionSpec) -> Any:
     """Moves an array of explicit sharding to `spec` over the data axis; others are moved by XLA."""
-    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-    if types[self.axis] != AxisType.Explicit:
+    if not self._explicit:
       return x
     kept = [
       tuple(a for a in ((names,) if isinstance(names, str) else names or ()) if a != self.axis)
@@ -164,6 +178,9 @@ class DataParallel:
           )
         return x
       target = NamedSharding(self.mesh, spec(x))
+      for size, axes in zip(x.shape, target.spec, strict=False):
+        if axes is not None:
+          self.check_rows(size)
       if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
       return jax.device_put(x, target)

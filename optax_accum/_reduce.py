@@ -298,7 +298,10 @@ class Reductions:
       value = select(counts(weight), value, jnp.zeros_like(value)).astype(held.dtype)
     else:
       value = weigh(value, weight, held.dtype)
-    return held + (self._over_devices(i, value) if self.spread[i].every_microbatch else value)
+    if self.spread[i].every_microbatch:
+      # A barrier, because XLA for TPU would add up whole values and reduce after the loop.
+      value = lax.optimization_barrier(self._over_devices(i, value))
+    return held + value
 
   def _over_devices(self, i: int, held: jax.Array) -> jax.Array:
     scatter = self.spread[i].scatter

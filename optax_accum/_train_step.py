@@ -245,6 +245,10 @@ class _MeshStep:
         kwargs,
       )
 
+    def gradients(*args: Any, **kwargs: Any) -> Any:
+      carry, out, stats = cycle(*args, **kwargs)
+      return carry, out._replace(grads=parallel.like(out.grads, shardings[0])), stats
+
     def value(*args: Any, **kwargs: Any) -> jax.Array:
       return parallel.run(
         lambda local, shards, *args, **kwargs: loss.value(local, shards)(*args, **kwargs),
@@ -259,7 +263,7 @@ class _MeshStep:
     # Parameters and state come out as they came: left to choose, XLA may shard them otherwise.
     carries = loss.split.carry_argnum is not None
     return jax.jit(
-      functools.partial(self._step.finish, cycle, value),
+      functools.partial(self._step.finish, gradients, value),
       donate_argnums=self._donated,
       out_shardings=(*shardings, *[None] * (1 + carries)),
     )

@@ -338,14 +338,21 @@ def skip(result: Any) -> tuple[jax.Array, chex.ArrayTree]:
 
 def bound_axis(axis_name: Any) -> None:
   """Checks that a collective over `axis_name` can run here."""
-  try:
-    lax.axis_size(axis_name)
-  except NameError:
+  if not is_bound(axis_name):
     raise ValueError(
       f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
       " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
       " needs none)."
-    ) from None
+    )
+
+
+def is_bound(axis_name: Any) -> bool:
+  """Whether a collective over `axis_name` can run here."""
+  try:
+    lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
 
 
 def no_manual_axes() -> None:

@@ -1,0 +1,575 @@
+"""Several devices: the global batch's step, one gradient reduction a cycle, no extra work."""
+
+import functools
+
+import deviceless
+import helpers
+from helpers import relaxed
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import measure
+import numpy as np
+import optax
+import pytest
+
+from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+WIDTH, LAYERS, ROWS = 16, 8, 64
+
+
+def make_mesh(devices=8, kind=AUTO, model=None):
+  if model is None:
+    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(kind,))
+  grid = np.array(jax.devices()[: devices * model]).reshape(devices, model)
+  return Mesh(grid, ("data", "model"), axis_types=(kind, kind))
+
+
+def init_params(dtype=np.float64, width=WIDTH):
+  rng = np.random.default_rng(0)
+  return {
+    "embedding": np.asarray(rng.normal(size=(32, width)), dtype),
+    "layers": np.asarray(rng.normal(size=(LAYERS, width, width)) / 4, dtype),
+    "bias": np.asarray(rng.normal(size=(width,)), dtype),
+  }
+
+
+def make_batch(rows=ROWS, dtype=np.float64):
+  """Padded text: the last rows, and so the last devices, hold far fewer valid tokens."""
+  rng = np.random.default_rng(1)
+  length = 4
+  keep = np.linspace(1.0, 0.1, rows)[:, None]
+  return {
+    "token": rng.integers(0, 32, (rows, length)),
+    "y": np.asarray(rng.normal(size=(rows, length)), dtype),
+    "valid": np.asarray(rng.random((rows, length)) < keep, dtype),
+  }
+
+
+def forward(params, batch):
+  def layer(x, w):
+    return jnp.tanh(x @ w), None
+
+  x = params["embedding"][batch["token"]]
+  x, _ = lax.scan(layer, x, params["layers"])
+  return jnp.mean(x + params["bias"][None, None], axis=-1)
+
+
+def loss_fn(params, batch):
+  error = (forward(params, batch).astype(batch["y"].dtype) - batch["y"]) ** 2
+  return jnp.sum(error * batch["valid"]) / jnp.sum(batch["valid"])
+
+
+def valid_tokens(batch):
+  return jnp.sum(batch["valid"])
+
+
+def optimizer():
+  return relaxed(optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
+
+
+def three_steps(step, params, batch, tx):
+  opt_state = tx.init(params)
+  for _ in range(3):
+    params, opt_state, metrics = step(params, opt_state, batch)
+  return jax.device_get((params, opt_state, metrics["loss"]))
+
+
+@functools.cache
+def expected_steps(rows=ROWS):
+  """Three steps on one device with the whole batch at once."""
+  with jax.enable_x64(True):
+    params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch(rows)))
+    tx = optimizer()
+
+    @jax.jit
+    def step(params, opt_state, batch):
+      loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+      updates, opt_state = tx.update(grads, opt_state, params)
+      return optax.apply_updates(params, updates), opt_state, {"loss": loss}
+
+    return three_steps(step, params, batch, tx)
+
+
+@pytest.mark.parametrize(
+  ("devices", "options", "kind"),
+  [
+    (1, {"num_microbatches": 4}, AUTO),
+    (2, {"num_microbatches": 8}, AUTO),
+    (2, {"num_microbatches": 1}, EXPLICIT),
+    (4, {"num_microbatches": 2}, EXPLICIT),
+    (4, {"microbatch_size": 24}, AUTO),
+    (8, {"num_microbatches": 1}, AUTO),
+    (8, {"num_microbatches": 4}, AUTO),
+    (8, {"num_microbatches": 8}, EXPLICIT),
+    (8, {"microbatch_size": 24}, EXPLICIT),
+    (8, {"num_microbatches": 4, "reduce_gradients": "per_microbatch"}, AUTO),
+  ],
+)
+def test_three_steps_equal_one_devices_whole_batch(devices, options, kind):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(devices, kind), optimizer()
+    step = make_train_step(loss_fn, tx, mesh=mesh, weight_fn=valid_tokens, **options)
+    params = jax.device_put(init_params(), NamedSharding(mesh, PartitionSpec()))
+    actual = three_steps(step, params, make_batch(), tx)
+    helpers.assert_trees_equal_to(actual, expected_steps(), 1e-9)
+
+
+SHARDED = {
+  "embedding": PartitionSpec("data"),
+  "layers": PartitionSpec("data"),
+  "bias": PartitionSpec(),
+}
+SHARDED_2D = {
+  "embedding": PartitionSpec("data", "model"),
+  "layers": PartitionSpec(None, "model", "data"),
+  "bias": PartitionSpec(("data", "model")),  # one dimension over two axes: falls back
+}
+TENSOR_PARALLEL = {
+  "embedding": PartitionSpec(None, "model"),
+  "layers": PartitionSpec(None, None, "model"),
+  "bias": PartitionSpec("model"),
+}
+
+
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+  ("specs", "model"),
+  [(SHARDED, None), (SHARDED_2D, 2), (TENSOR_PARALLEL, 2)],
+  ids=["fsdp", "fsdp+tp", "tp"],
+)
+def test_sharded_parameters(specs, model, kind, reduce_gradients):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(4 if model else 8, kind, model), optimizer()
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    def fun(params, batch):
+      if kind == EXPLICIT and model:  # explicit axes want to be told where a product goes
+        params = jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), params)
+      return loss_fn(params, batch)
+
+    step = make_train_step(
+      fun,
+      tx,
+      mesh=mesh,
+      num_microbatches=4,
+      weight_fn=valid_tokens,
+      reduce_gradients=reduce_gradients,
+    )
+    params = jax.device_put(init_params(), shardings)
+    opt_state = tx.init(params)
+    for _ in range(3):
+      params, opt_state, metrics = step(params, opt_state, make_batch())
+    held = jax.device_get((params, opt_state, metrics["loss"]))
+    helpers.assert_trees_equal_to(held, expected_steps(), 1e-9)
+    for name, x in params.items():
+      assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
+      assert opt_state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+
+
+# --- what the devices say to each other -----------------------------------------------
+
+
+def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):
+  """The step compiled for float32 gradients large enough to tell from the metrics."""
+  tx = optimizer()
+  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width))
+  specs = specs or jax.tree.map(lambda _: PartitionSpec(), params)
+  on_mesh = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+    params,
+    specs,
+  )
+  batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32)))
+  step = make_train_step(fun, tx, mesh=mesh, **options)
+  opt_state = jax.eval_shape(tx.init, params)
+  shards = {x.shape: x.sharding for x in jax.tree.leaves(on_mesh)}
+  opt_state = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards.get(x.shape)), opt_state
+  )
+  return step.lower(on_mesh, opt_state, batch).compile(), params
+
+
+def assert_one_reduction(compiled, params):
+  size = sum(4 * x.size for x in jax.tree.leaves(params))  # float32 accumulators
+  report = count_collectives(compiled)
+  assert report.at_least(1024).inside == {}
+  reductions = report.at_least(1024).outside
+  assert set(reductions) == {"all-reduce"}
+  # Scalars (loss, weights) may ride along.
+  assert size <= reductions["all-reduce"].bytes <= size + 64
+  assert reductions["all-reduce"].operations == 1
+
+
+def with_aux(params, batch):
+  return loss_fn(params, batch), {"loss": loss_fn(params, batch)}
+
+
+@pytest.mark.parametrize(
+  ("num_microbatches", "kind", "options"),
+  [
+    (1, AUTO, {}),
+    (4, EXPLICIT, {}),
+    (8, AUTO, {"weight_fn": valid_tokens, "skip_nonfinite": True}),
+    (32, AUTO, {}),
+    (4, EXPLICIT, {"weight_fn": valid_tokens, "fun": with_aux, "has_aux": True}),
+    (4, AUTO, {"dtype": jnp.bfloat16}),
+    (None, AUTO, {"microbatch_size": 96}),
+  ],
+)
+def test_one_gradient_reduction_a_cycle(num_microbatches, kind, options):
+  compiled, params = compiled_step(make_mesh(8, kind), num_microbatches=num_microbatches, **options)
+  assert_one_reduction(compiled, params)
+
+
+@pytest.mark.parametrize("shape", [(8,), (64,)])
+def test_one_gradient_reduction_a_cycle_on_tpus(shape):
+  mesh = deviceless.tpu_mesh(shape, ("data",), (AUTO,))
+  compiled, params = compiled_step(
+    mesh, rows=1024, num_microbatches=8, weight_fn=valid_tokens, width=128
+  )
+  assert_one_reduction(compiled, params)
+
+
+def test_a_reduction_every_microbatch_is_told_apart():
+  mesh = make_mesh()
+  compiled, params = compiled_step(mesh, num_microbatches=8, reduce_gradients="per_microbatch")
+  with pytest.raises(AssertionError):
+    assert_one_reduction(compiled, params)
+  size = sum(4 * x.size for x in jax.tree.leaves(params))
+  inside = count_collectives(compiled).at_least(64).inside["all-reduce"]
+  assert inside.bytes >= 8 * size
+
+
+def test_fsdp_gathers_and_scatters_once_or_holds_less():
+  mesh = make_mesh()
+  sharded = [name for name, spec in SHARDED.items() if spec]
+  temp = {}
+  for when in ("per_cycle", "per_microbatch"):
+    compiled, params = compiled_step(
+      mesh, width=256, specs=SHARDED, num_microbatches=8, rows=64, reduce_gradients=when
+    )
+    temp[when] = compiled.memory_analysis().temp_size_in_bytes
+    report = count_collectives(compiled).at_least(1024)
+    size = sum(4 * params[name].size for name in sharded)
+    where = report.outside if when == "per_cycle" else report.inside
+    times = 1 if when == "per_cycle" else 8
+    assert where["all-gather"] == (times * len(sharded), times * size)
+    assert where["reduce-scatter"] == (times * len(sharded), times * size)
+    other = report.inside if when == "per_cycle" else report.outside
+    assert not {"all-gather", "reduce-scatter"} & set(other)
+  assert temp["per_microbatch"] < 0.8 * temp["per_cycle"]
+
+
+def test_every_device_computes_its_share():
+  mesh = make_mesh()
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  params = jax.device_put(init_params(np.float32, 64), everywhere)
+  batch = jax.device_put(jax.tree.map(np.asarray, make_batch(256, np.float32)), sharding)
+  whole = measure.dot_flops(
+    jax.jit(jax.value_and_grad(loss_fn))
+    .lower(jax.device_get(params), jax.device_get(batch))
+    .compile()
+    .as_text()
+  )
+
+  def share(fun):
+    program = jax.jit(fun).lower(params, batch).compile().as_text()
+    return measure.dot_flops(program) / whole * mesh.size
+
+  def naive(params, batch):
+    """The reshape that people write: data parallelism is lost."""
+    parts = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+    grads = [jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+
+    def body(total, part):
+      return [
+        a + b for a, b in zip(total, jax.tree.leaves(jax.grad(loss_fn)(params, part)), strict=True)
+      ], None
+
+    return lax.scan(body, grads, parts)[0]
+
+  assert share(microbatch_value_and_grad(loss_fn, num_microbatches=8)) == pytest.approx(1, abs=0.02)
+  assert share(naive) > 2
+  compiled, _ = compiled_step(mesh, num_microbatches=8)
+  assert measure.dot_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
+
+
+def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
+  mesh = make_mesh(8, EXPLICIT)
+  params = jax.device_put(init_params(np.float32), NamedSharding(mesh, PartitionSpec()))
+  batch = jax.device_put(make_batch(ROWS, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+
+  def mean_square(params, batch):
+    return jnp.mean((batch["y"] @ params["layers"][0, :4]) ** 2)
+
+  cycle = jax.jit(microbatch_value_and_grad(mean_square, num_microbatches=4))
+  compiled = cycle.lower(params, batch).compile()
+  assert set(count_collectives(compiled).inside) <= {"all-reduce"}
+  expected = jax.value_and_grad(mean_square)(*jax.device_get((params, batch)))
+  helpers.assert_trees_equal_to(jax.device_get(cycle(params, batch)), expected, 1e-5)
+
+
+# --- a user's own shard_map and pmap --------------------------------------------------
+
+
+def scale_of(gradient_fn, params, batch, **options):
+  """By how much a gradient computed on eight devices is off."""
+  mesh = make_mesh()
+  mapped = jax.shard_map(
+    gradient_fn,
+    mesh=mesh,
+    in_specs=(PartitionSpec(), PartitionSpec("data")),
+    out_specs=PartitionSpec(),
+    **options,
+  )
+  actual = jax.jit(mapped)(params, batch)
+  expected = jax.grad(lambda w, x: jnp.mean(w * x))(params, batch)
+  return float(actual / expected)
+
+
+def test_scale_in_shard_map_and_the_errors_that_people_make():
+  batch, w = jnp.arange(1.0, 65.0), jnp.asarray(2.0)
+
+  def mean(w, x):
+    return jnp.mean(w * x)
+
+  def ours(w, x):
+    return microbatch_value_and_grad(mean, num_microbatches=4, axis_name="data")(w, x)[1]
+
+  for check in (True, False):
+    assert scale_of(ours, w, batch, check_vma=check) == pytest.approx(1)
+  assert scale_of(jax.grad(mean), w, batch) == pytest.approx(8)  # summed by JAX, not averaged
+  pmean_on_top = lambda w, x: lax.pmean(jax.grad(mean)(w, x), "data")  # noqa: E731
+  assert scale_of(pmean_on_top, w, batch) == pytest.approx(8)
+  too_small = lambda w, x: jax.grad(lambda w, x: mean(w, x) / 8)(w, x) / 8  # noqa: E731
+  assert scale_of(too_small, w, batch) == pytest.approx(1 / 8)
+  unreduced = scale_of(jax.grad(mean), w, batch, check_vma=False)
+  assert unreduced == pytest.approx(float(jnp.mean(batch[:8]) / jnp.mean(batch)))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_axis_name_in_shard_map(check_vma):
+  with jax.enable_x64(True):
+    mesh = make_mesh()
+    cycle = microbatch_value_and_grad(
+      loss_fn, microbatch_size=3, weight_fn=valid_tokens, axis_name="data"
+    )
+    mapped = jax.shard_map(
+      cycle,
+      mesh=mesh,
+      in_specs=(PartitionSpec(), PartitionSpec("data")),
+      out_specs=PartitionSpec(),
+      check_vma=check_vma,
+    )
+    params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
+    compiled = jax.jit(mapped).lower(params, batch).compile()
+    assert count_collectives(compiled).inside == {}
+    helpers.assert_trees_equal_to(
+      jax.jit(mapped)(params, batch), jax.value_and_grad(loss_fn)(params, batch), 1e-10
+    )
+
+
+def test_axis_name_in_pmap_with_everything():
+  def fun(params, batch, carry, key):
+    noise = jax.random.uniform(key)
+    aux = {"tokens": valid_tokens(batch).astype(jnp.int32), "noise": noise, "rows": batch["y"]}
+    return loss_fn(params, batch), (carry + jnp.sum(batch["valid"]), aux)
+
+  with jax.enable_x64(True):
+    params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
+    split = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+    cycle = microbatch_value_and_grad(
+      fun,
+      num_microbatches=2,
+      carry_argnum=2,
+      rng_argnums=3,
+      weight_fn=valid_tokens,
+      aux_reduction={"tokens": "sum", "noise": "stack", "rows": "concat"},
+      skip_nonfinite=True,
+      axis_name="data",
+    )
+    (loss, (carry, aux)), grads, stats = jax.pmap(
+      cycle, axis_name="data", in_axes=(None, 0, None, None)
+    )(params, split, jnp.zeros(()), jax.random.key(0))
+    expected = jax.value_and_grad(loss_fn)(params, batch)
+    first = jax.tree.map(lambda x: x[0], (loss, grads))
+    helpers.assert_trees_equal_to(first, expected, 1e-10)
+    assert float(stats.total_weight[0]) == float(jnp.sum(batch["valid"]))
+    assert int(aux["tokens"][0]) == int(jnp.sum(batch["valid"]))
+    np.testing.assert_allclose(carry[0], np.sum(batch["valid"]) / 8)
+    assert len(np.unique(aux["noise"])) == 16  # no two devices or microbatches share noise
+    np.testing.assert_array_equal(np.asarray(aux["rows"]).reshape(batch["y"].shape), batch["y"])
+
+
+# --- outputs over a mesh --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_aux_carry_keys_and_skips_over_a_mesh(kind):
+  def fun(params, x, mean, key):
+    aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[0], "most": x[0]}
+    return jnp.mean(params * x), (0.5 * mean + 0.5 * jnp.mean(x), aux)
+
+  mesh = make_mesh(4, kind)
+  step = make_train_step(
+    fun,
+    optax.sgd(0.1),
+    mesh=mesh,
+    num_microbatches=2,
+    carry_argnum=2,
+    rng_argnums=3,
+    skip_nonfinite=True,
+    donate=False,
+    aux_reduction={
+      "row": "concat",
+      "noise": "stack",
+      "first": "stack",
+      "last": "last",
+      "most": "max",
+    },
+  )
+  x = np.arange(16, dtype=np.float32)
+  x[5] = np.nan  # row 1 of device 1: in its second microbatch
+  params, _, carry, metrics = step(
+    jnp.asarray(1.0), optax.sgd(0.1).init(1.0), x, jnp.zeros(()), jax.random.key(0)
+  )
+  kept = np.delete(x, [5, 7])
+  assert int(metrics["skipped_microbatches"]) == 1
+  assert float(metrics["total_weight"]) == 14
+  np.testing.assert_allclose(metrics["loss"], kept.mean(), rtol=1e-6)
+  np.testing.assert_allclose(params, 1 - 0.1 * kept.mean(), rtol=1e-6)
+  np.testing.assert_array_equal(metrics["aux"]["row"], x)
+  assert np.unique(metrics["aux"]["noise"]).size == 8
+  # Device by device, and on each its microbatches in turn.
+  np.testing.assert_array_equal(metrics["aux"]["first"], [0, 1, 4, np.nan, 8, 9, 12, 13])
+  assert (float(metrics["aux"]["last"]), float(metrics["aux"]["most"])) == (13, 13)
+  means = [
+    x[[4 * d, 4 * d + 2]].mean() / 4 + x[[4 * d + 1, 4 * d + 3]].mean() / 2 for d in range(4)
+  ]
+  means[1] = x[[4, 6]].mean() / 2  # kept as it was before the skip
+  np.testing.assert_allclose(carry, np.mean(means), rtol=1e-6)
+
+
+def test_embedding_gradients_are_exact():
+  """Integer cotangents divided by 16: every order of additions gives the same bits."""
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 50, (64, 6))
+  cotangents = rng.integers(-8, 9, (64, 6, 4))
+  expected = np.zeros((50, 4))
+  np.add.at(expected, tokens, cotangents / 16)
+
+  def fun(table, batch):
+    return jnp.sum(table[batch["token"]] * batch["cotangent"])
+
+  batch = {"token": tokens, "cotangent": (cotangents / 16).astype(np.float32)}
+  for devices, n in [(1, 8), (8, 4), (8, 1)]:
+    step = make_train_step(
+      fun, optax.sgd(1.0), mesh=make_mesh(devices), num_microbatches=n, reduction="sum"
+    )
+    table, _, _ = step(np.zeros((50, 4), np.float32), (optax.EmptyState(),) * 2, batch)
+    np.testing.assert_array_equal(-np.asarray(table), expected.astype(np.float32))
+
+
+def test_line_search_over_a_mesh():
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(), relaxed(optax.lbfgs())
+    states = []
+    for options in ({"mesh": mesh, "num_microbatches": 2}, {"num_microbatches": 1}):
+      step = make_train_step(loss_fn, tx, weight_fn=valid_tokens, donate=False, **options)
+      params = jax.tree.map(jnp.asarray, init_params())
+      opt_state = tx.init(params)
+      for _ in range(2):
+        params, opt_state, _ = step(params, opt_state, make_batch())
+      states.append(jax.device_get(params))
+    helpers.assert_trees_equal_to(*states, 1e-8)
+
+
+def test_one_compilation_over_a_mesh():
+  for kind in (AUTO, EXPLICIT):
+    tx = optimizer()
+    step = make_train_step(loss_fn, tx, mesh=make_mesh(8, kind), num_microbatches=2)
+    params = init_params(np.float32)
+    opt_state = tx.init(jax.tree.map(jnp.asarray, params))
+    for _ in range(3):
+      params, opt_state, _ = step(params, opt_state, make_batch(dtype=np.float32))
+    (jitted,) = step._jitted._jitted.values()
+    assert jitted._cache_size() == 1
+
+
+def test_accumulators_take_the_shardings_of_the_parameters():
+  mesh = make_mesh(8, EXPLICIT)
+  sharding = NamedSharding(mesh, PartitionSpec("data"))
+  params = jax.device_put(np.ones((16, 4), np.float32), sharding)
+
+  def fun(params, x):
+    return jnp.mean(params**2) * jnp.mean(x)
+
+  cycle = jax.jit(microbatch_value_and_grad(fun, num_microbatches=2))
+  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(sharding, 2)
+
+
+# --- bad input ------------------------------------------------------------------------
+
+
+def test_meshes_that_cannot_work():
+  make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4)
+  with pytest.raises(ValueError, match=r"data_axis='rows' is no axis of the mesh.*'data'"):
+    make(mesh=make_mesh(), data_axis="rows")
+  with pytest.raises(TypeError, match=r"mesh=8 must be a jax.sharding.Mesh"):
+    make(mesh=8)
+  with pytest.raises(ValueError, match="reduce_gradients='always' must be one of 'per_cycle'"):
+    make(mesh=make_mesh(), reduce_gradients="always")
+  manual = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Manual,))
+  with pytest.raises(ValueError, match=r"axes \['data'\] are manual"):
+    make(mesh=manual)
+
+
+@pytest.mark.parametrize(
+  ("rows", "options", "match"),
+  [
+    (60, {"num_microbatches": 4}, r"60 rows, which the 8 devices .* use 56 or 64 rows"),
+    (64, {"num_microbatches": 3}, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
+    (64, {"microbatch_size": 12}, r"microbatch_size=12 .* use 8 or 16"),
+  ],
+)
+def test_rows_that_the_devices_do_not_divide(rows, options, match):
+  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=make_mesh(), **options)
+  params = init_params(np.float32)
+  with pytest.raises(ValueError, match=match):
+    step(params, optax.sgd(0.1).init(params), make_batch(rows, np.float32))
+
+
+def test_arrays_that_are_elsewhere():
+  mesh = make_mesh(4, AUTO, 2)
+  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
+  params, batch = init_params(np.float32), make_batch(dtype=np.float32)
+  state = optax.sgd(0.1).init(params)
+  elsewhere = jax.device_put(params, NamedSharding(make_mesh(2), PartitionSpec()))
+  with pytest.raises(ValueError, match=r"params\['bias'\] is on Mesh.*mesh= is Mesh"):
+    step(elsewhere, state, batch)
+  wrong = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("model")))
+  with pytest.raises(ValueError, match=r"\['token'\] has its rows sharded over 'model'"):
+    step(params, state, wrong)
+
+
+def test_a_step_that_every_device_would_take_for_itself():
+  step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
+  params, batch = jax.tree.map(jnp.asarray, (init_params(np.float32), make_batch(dtype=np.float32)))
+  split = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+  with pytest.raises(ValueError, match=r"pmap or shard_map over .*'data'.* without axis_name"):
+    jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
+      params, optax.sgd(0.1).init(params), split
+    )
+  step = make_train_step(
+    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False, axis_name="data"
+  )
+  new, _, _ = jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
+    params, optax.sgd(0.1).init(params), split
+  )
+  for x in jax.tree.leaves(new):
+    np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
