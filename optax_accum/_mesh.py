@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum import _reduce, _validate
+from optax_accum import _arguments, _reductions, _validate
 from optax_accum._shards import Shards
 from optax_accum._split import Split
 
@@ -84,9 +84,9 @@ class DataParallel:
     the step runs.
     """
 
-    def one(x: Any) -> _reduce.Spread:
+    def one(x: Any) -> _reductions.Spread:
       dims = [d for d, names in enumerate(_spec(x)) if names in (self.axis, (self.axis,))]
-      return _reduce.Spread(dims[0] if dims else None, self.every_microbatch)
+      return _reductions.Spread(dims[0] if dims else None, self.every_microbatch)
 
     return jax.tree.map(one, params)
 
@@ -102,7 +102,7 @@ class DataParallel:
     spread: Any,
     out_specs: Any,
     split: Split,
-    slots: tuple[_validate.Slot, ...],
+    slots: tuple[_arguments.Slot, ...],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
   ) -> Any:
@@ -113,10 +113,10 @@ class DataParallel:
     left to the compiler.
     """
     batch = [kwargs[slot] if isinstance(slot, str) else args[slot] for slot in slots]
-    local = self.local(split, _validate.batch_rows(slots, batch, split.batch_axis))
+    local = self.local(split, _arguments.batch_rows(slots, batch, split.batch_axis))
     shards = Shards(spread, self.axis, self.every_microbatch)
 
-    def spec(slot: _validate.Slot, tree: Any) -> Any:
+    def spec(slot: _arguments.Slot, tree: Any) -> Any:
       return jax.tree.map(
         lambda x: self.batch_spec(x, split) if slot in slots else PartitionSpec(), tree
       )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 
-from optax_accum import _reduce, _validate
+from optax_accum import _arguments, _reduce, _reductions, _validate
 from optax_accum._scan import MicrobatchStats, run_cycle
 from optax_accum._shards import Shards
 from optax_accum._split import Call, Split
@@ -87,7 +87,7 @@ def microbatch(
     axis_name=axis_name,
     unroll=unroll,
   )
-  _reduce.check_names("reduction", reduction)
+  _reductions.check_names("reduction", reduction)
 
   @functools.wraps(fun)
   def once(*args: Any, **kwargs: Any) -> tuple[None, Any]:
@@ -274,8 +274,8 @@ def loss_cycle(
   @functools.wraps(fun)
   def once(*args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     out = checked(*args, **kwargs)
-    loss, aux = out if has_aux or carries else (out, None)
-    return aux and aux[0], Outputs(loss, None, None)
+    loss, aux = out if has_aux or carries else (out, (None,))
+    return aux[0] if carries else None, Outputs(loss, None, None)
 
   def cycle(*args: Any, **kwargs: Any) -> jax.Array:
     if shards is not None:
@@ -300,10 +300,12 @@ def value_and_grad_cycle(
   shards of the gradients.
   """
   _validate.one_of("reduction", reduction, ("mean", "sum"))
-  _reduce.check_names("aux_reduction", aux_reduction)
+  _reductions.check_names("aux_reduction", aux_reduction)
   carries = split.carry_argnum is not None
   has_aux = has_aux or carries
-  wanted = _validate.names_or_positions("argnums", argnums, int)
+  wanted = _arguments.names_or_positions("argnums", argnums, int)
+  if not wanted or len(set(wanted)) < len(wanted):
+    raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   transformed = jax.value_and_grad(checked_loss(fun, has_aux, carries), argnums, has_aux)
 
   @functools.wraps(fun)
@@ -312,11 +314,13 @@ def value_and_grad_cycle(
       args = (shards.gather_in_loop(*args), *args[1:])
     value, grads = transformed(*args, **kwargs)
     loss, aux = value if has_aux else (value, None)
-    carry, aux = (aux or (None, None)) if carries else (None, aux)
+    carry = None
+    if carries and aux is not None:
+      carry, aux = aux
     return carry, Outputs(loss, aux, grads)
 
   def cycle(*args: Any, **kwargs: Any) -> tuple[Any, Outputs, MicrobatchStats]:
-    positions = _validate.positions("argnums", wanted, args)
+    positions = _arguments.positions("argnums", wanted, args)
     args_ = list(args)
     if shards is not None and not shards.every_microbatch:
       args_[0] = shards.gather(args[0])
@@ -324,10 +328,15 @@ def value_and_grad_cycle(
       _validate.inexact_leaves(f"argument {i}", args[i])
       args_[i] = _reduce.varying(args_[i], split.axis_name)
     call = Call(once, split, args_, kwargs, differentiated=positions)
-    kinds = Outputs(reduction, aux_reduction, reduction)
+
+    def kinds(like: Outputs) -> Outputs:
+      return Outputs(
+        reduction, _reductions.match("aux_reduction", aux_reduction, like.aux), reduction
+      )
+
     spread = None
     if shards is not None:
-      spread = Outputs(_reduce.Spread(), _reduce.Spread(), shards.spread)
+      spread = Outputs(_reductions.Spread(), _reductions.Spread(), shards.spread)
     return run_cycle(call, kinds, root="", finite=lambda out: (out.loss, out.grads), spread=spread)
 
   return cycle

@@ -9,8 +9,6 @@ the sum: dividing once, after it, keeps the rounding of the whole batch, and let
 compiler (or `psum`) reduce over devices once per cycle and not once per microbatch.
 """
 
-import dataclasses
-import functools
 from typing import Any
 
 import chex
@@ -23,15 +21,18 @@ from optax_accum import _validate
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
 
-REDUCTIONS = ("mean", "sum", "max", "min", "last", "stack", "concat")
-# These keep every microbatch's value; the scan returns them as its stacked outputs.
-COLLECTED = ("stack", "concat")
-
 
 def promote(*dtypes: chex.ArrayDType) -> jnp.dtype:
   """The dtype that all `dtypes` promote to, also where a user forbids implicit promotion."""
+  # JAX promotes 8-bit floats to nothing by itself; float32 holds them all.
+  wide = [jnp.float32 if is_float8(d) else jnp.dtype(d) for d in dtypes]
   with jax.numpy_dtype_promotion("standard"):
-    return jnp.result_type(*map(jnp.dtype, dtypes))
+    return jnp.result_type(*wide)
+
+
+def is_float8(dtype: chex.ArrayDType) -> bool:
+  """Whether `dtype` is a float of 8 bits or fewer."""
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
 def accumulator_dtype(
@@ -41,10 +42,12 @@ def accumulator_dtype(
 
   Inexact values: `requested`, or else `dtype` promoted with float32 (bfloat16 ->
   float32, float64 and complex64 as they are); of a complex `requested`, real values get the real
-  part. Integers and bools: at least int32, as `jnp.sum` does.
+  part. Integers and bools: themselves, but at least 32 bits.
   """
   if not jnp.issubdtype(dtype, jnp.inexact):
-    return promote(dtype, jnp.int32)
+    if jnp.dtype(dtype).itemsize >= 4:
+      return jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
   if requested is None:
     return promote(dtype, jnp.float32)
   if jnp.issubdtype(requested, jnp.complexfloating) and not jnp.issubdtype(
@@ -114,44 +117,6 @@ def all_finite(tree: chex.ArrayTree) -> jax.Array:
   return jnp.all(jnp.stack(finite)) if finite else jnp.asarray(True)
 
 
-def _identity(kind: str, dtype: chex.ArrayDType) -> float | int | bool:
-  if dtype == jnp.bool_:
-    return kind == "min"
-  if jnp.issubdtype(dtype, jnp.integer):
-    info = jnp.iinfo(dtype)
-    return int(info.min if kind == "max" else info.max)
-  return -jnp.inf if kind == "max" else jnp.inf
-
-
-def _start(kind: str, leaf: jax.ShapeDtypeStruct, dtype: chex.ArrayDType | None) -> jax.Array:
-  match kind:
-    case "mean" | "sum":
-      return full_like(leaf, 0, accumulator_dtype(leaf.dtype, dtype))
-    case "max" | "min":
-      return full_like(leaf, _identity(kind, leaf.dtype))
-    case _:
-      return full_like(leaf, 0)
-
-
-def _step(kind: str, held: jax.Array, value: jax.Array, weight: Weight) -> jax.Array:
-  counted = counts(weight)
-  match kind:
-    case "max":
-      return select(counted, jnp.maximum(held, value), held)
-    case "min":
-      return select(counted, jnp.minimum(held, value), held)
-    case _:
-      return select(counted, value, held)
-
-
-def _finish(kind: str, held: jax.Array, weight: Weight, dtype: chex.ArrayDType) -> jax.Array:
-  if kind == "mean":
-    return mean(held, weight, dtype)
-  if kind == "sum" and jnp.issubdtype(dtype, jnp.inexact):
-    return held.astype(dtype)
-  return held
-
-
 def varying_axes(x: Any) -> frozenset[Any]:
   """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
   type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
@@ -190,18 +155,25 @@ def varying(tree: Any, axis_name: Any) -> Any:
 
   def cast(x: chex.Numeric) -> jax.Array:
     x = jnp.asarray(x)
-    axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-    missing = tuple(a for a in axes if a not in varying_axes(x))
+    # An axis of `vmap` has no such types.
+    mapped = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)
+    missing = tuple(mapped - varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
   if axis_name is None:
     return tree
   _validate.bound_axis(axis_name)
+  axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
   return jax.tree.map(cast, tree)
 
 
-def across_devices(kind: str, held: jax.Array, axis_name: Any) -> jax.Array:
-  """Joins what each device holds, before the division: sums add up, and so do weights."""
+def across_devices(
+  kind: str, held: jax.Array, axis_name: Any, counted: bool | jax.Array = True
+) -> jax.Array:
+  """Joins what each device holds, before the division: sums add up, and so do weights.
+
+  `counted` is whether this device had a microbatch that counts.
+  """
   match kind:
     case "mean" | "sum":
       return lax.psum(held, axis_name)
@@ -209,159 +181,12 @@ def across_devices(kind: str, held: jax.Array, axis_name: Any) -> jax.Array:
       return lax.pmax(held, axis_name)
     case "min":
       return lax.pmin(held, axis_name)
-    case _:  # the last device's
-      last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    case _:  # that of the last device that has one
+      index = lax.axis_index(axis_name)
+      rank = select(counted, index, jnp.full_like(index, -1))
+      last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
       number = held.astype(accumulator_dtype(held.dtype))
       return lax.psum(select(last, number, jnp.zeros_like(number)), axis_name).astype(held.dtype)
-
-
-def _join(kind: str, rows: jax.Array, tail: jax.Array | None) -> jax.Array:
-  """The collected values of all microbatches, whose index is the leading axis of `rows`."""
-  if kind == "stack":
-    return rows if tail is None else jnp.concatenate([rows, tail[None]])
-  # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
-  rows = jnp.moveaxis(rows, 0, 1)
-  rows = rows.reshape(-1, *rows.shape[2:])
-  return rows if tail is None else jnp.concatenate([rows, tail])
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-  """How the sum over devices of one output is taken and kept."""
-
-  scatter: int | None = None  # the dimension that is scattered over the axis; None: replicated
-  every_microbatch: bool = False  # rather than once, after the last one
-
-
-class Reductions:
-  """A prefix tree of reduction names, matched to the leaves of a function's outputs.
-
-  Partial results are dicts from a leaf's index to an array: ``held`` for the leaves that
-  a scan carries, ``collected`` for those it stacks.
-  """
-
-  def __init__(
-    self,
-    names: Any,
-    like: Any,
-    root: str,
-    rows: int,
-    axis_name: Any = None,
-    spread: Any = None,
-  ):
-    """Checks `names` against outputs like `like`, for microbatches of `rows` rows.
-
-    `axis_name` is the mesh axis that the microbatches are spread over, or None; `spread` a
-    prefix tree of `Spread` over the outputs.
-    """
-    try:
-      kinds = jax.tree.broadcast(names, like)
-    except ValueError as e:
-      raise ValueError(
-        f"The reductions {names!r} are not a prefix tree of the outputs, whose structure is"
-        f" {jax.tree.structure(like)}: give one name, or a tree that stops at or above the"
-        f" outputs' leaves. ({e})"
-      ) from None
-    self.kinds = jax.tree.leaves(kinds)
-    paths, self.treedef = jax.tree_util.tree_flatten_with_path(like)
-    self.names = [_validate.leaf_name(root, path) for path, _ in paths]
-    self.like = [leaf for _, leaf in paths]
-    self.axis_name = axis_name
-    self.spread = jax.tree.leaves(jax.tree.broadcast(spread or Spread(), like))
-    for kind, name, leaf in zip(self.kinds, self.names, self.like, strict=True):
-      _check_leaf(kind, name, leaf, rows)
-
-  def start(self, dtype: chex.ArrayDType | None) -> dict[int, jax.Array]:
-    """What is held before the first microbatch."""
-    held = {}
-    for i, (kind, leaf) in enumerate(zip(self.kinds, self.like, strict=True)):
-      if kind in ("mean", "sum"):
-        _validate.holds_dtype(self.names[i], leaf.dtype, dtype)
-      if kind not in COLLECTED:
-        held[i] = _start(kind, leaf, dtype)
-        if self.spread[i].every_microbatch:
-          like = jax.eval_shape(functools.partial(self._over_devices, i), held[i])
-          held[i] = full_like(like, 0)
-    return held
-
-  def step(self, held: dict[int, jax.Array], outputs: Any, weight: Weight) -> tuple[Any, Any]:
-    """Takes one microbatch in: ``(held, collected)``. Zero weight changes nothing held."""
-    leaves = jax.tree.leaves(outputs)
-    new = {i: self._step(i, h, leaves[i], weight) for i, h in held.items()}
-    return new, {i: x for i, x in enumerate(leaves) if self.kinds[i] in COLLECTED}
-
-  def _step(self, i: int, held: jax.Array, value: jax.Array, weight: Weight) -> jax.Array:
-    kind = self.kinds[i]
-    if kind not in ("mean", "sum"):
-      return _step(kind, held, value, weight)
-    if kind == "sum":
-      value = select(counts(weight), value, jnp.zeros_like(value)).astype(held.dtype)
-    else:
-      value = weigh(value, weight, held.dtype)
-    if self.spread[i].every_microbatch:
-      # A barrier, because XLA for TPU would add up whole values and reduce after the loop.
-      value = lax.optimization_barrier(self._over_devices(i, value))
-    return held + value
-
-  def _over_devices(self, i: int, held: jax.Array) -> jax.Array:
-    scatter = self.spread[i].scatter
-    if scatter is None:
-      return across_devices(self.kinds[i], held, self.axis_name)
-    if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
-      # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
-      total = lax.psum(held, self.axis_name)
-      size = total.shape[scatter] // lax.axis_size(self.axis_name)
-      start = lax.axis_index(self.axis_name) * size
-      return lax.dynamic_slice_in_dim(total, start, size, scatter)
-    return lax.psum_scatter(held, self.axis_name, scatter_dimension=scatter, tiled=True)
-
-  def finish(self, held: Any, collected: Any, tail: Any, weight: Weight) -> Any:
-    """The reduced outputs; every leaf in the dtype that one microbatch gives it.
-
-    Args:
-      held: What `step` held last.
-      collected: What `step` collected, stacked over the microbatches of equal size.
-      tail: What it collected of the smaller last one, or None.
-      weight: The total weight, over all devices.
-    """
-    leaves = []
-    for i, (kind, leaf) in enumerate(zip(self.kinds, self.like, strict=True)):
-      if kind in COLLECTED:
-        leaves.append(_join(kind, collected[i], tail and tail[i]))
-        continue
-      value = held[i]
-      if self.axis_name is not None and not self.spread[i].every_microbatch:
-        value = self._over_devices(i, value)
-      leaves.append(_finish(kind, value, weight, leaf.dtype))
-    return jax.tree.unflatten(self.treedef, leaves)
-
-  def only(self, outputs: Any) -> Any:
-    """The reduced outputs where there is one microbatch, which counts."""
-    leaves = []
-    for kind, x in zip(self.kinds, jax.tree.leaves(outputs), strict=True):
-      if kind == "stack":
-        x = x[None]
-      elif kind == "sum" and not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(accumulator_dtype(x.dtype))
-      leaves.append(x)
-    return jax.tree.unflatten(self.treedef, leaves)
-
-  def check_tail(self, like: Any) -> None:
-    """Checks that a smaller last microbatch gives leaves that can be reduced with the rest."""
-    tails = jax.tree.leaves(like)
-    for kind, name, leaf, tail in zip(self.kinds, self.names, self.like, tails, strict=True):
-      if kind != "concat" and leaf.shape != tail.shape:
-        raise ValueError(
-          f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
-          f' last one, so {kind!r} cannot reduce it: use "concat" for values per row, or a'
-          " microbatch size that divides the batch."
-        )
-
-
-def check_names(name: str, tree: Any) -> None:
-  """Checks that every leaf of a reduction tree is the name of a reduction."""
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    _validate.one_of(_validate.leaf_name(name, path), leaf, REDUCTIONS)
 
 
 def _check_leaf(kind: str, name: str, leaf: jax.ShapeDtypeStruct, rows: int) -> None:

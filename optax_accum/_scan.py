@@ -9,7 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_accum import _reduce
+from optax_accum import _reduce, _reductions
 from optax_accum._split import Call, Split
 
 
@@ -49,7 +49,7 @@ def run_cycle(
     reduction: Prefix tree over the outputs, of names in `_reduce.REDUCTIONS`.
     root: What messages call the outputs.
     finite: The part of the outputs that ``skip_nonfinite`` looks at.
-    spread: Prefix tree over the outputs, of `_reduce.Spread`: how devices share them.
+    spread: Prefix tree over the outputs, of `_reductions.Spread`: how devices share them.
 
   Returns:
     The last carry, the reduced outputs, and the `MicrobatchStats`.
@@ -58,7 +58,8 @@ def run_cycle(
   full, tail_rows = divmod(call.rows, call.size)
   if call.rows == call.size and not split.weighs and split.axis_name is None:
     carry, outputs = call.run(0, call.carry, call.batch)
-    reduce = _reduce.Reductions(reduction, outputs, root, call.size)
+    reduce = _reductions.Reductions(reduction, outputs, root, call.size)
+    reduce.check_accumulators(split.accumulator_dtype)
     return carry, reduce.only(outputs), _stats(split, 1, None, call.size)
 
   def one(index: chex.Numeric, carry: Any, batch: Any, rows: int) -> _Step:
@@ -68,8 +69,9 @@ def run_cycle(
     weight, skipped = call.weight(batch, rows), None
     if split.skip_nonfinite:
       ok = _reduce.all_finite(outputs if finite is None else finite(outputs))
+      skipped = jnp.logical_not(ok) & _reduce.counts(weight)  # padding is not broken
+      skipped = skipped.astype(jnp.int32)
       weight = jnp.where(ok, weight, jnp.zeros_like(weight))
-      skipped = jnp.logical_not(ok).astype(jnp.int32)
     return _Step(carry, outputs, weight, skipped)
 
   def absorb(state: _State, index: chex.Numeric, batch: Any, rows: int) -> tuple[_State, Any]:
@@ -83,26 +85,32 @@ def run_cycle(
 
   take, tail = call.microbatches(full)
   like = jax.eval_shape(lambda: one(0, call.carry, take(0), call.size))
-  reduce = _reduce.Reductions(reduction, like.outputs, root, call.size, split.axis_name, spread)
+  reduce = _reductions.Reductions(reduction, like.outputs, root, call.size, split.axis_name, spread)
   held = reduce.start(split.accumulator_dtype)
   state = _State(call.carry, held, *jax.tree.map(lambda x: _reduce.full_like(x, 0), like[2:]))
+  # With the smaller microbatch first its backward pass does not run beside a full sum.
+  tail_first = not call.carry and "last" not in reduce.kinds
+  last = None
   with jax.named_scope("microbatches"):
+    if tail_rows:
+      reduce.check_tail(jax.eval_shape(lambda: one(0, call.carry, tail, tail_rows)).outputs)
+    if tail_rows and tail_first:
+      state, last = absorb(state, full, tail, tail_rows)
     state, collected = lax.scan(
       lambda state, index: absorb(state, index, take(index), call.size),
       state,
       jnp.arange(full, dtype=jnp.int32),
       unroll=split.unroll,
     )
-    last = None
-    if tail_rows:
-      reduce.check_tail(jax.eval_shape(lambda: one(0, call.carry, tail, tail_rows)).outputs)
+    if tail_rows and not tail_first:
       state, last = absorb(state, full, tail, tail_rows)
   carry, skipped = state.carry, state.skipped
   weight = full + tail_rows / call.size if state.weight is None else state.weight
+  counted = _reduce.counts(weight)
   if split.axis_name is not None:
     weight, skipped = lax.psum((weight, skipped), split.axis_name)
     carry = jax.tree.map(functools.partial(_device_mean, axis_name=split.axis_name), carry)
-  outputs = reduce.finish(state.held, collected, last, weight)
+  outputs = reduce.finish(state.held, collected, last, weight, counted)
   return carry, outputs, _stats(split, weight, skipped, call.size)
 
 

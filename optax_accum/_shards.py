@@ -7,14 +7,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_accum import _reduce
+from optax_accum import _reductions
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
   """How a tree of parameters is sharded over one mesh axis, inside `shard_map`.
 
-  ``spread`` is a tree like the parameters, of `_reduce.Spread`.
+  ``spread`` is a tree like the parameters, of `_reductions.Spread`.
   """
 
   spread: Any
@@ -24,7 +24,7 @@ class Shards:
   def gather(self, params: Any) -> Any:
     """The whole parameters."""
 
-    def whole(x: jax.Array, spread: _reduce.Spread) -> jax.Array:
+    def whole(x: jax.Array, spread: _reductions.Spread) -> jax.Array:
       if spread.scatter is None:
         return x
       return lax.all_gather(x, self.axis_name, axis=spread.scatter, tiled=True)

@@ -9,7 +9,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_accum import _reduce, _validate
+from optax_accum import _arguments, _reduce, _validate
 
 
 class MicrobatchOptions(TypedDict, total=False):
@@ -57,10 +57,14 @@ class Split:
     for role in ("batch", "rng"):
       for kind, type_ in (("argnums", int), ("argnames", str)):
         name = f"{role}_{kind}"
-        setattr(self, name, _validate.names_or_positions(name, getattr(self, name), type_))
+        setattr(self, name, _arguments.names_or_positions(name, getattr(self, name), type_))
     if not self.batch_argnums and not self.batch_argnames:
       raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
-    if not isinstance(self.batch_axis, int):
+    if self.weight_fn is not None and not callable(self.weight_fn):
+      raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
+    if self.carry_argnum is not None and type(self.carry_argnum) is not int:
+      raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
+    if type(self.batch_axis) is not int:
       raise TypeError(f"batch_axis={self.batch_axis!r} must be an int, the axis of every leaf.")
     self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
 
@@ -74,16 +78,16 @@ class Call:
   """One call's arguments by slot, and which of them play a part in the scan."""
 
   def __init__(self, fun: Callable[..., Any], split: Split, args: Any, kwargs: Any, **taken: Any):
-    def find(option: str, *wanted: _validate.Slot) -> tuple[_validate.Slot, ...]:
-      return _validate.find_slots(option, wanted, fun, args, kwargs)
+    def find(option: str, *wanted: _arguments.Slot) -> tuple[_arguments.Slot, ...]:
+      return _arguments.find_slots(option, wanted, fun, args, kwargs)
 
     self.fun, self.split, self.num_args = fun, split, len(args)
-    self.arguments: dict[_validate.Slot, Any] = {**dict(enumerate(args)), **kwargs}
+    self.arguments: dict[_arguments.Slot, Any] = {**dict(enumerate(args)), **kwargs}
     self.batch_slots = find("batch_argnums", *split.batch_argnums, *split.batch_argnames)
     self.rng_slots = find("rng_argnums", *split.rng_argnums, *split.rng_argnames)
     threaded = () if split.carry_argnum is None else (split.carry_argnum,)
     self.carry_slots = find("carry_argnum", *threaded)
-    _validate.disjoint(
+    _arguments.disjoint(
       {
         **taken,
         "split": self.batch_slots,
@@ -92,8 +96,8 @@ class Call:
       }
     )
     self.batch = tuple(self.arguments[slot] for slot in self.batch_slots)
-    self.rows = _validate.batch_rows(self.batch_slots, self.batch, split.batch_axis)
-    self.size = _validate.microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
+    self.rows = _arguments.batch_rows(self.batch_slots, self.batch, split.batch_axis)
+    self.size = _arguments.microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     carry = tuple(jax.tree.map(jnp.asarray, self.arguments[s]) for s in self.carry_slots)
     self.carry = _reduce.varying(carry, split.axis_name)
 
@@ -121,7 +125,7 @@ class Call:
     _validate.weight("weight_fn", value)
     return _reduce.as_weight(value)
 
-  def fold_keys(self, slot: _validate.Slot, index: chex.Numeric) -> Any:
+  def fold_keys(self, slot: _arguments.Slot, index: chex.Numeric) -> Any:
     """The keys of one argument, folded with the microbatch's index (and the device's)."""
 
     def fold(path: Any, key: Any) -> jax.Array:
@@ -148,6 +152,7 @@ class Call:
 
     def fold(x: jax.Array) -> jax.Array:
       at = axis % x.ndim
+      _arguments.shards_divide(x, at, size, x.shape[at])
       x = lax.slice_in_dim(x, 0, full * size, axis=at)
       return x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
 
@@ -156,9 +161,10 @@ class Call:
         at = axis % (x.ndim - 1) + 1
         return lax.dynamic_index_in_dim(x, index, axis=at, keepdims=False)
 
-      return jax.tree.map(one, folded)
+      # Folded here, in the loop's body: the rows of a batch that does not divide would
+      # otherwise be copied once for all trips.
+      return jax.tree.map(lambda x: one(fold(x)), batch)
 
-    folded = jax.tree.map(fold, batch)
     tail = jax.tree.map(lambda x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch)
     return take, tail
 

@@ -1,7 +1,7 @@
 """The whole cycle: N backward passes and one optimizer step in one jitted call."""
 
 from collections.abc import Callable
-import functools
+import inspect
 from typing import Any, cast, NamedTuple, Unpack
 
 import chex
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 import optax
 
-from optax_accum import _reduce, _validate
+from optax_accum import _arguments, _reduce, _reductions, _validate
 from optax_accum._conditional import update_if
+from optax_accum._cycle import AccumulateState
 from optax_accum._mesh import DataParallel
 from optax_accum._microbatch import loss_cycle, Outputs, value_and_grad_cycle
 from optax_accum._shards import Shards
@@ -42,8 +43,11 @@ def make_train_step(
       asks for. Its first argument is differentiated.
     tx: Any optax transformation. It is given the extra arguments ``value`` (the loss),
       ``grad``, ``value_fn`` (the loss of this batch at other parameters, in microbatches
-      too, for a line search) and ``weight`` (the total weight), so a `tx` that
-      accumulates over calls weighs them right.
+      too, for a line search) and ``weight``, what this call counts in a mean over calls (the
+      total weight; 1 under ``reduction="sum"``). So `accumulate` composes: k calls of N
+      microbatches are one step of k x N. (An inner optimizer that reads ``value`` sees that of
+      the last call.) Not for `optax.lookahead`, whose gradients are those of another tree:
+      give it those of `microbatch_value_and_grad`.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     donate: Donate the parameters and the optimizer state to the step, which updates them
       in place: the arrays passed in are deleted. Without it the step needs room for both
@@ -63,7 +67,8 @@ def make_train_step(
       sharding, and so do gradients and optimizer state. A parameter that uses the data
       axis otherwise (one dimension over two axes) is in whole on every device meanwhile.
     **options: The keyword arguments of `microbatch_value_and_grad`; `num_microbatches` or
-      `microbatch_size` is required.
+      `microbatch_size` is required. Positions count the arguments of `loss_fn`: 0 are the
+      parameters, 1 is the batch.
 
   Returns:
     The jitted step. Arguments of `loss_fn` after the batch follow the batch in the call.
@@ -97,6 +102,12 @@ def make_train_step(
   """
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
+  unknown = set(options) - set(MicrobatchOptions.__annotations__)
+  if unknown:
+    raise TypeError(
+      f"make_train_step has no argument {', '.join(sorted(unknown))}; beside its own it takes"
+      f" {', '.join(MicrobatchOptions.__annotations__)}."
+    )
   reductions = options.pop("reduction", "mean"), options.pop("aux_reduction", "mean")
   split = Split(**cast(Any, {"batch_argnums": 1, **options}))
   loss = _Loss(loss_fn, has_aux, *reductions, split)
@@ -104,7 +115,11 @@ def make_train_step(
   step = _Step(optax.with_extra_args_support(tx), loss)
   donated = (0, 1) if donate else ()
   if mesh is None:
-    jitted = jax.jit(step.train_step, donate_argnums=donated)
+
+    def train_step(params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+      return step.run(params, opt_state, *args, **kwargs)
+
+    jitted = jax.jit(train_step, donate_argnums=donated)
     return _DonatingStep(jitted) if donate else jitted
   parallel = DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch")
   return _DonatingStep(_MeshStep(step, parallel, donated))
@@ -136,7 +151,7 @@ class _Step(NamedTuple):
   tx: optax.GradientTransformationExtraArgs
   loss: _Loss
 
-  def train_step(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+  def run(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
     """The step on one device, or on one of the devices of an `axis_name`."""
     split = self.loss.split
     if split.axis_name is None:
@@ -161,22 +176,29 @@ class _Step(NamedTuple):
       del weight  # optax's line searches refuse an extra argument that value_fn lacks
       return value(params, *args, **kwargs)
 
+    counted = stats.total_weight != 0
+    extra_args = {
+      "value": out.loss,
+      "grad": out.grads,
+      "value_fn": value_fn,
+      # A sum is not to be weighed again.
+      "weight": stats.total_weight
+      if self.loss.reduction == "mean"
+      else counted.astype(jnp.float32),
+    }
+
     def update(held: Any) -> Any:
       params, opt_state = held
       updates, opt_state = self.tx.update(
-        out.grads,
-        opt_state,
-        params,
-        value=out.loss,
-        grad=out.grads,
-        value_fn=value_fn,
-        weight=stats.total_weight,
+        out.grads, opt_state, params, **_accepted(self.tx.update, extra_args)
       )
       return optax.apply_updates(params, updates), opt_state
 
+    # A transformation that accumulates knows itself what a weight of zero means.
+    accumulates = any(isinstance(x, AccumulateState) for x in _states(opt_state))
     with jax.named_scope("optimizer"):
-      if self.loss.split.weighs:
-        held = update_if(stats.total_weight > 0, update, (params, opt_state))
+      if self.loss.split.weighs and not accumulates:
+        held = update_if(counted, update, (params, opt_state))
       else:
         held = update((params, opt_state))
     metrics = {"loss": out.loss, "grad_norm": _global_norm(out.grads), **stats._asdict()}
@@ -205,9 +227,9 @@ class _MeshStep:
     parallel, split, loss_fn = self._parallel, self._step.loss.split, self._step.loss.fun
     called = (params, *args)
     wanted = (*split.batch_argnums, *split.batch_argnames)
-    slots = _validate.find_slots("batch_argnums", wanted, loss_fn, called, kwargs)
+    slots = _arguments.find_slots("batch_argnums", wanted, loss_fn, called, kwargs)
 
-    def put(slot: _validate.Slot, x: Any) -> Any:
+    def put(slot: _arguments.Slot, x: Any) -> Any:
       if slot in slots:
         return parallel.place_batch(f"batch argument {slot!r}", x, split)
       return parallel.place(f"argument {slot!r}", x, lambda _: PartitionSpec())
@@ -225,10 +247,10 @@ class _MeshStep:
       self._jitted[key] = self._jit(parallel.spread(params), slots, shardings)
     return self._jitted[key], (params, opt_state, *rest), named
 
-  def _jit(self, spread: Any, slots: tuple[_validate.Slot, ...], shardings: Any) -> Any:
+  def _jit(self, spread: Any, slots: tuple[_arguments.Slot, ...], shardings: Any) -> Any:
     parallel, loss = self._parallel, self._step.loss
     aux = jax.tree.map(
-      lambda kind: PartitionSpec(*[parallel.axis] * (kind in _reduce.COLLECTED)),
+      lambda kind: PartitionSpec(*[parallel.axis] * (kind in _reductions.COLLECTED)),
       loss.aux_reduction,
     )
     specs = parallel.specs(spread)
@@ -262,24 +284,40 @@ class _MeshStep:
 
     # Parameters and state come out as they came: left to choose, XLA may shard them otherwise.
     carries = loss.split.carry_argnum is not None
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+      return self._step.finish(gradients, value, *args, **kwargs)
+
     return jax.jit(
-      functools.partial(self._step.finish, gradients, value),
+      train_step,
       donate_argnums=self._donated,
       out_shardings=(*shardings, *[None] * (1 + carries)),
     )
 
 
+def _states(opt_state: Any) -> list[Any]:
+  return jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, AccumulateState))
+
+
+def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
+  """The extra arguments that `update` takes: some transformations refuse those they do not."""
+  parameters = inspect.signature(update).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    return extra_args
+  return {name: x for name, x in extra_args.items() if name in parameters}
+
+
 class _DonatingStep:
   """A jitted step that takes states in which one array stands twice.
 
-  ``init`` of optax's `lookahead` and `lbfgs` returns such states, and XLA refuses to be
-  donated one buffer twice. All that the step returns is distinct, so this copies once.
+  ``init`` of optax's `lbfgs` returns such a state, and XLA refuses to be donated one buffer
+  twice. All that the step returns is distinct, so this copies once.
   """
 
   def __init__(self, jitted: Callable[..., Any]):
     self._jitted = jitted
 
-  def __call__(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
     seen: set[int] = set()
 
     def distinct(x: Any) -> Any:
@@ -292,6 +330,8 @@ class _DonatingStep:
     return self._jitted(params, opt_state, *args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:  # lower, trace, eval_shape, clear_cache, ...
+    if name == "_jitted":  # while a copy is being made
+      raise AttributeError(name)
     return getattr(self._jitted, name)
 
 

@@ -149,6 +149,18 @@ def test_arguments_are_found_by_position_or_name():
     chex.assert_trees_all_close(cycle(params, *args, **kwargs), expected, rtol=1e-6)
 
 
+def test_arguments_that_are_positional_only():
+  def product(x, /, batch, offset):
+    return x * jnp.sum(batch) + offset
+
+  run = optax_accum.microbatch(
+    product, reduction="sum", batch_argnums=(), batch_argnames="batch", num_microbatches=2
+  )
+  offset = jnp.asarray(0.0)
+  assert float(run(jnp.asarray(2.0), jnp.arange(6.0), offset)) == 30
+  assert float(run(jnp.asarray(2.0), batch=jnp.arange(6.0), offset=offset)) == 30
+
+
 def test_weight_fn_is_given_every_batch_argument():
   def loss_fn(params, x, *, valid):
     return params * jnp.sum(x * valid) / jnp.sum(valid)
@@ -202,6 +214,16 @@ def test_skip_nonfinite_leaves_a_microbatch_out(bad):
   assert float(stats.total_weight) == 4
   plain = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3)
   assert not np.isfinite(plain(jnp.asarray(2.0), x)[1])  # without it, it shows
+
+
+def test_padding_is_not_counted_as_skipped():
+  batch = make_batch(4, dtype=np.float32)
+  batch["valid"] = batch["valid"].at[1::2].set(0.0)  # microbatch 1 of 2, whose loss is 0/0
+  cycle = optax_accum.microbatch_value_and_grad(
+    masked_mean_loss, num_microbatches=2, weight_fn=valid_tokens, skip_nonfinite=True
+  )
+  _, _, stats = cycle(init_params(np.float32), batch)
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (0, 4.0)
 
 
 def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
@@ -410,6 +432,22 @@ def test_complex_parameters_stay_complex():
     helpers.assert_trees_equal_to(cycle(params, x)[:2], expected, 1e-6)
 
 
+def test_integers_keep_their_dtype_and_small_ones_are_widened():
+  for dtype, summed in [(jnp.uint32, jnp.uint32), (jnp.uint8, jnp.uint32), (jnp.int16, jnp.int32)]:
+    for n in (1, 2):
+      run = optax_accum.microbatch(lambda x: x[0], reduction="sum", num_microbatches=n)
+      total = run(jnp.full((2,), 200, dtype))
+      assert (total.dtype, int(total)) == (summed, 200 * n)
+
+
+def test_float8():
+  x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
+  run = optax_accum.microbatch(
+    lambda x: (x[0], x[0], x[0]), reduction=("mean", "max", "min"), num_microbatches=4
+  )
+  assert [float(v) for v in run(x)] == [2.5, 4, 1]
+
+
 # --- the compiled program -------------------------------------------------------------
 
 
@@ -491,6 +529,33 @@ def test_memory_is_that_of_one_microbatch(n):
   assert ours < whole
 
 
+def test_a_batch_that_does_not_divide_takes_no_more_memory():
+  def loss_fn(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  shapes = jnp.ones((2048, 8)), jnp.ones((1024, 2048))
+  even, ragged = (
+    helpers.temp_bytes(
+      jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)), *shapes
+    )
+    for size in (128, 127)
+  )
+  assert ragged < 1.2 * even  # the batch itself is 8 times as large
+
+  def layered(params, batch):
+    hidden, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)
+    return jnp.mean(hidden**2)
+
+  params, batch = jnp.ones((8, 256, 256)), jnp.ones((30, 256))
+  even, ragged = (
+    helpers.temp_bytes(
+      jax.jit(optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)), params, batch
+    )
+    for size in (6, 7)
+  )
+  assert ragged < 1.1 * even
+
+
 def test_the_loss_is_traced_once_a_compilation_and_once_for_its_shapes():
   @chex.assert_max_traces(n=2)
   def loss_fn(params, batch):
@@ -531,6 +596,17 @@ def test_inside_vmap_and_under_an_outer_grad():
       helpers.assert_trees_equal_to(
         jax.grad(squared_norm)(params, cycle_), jax.grad(squared_norm)(params, whole), 1e-10
       )
+
+
+def test_axis_name_of_vmap():
+  params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
+  split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+  cycle = optax_accum.microbatch_value_and_grad(
+    masked_mean_loss, num_microbatches=2, axis_name="rows"
+  )
+  both = jax.vmap(cycle, (None, 0), axis_name="rows")(params, split)
+  expected = jax.value_and_grad(masked_mean_loss)(params, batch)
+  helpers.assert_trees_equal_to(jax.tree.map(lambda x: x[1], both), expected, 1e-5)
 
 
 @pytest.mark.parametrize("remat", [False, True])

@@ -73,6 +73,11 @@ def _train_step(fun, **options):
     ({"weight_fn": lambda b: b["y"]}, ValueError, r"weight of shape \(3,\) .* real scalar"),
     ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0 or more"),
     ({"weight_fn": lambda b: np.nan}, ValueError, "weight nan; it must be 0 or more"),
+    ({"weight_fn": lambda b: np.inf}, ValueError, "weight inf; .* finite"),
+    ({"weight_fn": lambda b: None}, TypeError, "weight None; it must be a real scalar"),
+    ({"weight_fn": 3}, TypeError, "weight_fn=3 must be a function of the batch"),
+    ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
+    ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
     ({"weight_fn": lambda b: 1j}, ValueError, "complex.* real scalar"),
     ({"has_aux": True}, TypeError, r"returned a single value; with has_aux=True .* \(loss, aux\)"),
   ],
@@ -87,6 +92,12 @@ def test_argnums_out_of_range():
   cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)
   with pytest.raises(ValueError, match=r"argnums names argument 0.*0 positional arguments"):
     cycle(params=PARAMS, batch=BATCH)
+
+
+@pytest.mark.parametrize("argnums", [(), (0, 0)])
+def test_argnums_that_name_nothing_or_twice(argnums):
+  with pytest.raises(ValueError, match=r"argnums=.* must name one or more arguments, each once"):
+    optax_accum.microbatch_value_and_grad(loss_fn, argnums=argnums, num_microbatches=2)
 
 
 def test_traced_counts():
@@ -136,7 +147,11 @@ def test_losses(fun, match, num_microbatches):
   [
     ("mean", TypeError, r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it"),
     ({"count": "sum", "ok": "mean", "mean": "mean"}, TypeError, r"aux\['ok'\] has dtype bool"),
-    ({"count": "sum", "mean": "mean"}, ValueError, "not a prefix tree of the outputs"),
+    (
+      {"count": "sum", "mean": "mean"},
+      ValueError,
+      r"aux_reduction=\{'count': 'sum', 'mean': 'mean'\} is not a prefix tree",
+    ),
     ("concat", ValueError, r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows"),
   ],
 )
@@ -194,6 +209,14 @@ def test_integer_parameters():
   )
 
 
+def test_leaves_that_are_no_arrays():
+  match = r"argument 0\['name'\] has type str and cannot be differentiated"
+  with pytest.raises(TypeError, match=match):
+    optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)(
+      {"w": jnp.ones(3), "name": "w"}, BATCH
+    )
+
+
 def test_keys_that_are_none():
   raises(
     TypeError,
@@ -225,5 +248,5 @@ def test_transformations_that_are_none():
 
 
 def test_options_that_do_not_exist():
-  with pytest.raises(TypeError, match="microbatches"):
+  with pytest.raises(TypeError, match=r"make_train_step has no argument microbatches; .* num_mic"):
     optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)

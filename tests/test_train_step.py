@@ -1,5 +1,7 @@
 """One jitted call is one optimizer step on the whole batch."""
 
+import copy
+
 import chex
 import helpers
 from helpers import relaxed
@@ -183,6 +185,73 @@ def test_line_search_sees_the_loss_of_the_whole_batch():
     assert float(metrics["loss"]) < float(loss_fn(params, batch)) - 0.2
 
 
+@pytest.mark.parametrize("aux", [jnp.float32(1), {"a": jnp.float32(1)}, jnp.ones(2)])
+def test_line_search_with_aux(aux):
+  params, batch = init_params(hidden=4), digits(12)
+  tx = relaxed(optax.lbfgs())
+  step = optax_accum.make_train_step(
+    lambda p, b: (loss_fn(p, b), aux), tx, num_microbatches=3, has_aux=True
+  )
+  _, _, metrics = step(params, tx.init(params), batch)
+  chex.assert_trees_all_equal(metrics["aux"], aux)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
+  def tokens(batch):
+    return jnp.sum(batch["valid"])
+
+  def fun(params, batch):
+    logits = batch["x"] @ params["w1"] @ params["w2"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    total = jnp.sum(losses * batch["valid"])
+    return total / tokens(batch) if reduction == "mean" else total
+
+  params = init_params()
+  rng = np.random.default_rng(0)
+  batch = {**digits(24), "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32)}
+  tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
+  step = optax_accum.make_train_step(
+    fun, tx, num_microbatches=3, weight_fn=tokens, reduction=reduction, donate=False
+  )
+  new, state = params, tx.init(params)
+  for part in (slice(0, 9), slice(9, 24)):
+    new, state, _ = step(new, state, jax.tree.map(lambda x, part=part: x[part], batch))
+  whole, _, _ = whole_batch_steps(optax.sgd(0.1), params, batch, 1, fun)
+  helpers.assert_trees_equal_to(new, whole, 1e-6)
+
+
+def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
+  tx = optax_accum.accumulate(optax.sgd(0.1), 2)
+  step = optax_accum.make_train_step(
+    padded_loss, tx, num_microbatches=2, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+  )
+  params = init_params()
+  state, seen = tx.init(params), []
+  for valid in (1.0, 1.0, 0.0, 1.0, 0.0):
+    params, state, _ = step(params, state, {**digits(4), "valid": jnp.full(4, valid)})
+    seen.append((int(state.mini_step), int(state.gradient_step), bool(state.has_updated)))
+  assert seen == [(1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True), (1, 2, False)]
+
+
+def test_a_weight_that_is_not_a_number_shows():
+  step = optax_accum.make_train_step(
+    loss_fn, optax.sgd(0.1), num_microbatches=2, weight_fn=lambda b: jnp.nan * b["x"][0, 0]
+  )
+  params, _, _ = step(init_params(), optax.sgd(0.1).init(init_params()), digits(4))
+  assert np.isnan(params["w1"]).all()
+
+
+def test_transformations_that_refuse_what_they_do_not_know():
+  def update(updates, state, params=None, *, value):
+    return updates, value
+
+  tx = optax.GradientTransformationExtraArgs(lambda params: 0.0, update)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  _, value, metrics = step(init_params(), jnp.asarray(0.0), digits(4))
+  assert float(value) == float(metrics["loss"])
+
+
 def test_weight_reaches_a_transformation_that_wants_it():
   def update(updates, state, params=None, *, weight, value, **extra):
     return updates, (weight, value)
@@ -262,6 +331,11 @@ def test_further_arguments_and_a_carry_follow_the_batch():
   chex.assert_trees_all_close(metrics["aux"]["mean"], jnp.asarray(means, jnp.float32), rtol=1e-5)
   chex.assert_trees_all_close(float(carry), 0.9 * means[1] + 0.1 * x[1::2].mean(), rtol=1e-5)
   assert not mean.is_deleted()
+
+
+def test_a_step_can_be_copied():
+  step = optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2)
+  assert copy.copy(step).lower is not None
 
 
 def test_parameters_and_state_are_donated_unless_told_otherwise():
