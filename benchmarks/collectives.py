@@ -1,0 +1,148 @@
+"""What a cycle of 8 microbatches communicates and computes, by approach, on several devices.
+
+    python benchmarks/collectives.py [--microbatches 8] [--tpu 8|64]
+
+A small Transformer (that of examples/train_lm.py), 512 rows over a mesh of 8 CPU devices, one
+clip + AdamW step. Counted from the compiled program, per device and cycle: reductions of at
+least 1 KiB, inside loops times the trip count; the work in matrix products over an even share
+of the whole batch's; temporary memory. Nothing runs. With --tpu the programs are compiled for
+8 or 64 chips of a TPU v5e without them (needs libtpu).
+"""
+
+import argparse
+import os
+import pathlib
+import sys
+
+os.environ["XLA_FLAGS"] = (
+  os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import measure
+import numpy as np
+import optax
+
+import optax_accum
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+import deviceless
+import train_lm
+
+
+def update(tx, params, opt_state, grads):
+  updates, opt_state = tx.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state
+
+
+def approaches(loss_fn, tx, mesh, n):
+  """Name -> the step, and its optimizer."""
+  grad = jax.grad(loss_fn)
+  multi = optax.MultiSteps(tx, n)
+
+  def parts(batch):  # strided, so that every device keeps its rows
+    return batch.reshape(-1, n, *batch.shape[1:]).swapaxes(0, 1)
+
+  def scan_of(split, gradient):
+    def step(params, opt_state, batch):
+      def body(total, part):
+        return jax.tree.map(jnp.add, total, gradient(params, part)), None
+
+      total, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, params), split(batch))
+      return update(tx, params, opt_state, jax.tree.map(lambda g: g / n, total))
+
+    return step
+
+  def pmean_each(params, part):
+    local = lambda p, x: lax.pmean(grad(lax.pcast(p, "data", to="varying"), x), "data")  # noqa: E731
+    return jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(PartitionSpec(), PartitionSpec("data")),
+      out_specs=PartitionSpec(),
+    )(params, part)
+
+  def multi_steps(params, opt_state, batch):
+    def body(held, part):
+      params, opt_state = held
+      return update(multi, params, opt_state, grad(params, part)), None
+
+    return lax.scan(body, (params, opt_state), parts(batch))[0]
+
+  def optax_microbatch(params, opt_state, batch):
+    mean = optax.microbatching.AccumulationType.MEAN
+    size = batch.shape[0] // n
+    grads = optax.microbatching.microbatch(grad, 1, size, mean)(params, batch)
+    return update(tx, params, opt_state, grads)
+
+  make = optax_accum.make_train_step
+  found = {
+    "optax_accum": (make(loss_fn, tx, num_microbatches=n, mesh=mesh), tx),
+    '  reduce_gradients="per_microbatch"': (
+      make(loss_fn, tx, num_microbatches=n, mesh=mesh, reduce_gradients="per_microbatch"),
+      tx,
+    ),
+    "pmean of each microbatch": (scan_of(parts, pmean_each), tx),
+    "optax.MultiSteps, scanned": (multi_steps, multi),
+    "strided scan, plain jit": (scan_of(parts, grad), tx),
+    "reshape(N, B // N), plain jit": (
+      scan_of(lambda x: x.reshape(n, -1, *x.shape[1:]), grad),
+      tx,
+    ),
+  }
+  if hasattr(optax, "microbatching"):
+    found["optax.microbatching"] = (optax_microbatch, tx)
+  return found
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--microbatches", type=int, default=8)
+  parser.add_argument("--tpu", type=int, choices=(8, 64), help="compile for so many TPU chips")
+  args = parser.parse_args()
+
+  if args.tpu:
+    mesh = deviceless.tpu_mesh((args.tpu,), ("data",), (AxisType.Auto,))
+  else:
+    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+  loss_fn = train_lm.make_loss_fn(model := train_lm.Transformer(layers=4, width=128))
+  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+  def placed(tree, *spec):
+    sharding = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(tree)
+    )
+
+  batch = placed(lambda: jnp.zeros((512, 65), jnp.int32), "data")
+  params = placed(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"])
+  size = sum(4 * x.size for x in jax.tree.leaves(params))
+  whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)  # the partitioner gives each its share
+  share = measure.dot_flops(whole.compile().as_text())
+  print(
+    f"{mesh.size} devices ({'TPU v5e' if args.tpu else 'CPU'}), {args.microbatches} microbatches,"
+  )
+  print(f"{size / 2**20:.1f} MiB of gradients")
+  print(f"{'':36}{'inside loops':>16}{'outside':>16}{'work':>7}{'temp':>10}")
+  for name, (step, opt) in approaches(loss_fn, tx, mesh, args.microbatches).items():
+    state = placed(lambda opt=opt: opt.init(jax.tree.map(lambda x: jnp.zeros(x.shape), params)))
+    compiled = measure.compile_step(step, params, state, batch, donate=(0, 1))
+    report = optax_accum.count_collectives(compiled.program).at_least(1024)
+    cells = [
+      f"{sum(t.operations for t in part.values()):4d} {sum(t.bytes for t in part.values()) / 2**20:6.1f} MiB"
+      for part in (report.inside, report.outside)
+    ]
+    work = measure.dot_flops(compiled.program) / share
+    print(
+      f"{name:36}{cells[0]:>16}{cells[1]:>16}{work:7.2f}{compiled.temp_bytes / 2**20:6.1f} MiB",
+      flush=True,
+    )
+
+
+if __name__ == "__main__":
+  main()
