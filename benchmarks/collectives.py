@@ -29,8 +29,7 @@ import optax
 
 import optax_accum
 
-ROOT = pathlib.Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests")]
+sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / name) for name in ("examples", "tests")]
 import deviceless
 import train_lm
 

@@ -54,7 +54,8 @@ def make_train_step(
       twice.
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: data parallel over
       `data_axis`, and other axes are left to the compiler. The batch's rows are sharded
-      over that axis (what is not on the mesh is put there), and `microbatch_size` counts the
+      over that axis (what is not on the mesh is put there; with several processes, make
+      global arrays with `jax.make_array_from_process_local_data`), and `microbatch_size` counts the
       rows on all devices together. Losses, gradients, weights and aux are reduced together,
       so the mean is that of the global batch whatever each device holds. "stack" and "concat"
       have the devices' parts one after the other: for "concat" the batch's own order.
