@@ -29,7 +29,8 @@ import optax
 
 import optax_accum
 
-sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / name) for name in ("examples", "tests")]
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
 import deviceless
 import train_lm
 

@@ -6,6 +6,7 @@ Usage:
 """
 
 from optax_accum._accumulate import accumulate as accumulate
+from optax_accum._accumulate import accumulate_specs as accumulate_specs
 from optax_accum._accumulate import AccumulateTransformation as AccumulateTransformation
 from optax_accum._accumulate import has_updated as has_updated
 from optax_accum._collectives import CollectiveReport as CollectiveReport

@@ -58,7 +58,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     False
   """
   states = _states("has_updated", opt_state)
-  return functools.reduce(jnp.logical_or, [state.has_updated for state in states])
+  return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
 
 
 def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
@@ -67,12 +67,15 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
   What each device accumulates is its own, ``PartitionSpec(axis_name)``: the leaves of
   ``acc_grads`` and ``skip_state``, which have an axis of devices in front. All else is the same
   on all devices, ``PartitionSpec()``. Use them wherever the state goes in or comes out, from
-  ``init`` on: `init` makes the part of one device.
+  ``init`` on, which makes the part of one device. Axes that `shard_map` leaves to the
+  partitioner (tensor parallel, with its ``axis_names``) are not in them.
+
+  Differentiate each device's own loss, without `lax.pmean`, and with respect to parameters cast
+  to varying, as below: else JAX sums the gradients in every microbatch, or scales them down.
 
   Args:
-    opt_state: the state of `accumulate` with `axis_name`, or any pytree that holds one (the
-      state of a `chain` around it, a whole train state), as ``jax.eval_shape(tx.init, params)``
-      gives it, or as arrays.
+    opt_state: ``jax.eval_shape(tx.init, params)``, with `tx` an `accumulate` with `axis_name` or
+      a `chain` around one; or any pytree that holds such a state, e.g. a whole train state.
     axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
 
   Returns:
@@ -84,7 +87,7 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
       `axis_name`.
 
   Examples:
-    >>> import functools, jax, jax.numpy as jnp, optax, optax_accum
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2, axis_name="data")
@@ -94,7 +97,7 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
     >>> @jax.jit
     ... @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
     ... def step(params, state, rows):
-    ...   local = jax.lax.pcast(params, "data", to="varying")  # or JAX sums the gradients here
+    ...   local = jax.lax.pcast(params, "data", to="varying")
     ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
     ...   return tx.apply(grads, state, params)
     >>> for _ in range(2):
@@ -108,11 +111,17 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: Any) -> Any:
   def specs(x: Any) -> Any:
     if not _is_state(x):
       return PartitionSpec()
-    if len({leaf.shape[:1] or None for leaf in jax.tree.leaves(x.acc_grads)} | {None}) > 2:
-      pass
+    own = (x.acc_grads, x.skip_state)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(own) if leaf.shape[:1] != (1,)]
+    if shapes:
+      raise ValueError(
+        f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
+        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
+        " jax.eval_shape(tx.init, params) returns."
+      )
+    acc_grads, skip_state = jax.tree.map(lambda _: local, own)
     whole = jax.tree.map(lambda _: PartitionSpec(), x)
-    own = jax.tree.map(lambda _: local, (x.acc_grads, x.skip_state))
-    return whole._replace(acc_grads=own[0], skip_state=own[1])
+    return whole._replace(acc_grads=acc_grads, skip_state=skip_state)
 
   _states("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=_is_state)
@@ -155,7 +164,10 @@ def accumulate(
   The transformation has a third function beside ``init`` and ``update``:
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, but leaves parameters and inner state unread and unwritten until the
-  cycle's end. Donate ``params`` and ``state`` to the jitted step, and nothing is copied.
+  cycle's end. Donate ``params`` and ``state`` to the jitted step, which takes and returns
+  them in this order, parameters first, and nothing is copied. (JAX pairs donated inputs with
+  outputs by shape, in order: after ``jax.jit(tx.apply, donate_argnums=(1, 2))`` parameters
+  would take the accumulator's buffers and everything would be copied.)
 
   ``update`` and ``apply`` take two more arguments, and pass all others (``value=``,
   ``value_fn=`` ...) to `inner`, which sees those of the call that emits:
@@ -199,9 +211,12 @@ def accumulate(
       `optax.ShouldSkipUpdateFunction` such as `optax.skip_not_finite`. ``True`` leaves the
       call's gradients out. ``info`` is kept in the state's ``skip_state``.
     axis_name: inside `jax.pmap` or `jax.shard_map`, the axis (or axes) over which the
-      microbatches are spread. Each device accumulates its own gradients; they and the weights
-      are summed over the axis once, when the cycle emits. Any device that skips or flushes
-      does so for all.
+      microbatches are spread. Each device accumulates its own gradients, which are summed over
+      the axis once, when the cycle emits. Calls before that exchange nothing without `skip_fn`
+      and traced ``weight`` or ``flush``, and otherwise up to three numbers: any device that
+      skips or flushes does so for all. `accumulate_specs` has what `shard_map` needs to know.
+      Without `axis_name` every device there takes a step of its own, unless the gradients were
+      reduced before: JAX cannot tell us in `pmap`, nor with ``check_vma=False``.
     differentiable: use a conditional that reverse-mode differentiation can pass, at the cost
       of copies on GPUs.
 
@@ -212,7 +227,8 @@ def accumulate(
     TypeError: `inner` is no transformation, `every_k` no int, an argument or gradient has the
       wrong dtype.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
-      parameters in tree or shape, ``weight`` is negative, or `axis_name` is not bound.
+      parameters in tree or shape, ``weight`` is negative, or `axis_name` is not bound; with
+      ``check_vma=True``, if the gradients were summed over `axis_name` already.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -230,6 +246,8 @@ def accumulate(
     `inner` runs on every mini step.
   """
   _validate.transformation(inner)
+  if skip_fn is not None and not callable(skip_fn):
+    raise TypeError(f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None.")
   accumulation = Accumulation(
     inner=optax.with_extra_args_support(inner),
     every_k=_check_every_k(every_k),

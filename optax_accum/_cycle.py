@@ -11,7 +11,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _conditional, _reduce, _validate
+from optax_accum import _conditional, _reduce, _slots, _validate
 
 
 class AccumulateState(NamedTuple):
@@ -101,18 +101,18 @@ class Accumulation:
       return updates, self._stored(step.state._replace(inner_opt_state=inner_state))
 
     like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
-    slots, in_place = _slots(step.total, like)
+    slots, in_place = _slots.find(step.total, like)
 
     # The sum goes in and the updates come out in the same buffers.
     def emit(operand: Any) -> Any:
       slots, inner_state = operand
-      new, inner_state = run(_choose(in_place, slots, step.total), inner_state)
+      new, inner_state = run(_slots.choose(in_place, slots, step.total), inner_state)
       return jax.tree.leaves(new), inner_state
 
     slots, inner_state = _conditional.update_if(
       step.emit, emit, (slots, state.inner_opt_state), self.differentiable
     )
-    acc_grads = () if self.every_k == 1 else _choose(in_place, slots, step.total)
+    acc_grads = () if self.every_k == 1 else _slots.choose(in_place, slots, step.total)
     updates = jax.tree.unflatten(
       jax.tree.structure(like),
       [
@@ -159,6 +159,7 @@ class Accumulation:
     flush: bool | jax.Array,
   ) -> _MiniStep:
     """Adds one microbatch's gradients, and decides whether the cycle emits."""
+    self._check_accumulator(updates, state)
     if self.axis_name is not None:
       _check_local(updates, self.axis_name)
       state = _map_local(_own, state)
@@ -171,6 +172,8 @@ class Accumulation:
     skip_state = state.skip_state
     if self.skip_fn is not None:
       skip, info = self._skip(updates, state.gradient_step, params)
+      if isinstance(weight, jax.Array):  # what has no weight may be NaN, and is not skipped for it
+        skip = skip & _reduce.counts(weight)
       skip_state = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
 
     skip, flush, new = self._agree(skip, flush, weight, state.acc_weight.dtype)
@@ -306,6 +309,17 @@ class Accumulation:
       return state
     return _map_local(lambda x: _reduce.varying(x, self.axis_name), state)
 
+  def _check_accumulator(self, updates: optax.Updates, state: AccumulateState) -> None:
+    """Checks that the state is of an `every_k` like this one: 1, or not."""
+    accumulates = bool(jax.tree.leaves(state.acc_grads))
+    if jax.tree.leaves(updates) and accumulates != (self.every_k != 1):
+      raise ValueError(
+        f"every_k={self.every_k!r}, and the state {'has' if accumulates else 'lacks'} an"
+        f" accumulator, because it was made with every_k {'above' if accumulates else 'of'} 1:"
+        " end the cycle with the old every_k and flush=True, and replace acc_grads by that of a new"
+        " init."
+      )
+
   def _check(self, updates: optax.Updates, acc_grads: optax.Updates) -> None:
     """Checks the gradients against the accumulators that `init` made."""
     _validate.same_tree("updates", updates, acc_grads, "the parameters that init was given")
@@ -322,9 +336,7 @@ def _gradients_like(params: optax.Params) -> optax.Updates:
   return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _map_local(
-  fun: Callable[[jax.Array], jax.Array], state: AccumulateState
-) -> AccumulateState:
+def _map_local(fun: Callable[[jax.Array], jax.Array], state: AccumulateState) -> AccumulateState:
   """`state`, with `fun` applied to what `axis_name` leaves to each device."""
   acc_grads, skip_state = jax.tree.map(fun, (state.acc_grads, state.skip_state))
   return state._replace(acc_grads=acc_grads, skip_state=skip_state)
@@ -364,40 +376,5 @@ def _check_local(updates: optax.Updates, axis_name: Any) -> None:
       f" axis_name={axis_name!r}, so they were reduced in this microbatch, and accumulate would"
       " reduce them again. Gradients of parameters that are the same on all devices are *summed*"
       " by JAX: differentiate with respect to"
-      f" jax.lax.pcast(params, {axis_name!r}, to=\"varying\"), and leave lax.pmean out."
+      f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out.'
     )
-
-
-def _slots(total: optax.Updates, like: optax.Updates) -> tuple[list[jax.Array], list[bool]]:
-  """The buffers that updates like `like` come out in, and which of them are accumulators.
-
-  An accumulator serves if it has the shape, can hold the dtype without rounding and, in
-  `shard_map`, is as varying (after a reduction over devices it is more so).
-  """
-  wanted = jax.tree.leaves(like)
-  accs: list[Any] = jax.tree.leaves(total)
-  if not _validate.same_structure(total, like):
-    accs = [None] * len(wanted)
-  in_place = [acc is not None and _holds(acc, x) for acc, x in zip(accs, wanted, strict=True)]
-  slots = [
-    acc if here else _reduce.vary_like(jnp.zeros_like(x), x)
-    for acc, here, x in zip(accs, in_place, wanted, strict=True)
-  ]
-  return slots, in_place
-
-
-def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
-  return (
-    acc.shape == like.shape
-    and _reduce.promote(acc.dtype, like.dtype) == acc.dtype
-    and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
-    and _reduce.varying_axes(acc) == _reduce.varying_axes(like)
-  )
-
-
-def _choose(in_place: list[bool], slots: list[jax.Array], total: optax.Updates) -> optax.Updates:
-  """`total`, with the slots instead of those of its leaves that they share a buffer with."""
-  leaves, treedef = jax.tree.flatten(total)
-  if any(in_place):
-    leaves = [slot if here else x for here, slot, x in zip(in_place, slots, leaves, strict=True)]
-  return jax.tree.unflatten(treedef, leaves)

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 
+from flax import nnx
 import helpers
 import jax
 import jax.numpy as jnp
@@ -374,3 +375,23 @@ def test_the_transformation_is_a_pair_that_can_be_copied():
   assert not hasattr(replaced, "apply")  # it would not do what the new `update` does
   with pytest.raises(AttributeError, match=r"`update` of this transformation was replaced"):
     _ = replaced.apply
+
+
+def test_what_has_no_weight_is_not_skipped_for_its_nan():
+  params = jnp.ones(2)
+  tx = accumulate(optax.sgd(1.0), 2, skip_fn=optax.skip_not_finite)
+  state = tx.init(params)
+  _, state = tx.update(params * jnp.nan, state, params, weight=jnp.float32(0))
+  assert int(state.mini_step) == 1
+  updates, state = tx.update(params, state, params, weight=jnp.float32(2))
+  assert updates.tolist() == [-1.0, -1.0]
+
+
+def test_has_updated_of_an_nnx_optimizer():
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, accumulate(optax.sgd(0.1), 2), wrt=nnx.Param)
+  seen = []
+  for _ in range(2):
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    seen.append(has_updated(optimizer.opt_state))
+  assert [bool(x) for x in seen] == [False, True]

@@ -1,15 +1,20 @@
 """`accumulate` with `axis_name`: one reduction per cycle, and devices that always agree."""
 
-import re
+import contextlib
+import functools
 
+import deviceless
+import helpers
+from helpers import relaxed
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
-from optax_accum import accumulate
+from optax_accum import accumulate, accumulate_specs, count_collectives
 
 DEVICES = 8
 NAN = float("nan")
@@ -107,69 +112,391 @@ def test_zero_weight_on_all_devices_is_no_step_but_on_some_it_is(form, every_k):
   assert same_on_all(trace[-1][0]) == -2
 
 
-def computations(text):
-  """The lines of each computation of a compiled program."""
-  found, name = {}, None
-  for line in text.splitlines():
-    head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-    if head:
-      name = head[1]
-    found.setdefault(name, []).append(line)
-  return found
+# --- shard_map ------------------------------------------------------------------------
+
+VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 
 
-@forms
-@pytest.mark.parametrize("options", [False, True], ids=["plain", "weights_and_skips"])
-def test_one_gradient_all_reduce_in_the_branch_that_emits(form, options):
-  skip_fn = optax.skip_not_finite if options else None
-  tx = accumulate(optax.sgd(1.0), 4, axis_name="batch", skip_fn=skip_fn)
-  params = {"w": jnp.zeros((64, 64))}
-  args = [replicate(x) for x in (params, tx.init(params), params)]
-  args += [jnp.ones(DEVICES), jnp.zeros(DEVICES, bool)] if options else []
-  text = jax.pmap(step_of(tx, form), axis_name="batch").lower(*args).compile().as_text()
-  bodies = re.findall(r"body=%?([\w.\-]+)", text)
-  assert len(bodies) == 1
-  inside, outside = [], []
-  for name, lines in computations(text).items():
-    reduces = [line for line in lines if re.search(r" all-reduce(-start)?\(", line)]
-    (inside if name in bodies else outside).extend(reduces)
-  gradient = r"f32\[(1,)?64,64\]"
-  assert sum(bool(re.search(gradient, line)) for line in inside) == 1
-  # What the devices agree about on every call is four numbers.
-  assert len(outside) == int(options)
-  assert all(re.search(r"f32\[4\]", line) for line in outside)
+def mesh_of(devices=DEVICES, axes=("data",), shape=None, kind=AxisType.Auto):
+  grid = np.array(jax.devices()[:devices]).reshape(shape or (devices,))
+  return Mesh(grid, axes, axis_types=(kind,) * len(axes))
 
 
-@forms
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("skip_fn", [None, optax.skip_not_finite])
-def test_in_shard_map(form, check_vma, skip_fn):
-  mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-  tx = accumulate(optax.sgd(1.0), 2, axis_name="data", skip_fn=skip_fn)
-  params = {"w": jnp.zeros(3)}
-  whole, local = PartitionSpec(), PartitionSpec("data")
+def init_params(dtype=np.float64):
+  rng = np.random.default_rng(2)
+  return {
+    "w": np.asarray(rng.normal(size=(16, 8)), dtype),
+    "b": np.asarray(rng.normal(size=8), dtype),
+    "scale": np.asarray(1.5, dtype),
+  }
+
+
+def make_batch(rows):
+  """Padded rows: the last ones, and so the last devices, hold far fewer valid values."""
+  rng = np.random.default_rng(3)
+  keep = np.linspace(1.0, 0.1, rows)[:, None]
+  return {
+    "x": rng.normal(size=(rows, 16)),
+    "y": rng.normal(size=(rows, 8)),
+    "valid": (rng.random((rows, 8)) < keep).astype(float),
+  }
+
+
+def loss_fn(params, batch):
+  y = params["scale"] * jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+  return jnp.sum(batch["valid"] * (y - batch["y"]) ** 2) / jnp.sum(batch["valid"])
+
+
+def optimizer():
+  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+
+
+def vary(params, axes="data"):
+  return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), params)
+
+
+def sharded_step(tx, form, mesh, params, check_vma, axes="data", weighted=True, **shard_map_args):
+  """``init`` and ``step(params, state, batch)`` in shard_map, as a user writes them."""
+  specs = accumulate_specs(jax.eval_shape(tx.init, params), axes)
+  shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **shard_map_args)
+
+  def step(params, state, batch):
+    grads = jax.grad(loss_fn)(vary(params, axes), batch)
+    weight = jnp.sum(batch["valid"]) if weighted else 1.0
+    return step_of(tx, form)(params, state, grads, weight)
+
+  init = shard_map(tx.init, in_specs=P(), out_specs=specs)
+  step = shard_map(step, in_specs=(P(), specs, P(axes)), out_specs=(P(), specs))
+  return jax.jit(init), jax.jit(step, donate_argnums=(0, 1)), specs
+
+
+def run_steps(init, step, params, batches):
+  state = init(params)
+  for batch in batches:
+    params, state = step(params, state, batch)
+  return jax.device_get(params), state
+
+
+def microbatches(number, rows=16):
+  batch = make_batch(number * rows)
+  return [jax.tree.map(lambda x, i=i: x[i::number], batch) for i in range(number)]
+
+
+@functools.cache
+def whole_batch(every_k, number, rows=16):
+  """The same optimizer's steps on one device, with the rows of a cycle in one batch."""
+  params, tx, batches = init_params(), optimizer(), microbatches(number, rows)
   state = tx.init(params)
-  specs = jax.tree.map(lambda _: whole, state)._replace(acc_grads=local, acc_weight=local)
-  specs = specs._replace(skip_state=jax.tree.map(lambda _: local, state.skip_state))
 
-  def over_devices(change, state):  # what belongs to one device has an axis of devices outside
-    own = (state.acc_grads, state.acc_weight, state.skip_state)
-    acc_grads, acc_weight, skip_state = jax.tree.map(change, own)
-    return state._replace(acc_grads=acc_grads, acc_weight=acc_weight, skip_state=skip_state)
+  @jax.jit
+  def step(params, state, batch):
+    updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+    return optax.apply_updates(params, updates), state
 
-  def body(params, state, grads):
-    state = over_devices(lambda x: x[0], state)
-    params, state = step_of(tx, form)(params, state, {"w": grads[0]})
-    return params, over_devices(lambda x: x[None], state)
+  for i in range(0, number, every_k):
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *batches[i : i + every_k])
+    params, state = step(params, state, batch)
+  return jax.device_get(params)
 
-  step = jax.jit(
-    jax.shard_map(
-      body, mesh=mesh, in_specs=(whole, specs, local), out_specs=(whole, specs), check_vma=check_vma
+
+def nested(tx, form):  # `apply` is not there behind a chain
+  return optax.chain(tx, optax.scale(1.0)) if form == "update" else tx
+
+
+@forms
+@VMA
+@pytest.mark.parametrize(("devices", "every_k"), [(2, 3), (8, 1), (8, 3)])
+def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, devices, every_k):
+  with jax.enable_x64(True):
+    tx = nested(accumulate(optimizer(), every_k, axis_name="data"), form)
+    init, step, specs = sharded_step(tx, form, mesh_of(devices), init_params(), check_vma)
+    batches = microbatches(2 * every_k)
+    params, state = run_steps(init, step, init_params(), batches)
+    helpers.assert_trees_equal_to(params, whole_batch(every_k, 2 * every_k), 1e-13)
+  for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
+    assert leaf.sharding.is_equivalent_to(NamedSharding(mesh_of(devices), spec), leaf.ndim)
+  acc_grads = optax.tree.get(state, "acc_grads")
+  if every_k > 1:
+    expected = jax.tree.map(lambda x: (devices, *x.shape), init_params())
+    assert jax.tree.map(jnp.shape, acc_grads) == expected
+
+
+@forms
+@VMA
+def test_a_skip_on_one_device_in_shard_map(form, check_vma):
+  with jax.enable_x64(True):
+    tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
+    init, step, _ = sharded_step(tx, form, mesh_of(), init_params(), check_vma)
+    first, second = microbatches(2)
+    bad = {**first, "x": np.where(np.arange(16)[:, None] == 5, NAN, first["x"])}
+    params, state = run_steps(init, step, init_params(), [first, bad, second])
+    helpers.assert_trees_equal_to(params, whole_batch(2, 2), 1e-13)
+    _, state = run_steps(init, step, init_params(), [first, bad])
+  assert (int(state.mini_step), bool(state.has_updated)) == (1, False)
+  assert float(state.acc_weight) == first["valid"].sum()
+  # Which device it was can be read.
+  assert np.flatnonzero(state.skip_state["should_skip"]).tolist() == [2]
+
+
+def test_several_axes():
+  with jax.enable_x64(True):
+    axes = ("replica", "data")
+    tx = accumulate(optimizer(), 2, axis_name=axes)
+    mesh = mesh_of(8, axes, (2, 4))
+    init, step, specs = sharded_step(tx, "apply", mesh, init_params(), True, axes)
+    assert specs.acc_grads["w"] == P(axes)
+    batches = microbatches(2)
+    params, _ = run_steps(init, step, init_params(), batches)
+    helpers.assert_trees_equal_to(params, whole_batch(2, 2), 1e-13)
+
+
+@pytest.mark.parametrize(
+  ("form", "check_vma", "kind"),
+  [
+    ("update", True, AxisType.Auto),
+    ("apply", False, AxisType.Auto),
+    ("update", False, AxisType.Explicit),
+    ("apply", True, AxisType.Explicit),
+  ],
+)
+def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
+  with jax.enable_x64(True):
+    tx = accumulate(optimizer(), 2, axis_name="data")
+    mesh = mesh_of(8, ("data", "model"), (4, 2), kind)
+    init, step, _ = sharded_step(
+      tx, form, mesh, init_params(), check_vma, axis_names=frozenset({"data"})
     )
-  )
-  state = over_devices(lambda x: jnp.stack([x] * DEVICES), state)
-  grads = jax.random.normal(jax.random.key(0), (2, DEVICES, 3))
-  for g in grads:
-    params, state = step(params, state, g)
-  np.testing.assert_allclose(params["w"], -grads.mean((0, 1)), rtol=1e-5, atol=1e-6)
-  assert int(state.gradient_step) == 1
+    specs = {"w": P(None, "model"), "b": P("model"), "scale": P()}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params = jax.device_put(init_params(), shardings)
+    batches = jax.device_put(microbatches(2), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+      state = init(params)
+      for batch in batches:
+        acc = state.acc_grads["w"]
+        assert acc.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
+        params, state = step(params, state, batch)
+    helpers.assert_trees_equal_to(jax.device_get(params), whole_batch(2, 2), 1e-13)
+
+
+@forms
+def test_a_scan_over_calls_inside_one_shard_map(form):
+  with jax.enable_x64(True):
+    tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
+
+    def train(params, batches):
+      def body(carry, batch):
+        grads = jax.grad(loss_fn)(vary(carry[0]), batch)
+        return step_of(tx, form)(*carry, grads, jnp.sum(batch["valid"])), None
+
+      return jax.lax.scan(body, (params, tx.init(params)), batches)[0][0]
+
+    batches = microbatches(4, rows=64)  # some valid value on every device
+    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+    train = jax.shard_map(train, mesh=mesh_of(), in_specs=(P(), P(None, "data")), out_specs=P())
+    params = jax.jit(train)(init_params(), stacked)
+    helpers.assert_trees_equal_to(jax.device_get(params), whole_batch(2, 4, 64), 1e-13)
+
+
+def sgd_step(grads_of, check_vma, axis_name="data"):
+  """How far one step of SGD goes along the right gradient, over one microbatch."""
+  tx = accumulate(optax.sgd(1.0), 1, axis_name=axis_name)
+
+  def step(params, batch):
+    params, _ = tx.apply(grads_of(params, batch), tx.init(params), params)
+    return params
+
+  (batch,), params = microbatches(1), init_params(np.float32)
+  batch = {**batch, "valid": np.ones_like(batch["valid"])}
+  batch = jax.tree.map(np.float32, batch)
+  specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
+  new = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))(params, batch)
+  right = jax.grad(loss_fn)(jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, batch))
+  moved = jax.tree.map(lambda a, b: np.ravel(a - np.asarray(b)), params, jax.device_get(new))
+  moved, right = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (moved, right))
+  return moved @ right / (right @ right)
+
+
+def of_own_copy(params, batch):
+  return jax.grad(loss_fn)(vary(params), batch)
+
+
+def of_shared_params(params, batch):
+  return jax.grad(loss_fn)(params, batch)
+
+
+def of_the_mean_loss(params, batch):
+  return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(vary(params))
+
+
+def test_the_scale_is_right_and_the_known_errors_are_not():
+  exact = lambda scale: pytest.approx(scale, rel=1e-5)  # noqa: E731
+  assert sgd_step(of_own_copy, True) == exact(1)
+  assert sgd_step(of_own_copy, False) == exact(1)
+  # JAX sums the gradient of what is the same on all devices, and their mean is the same again.
+  assert sgd_step(of_shared_params, True, axis_name=None) == exact(8)
+  pmean = lambda *args: jax.lax.pmean(vary(of_shared_params(*args)), "data")  # noqa: E731
+  assert sgd_step(pmean, True, axis_name=None) == exact(8)
+  # The share of a device in the mean loss, of which accumulate takes the mean.
+  assert sgd_step(of_the_mean_loss, True) == exact(1 / 8)
+  # Nobody reduces, and the first device's parameters are taken for all: any step.
+  assert abs(sgd_step(of_own_copy, False, axis_name=None) - 1) > 1e-3
+
+
+@pytest.mark.parametrize(
+  "grads_of",
+  [of_shared_params, lambda *args: jax.lax.pmean(of_own_copy(*args), "data")],
+  ids=["shared_params", "pmean"],
+)
+def test_gradients_that_were_reduced_before_are_refused(grads_of):
+  message = r"same on all devices of the axes \['data'\].*pcast\(params, 'data', to=\"varying\"\)"
+  with pytest.raises(ValueError, match=message):
+    sgd_step(grads_of, True)
+
+
+def test_some_constant_gradients_are_fine():
+  def frozen_bias(params, batch):
+    return {**of_own_copy(params, batch), "b": jnp.zeros_like(params["b"])}
+
+  assert 0.5 < sgd_step(frozen_bias, True) < 1
+
+
+@functools.cache
+def mesh_on(platform):
+  return mesh_of() if platform == "cpu" else deviceless.tpu_mesh((8,), ("data",), (AxisType.Auto,))
+
+
+OPTIONS = {
+  "plain": ({}, False, 0),
+  "weights_and_skips": ({"skip_fn": optax.skip_not_finite}, True, 2),
+}
+
+
+@forms
+@VMA
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_one_gradient_all_reduce_in_the_branch_that_emits(form, check_vma, options, platform):
+  kwargs, weighted, numbers = OPTIONS[options]
+  mesh = mesh_on(platform)
+  tx = nested(accumulate(optimizer(), 4, axis_name="data", **kwargs), form)
+  params = init_params(np.float32)
+  init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighted)
+  args = (params, jax.eval_shape(init, params), jax.tree.map(np.float32, make_batch(64)))
+  whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+  shardings = (whole, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), rows)
+  shardings = tuple(jax.tree.broadcast(s, x) for s, x in zip(shardings, args, strict=True))
+  args = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                      args, shardings)  # fmt: skip
+  report = count_collectives(step.lower(*args).compile())
+  nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
+  assert report.inside == {"all-reduce": (1, nbytes)}
+  assert len(report.unknown_trip_counts) == 1
+  # What the devices agree about on every call.
+  assert report.outside == ({"all-reduce": (1, 4 * numbers)} if numbers else {})
+
+
+@forms
+def test_pmap_communicates_the_same(form):
+  tx = accumulate(optax.sgd(1.0), 4, axis_name="batch")
+  params = {"w": jnp.zeros((64, 64))}
+  step = jax.pmap(step_of(tx, form), axis_name="batch")
+  args = [replicate(x) for x in (params, tx.init(params), params)]
+  for more, outside in [
+    ((), {}),
+    ((jnp.ones(DEVICES), jnp.zeros(DEVICES, bool)), {"all-reduce": (1, 8)}),
+  ]:
+    report = count_collectives(step.lower(*args, *more).compile())
+    assert report.inside == {"all-reduce": (1, 64 * 64 * 4)}
+    assert report.outside == outside
+
+
+def test_specs_of_what_they_cannot_be_for():
+  params = init_params(np.float32)
+  with pytest.raises(ValueError, match="accumulate_specs got a tuple without an AccumulateState"):
+    accumulate_specs((), "data")
+  tx = accumulate(optax.sgd(1.0), 2)
+  with pytest.raises(ValueError, match=r"\(16, 8\).*pass accumulate\(\.\.\., axis_name=\)"):
+    accumulate_specs(jax.eval_shape(tx.init, params), "data")
+
+
+def test_specs_of_nested_states():
+  # The accumulators of the inner one add up what the devices have reduced.
+  tx = accumulate(accumulate(optax.sgd(1.0), 2), 3, axis_name="data")
+  state = {"params": jnp.ones(3), "opt": (jax.eval_shape(tx.init, jnp.ones(3)), None)}
+  specs = accumulate_specs(state, "data")
+  assert jax.tree.structure(specs) == jax.tree.structure(state)
+  assert specs["params"] == specs["opt"][0].acc_weight == P()
+  assert specs["opt"][0].acc_grads == P("data")
+  assert specs["opt"][0].inner_opt_state.acc_grads == P()
+
+
+def test_a_state_from_outside_of_shard_map_is_refused():
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+  params, (batch,) = init_params(np.float32), microbatches(1)
+  _, step, _ = sharded_step(tx, "apply", mesh_of(), params, True)
+  with pytest.raises(ValueError, match="divisible"):
+    step(params, tx.init(params), batch)
+  whole = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), tx.init(params).acc_grads)
+  step = jax.pmap(step_of(tx, "apply"), axis_name="data", in_axes=(None, None, 0))
+  state = tx.init(params)._replace(acc_grads=jax.tree.map(lambda x: x[:, 0], whole))
+  with pytest.raises(ValueError, match=r"leaf of shape \(8.*run init and update with the specs"):
+    step(params, state, replicate(params))
+
+
+# --- plain jit ------------------------------------------------------------------------
+
+SPECS = {"a": P("data", "model"), "b": P("model"), "c": P(None, "data"), "d": P()}
+SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 8), "d": ()}
+
+
+def sharded_params(mesh):
+  return {
+    name: jax.device_put(jnp.ones(shape, jnp.bfloat16), NamedSharding(mesh, SPECS[name]))
+    for name, shape in SHAPES.items()
+  }
+
+
+def assert_sharded_as(tree, params):
+  for (path, x), like in zip(
+    jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True
+  ):
+    assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (path, x.sharding, like.sharding)
+
+
+@forms
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("init", ["eager", "jit"])
+def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
+  grid = np.array(jax.devices()).reshape(4, 2)
+  mesh = Mesh(grid, ("data", "model"), axis_types=(kind, kind))
+  params = sharded_params(mesh)
+  tx = accumulate(optax.sgd(1.0, momentum=0.9), 2)
+  # From 0.12 on, what optax makes under jit on an explicit mesh is only sharded where it is set.
+  with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+    state = (tx.init if init == "eager" else jax.jit(tx.init))(params)
+  assert_sharded_as(state.acc_grads, params)
+  assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {jnp.dtype("float32")}
+  assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state.acc_grads))
+  step = jax.jit(step_of(tx, form))
+  grads = sharded_params(mesh)
+  for emits in (False, True):
+    # Everything is added where it is, in the mini steps and in the step.
+    assert count_collectives(step.lower(params, state, grads).compile()).operations == ()
+    params, state = step(params, state, grads)
+    assert bool(state.has_updated) == emits
+    assert_sharded_as(state.acc_grads, grads)
+    assert_sharded_as(params, grads)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_accumulators_made_under_jit_are_sharded_on_tpus(kind):
+  mesh = deviceless.tpu_mesh((4, 2), ("data", "model"), (kind, kind))
+  params = {
+    name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, SPECS[name]))
+    for name, shape in SHAPES.items()
+  }
+  tx = accumulate(optax.sgd(1.0), 2)
+  state = jax.jit(tx.init).lower(params).compile().output_shardings
+  for name, shape in SHAPES.items():
+    assert state.acc_grads[name].is_equivalent_to(params[name].sharding, len(shape)), name

@@ -170,3 +170,16 @@ def test_an_axis_name_that_is_not_bound(every_k):
 def test_has_updated_without_a_state():
   with pytest.raises(ValueError, match=r"got a tuple without an AccumulateState in it"):
     has_updated(SGD.init(PARAMS))
+
+
+@pytest.mark.parametrize(("before", "now"), [(8, 1), (1, 3)])
+def test_a_state_of_another_kind_of_every_k(before, now):
+  params = jnp.ones(2)
+  state = accumulate(optax.sgd(0.1), before).init(params)
+  with pytest.raises(ValueError, match=rf"every_k={now}, and the state (has|lacks) an accumulator"):
+    accumulate(optax.sgd(0.1), now).update(params, state, params)
+
+
+def test_a_skip_fn_that_is_no_function():
+  with pytest.raises(TypeError, match="skip_fn=3 must be a function"):
+    accumulate(optax.sgd(0.1), 2, skip_fn=3)

@@ -21,6 +21,7 @@ def model(calls, every_k, reduction):
   for grad, weight, skip, flush in calls:
     if mini_step == 0:
       total, weights = 0.0, 0.0
+    skip = skip and weight != 0
     if not skip:
       mini_step += 1
       if weight:
