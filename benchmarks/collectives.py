@@ -1,17 +1,19 @@
 """What a cycle of 8 microbatches communicates and computes, by approach, on several devices.
 
-    python benchmarks/collectives.py [--microbatches 8] [--tpu 8|64]
+    python benchmarks/collectives.py [--microbatches 8] [--tpu 8|64] [--two-processes]
 
 A small Transformer (that of examples/train_lm.py), 512 rows over a mesh of 8 CPU devices, one
 clip + AdamW step. Counted from the compiled program, per device and cycle: reductions of at
 least 1 KiB, inside loops times the trip count; the work in matrix products over an even share
 of the whole batch's; temporary memory. Nothing runs. With --tpu the programs are compiled for
-8 or 64 chips of a TPU v5e without them (needs libtpu).
+8 or 64 chips of a TPU v5e without them (needs libtpu). With --two-processes the step is timed
+instead, on two processes of two CPU devices, per cycle against per microbatch.
 """
 
 import argparse
 import os
 import pathlib
+import subprocess
 import sys
 
 os.environ["XLA_FLAGS"] = (
@@ -104,7 +106,11 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--microbatches", type=int, default=8)
   parser.add_argument("--tpu", type=int, choices=(8, 64), help="compile for so many TPU chips")
+  parser.add_argument("--two-processes", action="store_true", help="time it on two processes")
   args = parser.parse_args()
+  if args.two_processes:
+    example = pathlib.Path(train_lm.__file__).with_name("multi_process.py")
+    raise SystemExit(subprocess.call([sys.executable, example]))
 
   if args.tpu:
     mesh = deviceless.tpu_mesh((args.tpu,), ("data",), (AxisType.Auto,))

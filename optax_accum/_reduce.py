@@ -187,18 +187,3 @@ def across_devices(
       last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
       number = held.astype(accumulator_dtype(held.dtype))
       return lax.psum(select(last, number, jnp.zeros_like(number)), axis_name).astype(held.dtype)
-
-
-def _check_leaf(kind: str, name: str, leaf: jax.ShapeDtypeStruct, rows: int) -> None:
-  if kind == "mean" and not jnp.issubdtype(leaf.dtype, jnp.inexact):
-    raise TypeError(
-      f'{name} has dtype {leaf.dtype}, which "mean" cannot keep: cast it to a float in the'
-      ' function, or reduce it with "sum", "max", "min", "last" or "stack".'
-    )
-  if kind in ("max", "min") and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-    raise TypeError(f'{name} has dtype {leaf.dtype}, which has no {kind!r}: use "mean" or "sum".')
-  if kind == "concat" and leaf.shape[:1] != (rows,):
-    raise ValueError(
-      f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
-      ' leading axis: use "stack" for one value per microbatch.'
-    )

@@ -568,6 +568,17 @@ def test_the_loss_is_traced_once_a_compilation_and_once_for_its_shapes():
     cycle(params, batch)
 
 
+class VariantsTest(chex.TestCase):
+  """Jitted or not, from device arrays or NumPy's: the same."""
+
+  @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+  def test_every_way_to_call(self):
+    params, batch = init_params(np.float32), make_batch(7, dtype=np.float32)
+    cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, microbatch_size=3)
+    expected = jax.value_and_grad(masked_mean_loss)(params, batch)
+    chex.assert_trees_all_close(self.variant(cycle)(params, batch), expected, rtol=1e-4, atol=1e-5)
+
+
 # --- composition ----------------------------------------------------------------------
 
 
