@@ -14,7 +14,12 @@ import numpy as np
 import optax
 import pytest
 
-from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  count_collectives,
+  make_train_step,
+  microbatch,
+  microbatch_value_and_grad,
+)
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, LAYERS, ROWS = 16, 8, 64
@@ -573,3 +578,24 @@ def test_a_step_that_every_device_would_take_for_itself():
   )
   for x in jax.tree.leaves(new):
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+
+
+def test_microbatches_that_an_explicit_sharding_cannot_follow():
+  mesh = make_mesh(8, EXPLICIT)
+  x = jax.device_put(np.ones(48, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+  cycle = microbatch_value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=20)
+  with pytest.raises(ValueError, match=r"48 rows are sharded over 8 devices.* of 20 rows cannot"):
+    jax.jit(cycle)(jnp.asarray(1.0), x)
+
+
+def test_last_over_devices_is_the_last_that_counts():
+  def fun(x):
+    return x[-1]
+
+  run = microbatch(
+    fun, reduction="last", num_microbatches=1, weight_fn=lambda x: jnp.sum(x < 6), axis_name="data"
+  )
+  mapped = jax.shard_map(
+    run, mesh=make_mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
+  )
+  assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5
