@@ -77,6 +77,22 @@ def test_the_sum_is_the_weighted_sum(every_k):
 
 
 @both
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, apply):
+  tx = accumulate(optax.identity(), every_k, reduction="sum")
+  params, three = jnp.zeros(2, jnp.bfloat16), jnp.full(2, 3, jnp.bfloat16)
+  state = tx.init(params)
+  for weight in (257.0, 0.0)[:every_k]:
+    out, state = (tx.apply if apply else tx.update)(
+      three, state, params, weight=jnp.float32(weight)
+    )
+  assert out.dtype == jnp.bfloat16
+  exact = jnp.bfloat16(3 * 257)  # 772: bfloat16 has eight bits
+  assert exact != three[0] * jnp.bfloat16(257)
+  np.testing.assert_array_equal(out == exact, True)
+
+
+@both
 def test_a_zero_weight_adds_nothing_even_if_nan(apply):
   calls = [(2.0, {"weight": 2}), (NAN, {"weight": 0}), (INF, {"weight": 0}), (1.0, {"weight": 2})]
   trace = run(accumulate(optax.sgd(1.0), 4), calls, apply=apply)
@@ -145,13 +161,19 @@ def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(position, sk
   assert not np.any(np.isnan(values_of(trace)))
 
 
-def test_multisteps_keeps_the_nan_where_this_does_not():
-  grads = [1.0, NAN, 2.0, 2.0]
+NAN_IN_THE_FIRST_CYCLE = [(g, {}) for g in (1.0, NAN, 2.0, 2.0)]
+
+
+def test_a_nan_that_inner_leaves_out_is_gone_with_its_cycle():
+  inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
+  assert values_of(run(accumulate(inner, 2), NAN_IN_THE_FIRST_CYCLE)) == [0, 0, 0, -2]
+
+
+@pytest.mark.optax_bug
+def test_multisteps_keeps_a_nan():
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
   with jax.numpy_dtype_promotion("standard"):
-    theirs = run(optax.MultiSteps(inner, 2), [(g, {}) for g in grads])
-  ours = run(accumulate(inner, 2), [(g, {}) for g in grads])
-  assert values_of(ours) == [0, 0, 0, -2]
+    theirs = run(optax.MultiSteps(inner, 2), NAN_IN_THE_FIRST_CYCLE)
   assert values_of(theirs) == [0, 0, 0, 0]  # the NaN has stopped the training
 
 
@@ -175,11 +197,39 @@ def test_has_updated_is_false_after_a_skip_at_a_boundary():
   assert int(trace[4][1].skip_state["num_not_finite"]) == 0
 
 
+@pytest.mark.optax_bug
 def test_multisteps_says_updated_after_a_skip():
   theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
   with jax.numpy_dtype_promotion("standard"):
     *_, (_, state) = run(theirs, [(g, {}) for g in (1.0, 1.0, NAN)])
   assert theirs.has_updated(state)
+
+
+@both
+@pytest.mark.parametrize(
+  "skip_fn",
+  [optax.skip_not_finite, functools.partial(optax.skip_large_updates, max_squared_norm=50.0)],
+  ids=["skip_not_finite", "skip_large_updates"],
+)
+def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, apply):
+  tx, params = accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn), jnp.zeros(2)
+  start = tx.init(params)
+  grads = jnp.array([[1, 1], [INF, 1], [3, 3]], jnp.bfloat16)
+
+  def call(carry, g):
+    params, state = carry
+    if apply:
+      return tx.apply(g, state, params), None
+    updates, state = tx.update(g, state, params)
+    return (optax.apply_updates(params, updates), state), None
+
+  with jax.numpy_dtype_promotion("standard"):
+    (params, state), _ = jax.lax.scan(call, (params, start), grads)
+  assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
+  np.testing.assert_array_equal(params, -2)
+  if "norm_squared" in state.skip_state:
+    assert state.skip_state["norm_squared"].dtype == jnp.float32  # as of the parameters
+    assert state.skip_state["norm_squared"] == 18
 
 
 def test_skip_large_updates_as_it_is():
@@ -232,6 +282,41 @@ def test_k_of_one_has_no_accumulator_and_is_inner(kwargs):
       helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
   assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
   assert bool(state.has_updated)
+
+
+def test_k_of_one_keeps_what_inner_makes_of_its_state():
+  # Some inner transformations change the dtypes of their state in the first step.
+  def update(updates, state, params=None):
+    del state, params
+    third = jax.tree.map(lambda g: g.astype(jnp.float32) / 3, updates)
+    return third, third
+
+  inner = optax.GradientTransformation(lambda params: params, update)
+  tx, params = accumulate(inner, 1), {"w": jnp.ones(2, jnp.bfloat16)}
+  updates, inner_state = inner.update(params, inner.init(params))
+  assert inner_state["w"].dtype != inner.init(params)["w"].dtype
+  with jax.numpy_dtype_promotion("standard"):
+    expected = optax.apply_updates(params, updates)
+    actual, applied = tx.apply(params, tx.init(params), params)
+  actual_updates, updated = tx.update(params, tx.init(params), params)
+  helpers.assert_trees_equal_to(actual, expected, 0)
+  helpers.assert_trees_equal_to(actual_updates, updates, 0)
+  for state in (applied, updated):
+    helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
+
+
+@both
+@pytest.mark.parametrize("every_k", [1, 2, lambda _: 2], ids=["1", "2", "schedule"])
+def test_the_gradient_step_stays_at_its_maximum(every_k, apply):
+  most = np.iinfo(np.int32).max
+  tx, params = accumulate(optax.sgd(1.0), every_k), jnp.zeros(2)
+  state = tx.init(params)._replace(gradient_step=jnp.int32(most - 1))
+  steps = []
+  for _ in range(4):
+    _, state = (tx.apply if apply else tx.update)(jnp.ones(2), state, params)
+    steps.append(int(state.gradient_step))
+  assert state.has_updated
+  assert steps == ([most] * 4 if every_k == 1 else [most - 1] + [most] * 3)
 
 
 @both
@@ -299,6 +384,20 @@ def test_complex_gradients_keep_their_imaginary_part(apply):
   np.testing.assert_allclose(out, -1 - 2j, rtol=1e-6)
 
 
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
+  inner = optax.stateless(lambda updates, _: jax.tree.map(jnp.real, updates))
+  tx = accumulate(inner, every_k, differentiable=differentiable)
+  state = tx.init(jnp.zeros(2, jnp.complex64))
+  for weight in [1.0, 3.0][:every_k]:
+    updates, state = tx.update(
+      jnp.full(2, weight - 2j, jnp.complex64), state, weight=jnp.float32(weight)
+    )
+  assert updates.dtype == jnp.float32
+  np.testing.assert_array_equal(updates, 2.5 if every_k == 2 else 1)
+
+
 def test_a_complex_accumulator_dtype_leaves_real_gradients_real():
   tx = accumulate(optax.sgd(1.0), 2, accumulator_dtype=jnp.complex64)
   state = tx.init({"z": jnp.zeros(2, jnp.complex64), "w": jnp.zeros(2)})
@@ -328,6 +427,21 @@ def test_an_accumulator_of_lower_precision_on_request():
   np.testing.assert_array_equal(updates, 1.5)
 
 
+@both
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_an_accumulator_of_lower_precision_does_not_round_the_updates(apply, differentiable):
+  inner = optax.scale(1 / 3)
+  expected, _ = inner.update(jnp.ones(2), inner.init(jnp.zeros(2)))
+  assert np.all(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
+  tx = accumulate(inner, 2, accumulator_dtype=jnp.bfloat16, differentiable=differentiable)
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  for _ in range(2):
+    out, state = (tx.apply if apply else tx.update)(jnp.ones(2), state, params)
+  helpers.assert_trees_equal_to(out, expected, 0)
+  assert state.acc_grads.dtype == jnp.bfloat16
+
+
 def test_extra_arguments_reach_inner():
   def update(updates, state, params=None, *, value, **extra_args):
     del params, extra_args
@@ -354,6 +468,18 @@ def test_has_updated_finds_the_flag_anywhere():
     flags.append(bool(has_updated({"opt_state": (state,), "step": 0})))
   assert flags == [False, True, False, True]
   assert has_updated(accumulate(optax.sgd(1.0), 1).init(params)).dtype == jnp.bool_
+
+
+def test_has_updated_is_whether_any_of_several_did():
+  tx = optax.partition(
+    {"a": accumulate(optax.sgd(1.0), 2), "b": accumulate(optax.sgd(1.0), 3)}, {"x": "a", "y": "b"}
+  )
+  params = {"x": jnp.zeros(2), "y": jnp.zeros(2)}
+  state, flags = tx.init(params), []
+  for _ in range(6):
+    _, state = tx.update(params, state, params)
+    flags.append(bool(has_updated(state)))
+  assert flags == [False, True, True, True, False, True]
 
 
 def test_the_state_keeps_the_names_of_multisteps():

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import deviceless
 import helpers
@@ -110,6 +111,56 @@ def test_zero_weight_on_all_devices_is_no_step_but_on_some_it_is(form, every_k):
   assert same_on_all(trace[every_k - 1][0]) == 0
   assert same_on_all(trace[every_k - 1][1].gradient_step) == 0
   assert same_on_all(trace[-1][0]) == -2
+
+
+@forms
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_weights_are_not_rounded_to_the_dtype_of_the_gradients(form, every_k):
+  weights = jnp.where(jnp.arange(DEVICES) % 2, 255.0, 257.0)
+  signs = jnp.where(jnp.arange(DEVICES) % 2, -1, 1).astype(jnp.bfloat16)
+  assert float(jnp.bfloat16(257)) == 256  # which would halve the mean
+  tx = accumulate(optax.sgd(1.0), every_k, axis_name="batch")
+  params = {"w": jnp.zeros(3, jnp.bfloat16)}
+  grads = {"w": jnp.broadcast_to(signs[:, None], (DEVICES, 3))}
+  step = jax.pmap(step_of(tx, form), axis_name="batch")
+  params, state = replicate(params), replicate(tx.init(params))
+  for _ in range(every_k):
+    params, state = step(params, state, grads, weights)
+  assert params["w"].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(params["w"].astype(jnp.float32), -(257 - 255) / (257 + 255))
+
+
+@forms
+@pytest.mark.parametrize("weights", [None, (1.0, 3.0)], ids=["default", "static"])
+@pytest.mark.parametrize("over", ["pmap", "vma", "no_vma"])
+def test_weights_known_to_the_program_count_on_every_device(over, weights, form):
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+  grads = np.arange(2.0 * DEVICES, dtype=np.float32).reshape(2, DEVICES) ** 2
+
+  def train(grads):
+    params = jnp.zeros(())
+    state, totals = tx.init(params), []
+    for i, g in enumerate(grads.reshape(2)):
+      kwargs = {"weight": weights[i]} if weights else {}
+      if form == "apply":
+        params, state = tx.apply(g, state, params, **kwargs)
+      else:
+        updates, state = tx.update(g, state, params, **kwargs)
+        params = optax.apply_updates(params, updates)
+      totals.append(state.acc_weight)
+    return params, jnp.stack(totals)
+
+  if over == "pmap":
+    of_devices = jax.pmap(train, axis_name="data", in_axes=1)(grads)
+    params, totals = jax.tree.map(lambda x: x[0], of_devices)
+  else:
+    train = jax.shard_map(
+      train, mesh=mesh_of(), in_specs=P(None, "data"), out_specs=P(), check_vma=over == "vma"
+    )
+    params, totals = jax.jit(train)(grads)
+  exact = np.average(grads.astype(np.float64).mean(1), weights=weights)
+  np.testing.assert_allclose(params, -exact, rtol=1e-6)
+  np.testing.assert_array_equal(totals, [DEVICES, 0])
 
 
 # --- shard_map ------------------------------------------------------------------------
@@ -238,6 +289,29 @@ def test_a_skip_on_one_device_in_shard_map(form, check_vma):
   assert np.flatnonzero(state.skip_state["should_skip"]).tolist() == [2]
 
 
+@forms
+@VMA
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("every_k", [1, 2, 3])
+def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every_k, reduction):
+  tx = accumulate(optax.sgd(1.0), every_k, reduction=reduction, axis_name="data")
+  params = {"w": np.zeros(3, np.float32)}
+  grads = np.random.default_rng(6).normal(size=(every_k, DEVICES, 3)) + 1
+  specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
+  shard_map = functools.partial(jax.shard_map, mesh=mesh_of(), check_vma=check_vma)
+
+  def call(params, state, grads):
+    return step_of(tx, form)(params, state, {"w": grads[0]})
+
+  state = shard_map(tx.init, in_specs=P(), out_specs=specs)(params)
+  step = jax.jit(shard_map(call, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+  for grad in grads:
+    params, state = step(params, state, np.float32(grad))
+  expected = {"mean": grads.mean((0, 1)), "sum": grads.sum((0, 1))}[reduction]
+  np.testing.assert_allclose(params["w"], -expected, rtol=1e-5)
+  assert (int(state.gradient_step), int(state.mini_step)) == (1, 0)
+
+
 def test_several_axes():
   with jax.enable_x64(True):
     axes = ("replica", "data")
@@ -352,6 +426,22 @@ def test_gradients_that_were_reduced_before_are_refused(grads_of):
   message = r"same on all devices of the axes \['data'\].*pcast\(params, 'data', to=\"varying\"\)"
   with pytest.raises(ValueError, match=message):
     sgd_step(grads_of, True)
+
+
+@pytest.mark.parametrize("reduced", [("replica", "data"), ("replica",), ("data",)])
+def test_gradients_that_were_reduced_over_some_of_the_axes_are_refused(reduced):
+  axes = ("replica", "data")
+  tx = accumulate(optax.sgd(1.0), 2, axis_name=axes)
+
+  def step(params, grads):
+    return tx.update({"w": jax.lax.psum(grads, reduced)}, tx.init(params), params)[0]
+
+  mesh = mesh_of(8, axes, (2, 4))
+  mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
+  missing = ", ".join(f"'{axis}'" for axis in sorted(reduced))
+  message = rf"of the axes \[{missing}\] of axis_name=\('replica', 'data'\).*to=\"varying\""
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(mapped, {"w": jnp.zeros(1)}, jnp.ones(8))
 
 
 def test_some_constant_gradients_are_fine():

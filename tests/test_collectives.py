@@ -1,6 +1,8 @@
 """`count_collectives`: what real programs run, for CPU and TPU, and forms they rarely print."""
 
 import functools
+import itertools
+import operator
 import re
 
 import deviceless
@@ -8,12 +10,13 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import optax
 import pytest
 
-from optax_accum import _collectives, _conditional
+from optax_accum import accumulate
+from optax_accum import count_collectives as count
 
 ROWS = P("data")
-count = _collectives.count_collectives
 X = jax.ShapeDtypeStruct((64, 8), jnp.float32)
 BYTES = 8 * 8 * 4  # of a device's part of X
 WHOLE = 64 * 8 * 4
@@ -138,8 +141,10 @@ def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
 
 @on_cpu_and_tpu
 def test_the_in_place_conditional_is_a_loop_without_a_trip_count(platform):
+  tx = accumulate(optax.stateless(lambda updates, _: reduced(updates)), 2)
+
   def fun(emit, x):
-    return _conditional.update_if(emit, reduced, x)
+    return tx.update(x, tx.init(x), flush=emit)[0]
 
   emit = jax.ShapeDtypeStruct((), jnp.bool_)
   program = compiled(fun, emit, X, platform=platform, in_specs=(P(), ROWS))
@@ -218,7 +223,9 @@ def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform)
 def test_small_collectives_can_be_left_out():
   report = count(compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X))
   assert report.outside == {"all-reduce": (2, BYTES + 4)}
+  assert report.at_least(4) == report
   assert report.at_least(5).outside == {"all-reduce": (1, BYTES)}
+  assert report.at_least(BYTES).outside == {"all-reduce": (1, BYTES)}
   assert report.at_least(BYTES + 1).operations == ()
 
 
@@ -379,6 +386,113 @@ def test_a_reduce_scatter_that_is_a_fusion_of_an_all_reduce():
   report = count(module(entry, ADD + fused))
   assert report.outside == {"reduce-scatter": (1, 256)}
   assert report.operations[0].op_name == "jit(f)/scatter"
+
+
+def counting_text(start, direction, limit, step, limit_on_the_left=False, annotation=""):
+  """A loop that compares a counter with a limit; collectives are in its body and condition."""
+  operands = "%limit, %i" if limit_on_the_left else "%i, %limit"
+  computations = f"""
+%condition (c: (s32[], f32[4])) -> pred[] {{
+  %c = (s32[], f32[4]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %x = f32[4]{{0}} get-tuple-element(%c), index=1
+  %t = f32[4]{{0}} all-to-all(%x), dimensions={{0}}
+  %limit = s32[] constant({limit})
+  ROOT %test = pred[] compare({operands}), direction={direction}
+}}
+%body (c: (s32[], f32[4])) -> (s32[], f32[4]) {{
+  %c = (s32[], f32[4]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %step = s32[] constant({step})
+  %moved = s32[] add(%i, %step)
+  %x = f32[4]{{0}} get-tuple-element(%c), index=1
+  %r = f32[4]{{0}} all-reduce(%x), channel_id=1, to_apply=%add
+  ROOT %next = (s32[], f32[4]{{0}}) tuple(%moved, %r)
+}}
+"""
+  entry = (
+    "  %p = f32[4]{0} parameter(0)\n"
+    f"  %start = s32[] constant({start})\n"
+    "  %carry = (s32[], f32[4]{0}) tuple(%start, %p)\n"
+    "  %loop = (s32[], f32[4]{0}) while(%carry), condition=%condition, body=%body"
+    f"{annotation}\n"
+    "  ROOT %x = f32[4]{0} get-tuple-element(%loop), index=1"
+  )
+  return module(entry, ADD + computations)
+
+
+def trips_of(report):
+  (trips,) = (c.executions for c in report.operations if c.kind == "all-reduce")
+  return trips
+
+
+KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
+
+
+@pytest.mark.parametrize("annotation", ["", KNOWN.format(5)], ids=["counter", "annotated"])
+def test_the_condition_of_a_loop_runs_once_more_than_its_body(annotation):
+  report = count(counting_text(0, "LT", 5, 1, annotation=annotation))
+  assert report.inside == {"all-reduce": (5, 5 * 16), "all-to-all": (6, 6 * 16)}
+  assert report.outside == {}
+  assert {c.loop for c in report.operations} == {"loop"}
+  assert report.unknown_trip_counts == ()
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    counting_text(0, "LT", 5, 1, annotation=KNOWN.format(0)),
+    counting_text(5, "LT", 5, 1),
+    counting_text(9, "LT", 5, 1),
+    counting_text(5, "GT", 5, -2),
+    counting_text(-9, "GE", 5, -2),
+    counting_text(5, "NE", 5, 1),
+  ],
+  ids=["annotated", "LT", "LT_behind", "GT", "GE_behind", "NE"],
+)
+def test_a_loop_of_no_trips_runs_its_condition_only(text):
+  report = count(text)
+  assert {c.kind: c.executions for c in report.operations if c.executions} == {"all-to-all": 1}
+  assert sum(total.bytes for total in report.inside.values()) == 16
+  assert report.unknown_trip_counts == ()
+
+
+COMPARE = {
+  "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("limit_on_the_left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("direction", COMPARE)
+def test_trip_counts_of_counters_that_count_up_or_down(direction, limit_on_the_left):
+  ordered = direction != "NE"
+  up = (direction in ("LT", "LE")) != limit_on_the_left  # the way to the limit
+  steps = [step for step in (1, 3, -1, -2) if not ordered or (step > 0) == up]
+  for start, step, distance in itertools.product((-3, 0, 7), steps, range(-2 * ordered, 9)):
+    limit = start + (distance if step > 0 else -distance) if ordered else start + distance * step
+
+    def runs(i, limit=limit):
+      return COMPARE[direction](*((limit, i) if limit_on_the_left else (i, limit)))
+
+    trips = len(list(itertools.takewhile(runs, itertools.count(start, step))))
+    report = count(counting_text(start, direction, limit, step, limit_on_the_left))
+    assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (start, limit, step)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    counting_text(0, "GT", -1, 1),  # until it wraps
+    counting_text(0, "NE", 5, 2),
+    counting_text(0, "NE", -4, 2),
+    counting_text(0, "LT", 5, 0),
+  ],
+  ids=["away", "steps_over", "NE_away", "still"],
+)
+def test_counters_that_fix_no_trip_count(text):
+  report = count(text)
+  assert trips_of(report) == 1
+  assert report.unknown_trip_counts == ("loop",)
 
 
 def test_the_report_prints_as_a_table():

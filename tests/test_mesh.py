@@ -175,6 +175,143 @@ def test_sharded_parameters(specs, model, kind, reduce_gradients):
       assert opt_state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
 
 
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_value_fn_of_sharded_parameters_is_the_loss_of_the_whole_batch(kind, reduce_gradients):
+  with jax.enable_x64(True):
+    mesh, tx, batch = make_mesh(8, kind), helpers.loss_elsewhere(), make_batch()
+    step = make_train_step(
+      loss_fn,
+      tx,
+      mesh=mesh,
+      num_microbatches=4,
+      weight_fn=valid_tokens,
+      reduce_gradients=reduce_gradients,
+    )
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SHARDED.items()}
+    params = jax.device_put(init_params(), shardings)
+    _, elsewhere, metrics = step(params, tx.init(params), batch)
+    twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())
+    expected = loss_fn(twice, jax.tree.map(jnp.asarray, batch))
+    np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
+    assert abs(expected - metrics["loss"]) > 1e-2
+
+
+def columns_loss(params, x, y):
+  return jnp.mean((jnp.einsum("ib,i->b", x, params) - y) ** 2)
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 24}])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_rows_on_the_last_axis(kind, options):
+  rng = np.random.default_rng(4)
+  params, x, y = rng.normal(size=3), rng.normal(size=(3, 64)), rng.normal(size=64)
+  with jax.enable_x64(True):
+    tx = optax.sgd(1.0)
+    step = make_train_step(
+      columns_loss, tx, mesh=make_mesh(8, kind), batch_argnums=(1, 2), batch_axis=-1, **options
+    )
+    new, _, metrics = step(params, tx.init(params), x, y)
+    loss, grad = jax.value_and_grad(columns_loss)(*map(jnp.asarray, (params, x, y)))
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
+    np.testing.assert_allclose(new, params - grad, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32, 40])
+def test_rows_of_an_explicit_mesh_that_do_not_divide(size):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(8, EXPLICIT), optimizer()
+    step = make_train_step(loss_fn, tx, mesh=mesh, microbatch_size=size, weight_fn=valid_tokens)
+    batch = jax.device_put(make_batch(48), NamedSharding(mesh, PartitionSpec("data")))
+    actual = three_steps(step, init_params(), batch, tx)
+    helpers.assert_trees_equal_to(actual, expected_steps(48), 1e-9)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+  ("size", "on_each"),
+  [(8, [1] * 6), (16, [2, 2, 2]), (32, [4, 2]), (40, [5, 1]), (48, [6]), (96, [6])],
+)
+def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
+  def fun(params, x):
+    return jnp.mean(params * x), jnp.asarray(len(x))
+
+  tx, mesh = optax.sgd(0.1), make_mesh(8, kind)
+  step = make_train_step(
+    fun, tx, mesh=mesh, microbatch_size=size, has_aux=True, aux_reduction="stack"
+  )
+  _, _, metrics = step(np.float32(1), tx.init(1.0), np.ones(48, np.float32))
+  assert metrics["aux"].tolist() == on_each * 8
+
+
+# --- one step object, called in many ways ---------------------------------------------
+
+
+def test_one_step_takes_the_batch_by_position_and_by_name():
+  def fun(params, batch, other):
+    return jnp.mean((params * batch - other) ** 2)
+
+  tx, mesh = optax.sgd(0.25), make_mesh()
+  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False)
+  x, y = np.arange(16, dtype=np.float32), np.ones(16, np.float32)
+  expected = 2 - 0.25 * jax.grad(fun)(jnp.asarray(2.0), jnp.asarray(x), jnp.asarray(y))
+  params = jnp.asarray(2.0)
+  calls = [((x, y), {}), ((x,), {"other": y}), ((), {"batch": x, "other": y}), ((x, y), {})]
+  for args, kwargs in calls:
+    new, _, metrics = step(params, tx.init(params), *args, **kwargs)
+    np.testing.assert_allclose(new, expected, rtol=1e-6)
+    assert float(metrics["total_weight"]) == 16
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_one_step_takes_replicated_and_sharded_parameters(kind):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(8, kind), optimizer()
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
+    everywhere = dict.fromkeys(SHARDED, PartitionSpec())
+    for specs in (everywhere, SHARDED, everywhere):
+      shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+      params = jax.device_put(init_params(), shardings)
+      new, state, _ = step(params, tx.init(params), make_batch())
+      for name, x in new.items():
+        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
+        assert state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+      params = jax.device_put(init_params(), shardings)
+      actual = three_steps(step, params, make_batch(), tx)
+      helpers.assert_trees_equal_to(actual, expected_steps(), 1e-9)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_parameters_and_state_on_a_mesh_are_donated_unless_told_otherwise(kind, donate):
+  mesh, tx = make_mesh(8, kind), relaxed(optax.adam(0.1))
+  everywhere = NamedSharding(mesh, PartitionSpec())
+  params = jax.device_put(init_params(np.float32), everywhere)
+  opt_state = jax.device_put(tx.init(params), everywhere)
+  batch = jax.device_put(make_batch(dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=donate)
+  step(params, opt_state, batch)
+  deleted = [x.is_deleted() for x in jax.tree.leaves((params, opt_state))]
+  assert deleted == [donate] * len(deleted)
+  assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
+
+
+@pytest.mark.parametrize(("axis", "spec"), [(0, ("data",)), (-1, (None, "data"))])
+def test_a_batch_from_numpy_is_placed_by_its_rows(axis, spec):
+  def fun(params, batch, scale):
+    return jnp.mean(params * batch["x"]) * jnp.sum(scale)
+
+  mesh, tx = make_mesh(8), optax.sgd(0.1)
+  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1, batch_axis=axis)
+  batch = {"x": np.ones((16, 16), np.float32)}
+  params, scale = np.float32(1), np.ones(8, np.float32)
+  lowered = step.lower(params, tx.init(params), batch, scale)
+  args, _ = lowered.compile().input_shardings
+  assert args[2]["x"].is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spec)), 2)
+  assert args[0].is_fully_replicated
+  assert args[3].is_fully_replicated
+
+
 # --- what the devices say to each other -----------------------------------------------
 
 
@@ -247,6 +384,17 @@ def test_a_reduction_every_microbatch_is_told_apart():
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   inside = count_collectives(compiled).at_least(64).inside["all-reduce"]
   assert inside.bytes >= 8 * size
+
+
+def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
+  mesh = deviceless.tpu_mesh((8,), ("data",), (AUTO,))
+  compiled, params = compiled_step(
+    mesh, rows=1024, width=128, num_microbatches=8, reduce_gradients="per_microbatch"
+  )
+  size = sum(4 * x.size for x in jax.tree.leaves(params))
+  report = count_collectives(compiled).at_least(1024)
+  assert report.inside["all-reduce"].bytes >= 8 * size
+  assert report.outside == {}
 
 
 def test_fsdp_gathers_and_scatters_once_or_holds_less():
@@ -357,17 +505,18 @@ def test_scale_in_shard_map_and_the_errors_that_people_make():
   assert unreduced == pytest.approx(float(jnp.mean(batch[:8]) / jnp.mean(batch)))
 
 
+@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=["axis", "axes"])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_axis_name_in_shard_map(check_vma):
+def test_axis_name_in_shard_map(check_vma, axis_name):
   with jax.enable_x64(True):
-    mesh = make_mesh()
+    mesh = make_mesh() if axis_name == "data" else make_mesh(4, AUTO, 2)
     cycle = microbatch_value_and_grad(
-      loss_fn, microbatch_size=3, weight_fn=valid_tokens, axis_name="data"
+      loss_fn, microbatch_size=3, weight_fn=valid_tokens, axis_name=axis_name
     )
     mapped = jax.shard_map(
       cycle,
       mesh=mesh,
-      in_specs=(PartitionSpec(), PartitionSpec("data")),
+      in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
       out_specs=PartitionSpec(),
       check_vma=check_vma,
     )
@@ -377,6 +526,68 @@ def test_axis_name_in_shard_map(check_vma):
     helpers.assert_trees_equal_to(
       jax.jit(mapped)(params, batch), jax.value_and_grad(loss_fn)(params, batch), 1e-10
     )
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 3}])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_rows_weigh_the_same_over_devices_and_microbatches(check_vma, options, reduction):
+  with jax.enable_x64(True):
+    of = {"mean": jnp.mean, "sum": jnp.sum}[reduction]
+    cycle = microbatch_value_and_grad(
+      lambda w, x: of(w * x), reduction=reduction, axis_name="data", **options
+    )
+    mapped = jax.shard_map(
+      cycle,
+      mesh=make_mesh(),
+      in_specs=(PartitionSpec(), PartitionSpec("data")),
+      out_specs=PartitionSpec(),
+      check_vma=check_vma,
+    )
+    x = np.random.default_rng(5).normal(size=64) + 1
+    loss, grad = jax.jit(mapped)(jnp.asarray(2.0), x)
+    expected = {"mean": x.mean(), "sum": x.sum()}[reduction]
+    np.testing.assert_allclose([loss, grad], [2 * expected, expected], rtol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_max_and_min_over_devices(check_vma):
+  run = microbatch(
+    lambda x: {"max": jnp.max(x), "min": jnp.min(x), "all": jnp.all(x > 0), "any": jnp.any(x > 8)},
+    reduction={"max": "max", "min": "min", "all": "min", "any": "max"},
+    num_microbatches=2,
+    axis_name="data",
+  )
+  mapped = jax.shard_map(
+    run,
+    mesh=make_mesh(),
+    in_specs=PartitionSpec("data"),
+    out_specs=PartitionSpec(),
+    check_vma=check_vma,
+  )
+  x = np.full(32, 3, np.float32)
+  x[[9, 22]] = -1, 9  # on devices 2 and 5, whose extremes no other device has
+  out = jax.jit(mapped)(x)
+  assert (float(out["max"]), float(out["min"])) == (9, -1)
+  assert (bool(out["all"]), bool(out["any"])) == (False, True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_of_a_carried_count_the_largest_is_kept(check_vma):
+  def fun(w, x, count):
+    return jnp.mean(w * x), (count + jnp.sum(x > 0), None)
+
+  cycle = microbatch_value_and_grad(fun, num_microbatches=2, carry_argnum=2, axis_name="data")
+  mapped = jax.shard_map(
+    cycle,
+    mesh=make_mesh(4),
+    in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
+    out_specs=PartitionSpec(),
+    check_vma=check_vma,
+  )
+  x = np.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0], np.float32)
+  (_, (count, _)), _ = jax.jit(mapped)(jnp.asarray(1.0), x, jnp.asarray(10))
+  assert (int(count), count.dtype) == (13, jnp.int32)  # 12, 13, 11 and 12 on the devices
 
 
 def test_axis_name_in_pmap_with_everything():
@@ -416,9 +627,11 @@ def test_axis_name_in_pmap_with_everything():
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_aux_carry_keys_and_skips_over_a_mesh(kind):
-  def fun(params, x, mean, key):
+  def fun(params, x, carry, key):
     aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[0], "most": x[0]}
-    return jnp.mean(params * x), (0.5 * mean + 0.5 * jnp.mean(x), aux)
+    aux["least"] = jnp.min((x - 9) ** 2)
+    new = {"mean": 0.5 * carry["mean"] + 0.5 * jnp.mean(x), "big": carry["big"] + jnp.sum(x == 9)}
+    return jnp.mean(params * x), (new, aux)
 
   mesh = make_mesh(4, kind)
   step = make_train_step(
@@ -436,12 +649,17 @@ def test_aux_carry_keys_and_skips_over_a_mesh(kind):
       "first": "stack",
       "last": "last",
       "most": "max",
+      "least": "min",
     },
   )
   x = np.arange(16, dtype=np.float32)
   x[5] = np.nan  # row 1 of device 1: in its second microbatch
   params, _, carry, metrics = step(
-    jnp.asarray(1.0), optax.sgd(0.1).init(1.0), x, jnp.zeros(()), jax.random.key(0)
+    jnp.asarray(1.0),
+    optax.sgd(0.1).init(1.0),
+    x,
+    {"mean": jnp.zeros(()), "big": jnp.asarray(10)},
+    jax.random.key(0),
   )
   kept = np.delete(x, [5, 7])
   assert int(metrics["skipped_microbatches"]) == 1
@@ -453,11 +671,13 @@ def test_aux_carry_keys_and_skips_over_a_mesh(kind):
   # Device by device, and on each its microbatches in turn.
   np.testing.assert_array_equal(metrics["aux"]["first"], [0, 1, 4, np.nan, 8, 9, 12, 13])
   assert (float(metrics["aux"]["last"]), float(metrics["aux"]["most"])) == (13, 13)
+  assert float(metrics["aux"]["least"]) == 0  # of row 1 of device 2
   means = [
     x[[4 * d, 4 * d + 2]].mean() / 4 + x[[4 * d + 1, 4 * d + 3]].mean() / 2 for d in range(4)
   ]
   means[1] = x[[4, 6]].mean() / 2  # kept as it was before the skip
-  np.testing.assert_allclose(carry, np.mean(means), rtol=1e-6)
+  np.testing.assert_allclose(carry["mean"], np.mean(means), rtol=1e-6)
+  assert int(carry["big"]) == 11  # counted by device 2 alone
 
 
 def test_embedding_gradients_are_exact():
@@ -496,14 +716,20 @@ def test_line_search_over_a_mesh():
 
 def test_one_compilation_over_a_mesh():
   for kind in (AUTO, EXPLICIT):
+    seen, traced = [], []
+
+    def counted(params, batch, seen=seen):
+      seen.append(None)
+      return loss_fn(params, batch)
+
     tx = optimizer()
-    step = make_train_step(loss_fn, tx, mesh=make_mesh(8, kind), num_microbatches=2)
+    step = make_train_step(counted, tx, mesh=make_mesh(8, kind), num_microbatches=2)
     params = init_params(np.float32)
     opt_state = tx.init(jax.tree.map(jnp.asarray, params))
     for _ in range(3):
       params, opt_state, _ = step(params, opt_state, make_batch(dtype=np.float32))
-    (jitted,) = step._jitted._jitted.values()
-    assert jitted._cache_size() == 1
+      traced.append(len(seen))
+    assert traced[0] == traced[-1] > 0
 
 
 def test_accumulators_take_the_shardings_of_the_parameters():
@@ -562,6 +788,20 @@ def test_arrays_that_are_elsewhere():
     step(params, state, wrong)
 
 
+def test_rows_on_the_last_axis_are_where_they_must_be():
+  mesh, tx = make_mesh(4, AUTO, 2), optax.sgd(1.0)
+  step = make_train_step(columns_loss, tx, mesh=mesh, num_microbatches=2, batch_axis=-1,
+                         batch_argnums=(1, 2), donate=False)  # fmt: skip
+  x = np.arange(64, dtype=np.float32).reshape(4, 16) / 64
+  params, y = np.ones(4, np.float32), np.ones(16, np.float32)
+  at = lambda *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+  with pytest.raises(ValueError, match=r"batch argument 1 has its rows sharded over 'model'"):
+    step(params, tx.init(params), at(None, "model"), y)
+  new, _, _ = step(params, tx.init(params), at("model", "data"), y)
+  expected = params - jax.grad(columns_loss)(*map(jnp.asarray, (params, x, y)))
+  np.testing.assert_allclose(new, expected, rtol=1e-5)
+
+
 def test_a_step_that_every_device_would_take_for_itself():
   step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
   params, batch = jax.tree.map(jnp.asarray, (init_params(np.float32), make_batch(dtype=np.float32)))
@@ -580,11 +820,13 @@ def test_a_step_that_every_device_would_take_for_itself():
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
-def test_microbatches_that_an_explicit_sharding_cannot_follow():
+@pytest.mark.parametrize("size", [12, 20, 32])  # no multiple of 8, no divisor of 48
+def test_microbatches_that_an_explicit_sharding_cannot_follow(size):
   mesh = make_mesh(8, EXPLICIT)
   x = jax.device_put(np.ones(48, np.float32), NamedSharding(mesh, PartitionSpec("data")))
-  cycle = microbatch_value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=20)
-  with pytest.raises(ValueError, match=r"48 rows are sharded over 8 devices.* of 20 rows cannot"):
+  cycle = microbatch_value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=size)
+  match = rf"48 rows are sharded over 8 devices.* of {size} rows cannot.* use microbatches of"
+  with pytest.raises(ValueError, match=match):
     jax.jit(cycle)(jnp.asarray(1.0), x)
 
 

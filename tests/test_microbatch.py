@@ -216,6 +216,32 @@ def test_skip_nonfinite_leaves_a_microbatch_out(bad):
   assert not np.isfinite(plain(jnp.asarray(2.0), x)[1])  # without it, it shows
 
 
+@pytest.mark.parametrize(
+  "broken_at_zero",
+  [
+    lambda p, x: jnp.mean(jnp.sqrt(p["z"] * x)),
+    lambda p, x: jnp.mean(jnp.sqrt(jnp.real(p["c"] * jnp.conj(p["c"])) * x)),
+    lambda p, x: jnp.where(x[0] == 0, jnp.inf, 0.0),
+  ],
+  ids=["a later gradient", "a complex gradient", "the loss"],
+)
+def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
+  def loss_fn(params, x):
+    return jnp.mean(params["a"] * x) + broken_at_zero(params, x)
+
+  params = {"a": jnp.asarray(3.0), "c": jnp.asarray(1 + 1j), "z": jnp.asarray(2.0)}
+  x = jnp.array([1.0, 0.0, 4.0])
+  broken = jax.value_and_grad(loss_fn)(params, x[1:2])
+  finite = [bool(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(broken)]  # loss, a, c, z
+  assert finite.count(False) == 1
+  assert finite[1]
+  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, skip_nonfinite=True)
+  loss, grads, stats = cycle(params, x)
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (1, 2.0)
+  expected = jax.value_and_grad(loss_fn)(params, x[::2])
+  helpers.assert_trees_equal_to((loss, grads), expected, 1e-6)
+
+
 def test_padding_is_not_counted_as_skipped():
   batch = make_batch(4, dtype=np.float32)
   batch["valid"] = batch["valid"].at[1::2].set(0.0)  # microbatch 1 of 2, whose loss is 0/0
@@ -243,7 +269,7 @@ def statistics(x):
   return {
     "row": 2 * x,
     "of": (jnp.sum(x), jnp.max(x), jnp.min(x)),
-    "any": jnp.any(x > 5),
+    "flags": [jnp.any(x > 5), jnp.any(x > 9), jnp.all(x > 0), jnp.all(x > 5)],
     "small": jnp.sum(x).astype(jnp.int8),
   }
 
@@ -253,14 +279,20 @@ def test_reductions_by_prefix_tree(size):
   x = jnp.array([3.0, 1, 4, 1, 5, 9, 2])
   run = optax_accum.microbatch(
     statistics,
-    reduction={"row": "concat", "of": ("sum", "max", "min"), "any": "max", "small": "sum"},
+    reduction={
+      "row": "concat",
+      "of": ("sum", "max", "min"),
+      "flags": ["max", "max", "min", "min"],
+      "small": "sum",
+    },
     microbatch_size=size,
   )
   out = jax.jit(run)(x)
   chex.assert_trees_all_equal(out["row"], 2 * x)
   assert [float(v) for v in out["of"]] == [25, 9, 1]
-  assert bool(out["any"])
-  assert out["any"].dtype == jnp.bool_
+  # "max" of bools is whether any is true, and "min" whether all are.
+  assert [v.tolist() for v in out["flags"]] == [True, False, True, False]
+  assert {v.dtype for v in out["flags"]} == {jnp.dtype(jnp.bool_)}
   assert int(out["small"]) == 25
   assert out["small"].dtype == jnp.int32  # as jnp.sum: a sum of int8 soon leaves int8
 
@@ -275,6 +307,17 @@ def test_stack_and_last_are_in_the_order_of_the_microbatches():
     sums = [float(np.sum(np.arange(6.0)[i::n])) for i in range(n)]  # strided
     assert stacked.tolist() == sums
     assert float(last) == sums[-1]
+
+
+@pytest.mark.parametrize("names", ["last", ("stack", "last", "sum")])
+def test_the_smaller_last_microbatch_is_last(names):
+  fun = jnp.sum if names == "last" else lambda x: (jnp.sum(x),) * 3
+  run = optax_accum.microbatch(fun, reduction=names, microbatch_size=2)
+  out = run(jnp.array([1.0, 2, 4, 8, 16]))  # rows 0 and 2, rows 1 and 3, row 4
+  if names == "last":
+    assert float(out) == 16
+  else:
+    assert (out[0].tolist(), float(out[1]), float(out[2])) == ([5, 10, 16], 16, 31)
 
 
 def test_min_max_sum_and_last_leave_out_what_has_no_weight():
@@ -339,6 +382,22 @@ def test_keys_alone_by_name_and_in_arrays(make_key):
     chex.assert_trees_all_equal(one[i], jax.random.uniform(jax.random.fold_in(key, i)))
     folded = jax.vmap(jax.random.fold_in, (0, None))(keys, i)
     chex.assert_trees_all_equal(three[i], jax.vmap(jax.random.uniform)(folded))
+
+
+@pytest.mark.parametrize("also", ["max", "last"])  # "last" makes the tail run last
+def test_the_smaller_last_microbatch_has_noise_of_its_own(also):
+  def fun(params, batch, key):
+    noise = jax.random.uniform(key)
+    return params * jnp.mean(batch), (noise, noise)
+
+  cycle = optax_accum.microbatch_value_and_grad(
+    fun, has_aux=True, microbatch_size=2, rng_argnums=2, aux_reduction=("stack", also)
+  )
+  key = jax.random.key(3)
+  (_, (noise, _)), _ = jax.jit(cycle)(jnp.asarray(1.0), jnp.arange(5.0), key)
+  folded = [jax.random.fold_in(key, i) for i in range(3)]
+  chex.assert_trees_all_equal(noise, jnp.stack([jax.random.uniform(k) for k in folded]))
+  assert np.unique(noise).size == 3
 
 
 # --- a threaded carry -----------------------------------------------------------------
@@ -421,6 +480,43 @@ def test_weights_beyond_half_precision_are_not_rounded():
   np.testing.assert_allclose(float(grad), (1 + 513 * 3) / 514, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float64])
+def test_weights_beyond_float32_are_not_rounded(dtype):
+  def loss_fn(params, x):
+    return params * jnp.mean(x)
+
+  with jax.enable_x64(True):
+    heavy = 2**24 + 1  # the first integer that float32 does not hold
+    cycle = optax_accum.microbatch_value_and_grad(
+      loss_fn,
+      num_microbatches=2,
+      weight_fn=lambda x: jnp.where(x[0] > 0, 1, heavy).astype(dtype),
+    )
+    loss, grad = cycle(jnp.asarray(1.0), jnp.array([0.0, 1.0]))
+    assert grad.dtype == np.float64
+    rounded = 1 / (np.float64(np.float32(heavy)) + 1)
+    assert abs(rounded * (heavy + 1) - 1) > 1e-8
+    np.testing.assert_allclose([loss, grad], 1 / (heavy + 1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_the_sums_of_microbatch_are_in_accumulator_dtype(reduction):
+  def total(x, dtype):
+    run = optax_accum.microbatch(
+      lambda x: x[0], reduction=reduction, num_microbatches=len(x), accumulator_dtype=dtype
+    )
+    out = run(x)
+    assert out.dtype == x.dtype
+    return float(out) * (len(x) if reduction == "mean" else 1)
+
+  ones = jnp.ones(1024, jnp.bfloat16)
+  assert (total(ones, None), total(ones, jnp.bfloat16)) == (1024, 256)
+  with jax.enable_x64(True):
+    x = jnp.asarray([2.0**24, 1, 1, 1], jnp.float32)
+    # 2**24 + 3 is rounded once, to 2**24 + 4; in float32 every 1 would be lost.
+    assert (total(x, None), total(x, jnp.float64)) == (2**24, 2**24 + 4)
+
+
 def test_complex_parameters_stay_complex():
   def loss_fn(params, x):
     return jnp.mean(jnp.abs(x * params - 1j) ** 2)
@@ -476,6 +572,11 @@ def test_program_does_not_grow_with_the_number_of_microbatches():
   assert lines(2) == lines(8) == lines(64)
 
 
+def scan_unrolls(fun, *args):
+  equations = jax.make_jaxpr(fun)(*args).eqns
+  return [e.params["unroll"] for e in equations if e.primitive.name == "scan"]
+
+
 def test_unroll_is_the_scans():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
   expected = jax.value_and_grad(masked_mean_loss)(params, batch)
@@ -485,6 +586,11 @@ def test_unroll_is_the_scans():
     )
     assert jax.jit(cycle).lower(params, batch).as_text().count("stablehlo.while") == loops
     helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-5)
+    scans = scan_unrolls(cycle, params, batch)
+    run = optax_accum.microbatch(
+      lambda batch: jnp.sum(batch["y"]), reduction="sum", num_microbatches=4, unroll=unroll
+    )
+    assert scans == scan_unrolls(run, batch) == [4 if unroll is True else unroll]
 
 
 def test_the_loop_has_a_name_in_a_profile():

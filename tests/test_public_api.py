@@ -14,6 +14,12 @@ import pytest
 import optax_accum
 
 PUBLIC = {name: value for name, value in vars(optax_accum).items() if not name.startswith("_")}
+FUNCTIONS = [value for value in PUBLIC.values() if inspect.isfunction(value)]
+MODULES = ["optax_accum"] + [
+  module.name
+  for module in pkgutil.walk_packages(optax_accum.__path__, "optax_accum.")
+  if not module.name.endswith(".__main__")
+]
 
 
 def test_public_names_are_functions_and_types_of_ours():
@@ -31,20 +37,24 @@ def test_every_argument_is_documented(name):
       assert f"  {argument}:" in value.__doc__ or f"  **{argument}:" in value.__doc__, argument
 
 
-@pytest.mark.parametrize(
-  "module", [m.name for m in pkgutil.iter_modules(optax_accum.__path__) if m.name != "__main__"]
-)
+def examples_of(documented):
+  return sum(len(doctest.DocTestParser().get_examples(f.__doc__)) for f in documented)
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings_run(module):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    result = doctest.testmod(importlib.import_module(f"optax_accum.{module}"))
+    result = doctest.testmod(importlib.import_module(module))
   assert result.failed == 0
+  assert result.attempted >= examples_of(f for f in FUNCTIONS if f.__module__ == module)
 
 
-def test_every_public_function_has_an_example():
-  functions = [v for v in PUBLIC.values() if inspect.isfunction(v)]
-  assert functions
-  for function in functions:
-    assert ">>> " in function.__doc__, function.__name__
+def test_every_public_function_has_an_example_that_runs():
+  assert FUNCTIONS
+  for function in FUNCTIONS:
+    assert examples_of([function]) > 0, function.__name__
+    assert "+SKIP" not in function.__doc__, function.__name__
+    assert function.__module__ in MODULES, function.__name__
 
 
 def test_optional_packages_are_not_imported():

@@ -185,6 +185,25 @@ def test_line_search_sees_the_loss_of_the_whole_batch():
     assert float(metrics["loss"]) < float(loss_fn(params, batch)) - 0.2
 
 
+@pytest.mark.parametrize("size", [6, 7, 30])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, size):
+  def fun(params, batch):
+    rows = {"mean": 1.0, "sum": len(batch["y"])}[reduction]
+    return rows * loss_fn(params, batch)
+
+  with jax.enable_x64(True):
+    params, batch = init_params(np.float64, hidden=4), digits(30, np.float64)
+    tx = helpers.loss_elsewhere()
+    step = optax_accum.make_train_step(
+      fun, tx, microbatch_size=size, reduction=reduction, donate=False
+    )
+    _, elsewhere, metrics = step(params, tx.init(params), batch)
+    expected = fun(jax.tree.map(lambda x: 2 * x, params), batch)
+    np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
+    assert abs(expected - metrics["loss"]) > 1e-2
+
+
 @pytest.mark.parametrize("aux", [jnp.float32(1), {"a": jnp.float32(1)}, jnp.ones(2)])
 def test_line_search_with_aux(aux):
   params, batch = init_params(hidden=4), digits(12)
@@ -333,9 +352,22 @@ def test_further_arguments_and_a_carry_follow_the_batch():
   assert not mean.is_deleted()
 
 
-def test_a_step_can_be_copied():
-  step = optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2)
-  assert copy.copy(step).lower is not None
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@pytest.mark.parametrize("options", [{}, {"donate": False}, {"mesh": True}])
+def test_a_step_can_be_copied(copied, options):
+  if "mesh" in options:
+    options = {"mesh": jax.sharding.Mesh(jax.devices(), ("data",))}
+  tx, batch = optax.sgd(0.1), digits(32)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, **options)
+
+  def first(step):
+    return jax.device_get(step(init_params(), tx.init(init_params()), batch))
+
+  uncalled, expected = copied(step), first(step)
+  for other in (uncalled, copied(step)):
+    assert other is not step
+    chex.assert_trees_all_equal(first(other), expected)
+  assert helpers.largest_difference(expected[0], init_params()) > 1e-3
 
 
 def test_parameters_and_state_are_donated_unless_told_otherwise():
@@ -372,7 +404,6 @@ def test_one_compilation_serves_every_step():
   opt_state = tx.init(params)
   for _ in range(4):
     params, opt_state, _ = step(params, opt_state, batch)
-  assert step._cache_size() == 1
 
 
 def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
