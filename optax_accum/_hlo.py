@@ -1,6 +1,7 @@
 """The text of an optimized HLO module: its operations, and how often each runs."""
 
 from collections.abc import Callable, Iterator
+import dataclasses
 import math
 import re
 from typing import NamedTuple
@@ -17,13 +18,13 @@ class Operation(NamedTuple):
   called: tuple[tuple[str, str], ...]  # roles and names of the computations that it runs
 
 
+@dataclasses.dataclass
 class Computation:
   """A block of operations; the program's, a loop's body, a fusion's, ..."""
 
-  def __init__(self, name: str):
-    self.name = name
-    self.operations: dict[str, Operation] = {}
-    self.root = ""
+  name: str
+  operations: dict[str, Operation] = dataclasses.field(default_factory=dict)
+  root: str = ""
 
 
 class Run(NamedTuple):
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
 
 class _Scope(NamedTuple):
-  """A computation as called from one place; that of the program or of a loop has no caller."""
+  """A computation as called from one place. That of the program, or of a loop, has no caller."""
 
   computation: Computation
   arguments: tuple[str, ...] = ()
@@ -131,9 +132,8 @@ class Module:
     # XLA for TPU prints no trip counts. What it makes of a scan is a counter in the carry that
     # starts at a constant, moves by a constant, and is compared with a constant.
     called = {role: _Scope(self.computations[name]) for role, name in loop.called}
-    condition, test, _ = self._source(
-      called["condition"], called["condition"].computation.root, None
-    )
+    condition = called["condition"]
+    condition, test, _ = self._source(condition, condition.computation.root, None)
     if test.opcode != "compare":
       return None
     counter, limit = (self._affine(condition, name) for name in test.operands)
@@ -185,11 +185,6 @@ class Module:
         name = op.operands[0]
       else:
         return scope, op, index
-
-
-def is_module(text: str) -> bool:
-  """Whether `text` has the computation that an HLO module starts with."""
-  return re.search(r"^ENTRY\b", text, re.MULTILINE) is not None
 
 
 def parts(shape: str) -> list[str]:

@@ -2,62 +2,65 @@
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any, NamedTuple
+from typing import Any, cast, Literal, ParamSpec, TypeVar
 
-import chex
-import jax
+from jax.typing import DTypeLike
 
-from optax_accum import _arguments, _reduce, _reductions, _validate
-from optax_accum._scan import MicrobatchStats, run_cycle
-from optax_accum._shards import Shards
-from optax_accum._split import Call, Split
+from optax_accum import _loss, _reductions, _scan
+from optax_accum._across_devices import AxisName
+from optax_accum._reductions import ReductionTree
+from optax_accum._split import Call, Split, WeightFn
+
+Args = ParamSpec("Args")
+Out = TypeVar("Out")
 
 
 def microbatch(
-  fun: Callable[..., Any],
+  fun: Callable[Args, Out],
   *,
-  reduction: Any,
+  reduction: ReductionTree,
   batch_argnums: int | Sequence[int] = 0,
   batch_argnames: str | Sequence[str] = (),
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   batch_axis: int = 0,
-  weight_fn: Callable[..., chex.Numeric] | None = None,
+  weight_fn: WeightFn | None = None,
   rng_argnums: int | Sequence[int] = (),
   rng_argnames: str | Sequence[str] = (),
-  accumulator_dtype: chex.ArrayDType | None = None,
-  axis_name: Any = None,
+  accumulator_dtype: DTypeLike | None = None,
+  axis_name: AxisName | None = None,
   unroll: int | bool = 1,
-) -> Callable[..., Any]:
-  """`fun`, run over the microbatches of its batch in one `jax.lax.scan`.
+) -> Callable[Args, Out]:
+  """Runs `fun` on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
-  For evaluation, encoding and statistics on a batch whose intermediate values do not
-  fit: the memory is that of one microbatch. For gradients, `microbatch_value_and_grad`.
+  Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
+  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for gradients.
 
   Args:
-    fun: Any function of arrays; `microbatch` may be around `jax.jit` or inside it.
-    reduction: How the microbatches' outputs become one: a prefix tree over the outputs,
-      of ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"``
-      (a new leading axis of microbatches) and ``"concat"`` (along the leading axis, which
-      must be the microbatch's rows; in the batch's own order).
+    fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
+    reduction: How the outputs of the microbatches become one output. One word for all outputs,
+      or a prefix tree over them with a word at each leaf: ``"mean"`` (weighted), ``"sum"``,
+      ``"max"``, ``"min"``, ``"last"``, ``"stack"`` or ``"concat"``. ``"stack"`` adds a leading
+      axis of microbatches. ``"concat"`` needs outputs whose leading axis is the microbatch's
+      rows, and returns the rows in the order of the batch.
     batch_argnums: The positions of the arguments that are split.
     batch_argnames: The names of keyword arguments that are split.
-    num_microbatches: How many; must divide the rows. This or `microbatch_size`.
-    microbatch_size: The rows of one microbatch; the last one may be smaller.
+    num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch. The last one may be smaller.
     batch_axis: The axis that is split, of every leaf of the batch.
-    weight_fn: As in `microbatch_value_and_grad`, and so are all arguments below.
-    rng_argnums: The positions of keys, folded with the microbatch's index.
+    weight_fn: How much a microbatch counts; this and the rest as in `microbatch_value_and_grad`.
+    rng_argnums: The positions of random keys, which get the microbatch's index folded in.
     rng_argnames: The names of such keyword arguments.
-    accumulator_dtype: The dtype of sums and means.
-    axis_name: The mapped axis that the batch is spread over, inside `pmap` or `shard_map`.
+    accumulator_dtype: The dtype that sums and means are added up in.
+    axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
 
   Returns:
-    A function with `fun`'s arguments and `fun`'s outputs, reduced.
+    A function with `fun`'s arguments, which returns `fun`'s outputs, reduced.
 
   Raises:
-    ValueError: If a count, a name, an argument or a shape cannot work.
-    TypeError: If a value has the wrong type, or an output a dtype that its reduction lacks.
+    ValueError: A count, a name, an argument or a shape cannot work.
+    TypeError: A value has the wrong type, or an output has a dtype that its reduction lacks.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -71,37 +74,22 @@ def microbatch(
     ([0.0, 2.0, 4.0, 6.0, 8.0], 2)
 
   References:
-    `optax.microbatching.microbatch` is the closest peer. It needs a batch that divides
-    evenly, counts every microbatch the same and folds no keys.
+    `optax.microbatching.microbatch` is the closest peer. This differs from it: the last
+    microbatch may be smaller, microbatches may have weights, and keys are folded.
   """
-  split = Split(
-    num_microbatches=num_microbatches,
-    microbatch_size=microbatch_size,
-    batch_argnums=batch_argnums,
-    batch_argnames=batch_argnames,
-    batch_axis=batch_axis,
-    weight_fn=weight_fn,
-    rng_argnums=rng_argnums,
-    rng_argnames=rng_argnames,
-    accumulator_dtype=accumulator_dtype,
-    axis_name=axis_name,
-    unroll=unroll,
-  )
-  _reductions.check_names("reduction", reduction)
+  split = Split.of(locals())
+  reductions = _reductions.named("reduction", reduction)
 
   @functools.wraps(fun)
-  def once(*args: Any, **kwargs: Any) -> tuple[None, Any]:
-    return None, fun(*args, **kwargs)
-
-  @functools.wraps(fun)
-  def microbatched(*args: Any, **kwargs: Any) -> Any:
-    return run_cycle(Call(once, split, args, kwargs), reduction)[1]
+  def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
+    call = Call(fun, lambda *args, **kwargs: (None, fun(*args, **kwargs)), split, args, kwargs)
+    return cast(Out, _scan.run(call, reductions).outputs)
 
   return microbatched
 
 
 def microbatch_value_and_grad(
-  fun: Callable[..., Any],
+  fun: Callable[Args, Any],
   argnums: int | Sequence[int] = 0,
   has_aux: bool = False,
   *,
@@ -110,30 +98,30 @@ def microbatch_value_and_grad(
   batch_argnums: int | Sequence[int] = 1,
   batch_argnames: str | Sequence[str] = (),
   batch_axis: int = 0,
-  reduction: str = "mean",
-  weight_fn: Callable[..., chex.Numeric] | None = None,
-  aux_reduction: Any = "mean",
+  reduction: Literal["mean", "sum"] = "mean",
+  weight_fn: WeightFn | None = None,
+  aux_reduction: ReductionTree = "mean",
   rng_argnums: int | Sequence[int] = (),
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
-  accumulator_dtype: chex.ArrayDType | None = None,
+  accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
-  axis_name: Any = None,
+  axis_name: AxisName | None = None,
   unroll: int | bool = 1,
-) -> Callable[..., Any]:
+) -> Callable[Args, tuple[Any, ...]]:
   r"""`jax.value_and_grad` that runs microbatch by microbatch, in one `jax.lax.scan`.
 
-  With :math:`w_i` the weight of microbatch i (its rows, or what `weight_fn` counts),
-  the value and the gradients are those of the whole batch,
+  Let :math:`w_i` be the weight of microbatch i: its rows, or what `weight_fn` counts. The value
+  and the gradients are the weighted means
 
   .. math:: \sum_i w_i g_i \Big/ \sum_i w_i
 
-  for a loss that is itself a mean over what the weights count. A loss in which rows
-  meet each other (contrastive, batch normalisation without a threaded carry) is not
-  such a mean, and no sum over microbatches gives its gradient.
+  They are those of the whole batch if the loss is itself a mean over what the weights count.
+  A loss in which rows meet each other is not such a mean (a contrastive loss, or one through
+  batch normalisation). No sum over microbatches gives its gradient.
 
-  The scan compiles one body whatever the number of microbatches, holds the gradient
-  sum and one microbatch's activations, and adds plain sums that are divided once.
+  One body is compiled, whatever the number of microbatches. The scan holds one microbatch's
+  activations and the plain sum of the gradients, which is divided once.
 
   ==============================  ====================================================
   edge case                       what happens
@@ -152,46 +140,45 @@ def microbatch_value_and_grad(
       ``(loss, (new_carry, aux))`` with `carry_argnum`.
     argnums: As in `jax.value_and_grad`: what to differentiate, a position or several.
     has_aux: Whether `fun` returns ``(loss, aux)``.
-    num_microbatches: How many microbatches; must divide the rows. This or
-      `microbatch_size`, exactly one of the two.
-    microbatch_size: The rows of one microbatch. More than the batch has means one.
-    batch_argnums: The positions of the arguments that are split, each a pytree of arrays
-      with the same rows. Default 1: ``fun(params, batch)``.
+    num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
+    microbatch_size: The rows of one microbatch. The last one may be smaller.
+    batch_argnums: The positions of the arguments that are split. Each is a pytree of arrays,
+      and all arrays have the same number of rows. Default 1: ``fun(params, batch)``.
     batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis of every batch leaf that is split.
-    reduction: ``"mean"``, the weighted mean of losses and gradients; or ``"sum"``, their
-      plain sum, for a loss that is a sum over rows.
-    weight_fn: ``weight_fn(*batch_args) -> scalar``, called with the microbatch: the
-      number of valid tokens, for a loss that is a mean over valid tokens. Batch arguments
-      passed by name are passed by name. Default: the rows.
-    aux_reduction: How aux is reduced: a prefix tree of the names that `microbatch` takes.
-      ``"mean"`` is weighted as the loss. A value for each row needs ``"concat"``.
-    rng_argnums: The positions of random keys, trees of typed or raw uint32 keys; each is
-      ``jax.random.fold_in(key, i)`` in microbatch i (after the device's index on
-      `axis_name`), with one microbatch too, so that no two share noise.
+    batch_axis: The axis that is split, of every leaf of the batch.
+    reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their plain,
+      unweighted sum, for a loss that is a sum over rows (a weight of zero still leaves a
+      microbatch out).
+    weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts. For a loss that
+      is a mean over valid tokens, return the number of valid tokens. It is called with the
+      microbatch's part of the batch arguments, by position or by name as the call had them.
+      Default: the rows.
+    aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+      ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
+    rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i
+      gets ``jax.random.fold_in(key, i)``, also where there is only one, so no two microbatches
+      share noise. With `axis_name` the device's index is folded in first.
     rng_argnames: The names of such keyword arguments.
-    carry_argnum: The position of an argument that is threaded through the microbatches,
-      such as batch statistics: each sees the one that the microbatch before returned.
-      They are updated once per microbatch, so N updates with momentum m weigh as one
-      with m**N.
-    accumulator_dtype: The dtype that losses and gradients are added up in. Default: their
-      own promoted with float32, since bfloat16 stops counting at 256 equal addends.
-    skip_nonfinite: Leave a microbatch whose loss or gradients are not finite out.
-    axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over:
-      gradients stay local through the scan and are reduced once, weights too. A carry is
-      averaged. ``"stack"`` and ``"concat"`` stay local to the device.
+    carry_argnum: The position of an argument that is threaded through the microbatches, such as
+      batch statistics: each microbatch gets what the one before returned. N updates with
+      momentum m then weigh as one with m**N.
+    accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
+      dtype promoted with float32, because a bfloat16 sum stops growing at 256 equal addends.
+    skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
+    axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. Gradients
+      stay on their device during the scan. Gradients and weights are reduced once, after it. A
+      carry is averaged. ``"stack"`` and ``"concat"`` keep each device's own values.
     unroll: As in `jax.lax.scan`. The default 1 is right unless the body is tiny.
 
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does,
     every leaf in the dtype that it has there: ``(loss, grads)``, or
-    ``((loss, aux), grads)``, or ``((loss, (carry, aux)), grads)``. With
-    `skip_nonfinite` the `MicrobatchStats` follow as a third item, since a skip should be
-    seen.
+    ``((loss, aux), grads)``, or ``((loss, (carry, aux)), grads)``. With `skip_nonfinite`
+    a `MicrobatchStats` follows as a third item, which tells how many were skipped.
 
   Raises:
-    ValueError: If a count, a name, an argument or a shape cannot work.
-    TypeError: If a value has the wrong type: an integer parameter, a loss that is not a
+    ValueError: A count, a name, an argument or a shape cannot work.
+    TypeError: A value has the wrong type: an integer parameter, a loss that is not a
       real scalar, a return that does not fit `has_aux`, an integer aux under "mean".
 
   Examples:
@@ -208,135 +195,20 @@ def microbatch_value_and_grad(
     (4.0, [-20.0, -24.0])
 
   References:
-    `optax.microbatching.micro_grad` and `jax.value_and_grad`.
+    `jax.value_and_grad`, and `optax.microbatching.micro_grad`. This differs from the latter: the
+    last microbatch may be smaller, microbatches may have weights, bfloat16 gradients are added
+    up in float32, keys are folded, and statistics are threaded through.
   """
-  split = Split(
-    num_microbatches=num_microbatches,
-    microbatch_size=microbatch_size,
-    batch_argnums=batch_argnums,
-    batch_argnames=batch_argnames,
-    batch_axis=batch_axis,
-    weight_fn=weight_fn,
-    rng_argnums=rng_argnums,
-    rng_argnames=rng_argnames,
-    carry_argnum=carry_argnum,
-    accumulator_dtype=accumulator_dtype,
-    skip_nonfinite=skip_nonfinite,
-    axis_name=axis_name,
-    unroll=unroll,
-  )
-  cycle = value_and_grad_cycle(fun, argnums, has_aux, reduction, aux_reduction, split)
+  split = Split.of(locals())
+  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, split)
 
   @functools.wraps(fun)
-  def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-    carry, outputs, stats = cycle(*args, **kwargs)
-    value = outputs.loss
+  def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:
+    carry, (value, aux, grads), stats = loss.value_and_grad(*args, **kwargs)
     if carry:
-      value = (outputs.loss, (*carry, outputs.aux))
+      value = (value, (*carry, aux))
     elif has_aux:
-      value = (outputs.loss, outputs.aux)
-    return (value, outputs.grads, stats) if skip_nonfinite else (value, outputs.grads)
+      value = (value, aux)
+    return (value, grads, stats) if skip_nonfinite else (value, grads)
 
   return value_and_grad
-
-
-class Outputs(NamedTuple):
-  """What one microbatch of a differentiated function gives, named for the messages."""
-
-  loss: Any
-  aux: Any
-  grads: Any
-
-
-def checked_loss(fun: Callable[..., Any], has_aux: bool, carries: bool) -> Callable[..., Any]:
-  """`fun`, whose return is checked when it is traced."""
-
-  @functools.wraps(fun)
-  def checked(*args: Any, **kwargs: Any) -> Any:
-    out = fun(*args, **kwargs)
-    _validate.loss(out, has_aux, carries)
-    return out
-
-  return checked
-
-
-def loss_cycle(
-  fun: Callable[..., Any],
-  has_aux: bool,
-  reduction: str,
-  split: Split,
-  shards: Shards | None = None,
-) -> Callable[..., jax.Array]:
-  """The loss alone, of the whole batch, in microbatches."""
-  carries = split.carry_argnum is not None
-  checked = checked_loss(fun, has_aux, carries)
-
-  @functools.wraps(fun)
-  def once(*args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
-    out = checked(*args, **kwargs)
-    loss, aux = out if has_aux or carries else (out, (None,))
-    return aux[0] if carries else None, Outputs(loss, None, None)
-
-  def cycle(*args: Any, **kwargs: Any) -> jax.Array:
-    if shards is not None:
-      args = (shards.gather(args[0]), *args[1:])
-    return run_cycle(Call(once, split, args, kwargs), Outputs(reduction, None, None))[1].loss
-
-  return cycle
-
-
-def value_and_grad_cycle(
-  fun: Callable[..., Any],
-  argnums: int | Sequence[int],
-  has_aux: bool,
-  reduction: str,
-  aux_reduction: Any,
-  split: Split,
-  shards: Shards | None = None,
-) -> Callable[..., tuple[Any, Outputs, MicrobatchStats]]:
-  """`microbatch_value_and_grad` with all that a cycle has in hand: carry, outputs, stats.
-
-  With `shards`, each device is given its shards of the first argument, and returns its
-  shards of the gradients.
-  """
-  _validate.one_of("reduction", reduction, ("mean", "sum"))
-  _reductions.check_names("aux_reduction", aux_reduction)
-  carries = split.carry_argnum is not None
-  has_aux = has_aux or carries
-  wanted = _arguments.names_or_positions("argnums", argnums, int)
-  if not wanted or len(set(wanted)) < len(wanted):
-    raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
-  transformed = jax.value_and_grad(checked_loss(fun, has_aux, carries), argnums, has_aux)
-
-  @functools.wraps(fun)
-  def once(*args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
-    if shards is not None and shards.every_microbatch:
-      args = (shards.gather_in_loop(*args), *args[1:])
-    value, grads = transformed(*args, **kwargs)
-    loss, aux = value if has_aux else (value, None)
-    carry = None
-    if carries and aux is not None:
-      carry, aux = aux
-    return carry, Outputs(loss, aux, grads)
-
-  def cycle(*args: Any, **kwargs: Any) -> tuple[Any, Outputs, MicrobatchStats]:
-    positions = _arguments.positions("argnums", wanted, args)
-    args_ = list(args)
-    if shards is not None and not shards.every_microbatch:
-      args_[0] = shards.gather(args[0])
-    for i in positions:
-      _validate.inexact_leaves(f"argument {i}", args[i])
-      args_[i] = _reduce.varying(args_[i], split.axis_name)
-    call = Call(once, split, args_, kwargs, differentiated=positions)
-
-    def kinds(like: Outputs) -> Outputs:
-      return Outputs(
-        reduction, _reductions.match("aux_reduction", aux_reduction, like.aux), reduction
-      )
-
-    spread = None
-    if shards is not None:
-      spread = Outputs(_reductions.Spread(), _reductions.Spread(), shards.spread)
-    return run_cycle(call, kinds, root="", finite=lambda out: (out.loss, out.grads), spread=spread)
-
-  return cycle

@@ -1,133 +1,133 @@
-"""The scan: one call's function, run microbatch by microbatch and reduced."""
+"""The scan: a function run microbatch by microbatch, and its outputs reduced."""
 
-from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from optax_accum import _reduce, _reductions
-from optax_accum._split import Call, Split
+from optax_accum import _across_devices, _reductions, _validate, _weighted_mean
+from optax_accum._across_devices import AxisName
+from optax_accum._split import Call, Microbatch
+from optax_accum._weighted_mean import Weight
 
 
 class MicrobatchStats(NamedTuple):
-  """What a cycle counted."""
+  """What was counted over the microbatches of one batch.
 
-  total_weight: jax.Array  # float32 scalar: the sum of the weights that went into the mean
-  skipped_microbatches: jax.Array  # int32 scalar: left out because they were not finite
-
-
-class _State(NamedTuple):
-  carry: tuple[Any, ...]  # the threaded argument; empty where there is none
-  held: dict[int, jax.Array]  # partial reductions
-  weight: jax.Array | None  # total so far; None where it is known when tracing
-  skipped: jax.Array | None  # count so far; None where nothing can be skipped
-
-
-class _Step(NamedTuple):
-  carry: tuple[Any, ...]
-  outputs: Any
-  weight: jax.Array | None
-  skipped: jax.Array | None
-
-
-def run_cycle(
-  call: Call,
-  reduction: Any,
-  *,
-  root: str = "output",
-  finite: Callable[[Any], Any] | None = None,
-  spread: Any = None,
-) -> tuple[Any, Any, MicrobatchStats]:
-  """Runs the call's function, which returns ``(new_carry, outputs)``, by microbatches.
-
-  Args:
-    call: The function, its arguments, and how they are split.
-    reduction: Prefix tree over the outputs, of names in `_reduce.REDUCTIONS`.
-    root: What messages call the outputs.
-    finite: The part of the outputs that ``skip_nonfinite`` looks at.
-    spread: Prefix tree over the outputs, of `_reductions.Spread`: how devices share them.
-
-  Returns:
-    The last carry, the reduced outputs, and the `MicrobatchStats`.
+  Attributes:
+    total_weight: float32 scalar, the sum of the weights that went into the mean.
+    skipped_microbatches: int32 scalar, how many were left out because they were not finite.
   """
-  split = call.split
+
+  total_weight: jax.Array
+  skipped_microbatches: jax.Array
+
+
+class Reduced(NamedTuple):
+  """What all microbatches gave together."""
+
+  carry: tuple[Any, ...]  # the threaded argument at the end; empty where there is none
+  outputs: Any
+  stats: Any  # a MicrobatchStats
+
+
+def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
+  """Runs a call's function on one microbatch after the other.
+
+  `reductions` is a prefix tree over the outputs, of `_reductions.Reduction`; `root` is what
+  messages call the outputs.
+  """
+  split, axis_name = call.split, call.split.axis_name
+  if call.rows == call.size and not split.weighs and axis_name is None:
+    whole = call.run(0, call.carry, call.batch, call.rows)
+    each = _matched(reductions, whole.outputs, root, call)
+    outputs = jax.tree.map(lambda r, x: r.only(x), each, whole.outputs)
+    return Reduced(whole.carry, outputs, _stats(call.rows))
+
   full, tail_rows = divmod(call.rows, call.size)
-  if call.rows == call.size and not split.weighs and split.axis_name is None:
-    carry, outputs = call.run(0, call.carry, call.batch)
-    reduce = _reductions.Reductions(reduction, outputs, root, call.size)
-    reduce.check_accumulators(split.accumulator_dtype)
-    return carry, reduce.only(outputs), _stats(split, 1, None, call.size)
+  take, tail = call.cut(full)
+  like = jax.eval_shape(lambda: call.run(0, call.carry, take(0), call.size))
+  each = _matched(reductions, like.outputs, root, call)
+  if tail_rows:
+    smaller = jax.eval_shape(lambda: call.run(0, call.carry, tail, tail_rows))
+    names = _validate.named_leaves(root, each).items()
+    leaves = jax.tree.leaves(like.outputs), jax.tree.leaves(smaller.outputs)
+    for (name, reduction), leaf, tail_leaf in zip(names, *leaves, strict=True):
+      reduction.check_tail(name, leaf, tail_leaf)
 
-  def one(index: chex.Numeric, carry: Any, batch: Any, rows: int) -> _Step:
-    carry, outputs = call.run(index, carry, batch)
-    if not split.weighs:
-      return _Step(carry, outputs, None, None)
-    weight, skipped = call.weight(batch, rows), None
-    if split.skip_nonfinite:
-      ok = _reduce.all_finite(outputs if finite is None else finite(outputs))
-      skipped = jnp.logical_not(ok) & _reduce.counts(weight)  # padding is not broken
-      skipped = skipped.astype(jnp.int32)
-      weight = jnp.where(ok, weight, jnp.zeros_like(weight))
-    return _Step(carry, outputs, weight, skipped)
-
-  def absorb(state: _State, index: chex.Numeric, batch: Any, rows: int) -> tuple[_State, Any]:
-    new = one(index, state.carry, batch, rows)
-    weight = rows / call.size if new.weight is None else new.weight
-    keep = functools.partial(_reduce.select, _reduce.counts(weight))
+  def add(held: Microbatch, index: ArrayLike, batch: Any, rows: int) -> tuple[Microbatch, Any]:
+    new = call.run(index, held.carry, batch, rows)
+    # A weight that is known when tracing is counted in microbatches, so that most are 1.
+    weight = new.counted[0] if split.weighs else rows / call.size
+    keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
     with jax.named_scope("accumulate"):
-      held, collected = reduce.step(state.held, new.outputs, weight)
-      totals = jax.tree.map(jnp.add, state[2:], new[2:])
-      return _State(jax.tree.map(keep, new.carry, state.carry), held, *totals), collected
+      reduced = jax.tree.map(lambda r, h, x: r.add(h, x, weight), each, held.outputs, new.outputs)
+      carry = jax.tree.map(keep, new.carry, held.carry)
+      counted = jax.tree.map(jnp.add, held.counted, new.counted)
+    collected = jax.tree.map(lambda r, x: x if r.collected else None, each, new.outputs)
+    return Microbatch(carry, reduced, counted), collected
 
-  take, tail = call.microbatches(full)
-  like = jax.eval_shape(lambda: one(0, call.carry, take(0), call.size))
-  reduce = _reductions.Reductions(reduction, like.outputs, root, call.size, split.axis_name, spread)
-  held = reduce.start(split.accumulator_dtype)
-  state = _State(call.carry, held, *jax.tree.map(lambda x: _reduce.full_like(x, 0), like[2:]))
-  # With the smaller microbatch first its backward pass does not run beside a full sum.
-  tail_first = not call.carry and "last" not in reduce.kinds
-  last = None
+  held = Microbatch(
+    call.carry,
+    jax.tree.map(lambda r, x: r.start(x, split.accumulator_dtype), each, like.outputs),
+    jax.tree.map(lambda x: _across_devices.full_like(x, 0), like.counted),
+  )
+  # The smaller microbatch goes first where the order does not matter: its backward pass then
+  # needs no memory beside that of a sum of gradients.
+  tail_first = not call.carry and not any(r.ordered for r in jax.tree.leaves(each))
+  collected_tail = jax.tree.map(lambda _: None, each)
   with jax.named_scope("microbatches"):
-    if tail_rows:
-      reduce.check_tail(jax.eval_shape(lambda: one(0, call.carry, tail, tail_rows)).outputs)
     if tail_rows and tail_first:
-      state, last = absorb(state, full, tail, tail_rows)
-    state, collected = lax.scan(
-      lambda state, index: absorb(state, index, take(index), call.size),
-      state,
+      held, collected_tail = add(held, full, tail, tail_rows)
+    held, collected = lax.scan(
+      lambda held, index: add(held, index, take(index), call.size),
+      held,
       jnp.arange(full, dtype=jnp.int32),
       unroll=split.unroll,
     )
     if tail_rows and not tail_first:
-      state, last = absorb(state, full, tail, tail_rows)
-  carry, skipped = state.carry, state.skipped
-  weight = full + tail_rows / call.size if state.weight is None else state.weight
-  counted = _reduce.counts(weight)
-  if split.axis_name is not None:
-    weight, skipped = lax.psum((weight, skipped), split.axis_name)
-    carry = jax.tree.map(functools.partial(_device_mean, axis_name=split.axis_name), carry)
-  outputs = reduce.finish(state.held, collected, last, weight, counted)
-  return carry, outputs, _stats(split, weight, skipped, call.size)
+      held, collected_tail = add(held, full, tail, tail_rows)
+
+  parts = held.outputs, collected, collected_tail
+  reduced = jax.tree.map(lambda r, h, c, t: r.join(h, c, t), each, *parts)
+  carry, rows = held.carry, call.rows
+  weight: Any = full + tail_rows / call.size
+  skipped: Any = ()
+  if split.weighs:
+    weight, *skipped = held.counted
+  if axis_name is not None:
+    counted = _weighted_mean.counts(weight)
+    if split.weighs:
+      weight, skipped = lax.psum((weight, skipped), axis_name)
+    else:
+      weight, rows = (x * lax.axis_size(axis_name) for x in (weight, rows))
+    carry = jax.tree.map(lambda x: _device_mean(x, axis_name), carry)
+    reduced = jax.tree.map(lambda r, h: r.across_devices(h, axis_name, counted), each, reduced)
+  outputs = jax.tree.map(lambda r, h, x: r.finish(h, weight, x.dtype), each, reduced, like.outputs)
+  return Reduced(carry, outputs, _stats(weight if split.weighs else rows, *skipped))
 
 
-def _stats(
-  split: Split, weight: chex.Numeric, skipped: jax.Array | None, size: int
-) -> MicrobatchStats:
-  if not split.weighs:  # weights were counted in microbatches, not in rows
-    weight = weight * size
-  return MicrobatchStats(
-    jnp.asarray(weight, jnp.float32),
-    jnp.zeros((), jnp.int32) if skipped is None else skipped,
-  )
+def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> Any:
+  """A reduction for each leaf of the outputs, which can reduce it."""
+  each = _reductions.match("reduction", reductions, outputs)
+
+  names = _validate.named_leaves(root, each).items()
+  for (name, reduction), leaf in zip(names, jax.tree.leaves(outputs), strict=True):
+    reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
+  return each
 
 
-def _device_mean(x: jax.Array, axis_name: Any) -> jax.Array:
+def _device_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
   """The mean over devices of a threaded value; of integers (step counts) the largest."""
   if not jnp.issubdtype(x.dtype, jnp.inexact):
     return lax.pmax(x, axis_name)
-  total = _reduce.across_devices("mean", x.astype(_reduce.accumulator_dtype(x.dtype)), axis_name)
-  return _reduce.mean(total, lax.axis_size(axis_name), x.dtype)
+  wide = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
+  total, devices = _across_devices.summed(wide, axis_name), lax.axis_size(axis_name)
+  return _weighted_mean.mean(total, devices, x.dtype)
+
+
+def _stats(weight: Weight, skipped: int | jax.Array = 0) -> MicrobatchStats:
+  return MicrobatchStats(jnp.asarray(weight, jnp.float32), jnp.asarray(skipped, jnp.int32))

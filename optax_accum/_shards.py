@@ -1,43 +1,66 @@
 """Parameters that every device holds a part of: gathered for use, their gradients scattered."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
-from optax_accum import _reductions
+from optax_accum import _across_devices
+from optax_accum._reductions import Reduction, Sum, SumInLoop
+
+
+class Whole:
+  """Parameters that every device has in whole, and that nothing needs to be done about."""
+
+  def gather_before_scan(self, params: Any) -> Any:
+    """The parameters as the scan takes them in."""
+    return params
+
+  def gather_in_scan(self, params: Any, *others: Any) -> Any:
+    """The whole parameters, from those that the scan took in; `others` are a microbatch's."""
+    return params
+
+  def gradients(self, reduction: Sum) -> Any:
+    """A prefix tree of the gradients' reductions."""
+    return reduction
 
 
 @dataclasses.dataclass(frozen=True)
-class Shards:
-  """How a tree of parameters is sharded over one mesh axis, inside `shard_map`.
+class Sharded(Whole):
+  """Parameters that are sharded over one mesh axis, or replicated, leaf by leaf."""
 
-  ``spread`` is a tree like the parameters, of `_reductions.Spread`.
-  """
+  specs: Any  # a PartitionSpec for each parameter, over the data axis alone
+  axis_name: str  # the data axis
+  in_loop: bool  # are parameters gathered, and gradients reduced, in every microbatch?
 
-  spread: Any
-  axis_name: str
-  every_microbatch: bool
+  def _gather(self, params: Any) -> Any:
+    def whole(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+      return lax.all_gather(x, self.axis_name, axis=len(spec) - 1, tiled=True) if spec else x
 
-  def gather(self, params: Any) -> Any:
-    """The whole parameters."""
+    return jax.tree.map(whole, params, self.specs)
 
-    def whole(x: jax.Array, spread: _reductions.Spread) -> jax.Array:
-      if spread.scatter is None:
-        return x
-      return lax.all_gather(x, self.axis_name, axis=spread.scatter, tiled=True)
+  def gather_before_scan(self, params: Any) -> Any:
+    return params if self.in_loop else self._gather(params)
 
-    return jax.tree.map(whole, params, self.spread)
+  def gather_in_scan(self, params: Any, *others: Any) -> Any:
+    if not self.in_loop:
+      return params
+    # Tied to the microbatch, because a compiler would otherwise move the gathering out of
+    # the loop, and keep what should be dropped between microbatches.
+    key = jax.dtypes.prng_key
+    numbers = [x for x in jax.tree.leaves(others) if not jnp.issubdtype(x.dtype, key)]
+    return self._gather(lax.optimization_barrier((params, numbers))[0])
 
-  def gather_in_loop(self, params: Any, *others: Any) -> Any:
-    """The whole parameters, gathered anew in every trip of the loop that this stands in.
+  def gradients(self, reduction: Sum) -> Any:
+    def one(spec: PartitionSpec) -> Reduction:
+      kind = reduction
+      if spec:
+        scatter = functools.partial(_across_devices.sum_scattered, dimension=len(spec) - 1)
+        kind = dataclasses.replace(reduction, over_devices=scatter)
+      return SumInLoop(kind, self.axis_name) if self.in_loop else kind
 
-    Tied to the microbatch, because a compiler would otherwise move the gathering out of
-    the loop, and keep what should be dropped between microbatches.
-    """
-    numbers = [
-      x for x in jax.tree.leaves(others) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    ]
-    return self.gather(lax.optimization_barrier((params, numbers))[0])
+    return jax.tree.map(one, self.specs)

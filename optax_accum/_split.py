@@ -1,35 +1,20 @@
-"""The split: which arguments of a call are cut into microbatches, folded or threaded."""
+"""The split: how a batch is cut into microbatches, and what else each microbatch is given."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, TypedDict
+import math
+from typing import Any, NamedTuple, TypeAlias
 
-import chex
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from optax_accum import _arguments, _reduce, _validate
+from optax_accum import _across_devices, _arguments, _skip, _validate, _weighted_mean
+from optax_accum._arguments import Slot
 
-
-class MicrobatchOptions(TypedDict, total=False):
-  """The keyword arguments of `microbatch_value_and_grad`, which explains them."""
-
-  num_microbatches: int | None
-  microbatch_size: int | None
-  batch_argnums: int | Sequence[int]
-  batch_argnames: str | Sequence[str]
-  batch_axis: int
-  reduction: str
-  weight_fn: Callable[..., chex.Numeric] | None
-  aux_reduction: Any
-  rng_argnums: int | Sequence[int]
-  rng_argnames: str | Sequence[str]
-  carry_argnum: int | None
-  accumulator_dtype: chex.ArrayDType | None
-  skip_nonfinite: bool
-  axis_name: Any
-  unroll: int | bool
+# Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
+WeightFn: TypeAlias = Callable[..., ArrayLike]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -41,7 +26,7 @@ class Split:
   batch_argnums: Any = ()
   batch_argnames: Any = ()
   batch_axis: int = 0
-  weight_fn: Callable[..., chex.Numeric] | None = None
+  weight_fn: WeightFn | None = None
   rng_argnums: Any = ()
   rng_argnames: Any = ()
   carry_argnum: int | None = None
@@ -51,9 +36,15 @@ class Split:
   unroll: int | bool = 1
 
   def __post_init__(self) -> None:
-    self.num_microbatches, self.microbatch_size = _validate.exactly_one_size(
-      self.num_microbatches, self.microbatch_size
-    )
+    if (self.num_microbatches is None) == (self.microbatch_size is None):
+      raise ValueError(
+        f"Got num_microbatches={self.num_microbatches!r} and"
+        f" microbatch_size={self.microbatch_size!r}: give exactly one of the two"
+        " (num_microbatches=1 is the whole batch at once)."
+      )
+    for name in ("num_microbatches", "microbatch_size"):
+      if getattr(self, name) is not None:
+        setattr(self, name, _validate.positive_int(name, getattr(self, name)))
     for role in ("batch", "rng"):
       for kind, type_ in (("argnums", int), ("argnames", str)):
         name = f"{role}_{kind}"
@@ -68,79 +59,116 @@ class Split:
       raise TypeError(f"batch_axis={self.batch_axis!r} must be an int, the axis of every leaf.")
     self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
 
+  @classmethod
+  def of(cls, arguments: dict[str, Any]) -> "Split":
+    """The split that a public function was asked for, from all its arguments by name."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return cls(**{name: arguments[name] for name in names if name in arguments})
+
   @property
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
 
+  def batch_slots(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Slot, ...]:
+    """Where the batch is in this call of `fun`."""
+    wanted = (*self.batch_argnums, *self.batch_argnames)
+    return _arguments.find_slots("batch_argnums", wanted, fun, args, kwargs)
+
+
+class Microbatch(NamedTuple):
+  """What one microbatch gave, or several so far."""
+
+  carry: tuple[Any, ...]  # the threaded argument; empty where there is none
+  outputs: Any  # of several, what the reductions hold
+  counted: tuple[jax.Array, ...]  # weight, and how many were skipped; empty where not traced
+
 
 class Call:
-  """One call's arguments by slot, and which of them play a part in the scan."""
+  """One call of a function that is run in microbatches, and what each of them is given.
 
-  def __init__(self, fun: Callable[..., Any], split: Split, args: Any, kwargs: Any, **taken: Any):
-    def find(option: str, *wanted: _arguments.Slot) -> tuple[_arguments.Slot, ...]:
+  `fun` is the user's function, whose signature says what the arguments are called. `run_fun` is
+  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``.
+  """
+
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    run_fun: Callable[..., tuple[Any, Any]],
+    split: Split,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    differentiated: Sequence[int] = (),
+  ):
+    def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
       return _arguments.find_slots(option, wanted, fun, args, kwargs)
 
-    self.fun, self.split, self.num_args = fun, split, len(args)
-    self.arguments: dict[_arguments.Slot, Any] = {**dict(enumerate(args)), **kwargs}
-    self.batch_slots = find("batch_argnums", *split.batch_argnums, *split.batch_argnames)
-    self.rng_slots = find("rng_argnums", *split.rng_argnums, *split.rng_argnames)
+    self._run_fun, self._num_args, self.split = run_fun, len(args), split
+    self._arguments: dict[Slot, Any] = dict(enumerate(args))
+    self._arguments.update(kwargs)
+    self._batch_slots = split.batch_slots(fun, args, kwargs)
+    self._rng_slots = find("rng_argnums", *split.rng_argnums, *split.rng_argnames)
     threaded = () if split.carry_argnum is None else (split.carry_argnum,)
-    self.carry_slots = find("carry_argnum", *threaded)
-    _arguments.disjoint(
-      {
-        **taken,
-        "split": self.batch_slots,
-        "a random key": self.rng_slots,
-        "carried": self.carry_slots,
-      }
-    )
-    self.batch = tuple(self.arguments[slot] for slot in self.batch_slots)
-    self.rows = _arguments.batch_rows(self.batch_slots, self.batch, split.batch_axis)
-    self.size = _arguments.microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
-    carry = tuple(jax.tree.map(jnp.asarray, self.arguments[s]) for s in self.carry_slots)
-    self.carry = _reduce.varying(carry, split.axis_name)
+    self._carry_slots = find("carry_argnum", *threaded)
+    roles = {"differentiated": differentiated, "split": self._batch_slots}
+    roles |= {"a random key": self._rng_slots, "carried": self._carry_slots}
+    _arguments.disjoint(roles)
+    self.batch = tuple(self._arguments[slot] for slot in self._batch_slots)
+    self.rows = batch_rows(self._batch_slots, self.batch, split.batch_axis)
+    self.size = _microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
+    carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in self._carry_slots)
+    self.carry = _across_devices.varying(carry, split.axis_name)
 
-  def run(self, index: chex.Numeric, carry: Any, batch: tuple[Any, ...]) -> Any:
-    """The function on one microbatch: ``(new_carry, outputs)``."""
-    inputs = dict(self.arguments)
-    inputs.update(zip(self.batch_slots, batch, strict=True))
-    inputs.update((slot, self.fold_keys(slot, index)) for slot in self.rng_slots)
-    inputs.update(zip(self.carry_slots, carry, strict=True))
+  def run(self, index: ArrayLike, carry: Any, batch: tuple[Any, ...], rows: int) -> Microbatch:
+    """The function on one microbatch of `rows` rows."""
+    inputs = dict(self._arguments)
+    inputs.update(zip(self._batch_slots, batch, strict=True))
+    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._rng_slots)
+    inputs.update(zip(self._carry_slots, carry, strict=True))
     named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
-    new_carry, outputs = self.fun(*(inputs[i] for i in range(self.num_args)), **named)
-    new_carry = (new_carry,) if self.carry_slots else ()
+    new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
+    new_carry = (new_carry,) if self._carry_slots else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     _check_carry(self.carry, new_carry)
-    return new_carry, outputs
+    if not self.split.weighs:
+      return Microbatch(new_carry, outputs, ())
+    weight = self._weight(batch, rows)
+    if not self.split.skip_nonfinite:
+      return Microbatch(new_carry, outputs, (weight,))
+    counted = _skip.leave_out_nonfinite(weight, (outputs.loss, outputs.grads))
+    return Microbatch(new_carry, outputs, counted)
 
-  def weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
-    """The weight of one microbatch, where it is not known when tracing."""
+  def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
     if self.split.weight_fn is None:
-      return _reduce.as_weight(float(rows))
-    slots = list(zip(self.batch_slots, batch, strict=True))
+      return _weighted_mean.as_weight(float(rows))
+    slots = list(zip(self._batch_slots, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
     value = self.split.weight_fn(*positional, **named)
     _validate.weight("weight_fn", value)
-    return _reduce.as_weight(value)
+    return _weighted_mean.as_weight(value)
 
-  def fold_keys(self, slot: _arguments.Slot, index: chex.Numeric) -> Any:
+  def _fold_keys(self, slot: Slot, index: ArrayLike) -> Any:
     """The keys of one argument, folded with the microbatch's index (and the device's)."""
 
     def fold(path: Any, key: Any) -> jax.Array:
-      _validate.key(_validate.leaf_name(f"random argument {slot!r}", path), key)
-      typed = jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key)
+      shape, dtype = jnp.shape(key), jnp.result_type(key)
+      typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+      if not typed and not (dtype == jnp.uint32 and shape):
+        raise TypeError(
+          f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
+          f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
+        )
       fold_in = jax.random.fold_in
-      for _ in range(jnp.ndim(key) - (0 if typed else 1)):
+      for _ in range(len(shape) - (0 if typed else 1)):
         fold_in = jax.vmap(fold_in, (0, None))
       if self.split.axis_name is not None:
         key = fold_in(key, lax.axis_index(self.split.axis_name))
       return fold_in(key, index)
 
-    return jax.tree_util.tree_map_with_path(fold, self.arguments[slot])
+    return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
 
-  def microbatches(self, full: int) -> tuple[Callable[[chex.Numeric], Any], Any]:
+  def cut(self, full: int) -> tuple[Callable[[ArrayLike], Any], Any]:
     """The `full` microbatches of equal size, by index, and the rows left over.
 
     Strided: microbatch i has the rows i, i + full, i + 2 full, ..., so that a device
@@ -152,36 +180,99 @@ class Call:
 
     def fold(x: jax.Array) -> jax.Array:
       at = axis % x.ndim
-      _arguments.shards_divide(x, at, size, x.shape[at])
+      _check_sharding(x, at, size)
       x = lax.slice_in_dim(x, 0, full * size, axis=at)
       return x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
 
-    def take(index: chex.Numeric) -> Any:
-      def one(x: jax.Array) -> jax.Array:
+    def take(index: ArrayLike) -> Any:
+      def take_rows(x: jax.Array) -> jax.Array:
         at = axis % (x.ndim - 1) + 1
         return lax.dynamic_index_in_dim(x, index, axis=at, keepdims=False)
 
       # Folded here, in the loop's body: the rows of a batch that does not divide would
       # otherwise be copied once for all trips.
-      return jax.tree.map(lambda x: one(fold(x)), batch)
+      return jax.tree.map(lambda x: take_rows(fold(x)), batch)
 
     tail = jax.tree.map(lambda x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch)
     return take, tail
 
 
+def batch_rows(slots: Sequence[Slot], batch: Sequence[Any], axis: int) -> int:
+  """The number of rows that every leaf of the batch has along `axis`."""
+  rows: dict[str, int] = {}
+  for slot, tree in zip(slots, batch, strict=True):
+    for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", tree).items():
+      shape = jnp.shape(leaf)
+      if not -len(shape) <= axis < len(shape):
+        raise ValueError(
+          f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
+          " it that axis, or pass it as an argument that is not split."
+        )
+      rows[name] = shape[axis]
+  if not rows:
+    raise ValueError(
+      f"The batch (arguments {list(slots)}) has no arrays: there is nothing to split."
+    )
+  count, *others = set(rows.values())
+  if others:
+    listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
+    raise ValueError(
+      f"Batch leaves disagree on the number of rows along axis {axis} ({listed}); all must have"
+      " the same."
+    )
+  if count == 0:
+    raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
+  return count
+
+
+def _microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -> int:
+  """Rows of a (full) microbatch."""
+  if num_microbatches is None:
+    return min(size or rows, rows)
+  if num_microbatches > rows:
+    raise ValueError(
+      f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
+      f" {rows}."
+    )
+  if rows % num_microbatches:
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    raise ValueError(
+      f"num_microbatches={num_microbatches} does not divide the batch's {rows} rows: use one of"
+      f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
+      " microbatch smaller and is exact too."
+    )
+  return rows // num_microbatches
+
+
+def _check_sharding(x: jax.Array, axis: int, size: int) -> None:
+  """Checks that microbatches of a batch of explicit sharding can stay where their rows are."""
+  sharding, rows = jax.typeof(x).sharding, x.shape[axis]
+  names = sharding.spec[axis] if axis < len(sharding.spec) else None
+  if names is None:
+    return
+  names = names if isinstance(names, tuple) else (names,)
+  devices = math.prod(sharding.mesh.shape[name] for name in names)
+  if size % devices or rows % size:
+    raise ValueError(
+      f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
+      f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
+      " batch, or make_train_step(mesh=...), which needs each device's rows alone to be split."
+    )
+
+
 def _check_carry(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
   for before, after in zip(old, new, strict=True):
-    structures = [str(jax.tree.structure(x)) for x in (before, after)]
-    if structures[0] != structures[1]:
+    had, got = (str(jax.tree.structure(x)) for x in (before, after))
+    if had != got:
       raise ValueError(
-        f"The threaded argument (carry_argnum) has structure {structures[0]} and the function"
-        f" returned {structures[1]} as its new_carry: return the same structure."
+        f"The threaded argument (carry_argnum) has structure {had} and the function returned {got}"
+        " as its new_carry: return the same structure."
       )
-    leaves = jax.tree_util.tree_leaves_with_path(before)
-    for (path, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
+    leaves = _validate.named_leaves("carry", before).items()
+    for (name, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
       if (a.shape, a.dtype) != (b.shape, b.dtype):
         raise ValueError(
-          f"{_validate.leaf_name('carry', path)} has shape {a.shape} and dtype {a.dtype}, and the"
+          f"{name} has shape {a.shape} and dtype {a.dtype}, and the"
           f" function returned shape {b.shape} and dtype {b.dtype}: return the same shape and"
           " dtype, e.g. with .astype."
         )

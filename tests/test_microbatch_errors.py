@@ -61,6 +61,7 @@ def _train_step(fun, **options):
     ({"rng_argnames": "key"}, ValueError, "rng_argnames names argument 'key'"),
     ({"carry_argnum": 2}, ValueError, "carry_argnum names argument 2"),
     ({"batch_argnums": 0}, ValueError, "Argument 0 is both differentiated and split"),
+    ({"batch_argnums": -2}, ValueError, "Argument 0 is both differentiated and split"),
     ({"rng_argnums": 1}, ValueError, "Argument 1 is both split and a random key"),
     ({"carry_argnum": 1}, ValueError, "Argument 1 is both split and carried"),
     ({"batch_axis": 1}, ValueError, r"batch argument 1\['y'\] has shape \(6,\), without an axis 1"),
@@ -92,6 +93,24 @@ def test_argnums_out_of_range():
   cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)
   with pytest.raises(ValueError, match=r"argnums names argument 0.*0 positional arguments"):
     cycle(params=PARAMS, batch=BATCH)
+
+
+@pytest.mark.parametrize("argnums", [1, -1, (0, -1)])
+def test_argnums_that_are_the_batch(argnums):
+  raises(ValueError, "Argument 1 is both differentiated and split", argnums=argnums)
+
+
+def test_batch_argnames_of_a_positional_only_parameter():
+  def positional_only(params, batch, /):
+    return loss_fn(params, batch)
+
+  raises(
+    ValueError,
+    "batch_argnames names argument 'batch', which this call does not have: it has 2 positional",
+    positional_only,
+    batch_argnums=(),
+    batch_argnames="batch",
+  )
 
 
 @pytest.mark.parametrize("argnums", [(), (0, 0)])
@@ -162,6 +181,26 @@ def test_aux(reduction, error, match, num_microbatches):
     with_aux,
     has_aux=True,
     aux_reduction=reduction,
+    num_microbatches=num_microbatches,
+  )
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("kind", ["max", "min"])
+def test_complex_values_have_no_order(kind, num_microbatches):
+  match = rf"dtype complex64, which has no '{kind}': use \"mean\" or \"sum\""
+  z = jnp.ones(6, jnp.complex64)
+  run = optax_accum.microbatch(
+    lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=num_microbatches
+  )
+  with pytest.raises(TypeError, match=r"output\['z'\] has " + match):
+    run(z)
+  raises(
+    TypeError,
+    r"aux\['z'\] has " + match,
+    lambda p, b: (loss_fn(p, b), {"z": jnp.sum(z)}),
+    has_aux=True,
+    aux_reduction=kind,
     num_microbatches=num_microbatches,
   )
 
@@ -248,5 +287,5 @@ def test_transformations_that_are_none():
 
 
 def test_options_that_do_not_exist():
-  with pytest.raises(TypeError, match=r"make_train_step has no argument microbatches; .* num_mic"):
+  with pytest.raises(TypeError, match=r"unexpected keyword argument 'microbatches'"):
     optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)

@@ -2,21 +2,15 @@
 
 from collections.abc import Iterable
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import jax
 
 from optax_accum import _hlo
 
-_KINDS = (
-  "all-reduce",
-  "all-gather",
-  "reduce-scatter",
-  "all-to-all",
-  "ragged-all-to-all",
-  "collective-permute",
-  "collective-broadcast",
-)
+_KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"]
+_KINDS += ["collective-permute", "collective-broadcast"]
 
 
 class Collective(NamedTuple):
@@ -40,13 +34,9 @@ class CollectiveTotal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveReport:
-  """What `count_collectives` found; it prints as a table.
+  """What `count_collectives` found; it prints as a table."""
 
-  Attributes:
-    operations: every collective, once per place that it is reached from.
-  """
-
-  operations: tuple[Collective, ...]
+  operations: tuple[Collective, ...]  # every collective, once per place that it is reached from
 
   @property
   def inside(self) -> dict[str, CollectiveTotal]:
@@ -83,12 +73,10 @@ class CollectiveReport:
 def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   """Counts the collectives that a compiled program runs per call, by kind and in or out of loops.
 
-  An operation counts once for every time that it runs: times the trip count of the loop it
-  stands in, times that of the loop around that one. Bytes are those of the arrays of one device,
-  without the padding of a layout: what an all-reduce, all-to-all, permute or broadcast
-  returns, what an all-gather returns (the gathered array), and what a reduce-scatter takes (the
-  array before it is scattered). So the bytes of one reduction of all gradients are those of the
-  gradients, once, however the network carries it.
+  An operation counts once for every time that it runs: times the trip counts of the loops around
+  it. Bytes are those of the arrays of one device, without the padding of a layout: what the
+  collective returns, or what a reduce-scatter takes. So the bytes of one reduction of all
+  gradients are those of the gradients, once, however the network carries it.
 
   ===========================================  ==================================================
   several arrays in one operation              one operation, the bytes of all
@@ -101,18 +89,16 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   one device, or nothing to communicate        ``report.operations == ()``
   ===========================================  ==================================================
 
-  It counts what the compiler made of the program: XLA combines, splits, moves and replaces
-  collectives (for many TPU chips a small all-gather becomes an all-reduce; ``op_name`` still says
-  what it was). Sends, receives and custom calls are not counted.
+  It counts what the compiler made of the program. XLA combines, splits, moves and replaces
+  collectives: for many TPU chips a small all-gather becomes an all-reduce, and ``op_name`` still
+  says what it was. Sends, receives and custom calls are not counted.
 
   Args:
     compiled: what ``jax.jit(f).lower(...).compile()`` returns, for any backend, or the text of an
       optimized HLO module.
 
   Returns:
-    A `CollectiveReport`. Its ``inside`` and ``outside`` map each kind that occurs to
-    ``(operations, bytes)``; ``operations`` lists every collective; ``at_least(nbytes)`` leaves the
-    small ones out; ``str`` is a table.
+    A `CollectiveReport`; ``inside`` and ``outside`` map each kind to ``(operations, bytes)``.
 
   Raises:
     TypeError: `compiled` is a function, or lowered and not compiled.
@@ -181,22 +167,19 @@ def _text_of(compiled: Any) -> str:
   got = f"compiled={compiled!r:.80}"
   if isinstance(compiled, str):
     text = compiled
-  elif hasattr(compiled, "lower"):
-    raise TypeError(
-      f"{got} must be a compiled program: pass compiled.lower(*args).compile(), with the arguments"
-      " of a call (jax.ShapeDtypeStruct will do)."
-    )
-  elif hasattr(compiled, "compile"):
-    raise TypeError(
-      f"{got} is lowered, and collectives appear when it is compiled: pass compiled.compile()."
-    )
-  elif not hasattr(compiled, "as_text"):
-    raise TypeError(
-      f"{got} must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
-    )
-  else:
+  elif hasattr(compiled, "as_text") and not hasattr(compiled, "compile"):
     text = compiled.as_text()
-  if not text or not _hlo.is_module(text):
+  else:
+    wrong = "must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
+    if hasattr(compiled, "lower"):
+      wrong = (
+        "must be a compiled program: pass compiled.lower(*args).compile(), with the arguments of a"
+        " call (jax.ShapeDtypeStruct will do)."
+      )
+    elif hasattr(compiled, "compile"):
+      wrong = "is lowered, and collectives appear when it is compiled: pass compiled.compile()."
+    raise TypeError(f"{got} {wrong}")
+  if not text or not re.search(r"^ENTRY\b", text, re.MULTILINE):
     raise ValueError(
       f"{got} has no ENTRY computation, so it is not the text of an optimized HLO module: pass what"
       " jax.jit(f).lower(*args).compile().as_text() returns."

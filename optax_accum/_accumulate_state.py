@@ -1,0 +1,183 @@
+"""The state of `accumulate`, what it says, and what of it is each device's own."""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+import optax
+
+from optax_accum import _across_devices
+from optax_accum._across_devices import AxisName
+
+
+class AccumulateState(NamedTuple):
+  """State of `accumulate`; the first five fields are those of `optax.MultiStepsState`.
+
+  Attributes:
+    mini_step: int32 scalar, the mini steps counted in the present cycle; 0 after the last.
+    gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
+    inner_opt_state: the state of `inner`. Changes only when a cycle emits.
+    acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of
+      the cycle's gradients so far. Not reset but overwritten by the first mini step of the
+      next cycle: what it holds while `mini_step` is 0 is never read. ``()`` if ``every_k=1``.
+    skip_state: what `skip_fn` returned beside its bool on the last call; ``()`` without it.
+    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
+      so far, over all devices. 0 after the last mini step of a cycle.
+    has_updated: bool scalar, whether the last call emitted. Set by every call.
+
+  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have one more axis in
+  front: of length 1 on each device, of all devices where `jax.shard_map` returns them.
+  """
+
+  mini_step: jax.Array
+  gradient_step: jax.Array
+  inner_opt_state: optax.OptState
+  acc_grads: Any
+  skip_state: Any
+  acc_weight: jax.Array
+  has_updated: jax.Array
+
+
+def has_updated(opt_state: optax.OptState) -> jax.Array:
+  """Whether the last call emitted: the `has_updated` flag, wherever it is nested.
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree that holds one: the state of a
+      `chain` or `partition` around it, or a whole train state.
+
+  Returns:
+    A bool scalar. With several accumulations side by side, whether any of them emitted.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx = optax.chain(optax_accum.accumulate(optax.sgd(0.1), every_k=2), optax.scale(1.0))
+    >>> state = tx.init(jnp.ones(3))
+    >>> for _ in range(3):
+    ...   updates, state = tx.update(jnp.ones(3), state)
+    ...   print(optax_accum.has_updated(state))
+    False
+    True
+    False
+  """
+  states = _required("has_updated", opt_state)
+  return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+
+
+def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
+  """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
+
+  What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
+  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices:
+  ``PartitionSpec()``. Use the specs wherever the state goes in or comes out, from ``init`` on,
+  which makes the part of one device. Axes that `shard_map` leaves to the partitioner are not in
+  them.
+
+  Differentiate each device's own loss, without `lax.pmean`, and with respect to parameters cast
+  to varying, as below. Otherwise JAX sums the gradients in every microbatch, or scales them down.
+
+  Args:
+    opt_state: ``jax.eval_shape(tx.init, params)``, where `tx` is an `accumulate` with `axis_name`
+      or a `chain` around one; or any pytree that holds such a state, e.g. a whole train state.
+    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
+
+  Returns:
+    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
+    and ``out_specs``, with ``check_vma=True`` or ``False``.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
+      `axis_name`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2, axis_name="data")
+    >>> params, rows = jnp.zeros(2), jnp.ones((len(jax.devices()), 2))
+    >>> specs = optax_accum.accumulate_specs(jax.eval_shape(tx.init, params), "data")
+    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    >>> @jax.jit
+    ... @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    ... def step(params, state, rows):
+    ...   local = jax.lax.pcast(params, "data", to="varying")
+    ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
+    ...   return tx.apply(grads, state, params)
+    >>> for _ in range(2):
+    ...   params, state = step(params, state, rows)
+    ...   print(params)
+    [0. 0.]
+    [1. 1.]
+  """
+  axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+
+  def specs(x: Any) -> Any:
+    if not _is_state(x):
+      return PartitionSpec()
+    local = jax.tree.leaves((x.acc_grads, x.skip_state))
+    if shapes := [leaf.shape for leaf in local if leaf.shape[:1] != (1,)]:
+      raise ValueError(
+        f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
+        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
+        " jax.eval_shape(tx.init, params) returns."
+      )
+    same = jax.tree.map(lambda _: PartitionSpec(), x)
+    return _map_local(lambda _: PartitionSpec(axis_name), same)
+
+  _required("accumulate_specs", opt_state)
+  return jax.tree.map(specs, opt_state, is_leaf=_is_state)
+
+
+def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
+  """Every outermost `AccumulateState` in `opt_state`."""
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+
+
+def _required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+  states = states_in(opt_state)
+  if not states:
+    raise ValueError(
+      f"{name} got a {type(opt_state).__name__} without an AccumulateState in it: pass the"
+      " optimizer state that a transformation built with `accumulate` returned."
+    )
+  return states
+
+
+def _is_state(x: Any) -> bool:
+  return isinstance(x, AccumulateState)
+
+
+def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
+  """A device's state as it is kept between calls: an axis of devices before what is its own."""
+  if axis_name is None:
+    return state
+  state = _map_local(lambda x: jnp.expand_dims(x, 0), state)
+  if not _across_devices.is_bound(axis_name):
+    return state
+  return _map_local(lambda x: _across_devices.varying(x, axis_name), state)
+
+
+def loaded(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
+  """The state of a device, from the one that was stored."""
+
+  def own(x: jax.Array) -> jax.Array:
+    if x.shape[:1] != (1,):
+      raise ValueError(
+        f"acc_grads or skip_state has a leaf of shape {x.shape} on a device; with axis_name it"
+        " starts with an axis of length 1, as init makes it: in jax.shard_map, run init and update"
+        " with the specs of optax_accum.accumulate_specs."
+      )
+    return jnp.squeeze(x, 0)
+
+  return state if axis_name is None else _map_local(own, state)
+
+
+def _map_local(fun: Callable[[Any], Any], state: AccumulateState) -> AccumulateState:
+  """`state`, with `fun` applied to what `axis_name` leaves to each device."""
+  acc_grads, skip_state = jax.tree.map(fun, (state.acc_grads, state.skip_state))
+  return state._replace(acc_grads=acc_grads, skip_state=skip_state)

@@ -1,0 +1,105 @@
+"""Values over the devices of an axis: what differs between them, and what they make together."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_accum import _weighted_mean
+
+# An axis of `pmap`, `shard_map` or `vmap`, or several of them.
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+
+
+def is_bound(axis_name: AxisName) -> bool:
+  """Whether a collective over `axis_name` can run here."""
+  try:
+    lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
+
+
+def check_bound(axis_name: AxisName) -> None:
+  """Checks that a collective over `axis_name` can run here."""
+  if not is_bound(axis_name):
+    raise ValueError(
+      f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
+      " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
+      " needs none)."
+    )
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+  """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
+  type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
+  axes = getattr(type_, "manual_axis_type", None)  # jax 0.10 and later; before that, `vma`
+  return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
+
+
+def vary_like(x: jax.Array, like: Any) -> jax.Array:
+  """`x`, typed as differing between devices over the axes over which `like` does."""
+  return _vary(x, varying_axes(like))
+
+
+def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
+  missing = tuple(set(axes) - varying_axes(x))
+  return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def full_like(
+  like: jax.ShapeDtypeStruct, value: float | int | bool, dtype: DTypeLike | None = None
+) -> jax.Array:
+  """An array of one value with the type of `like`, whose dtype may be another.
+
+  The type includes an explicit sharding and, in `shard_map`, the axes that it varies over:
+  the carry of a scan must keep all of it.
+  """
+  sharding = like.sharding
+  explicit = sharding is not None and any(
+    kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
+  )
+  full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding if explicit else None)
+  return vary_like(full, like)
+
+
+def varying(tree: Any, axis_name: AxisName | None) -> Any:
+  """`tree`, typed as differing between the devices of an axis (in `shard_map`).
+
+  The gradient of a value that is the same on all devices is summed over them by JAX,
+  once for every microbatch; the gradient of a varying one stays on its device.
+  """
+  if axis_name is None:
+    return tree
+  check_bound(axis_name)
+  axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+  mapped = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)  # `vmap` has no types
+  return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
+
+
+def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The sum over devices, on all of them."""
+  return lax.psum(held, axis_name)
+
+
+def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
+  """What the last device holds that has `counted` true; zeros where none has."""
+  index = lax.axis_index(axis_name)
+  rank = _weighted_mean.select(counted, index, jnp.full_like(index, -1))
+  last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
+  number = held.astype(_weighted_mean.accumulator_dtype(held.dtype))
+  chosen = _weighted_mean.select(last, number, jnp.zeros_like(number))
+  return lax.psum(chosen, axis_name).astype(held.dtype)
+
+
+def sum_scattered(held: jax.Array, axis_name: AxisName, dimension: int) -> jax.Array:
+  """The sum over devices, of which each device keeps its part along `dimension`."""
+  if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
+    # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
+    total = lax.psum(held, axis_name)
+    size = total.shape[dimension] // lax.axis_size(axis_name)
+    return lax.dynamic_slice_in_dim(total, lax.axis_index(axis_name) * size, size, dimension)
+  return lax.psum_scatter(held, axis_name, scatter_dimension=dimension, tiled=True)

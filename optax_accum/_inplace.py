@@ -1,0 +1,89 @@
+"""Run a function or leave its operand alone, in place; and buffers that are used again."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _across_devices, _weighted_mean
+
+Operand = TypeVar("Operand")
+Flag: TypeAlias = bool | jax.Array
+
+
+def update_if(
+  pred: Flag, fun: Callable[[Operand], Operand], operand: Operand, differentiable: bool = False
+) -> Operand:
+  """``fun(operand) if pred else operand``, without copying `operand`.
+
+  The loop below runs zero times or once. XLA updates the carry of a loop in place on
+  every backend, where XLA for GPU copies each operand and result of a conditional.
+
+  The results of `fun` are cast to the dtypes of `operand`, because a loop's carry has one type.
+  A Python bool as `pred` leaves no conditional in the program, and the results as they are.
+  `differentiable` uses ``lax.cond``, which reverse-mode differentiation can pass and a loop
+  cannot. (Forward mode and `vmap` pass both.)
+  """
+
+  def run(operand: Operand) -> Operand:
+    return jax.tree.map(_cast_like, fun(operand), operand)
+
+  if isinstance(pred, bool):
+    return fun(operand) if pred else operand
+  operand = jax.tree.map(jnp.asarray, operand)
+  if differentiable:
+    return lax.cond(pred, run, lambda operand: operand, operand)
+  stop = jnp.zeros_like(pred)
+  return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
+
+
+def _cast_like(value: jax.Array, like: jax.Array) -> jax.Array:
+  value = jnp.asarray(value)
+  value = value if value.dtype == like.dtype else value.astype(like.dtype)
+  # In shard_map, what devices may disagree about is part of a carry's type too.
+  return _across_devices.vary_like(value, like)
+
+
+def output_buffers(total: optax.Updates, like: optax.Updates) -> tuple[optax.Updates, bool]:
+  """Buffers that updates like `like` come out of a conditional in.
+
+  They are the accumulators `total` where those can serve, so that updates need no memory of
+  their own. An accumulator can if it has the shape, holds the dtype without rounding and, in
+  `shard_map`, is as varying (after a reduction over devices it is more so).
+
+  Returns:
+    The buffers, and whether they are the accumulators.
+  """
+  trees: list[Any] = [jax.tree.structure(total), jax.tree.structure(like)]
+  if trees[0] == trees[1] and all(map(_holds, jax.tree.leaves(total), jax.tree.leaves(like))):
+    return total, True
+  return jax.tree.map(lambda x: _across_devices.vary_like(jnp.zeros_like(x), x), like), False
+
+
+def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+  return (
+    acc.shape == like.shape
+    and _weighted_mean.promote(acc.dtype, like.dtype) == acc.dtype
+    and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
+    and _across_devices.varying_axes(acc) == _across_devices.varying_axes(like)
+  )
+
+
+def distinct(tree: Any) -> Any:
+  """`tree`, with a copy of each array that stands in it before.
+
+  ``init`` of optax's `lbfgs` returns a state with one array in two places, and XLA refuses to be
+  donated one buffer twice. What a step returns is distinct, so this copies once.
+  """
+  seen: set[int] = set()
+
+  def copied(x: Any) -> Any:
+    if id(x) in seen and isinstance(x, jax.Array):
+      return jnp.copy(x)
+    seen.add(id(x))
+    return x
+
+  return jax.tree.map(copied, tree)

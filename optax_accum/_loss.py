@@ -1,0 +1,244 @@
+"""A loss run in microbatches: its value, or value and gradient, on one device or over a mesh."""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from optax_accum import _across_devices, _arguments, _reductions, _scan, _validate
+from optax_accum._arguments import Slot
+from optax_accum._mesh import DataParallel
+from optax_accum._scan import Reduced
+from optax_accum._shards import Sharded, Whole
+from optax_accum._split import batch_rows, Call, Split
+
+# The user's: returns loss, (loss, aux) or (loss, (new_carry, aux)).
+LossFn: TypeAlias = Callable[..., Any]
+
+
+class Outputs(NamedTuple):
+  """What the scan reduces. Messages call it by these names."""
+
+  loss: Any
+  aux: Any
+  grads: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalLoss:
+  """A loss on one device, or on each of the devices of an `axis_name`.
+
+  `microbatch_value_and_grad` explains what is not explained here.
+  """
+
+  fun: LossFn
+  argnums: int | Sequence[int]
+  has_aux: bool
+  reduction: Any  # of losses and gradients
+  aux_reduction: Any  # a prefix tree of reductions
+  split: Split
+  shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
+
+  def value(self, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone."""
+    args = (self.shards.gather_before_scan(args[0]), *args[1:])
+    call = Call(self.fun, self._evaluate, self.split, args, kwargs)
+    return _scan.run(call, Outputs(self.reduction, None, None)).outputs.loss
+
+  def value_and_grad(self, *args: Any, **kwargs: Any) -> Reduced:
+    """The loss and its gradients. A device that has shards of parameters gets shards of these."""
+    wanted = _arguments.names_or_positions("argnums", self.argnums, int)
+    positions: Any = _arguments.find_slots("argnums", wanted, self.fun, args, {})
+    args = (self.shards.gather_before_scan(args[0]), *args[1:])
+    for i in positions:
+      _check_differentiable(f"argument {i}", args[i])
+      differentiated = _across_devices.varying(args[i], self.split.axis_name)
+      args = (*args[:i], differentiated, *args[i + 1 :])
+    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions)
+    grads = self.shards.gradients(self.reduction)
+    return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
+
+  def _evaluate(self, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+    """One microbatch's new carry and loss."""
+    loss, (carry, _) = self._run(self.shards.gather_in_scan(*args), *args[1:], **kwargs)
+    return carry, Outputs(loss, None, None)
+
+  def _differentiate(self, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+    """One microbatch's new carry, loss, aux and gradients."""
+    params = self.shards.gather_in_scan(*args)
+    value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
+    (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
+    _reductions.match("aux_reduction", self.aux_reduction, aux)
+    return carry, Outputs(loss, aux, grads)
+
+  def _run(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
+    out = self.fun(*args, **kwargs)
+    carries = self.split.carry_argnum is not None
+    _check_loss(out, self.has_aux or carries, carries)
+    if carries:
+      return out
+    return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
+
+  def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
+    """The loss that a step with such arguments runs, and the arguments as it takes them."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and self.split.axis_name is None:
+      raise ValueError(
+        f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
+        " device would step by its own gradient: pass axis_name= to make_train_step, or call it"
+        " outside, with mesh=."
+      )
+    return self, args, kwargs
+
+  out_shardings = None  # of what a step returns: left to the compiler
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshLoss:
+  """A loss over the data axis of a mesh."""
+
+  local: LocalLoss
+  parallel: DataParallel
+
+  def place(self, args: Any, kwargs: Any) -> tuple["_PlacedLoss", Any, Any]:
+    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
+    split, parallel = self.local.split, self.parallel
+    params, opt_state, *others = args
+    slots = split.batch_slots(self.local.fun, (params, *others), kwargs)
+
+    def put(slot: Slot, x: Any) -> Any:
+      if slot in slots:
+        return parallel.place_batch(f"batch argument {slot!r}", x, split.batch_axis)
+      return parallel.place(f"argument {slot!r}", x)
+
+    held = parallel.place("params", params), parallel.place("opt_state", opt_state)
+    others = [put(i, x) for i, x in enumerate(others, 1)]
+    leaves, treedef = jax.tree.flatten(held)
+    shardings = tuple(getattr(x, "sharding", None) for x in leaves)
+    loss = _PlacedLoss(self.local, parallel, slots, treedef, shardings)
+    return loss, (*held, *others), {name: put(name, x) for name, x in kwargs.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlacedLoss:
+  """A loss over a mesh, for one way to shard the arguments of a step and to pass the batch."""
+
+  local: LocalLoss
+  parallel: DataParallel
+  slots: tuple[Slot, ...]  # the batch arguments
+  treedef: Any  # of (params, opt_state)
+  shardings: tuple[Any, ...]  # of their leaves
+
+  @property
+  def out_shardings(self) -> Any:
+    """As the parameters and the state came; left to choose, XLA may shard them otherwise."""
+    others = [None] * (1 if self.local.split.carry_argnum is None else 2)
+    return *self.treedef.unflatten(self.shardings), *others
+
+  @property
+  def _shards(self) -> Sharded:
+    specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
+    return Sharded(specs[0], self.parallel.axis, self.parallel.reduce_in_loop)
+
+  def value(self, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone."""
+    return self._on_each_device(LocalLoss.value, PartitionSpec(), args, kwargs)
+
+  def value_and_grad(self, *args: Any, **kwargs: Any) -> Reduced:
+    """The loss and its gradients, which are sharded as the parameters."""
+    same: Any = PartitionSpec()
+    aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
+    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same)
+    out = self._on_each_device(LocalLoss.value_and_grad, specs, args, kwargs)
+    grads = self.parallel.like(out.outputs.grads, self.out_shardings[0])
+    return out._replace(outputs=out.outputs._replace(grads=grads))
+
+  def _on_each_device(self, method: Any, out_specs: Any, args: Any, kwargs: Any) -> Any:
+    """A method of the loss of one device, given that device's part of the batch."""
+    arguments = {**dict(enumerate(args)), **kwargs}
+    axis, shards = self.local.split.batch_axis, self._shards
+    rows = batch_rows(self.slots, [arguments[slot] for slot in self.slots], axis)
+    split = self.parallel.local_split(self.local.split, rows)
+    local = dataclasses.replace(self.local, split=split, shards=shards)
+
+    def spec(slot: Slot, tree: Any) -> Any:
+      if slot == 0:
+        return shards.specs
+      if slot in self.slots:
+        return jax.tree.map(lambda x: self.parallel.batch_spec(x, axis), tree)
+      return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+    named = {name: spec(name, x) for name, x in kwargs.items()}
+    in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
+    mapped = jax.shard_map(
+      lambda args, kwargs: method(local, *args, **kwargs),
+      mesh=self.parallel.mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names={self.parallel.axis},  # other axes of the mesh are left to the compiler
+    )
+    return mapped(*jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
+
+
+def local_loss(
+  fun: LossFn, argnums: Any, has_aux: bool, reduction: str, aux_reduction: Any, split: Split
+) -> LocalLoss:
+  """A `LocalLoss` from what the user gave, checked."""
+  positions = _arguments.names_or_positions("argnums", argnums, int)
+  if not positions or len(set(positions)) < len(positions):
+    raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
+  kind = _reductions.REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  aux_kinds = _reductions.named("aux_reduction", aux_reduction)
+  return LocalLoss(fun, argnums, has_aux, kind, aux_kinds, split)
+
+
+def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
+  """Checks what a loss function returned: a real scalar, with the aux that was announced."""
+  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
+
+  def is_pair(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and len(x) == 2
+
+  def describe(x: Any) -> str:
+    several = isinstance(x, (tuple, list, dict))
+    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
+
+  if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
+    raise TypeError(
+      f"The function returned {describe(out)}; with"
+      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
+    )
+  value, wrong = out[0] if has_aux else out, None
+  if isinstance(value, (tuple, list, dict)):
+    wrong = (
+      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
+      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
+    )
+  elif value is None:
+    wrong = f"function returned None; it must return {wanted}."
+  elif shape := jnp.shape(value):
+    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
+  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
+    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
+  if wrong:
+    raise TypeError(f"The {wrong}")
+
+
+def _check_differentiable(what: str, tree: Any) -> None:
+  """Checks that every leaf can be differentiated."""
+  for name, leaf in _validate.named_leaves(what, tree).items():
+    try:
+      kind = f"dtype {jnp.result_type(leaf)}"
+      if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+        continue
+    except TypeError:
+      kind = f"type {type(leaf).__name__}"
+    raise TypeError(
+      f"{name} has {kind} and cannot be differentiated: keep all but floating and complex arrays"
+      " out of the differentiated argument, e.g. close over them or pass them as another argument"
+      " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
+    )

@@ -1,0 +1,110 @@
+"""One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+import optax
+
+from optax_accum import _accumulate_state, _across_devices, _skip, _validate, _weighted_mean
+from optax_accum._accumulate_state import AccumulateState
+from optax_accum._accumulators import Cycle, EveryCall, MiniStep, Weights
+from optax_accum._across_devices import AxisName
+from optax_accum._inplace import Flag
+from optax_accum._weighted_mean import Weight
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MiniSteps:
+  """Adds up the gradients of one call after the other."""
+
+  cycle: Cycle | EveryCall  # what is kept from one call to the next, and when the cycle ends
+  skip_fn: _skip.SkipFn | None
+  axis_name: AxisName | None
+
+  @jax.named_scope("accumulate")
+  def add(
+    self, updates: Any, state: AccumulateState, params: Any, weight: ArrayLike, flush: Flag
+  ) -> MiniStep:
+    """Adds one microbatch's gradients up, and decides whether the cycle emits."""
+    if self.axis_name is not None:
+      _check_not_reduced(updates, self.axis_name)
+    state = _accumulate_state.loaded(state, self.axis_name)
+    _validate.weight("The caller of update", weight)
+    # A weight that is known and not zero settles that the cycle's total is not zero either.
+    local_weight: Any = weight
+    if not isinstance(weight, (int, float)) or weight == 0:
+      local_weight = _weighted_mean.as_weight(weight).astype(state.acc_weight.dtype)
+    flush = _check_flush(flush)
+    skip: Flag = False
+    if self.skip_fn is not None:
+      skip, info = _skip.asked(self.skip_fn, updates, state.gradient_step, params)
+      if isinstance(local_weight, jax.Array):  # what has no weight may be NaN: no cause to skip
+        skip = skip & _weighted_mean.counts(local_weight)
+      info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
+      state = state._replace(skip_state=info)
+
+    skip, flush, weights = self._agree(skip, flush, local_weight, state.acc_weight.dtype)
+    step = self.cycle.add(updates, state, skip, flush, weights)
+    emit = step.emit
+    if isinstance(weights.over_devices, jax.Array):
+      emit = emit & (state.acc_weight + weights.over_devices != 0)
+    gradient_step = optax.safe_increment(state.gradient_step)
+    state = step.state._replace(
+      gradient_step=_weighted_mean.select(emit, gradient_step, state.gradient_step),
+      has_updated=jnp.asarray(emit),
+    )
+    return step._replace(emit=emit, state=state)
+
+  def _agree(
+    self, skip: Flag, flush: Flag, local: Weight, dtype: Any
+  ) -> tuple[Flag, Flag, Weights]:
+    """What the devices decide together: any that skips or flushes does so for all."""
+    total = local
+    if self.axis_name is not None:
+      values = (skip, flush, local)
+      traced = [jnp.asarray(x).astype(dtype) for x in values if isinstance(x, jax.Array)]
+      sums: Any = iter(())
+      if traced:  # one reduction, of up to three numbers
+        stacked = _across_devices.varying(jnp.stack(traced), self.axis_name)
+        sums = iter(lax.psum(stacked, self.axis_name))
+      skip = next(sums) > 0 if isinstance(skip, jax.Array) else skip
+      flush = next(sums) > 0 if isinstance(flush, jax.Array) else flush
+      known = not isinstance(local, jax.Array)
+      total = local * lax.axis_size(self.axis_name) if known else next(sums)
+    if isinstance(skip, jax.Array):
+      local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
+    return skip, flush, Weights(local, total)
+
+
+def _check_flush(value: Any) -> bool | jax.Array:
+  """Checks a flag that may be traced; a Python bool stays one."""
+  if isinstance(value, (bool, np.bool_)):
+    return bool(value)
+  is_array = isinstance(value, (jax.Array, np.ndarray))
+  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
+    raise TypeError(
+      f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
+    )
+  return jnp.asarray(value)
+
+
+def _check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
+  """Checks that gradients were not reduced over the devices yet, where the types say so."""
+  _across_devices.check_bound(axis_name)
+  # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  known = _across_devices.varying_axes(_across_devices.varying(jnp.zeros(()), axis_name))
+  leaves = jax.tree.leaves(updates)
+  missing = known.difference(*map(_across_devices.varying_axes, leaves))
+  if leaves and missing:
+    raise ValueError(
+      f"The gradients are the same on all devices of the axes {sorted(missing)} of"
+      f" axis_name={axis_name!r}, so they were reduced in this microbatch, and accumulate would"
+      " reduce them again. Gradients of parameters that are the same on all devices are *summed*"
+      " by JAX: differentiate with respect to"
+      f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out.'
+    )

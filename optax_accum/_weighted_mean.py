@@ -1,0 +1,102 @@
+"""The one arithmetic: the weighted mean of microbatches, and the dtypes that it is taken in.
+
+Streaming, scan, ragged, weighted and multi-device accumulation are all
+
+    sum_i w_i g_i / sum_i w_i
+
+and all of them add with `weigh` and divide with `mean`. The loop holds nothing but
+the sum: dividing once, after it, keeps the rounding of the whole batch, and lets a
+compiler (or `psum`) reduce over devices once per cycle and not once per microbatch.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+# A Python number is a weight known when tracing: it costs nothing when it is 1.
+Weight = float | jax.Array
+
+
+def promote(*dtypes: DTypeLike) -> jnp.dtype:
+  """The dtype that all `dtypes` promote to, also where a user forbids implicit promotion."""
+  # JAX promotes 8-bit floats to nothing by itself; float32 holds them all.
+  wide = [jnp.float32 if is_float8(d) else jnp.dtype(d) for d in dtypes]
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.result_type(*wide)
+
+
+def is_float8(dtype: DTypeLike) -> bool:
+  """Whether `dtype` is a float of 8 bits or fewer."""
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+
+
+def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
+  """The dtype that values of `dtype` are added up in.
+
+  Floating and complex values: `requested`, or by default `dtype` promoted with float32, so
+  bfloat16 becomes float32, and float64 and complex64 stay. Where `requested` is complex, real
+  values get its real part's dtype. Integers and bools: at least 32 bits.
+  """
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.dtype(dtype).itemsize >= 4:
+      return jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+  if requested is None:
+    return promote(dtype, jnp.float32)
+  if jnp.issubdtype(requested, jnp.complexfloating) and not jnp.issubdtype(
+    dtype, jnp.complexfloating
+  ):
+    return jnp.finfo(requested).dtype
+  return jnp.dtype(requested)
+
+
+def as_weight(weight: ArrayLike) -> jax.Array:
+  """A weight as a float scalar; float64 stays float64, counts become the default float."""
+  weight = jnp.asarray(weight)
+  if jnp.issubdtype(weight.dtype, jnp.floating):
+    return weight.astype(promote(weight.dtype, jnp.float32))
+  return weight.astype(jnp.result_type(float))
+
+
+def counts(weight: Weight) -> bool | jax.Array:
+  """Whether a microbatch of this weight counts. One whose weight is NaN does: the NaN shows."""
+  return weight != 0
+
+
+def select(counted: bool | jax.Array, value: jax.Array, other: jax.Array) -> jax.Array:
+  """`value` where the microbatch counted, else `other`. A Python bool adds no operation."""
+  if isinstance(counted, bool):
+    return value if counted else other
+  return jnp.where(counted, value, other)
+
+
+def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN.
+
+  The value is selected before it is multiplied, because ``0 * nan`` is ``nan``: an
+  all-padding microbatch has a loss of 0/0. The product is taken in float32 or better,
+  because bfloat16 cannot hold every count of tokens above 256.
+  """
+  if isinstance(weight, (int, float)) and weight == 1:
+    return value.astype(dtype)
+  wide = promote(value.dtype, promote(dtype, jnp.float32))
+  value = value.astype(wide)
+  value = select(counts(weight), value, jnp.zeros_like(value))
+  return (value * (weight.astype(wide) if isinstance(weight, jax.Array) else weight)).astype(dtype)
+
+
+def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  """``total / weight`` in `dtype`, and zero where the weight is zero.
+
+  Multiplies by the scalar reciprocal: XLA keeps the quotient by a traced scalar as a
+  buffer of its own, where the product fuses into whatever reads it.
+  """
+  if isinstance(weight, (int, float)) and weight == 1:
+    return total.astype(dtype)
+  wide = promote(total.dtype, jnp.float32)
+  total = total.astype(wide)
+  if not isinstance(weight, jax.Array):
+    return (total * (1 / weight if weight else 0.0)).astype(dtype)
+  one = jnp.ones((), wide)
+  inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
+  return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)
