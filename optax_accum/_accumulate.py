@@ -17,7 +17,7 @@ from optax_accum._across_devices import AxisName
 from optax_accum._mini_step import MiniSteps
 from optax_accum._reductions import REDUCTIONS
 
-Params = TypeVar("Params")
+Params = TypeVar("Params", bound=Any)
 
 
 class ApplyFn(Protocol):
@@ -25,7 +25,7 @@ class ApplyFn(Protocol):
 
   def __call__(
     self,
-    updates: optax.Updates,
+    updates: Any,
     state: AccumulateState,
     params: Params,
     *,

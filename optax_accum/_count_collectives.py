@@ -105,9 +105,7 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     ValueError: `compiled` has no text, or a text that is not an HLO module.
 
   Example:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax_accum
+    >>> import jax, jax.numpy as jnp, optax_accum
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     >>> specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
     >>> def reduce_every_time(x):

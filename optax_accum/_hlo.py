@@ -50,7 +50,7 @@ class _Context(NamedTuple):
   executions: int = 1
   loop: str | None = None
   op_name: str = ""
-  unknown: tuple[str, ...] = ()
+  unknown_trip_counts: tuple[str, ...] = ()
 
 
 class Module:
@@ -99,7 +99,7 @@ class Module:
         named = _OP_NAME.search(op.attributes)
         inner = context._replace(op_name=named[1] if named else context.op_name)
         if wanted(op):
-          yield Run(op, scope.computation, *inner)
+          yield Run(op, scope.computation, **inner._asdict())
         called = [(role, name) for role, name in op.called if holds(name)]
         trips = self._trip_count(op, scope) if called and op.opcode == "while" else None
         for role, name in called:
@@ -113,7 +113,7 @@ class Module:
             inner._replace(
               executions=context.executions * times,
               loop=op.name,
-              unknown=context.unknown + ((label,) if trips is None else ()),
+              unknown_trip_counts=context.unknown_trip_counts + ((label,) if trips is None else ()),
             ),
           )
 

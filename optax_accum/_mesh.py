@@ -1,4 +1,4 @@
-"""Data parallelism: arrays placed on a mesh, and a function run on every device's part."""
+"""Data parallelism: how arrays are placed on a mesh, and the batch spread over its data axis."""
 
 from collections.abc import Callable
 import dataclasses

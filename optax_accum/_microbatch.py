@@ -63,8 +63,7 @@ def microbatch(
     TypeError: A value has the wrong type, or an output has a dtype that its reduction lacks.
 
   Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax_accum
+    >>> import jax.numpy as jnp, optax_accum
     >>> def evaluate(x):
     ...   return {"logits": 2 * x, "correct": jnp.sum(x > 2)}
     >>> evaluate_in_parts = optax_accum.microbatch(
@@ -182,9 +181,7 @@ def microbatch_value_and_grad(
       real scalar, a return that does not fit `has_aux`, an integer aux under "mean".
 
   Examples:
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax_accum
+    >>> import jax, jax.numpy as jnp, optax_accum
     >>> def loss_fn(params, batch):
     ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6)}
@@ -204,11 +201,12 @@ def microbatch_value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:
-    carry, (value, aux, grads), stats = loss.value_and_grad(*args, **kwargs)
-    if carry:
-      value = (value, (*carry, aux))
+    reduced = loss.value_and_grad(*args, **kwargs)
+    value, out = reduced.outputs.loss, reduced.outputs
+    if reduced.carry:
+      value = (value, (*reduced.carry, out.aux))
     elif has_aux:
-      value = (value, aux)
-    return (value, grads, stats) if skip_nonfinite else (value, grads)
+      value = (value, out.aux)
+    return (value, out.grads, reduced.stats) if skip_nonfinite else (value, out.grads)
 
   return value_and_grad

@@ -42,7 +42,7 @@ def asked(
 
 
 def leave_out_nonfinite(weight: jax.Array, tree: Any) -> tuple[jax.Array, jax.Array]:
-  """A microbatch's weight, 0 where the `tree` of its results is not finite; and 1 if that did it."""
+  """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
   leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
   finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
   # A microbatch of padding may be 0/0. It has no weight, and nothing is wrong with it.

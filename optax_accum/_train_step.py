@@ -19,8 +19,8 @@ from optax_accum._reductions import ReductionTree
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
-Params = TypeVar("Params")
-OptState = TypeVar("OptState")
+Params = TypeVar("Params", bound=Any)
+OptState = TypeVar("OptState", bound=Any)
 Args = ParamSpec("Args")
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -171,9 +171,7 @@ def make_train_step(
       every device would step by its own gradient.
 
   Examples:
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import optax_accum
+    >>> import jax.numpy as jnp, optax, optax_accum
     >>> def loss_fn(params, batch):
     ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
     >>> tx = optax.sgd(0.01)
@@ -198,7 +196,8 @@ def train_step(
   local: LocalLoss, loss: Any, tx: Transform, params: Any, opt_state: Any, *args: Any, **kwargs: Any
 ) -> tuple[Any, ...]:
   """One step of `tx` by the gradient of `loss`, which runs the `local` loss; what is jitted."""
-  carry, (value, aux, grads), stats = loss.value_and_grad(params, *args, **kwargs)
+  reduced = loss.value_and_grad(params, *args, **kwargs)
+  out, stats = reduced.outputs, reduced.stats
 
   def value_fn(params: Any, weight: Any = None) -> jax.Array:
     del weight  # optax's line searches refuse an extra argument that value_fn lacks
@@ -207,23 +206,23 @@ def train_step(
   counted = stats.total_weight != 0
   averages = local.reduction.name == "mean"  # a sum is not to be weighed again
   weight = stats.total_weight if averages else counted.astype(jnp.float32)
-  extra_args = {"value": value, "grad": grads, "value_fn": value_fn, "weight": weight}
+  extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
   def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
     params, opt_state = held
     accepted = _accepted(tx.update, extra_args)
-    updates, opt_state = tx.update(grads, opt_state, params, **accepted)
+    updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
     return optax.apply_updates(params, updates), opt_state
 
   # A transformation that accumulates knows itself what a weight of zero means.
   conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
   with jax.named_scope("optimizer"):
     new = update_if(counted if conditional else True, update, (params, opt_state))
-  wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), grads)
-  metrics = {"loss": value, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
-  if local.has_aux or carry:
-    metrics["aux"] = aux
-  return *new, *carry, metrics
+  wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
+  metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
+  if local.has_aux or reduced.carry:
+    metrics["aux"] = out.aux
+  return *new, *reduced.carry, metrics
 
 
 def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
