@@ -182,7 +182,7 @@ def accumulate(
   return AccumulateTransformation(accumulation.init, accumulation.update)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class _Accumulation(MiniSteps):
   """The functions that `accumulate` returns: they add up, and run `inner` when a cycle ends."""
 

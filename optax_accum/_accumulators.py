@@ -36,7 +36,7 @@ class MiniStep(NamedTuple):
   state: AccumulateState  # the next state but for `inner_opt_state`
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class EveryCall:
   """Every call is a cycle (``every_k=1``): nothing is kept from one call to the next."""
 
@@ -66,7 +66,7 @@ class EveryCall:
     return MiniStep(jax.tree.map(weighed, updates), weights.over_devices, emit, state)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Cycle:
   """Cycles of `every_k` calls, an int above 1 or a schedule; with the methods of `EveryCall`."""
 

@@ -18,7 +18,7 @@ class Operation(NamedTuple):
   called: tuple[tuple[str, str], ...]  # roles and names of the computations that it runs
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Computation:
   """A block of operations; the program's, a loop's body, a fusion's, ..."""
 

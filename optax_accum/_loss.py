@@ -27,7 +27,7 @@ class Outputs(NamedTuple):
   grads: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class LocalLoss:
   """A loss on one device, or on each of the devices of an `axis_name`.
 
@@ -97,7 +97,7 @@ class LocalLoss:
   out_shardings = None  # of what a step returns: left to the compiler
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class MeshLoss:
   """A loss over the data axis of a mesh."""
 
@@ -123,8 +123,7 @@ class MeshLoss:
     return loss, (*held, *others), {name: put(name, x) for name, x in kwargs.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlacedLoss:
+class _PlacedLoss(NamedTuple):
   """A loss over a mesh, for one way to shard the arguments of a step and to pass the batch."""
 
   local: LocalLoss

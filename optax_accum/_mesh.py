@@ -13,7 +13,7 @@ from optax_accum._reductions import Reduction
 from optax_accum._split import Split
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class DataParallel:
   """A mesh, the axis of it that rows are spread over, and when gradients are reduced."""
 

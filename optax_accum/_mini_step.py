@@ -18,7 +18,7 @@ from optax_accum._inplace import Flag
 from optax_accum._weighted_mean import Weight
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class MiniSteps:
   """Adds up the gradients of one call after the other."""
 

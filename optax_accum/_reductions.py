@@ -79,7 +79,7 @@ class Reduction:
     return value
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
@@ -131,7 +131,7 @@ class Mean(Sum):
     return _weighted_mean.mean(held, weight, dtype)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class SumInLoop(Reduction):
   """The sum or mean `of` values that are reduced over devices in every microbatch."""
 
@@ -154,7 +154,7 @@ class SumInLoop(Reduction):
     return self.of.finish(held, weight, dtype)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Extreme(Reduction):
   """The largest value, or the smallest."""
 

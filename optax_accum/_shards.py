@@ -29,7 +29,7 @@ class Whole:
     return reduction
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Sharded(Whole):
   """Parameters that are sharded over one mesh axis, or replicated, leaf by leaf."""
 

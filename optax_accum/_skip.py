@@ -1,12 +1,15 @@
 """Microbatches that are left out, such as those with a NaN: `skip_nonfinite` and `skip_fn`."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_accum import _weighted_mean
+
+if TYPE_CHECKING:
+  import chex  # for types alone: importing it takes longer than all of optax_accum
 
 
 class SkipFn(Protocol):
@@ -41,7 +44,7 @@ def asked(
   return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
 
 
-def leave_out_nonfinite(weight: jax.Array, tree: Any) -> tuple[jax.Array, jax.Array]:
+def leave_out_nonfinite(weight: jax.Array, tree: "chex.ArrayTree") -> tuple[jax.Array, jax.Array]:
   """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
   leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
   finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))

@@ -17,7 +17,7 @@ from optax_accum._arguments import Slot
 WeightFn: TypeAlias = Callable[..., ArrayLike]
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class Split:
   """How a function's arguments are split and its outputs weighed; checked when built."""
 
