@@ -24,22 +24,16 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 import measure
-import numpy as np
 import optax
-
-import optax_accum
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "tests"))
-import deviceless
+import paths  # noqa: F401
+from support import devices, trees
+from support.compiled import dot_flops
+from support.optimizers import mini_step
 import train_lm
 
-
-def update(tx, params, opt_state, grads):
-  updates, opt_state = tx.update(grads, opt_state, params)
-  return optax.apply_updates(params, updates), opt_state
+import optax_accum
 
 
 def approaches(loss_fn, tx, mesh, n):
@@ -56,7 +50,7 @@ def approaches(loss_fn, tx, mesh, n):
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
       total, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, params), split(batch))
-      return update(tx, params, opt_state, jax.tree.map(lambda g: g / n, total))
+      return mini_step(tx)(params, opt_state, jax.tree.map(lambda g: g / n, total))
 
     return step
 
@@ -65,14 +59,14 @@ def approaches(loss_fn, tx, mesh, n):
     return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(PartitionSpec(), PartitionSpec("data")),
-      out_specs=PartitionSpec(),
+      in_specs=(P(), P("data")),
+      out_specs=P(),
     )(params, part)
 
   def multi_steps(params, opt_state, batch):
     def body(held, part):
       params, opt_state = held
-      return update(multi, params, opt_state, grad(params, part)), None
+      return mini_step(multi)(params, opt_state, grad(params, part)), None
 
     return lax.scan(body, (params, opt_state), parts(batch))[0]
 
@@ -80,7 +74,7 @@ def approaches(loss_fn, tx, mesh, n):
     mean = optax.microbatching.AccumulationType.MEAN
     size = batch.shape[0] // n
     grads = optax.microbatching.microbatch(grad, 1, size, mean)(params, batch)
-    return update(tx, params, opt_state, grads)
+    return mini_step(tx)(params, opt_state, grads)
 
   make = optax_accum.make_train_step
   found = {
@@ -93,7 +87,7 @@ def approaches(loss_fn, tx, mesh, n):
     "optax.MultiSteps, scanned": (multi_steps, multi),
     "strided scan, plain jit": (scan_of(parts, grad), tx),
     "reshape(N, B // N), plain jit": (
-      scan_of(lambda x: x.reshape(n, -1, *x.shape[1:]), grad),
+      scan_of(lambda batch: trees.blocks(batch, n), grad),
       tx,
     ),
   }
@@ -112,24 +106,18 @@ def main():
     example = pathlib.Path(train_lm.__file__).with_name("multi_process.py")
     raise SystemExit(subprocess.call([sys.executable, example]))
 
-  if args.tpu:
-    mesh = deviceless.tpu_mesh((args.tpu,), ("data",), (AxisType.Auto,))
-  else:
-    mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
+  mesh = devices.make_mesh(args.tpu, platform="tpu") if args.tpu else devices.make_mesh(8)
   loss_fn = train_lm.make_loss_fn(model := train_lm.Transformer(layers=4, width=128))
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
-  def placed(tree, *spec):
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(tree)
-    )
+  def placed(make, *spec):
+    return devices.abstract(jax.eval_shape(make), mesh, P(*spec))
 
   batch = placed(lambda: jnp.zeros((512, 65), jnp.int32), "data")
   params = placed(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"])
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)  # the partitioner gives each its share
-  share = measure.dot_flops(whole.compile().as_text())
+  share = dot_flops(whole.compile().as_text())
   print(
     f"{mesh.size} devices ({'TPU v5e' if args.tpu else 'CPU'}), {args.microbatches} microbatches,"
   )
@@ -144,7 +132,7 @@ def main():
       operations, bytes_ = map(sum, zip((0, 0), *part.values(), strict=True))
       cells.append(f"{operations:4d} {bytes_ / 2**20:6.1f} MiB")
     # XLA for TPU makes convolutions of matrix products: there is nothing to count then.
-    work = f"{measure.dot_flops(compiled.program) / share:7.2f}" if share else f"{'':7}"
+    work = f"{dot_flops(compiled.program) / share:7.2f}" if share else f"{'':7}"
     print(
       f"{name:36}{cells[0]:>16}{cells[1]:>16}{work}{compiled.temp_bytes / 2**20:6.1f} MiB",
       flush=True,

@@ -12,26 +12,22 @@ nothing runs.
 """
 
 import argparse
-import os
 
 import jax
 from jax import lax
-from jax.experimental import topologies
 import jax.numpy as jnp
 import measure
 import optax
+import paths  # noqa: F401
+from support import devices
+from support.compiled import copies_of
+from support.optimizers import mini_step
 
 import optax_accum
 
 K = 8
 SHAPES = {"muon": [(512, 512)] * 6}
 DEFAULT_SHAPES = [(4096, 2560), (2560, 4096), (4096, 2560), (2560, 4096)]
-NO_TPU = {  # what libtpu asks of a machine that has none
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 OPTIMIZERS = {
   "sgd": lambda: optax.sgd(1e-3),
   "adamw": lambda: optax.adamw(1e-3),
@@ -40,18 +36,6 @@ OPTIMIZERS = {
   "lion": lambda: optax.lion(1e-3),
   "muon": lambda: optax.contrib.muon(1e-3),
 }
-
-
-def update_step(tx):
-  def step(params, state, grads):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return step
-
-
-def apply_step(tx):
-  return lambda params, state, grads: tx.apply(grads, state, params)
 
 
 def scanned(step):
@@ -71,19 +55,19 @@ def ways(inner):
   multi = optax.MultiSteps(inner, K)
   ours = optax_accum.accumulate(inner, K)
   return {
-    "MultiSteps": (update_step(multi), multi.init, K),
-    "update": (update_step(ours), ours.init, K),
-    "apply": (apply_step(ours), ours.init, K),
-    "MultiSteps, scanned": (scanned(update_step(multi)), multi.init, 1),
-    "update, scanned": (scanned(update_step(ours)), ours.init, 1),
-    "apply, scanned": (scanned(apply_step(ours)), ours.init, 1),
+    "MultiSteps": (mini_step(multi), multi.init, K),
+    "update": (mini_step(ours), ours.init, K),
+    "apply": (mini_step(ours, "apply"), ours.init, K),
+    "MultiSteps, scanned": (scanned(mini_step(multi)), multi.init, 1),
+    "update, scanned": (scanned(mini_step(ours)), ours.init, 1),
+    "apply, scanned": (scanned(mini_step(ours, "apply")), ours.init, 1),
   }
 
 
 def limit(inner, params, grads):
   """Adding K gradients into an accumulator, and one step of `inner`."""
   add = jax.jit(lambda acc, g: jax.tree.map(jnp.add, acc, g), donate_argnums=0)
-  step = jax.jit(update_step(inner), donate_argnums=(0, 1))
+  step = jax.jit(mini_step(inner), donate_argnums=(0, 1))
   held = [jax.tree.map(jnp.copy, params), inner.init(params), jax.tree.map(jnp.zeros_like, grads)]
 
   def run():
@@ -113,9 +97,7 @@ def run_all(inner, params, grads, rounds):
 
 def compile_all_for_tpu(inner, params):
   """Compiles all ways for one chip of a TPU v5e that is not there."""
-  os.environ.update(NO_TPU)
-  device = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices[0]
-  sharding = jax.sharding.SingleDeviceSharding(device)
+  sharding = jax.sharding.SingleDeviceSharding(devices.tpu_topology().devices[0])
 
   def on_chip(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
@@ -145,7 +127,7 @@ def report(optimizer, compiled, times, params):
       theirs = measure.ratio(times, "MultiSteps" + ", scanned" * ("scanned" in name), name)
       line += f"{min(times[name]):12.0f}{theirs:14.1f}{measure.ratio(times, name, 'limit'):9.2f}"
     if name in compiled:
-      copies = measure.copies_of(compiled[name].program, smallest)
+      copies = copies_of(compiled[name].program, smallest)
       line += f"{compiled[name].temp_bytes / size:8.2f} P{copies:8d}"
     print(line, flush=True)
 

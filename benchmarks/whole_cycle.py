@@ -8,33 +8,17 @@ medians of ratios within a round, in which all rows take turns.
 """
 
 import argparse
-import pathlib
-import sys
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 import measure
 import optax
-
-import optax_accum
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+import paths  # noqa: F401
+from support import trees
+from support.oracle import hand_written, with_optimizer
 import train_lm
 
-
-def hand_written(loss_fn, n):
-  """What people write: a scan that adds gradients into a carry."""
-
-  def value_and_grad(params, batch):
-    def body(total, part):
-      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
-
-    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    total, _ = lax.scan(body, start, batch.reshape(n, -1, *batch.shape[1:]))
-    return jax.tree.map(lambda x: x / n, total)
-
-  return value_and_grad
+import optax_accum
 
 
 def optax_microbatch(loss_fn, n):
@@ -53,23 +37,11 @@ def python_loop(loss_fn, n):
   """A Python loop over the microbatches, unrolled by tracing."""
 
   def value_and_grad(params, batch):
-    parts = batch.reshape(n, -1, *batch.shape[1:])
+    parts = trees.blocks(batch, n)
     results = [jax.value_and_grad(loss_fn)(params, parts[i]) for i in range(n)]
     return jax.tree.map(lambda *x: sum(x) / n, *results)
 
   return value_and_grad
-
-
-def as_step(value_and_grad, tx):
-  """The same step around every way to get gradients, with the metrics that ours returns."""
-
-  def step(params, opt_state, batch):
-    loss, grads = value_and_grad(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    return optax.apply_updates(params, updates), opt_state, metrics
-
-  return jax.jit(step, donate_argnums=(0, 1))
 
 
 def main():
@@ -91,11 +63,11 @@ def main():
   plain = jax.value_and_grad(loss_fn)
   steps = {
     f"optax_accum, N={n}": optax_accum.make_train_step(loss_fn, tx, num_microbatches=n),
-    f"hand-written scan, N={n}": as_step(hand_written(loss_fn, n), tx),
-    f"optax.microbatching, N={n}": as_step(optax_microbatch(loss_fn, n), tx),
-    f"Python loop, N={n}": as_step(python_loop(loss_fn, n), tx),
+    f"hand-written scan, N={n}": with_optimizer(hand_written(loss_fn, n), tx),
+    f"optax.microbatching, N={n}": with_optimizer(optax_microbatch(loss_fn, n), tx),
+    f"Python loop, N={n}": with_optimizer(python_loop(loss_fn, n), tx),
     "optax_accum, N=1": optax_accum.make_train_step(loss_fn, tx, num_microbatches=1),
-    "whole batch at once": as_step(plain, tx),
+    "whole batch at once": with_optimizer(plain, tx),
   }
   if not hasattr(optax, "microbatching"):
     del steps[f"optax.microbatching, N={n}"]

@@ -5,12 +5,13 @@ import functools
 import itertools
 
 from flax import nnx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import trees
+from support.optimizers import FORMS, mini_step, relaxed
 
 from optax_accum import accumulate, AccumulateTransformation, has_updated
 
@@ -22,20 +23,12 @@ def grads_of(value):
   return {"w": jnp.full(2, value, jnp.float32)}
 
 
-def run(tx, calls, params=PARAMS, apply=False):
+def run(tx, calls, params=PARAMS, form="update"):
   """Calls `tx` on ``(gradient, keywords)`` pairs; returns the trace of parameters and states."""
   params = jax.tree.map(jnp.asarray, params)
-  state, trace = tx.init(params), []
-
-  @jax.jit
-  def call(params, state, grads, kwargs):
-    if apply:
-      return tx.apply(grads, state, params, **kwargs)
-    updates, state = tx.update(grads, state, params, **kwargs)
-    return optax.apply_updates(params, updates), state
-
+  state, trace, step = tx.init(params), [], jax.jit(mini_step(tx, form))
   for value, kwargs in calls:
-    params, state = call(params, state, grads_of(value), kwargs)
+    params, state = step(params, state, grads_of(value), **kwargs)
     trace.append((params, state))
   return trace
 
@@ -48,22 +41,22 @@ def counters_of(trace):
   return [(int(s.mini_step), int(s.gradient_step), bool(s.has_updated)) for _, s in trace]
 
 
-both = pytest.mark.parametrize("apply", [False, True], ids=["update", "apply"])
+forms = pytest.mark.parametrize("form", FORMS)
 
 
-@both
-def test_a_cycle_is_one_step_on_the_mean(apply):
-  trace = run(accumulate(optax.sgd(1.0), 3), [(g, {}) for g in (1, 2, 6, 3, 3, 3)], apply=apply)
+@forms
+def test_a_cycle_is_one_step_on_the_mean(form):
+  trace = run(accumulate(optax.sgd(1.0), 3), [(g, {}) for g in (1, 2, 6, 3, 3, 3)], form=form)
   np.testing.assert_allclose(values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6)
   assert counters_of(trace) == [
     (1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False), (2, 1, False), (0, 2, True)
   ]  # fmt: skip
 
 
-@both
-def test_weights_make_the_mean_of_rows_and_not_of_microbatches(apply):
+@forms
+def test_weights_make_the_mean_of_rows_and_not_of_microbatches(form):
   calls = [(g, {"weight": w}) for g, w in [(1.0, 1), (5.0, 7), (100.0, 0)]]
-  trace = run(accumulate(optax.sgd(1.0), 3), calls, apply=apply)
+  trace = run(accumulate(optax.sgd(1.0), 3), calls, form=form)
   assert values_of(trace)[-1] == pytest.approx(-36 / 8)
   mean_of_means = -(1 + 5 + 100) / 3
   assert abs(values_of(trace)[-1] - mean_of_means) > 1
@@ -76,57 +69,53 @@ def test_the_sum_is_the_weighted_sum(every_k):
   assert values_of(trace) == ([0, -6.5] if every_k == 2 else [-6, -6.5])
 
 
-@both
+@forms
 @pytest.mark.parametrize("every_k", [1, 2])
-def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, apply):
+def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, form):
   tx = accumulate(optax.identity(), every_k, reduction="sum")
   params, three = jnp.zeros(2, jnp.bfloat16), jnp.full(2, 3, jnp.bfloat16)
   state = tx.init(params)
   for weight in (257.0, 0.0)[:every_k]:
-    out, state = (tx.apply if apply else tx.update)(
-      three, state, params, weight=jnp.float32(weight)
-    )
-  assert out.dtype == jnp.bfloat16
+    params, state = mini_step(tx, form)(params, state, three, weight=jnp.float32(weight))
+  assert params.dtype == jnp.bfloat16
   exact = jnp.bfloat16(3 * 257)  # 772: bfloat16 has eight bits
   assert exact != three[0] * jnp.bfloat16(257)
-  np.testing.assert_array_equal(out == exact, True)
+  np.testing.assert_array_equal(params == exact, True)
 
 
-@both
-def test_a_zero_weight_adds_nothing_even_if_nan(apply):
+@forms
+def test_a_zero_weight_adds_nothing_even_if_nan(form):
   calls = [(2.0, {"weight": 2}), (NAN, {"weight": 0}), (INF, {"weight": 0}), (1.0, {"weight": 2})]
-  trace = run(accumulate(optax.sgd(1.0), 4), calls, apply=apply)
+  trace = run(accumulate(optax.sgd(1.0), 4), calls, form=form)
   assert values_of(trace) == [0, 0, 0, -1.5]
 
 
-@both
+@forms
 @pytest.mark.parametrize("every_k", [1, 2])
 @pytest.mark.parametrize("python_weight", [False, True])
-def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, apply):
+def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
   # Adam would move the parameters by its momentum if it ran.
   with jax.numpy_dtype_promotion("standard"):
     tx = accumulate(optax.adam(0.1), every_k)
     params = {"w": jnp.ones(2)}
     zero = 0 if python_weight else jnp.float32(0)
-    states = [tx.init(params)]
+    trace = [(params, tx.init(params))]
     for weight in [1.0] * every_k + [zero] * every_k:
-      call = functools.partial(tx.apply if apply else tx.update, grads_of(3.0), weight=weight)
-      out, state = call(states[-1], params)
-      states.append(state)
-  held, after = states[every_k], states[-1]
+      trace.append(mini_step(tx, form)(*trace[-1], grads_of(3.0), weight=weight))
+  (held_params, held), (new_params, after) = trace[every_k], trace[-1]
   assert bool(held.has_updated)
   assert not after.has_updated
   assert (int(after.mini_step), int(after.gradient_step)) == (0, 1)
-  helpers.assert_trees_equal_to(after.inner_opt_state, held.inner_opt_state, 0)
-  np.testing.assert_array_equal(out["w"], params["w"] if apply else 0)
+  trees.assert_close(after.inner_opt_state, held.inner_opt_state, 0)
+  trees.assert_close(new_params, held_params, 0)
 
 
-@both
-def test_flush_ends_the_cycle_and_divides_by_what_was_accumulated(apply):
+@forms
+def test_flush_ends_the_cycle_and_divides_by_what_was_accumulated(form):
   flush = {"flush": jnp.bool_(True)}
   calls = [(2.0, {}), (4.0, flush), (1.0, {}), (1.0, {}), (1.0, {}), (1.0, {}), (9.0, flush)]
   calls = [(g, kwargs or {"flush": jnp.bool_(False)}) for g, kwargs in calls]
-  trace = run(accumulate(optax.sgd(1.0), 4), calls, apply=apply)
+  trace = run(accumulate(optax.sgd(1.0), 4), calls, form=form)
   assert values_of(trace) == [0, -3, -3, -3, -3, -4, -13]
   assert [c[2] for c in counters_of(trace)] == [False, True, False, False, False, True, True]
 
@@ -144,18 +133,18 @@ def test_flush_of_nothing_is_no_step():
   assert counters_of(trace) == [(0, 0, False), (0, 0, False), (1, 0, False), (0, 1, True)]
 
 
-@both
+@forms
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("position", range(3))
-def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(position, skip, bad, apply):
+def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(position, skip, bad, form):
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
   tx = accumulate(inner, 3, skip_fn=optax.skip_not_finite if skip else None)
   cycle = [1.0, 2.0, 3.0]
   cycle[position] = bad
   if skip:
     cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
-  trace = run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], apply=apply)
+  trace = run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form)
   assert values_of(trace)[-4] == (-2 if skip else 0)
   assert values_of(trace)[-1] == (-7 if skip else -5)
   assert not np.any(np.isnan(values_of(trace)))
@@ -205,23 +194,19 @@ def test_multisteps_says_updated_after_a_skip():
   assert theirs.has_updated(state)
 
 
-@both
+@forms
 @pytest.mark.parametrize(
   "skip_fn",
   [optax.skip_not_finite, functools.partial(optax.skip_large_updates, max_squared_norm=50.0)],
   ids=["skip_not_finite", "skip_large_updates"],
 )
-def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, apply):
+def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
   tx, params = accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn), jnp.zeros(2)
   start = tx.init(params)
   grads = jnp.array([[1, 1], [INF, 1], [3, 3]], jnp.bfloat16)
 
   def call(carry, g):
-    params, state = carry
-    if apply:
-      return tx.apply(g, state, params), None
-    updates, state = tx.update(g, state, params)
-    return (optax.apply_updates(params, updates), state), None
+    return mini_step(tx, form)(*carry, g), None
 
   with jax.numpy_dtype_promotion("standard"):
     (params, state), _ = jax.lax.scan(call, (params, start), grads)
@@ -264,7 +249,7 @@ def test_a_schedule_of_one_steps_on_every_call():
 
 def test_schedules_of_inner_count_gradient_steps():
   inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.1}))
-  trace = run(accumulate(helpers.relaxed(inner), 2), [(1, {})] * 6)
+  trace = run(accumulate(relaxed(inner), 2), [(1, {})] * 6)
   np.testing.assert_allclose(values_of(trace), [0, -1, -1, -1.1, -1.1, -1.2], rtol=1e-6)
 
 
@@ -278,8 +263,8 @@ def test_k_of_one_has_no_accumulator_and_is_inner(kwargs):
     for value in (1.0, -3.0):
       updates, state = tx.update(grads_of(value), state, params, **kwargs)
       expected, inner_state = inner.update(grads_of(value), inner_state, params)
-      helpers.assert_trees_equal_to(updates, expected, 0)
-      helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
+      trees.assert_close(updates, expected, 0)
+      trees.assert_close(state.inner_opt_state, inner_state, 0)
   assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
   assert bool(state.has_updated)
 
@@ -299,31 +284,31 @@ def test_k_of_one_keeps_what_inner_makes_of_its_state():
     expected = optax.apply_updates(params, updates)
     actual, applied = tx.apply(params, tx.init(params), params)
   actual_updates, updated = tx.update(params, tx.init(params), params)
-  helpers.assert_trees_equal_to(actual, expected, 0)
-  helpers.assert_trees_equal_to(actual_updates, updates, 0)
+  trees.assert_close(actual, expected, 0)
+  trees.assert_close(actual_updates, updates, 0)
   for state in (applied, updated):
-    helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
+    trees.assert_close(state.inner_opt_state, inner_state, 0)
 
 
-@both
+@forms
 @pytest.mark.parametrize("every_k", [1, 2, lambda _: 2], ids=["1", "2", "schedule"])
-def test_the_gradient_step_stays_at_its_maximum(every_k, apply):
+def test_the_gradient_step_stays_at_its_maximum(every_k, form):
   most = np.iinfo(np.int32).max
   tx, params = accumulate(optax.sgd(1.0), every_k), jnp.zeros(2)
   state = tx.init(params)._replace(gradient_step=jnp.int32(most - 1))
   steps = []
   for _ in range(4):
-    _, state = (tx.apply if apply else tx.update)(jnp.ones(2), state, params)
+    params, state = mini_step(tx, form)(params, state, jnp.ones(2))
     steps.append(int(state.gradient_step))
   assert state.has_updated
   assert steps == ([most] * 4 if every_k == 1 else [most - 1] + [most] * 3)
 
 
-@both
-def test_k_of_one_with_a_weight_and_a_skip_means_what_it_says(apply):
+@forms
+def test_k_of_one_with_a_weight_and_a_skip_means_what_it_says(form):
   tx = accumulate(optax.sgd(1.0), 1, skip_fn=optax.skip_not_finite)
   calls = [(1.0, {"weight": 2.0}), (5.0, {"weight": 0.0}), (NAN, {"weight": 1.0})]
-  trace = run(tx, calls, apply=apply)
+  trace = run(tx, calls, form=form)
   assert values_of(trace) == [-1, -1, -1]
   assert counters_of(trace) == [(0, 1, True), (0, 1, False), (0, 1, False)]
 
@@ -372,16 +357,15 @@ def test_1024_bfloat16_gradients_average_right():
   assert np.max(np.abs(in_bfloat16 - exact)) > 0.05  # what adding up in bfloat16 gives
 
 
-@both
-def test_complex_gradients_keep_their_imaginary_part(apply):
+@forms
+def test_complex_gradients_keep_their_imaginary_part(form):
   tx, params = accumulate(optax.sgd(1.0), 4), jnp.zeros(2, jnp.complex64)
   state = tx.init(params)
   assert state.acc_grads.dtype == jnp.complex64
   for _ in range(4):
-    out, state = (tx.apply if apply else tx.update)(
-      jnp.full(2, 1 + 2j, jnp.complex64), state, params, weight=jnp.float32(3)
-    )
-  np.testing.assert_allclose(out, -1 - 2j, rtol=1e-6)
+    grads = jnp.full(2, 1 + 2j, jnp.complex64)
+    params, state = mini_step(tx, form)(params, state, grads, weight=jnp.float32(3))
+  np.testing.assert_allclose(params, -1 - 2j, rtol=1e-6)
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
@@ -427,9 +411,9 @@ def test_an_accumulator_of_lower_precision_on_request():
   np.testing.assert_array_equal(updates, 1.5)
 
 
-@both
+@forms
 @pytest.mark.parametrize("differentiable", [False, True])
-def test_an_accumulator_of_lower_precision_does_not_round_the_updates(apply, differentiable):
+def test_an_accumulator_of_lower_precision_does_not_round_the_updates(form, differentiable):
   inner = optax.scale(1 / 3)
   expected, _ = inner.update(jnp.ones(2), inner.init(jnp.zeros(2)))
   assert np.all(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
@@ -437,8 +421,8 @@ def test_an_accumulator_of_lower_precision_does_not_round_the_updates(apply, dif
   params = jnp.zeros(2)
   state = tx.init(params)
   for _ in range(2):
-    out, state = (tx.apply if apply else tx.update)(jnp.ones(2), state, params)
-  helpers.assert_trees_equal_to(out, expected, 0)
+    params, state = mini_step(tx, form)(params, state, jnp.ones(2))
+  trees.assert_close(params, expected, 0)
   assert state.acc_grads.dtype == jnp.bfloat16
 
 

@@ -4,19 +4,20 @@ import collections
 import functools
 import re
 
-import helpers
 import jax
 import jax.numpy as jnp
-import measure
 import numpy as np
 import optax
 import pytest
+from support import trees
+from support.compiled import compilations, copies_of
+from support.optimizers import FORMS, mini_step
 
 from optax_accum import accumulate
 
 LEAF = 1 << 20
 LARGE = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in "abcd"}
-P = 4 * LEAF * len(LARGE)  # the parameters' bytes
+LARGE_BYTES = 4 * LEAF * len(LARGE)
 
 OPTIMIZERS = {
   "sgd": optax.sgd(0.1),
@@ -34,29 +35,17 @@ def _optax_promotes():
     yield
 
 
-def by_update(tx):
-  def step(params, state, grads, **kwargs):
-    updates, state = tx.update(grads, state, params, **kwargs)
-    return optax.apply_updates(params, updates), state
-
-  return step
+forms = pytest.mark.parametrize("form", FORMS)
 
 
-def by_apply(tx):
-  return lambda params, state, grads, **kwargs: tx.apply(grads, state, params, **kwargs)
-
-
-def by_scan(tx):
-  def step(params, state, grads):
+def scanned(tx):
+  def cycle(params, state, grads):
     def body(carry, scale):
-      return by_update(tx)(*carry, jax.tree.map(lambda g: g * scale, grads)), None
+      return mini_step(tx)(*carry, jax.tree.map(lambda g: g * scale, grads)), None
 
     return jax.lax.scan(body, (params, state), jnp.arange(8.0))[0]
 
-  return step
-
-
-FORMS = {"update": by_update, "apply": by_apply, "scan": by_scan}
+  return cycle
 
 
 def compiled(step, tx, params=LARGE, **kwargs):
@@ -65,16 +54,17 @@ def compiled(step, tx, params=LARGE, **kwargs):
 
 
 def temp(executable):
-  return executable.memory_analysis().temp_size_in_bytes / P
+  """Temporary memory, in sizes of the parameters."""
+  return executable.memory_analysis().temp_size_in_bytes / LARGE_BYTES
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, "scan"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_conditional_costs_no_memory_and_no_copies(name, form):
   alone = optax.with_extra_args_support(OPTIMIZERS[name])
-  inner = compiled(by_update(alone), alone)
+  inner = compiled(mini_step(alone), alone)
   tx = accumulate(OPTIMIZERS[name], 8)
-  ours = compiled(FORMS[form](tx), tx)
+  ours = compiled(scanned(tx) if form == "scan" else mini_step(tx, form), tx)
   # Lion reads the momentum and the gradient for both of its results, so XLA copies one of
   # two buffers that are overwritten, for a leaf at a time: here it is also the slot.
   # Adafactor divides the gradient twice; XLA on CPU keeps one of the two more here.
@@ -83,21 +73,21 @@ def test_the_conditional_costs_no_memory_and_no_copies(name, form):
   if name in ("sgd", "momentum", "adamw"):
     assert temp(ours) < 0.005
   if name != "lion":
-    assert measure.copies_of(ours.as_text(), LEAF) == 0
+    assert copies_of(ours.as_text(), LEAF) == 0
 
 
 @pytest.mark.optax_bug
 def test_multisteps_does_cost_memory():
   theirs = optax.MultiSteps(OPTIMIZERS["adamw"], 8)
-  assert temp(compiled(by_update(theirs), theirs)) > 1
+  assert temp(compiled(mini_step(theirs), theirs)) > 1
 
 
 def test_weights_and_flushes_cost_no_memory():
   tx = accumulate(OPTIMIZERS["adamw"], 8)
-  for form in (by_update, by_apply):
-    step = compiled(form(tx), tx, weight=jnp.float32(2), flush=jnp.bool_(True))
+  for form in FORMS:
+    step = compiled(mini_step(tx, form), tx, weight=jnp.float32(2), flush=jnp.bool_(True))
     assert temp(step) < 0.005
-    assert measure.copies_of(step.as_text(), LEAF) == 0
+    assert copies_of(step.as_text(), LEAF) == 0
 
 
 def large_operations(executable):
@@ -105,34 +95,37 @@ def large_operations(executable):
   return collections.Counter(re.findall(r"= f32\[1024,1024\]\S* ([\w-]+)\(", executable.as_text()))
 
 
-@pytest.mark.parametrize("form", [by_update, by_apply])
+@forms
 @pytest.mark.parametrize("name", ["sgd", "adamw", "clip_adamw"])
 def test_k_of_one_compiles_to_inner(name, form):
   tx, inner = accumulate(OPTIMIZERS[name], 1), OPTIMIZERS[name]
   inner = optax.with_extra_args_support(inner)
-  ours, alone = compiled(form(tx), tx), compiled(by_update(inner), inner)
+  ours, alone = compiled(mini_step(tx, form), tx), compiled(mini_step(inner), inner)
   assert large_operations(ours) == large_operations(alone)
   assert temp(ours) == pytest.approx(temp(alone), abs=1e-4)
   for word in (" while(", " conditional("):
     assert word not in ours.as_text()
-  assert " while(" in compiled(form(accumulate(inner, 2)), accumulate(inner, 2)).as_text()
+  tx = accumulate(inner, 2)
+  assert " while(" in compiled(mini_step(tx, form), tx).as_text()
 
 
-@pytest.mark.parametrize("form", [by_update, by_apply])
+@forms
 def test_one_compilation_for_any_weight_flush_and_step_with_donation(form):
   tx = accumulate(optax.adam(0.1), lambda step: 1 + step % 2, skip_fn=optax.skip_not_finite)
-  step = jax.jit(form(tx), donate_argnums=(0, 1))
+  step = jax.jit(mini_step(tx, form), donate_argnums=(0, 1))
   params = {"w": jnp.ones(3)}
   state = jax.jit(tx.init)(params)
   types = jax.tree.map(jax.typeof, tx.init(params))
-  for weight, flush, value in [(1, 0, 1), (0.5, 1, 2), (0, 0, 3), (2, 1, np.nan), (1, 0, 4)]:
-    grads = {"w": jnp.full(3, value, jnp.float32)}
-    params, state = step(params, state, grads, weight=jnp.float32(weight), flush=jnp.bool_(flush))
-    assert jax.tree.map(jax.typeof, state) == types
-  assert step._cache_size() == 1
+  calls = [(1, 0, 1), (0.5, 1, 2), (0, 0, 3), (2, 1, np.nan), (1, 0, 4)]
+  with compilations() as programs:
+    for weight, flush, value in np.asarray(calls, np.float32):
+      grads, kwargs = {"w": np.full(3, value)}, {"weight": weight, "flush": flush != 0}
+      params, state = step(params, state, grads, **kwargs)
+      assert jax.tree.map(jax.typeof, state) == types
+  assert len(programs) == 1
 
 
-@pytest.mark.parametrize("form", [by_update, by_apply])
+@forms
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_a_fresh_state_can_be_donated(every_k, form):
   tx = accumulate(optax.sgd(0.5, momentum=0.9), every_k, skip_fn=optax.skip_not_finite)
@@ -141,7 +134,7 @@ def test_a_fresh_state_can_be_donated(every_k, form):
     state = tx.init(params)
     leaves = jax.tree.leaves((params, state))
     assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
-    step = jax.jit(form(tx), donate_argnums=(0, 1), keep_unused=True)
+    step = jax.jit(mini_step(tx, form), donate_argnums=(0, 1), keep_unused=True)
     for i in range(every_k):
       params, state = step(params, state, {"w": jnp.full(3, 2.0 * i + 1)})
       if i == 0:
@@ -152,14 +145,14 @@ def test_a_fresh_state_can_be_donated(every_k, form):
 
 def test_which_conditional_is_in_the_program():
   params = {"w": jnp.ones(3)}
-  for differentiable, form in [(False, by_update), (True, by_update), (True, by_apply)]:
+  for differentiable, form in [(False, "update"), (True, "update"), (True, "apply")]:
     tx = accumulate(optax.sgd(0.1), 2, differentiable=differentiable)
-    jaxpr = str(jax.make_jaxpr(form(tx))(params, tx.init(params), params))
+    jaxpr = str(jax.make_jaxpr(mini_step(tx, form))(params, tx.init(params), params))
     assert ("while[" in jaxpr, "cond[" in jaxpr) == (not differentiable, differentiable)
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
-@pytest.mark.parametrize("form", [by_update, by_apply])
+@forms
 def test_a_population_is_its_members(form, differentiable):
   tx = accumulate(optax.adam(0.1), 2, differentiable=differentiable)
   weights = jnp.array([[1.0, 2, 0, 1], [3, 1, 0, 1], [1, 1, 1, 1]])
@@ -167,15 +160,14 @@ def test_a_population_is_its_members(form, differentiable):
   params = jnp.arange(12.0).reshape(4, 3)
   state = jax.vmap(tx.init)(params)
   members = [(p, tx.init(p)) for p in params]
-  call = jax.jit(lambda p, s, g, w, f: form(tx)(p, s, g, weight=w, flush=f))
+  call = jax.jit(lambda p, s, g, w, f: mini_step(tx, form)(p, s, g, weight=w, flush=f))
   population = jax.vmap(call)
   for w, f in zip(weights, flushes, strict=True):
     grads = jnp.cos(params)
     members = [call(p, s, g, *kw) for (p, s), g, *kw in zip(members, grads, w, f, strict=True)]
     params, state = population(params, state, grads, w, f)
   assert len(set(state.gradient_step.tolist())) > 1
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
-  helpers.assert_trees_equal_to((params, state), stacked, 1e-6)
+  trees.assert_close((params, state), trees.stack(members), 1e-6)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -185,11 +177,11 @@ def loss_after_training(learning_rate, differentiable, form):
   state = tx.init(params)
   for i in range(4):
     grads = jax.grad(lambda p, i=i: jnp.sum((p - i) ** 2))(params)
-    params, state = form(tx)(params, state, grads)
+    params, state = mini_step(tx, form)(params, state, grads)
   return jnp.sum(params**2)
 
 
-@pytest.mark.parametrize("form", [by_update, by_apply])
+@forms
 def test_forward_mode_by_default_and_reverse_mode_on_request(form):
   with jax.enable_x64(True):
     rate, width = jnp.float64(0.1), 1e-6

@@ -2,18 +2,17 @@
 
 import contextlib
 import functools
-import re
 
-import deviceless
-import helpers
-from helpers import relaxed
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from support import devices, oracle, trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import FORMS, mini_step, relaxed
 
 from optax_accum import accumulate, accumulate_specs, count_collectives
 
@@ -21,34 +20,25 @@ DEVICES = 8
 NAN = float("nan")
 
 
+forms = pytest.mark.parametrize("form", FORMS)
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+
+
 def replicate(tree):
-  return jax.tree.map(lambda x: jnp.stack([x] * DEVICES), tree)
-
-
-def step_of(tx, form):
-  def step(params, state, grads, weight=1.0, flush=False):
-    if form == "apply":
-      return tx.apply(grads, state, params, weight=weight, flush=flush)
-    updates, state = tx.update(grads, state, params, weight=weight, flush=flush)
-    return optax.apply_updates(params, updates), state
-
-  return step
-
-
-forms = pytest.mark.parametrize("form", ["update", "apply"])
+  return trees.stack([tree] * DEVICES)
 
 
 def run(tx, form, calls):
   """Parameters and states after each call; gradients, weights, flushes are per device."""
   params = {"w": jnp.zeros(3)}
-  step = jax.pmap(step_of(tx, form), axis_name="batch")
+  step = jax.pmap(mini_step(tx, form), axis_name="batch")
   params, state, trace = replicate(params), replicate(tx.init(params)), []
   for grad, weight, flush in calls:
     grad = np.broadcast_to(np.reshape(grad, (-1, 1)), (DEVICES, 3))
     grads = {"w": jnp.asarray(grad, jnp.float32)}
     weight = jnp.asarray(np.broadcast_to(weight, DEVICES), jnp.float32)
     flush = jnp.asarray(np.broadcast_to(flush, DEVICES))
-    params, state = step(params, state, grads, weight, flush)
+    params, state = step(params, state, grads, weight=weight, flush=flush)
     trace.append((np.asarray(params["w"]), jax.device_get(state)))
   return trace
 
@@ -122,10 +112,10 @@ def test_weights_are_not_rounded_to_the_dtype_of_the_gradients(form, every_k):
   tx = accumulate(optax.sgd(1.0), every_k, axis_name="batch")
   params = {"w": jnp.zeros(3, jnp.bfloat16)}
   grads = {"w": jnp.broadcast_to(signs[:, None], (DEVICES, 3))}
-  step = jax.pmap(step_of(tx, form), axis_name="batch")
+  step = jax.pmap(mini_step(tx, form), axis_name="batch")
   params, state = replicate(params), replicate(tx.init(params))
   for _ in range(every_k):
-    params, state = step(params, state, grads, weights)
+    params, state = step(params, state, grads, weight=weights)
   assert params["w"].dtype == jnp.bfloat16
   np.testing.assert_array_equal(params["w"].astype(jnp.float32), -(257 - 255) / (257 + 255))
 
@@ -142,11 +132,7 @@ def test_weights_known_to_the_program_count_on_every_device(over, weights, form)
     state, totals = tx.init(params), []
     for i, g in enumerate(grads.reshape(2)):
       kwargs = {"weight": weights[i]} if weights else {}
-      if form == "apply":
-        params, state = tx.apply(g, state, params, **kwargs)
-      else:
-        updates, state = tx.update(g, state, params, **kwargs)
-        params = optax.apply_updates(params, updates)
+      params, state = mini_step(tx, form)(params, state, g, **kwargs)
       totals.append(state.acc_weight)
     return params, jnp.stack(totals)
 
@@ -155,7 +141,11 @@ def test_weights_known_to_the_program_count_on_every_device(over, weights, form)
     params, totals = jax.tree.map(lambda x: x[0], of_devices)
   else:
     train = jax.shard_map(
-      train, mesh=mesh_of(), in_specs=P(None, "data"), out_specs=P(), check_vma=over == "vma"
+      train,
+      mesh=make_mesh(DEVICES),
+      in_specs=P(None, "data"),
+      out_specs=P(),
+      check_vma=over == "vma",
     )
     params, totals = jax.jit(train)(grads)
   exact = np.average(grads.astype(np.float64).mean(1), weights=weights)
@@ -163,14 +153,7 @@ def test_weights_known_to_the_program_count_on_every_device(over, weights, form)
   np.testing.assert_array_equal(totals, [DEVICES, 0])
 
 
-# --- shard_map ------------------------------------------------------------------------
-
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
-
-
-def mesh_of(devices=DEVICES, axes=("data",), shape=None, kind=AxisType.Auto):
-  grid = np.array(jax.devices()[:devices]).reshape(shape or (devices,))
-  return Mesh(grid, axes, axis_types=(kind,) * len(axes))
 
 
 def init_params(dtype=np.float64):
@@ -214,7 +197,7 @@ def sharded_step(tx, form, mesh, params, check_vma, axes="data", weighted=True, 
   def step(params, state, batch):
     grads = jax.grad(loss_fn)(vary(params, axes), batch)
     weight = jnp.sum(batch["valid"]) if weighted else 1.0
-    return step_of(tx, form)(params, state, grads, weight)
+    return mini_step(tx, form)(params, state, grads, weight=weight)
 
   init = shard_map(tx.init, in_specs=P(), out_specs=specs)
   step = shard_map(step, in_specs=(P(), specs, P(axes)), out_specs=(P(), specs))
@@ -229,25 +212,16 @@ def run_steps(init, step, params, batches):
 
 
 def microbatches(number, rows=16):
-  batch = make_batch(number * rows)
-  return [jax.tree.map(lambda x, i=i: x[i::number], batch) for i in range(number)]
+  return trees.strided(make_batch(number * rows), number)
 
 
 @functools.cache
 def whole_batch(every_k, number, rows=16):
   """The same optimizer's steps on one device, with the rows of a cycle in one batch."""
-  params, tx, batches = init_params(), optimizer(), microbatches(number, rows)
-  state = tx.init(params)
-
-  @jax.jit
-  def step(params, state, batch):
-    updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
-    return optax.apply_updates(params, updates), state
-
-  for i in range(0, number, every_k):
-    batch = jax.tree.map(lambda *x: np.concatenate(x), *batches[i : i + every_k])
-    params, state = step(params, state, batch)
-  return jax.device_get(params)
+  tx, parts = optimizer(), microbatches(number, rows)
+  cycles = [parts[i : i + every_k] for i in range(0, number, every_k)]
+  batches = [jax.tree.map(lambda *x: np.concatenate(x), *cycle) for cycle in cycles]
+  return oracle.take_steps(oracle.whole_batch_step(loss_fn, tx), tx, init_params(), batches)[0]
 
 
 def nested(tx, form):  # `apply` is not there behind a chain
@@ -256,19 +230,19 @@ def nested(tx, form):  # `apply` is not there behind a chain
 
 @forms
 @VMA
-@pytest.mark.parametrize(("devices", "every_k"), [(2, 3), (8, 1), (8, 3)])
-def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, devices, every_k):
+@pytest.mark.parametrize(("count", "every_k"), [(2, 3), (8, 1), (8, 3)])
+def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_k):
   with jax.enable_x64(True):
     tx = nested(accumulate(optimizer(), every_k, axis_name="data"), form)
-    init, step, specs = sharded_step(tx, form, mesh_of(devices), init_params(), check_vma)
+    init, step, specs = sharded_step(tx, form, make_mesh(count), init_params(), check_vma)
     batches = microbatches(2 * every_k)
     params, state = run_steps(init, step, init_params(), batches)
-    helpers.assert_trees_equal_to(params, whole_batch(every_k, 2 * every_k), 1e-13)
+    trees.assert_close(params, whole_batch(every_k, 2 * every_k), 1e-13)
   for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
-    assert leaf.sharding.is_equivalent_to(NamedSharding(mesh_of(devices), spec), leaf.ndim)
+    assert leaf.sharding.is_equivalent_to(NamedSharding(make_mesh(count), spec), leaf.ndim)
   acc_grads = optax.tree.get(state, "acc_grads")
   if every_k > 1:
-    expected = jax.tree.map(lambda x: (devices, *x.shape), init_params())
+    expected = jax.tree.map(lambda x: (count, *x.shape), init_params())
     assert jax.tree.map(jnp.shape, acc_grads) == expected
 
 
@@ -277,11 +251,11 @@ def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, devices, ever
 def test_a_skip_on_one_device_in_shard_map(form, check_vma):
   with jax.enable_x64(True):
     tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
-    init, step, _ = sharded_step(tx, form, mesh_of(), init_params(), check_vma)
+    init, step, _ = sharded_step(tx, form, make_mesh(DEVICES), init_params(), check_vma)
     first, second = microbatches(2)
     bad = {**first, "x": np.where(np.arange(16)[:, None] == 5, NAN, first["x"])}
     params, state = run_steps(init, step, init_params(), [first, bad, second])
-    helpers.assert_trees_equal_to(params, whole_batch(2, 2), 1e-13)
+    trees.assert_close(params, whole_batch(2, 2), 1e-13)
     _, state = run_steps(init, step, init_params(), [first, bad])
   assert (int(state.mini_step), bool(state.has_updated)) == (1, False)
   assert float(state.acc_weight) == first["valid"].sum()
@@ -298,10 +272,10 @@ def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every
   params = {"w": np.zeros(3, np.float32)}
   grads = np.random.default_rng(6).normal(size=(every_k, DEVICES, 3)) + 1
   specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
-  shard_map = functools.partial(jax.shard_map, mesh=mesh_of(), check_vma=check_vma)
+  shard_map = functools.partial(jax.shard_map, mesh=make_mesh(DEVICES), check_vma=check_vma)
 
   def call(params, state, grads):
-    return step_of(tx, form)(params, state, {"w": grads[0]})
+    return mini_step(tx, form)(params, state, {"w": grads[0]})
 
   state = shard_map(tx.init, in_specs=P(), out_specs=specs)(params)
   step = jax.jit(shard_map(call, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
@@ -316,41 +290,40 @@ def test_several_axes():
   with jax.enable_x64(True):
     axes = ("replica", "data")
     tx = accumulate(optimizer(), 2, axis_name=axes)
-    mesh = mesh_of(8, axes, (2, 4))
+    mesh = make_mesh(2, 4, axes=axes)
     init, step, specs = sharded_step(tx, "apply", mesh, init_params(), True, axes)
     assert specs.acc_grads["w"] == P(axes)
     batches = microbatches(2)
     params, _ = run_steps(init, step, init_params(), batches)
-    helpers.assert_trees_equal_to(params, whole_batch(2, 2), 1e-13)
+    trees.assert_close(params, whole_batch(2, 2), 1e-13)
 
 
 @pytest.mark.parametrize(
   ("form", "check_vma", "kind"),
   [
-    ("update", True, AxisType.Auto),
-    ("apply", False, AxisType.Auto),
-    ("update", False, AxisType.Explicit),
-    ("apply", True, AxisType.Explicit),
+    ("update", True, AUTO),
+    ("apply", False, AUTO),
+    ("update", False, EXPLICIT),
+    ("apply", True, EXPLICIT),
   ],
 )
 def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
   with jax.enable_x64(True):
     tx = accumulate(optimizer(), 2, axis_name="data")
-    mesh = mesh_of(8, ("data", "model"), (4, 2), kind)
+    mesh = make_mesh(4, 2, kind=kind)
     init, step, _ = sharded_step(
       tx, form, mesh, init_params(), check_vma, axis_names=frozenset({"data"})
     )
     specs = {"w": P(None, "model"), "b": P("model"), "scale": P()}
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    params = jax.device_put(init_params(), shardings)
-    batches = jax.device_put(microbatches(2), NamedSharding(mesh, P("data")))
-    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+    params = devices.put(init_params(), mesh, specs)
+    batches = devices.put(microbatches(2), mesh, P("data"))
+    with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
       state = init(params)
       for batch in batches:
         acc = state.acc_grads["w"]
         assert acc.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
         params, state = step(params, state, batch)
-    helpers.assert_trees_equal_to(jax.device_get(params), whole_batch(2, 2), 1e-13)
+    trees.assert_close(jax.device_get(params), whole_batch(2, 2), 1e-13)
 
 
 @forms
@@ -361,15 +334,16 @@ def test_a_scan_over_calls_inside_one_shard_map(form):
     def train(params, batches):
       def body(carry, batch):
         grads = jax.grad(loss_fn)(vary(carry[0]), batch)
-        return step_of(tx, form)(*carry, grads, jnp.sum(batch["valid"])), None
+        return mini_step(tx, form)(*carry, grads, weight=jnp.sum(batch["valid"])), None
 
       return jax.lax.scan(body, (params, tx.init(params)), batches)[0][0]
 
     batches = microbatches(4, rows=64)  # some valid value on every device
-    stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
-    train = jax.shard_map(train, mesh=mesh_of(), in_specs=(P(), P(None, "data")), out_specs=P())
-    params = jax.jit(train)(init_params(), stacked)
-    helpers.assert_trees_equal_to(jax.device_get(params), whole_batch(2, 4, 64), 1e-13)
+    train = jax.shard_map(
+      train, mesh=make_mesh(DEVICES), in_specs=(P(), P(None, "data")), out_specs=P()
+    )
+    params = jax.jit(train)(init_params(), trees.stack(batches))
+    trees.assert_close(jax.device_get(params), whole_batch(2, 4, 64), 1e-13)
 
 
 def sgd_step(grads_of, check_vma, axis_name="data"):
@@ -384,7 +358,7 @@ def sgd_step(grads_of, check_vma, axis_name="data"):
   batch = {**batch, "valid": np.ones_like(batch["valid"])}
   batch = jax.tree.map(np.float32, batch)
   specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-  new = jax.jit(jax.shard_map(step, mesh=mesh_of(), **specs))(params, batch)
+  new = jax.jit(jax.shard_map(step, mesh=make_mesh(DEVICES), **specs))(params, batch)
   right = jax.grad(loss_fn)(jax.tree.map(jnp.asarray, params), jax.tree.map(jnp.asarray, batch))
   moved = jax.tree.map(lambda a, b: np.ravel(a - np.asarray(b)), params, jax.device_get(new))
   moved, right = (np.concatenate([np.ravel(x) for x in jax.tree.leaves(t)]) for t in (moved, right))
@@ -436,7 +410,7 @@ def test_gradients_that_were_reduced_over_some_of_the_axes_are_refused(reduced):
   def step(params, grads):
     return tx.update({"w": jax.lax.psum(grads, reduced)}, tx.init(params), params)[0]
 
-  mesh = mesh_of(8, axes, (2, 4))
+  mesh = make_mesh(2, 4, axes=axes)
   mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
   missing = ", ".join(f"'{axis}'" for axis in sorted(reduced))
   message = rf"of the axes \[{missing}\] of axis_name=\('replica', 'data'\).*to=\"varying\""
@@ -451,11 +425,6 @@ def test_some_constant_gradients_are_fine():
   assert 0.5 < sgd_step(frozen_bias, True) < 1
 
 
-@functools.cache
-def mesh_on(platform):
-  return mesh_of() if platform == "cpu" else deviceless.tpu_mesh((8,), ("data",), (AxisType.Auto,))
-
-
 OPTIONS = {
   "plain": ({}, False, 0),
   "weights_and_skips": ({"skip_fn": optax.skip_not_finite}, True, 2),
@@ -468,16 +437,12 @@ OPTIONS = {
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_one_gradient_all_reduce_in_the_branch_that_emits(form, check_vma, options, platform):
   kwargs, weighted, numbers = OPTIONS[options]
-  mesh = mesh_on(platform)
+  mesh = make_mesh(DEVICES, platform=platform)
   tx = nested(accumulate(optimizer(), 4, axis_name="data", **kwargs), form)
   params = init_params(np.float32)
   init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighted)
   args = (params, jax.eval_shape(init, params), jax.tree.map(np.float32, make_batch(64)))
-  whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-  shardings = (whole, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs), rows)
-  shardings = tuple(jax.tree.broadcast(s, x) for s, x in zip(shardings, args, strict=True))
-  args = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                      args, shardings)  # fmt: skip
+  args = devices.abstract(args, mesh, (P(), specs, P("data")))
   report = count_collectives(step.lower(*args).compile())
   nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
   assert report.inside == {"all-reduce": (1, nbytes)}
@@ -490,13 +455,11 @@ def test_one_gradient_all_reduce_in_the_branch_that_emits(form, check_vma, optio
 def test_pmap_communicates_the_same(form):
   tx = accumulate(optax.sgd(1.0), 4, axis_name="batch")
   params = {"w": jnp.zeros((64, 64))}
-  step = jax.pmap(step_of(tx, form), axis_name="batch")
+  step = jax.pmap(mini_step(tx, form), axis_name="batch")
   args = [replicate(x) for x in (params, tx.init(params), params)]
-  for more, outside in [
-    ((), {}),
-    ((jnp.ones(DEVICES), jnp.zeros(DEVICES, bool)), {"all-reduce": (1, 8)}),
-  ]:
-    report = count_collectives(step.lower(*args, *more).compile())
+  given = {"weight": jnp.ones(DEVICES), "flush": jnp.zeros(DEVICES, bool)}
+  for kwargs, outside in [({}, {}), (given, {"all-reduce": (1, 8)})]:
+    report = count_collectives(step.lower(*args, **kwargs).compile())
     assert report.inside == {"all-reduce": (1, 64 * 64 * 4)}
     assert report.outside == outside
 
@@ -524,27 +487,23 @@ def test_specs_of_nested_states():
 def test_a_state_from_outside_of_shard_map_is_refused():
   tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
   params, (batch,) = init_params(np.float32), microbatches(1)
-  _, step, _ = sharded_step(tx, "apply", mesh_of(), params, True)
+  _, step, _ = sharded_step(tx, "apply", make_mesh(DEVICES), params, True)
   with pytest.raises(ValueError, match="divisible"):
     step(params, tx.init(params), batch)
-  whole = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), tx.init(params).acc_grads)
-  step = jax.pmap(step_of(tx, "apply"), axis_name="data", in_axes=(None, None, 0))
+  whole = replicate(tx.init(params).acc_grads)
+  step = jax.pmap(mini_step(tx, "apply"), axis_name="data", in_axes=(None, None, 0))
   state = tx.init(params)._replace(acc_grads=jax.tree.map(lambda x: x[:, 0], whole))
   with pytest.raises(ValueError, match=r"leaf of shape \(8.*run init and update with the specs"):
     step(params, state, replicate(params))
 
-
-# --- plain jit ------------------------------------------------------------------------
 
 SPECS = {"a": P("data", "model"), "b": P("model"), "c": P(None, "data"), "d": P()}
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 8), "d": ()}
 
 
 def sharded_params(mesh):
-  return {
-    name: jax.device_put(jnp.ones(shape, jnp.bfloat16), NamedSharding(mesh, SPECS[name]))
-    for name, shape in SHAPES.items()
-  }
+  params = {name: jnp.ones(shape, jnp.bfloat16) for name, shape in SHAPES.items()}
+  return devices.put(params, mesh, SPECS)
 
 
 def assert_sharded_as(tree, params):
@@ -555,20 +514,19 @@ def assert_sharded_as(tree, params):
 
 
 @forms
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@kinds
 @pytest.mark.parametrize("init", ["eager", "jit"])
 def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
-  grid = np.array(jax.devices()).reshape(4, 2)
-  mesh = Mesh(grid, ("data", "model"), axis_types=(kind, kind))
+  mesh = make_mesh(4, 2, kind=kind)
   params = sharded_params(mesh)
   tx = accumulate(optax.sgd(1.0, momentum=0.9), 2)
   # From 0.12 on, what optax makes under jit on an explicit mesh is only sharded where it is set.
-  with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+  with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
     state = (tx.init if init == "eager" else jax.jit(tx.init))(params)
   assert_sharded_as(state.acc_grads, params)
   assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {jnp.dtype("float32")}
   assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state.acc_grads))
-  step = jax.jit(step_of(tx, form))
+  step = jax.jit(mini_step(tx, form))
   grads = sharded_params(mesh)
   for emits in (False, True):
     # Everything is added where it is, in the mini steps and in the step.
@@ -579,13 +537,11 @@ def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
     assert_sharded_as(params, grads)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@kinds
 def test_accumulators_made_under_jit_are_sharded_on_tpus(kind):
-  mesh = deviceless.tpu_mesh((4, 2), ("data", "model"), (kind, kind))
-  params = {
-    name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, SPECS[name]))
-    for name, shape in SHAPES.items()
-  }
+  mesh = make_mesh(4, 2, kind=kind, platform="tpu")
+  shapes = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in SHAPES.items()}
+  params = devices.abstract(shapes, mesh, SPECS)
   tx = accumulate(optax.sgd(1.0), 2)
   state = jax.jit(tx.init).lower(params).compile().output_shardings
   for name, shape in SHAPES.items():

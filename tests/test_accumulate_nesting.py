@@ -1,11 +1,12 @@
 """`accumulate` inside and around optax's other wrappers: each pair is two ways to one result."""
 
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import oracle, trees
+from support.optimizers import mini_step
 
 from optax_accum import accumulate, has_updated
 
@@ -32,26 +33,22 @@ def gradients(params, seed):
   return each, jax.tree.map(mean, *each)
 
 
-def stream(tx, params=PARAMS, of=lambda params: params, **extra_args):
+def stream(tx, params=PARAMS, of=lambda params: params, form="update"):
   """The parameters after each cycle of microbatches."""
-  state, trace = tx.init(params), []
-  update = jax.jit(tx.update)
+  state, trace, step = tx.init(params), [], jax.jit(mini_step(tx, form))
   for seed in range(CYCLES):
     for grads, weight in zip(gradients(of(params), seed)[0], WEIGHTS, strict=True):
-      updates, state = update(grads, state, params, weight=weight, **extra_args)
-      params = optax.apply_updates(params, updates)
+      params, state = step(params, state, grads, weight=weight)
     trace.append(params)
   return trace, state
 
 
-def whole(tx, params=PARAMS, of=lambda params: params, **extra_args):
+def whole(tx, params=PARAMS, of=lambda params: params):
   """The parameters after each step on a cycle's mean."""
   tx = optax.with_extra_args_support(tx)
-  state, trace = tx.init(params), []
-  update = jax.jit(tx.update)
+  state, trace, step = tx.init(params), [], jax.jit(mini_step(tx))
   for seed in range(CYCLES):
-    updates, state = update(gradients(of(params), seed)[1], state, params, **extra_args)
-    params = optax.apply_updates(params, updates)
+    params, state = step(params, state, gradients(of(params), seed)[1])
     trace.append(params)
   return trace, state
 
@@ -79,8 +76,8 @@ INSIDE = {
 def test_around_another_wrapper(name):
   actual, state = stream(accumulate(INSIDE[name], K))
   expected, inner_state = whole(INSIDE[name])
-  helpers.assert_trees_equal_to(actual, expected, 1e-5)
-  helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 1e-5)
+  trees.assert_close(actual, expected, 1e-5)
+  trees.assert_close(state.inner_opt_state, inner_state, 1e-5)
 
 
 def accumulated(inner):
@@ -108,7 +105,7 @@ OUTSIDE = {
 def test_inside_another_wrapper(name):
   actual, state = stream(OUTSIDE[name](accumulated))
   expected, _ = whole(OUTSIDE[name](lambda inner: inner))
-  helpers.assert_trees_equal_to(actual, expected, 1e-5)
+  trees.assert_close(actual, expected, 1e-5)
   assert has_updated(state)
 
 
@@ -117,8 +114,8 @@ def test_around_lookahead():
   params = optax.LookaheadParams.init_synced(PARAMS)
   actual, state = stream(accumulate(tx, K), params, of=lambda p: p.fast)
   expected, inner_state = whole(tx, params, of=lambda p: p.fast)
-  helpers.assert_trees_equal_to(actual, expected, 1e-5)
-  helpers.assert_trees_equal_to(state.inner_opt_state, inner_state, 0)
+  trees.assert_close(actual, expected, 1e-5)
+  trees.assert_close(state.inner_opt_state, inner_state, 0)
 
 
 def test_inside_lookahead_it_counts_calls():
@@ -132,19 +129,15 @@ def test_inside_lookahead_it_counts_calls():
   expected, _ = whole(make(optax.sgd(0.1), 2), params, of=lambda p: p.fast)
   for seed in range(CYCLES):
     for grads in [gradients(PARAMS, seed)[1]] * K:  # lookahead passes no weights on
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-    helpers.assert_trees_equal_to(params, expected[seed], 1e-5)
+      params, state = mini_step(tx)(params, state, grads)
+    trees.assert_close(params, expected[seed], 1e-5)
 
 
 def test_apply_is_update():
   tx = accumulate(INSIDE["chain"], K)
   expected, _ = stream(tx)
-  params, state, apply = PARAMS, tx.init(PARAMS), jax.jit(tx.apply)
-  for seed in range(CYCLES):
-    for grads, weight in zip(gradients(PARAMS, seed)[0], WEIGHTS, strict=True):
-      params, state = apply(grads, state, params, weight=weight)
-    helpers.assert_trees_equal_to(params, expected[seed], 1e-6)
+  actual, _ = stream(tx, form="apply")
+  trees.assert_close(actual, expected, 1e-6)
 
 
 def test_extra_arguments_through_an_outer_chain():
@@ -159,7 +152,7 @@ def test_extra_arguments_through_an_outer_chain():
     expected, reference_state = inner.update(PARAMS, reference_state, params, value=1.0)
   assert scale == optax.tree.get(reference_state, "scale")
   assert scale < 1
-  helpers.assert_trees_equal_to(updates, expected, 1e-6)
+  trees.assert_close(updates, expected, 1e-6)
 
 
 @pytest.mark.optax_bug
@@ -180,40 +173,28 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
 )
 def test_lbfgs_with_its_line_search(form, search):
   rng = np.random.default_rng(0)
-  rows, targets = rng.normal(size=(8, 3)), rng.normal(size=8)
-  rows, targets = jnp.asarray(rows, jnp.float32), jnp.asarray(targets, jnp.float32)
+  batch = {"rows": rng.normal(size=(8, 3)), "targets": rng.normal(size=8)}
+  batch = jax.tree.map(jnp.float32, batch)
 
-  def loss(x, rows, targets):
-    return jnp.mean((rows @ x - targets) ** 2)
-
-  def value_fn(x):
-    return loss(x, rows, targets)
+  def loss_fn(x, batch):
+    return jnp.mean((batch["rows"] @ x - batch["targets"]) ** 2)
 
   inner = optax.lbfgs(memory_size=2, linesearch=search)
-  tx = accumulate(inner, 2)
-  expected = x = jnp.zeros(3)
-  inner_state, state = inner.init(x), tx.init(x)
-  parts = [(slice(0, 6), 6.0), (slice(6, 8), 2.0)]
+  tx, start = accumulate(inner, 2), jnp.zeros(3)
+  expected, inner_state = start, trees.strong(inner.init(start))
+  x, state = start, trees.strong(tx.init(start))
+  whole_step = oracle.whole_batch_step(loss_fn, inner)
 
   @jax.jit
-  def step(x, state):
-    value, grad = jax.value_and_grad(value_fn)(x)
-    updates, state = inner.update(grad, state, x, value=value, grad=grad, value_fn=value_fn)
-    return optax.apply_updates(x, updates), state
-
-  @jax.jit
-  def call(x, state, part_rows, part_targets, weight):
-    value, grad = jax.value_and_grad(value_fn)(x)
-    kwargs = {"weight": weight, "value": value, "grad": grad, "value_fn": value_fn}
-    grads = jax.grad(loss)(x, part_rows, part_targets)
-    if form == "apply":
-      return tx.apply(grads, state, x, **kwargs)
-    updates, state = tx.update(grads, state, x, **kwargs)
-    return optax.apply_updates(x, updates), state
+  def call(x, state, part, weight):
+    value, grad = jax.value_and_grad(loss_fn)(x, batch)
+    of_all = {"value": value, "grad": grad, "value_fn": lambda x: loss_fn(x, batch)}
+    return mini_step(tx, form)(x, state, jax.grad(loss_fn)(x, part), weight=weight, **of_all)
 
   for _ in range(3):
-    expected, inner_state = step(expected, inner_state)
-    for part, weight in parts:
-      x, state = call(x, state, rows[part], targets[part], weight)
+    expected, inner_state, _ = whole_step(expected, inner_state, batch)
+    for part in (slice(0, 6), slice(6, 8)):
+      rows = trees.index(batch, part)
+      x, state = call(x, state, rows, jnp.float32(len(rows["targets"])))
     np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-4)
-  assert value_fn(x) < 0.7 * value_fn(jnp.zeros(3))
+  assert loss_fn(x, batch) < 0.7 * loss_fn(start, batch)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.optimizers import FORMS, mini_step
 
 from optax_accum import accumulate
 
@@ -49,15 +50,7 @@ def build(every_k, reduction, form):
     differentiable=form == "differentiable",
   )
 
-  @jax.jit
-  def call(param, state, grad, weight, flush):
-    kwargs = {"weight": weight, "flush": flush}
-    if form == "apply":
-      return tx.apply(grad, state, param, **kwargs)
-    updates, state = tx.update(grad, state, param, **kwargs)
-    return optax.apply_updates(param, updates), state
-
-  return tx, call
+  return tx, jax.jit(mini_step(tx, "apply" if form == "apply" else "update"))
 
 
 CALLS = st.lists(
@@ -68,18 +61,19 @@ CALLS = st.lists(
 )
 
 
-@pytest.mark.parametrize("form", ["update", "apply", "differentiable"])
+@pytest.mark.parametrize("form", [*FORMS, "differentiable"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("every_k", [None, 1, 2, 3])
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=CALLS)
 def test_any_sequence_of_calls(every_k, reduction, form, calls):
-  tx, call = build(every_k, reduction, form)
+  tx, step = build(every_k, reduction, form)
   param = jnp.zeros(())
   state = tx.init(param)
   k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
   for (grad, weight, skip, flush), expected in zip(calls, model(calls, k, reduction), strict=True):
     grad = float("inf") if skip else grad if weight else float("nan")
-    param, state = call(param, state, jnp.float32(grad), jnp.float32(weight), jnp.bool_(flush))
+    kwargs = {"weight": jnp.float32(weight), "flush": jnp.bool_(flush)}
+    param, state = step(param, state, jnp.float32(grad), **kwargs)
     assert (int(state.mini_step), int(state.gradient_step), bool(state.has_updated)) == expected[1:]
     np.testing.assert_allclose(param, expected[0], rtol=1e-5, atol=1e-5)

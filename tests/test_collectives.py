@@ -1,17 +1,16 @@
 """`count_collectives`: what real programs run, for CPU and TPU, and forms they rarely print."""
 
-import functools
 import itertools
 import operator
 import re
 
-import deviceless
 import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import optax
 import pytest
+from support import devices
 
 from optax_accum import accumulate
 from optax_accum import count_collectives as count
@@ -22,22 +21,14 @@ BYTES = 8 * 8 * 4  # of a device's part of X
 WHOLE = 64 * 8 * 4
 
 
-@functools.cache
-def mesh_on(platform):
-  if platform == "cpu":
-    return jax.sharding.Mesh(jax.devices(), ("data",))
-  return deviceless.tpu_mesh((int(platform.removeprefix("tpu")),), ("data",))
+on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu"])
 
 
-on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu8"])
-
-
-def compiled(fun, *args, platform="cpu", in_specs=ROWS, out_specs=ROWS):
+def compiled(fun, *args, platform="cpu", chips=8, in_specs=ROWS, out_specs=ROWS):
   """`fun` in a shard_map over the axis "data", compiled."""
-  mesh = mesh_on(platform)
+  mesh = devices.make_mesh(chips, platform=platform)
   mapped = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-  specs = in_specs if isinstance(in_specs, tuple) else (in_specs,) * len(args)
-  args = [deviceless.abstract(x, mesh, spec) for x, spec in zip(args, specs, strict=True)]
+  args = devices.abstract(args, mesh, in_specs)
   return jax.jit(mapped).lower(*args).compile()
 
 
@@ -203,14 +194,20 @@ def embedding_step(where):
   return step
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu8", "tpu64"])
-def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform):
+@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])
+def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform, chips):
   table = jax.ShapeDtypeStruct((100, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((64 * 12,), jnp.int32)
   reports = {}
   for where in ("inside", "outside"):
     program = compiled(
-      embedding_step(where), table, ids, platform=platform, in_specs=(P(), ROWS), out_specs=P()
+      embedding_step(where),
+      table,
+      ids,
+      platform=platform,
+      chips=chips,
+      in_specs=(P(), ROWS),
+      out_specs=P(),
     )
     reports[where] = count(program).at_least(100)
   nbytes = 100 * 16 * 4 + 4  # the loss travels with the gradient

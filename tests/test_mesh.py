@@ -2,17 +2,18 @@
 
 import functools
 
-import deviceless
-import helpers
-from helpers import relaxed
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-import measure
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
+from support import devices, oracle, trees
+from support.compiled import compilations, dot_flops
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import loss_elsewhere, relaxed
 
 from optax_accum import (
   count_collectives,
@@ -21,15 +22,8 @@ from optax_accum import (
   microbatch_value_and_grad,
 )
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, LAYERS, ROWS = 16, 8, 64
-
-
-def make_mesh(devices=8, kind=AUTO, model=None):
-  if model is None:
-    return Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(kind,))
-  grid = np.array(jax.devices()[: devices * model]).reshape(devices, model)
-  return Mesh(grid, ("data", "model"), axis_types=(kind, kind))
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 
 
 def init_params(dtype=np.float64, width=WIDTH):
@@ -75,31 +69,17 @@ def optimizer():
   return relaxed(optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
 
 
-def three_steps(step, params, batch, tx):
-  opt_state = tx.init(params)
-  for _ in range(3):
-    params, opt_state, metrics = step(params, opt_state, batch)
-  return jax.device_get((params, opt_state, metrics["loss"]))
-
-
 @functools.cache
 def expected_steps(rows=ROWS):
   """Three steps on one device with the whole batch at once."""
   with jax.enable_x64(True):
-    params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch(rows)))
-    tx = optimizer()
-
-    @jax.jit
-    def step(params, opt_state, batch):
-      loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-      updates, opt_state = tx.update(grads, opt_state, params)
-      return optax.apply_updates(params, updates), opt_state, {"loss": loss}
-
-    return three_steps(step, params, batch, tx)
+    params, tx = jax.tree.map(jnp.asarray, init_params()), optimizer()
+    step = oracle.whole_batch_step(loss_fn, tx)
+    return oracle.take_steps(step, tx, params, [make_batch(rows)] * 3)
 
 
 @pytest.mark.parametrize(
-  ("devices", "options", "kind"),
+  ("count", "options", "kind"),
   [
     (1, {"num_microbatches": 4}, AUTO),
     (2, {"num_microbatches": 8}, AUTO),
@@ -113,47 +93,47 @@ def expected_steps(rows=ROWS):
     (8, {"num_microbatches": 4, "reduce_gradients": "per_microbatch"}, AUTO),
   ],
 )
-def test_three_steps_equal_one_devices_whole_batch(devices, options, kind):
+def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(devices, kind), optimizer()
+    mesh, tx = make_mesh(count, kind=kind), optimizer()
     step = make_train_step(loss_fn, tx, mesh=mesh, weight_fn=valid_tokens, **options)
-    params = jax.device_put(init_params(), NamedSharding(mesh, PartitionSpec()))
-    actual = three_steps(step, params, make_batch(), tx)
-    helpers.assert_trees_equal_to(actual, expected_steps(), 1e-9)
+    params = devices.put(init_params(), mesh)
+    actual = oracle.take_steps(step, tx, params, [make_batch()] * 3)
+    trees.assert_close(actual, expected_steps(), 1e-9)
 
 
 SHARDED = {
-  "embedding": PartitionSpec("data"),
-  "layers": PartitionSpec("data"),
-  "bias": PartitionSpec(),
+  "embedding": P("data"),
+  "layers": P("data"),
+  "bias": P(),
 }
 SHARDED_2D = {
-  "embedding": PartitionSpec("data", "model"),
-  "layers": PartitionSpec(None, "model", "data"),
-  "bias": PartitionSpec(("data", "model")),  # one dimension over two axes: falls back
+  "embedding": P("data", "model"),
+  "layers": P(None, "model", "data"),
+  "bias": P(("data", "model")),  # one dimension over two axes: falls back
 }
 TENSOR_PARALLEL = {
-  "embedding": PartitionSpec(None, "model"),
-  "layers": PartitionSpec(None, None, "model"),
-  "bias": PartitionSpec("model"),
+  "embedding": P(None, "model"),
+  "layers": P(None, None, "model"),
+  "bias": P("model"),
 }
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 @pytest.mark.parametrize(
-  ("specs", "model"),
-  [(SHARDED, None), (SHARDED_2D, 2), (TENSOR_PARALLEL, 2)],
+  ("specs", "shape"),
+  [(SHARDED, (8,)), (SHARDED_2D, (4, 2)), (TENSOR_PARALLEL, (4, 2))],
   ids=["fsdp", "fsdp+tp", "tp"],
 )
-def test_sharded_parameters(specs, model, kind, reduce_gradients):
+def test_sharded_parameters(specs, shape, kind, reduce_gradients):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(4 if model else 8, kind, model), optimizer()
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    mesh, tx = make_mesh(*shape, kind=kind), optimizer()
+    shardings = devices.shardings(init_params(), mesh, specs)
 
     def fun(params, batch):
-      if kind == EXPLICIT and model:  # explicit axes want to be told where a product goes
-        params = jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), params)
+      if kind == EXPLICIT and len(shape) > 1:  # explicit axes want to be told where a product goes
+        params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
       return loss_fn(params, batch)
 
     step = make_train_step(
@@ -169,17 +149,17 @@ def test_sharded_parameters(specs, model, kind, reduce_gradients):
     for _ in range(3):
       params, opt_state, metrics = step(params, opt_state, make_batch())
     held = jax.device_get((params, opt_state, metrics["loss"]))
-    helpers.assert_trees_equal_to(held, expected_steps(), 1e-9)
+    trees.assert_close(held, expected_steps(), 1e-9)
     for name, x in params.items():
       assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
       assert opt_state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 def test_value_fn_of_sharded_parameters_is_the_loss_of_the_whole_batch(kind, reduce_gradients):
   with jax.enable_x64(True):
-    mesh, tx, batch = make_mesh(8, kind), helpers.loss_elsewhere(), make_batch()
+    mesh, tx, batch = make_mesh(8, kind=kind), loss_elsewhere(), make_batch()
     step = make_train_step(
       loss_fn,
       tx,
@@ -188,8 +168,7 @@ def test_value_fn_of_sharded_parameters_is_the_loss_of_the_whole_batch(kind, red
       weight_fn=valid_tokens,
       reduce_gradients=reduce_gradients,
     )
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SHARDED.items()}
-    params = jax.device_put(init_params(), shardings)
+    params = devices.put(init_params(), mesh, SHARDED)
     _, elsewhere, metrics = step(params, tx.init(params), batch)
     twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())
     expected = loss_fn(twice, jax.tree.map(jnp.asarray, batch))
@@ -202,14 +181,14 @@ def columns_loss(params, x, y):
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 24}])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 def test_rows_on_the_last_axis(kind, options):
   rng = np.random.default_rng(4)
   params, x, y = rng.normal(size=3), rng.normal(size=(3, 64)), rng.normal(size=64)
   with jax.enable_x64(True):
     tx = optax.sgd(1.0)
     step = make_train_step(
-      columns_loss, tx, mesh=make_mesh(8, kind), batch_argnums=(1, 2), batch_axis=-1, **options
+      columns_loss, tx, mesh=make_mesh(8, kind=kind), batch_argnums=(1, 2), batch_axis=-1, **options
     )
     new, _, metrics = step(params, tx.init(params), x, y)
     loss, grad = jax.value_and_grad(columns_loss)(*map(jnp.asarray, (params, x, y)))
@@ -220,14 +199,14 @@ def test_rows_on_the_last_axis(kind, options):
 @pytest.mark.parametrize("size", [8, 16, 32, 40])
 def test_rows_of_an_explicit_mesh_that_do_not_divide(size):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, EXPLICIT), optimizer()
+    mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
     step = make_train_step(loss_fn, tx, mesh=mesh, microbatch_size=size, weight_fn=valid_tokens)
-    batch = jax.device_put(make_batch(48), NamedSharding(mesh, PartitionSpec("data")))
-    actual = three_steps(step, init_params(), batch, tx)
-    helpers.assert_trees_equal_to(actual, expected_steps(48), 1e-9)
+    batch = devices.put(make_batch(48), mesh, P("data"))
+    actual = oracle.take_steps(step, tx, init_params(), [batch] * 3)
+    trees.assert_close(actual, expected_steps(48), 1e-9)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 @pytest.mark.parametrize(
   ("size", "on_each"),
   [(8, [1] * 6), (16, [2, 2, 2]), (32, [4, 2]), (40, [5, 1]), (48, [6]), (96, [6])],
@@ -236,7 +215,7 @@ def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   def fun(params, x):
     return jnp.mean(params * x), jnp.asarray(len(x))
 
-  tx, mesh = optax.sgd(0.1), make_mesh(8, kind)
+  tx, mesh = optax.sgd(0.1), make_mesh(8, kind=kind)
   step = make_train_step(
     fun, tx, mesh=mesh, microbatch_size=size, has_aux=True, aux_reduction="stack"
   )
@@ -244,14 +223,11 @@ def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   assert metrics["aux"].tolist() == on_each * 8
 
 
-# --- one step object, called in many ways ---------------------------------------------
-
-
 def test_one_step_takes_the_batch_by_position_and_by_name():
   def fun(params, batch, other):
     return jnp.mean((params * batch - other) ** 2)
 
-  tx, mesh = optax.sgd(0.25), make_mesh()
+  tx, mesh = optax.sgd(0.25), make_mesh(8)
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False)
   x, y = np.arange(16, dtype=np.float32), np.ones(16, np.float32)
   expected = 2 - 0.25 * jax.grad(fun)(jnp.asarray(2.0), jnp.asarray(x), jnp.asarray(y))
@@ -263,32 +239,30 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
     assert float(metrics["total_weight"]) == 16
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 def test_one_step_takes_replicated_and_sharded_parameters(kind):
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, kind), optimizer()
+    mesh, tx = make_mesh(8, kind=kind), optimizer()
     step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
-    everywhere = dict.fromkeys(SHARDED, PartitionSpec())
-    for specs in (everywhere, SHARDED, everywhere):
-      shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    for specs in (P(), SHARDED, P()):
+      shardings = devices.shardings(init_params(), mesh, specs)
       params = jax.device_put(init_params(), shardings)
       new, state, _ = step(params, tx.init(params), make_batch())
       for name, x in new.items():
         assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
         assert state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
       params = jax.device_put(init_params(), shardings)
-      actual = three_steps(step, params, make_batch(), tx)
-      helpers.assert_trees_equal_to(actual, expected_steps(), 1e-9)
+      actual = oracle.take_steps(step, tx, params, [make_batch()] * 3)
+      trees.assert_close(actual, expected_steps(), 1e-9)
 
 
 @pytest.mark.parametrize("donate", [True, False])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 def test_parameters_and_state_on_a_mesh_are_donated_unless_told_otherwise(kind, donate):
-  mesh, tx = make_mesh(8, kind), relaxed(optax.adam(0.1))
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  params = jax.device_put(init_params(np.float32), everywhere)
-  opt_state = jax.device_put(tx.init(params), everywhere)
-  batch = jax.device_put(make_batch(dtype=np.float32), NamedSharding(mesh, PartitionSpec("data")))
+  mesh, tx = make_mesh(8, kind=kind), relaxed(optax.adam(0.1))
+  params = devices.put(init_params(np.float32), mesh)
+  opt_state = devices.put(tx.init(params), mesh)
+  batch = devices.put(make_batch(dtype=np.float32), mesh, P("data"))
   step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=donate)
   step(params, opt_state, batch)
   deleted = [x.is_deleted() for x in jax.tree.leaves((params, opt_state))]
@@ -307,24 +281,16 @@ def test_a_batch_from_numpy_is_placed_by_its_rows(axis, spec):
   params, scale = np.float32(1), np.ones(8, np.float32)
   lowered = step.lower(params, tx.init(params), batch, scale)
   args, _ = lowered.compile().input_shardings
-  assert args[2]["x"].is_equivalent_to(NamedSharding(mesh, PartitionSpec(*spec)), 2)
+  assert args[2]["x"].is_equivalent_to(NamedSharding(mesh, P(*spec)), 2)
   assert args[0].is_fully_replicated
   assert args[3].is_fully_replicated
-
-
-# --- what the devices say to each other -----------------------------------------------
 
 
 def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):
   """The step compiled for float32 gradients large enough to tell from the metrics."""
   tx = optimizer()
   params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width))
-  specs = specs or jax.tree.map(lambda _: PartitionSpec(), params)
-  on_mesh = jax.tree.map(
-    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
-    params,
-    specs,
-  )
+  on_mesh = devices.abstract(params, mesh, specs or P())
   batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32)))
   step = make_train_step(fun, tx, mesh=mesh, **options)
   opt_state = jax.eval_shape(tx.init, params)
@@ -363,13 +329,15 @@ def with_aux(params, batch):
   ],
 )
 def test_one_gradient_reduction_a_cycle(num_microbatches, kind, options):
-  compiled, params = compiled_step(make_mesh(8, kind), num_microbatches=num_microbatches, **options)
+  compiled, params = compiled_step(
+    make_mesh(8, kind=kind), num_microbatches=num_microbatches, **options
+  )
   assert_one_reduction(compiled, params)
 
 
-@pytest.mark.parametrize("shape", [(8,), (64,)])
-def test_one_gradient_reduction_a_cycle_on_tpus(shape):
-  mesh = deviceless.tpu_mesh(shape, ("data",), (AUTO,))
+@pytest.mark.parametrize("chips", [8, 64])
+def test_one_gradient_reduction_a_cycle_on_tpus(chips):
+  mesh = make_mesh(chips, platform="tpu")
   compiled, params = compiled_step(
     mesh, rows=1024, num_microbatches=8, weight_fn=valid_tokens, width=128
   )
@@ -377,7 +345,7 @@ def test_one_gradient_reduction_a_cycle_on_tpus(shape):
 
 
 def test_a_reduction_every_microbatch_is_told_apart():
-  mesh = make_mesh()
+  mesh = make_mesh(8)
   compiled, params = compiled_step(mesh, num_microbatches=8, reduce_gradients="per_microbatch")
   with pytest.raises(AssertionError):
     assert_one_reduction(compiled, params)
@@ -387,7 +355,7 @@ def test_a_reduction_every_microbatch_is_told_apart():
 
 
 def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
-  mesh = deviceless.tpu_mesh((8,), ("data",), (AUTO,))
+  mesh = make_mesh(8, platform="tpu")
   compiled, params = compiled_step(
     mesh, rows=1024, width=128, num_microbatches=8, reduce_gradients="per_microbatch"
   )
@@ -398,7 +366,7 @@ def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
 
 
 def test_fsdp_gathers_and_scatters_once_or_holds_less():
-  mesh = make_mesh()
+  mesh = make_mesh(8)
   sharded = [name for name, spec in SHARDED.items() if spec]
   temp = {}
   for when in ("per_cycle", "per_microbatch"):
@@ -418,12 +386,10 @@ def test_fsdp_gathers_and_scatters_once_or_holds_less():
 
 
 def test_every_device_computes_its_share():
-  mesh = make_mesh()
-  sharding = NamedSharding(mesh, PartitionSpec("data"))
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  params = jax.device_put(init_params(np.float32, 64), everywhere)
-  batch = jax.device_put(jax.tree.map(np.asarray, make_batch(256, np.float32)), sharding)
-  whole = measure.dot_flops(
+  mesh = make_mesh(8)
+  params = devices.put(init_params(np.float32, 64), mesh)
+  batch = devices.put(make_batch(256, np.float32), mesh, P("data"))
+  whole = dot_flops(
     jax.jit(jax.value_and_grad(loss_fn))
     .lower(jax.device_get(params), jax.device_get(batch))
     .compile()
@@ -432,30 +398,18 @@ def test_every_device_computes_its_share():
 
   def share(fun):
     program = jax.jit(fun).lower(params, batch).compile().as_text()
-    return measure.dot_flops(program) / whole * mesh.size
-
-  def naive(params, batch):
-    """The reshape that people write: data parallelism is lost."""
-    parts = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
-    grads = [jnp.zeros_like(x) for x in jax.tree.leaves(params)]
-
-    def body(total, part):
-      return [
-        a + b for a, b in zip(total, jax.tree.leaves(jax.grad(loss_fn)(params, part)), strict=True)
-      ], None
-
-    return lax.scan(body, grads, parts)[0]
+    return dot_flops(program) / whole * mesh.size
 
   assert share(microbatch_value_and_grad(loss_fn, num_microbatches=8)) == pytest.approx(1, abs=0.02)
-  assert share(naive) > 2
+  assert share(oracle.hand_written(loss_fn, 8)) > 2  # blocks of rows: parallelism is lost
   compiled, _ = compiled_step(mesh, num_microbatches=8)
-  assert measure.dot_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
+  assert dot_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
 
 
 def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
-  mesh = make_mesh(8, EXPLICIT)
-  params = jax.device_put(init_params(np.float32), NamedSharding(mesh, PartitionSpec()))
-  batch = jax.device_put(make_batch(ROWS, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+  mesh = make_mesh(8, kind=EXPLICIT)
+  params = devices.put(init_params(np.float32), mesh)
+  batch = devices.put(make_batch(ROWS, np.float32), mesh, P("data"))
 
   def mean_square(params, batch):
     return jnp.mean((batch["y"] @ params["layers"][0, :4]) ** 2)
@@ -464,20 +418,17 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   compiled = cycle.lower(params, batch).compile()
   assert set(count_collectives(compiled).inside) <= {"all-reduce"}
   expected = jax.value_and_grad(mean_square)(*jax.device_get((params, batch)))
-  helpers.assert_trees_equal_to(jax.device_get(cycle(params, batch)), expected, 1e-5)
-
-
-# --- a user's own shard_map and pmap --------------------------------------------------
+  trees.assert_close(jax.device_get(cycle(params, batch)), expected, 1e-5)
 
 
 def scale_of(gradient_fn, params, batch, **options):
   """By how much a gradient computed on eight devices is off."""
-  mesh = make_mesh()
+  mesh = make_mesh(8)
   mapped = jax.shard_map(
     gradient_fn,
     mesh=mesh,
-    in_specs=(PartitionSpec(), PartitionSpec("data")),
-    out_specs=PartitionSpec(),
+    in_specs=(P(), P("data")),
+    out_specs=P(),
     **options,
   )
   actual = jax.jit(mapped)(params, batch)
@@ -509,21 +460,21 @@ def test_scale_in_shard_map_and_the_errors_that_people_make():
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_axis_name_in_shard_map(check_vma, axis_name):
   with jax.enable_x64(True):
-    mesh = make_mesh() if axis_name == "data" else make_mesh(4, AUTO, 2)
+    mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)
     cycle = microbatch_value_and_grad(
       loss_fn, microbatch_size=3, weight_fn=valid_tokens, axis_name=axis_name
     )
     mapped = jax.shard_map(
       cycle,
       mesh=mesh,
-      in_specs=(PartitionSpec(), PartitionSpec(axis_name)),
-      out_specs=PartitionSpec(),
+      in_specs=(P(), P(axis_name)),
+      out_specs=P(),
       check_vma=check_vma,
     )
     params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
     compiled = jax.jit(mapped).lower(params, batch).compile()
     assert count_collectives(compiled).inside == {}
-    helpers.assert_trees_equal_to(
+    trees.assert_close(
       jax.jit(mapped)(params, batch), jax.value_and_grad(loss_fn)(params, batch), 1e-10
     )
 
@@ -539,9 +490,9 @@ def test_rows_weigh_the_same_over_devices_and_microbatches(check_vma, options, r
     )
     mapped = jax.shard_map(
       cycle,
-      mesh=make_mesh(),
-      in_specs=(PartitionSpec(), PartitionSpec("data")),
-      out_specs=PartitionSpec(),
+      mesh=make_mesh(8),
+      in_specs=(P(), P("data")),
+      out_specs=P(),
       check_vma=check_vma,
     )
     x = np.random.default_rng(5).normal(size=64) + 1
@@ -560,9 +511,9 @@ def test_max_and_min_over_devices(check_vma):
   )
   mapped = jax.shard_map(
     run,
-    mesh=make_mesh(),
-    in_specs=PartitionSpec("data"),
-    out_specs=PartitionSpec(),
+    mesh=make_mesh(8),
+    in_specs=P("data"),
+    out_specs=P(),
     check_vma=check_vma,
   )
   x = np.full(32, 3, np.float32)
@@ -581,8 +532,8 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
   mapped = jax.shard_map(
     cycle,
     mesh=make_mesh(4),
-    in_specs=(PartitionSpec(), PartitionSpec("data"), PartitionSpec()),
-    out_specs=PartitionSpec(),
+    in_specs=(P(), P("data"), P()),
+    out_specs=P(),
     check_vma=check_vma,
   )
   x = np.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0], np.float32)
@@ -598,7 +549,7 @@ def test_axis_name_in_pmap_with_everything():
 
   with jax.enable_x64(True):
     params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
-    split = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+    split = trees.blocks(batch, 8)
     cycle = microbatch_value_and_grad(
       fun,
       num_microbatches=2,
@@ -614,7 +565,7 @@ def test_axis_name_in_pmap_with_everything():
     )(params, split, jnp.zeros(()), jax.random.key(0))
     expected = jax.value_and_grad(loss_fn)(params, batch)
     first = jax.tree.map(lambda x: x[0], (loss, grads))
-    helpers.assert_trees_equal_to(first, expected, 1e-10)
+    trees.assert_close(first, expected, 1e-10)
     assert float(stats.total_weight[0]) == float(jnp.sum(batch["valid"]))
     assert int(aux["tokens"][0]) == int(jnp.sum(batch["valid"]))
     np.testing.assert_allclose(carry[0], np.sum(batch["valid"]) / 8)
@@ -622,10 +573,7 @@ def test_axis_name_in_pmap_with_everything():
     np.testing.assert_array_equal(np.asarray(aux["rows"]).reshape(batch["y"].shape), batch["y"])
 
 
-# --- outputs over a mesh --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@kinds
 def test_aux_carry_keys_and_skips_over_a_mesh(kind):
   def fun(params, x, carry, key):
     aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[0], "most": x[0]}
@@ -633,7 +581,7 @@ def test_aux_carry_keys_and_skips_over_a_mesh(kind):
     new = {"mean": 0.5 * carry["mean"] + 0.5 * jnp.mean(x), "big": carry["big"] + jnp.sum(x == 9)}
     return jnp.mean(params * x), (new, aux)
 
-  mesh = make_mesh(4, kind)
+  mesh = make_mesh(4, kind=kind)
   step = make_train_step(
     fun,
     optax.sgd(0.1),
@@ -692,9 +640,9 @@ def test_embedding_gradients_are_exact():
     return jnp.sum(table[batch["token"]] * batch["cotangent"])
 
   batch = {"token": tokens, "cotangent": (cotangents / 16).astype(np.float32)}
-  for devices, n in [(1, 8), (8, 4), (8, 1)]:
+  for count, n in [(1, 8), (8, 4), (8, 1)]:
     step = make_train_step(
-      fun, optax.sgd(1.0), mesh=make_mesh(devices), num_microbatches=n, reduction="sum"
+      fun, optax.sgd(1.0), mesh=make_mesh(count), num_microbatches=n, reduction="sum"
     )
     table, _, _ = step(np.zeros((50, 4), np.float32), (optax.EmptyState(),) * 2, batch)
     np.testing.assert_array_equal(-np.asarray(table), expected.astype(np.float32))
@@ -702,62 +650,52 @@ def test_embedding_gradients_are_exact():
 
 def test_line_search_over_a_mesh():
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(), relaxed(optax.lbfgs())
-    states = []
-    for options in ({"mesh": mesh, "num_microbatches": 2}, {"num_microbatches": 1}):
-      step = make_train_step(loss_fn, tx, weight_fn=valid_tokens, donate=False, **options)
-      params = jax.tree.map(jnp.asarray, init_params())
-      opt_state = tx.init(params)
-      for _ in range(2):
-        params, opt_state, _ = step(params, opt_state, make_batch())
-      states.append(jax.device_get(params))
-    helpers.assert_trees_equal_to(*states, 1e-8)
+    tx = relaxed(optax.lbfgs())
+    step = make_train_step(
+      loss_fn, tx, mesh=make_mesh(8), num_microbatches=2, weight_fn=valid_tokens, donate=False
+    )
+    params, batches = jax.tree.map(jnp.asarray, init_params()), [make_batch()] * 2
+    actual, _, _ = oracle.take_steps(step, tx, params, batches)
+    whole_batch_step = oracle.whole_batch_step(loss_fn, tx)
+    expected, _, _ = oracle.take_steps(whole_batch_step, tx, params, batches)
+    trees.assert_close(actual, expected, 1e-8)
 
 
 def test_one_compilation_over_a_mesh():
   for kind in (AUTO, EXPLICIT):
-    seen, traced = [], []
-
-    def counted(params, batch, seen=seen):
-      seen.append(None)
-      return loss_fn(params, batch)
-
     tx = optimizer()
-    step = make_train_step(counted, tx, mesh=make_mesh(8, kind), num_microbatches=2)
-    params = init_params(np.float32)
+    step = make_train_step(loss_fn, tx, mesh=make_mesh(8, kind=kind), num_microbatches=2)
+    params, batch = init_params(np.float32), make_batch(dtype=np.float32)
     opt_state = tx.init(jax.tree.map(jnp.asarray, params))
-    for _ in range(3):
-      params, opt_state, _ = step(params, opt_state, make_batch(dtype=np.float32))
-      traced.append(len(seen))
-    assert traced[0] == traced[-1] > 0
+    made = []
+    with compilations() as programs:
+      for _ in range(3):
+        params, opt_state, _ = step(params, opt_state, batch)
+        made.append(len(programs))
+    assert made[0] == made[-1] > 0
 
 
 def test_accumulators_take_the_shardings_of_the_parameters():
-  mesh = make_mesh(8, EXPLICIT)
-  sharding = NamedSharding(mesh, PartitionSpec("data"))
-  params = jax.device_put(np.ones((16, 4), np.float32), sharding)
+  mesh = make_mesh(8, kind=EXPLICIT)
+  params = devices.put(np.ones((16, 4), np.float32), mesh, P("data"))
 
   def fun(params, x):
     return jnp.mean(params**2) * jnp.mean(x)
 
   cycle = jax.jit(microbatch_value_and_grad(fun, num_microbatches=2))
-  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(sharding, 2)
-
-
-# --- bad input ------------------------------------------------------------------------
+  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(params.sharding, 2)
 
 
 def test_meshes_that_cannot_work():
   make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4)
   with pytest.raises(ValueError, match=r"data_axis='rows' is no axis of the mesh.*'data'"):
-    make(mesh=make_mesh(), data_axis="rows")
+    make(mesh=make_mesh(8), data_axis="rows")
   with pytest.raises(TypeError, match=r"mesh=8 must be a jax.sharding.Mesh"):
     make(mesh=8)
   with pytest.raises(ValueError, match="reduce_gradients='always' must be one of 'per_cycle'"):
-    make(mesh=make_mesh(), reduce_gradients="always")
-  manual = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Manual,))
+    make(mesh=make_mesh(8), reduce_gradients="always")
   with pytest.raises(ValueError, match=r"axes \['data'\] are manual"):
-    make(mesh=manual)
+    make(mesh=make_mesh(8, kind=AxisType.Manual))
 
 
 @pytest.mark.parametrize(
@@ -769,32 +707,32 @@ def test_meshes_that_cannot_work():
   ],
 )
 def test_rows_that_the_devices_do_not_divide(rows, options, match):
-  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=make_mesh(), **options)
+  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=make_mesh(8), **options)
   params = init_params(np.float32)
   with pytest.raises(ValueError, match=match):
     step(params, optax.sgd(0.1).init(params), make_batch(rows, np.float32))
 
 
 def test_arrays_that_are_elsewhere():
-  mesh = make_mesh(4, AUTO, 2)
+  mesh = make_mesh(4, 2)
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
   params, batch = init_params(np.float32), make_batch(dtype=np.float32)
   state = optax.sgd(0.1).init(params)
-  elsewhere = jax.device_put(params, NamedSharding(make_mesh(2), PartitionSpec()))
+  elsewhere = devices.put(params, make_mesh(2))
   with pytest.raises(ValueError, match=r"params\['bias'\] is on Mesh.*mesh= is Mesh"):
     step(elsewhere, state, batch)
-  wrong = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("model")))
+  wrong = devices.put(batch, mesh, P("model"))
   with pytest.raises(ValueError, match=r"\['token'\] has its rows sharded over 'model'"):
     step(params, state, wrong)
 
 
 def test_rows_on_the_last_axis_are_where_they_must_be():
-  mesh, tx = make_mesh(4, AUTO, 2), optax.sgd(1.0)
+  mesh, tx = make_mesh(4, 2), optax.sgd(1.0)
   step = make_train_step(columns_loss, tx, mesh=mesh, num_microbatches=2, batch_axis=-1,
                          batch_argnums=(1, 2), donate=False)  # fmt: skip
   x = np.arange(64, dtype=np.float32).reshape(4, 16) / 64
   params, y = np.ones(4, np.float32), np.ones(16, np.float32)
-  at = lambda *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+  at = lambda *spec: devices.put(x, mesh, P(*spec))  # noqa: E731
   with pytest.raises(ValueError, match=r"batch argument 1 has its rows sharded over 'model'"):
     step(params, tx.init(params), at(None, "model"), y)
   new, _, _ = step(params, tx.init(params), at("model", "data"), y)
@@ -805,7 +743,7 @@ def test_rows_on_the_last_axis_are_where_they_must_be():
 def test_a_step_that_every_device_would_take_for_itself():
   step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
   params, batch = jax.tree.map(jnp.asarray, (init_params(np.float32), make_batch(dtype=np.float32)))
-  split = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)
+  split = trees.blocks(batch, 8)
   with pytest.raises(ValueError, match=r"pmap or shard_map over .*'data'.* without axis_name"):
     jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
       params, optax.sgd(0.1).init(params), split
@@ -822,8 +760,8 @@ def test_a_step_that_every_device_would_take_for_itself():
 
 @pytest.mark.parametrize("size", [12, 20, 32])  # no multiple of 8, no divisor of 48
 def test_microbatches_that_an_explicit_sharding_cannot_follow(size):
-  mesh = make_mesh(8, EXPLICIT)
-  x = jax.device_put(np.ones(48, np.float32), NamedSharding(mesh, PartitionSpec("data")))
+  mesh = make_mesh(8, kind=EXPLICIT)
+  x = devices.put(np.ones(48, np.float32), mesh, P("data"))
   cycle = microbatch_value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=size)
   match = rf"48 rows are sharded over 8 devices.* of {size} rows cannot.* use microbatches of"
   with pytest.raises(ValueError, match=match):
@@ -837,7 +775,5 @@ def test_last_over_devices_is_the_last_that_counts():
   run = microbatch(
     fun, reduction="last", num_microbatches=1, weight_fn=lambda x: jnp.sum(x < 6), axis_name="data"
   )
-  mapped = jax.shard_map(
-    run, mesh=make_mesh(), in_specs=PartitionSpec("data"), out_specs=PartitionSpec()
-  )
+  mapped = jax.shard_map(run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P())
   assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5

@@ -4,12 +4,13 @@ import functools
 
 import chex
 import equinox as eqx
-import helpers
 import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import oracle, trees
+from support.compiled import temp_bytes
 
 import optax_accum
 
@@ -60,7 +61,7 @@ AUX = {"mae": "mean", "tokens": "sum", "worst": "max", "rows": "concat"}
 def mean_of_means(params, batch, size):
   """The planted wrong answer: every microbatch counts the same."""
   rows = batch["x"].shape[0]
-  parts = [jax.tree.map(lambda x, i=i: x[i : i + size], batch) for i in range(0, rows, size)]
+  parts = [trees.index(batch, slice(i, i + size)) for i in range(0, rows, size)]
   losses, grads = zip(
     *[jax.value_and_grad(masked_mean_loss)(params, p) for p in parts], strict=True
   )
@@ -89,10 +90,10 @@ def test_every_split_equals_the_whole_batch(rows, masked):
       loss_fn = functools.partial(masked_mean_loss, has_aux=bool(has_aux))
       expected = jax.value_and_grad(loss_fn, has_aux=bool(has_aux))(params, batch)
       for size in sizes:
-        helpers.assert_trees_equal_to(actual[size - 1], expected, 1e-10)
+        trees.assert_close(actual[size - 1], expected, 1e-10)
       if not has_aux and _weighs_unevenly(rows, 5, batch):
         with pytest.raises(AssertionError):
-          helpers.assert_trees_equal_to(mean_of_means(params, batch, 5), expected, 1e-10)
+          trees.assert_close(mean_of_means(params, batch, 5), expected, 1e-10)
 
 
 def _weighs_unevenly(rows, size, batch):
@@ -108,8 +109,8 @@ def test_num_microbatches(num_microbatches):
       masked_mean_loss, num_microbatches=num_microbatches
     )
     expected = jax.value_and_grad(masked_mean_loss)(params, batch)
-    helpers.assert_trees_equal_to(jax.jit(cycle)(params, batch), expected, 1e-12)
-    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-12)  # eager
+    trees.assert_close(jax.jit(cycle)(params, batch), expected, 1e-12)
+    trees.assert_close(cycle(params, batch), expected, 1e-12)  # eager
 
 
 def two_batches(params, x, scale, *, y):
@@ -128,7 +129,7 @@ def test_batch_arguments_by_position_and_name_on_any_axis(size, axis):
       two_batches, argnums=(0, 2), microbatch_size=size, batch_argnames="y", batch_axis=axis
     )
     expected = jax.value_and_grad(two_batches, argnums=(0, 2))(params, x, scale, y=y)
-    helpers.assert_trees_equal_to(cycle(params, x, scale, y=y), expected, 1e-12)
+    trees.assert_close(cycle(params, x, scale, y=y), expected, 1e-12)
 
 
 def test_arguments_are_found_by_position_or_name():
@@ -239,7 +240,7 @@ def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
   loss, grads, stats = cycle(params, x)
   assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (1, 2.0)
   expected = jax.value_and_grad(loss_fn)(params, x[::2])
-  helpers.assert_trees_equal_to((loss, grads), expected, 1e-6)
+  trees.assert_close((loss, grads), expected, 1e-6)
 
 
 def test_padding_is_not_counted_as_skipped():
@@ -260,9 +261,6 @@ def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
   assert (float(loss), float(grad), int(stats.skipped_microbatches)) == (0.0, 0.0, 1)
   loss, grad, stats = cycle(jnp.asarray(2.0), jnp.array([1.0, 3.0]))
   assert (float(loss), float(grad), float(stats.total_weight)) == (4.0, 2.0, 2.0)
-
-
-# --- aux and other reductions ---------------------------------------------------------
 
 
 def statistics(x):
@@ -339,9 +337,6 @@ def test_concat_of_a_batch_with_masks_and_weights_is_whole():
   chex.assert_trees_all_equal(run(x), x)
 
 
-# --- keys -----------------------------------------------------------------------------
-
-
 def noisy(params, batch, keys):
   noise = jax.random.normal(keys["dropout"], batch.shape)
   return jnp.mean(params * batch * noise), noise
@@ -400,9 +395,6 @@ def test_the_smaller_last_microbatch_has_noise_of_its_own(also):
   assert np.unique(noise).size == 3
 
 
-# --- a threaded carry -----------------------------------------------------------------
-
-
 def with_statistics(params, batch, stats, momentum=0.9):
   mean = jnp.mean(batch)
   new = {"mean": momentum * stats["mean"] + (1 - momentum) * mean, "steps": stats["steps"] + 1}
@@ -445,9 +437,6 @@ def test_carry_passes_over_a_skipped_microbatch():
     jnp.asarray(1.0), jnp.array([1.0, jnp.nan, 4.0]), jnp.asarray(0.0)
   )
   assert (float(carry), int(stats.skipped_microbatches)) == (5.0, 1)
-
-
-# --- dtypes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -525,7 +514,7 @@ def test_complex_parameters_stay_complex():
   for options in [{}, {"weight_fn": lambda x: jnp.asarray(2.0)}, {"skip_nonfinite": True}]:
     cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4, **options)
     expected = jax.value_and_grad(loss_fn)(params, x)
-    helpers.assert_trees_equal_to(cycle(params, x)[:2], expected, 1e-6)
+    trees.assert_close(cycle(params, x)[:2], expected, 1e-6)
 
 
 def test_integers_keep_their_dtype_and_small_ones_are_widened():
@@ -542,9 +531,6 @@ def test_float8():
     lambda x: (x[0], x[0], x[0]), reduction=("mean", "max", "min"), num_microbatches=4
   )
   assert [float(v) for v in run(x)] == [2.5, 4, 1]
-
-
-# --- the compiled program -------------------------------------------------------------
 
 
 def test_one_microbatch_is_the_program_of_value_and_grad():
@@ -585,7 +571,7 @@ def test_unroll_is_the_scans():
       masked_mean_loss, num_microbatches=4, unroll=unroll
     )
     assert jax.jit(cycle).lower(params, batch).as_text().count("stablehlo.while") == loops
-    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-5)
+    trees.assert_close(cycle(params, batch), expected, 1e-5)
     scans = scan_unrolls(cycle, params, batch)
     run = optax_accum.microbatch(
       lambda batch: jnp.sum(batch["y"]), reduction="sum", num_microbatches=4, unroll=unroll
@@ -608,29 +594,15 @@ def mlp_loss(params, batch):
   return jnp.mean(hidden**2)
 
 
-def hand_written(loss_fn, n):
-  """What people write: a scan over a contiguous split that adds gradients."""
-
-  def value_and_grad(params, batch):
-    def body(total, part):
-      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
-
-    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
-    return jax.tree.map(lambda x: x / n, lax.scan(body, start, parts)[0])
-
-  return value_and_grad
-
-
 @pytest.mark.parametrize("n", [2, 8, 32])
 def test_memory_is_that_of_one_microbatch(n):
   params = [jnp.ones((256, 256)) * 0.01 for _ in range(4)]
   batch = jnp.ones((2048, 256))
-  whole = helpers.temp_bytes(jax.jit(jax.value_and_grad(mlp_loss)), params, batch)
-  ours = helpers.temp_bytes(
+  whole = temp_bytes(jax.jit(jax.value_and_grad(mlp_loss)), params, batch)
+  ours = temp_bytes(
     jax.jit(optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)), params, batch
   )
-  by_hand = helpers.temp_bytes(jax.jit(hand_written(mlp_loss, n)), params, batch)
+  by_hand = temp_bytes(jax.jit(oracle.hand_written(mlp_loss, n)), params, batch)
   assert ours <= 1.05 * by_hand
   assert ours < whole
 
@@ -641,7 +613,7 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
 
   shapes = jnp.ones((2048, 8)), jnp.ones((1024, 2048))
   even, ragged = (
-    helpers.temp_bytes(
+    temp_bytes(
       jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)), *shapes
     )
     for size in (128, 127)
@@ -654,7 +626,7 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
 
   params, batch = jnp.ones((8, 256, 256)), jnp.ones((30, 256))
   even, ragged = (
-    helpers.temp_bytes(
+    temp_bytes(
       jax.jit(optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)), params, batch
     )
     for size in (6, 7)
@@ -685,9 +657,6 @@ class VariantsTest(chex.TestCase):
     chex.assert_trees_all_close(self.variant(cycle)(params, batch), expected, rtol=1e-4, atol=1e-5)
 
 
-# --- composition ----------------------------------------------------------------------
-
-
 def test_inside_vmap_and_under_an_outer_grad():
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch(6, masked=True)
@@ -696,7 +665,7 @@ def test_inside_vmap_and_under_an_outer_grad():
     )
     whole = jax.value_and_grad(masked_mean_loss)
     population = jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), params)
-    helpers.assert_trees_equal_to(
+    trees.assert_close(
       jax.vmap(cycle, (0, None))(population, batch),
       jax.vmap(whole, (0, None))(population, batch),
       1e-10,
@@ -710,20 +679,20 @@ def test_inside_vmap_and_under_an_outer_grad():
       def squared_norm(params, value_and_grad):
         return sum(jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1]))
 
-      helpers.assert_trees_equal_to(
+      trees.assert_close(
         jax.grad(squared_norm)(params, cycle_), jax.grad(squared_norm)(params, whole), 1e-10
       )
 
 
 def test_axis_name_of_vmap():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
-  split = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), batch)
+  split = trees.blocks(batch, 2)
   cycle = optax_accum.microbatch_value_and_grad(
     masked_mean_loss, num_microbatches=2, axis_name="rows"
   )
   both = jax.vmap(cycle, (None, 0), axis_name="rows")(params, split)
   expected = jax.value_and_grad(masked_mean_loss)(params, batch)
-  helpers.assert_trees_equal_to(jax.tree.map(lambda x: x[1], both), expected, 1e-5)
+  trees.assert_close(jax.tree.map(lambda x: x[1], both), expected, 1e-5)
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -750,7 +719,7 @@ def test_models_with_scanned_layers_and_checkpointing(remat):
     fun = jax.checkpoint(loss_fn) if remat else loss_fn
     cycle = jax.jit(optax_accum.microbatch_value_and_grad(fun, microbatch_size=5))
     expected = jax.value_and_grad(loss_fn)(params, batch)
-    helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-10)
+    trees.assert_close(cycle(params, batch), expected, 1e-10)
 
 
 def test_equinox_modules_filtered_to_arrays():
@@ -768,4 +737,4 @@ def test_equinox_modules_filtered_to_arrays():
   }
   cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=4))
   expected = jax.value_and_grad(loss_fn)(params, batch)
-  helpers.assert_trees_equal_to(cycle(params, batch), expected, 1e-6)
+  trees.assert_close(cycle(params, batch), expected, 1e-6)

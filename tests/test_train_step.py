@@ -1,16 +1,20 @@
 """One jitted call is one optimizer step on the whole batch."""
 
 import copy
+import functools
+import inspect
 
 import chex
-import helpers
-from helpers import relaxed
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from sklearn import datasets
+from support import devices, oracle, trees
+from support.compiled import compilations, temp_bytes
+from support.devices import make_mesh
+from support.optimizers import loss_elsewhere, relaxed
 
 import optax_accum
 
@@ -35,21 +39,13 @@ def loss_fn(params, batch):
 
 
 def whole_batch_steps(tx, params, batch, steps, loss_fn=loss_fn):
-  """The plain training step on the whole batch at once."""
-  opt_state = tx.init(params)
-  for _ in range(steps):
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = tx.update(grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
-  return params, opt_state, loss
+  step = oracle.whole_batch_step(loss_fn, tx)
+  return oracle.take_steps(step, tx, params, [batch] * steps)
 
 
 def accumulated_steps(tx, params, batch, steps, loss_fn=loss_fn, **options):
   step = optax_accum.make_train_step(loss_fn, tx, donate=False, **options)
-  opt_state = tx.init(params)
-  for _ in range(steps):
-    params, opt_state, metrics = step(params, opt_state, batch)
-  return params, opt_state, metrics["loss"]
+  return oracle.take_steps(step, tx, params, [batch] * steps)
 
 
 @pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 5}])
@@ -64,7 +60,7 @@ def accumulated_steps(tx, params, batch, steps, loss_fn=loss_fn, **options):
 def test_32_rows_in_microbatches_equal_32_at_once(tx, options):
   with jax.enable_x64(True):
     params, batch = init_params(np.float64), digits(32, np.float64)
-    helpers.assert_trees_equal_to(
+    trees.assert_close(
       accumulated_steps(tx, params, batch, 3, **options),
       whole_batch_steps(tx, params, batch, 3),
       1e-10,
@@ -77,10 +73,10 @@ def test_five_microbatches_of_plain_sgd_subtract_the_sum_of_their_gradients():
     loss_fn, optax.sgd(lr), num_microbatches=5, reduction="sum", donate=False
   )
   new, _, metrics = step(params, optax.sgd(lr).init(params), batch)
-  parts = [jax.tree.map(lambda x, i=i: x[i::5], batch) for i in range(5)]
-  losses, grads = zip(*[jax.value_and_grad(loss_fn)(params, p) for p in parts], strict=True)
+  each = [jax.value_and_grad(loss_fn)(params, part) for part in trees.strided(batch, 5)]
+  losses, grads = zip(*each, strict=True)
   expected = jax.tree.map(lambda v, *g: v - lr * sum(g), params, *grads)
-  helpers.assert_trees_equal_to(new, expected, 1e-6)
+  trees.assert_close(new, expected, 1e-6)
   chex.assert_trees_all_close(metrics["loss"], sum(losses), rtol=1e-6)
 
 
@@ -91,14 +87,12 @@ def test_clipping_after_accumulation_is_not_clipping_each_microbatch():
   whole, _, _ = whole_batch_steps(tx, params, batch, 1)
   clip = optax.clip_by_global_norm(0.05)
   grads = [
-    clip.update(
-      jax.grad(loss_fn)(params, jax.tree.map(lambda x, i=i: x[i::4], batch)), clip.init(params)
-    )[0]
-    for i in range(4)
+    clip.update(jax.grad(loss_fn)(params, part), clip.init(params))[0]
+    for part in trees.strided(batch, 4)
   ]
   each = jax.tree.map(lambda v, *g: v - sum(g) / 4, params, *grads)
-  assert helpers.largest_difference(accumulated, whole) < 1e-6
-  assert helpers.largest_difference(each, whole) > 1e-4
+  assert trees.largest_difference(accumulated, whole) < 1e-6
+  assert trees.largest_difference(each, whole) > 1e-4
 
 
 def test_remat_and_bfloat16_compose():
@@ -119,9 +113,9 @@ def test_remat_and_bfloat16_compose():
     tx = optax.sgd(0.1)
     accumulated, _, _ = accumulated_steps(tx, params, batch, 1, fun, num_microbatches=8)
     whole, _, _ = whole_batch_steps(tx, params, batch, 1, fun)
-    moved = helpers.largest_difference(whole, params)
+    moved = trees.largest_difference(whole, params)
     assert moved > 1e-3
-    assert helpers.largest_difference(accumulated, whole) < 2 * eps * moved + 2.0**-22
+    assert trees.largest_difference(accumulated, whole) < 2 * eps * moved + 2.0**-22
 
 
 def test_metrics_are_those_of_the_whole_batch():
@@ -151,9 +145,6 @@ def test_grad_norm_of_half_precision_gradients_is_float32():
   chex.assert_trees_all_equal_dtypes(new, params)
 
 
-# --- what a transformation is given ---------------------------------------------------
-
-
 def test_value_reaches_reduce_on_plateau():
   tx = relaxed(optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
   params, batch = init_params(), digits(8)
@@ -170,19 +161,10 @@ def test_line_search_sees_the_loss_of_the_whole_batch():
   with jax.enable_x64(True):
     params, batch = init_params(np.float64, hidden=4), digits(30, np.float64)
     tx = relaxed(optax.lbfgs())
-    step = optax_accum.make_train_step(loss_fn, tx, microbatch_size=7)
-    accumulated, opt_state = jax.tree.map(jnp.copy, params), tx.init(params)
-    for _ in range(3):
-      accumulated, opt_state, metrics = step(accumulated, opt_state, batch)
-    state, whole = tx.init(params), params
-    for _ in range(3):
-      value, grad = jax.value_and_grad(loss_fn)(whole, batch)
-      updates, state = tx.update(
-        grad, state, whole, value=value, grad=grad, value_fn=lambda p: loss_fn(p, batch)
-      )
-      whole = optax.apply_updates(whole, updates)
-    helpers.assert_trees_equal_to(accumulated, whole, 1e-8)
-    assert float(metrics["loss"]) < float(loss_fn(params, batch)) - 0.2
+    accumulated, _, loss = accumulated_steps(tx, params, batch, 3, microbatch_size=7)
+    whole, _, _ = whole_batch_steps(tx, params, batch, 3)
+    trees.assert_close(accumulated, whole, 1e-8)
+    assert loss < float(loss_fn(params, batch)) - 0.2
 
 
 @pytest.mark.parametrize("size", [6, 7, 30])
@@ -194,7 +176,7 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, 
 
   with jax.enable_x64(True):
     params, batch = init_params(np.float64, hidden=4), digits(30, np.float64)
-    tx = helpers.loss_elsewhere()
+    tx = loss_elsewhere()
     step = optax_accum.make_train_step(
       fun, tx, microbatch_size=size, reduction=reduction, donate=False
     )
@@ -235,9 +217,9 @@ def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
   )
   new, state = params, tx.init(params)
   for part in (slice(0, 9), slice(9, 24)):
-    new, state, _ = step(new, state, jax.tree.map(lambda x, part=part: x[part], batch))
+    new, state, _ = step(new, state, trees.index(batch, part))
   whole, _, _ = whole_batch_steps(optax.sgd(0.1), params, batch, 1, fun)
-  helpers.assert_trees_equal_to(new, whole, 1e-6)
+  trees.assert_close(new, whole, 1e-6)
 
 
 def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
@@ -287,9 +269,6 @@ def test_weight_reaches_a_transformation_that_wants_it():
   assert float(state[1]) == float(metrics["loss"])
 
 
-# --- nothing to step with -------------------------------------------------------------
-
-
 def padded_loss(params, batch):
   return loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
 
@@ -310,7 +289,7 @@ def test_a_batch_of_padding_takes_no_step(tx):
   batch["valid"] = batch["valid"].at[3].set(1.0)
   new, _, metrics = step(params, opt_state, batch)
   assert float(metrics["total_weight"]) == 1.0
-  assert helpers.largest_difference(new, params) > 0.01
+  assert trees.largest_difference(new, params) > 0.01
 
 
 def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
@@ -323,11 +302,8 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
     new, _, metrics = step(params, tx.init(params), {**batch, "x": x})
     assert int(metrics["skipped_microbatches"]) == bad
     assert float(metrics["total_weight"]) == 8 - 2 * bad
-    assert (helpers.largest_difference(new, params) > 0) == moves
+    assert (trees.largest_difference(new, params) > 0) == moves
     chex.assert_tree_all_finite((new, metrics))
-
-
-# --- calls, buffers and programs ------------------------------------------------------
 
 
 def test_further_arguments_and_a_carry_follow_the_batch():
@@ -352,11 +328,78 @@ def test_further_arguments_and_a_carry_follow_the_batch():
   assert not mean.is_deleted()
 
 
+everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
+donates = pytest.mark.parametrize("donate", [True, False])
+
+
+@everywhere
+def test_a_step_shows_what_it_is_and_how_it_is_called(mesh):
+  def noisy(params, batch, key, *, scale=0.1):
+    return loss_fn(params, batch) + scale * jax.random.uniform(key)
+
+  make = functools.partial(optax_accum.make_train_step, noisy, optax.sgd(0.1), mesh=mesh)
+  step = make(num_microbatches=4, rng_argnums=2)
+  assert isinstance(step, optax_accum.TrainStep)
+  assert str(inspect.signature(step)) == "(params, opt_state, batch, key, *, scale=0.1)"
+  for shown in ("noisy", "num_microbatches=4", f"mesh={mesh}"):
+    assert (shown in repr(step)) == (shown != "mesh=None"), shown
+  assert "microbatch_size=8" in repr(make(microbatch_size=8))
+
+
+def test_a_loss_whose_names_do_not_fit_the_signature_of_a_step():
+  def with_state(params, opt_state):
+    return jnp.mean(params * opt_state)
+
+  step = optax_accum.make_train_step(with_state, optax.sgd(1.0), num_microbatches=2, donate=False)
+  assert list(inspect.signature(step).parameters) == ["params", "opt_state", "args", "kwargs"]
+  params = jnp.float32(1)
+  new, _, _ = step(params, optax.sgd(1.0).init(params), jnp.array([1.0, 3.0]))
+  assert float(new) == -1
+
+
+@donates
+@everywhere
+def test_a_call_by_keyword_is_the_call_by_position(mesh, donate):
+  tx, batch = optax.sgd(0.1, momentum=0.9), digits(16)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
+
+  def fresh():
+    params = init_params(hidden=8)
+    return devices.put(params, mesh) if mesh else params
+
+  expected = jax.device_get(step(fresh(), tx.init(fresh()), batch))
+  params = fresh()
+  actual = step(batch=batch, opt_state=tx.init(params), params=params)
+  chex.assert_trees_all_equal(jax.device_get(actual), expected)
+  assert params["w1"].is_deleted() == donate
+
+
+@donates
+@everywhere
+def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
+  tx = relaxed(optax.adam(1e-3))
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
+  params, batch = init_params(hidden=8), digits(16)
+  held = (params, tx.init(params))
+  shapes = jax.eval_shape(lambda: (*held, batch))
+  for args in ((*held, batch), shapes):
+    memory = step.lower(*args).compile().memory_analysis()
+    assert memory.argument_size_in_bytes > 0
+    assert (memory.alias_size_in_bytes > 0) == donate
+    assert "dot_general" in str(step.trace(*args).jaxpr)
+    seen = step.eval_shape(*args)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(held))
+  by_name = step.eval_shape(batch=batch, opt_state=held[1], params=params)
+  out = step(*held, batch)
+  for shape in (seen, by_name):
+    chex.assert_trees_all_equal_shapes_and_dtypes(shape, out)
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 @pytest.mark.parametrize("options", [{}, {"donate": False}, {"mesh": True}])
 def test_a_step_can_be_copied(copied, options):
   if "mesh" in options:
-    options = {"mesh": jax.sharding.Mesh(jax.devices(), ("data",))}
+    options = {"mesh": make_mesh(8)}
   tx, batch = optax.sgd(0.1), digits(32)
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, **options)
 
@@ -367,7 +410,7 @@ def test_a_step_can_be_copied(copied, options):
   for other in (uncalled, copied(step)):
     assert other is not step
     chex.assert_trees_all_equal(first(other), expected)
-  assert helpers.largest_difference(expected[0], init_params()) > 1e-3
+  assert trees.largest_difference(expected[0], init_params()) > 1e-3
 
 
 def test_parameters_and_state_are_donated_unless_told_otherwise():
@@ -383,7 +426,7 @@ def test_parameters_and_state_are_donated_unless_told_otherwise():
 
 def test_states_that_hold_one_array_twice_can_be_donated():
   params, batch = init_params(), digits(8)
-  tx = relaxed(optax.lbfgs())
+  tx = relaxed(optax.lbfgs(learning_rate=0.1, linesearch=None))
   opt_state = tx.init(params)
   ids = [id(x) for x in jax.tree.leaves((params, opt_state))]
   assert len(set(ids)) < len(ids)
@@ -402,15 +445,19 @@ def test_one_compilation_serves_every_step():
   tx, params, batch = relaxed(optax.adam(1e-3)), init_params(), digits(8)
   step = optax_accum.make_train_step(counted, tx, num_microbatches=4)
   opt_state = tx.init(params)
-  for _ in range(4):
-    params, opt_state, _ = step(params, opt_state, batch)
+  made = []
+  with compilations() as programs:
+    for _ in range(4):
+      params, opt_state, _ = step(params, opt_state, batch)
+      made.append(len(programs))
+  assert made[0] == made[-1] > 0
 
 
 def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
   tx, params, batch = relaxed(optax.adam(1e-3)), init_params(hidden=256), digits(512)
   shapes = jax.eval_shape(lambda: (params, tx.init(params), batch))
   temps = [
-    helpers.temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
+    temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
     for n in (1, 2, 4, 8)
   ]
   assert temps == sorted(temps, reverse=True)
@@ -420,20 +467,8 @@ def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
   tx, params, batch, n = relaxed(optax.adamw(1e-3)), init_params(hidden=512), digits(256), 4
-
-  def by_hand(params, opt_state, batch):
-    def body(total, part):
-      return jax.tree.map(jnp.add, total, jax.value_and_grad(loss_fn)(params, part)), None
-
-    start = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    parts = jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
-    loss, grads = jax.tree.map(lambda x: x / n, jax.lax.scan(body, start, parts)[0])
-    updates, opt_state = tx.update(grads, opt_state, params)
-    metrics = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-    return optax.apply_updates(params, updates), opt_state, metrics
-
   options = {"weight_fn": lambda b: jnp.sum(b["y"] >= 0)} if weighted else {}
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, **options)
   args = (params, tx.init(params), batch)
-  hand = helpers.temp_bytes(jax.jit(by_hand, donate_argnums=(0, 1)), *args)
-  assert helpers.temp_bytes(step, *args) <= 1.05 * hand
+  by_hand = oracle.with_optimizer(oracle.hand_written(loss_fn, n), tx)
+  assert temp_bytes(step, *args) <= 1.05 * temp_bytes(by_hand, *args)

@@ -1,12 +1,11 @@
-"""What several test files need."""
+"""Trees of arrays: whether two are the same, and parts of their rows."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 
-def assert_trees_equal_to(actual, expected, tolerance):
+def assert_close(actual, expected, tolerance):
   """Same structure, shapes and dtypes, and values within `tolerance` of the largest one."""
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   for (path, a), b in zip(
@@ -31,26 +30,30 @@ def largest_difference(a, b):
   return max(jax.tree.leaves(differences))
 
 
-def temp_bytes(jitted, *args, **kwargs):
-  """Bytes of temporary buffers of a jitted function, as the compiler counts them."""
-  return jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
+def index(tree, rows):
+  """Every leaf at the same index, or slice, of its first axis."""
+  return jax.tree.map(lambda x: x[rows], tree)
 
 
-def relaxed(tx):
-  """`tx` with JAX's usual promotion: optax's own code promotes (Adam's bias correction does)."""
-
-  def update(updates, state, params=None, **extra_args):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-      return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
-
-  return optax.GradientTransformationExtraArgs(tx.init, update)
+def stack(trees):
+  """Trees of one structure as one tree, along a new first axis."""
+  return jax.tree.map(lambda *x: jnp.stack(x), *trees)
 
 
-def loss_elsewhere():
-  """A transformation that steps by nothing; its state is the loss at twice the parameters."""
+def strided(batch, n):
+  """The rows as the library splits them: part i of n has the rows i, i + n, ..."""
+  return [index(batch, slice(i, None, n)) for i in range(n)]
 
-  def update(updates, state, params, *, value_fn, **extra_args):
-    value = value_fn(jax.tree.map(lambda x: x + x, params))
-    return jax.tree.map(jnp.zeros_like, updates), value
 
-  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+def blocks(batch, n):
+  """The rows as people split them: one array of n contiguous parts, as a new first axis."""
+  return jax.tree.map(lambda x: x.reshape(n, -1, *x.shape[1:]), batch)
+
+
+def strong(tree):
+  """The arrays without weak types.
+
+  Optimizer states have some when they are made and none after a step, so that the second step is
+  compiled anew, which takes longer than all steps of a test.
+  """
+  return jax.tree.map(lambda x: jnp.asarray(x, x.dtype), tree)

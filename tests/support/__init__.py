@@ -1,0 +1,1 @@
+"""What the test files share, and the benchmarks with them."""

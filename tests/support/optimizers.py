@@ -1,0 +1,43 @@
+"""Transformations for tests, and the mini step that calls one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+FORMS = ("update", "apply")
+
+
+def mini_step(tx, form="update"):
+  """``step(params, state, grads, ...)``: by `tx.update` and `optax.apply_updates`, or `tx.apply`.
+
+  Keywords (weight, flush, value, ...) go to `tx`.
+  """
+
+  def by_update(params, state, grads, **kwargs):
+    updates, state = tx.update(grads, state, params, **kwargs)
+    return optax.apply_updates(params, updates), state
+
+  def by_apply(params, state, grads, **kwargs):
+    return tx.apply(grads, state, params, **kwargs)
+
+  return {"update": by_update, "apply": by_apply}[form]
+
+
+def relaxed(tx):
+  """`tx` with JAX's usual promotion: optax's own code promotes (Adam's bias correction does)."""
+
+  def update(updates, state, params=None, **extra_args):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def loss_elsewhere():
+  """A transformation that steps by nothing; its state is the loss at twice the parameters."""
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    value = value_fn(jax.tree.map(lambda x: x + x, params))
+    return jax.tree.map(jnp.zeros_like, updates), value
+
+  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
