@@ -279,11 +279,29 @@ def test_a_batch_from_numpy_is_placed_by_its_rows(axis, spec):
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1, batch_axis=axis)
   batch = {"x": np.ones((16, 16), np.float32)}
   params, scale = np.float32(1), np.ones(8, np.float32)
+  rows = NamedSharding(mesh, P(*spec))
   lowered = step.lower(params, tx.init(params), batch, scale)
   args, _ = lowered.compile().input_shardings
-  assert args[2]["x"].is_equivalent_to(NamedSharding(mesh, P(*spec)), 2)
+  assert args[2]["x"].is_equivalent_to(rows, 2)
   assert args[0].is_fully_replicated
   assert args[3].is_fully_replicated
+  lowered = step.lower(params, tx.init(params), batch=batch, scale=scale)
+  _, named = lowered.compile().input_shardings
+  assert named["batch"]["x"].is_equivalent_to(rows, 2)
+  assert named["scale"].is_fully_replicated
+
+
+def test_one_step_takes_parameters_of_several_trees():
+  def fun(params, x):
+    return jnp.mean(sum(jax.tree.leaves(params)) * x)
+
+  tx = optax.sgd(0.25)
+  step = make_train_step(fun, tx, mesh=make_mesh(8), num_microbatches=2)
+  for params in ({"a": 1.0, "b": 2.0}, (1.0, 2.0), {"c": 1.0, "d": 2.0}):
+    params = jax.tree.map(jnp.asarray, params)
+    new, _, _ = step(params, tx.init(params), np.full(16, 4, np.float32))
+    assert jax.tree.structure(new) == jax.tree.structure(params)
+    assert [float(w) for w in jax.tree.leaves(new)] == [0, 1]
 
 
 def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):

@@ -295,6 +295,17 @@ def test_reductions_by_prefix_tree(size):
   assert out["small"].dtype == jnp.int32  # as jnp.sum: a sum of int8 soon leaves int8
 
 
+@pytest.mark.parametrize("values", [[-7, -3, -5], [7, 3, 5]])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
+def test_max_and_min_of_integers(dtype, values):
+  run = optax_accum.microbatch(
+    lambda x: (jnp.max(x), jnp.min(x)), reduction=("max", "min"), microbatch_size=2
+  )
+  out = run(jnp.array(values, dtype))
+  assert [int(v) for v in out] == [max(values), min(values)]
+  assert {v.dtype for v in out} == {jnp.dtype(dtype)}
+
+
 def test_stack_and_last_are_in_the_order_of_the_microbatches():
   x = jnp.arange(6.0)
   for n in (1, 2, 3, 6):
