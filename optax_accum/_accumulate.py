@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _inplace, _skip, _validate, _weighted_mean
+from optax_accum import _inplace, _skip, _validate
 from optax_accum._accumulate_state import AccumulateState, stored
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
@@ -154,8 +154,7 @@ def accumulate(
     [-1. -3.]
 
   References:
-    `optax.MultiSteps`, which this replaces. Its accumulator keeps an inf for ever, and its inner
-    optimizer runs on every mini step.
+    `optax.MultiSteps`, which this replaces. It keeps an inf for ever, and steps on every call.
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):
@@ -168,9 +167,7 @@ def accumulate(
   every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = _validate.accumulator_dtype(accumulator_dtype)
-  cycle: Cycle | EveryCall = Cycle(every_k, dtype)
-  if every_k == 1:
-    cycle = EveryCall(reduction, dtype, axis_name)
+  cycle = EveryCall(reduction, dtype, axis_name) if every_k == 1 else Cycle(every_k, dtype)
   accumulation = _Accumulation(
     inner=optax.with_extra_args_support(inner),
     cycle=cycle,
@@ -228,22 +225,19 @@ class _Accumulation(MiniSteps):
       return updates, self._next(step, inner_state)
 
     like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
-    # Where it can, the sum goes in and the updates come out in the same buffers.
-    buffers, shared = _inplace.output_buffers(step.total, like)
+    # Where they can, sums go in and updates come out in the same buffers.
+    shared = _inplace.OutputBuffers(step.total, like)
+
+    def emitted(operand: tuple[list[jax.Array], Any]) -> tuple[list[jax.Array], Any]:
+      new, inner_state = run(shared.sums(operand[0]), operand[1])
+      return jax.tree.leaves(new), inner_state
+
     buffers, inner_state = _inplace.update_if(
-      step.emit,
-      lambda operand: run(operand[0] if shared else step.total, operand[1]),
-      (buffers, state.inner_opt_state),
-      self.differentiable,
+      step.emit, emitted, (shared.buffers, state.inner_opt_state), self.differentiable
     )
-    if shared and step.state.acc_grads is step.total:  # the sum is kept for the next call
-      step = step._replace(state=step.state._replace(acc_grads=buffers))
-
-    def emitted(buffer: jax.Array, x: jax.ShapeDtypeStruct) -> jax.Array:
-      zeros = jnp.zeros_like(buffer, x.dtype)
-      return _weighted_mean.select(step.emit, buffer.astype(x.dtype), zeros)
-
-    return jax.tree.map(emitted, buffers, like), self._next(step, inner_state)
+    if step.state.acc_grads is step.total:  # the sums are kept for the next call
+      step = step._replace(state=step.state._replace(acc_grads=shared.sums(buffers)))
+    return shared.updates(buffers, step.emit), self._next(step, inner_state)
 
   def apply(
     self,
@@ -279,7 +273,9 @@ class _Accumulation(MiniSteps):
     with jax.named_scope("optimizer"):
       if axis_name is not None:
         total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
-      reduced = jax.tree.map(lambda x, g: kind.finish(x, weight, g.dtype), total, updates)
+      reduced = jax.tree.map(
+        lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
+      )
       return self.inner.update(reduced, inner_state, params, **extra_args)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:

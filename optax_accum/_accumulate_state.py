@@ -45,8 +45,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   """Whether the last call emitted: the `has_updated` flag, wherever it is nested.
 
   Args:
-    opt_state: the state of `accumulate`, or any pytree that holds one: the state of a
-      `chain` or `partition` around it, or a whole train state.
+    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
 
   Returns:
     A bool scalar. With several accumulations side by side, whether any of them emitted.
@@ -82,8 +81,8 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
   to varying, as below. Otherwise JAX sums the gradients in every microbatch, or scales them down.
 
   Args:
-    opt_state: ``jax.eval_shape(tx.init, params)``, where `tx` is an `accumulate` with `axis_name`
-      or a `chain` around one; or any pytree that holds such a state, e.g. a whole train state.
+    opt_state: ``jax.eval_shape(tx.init, params)`` where `tx` is an `accumulate` with `axis_name`,
+      or any pytree that holds such a state: of a `chain`, a train state.
     axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
 
   Returns:

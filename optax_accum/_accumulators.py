@@ -140,7 +140,7 @@ def _check_every_k(updates: Any, acc_grads: Any, every_k: str, accumulates: bool
 
 def _check_gradients(updates: Any, acc_grads: Any, requested: DTypeLike | None) -> None:
   """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
-  leaves, accs = (_validate.named_leaves("updates", tree) for tree in (updates, acc_grads))
+  leaves, accs = (dict(_validate.named_leaves("updates", tree)) for tree in (updates, acc_grads))
   fix = "updates must have the tree and the shapes of the parameters that init was given."
   for name in accs:
     if name not in leaves:

@@ -39,15 +39,12 @@ def find_slots(
       slot = names.index(argument)
     if not (slot in kwargs if isinstance(slot, str) else 0 <= slot < len(args)):
       got = f"{len(args)} positional" + (f" and the keywords {sorted(kwargs)}" if kwargs else "")
-      name, how = option.replace("nums", "names"), "by name"
-      if isinstance(argument, int):
-        name, how = option, "by position"
+      name = option if isinstance(argument, int) else option.replace("nums", "names")
       raise ValueError(
         f"{name} names argument {argument!r}, which this call does not have: it has {got}"
-        f" arguments. Pass that argument {how}, or change {name}."
+        f" arguments. Pass that argument{' by position' * (option == 'argnums')}, or change {name}."
       )
-    if slot not in slots:
-      slots.append(slot)
+    slots.append(slot)
   return tuple(slots)
 
 

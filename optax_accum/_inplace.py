@@ -47,20 +47,36 @@ def _cast_like(value: jax.Array, like: jax.Array) -> jax.Array:
   return _across_devices.vary_like(value, like)
 
 
-def output_buffers(total: optax.Updates, like: optax.Updates) -> tuple[optax.Updates, bool]:
-  """Buffers that updates like `like` come out of a conditional in.
+class OutputBuffers:
+  """Buffers that updates like `like` come out of a conditional in; those of `total` where they can.
 
-  They are the accumulators `total` where those can serve, so that updates need no memory of
-  their own. An accumulator can if it has the shape, holds the dtype without rounding and, in
+  An accumulator can serve if it has the shape, holds the dtype without rounding and, in
   `shard_map`, is as varying (after a reduction over devices it is more so).
-
-  Returns:
-    The buffers, and whether they are the accumulators.
   """
-  trees: list[Any] = [jax.tree.structure(total), jax.tree.structure(like)]
-  if trees[0] == trees[1] and all(map(_holds, jax.tree.leaves(total), jax.tree.leaves(like))):
-    return total, True
-  return jax.tree.map(lambda x: _across_devices.vary_like(jnp.zeros_like(x), x), like), False
+
+  def __init__(self, total: optax.Updates, like: optax.Updates):
+    self._sums, self._like = jax.tree.leaves(total), jax.tree.leaves(like)
+    self._trees: list[Any] = [jax.tree.structure(total), jax.tree.structure(like)]
+    same = self._trees[0] == self._trees[1]
+    self._shared = [same and _holds(x, y) for x, y in zip(self._sums, self._like, strict=False)]
+    zeros = [_across_devices.vary_like(jnp.zeros_like(x), x) for x in self._like]
+    self.buffers = self._choose(self._sums, zeros) if same else zeros
+
+  def _choose(self, shared: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
+    return [x if here else y for x, y, here in zip(shared, others, self._shared, strict=True)]
+
+  def sums(self, buffers: list[jax.Array]) -> optax.Updates:
+    """`total`, with the buffers instead of those of its leaves that they share."""
+    sums = self._choose(buffers, self._sums) if any(self._shared) else self._sums
+    return self._trees[0].unflatten(sums)
+
+  def updates(self, buffers: list[jax.Array], emit: Flag) -> optax.Updates:
+    """What is in the buffers where the cycle emits, and else zeros."""
+    updates = [
+      _weighted_mean.select(emit, buffer.astype(x.dtype), jnp.zeros_like(buffer, x.dtype))
+      for buffer, x in zip(buffers, self._like, strict=True)
+    ]
+    return self._trees[1].unflatten(updates)
 
 
 def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
@@ -73,10 +89,9 @@ def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
 
 
 def distinct(tree: Any) -> Any:
-  """`tree`, with a copy of each array that stands in it before.
+  """`tree`, with a copy of each array that stands in it before: XLA wants to be donated it once.
 
-  ``init`` of optax's `lbfgs` returns a state with one array in two places, and XLA refuses to be
-  donated one buffer twice. What a step returns is distinct, so this copies once.
+  ``init`` of optax's `lbfgs` returns such a state. What a step returns is distinct.
   """
   seen: set[int] = set()
 

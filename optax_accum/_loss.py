@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ from optax_accum._scan import Reduced
 from optax_accum._shards import Sharded, Whole
 from optax_accum._split import batch_rows, Call, Split
 
-# The user's: returns loss, (loss, aux) or (loss, (new_carry, aux)).
-LossFn: TypeAlias = Callable[..., Any]
-
 
 class Outputs(NamedTuple):
   """What the scan reduces. Messages call it by these names."""
@@ -29,12 +26,9 @@ class Outputs(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LocalLoss:
-  """A loss on one device, or on each of the devices of an `axis_name`.
+  """A loss on one device, or on each of the devices of an `axis_name`."""
 
-  `microbatch_value_and_grad` explains what is not explained here.
-  """
-
-  fun: LossFn
+  fun: Callable[..., Any]
   argnums: int | Sequence[int]
   has_aux: bool
   reduction: Any  # of losses and gradients
@@ -42,13 +36,13 @@ class LocalLoss:
   split: Split
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
 
-  def value(self, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
     args = (self.shards.gather_before_scan(args[0]), *args[1:])
     call = Call(self.fun, self._evaluate, self.split, args, kwargs)
     return _scan.run(call, Outputs(self.reduction, None, None)).outputs.loss
 
-  def value_and_grad(self, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     wanted = _arguments.names_or_positions("argnums", self.argnums, int)
     positions: Any = _arguments.find_slots("argnums", wanted, self.fun, args, {})
@@ -61,12 +55,12 @@ class LocalLoss:
     grads = self.shards.gradients(self.reduction)
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
 
-  def _evaluate(self, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _evaluate(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
     loss, (carry, _) = self._run(self.shards.gather_in_scan(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
-  def _differentiate(self, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _differentiate(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     params = self.shards.gather_in_scan(*args)
     value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
@@ -74,7 +68,7 @@ class LocalLoss:
     _reductions.match("aux_reduction", self.aux_reduction, aux)
     return carry, Outputs(loss, aux, grads)
 
-  def _run(self, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+  def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
     out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
@@ -143,11 +137,11 @@ class _PlacedLoss(NamedTuple):
     specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
     return Sharded(specs[0], self.parallel.axis, self.parallel.reduce_in_loop)
 
-  def value(self, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
     return self._on_each_device(LocalLoss.value, PartitionSpec(), args, kwargs)
 
-  def value_and_grad(self, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
@@ -184,7 +178,7 @@ class _PlacedLoss(NamedTuple):
 
 
 def local_loss(
-  fun: LossFn, argnums: Any, has_aux: bool, reduction: str, aux_reduction: Any, split: Split
+  fun: Any, argnums: Any, has_aux: bool, reduction: str, aux_reduction: Any, split: Split
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   positions = _arguments.names_or_positions("argnums", argnums, int)
@@ -229,7 +223,7 @@ def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
 
 def _check_differentiable(what: str, tree: Any) -> None:
   """Checks that every leaf can be differentiated."""
-  for name, leaf in _validate.named_leaves(what, tree).items():
+  for name, leaf in _validate.named_leaves(what, tree):
     try:
       kind = f"dtype {jnp.result_type(leaf)}"
       if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):

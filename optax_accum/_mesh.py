@@ -41,13 +41,10 @@ class DataParallel:
     types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
     return types[self.axis] == AxisType.Explicit
 
-  @property
-  def _size(self) -> int:
-    return self.mesh.shape[self.axis]
-
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
-    count, size, devices = split.num_microbatches, split.microbatch_size, self._size
+    count, size = split.num_microbatches, split.microbatch_size
+    devices = self.mesh.shape[self.axis]
     self._check_rows(rows)
     if count is not None and (rows // devices) % count:
       fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
@@ -68,11 +65,12 @@ class DataParallel:
 
   def _check_rows(self, rows: int) -> None:
     """Checks that the devices divide the rows of the global batch."""
-    if rest := rows % self._size:
+    devices = self.mesh.shape[self.axis]
+    if rest := rows % devices:
       raise ValueError(
-        f"The batch has {rows} rows, which the {self._size} devices of axis {self.axis!r} do not"
-        f" divide: use {rows - rest or self._size} or {rows + self._size - rest} rows. (They would"
-        " have to be replicated, and every device to compute all of them.)"
+        f"The batch has {rows} rows, which the {devices} devices of axis {self.axis!r} do not"
+        f" divide: use {rows - rest or devices} or {rows + devices - rest} rows. (They would have"
+        " to be replicated, and every device to compute all of them.)"
       )
 
   def shard_spec(self, sharding: Any) -> PartitionSpec:
@@ -121,8 +119,7 @@ class DataParallel:
   ) -> Any:
     """`tree` on this mesh: as it is where it is there, else with the `PartitionSpec` of `spec`.
 
-    By default that is a copy on every device. Shapes (`jax.ShapeDtypeStruct`) are placed as
-    arrays are; traced values are left alone.
+    By default that is a copy on every device. Shapes are placed as arrays; tracers stay.
     """
 
     def put(path: Any, x: Any) -> Any:
@@ -149,7 +146,7 @@ class DataParallel:
   def place_batch(self, name: str, tree: Any, batch_axis: int) -> Any:
     """A batch on this mesh, sharded by its rows."""
     tree = self.place(name, tree, lambda x: self.batch_spec(x, batch_axis))
-    for leaf, x in _validate.named_leaves(name, tree).items():
+    for leaf, x in _validate.named_leaves(name, tree):
       spec, rows = _spec(x), batch_axis % x.ndim
       names = spec[rows] if rows < len(spec) else None
       if names not in (None, self.axis, (self.axis,)):

@@ -38,11 +38,10 @@ def microbatch(
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
-    reduction: How the outputs of the microbatches become one output. One word for all outputs,
-      or a prefix tree over them with a word at each leaf: ``"mean"`` (weighted), ``"sum"``,
-      ``"max"``, ``"min"``, ``"last"``, ``"stack"`` or ``"concat"``. ``"stack"`` adds a leading
-      axis of microbatches. ``"concat"`` needs outputs whose leading axis is the microbatch's
-      rows, and returns the rows in the order of the batch.
+    reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
+      tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
+      ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. This needs outputs with
+      the microbatch's rows as their leading axis, and keeps the order of the batch.
     batch_argnums: The positions of the arguments that are split.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
@@ -115,9 +114,9 @@ def microbatch_value_and_grad(
 
   .. math:: \sum_i w_i g_i \Big/ \sum_i w_i
 
-  They are those of the whole batch if the loss is itself a mean over what the weights count.
-  A loss in which rows meet each other is not such a mean (a contrastive loss, or one through
-  batch normalisation). No sum over microbatches gives its gradient.
+  They are those of the whole batch if the loss is itself a mean over what the weights count. A
+  loss in which rows meet each other is not: a contrastive loss, or one through batch
+  normalisation. No sum over microbatches gives its gradient.
 
   One body is compiled, whatever the number of microbatches. The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.

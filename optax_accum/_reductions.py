@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import math
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import jax
@@ -138,6 +137,12 @@ class SumInLoop(Reduction):
   of: Sum
   axis_name: AxisName
 
+  def __repr__(self) -> str:
+    return repr(self.of)
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    self.of.check(name, leaf, rows, dtype)
+
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
     held = jax.eval_shape(lambda: self._reduced(self.of.start(leaf, dtype)))
     return _across_devices.full_like(held, 0)
@@ -172,10 +177,10 @@ class Extreme(Reduction):
       return _across_devices.full_like(leaf, self.limit == "max")
     if jnp.issubdtype(leaf.dtype, jnp.integer):
       return _across_devices.full_like(leaf, int(getattr(jnp.iinfo(leaf.dtype), self.limit)))
-    limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
-    # Some floats of 8 bits have no infinity.
-    infinite = not _weighted_mean.is_float8(leaf.dtype)
-    return _across_devices.full_like(leaf, math.copysign(math.inf, limit) if infinite else limit)
+    limit = jnp.inf if self.limit == "max" else -jnp.inf
+    if _weighted_mean.is_float8(leaf.dtype):  # some have no infinity
+      limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
+    return _across_devices.full_like(leaf, limit)
 
   def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
     return _weighted_mean.select(_weighted_mean.counts(weight), self.choose(held, value), held)

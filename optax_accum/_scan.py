@@ -37,48 +37,49 @@ class Reduced(NamedTuple):
 def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
   """Runs a call's function on one microbatch after the other.
 
-  `reductions` is a prefix tree over the outputs, of `_reductions.Reduction`; `root` is what
-  messages call the outputs.
+  `reductions` is a prefix tree over the outputs, of `Reduction`; messages call the outputs `root`.
   """
   split, axis_name = call.split, call.split.axis_name
   if call.rows == call.size and not split.weighs and axis_name is None:
     whole = call.run(0, call.carry, call.batch, call.rows)
-    each = _matched(reductions, whole.outputs, root, call)
-    outputs = jax.tree.map(lambda r, x: r.only(x), each, whole.outputs)
-    return Reduced(whole.carry, outputs, _stats(call.rows))
+    each, leaves, treedef = _matched(reductions, whole.outputs, root, call)
+    only = [r.only(x) for r, x in zip(each, leaves, strict=True)]
+    return Reduced(whole.carry, treedef.unflatten(only), _stats(call.rows))
 
   full, tail_rows = divmod(call.rows, call.size)
   take, tail = call.cut(full)
   like = jax.eval_shape(lambda: call.run(0, call.carry, take(0), call.size))
-  each = _matched(reductions, like.outputs, root, call)
+  # Leaves and not trees, because what is static in a tree may be another object in every trace.
+  each, leaves, treedef = _matched(reductions, like.outputs, root, call)
   if tail_rows:
-    smaller = jax.eval_shape(lambda: call.run(0, call.carry, tail, tail_rows))
-    names = _validate.named_leaves(root, each).items()
-    leaves = jax.tree.leaves(like.outputs), jax.tree.leaves(smaller.outputs)
-    for (name, reduction), leaf, tail_leaf in zip(names, *leaves, strict=True):
-      reduction.check_tail(name, leaf, tail_leaf)
+    smaller = jax.eval_shape(lambda: call.run(0, call.carry, tail, tail_rows)).outputs
+    names = [name for name, _ in _validate.named_leaves(root, like.outputs)]
+    for r, name, x, y in zip(each, names, leaves, jax.tree.leaves(smaller), strict=True):
+      r.check_tail(name, x, y)
 
   def add(held: Microbatch, index: ArrayLike, batch: Any, rows: int) -> tuple[Microbatch, Any]:
     new = call.run(index, held.carry, batch, rows)
+    outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
     weight = new.counted[0] if split.weighs else rows / call.size
     keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
     with jax.named_scope("accumulate"):
-      reduced = jax.tree.map(lambda r, h, x: r.add(h, x, weight), each, held.outputs, new.outputs)
+      both = zip(each, held.outputs, outputs, strict=True)
+      reduced = [r.add(h, x, weight) for r, h, x in both]
       carry = jax.tree.map(keep, new.carry, held.carry)
       counted = jax.tree.map(jnp.add, held.counted, new.counted)
-    collected = jax.tree.map(lambda r, x: x if r.collected else None, each, new.outputs)
+    collected = [x if r.collected else None for r, x in zip(each, outputs, strict=True)]
     return Microbatch(carry, reduced, counted), collected
 
   held = Microbatch(
     call.carry,
-    jax.tree.map(lambda r, x: r.start(x, split.accumulator_dtype), each, like.outputs),
+    [r.start(x, split.accumulator_dtype) for r, x in zip(each, leaves, strict=True)],
     jax.tree.map(lambda x: _across_devices.full_like(x, 0), like.counted),
   )
   # The smaller microbatch goes first where the order does not matter: its backward pass then
   # needs no memory beside that of a sum of gradients.
-  tail_first = not call.carry and not any(r.ordered for r in jax.tree.leaves(each))
-  collected_tail = jax.tree.map(lambda _: None, each)
+  tail_first = not call.carry and not any(r.ordered for r in each)
+  collected_tail = [None] * len(each)
   with jax.named_scope("microbatches"):
     if tail_rows and tail_first:
       held, collected_tail = add(held, full, tail, tail_rows)
@@ -91,13 +92,11 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
     if tail_rows and not tail_first:
       held, collected_tail = add(held, full, tail, tail_rows)
 
-  parts = held.outputs, collected, collected_tail
-  reduced = jax.tree.map(lambda r, h, c, t: r.join(h, c, t), each, *parts)
+  parts = zip(each, held.outputs, collected, collected_tail, strict=True)
+  reduced = [r.join(h, c, t) for r, h, c, t in parts]
   carry, rows = held.carry, call.rows
-  weight: Any = full + tail_rows / call.size
-  skipped: Any = ()
-  if split.weighs:
-    weight, *skipped = held.counted
+  totals: Any = held.counted or (full + tail_rows / call.size,)
+  weight, *skipped = totals
   if axis_name is not None:
     counted = _weighted_mean.counts(weight)
     if split.weighs:
@@ -105,19 +104,19 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
     else:
       weight, rows = (x * lax.axis_size(axis_name) for x in (weight, rows))
     carry = jax.tree.map(lambda x: _device_mean(x, axis_name), carry)
-    reduced = jax.tree.map(lambda r, h: r.across_devices(h, axis_name, counted), each, reduced)
-  outputs = jax.tree.map(lambda r, h, x: r.finish(h, weight, x.dtype), each, reduced, like.outputs)
+    reduced = [r.across_devices(h, axis_name, counted) for r, h in zip(each, reduced, strict=True)]
+  final = zip(each, reduced, leaves, strict=True)
+  outputs = treedef.unflatten([r.finish(h, weight, x.dtype) for r, h, x in final])
   return Reduced(carry, outputs, _stats(weight if split.weighs else rows, *skipped))
 
 
-def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> Any:
-  """A reduction for each leaf of the outputs, which can reduce it."""
-  each = _reductions.match("reduction", reductions, outputs)
-
-  names = _validate.named_leaves(root, each).items()
-  for (name, reduction), leaf in zip(names, jax.tree.leaves(outputs), strict=True):
+def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> tuple[list[Any], Any, Any]:
+  """A reduction for each leaf of the outputs, which can reduce it; the leaves, and their tree."""
+  each = jax.tree.leaves(_reductions.match("reduction", reductions, outputs))
+  named = _validate.named_leaves(root, outputs)
+  for reduction, (name, leaf) in zip(each, named, strict=True):
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
-  return each
+  return each, [leaf for _, leaf in named], jax.tree.structure(outputs)
 
 
 def _device_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:

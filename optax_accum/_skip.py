@@ -44,7 +44,7 @@ def asked(
   return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
 
 
-def leave_out_nonfinite(weight: jax.Array, tree: "chex.ArrayTree") -> tuple[jax.Array, jax.Array]:
+def leave_out(weight: jax.Array, tree: "chex.ArrayTree") -> tuple[jax.Array, jax.Array]:
   """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
   leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
   finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))

@@ -73,7 +73,8 @@ class Split:
   def batch_slots(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Slot, ...]:
     """Where the batch is in this call of `fun`."""
     wanted = (*self.batch_argnums, *self.batch_argnames)
-    return _arguments.find_slots("batch_argnums", wanted, fun, args, kwargs)
+    slots = _arguments.find_slots("batch_argnums", wanted, fun, args, kwargs)
+    return tuple(dict.fromkeys(slots))  # one argument may be named by position and by name
 
 
 class Microbatch(NamedTuple):
@@ -101,7 +102,7 @@ class Call:
     differentiated: Sequence[int] = (),
   ):
     def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
-      return _arguments.find_slots(option, wanted, fun, args, kwargs)
+      return tuple(dict.fromkeys(_arguments.find_slots(option, wanted, fun, args, kwargs)))
 
     self._run_fun, self._num_args, self.split = run_fun, len(args), split
     self._arguments: dict[Slot, Any] = dict(enumerate(args))
@@ -135,7 +136,7 @@ class Call:
     weight = self._weight(batch, rows)
     if not self.split.skip_nonfinite:
       return Microbatch(new_carry, outputs, (weight,))
-    counted = _skip.leave_out_nonfinite(weight, (outputs.loss, outputs.grads))
+    counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
     return Microbatch(new_carry, outputs, counted)
 
   def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
@@ -201,7 +202,7 @@ def batch_rows(slots: Sequence[Slot], batch: Sequence[Any], axis: int) -> int:
   """The number of rows that every leaf of the batch has along `axis`."""
   rows: dict[str, int] = {}
   for slot, tree in zip(slots, batch, strict=True):
-    for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", tree).items():
+    for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", tree):
       shape = jnp.shape(leaf)
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
@@ -268,7 +269,7 @@ def _check_carry(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
         f"The threaded argument (carry_argnum) has structure {had} and the function returned {got}"
         " as its new_carry: return the same structure."
       )
-    leaves = _validate.named_leaves("carry", before).items()
+    leaves = _validate.named_leaves("carry", before)
     for (name, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
       if (a.shape, a.dtype) != (b.shape, b.dtype):
         raise ValueError(

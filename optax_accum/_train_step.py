@@ -1,7 +1,6 @@
 """The whole cycle: N backward passes and one optimizer step in one jitted call."""
 
 from collections.abc import Callable, Sequence
-import functools
 import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -35,10 +34,10 @@ class TrainStep(Generic[Params, Args]):
   def __init__(self, local: LocalLoss, loss: LocalLoss | MeshLoss, tx: Transform, donate: bool):
     self._local, self._loss, self._tx, self._donate = local, loss, tx, donate
     self._jitted: dict[Any, Any] = {}
-    self.__signature__ = _signature(local.fun)
+    self.__name__, self.__signature__ = "train_step", _signature(local.fun)
 
   def __call__(
-    self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
+    self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
     jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
@@ -76,7 +75,7 @@ class TrainStep(Generic[Params, Args]):
     loss, args, kwargs = self._loss.place(args, kwargs)
     if loss not in self._jitted:
       self._jitted[loss] = jax.jit(
-        functools.partial(train_step, self._local, loss, self._tx),
+        _step_function(self._local, loss, self._tx),
         donate_argnums=(0, 1) if self._donate else (),
         out_shardings=loss.out_shardings,
       )
@@ -111,15 +110,13 @@ def make_train_step(
   """A jitted training step on a batch that is run in microbatches.
 
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and
-  gradients of the whole batch as `microbatch_value_and_grad` does. It takes one optimizer step
-  with them, in the same XLA program. If nothing in the batch counted (all weights zero, or all
-  microbatches skipped), there is no gradient to step with: parameters and optimizer state stay
-  as they are, and the metrics say so.
+  gradients of the whole batch as `microbatch_value_and_grad` does, and takes one optimizer step
+  with them, in one XLA program. If nothing in the batch counted (all weights zero, or all
+  microbatches skipped), parameters and optimizer state stay as they are; the metrics say so.
 
   Args:
-    loss_fn: ``loss_fn(params, batch, ...)``, which returns what `microbatch_value_and_grad`
-      asks for. Its first argument is differentiated. Positions, in the options below, count the
-      arguments of `loss_fn`: 0 are the parameters, 1 is the batch.
+    loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
+      in the options below, count its arguments: 0 are the parameters, 1 is the batch.
     tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
       (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
       ``grad``; ``value_fn``, the loss of this batch at other parameters, in microbatches too, for
@@ -167,8 +164,7 @@ def make_train_step(
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       `data_axis` is no axis of the mesh; the devices do not divide the rows; arrays are on
-      another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`, where
-      every device would step by its own gradient.
+      another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -192,37 +188,39 @@ def make_train_step(
   return TrainStep(local, loss, optax.with_extra_args_support(tx), donate)
 
 
-def train_step(
-  local: LocalLoss, loss: Any, tx: Transform, params: Any, opt_state: Any, *args: Any, **kwargs: Any
-) -> tuple[Any, ...]:
-  """One step of `tx` by the gradient of `loss`, which runs the `local` loss; what is jitted."""
-  reduced = loss.value_and_grad(params, *args, **kwargs)
-  out, stats = reduced.outputs, reduced.stats
+def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., Any]:
+  """What a `TrainStep` compiles: one step of `tx` by the gradient of `loss`."""
 
-  def value_fn(params: Any, weight: Any = None) -> jax.Array:
-    del weight  # optax's line searches refuse an extra argument that value_fn lacks
-    return loss.value(params, *args, **kwargs)
+  def train_step(params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    reduced = loss.value_and_grad(params, *args, **kwargs)
+    out, stats = reduced.outputs, reduced.stats
 
-  counted = stats.total_weight != 0
-  averages = local.reduction.name == "mean"  # a sum is not to be weighed again
-  weight = stats.total_weight if averages else counted.astype(jnp.float32)
-  extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
+    def value_fn(params: Any, weight: Any = None) -> jax.Array:
+      del weight  # optax's line searches refuse an extra argument that value_fn lacks
+      return loss.value(params, *args, **kwargs)
 
-  def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
-    params, opt_state = held
-    accepted = _accepted(tx.update, extra_args)
-    updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
-    return optax.apply_updates(params, updates), opt_state
+    counted = stats.total_weight != 0
+    averages = local.reduction.name == "mean"  # a sum is not to be weighed again
+    weight = stats.total_weight if averages else counted.astype(jnp.float32)
+    extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
-  # A transformation that accumulates knows itself what a weight of zero means.
-  conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
-  with jax.named_scope("optimizer"):
-    new = update_if(counted if conditional else True, update, (params, opt_state))
-  wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
-  metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
-  if local.has_aux or reduced.carry:
-    metrics["aux"] = out.aux
-  return *new, *reduced.carry, metrics
+    def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
+      params, opt_state = held
+      accepted = _accepted(tx.update, extra_args)
+      updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
+      return optax.apply_updates(params, updates), opt_state
+
+    # A transformation that accumulates knows itself what a weight of zero means.
+    conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
+    with jax.named_scope("optimizer"):
+      new = update_if(counted if conditional else True, update, (params, opt_state))
+    wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
+    metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
+    if local.has_aux or reduced.carry:
+      metrics["aux"] = out.aux
+    return *new, *reduced.carry, metrics
+
+  return train_step
 
 
 def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +236,8 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
   kind = inspect.Parameter
   first = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("params", "opt_state")]
   try:
-    return inspect.Signature([*first, *list(inspect.signature(loss_fn).parameters.values())[1:]])
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    named = parameters and parameters[0].kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature([*first, *parameters[bool(named) :]])
   except (TypeError, ValueError):  # it has none, or one that these two names do not go with
     return inspect.signature(lambda params, opt_state, *args, **kwargs: None)

@@ -19,9 +19,9 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
   return (root + jax.tree_util.keystr(path)).lstrip(".")
 
 
-def named_leaves(root: str, tree: Any) -> dict[str, Any]:
-  """The leaves of a tree by the names that messages have for them."""
-  return {leaf_name(root, path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
+  """The leaves of a tree, each with the name that messages have for it."""
+  return [(leaf_name(root, path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def positive_int(name: str, value: Any) -> int:

@@ -4,9 +4,8 @@ Streaming, scan, ragged, weighted and multi-device accumulation are all
 
     sum_i w_i g_i / sum_i w_i
 
-and all of them add with `weigh` and divide with `mean`. The loop holds nothing but
-the sum: dividing once, after it, keeps the rounding of the whole batch, and lets a
-compiler (or `psum`) reduce over devices once per cycle and not once per microbatch.
+and all of them add with `weigh` and divide with `mean`. The loop holds the plain sum. Dividing
+once, after it, rounds as the whole batch does, and lets devices be reduced over once per cycle.
 """
 
 import jax

@@ -505,3 +505,31 @@ def test_has_updated_of_an_nnx_optimizer():
     optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
     seen.append(has_updated(optimizer.opt_state))
   assert [bool(x) for x in seen] == [False, True]
+
+
+def test_updates_may_hold_what_is_new_in_every_trace():
+  def update(updates, state, params=None):
+    return jax.tree_util.Partial(lambda x: x, 2 * updates), state  # another lambda in every trace
+
+  tx = accumulate(optax.GradientTransformation(lambda params: (), update), 2)
+  state = tx.init(jnp.ones(3))
+  for expected in (0.0, 4.0):
+    updates, state = tx.update(jnp.full(3, 2.0), state)
+    np.testing.assert_array_equal(updates(), np.full(3, expected))
+
+
+def test_accumulators_serve_as_buffers_leaf_by_leaf():
+  def update(updates, state, params=None):
+    return {"same": updates["same"], "half": updates["half"].astype(jnp.float64)}, state
+
+  with jax.enable_x64(True):
+    tx = accumulate(optax.GradientTransformation(lambda params: (), update), 2)
+    params = {"same": jnp.ones(100_000, jnp.float32), "half": jnp.ones(10, jnp.float32)}
+    state = tx.init(params)
+    step = jax.jit(lambda grads, state: tx.update(grads, state), donate_argnums=(1,))
+    temp = step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
+    assert temp < 100_000  # a quarter of the large leaf
+    for _ in range(2):
+      updates, state = step(params, state)
+    assert updates["half"].dtype == jnp.float64
+    np.testing.assert_array_equal(updates["same"], np.ones(100_000, np.float32))

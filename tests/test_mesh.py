@@ -795,3 +795,22 @@ def test_last_over_devices_is_the_last_that_counts():
   )
   mapped = jax.shard_map(run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P())
   assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5
+
+
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+def test_accumulators_that_lose_the_imaginary_part_are_refused(reduce_gradients):
+  def fun(w, x):
+    return jnp.mean(jnp.abs(x * w) ** 2)
+
+  tx = optax.sgd(0.1)
+  step = make_train_step(
+    fun,
+    tx,
+    mesh=make_mesh(2),
+    num_microbatches=2,
+    reduce_gradients=reduce_gradients,
+    accumulator_dtype=jnp.float32,
+  )
+  params = jnp.ones((), jnp.complex64)
+  with pytest.raises(TypeError, match="imaginary part of grads"):
+    step(params, tx.init(params), jnp.ones(8, jnp.complex64))

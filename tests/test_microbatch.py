@@ -749,3 +749,36 @@ def test_equinox_modules_filtered_to_arrays():
   cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=4))
   expected = jax.value_and_grad(loss_fn)(params, batch)
   trees.assert_close(cycle(params, batch), expected, 1e-6)
+
+
+def test_outputs_may_hold_what_is_new_in_every_trace():
+  def fun(w, batch):
+    loss = jnp.mean(batch * w)
+    return loss, jax.tree_util.Partial(lambda x: x + 1, loss)  # another lambda in every trace
+
+  for size in (2, 3, 4):
+    run = optax_accum.microbatch_value_and_grad(fun, has_aux=True, microbatch_size=size)
+    (loss, aux), _ = run(jnp.ones(()), jnp.arange(4.0))
+    assert (float(loss), float(aux())) == (1.5, 2.5)
+
+
+class Named:
+  """Keys that differ and print alike."""
+
+  def __init__(self, number):
+    self.number = number
+
+  def __repr__(self):
+    return "key"
+
+  def __lt__(self, other):
+    return self.number < other.number
+
+
+def test_leaves_may_have_paths_that_print_alike():
+  first, second = Named(1), Named(2)
+  run = optax_accum.microbatch_value_and_grad(
+    lambda w, batch: jnp.mean(batch * w[first]) + w[second], num_microbatches=2
+  )
+  loss, grads = run({first: jnp.ones(()), second: jnp.ones(())}, jnp.arange(4.0))
+  assert (float(loss), float(grads[first]), float(grads[second])) == (2.5, 1.5, 1)

@@ -289,3 +289,7 @@ def test_transformations_that_are_none():
 def test_options_that_do_not_exist():
   with pytest.raises(TypeError, match=r"unexpected keyword argument 'microbatches'"):
     optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)
+
+
+def test_an_argument_is_differentiated_once():
+  raises(ValueError, "Argument 0 is both differentiated and differentiated", argnums=(0, -2))

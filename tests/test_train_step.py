@@ -472,3 +472,59 @@ def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
   args = (params, tx.init(params), batch)
   by_hand = oracle.with_optimizer(oracle.hand_written(loss_fn, n), tx)
   assert temp_bytes(step, *args) <= 1.05 * temp_bytes(by_hand, *args)
+
+
+@pytest.mark.parametrize("name", ["local", "loss", "tx", "value", "stats"])
+def test_arguments_of_the_loss_may_have_any_name(name):
+  def fun(w, batch, **named):
+    return jnp.mean((batch * w) ** 2) * named[name]
+
+  step = optax_accum.make_train_step(fun, optax.sgd(0.5), num_microbatches=2)
+  w, _, metrics = step(
+    jnp.ones(()), optax.sgd(0.5).init(1.0), jnp.ones(4), **{name: jnp.full((), 0.5)}
+  )
+  assert (float(w), float(metrics["loss"])) == (0.5, 0.5)
+
+
+def test_a_loss_may_be_passed_an_argument_called_self():
+  run = optax_accum.microbatch_value_and_grad(
+    lambda w, batch, **named: jnp.mean(batch * w) * named["self"], num_microbatches=2
+  )
+  loss, grads = run(jnp.ones(()), jnp.ones(4), self=jnp.full((), 3.0))
+  assert (float(loss), float(grads)) == (3, 3)
+
+
+@pytest.mark.parametrize(
+  ("loss", "names"),
+  [
+    (lambda w, x, rate: w, ["params", "opt_state", "x", "rate"]),
+    (lambda *args: args, ["params", "opt_state", "args"]),
+    (lambda **named: named, ["params", "opt_state", "named"]),
+    (lambda w, *, x: w, ["params", "opt_state", "x"]),
+    (lambda w, params: w, ["params", "opt_state", "args", "kwargs"]),
+    (functools.partial(lambda rate, w, x: w, 0.1), ["params", "opt_state", "x"]),
+  ],
+)
+def test_a_step_has_the_signature_of_its_loss(loss, names):
+  step = optax_accum.make_train_step(loss, optax.sgd(0.1), num_microbatches=2)
+  assert list(inspect.signature(step).parameters) == names
+
+
+def test_a_bad_leaf_is_reported_without_what_the_loss_holds():
+  big = np.arange(1000.0)
+  step = optax_accum.make_train_step(
+    functools.partial(lambda big, w, x: jnp.sum(w) + jnp.mean(x), big),
+    optax.sgd(0.1),
+    num_microbatches=2,
+  )
+  with pytest.raises(TypeError, match="train_step") as error:
+    step("a", (), jnp.ones(4))
+  assert len(str(error.value)) < 500
+
+
+def test_a_step_has_a_name_under_an_outer_jit():
+  step = optax_accum.make_train_step(
+    lambda w, x: jnp.mean(w * x), optax.sgd(0.1), num_microbatches=2
+  )
+  lowered = jax.jit(step).lower(jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4))
+  assert "jit_train_step" in lowered.as_text()
