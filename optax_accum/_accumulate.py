@@ -1,4 +1,4 @@
-"""Streaming accumulation: microbatches arrive one per call, and the k-th call steps."""
+"""`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
 import dataclasses
 import functools
@@ -63,7 +63,7 @@ def accumulate(
   axis_name: AxisName | None = None,
   differentiable: bool = False,
 ) -> AccumulateTransformation:
-  r"""Steps `inner` once every `every_k` calls, by the mean of the gradients in between.
+  r"""Steps `inner` once every `every_k` calls, with the mean of their gradients.
 
   The call that ends a cycle emits
 
@@ -71,20 +71,20 @@ def accumulate(
     \text{updates} = \text{inner}\left(\frac{\sum_i w_i g_i}{\sum_i w_i}\right)
 
   and the calls before it emit zeros. It is the step that the whole batch would have taken:
-  `inner` sees one gradient per cycle, of the dtype of a microbatch's. Its moments, schedules,
-  clipping and weight decay count gradient steps.
+  `inner` sees one gradient per cycle, in a microbatch's dtype. Its moments, schedules, clipping
+  and weight decay count gradient steps.
 
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, and faster: until the cycle ends, parameters and inner state are neither
-  read nor written. Donate ``params`` and ``state`` to the jitted function around it. Let that
+  read nor written. Donate ``params`` and ``state`` to the jitted function around it. Let it
   take and return the parameters first and the state second, and nothing is copied. (JAX pairs
   donated inputs with outputs by shape, in order. With ``jax.jit(tx.apply, donate_argnums=(1, 2))``
   the parameters would take the accumulator's buffers, and everything would be copied.)
 
   ``update`` and ``apply`` take two more arguments. They pass all others (``value=``,
-  ``value_fn=`` ...) to `inner`, which sees those of the call that emits.
+  ``value_fn=`` ...) to `inner`, which gets those of the call that emits.
 
-  - ``weight``: real scalar, 0 or more, may be traced. What the microbatch counts in the mean:
+  - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
     its rows, or its valid tokens. Default 1.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
@@ -114,7 +114,7 @@ def accumulate(
   Args:
     inner: Any optax transformation, also a whole `optax.chain`.
     every_k: Mini steps in a cycle: an int of at least 1, or a schedule, evaluated under jit, from
-      the int32 gradient step to an integer. With 1 there is no accumulator. Without `skip_fn` and
+      the int32 gradient step to an integer. With 1 there is no accumulator. Without `skip_fn` or
       traced weights there is no branch either: the step is `inner`'s.
     reduction: ``"mean"``, or ``"sum"`` for the weighted sum :math:`\sum_i w_i g_i`.
     accumulator_dtype: What to add up in. Default: each parameter's dtype promoted with
@@ -124,20 +124,20 @@ def accumulate(
       this call out. ``info`` is kept in the state's ``skip_state``.
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients. They are summed over the axis
-      once, when the cycle emits. Other calls exchange up to three numbers, and none without
-      `skip_fn` and traced ``weight`` or ``flush``: any device that skips or flushes does so for
-      all. `shard_map` needs specs for the state: `accumulate_specs`. Without `axis_name`, reduce
-      the gradients yourself. Otherwise every device takes a step of its own, unnoticed: JAX
-      cannot tell in `pmap`, nor with ``check_vma=False``.
-    differentiable: Whether to use a conditional that reverse-mode differentiation can pass. It
-      costs copies on GPUs.
+      once, when the cycle emits. With `skip_fn` or a traced ``weight`` or ``flush`` every call
+      exchanges up to three numbers: any device that skips or flushes does so for all. `shard_map`
+      needs specs for the state: `accumulate_specs`. Without `axis_name`, reduce the gradients
+      yourself. Otherwise every device takes a step of its own, unnoticed: JAX cannot tell in
+      `pmap`, nor with ``check_vma=False``.
+    differentiable: Whether reverse-mode differentiation can pass through a call. It costs copies
+      on GPUs.
 
   Returns:
     An `AccumulateTransformation`, which goes wherever an optax transformation does.
 
   Raises:
-    TypeError: `inner` is no transformation, `every_k` no int, or an argument or gradient has the
-      wrong dtype.
+    TypeError: `inner` is not a transformation, `every_k` is not an int, or an argument or
+      gradient has the wrong dtype.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
       parameters in tree or shape, ``weight`` is negative, or `axis_name` is not bound. With
       ``check_vma=True`` also: the gradients were summed over `axis_name` already.
@@ -154,7 +154,7 @@ def accumulate(
     [-1. -3.]
 
   References:
-    `optax.MultiSteps`, which this replaces. It keeps an inf for ever, and steps on every call.
+    `optax.MultiSteps`, which this replaces. It keeps an inf for ever, and runs `inner` every time.
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

@@ -1,4 +1,4 @@
-"""The state of `accumulate`, what it says, and what of it is each device's own."""
+"""`AccumulateState`, `has_updated` and `accumulate_specs`; and what of a state is each device's."""
 
 from collections.abc import Callable
 import functools
@@ -17,19 +17,19 @@ class AccumulateState(NamedTuple):
   """State of `accumulate`; the first five fields are those of `optax.MultiStepsState`.
 
   Attributes:
-    mini_step: int32 scalar, the mini steps counted in the present cycle; 0 after the last.
+    mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
     gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
     inner_opt_state: the state of `inner`. Changes only when a cycle emits.
     acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of
-      the cycle's gradients so far. Not reset but overwritten by the first mini step of the
-      next cycle: what it holds while `mini_step` is 0 is never read. ``()`` if ``every_k=1``.
-    skip_state: what `skip_fn` returned beside its bool on the last call; ``()`` without it.
+      the cycle's gradients so far. Stale while `mini_step` is 0: the next mini step overwrites
+      it. ``()`` if ``every_k=1``.
+    skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
     has_updated: bool scalar, whether the last call emitted. Set by every call.
 
-  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have one more axis in
-  front: of length 1 on each device, of all devices where `jax.shard_map` returns them.
+  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
+  of length 1 on a device, and of all devices outside `jax.shard_map`.
   """
 
   mini_step: jax.Array
@@ -42,7 +42,7 @@ class AccumulateState(NamedTuple):
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
-  """Whether the last call emitted: the `has_updated` flag, wherever it is nested.
+  """Whether the last call ended a cycle with a step: the flag `has_updated`, found in any state.
 
   Args:
     opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
@@ -73,9 +73,8 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
 
   What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
   in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices:
-  ``PartitionSpec()``. Use the specs wherever the state goes in or comes out, from ``init`` on,
-  which makes the part of one device. Axes that `shard_map` leaves to the partitioner are not in
-  them.
+  ``PartitionSpec()``. Use them wherever the state enters or leaves `shard_map`, ``init`` included.
+  Axes that `shard_map` leaves to the partitioner are not in them.
 
   Differentiate each device's own loss, without `lax.pmean`, and with respect to parameters cast
   to varying, as below. Otherwise JAX sums the gradients in every microbatch, or scales them down.

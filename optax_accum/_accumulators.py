@@ -1,4 +1,4 @@
-"""The accumulators of `accumulate`: none where every call is a cycle, else one a gradient."""
+"""The accumulators of `accumulate`, and how a call adds to them: every k calls, or every call."""
 
 from collections.abc import Callable
 import dataclasses

@@ -1,4 +1,4 @@
-"""Values over the devices of an axis: what differs between them, and what they make together."""
+"""Reductions over the devices of an axis, and the types of values that differ between devices."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias

@@ -50,11 +50,11 @@ class CollectiveReport:
 
   @property
   def unknown_trip_counts(self) -> tuple[str, ...]:
-    """The loops around collectives that count once, because the program fixes no trip count."""
+    """The loops without a fixed trip count, whose collectives count once."""
     return tuple(dict.fromkeys(n for c in self.operations for n in c.unknown_trip_counts))
 
   def at_least(self, nbytes: int) -> "CollectiveReport":
-    """The report without collectives of less than `nbytes`: gradients, and not the metrics."""
+    """Only the collectives of `nbytes` or more, e.g. gradients without the metrics."""
     return CollectiveReport(tuple(c for c in self.operations if c.bytes >= nbytes))
 
   def __str__(self) -> str:
@@ -71,7 +71,7 @@ class CollectiveReport:
 
 
 def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
-  """Counts the collectives that a compiled program runs per call, by kind and in or out of loops.
+  """Counts the collectives that a compiled program runs per call, by kind, in loops and outside.
 
   An operation counts once for every time that it runs: times the trip counts of the loops around
   it. Bytes are those of the arrays of one device, without the padding of a layout: what the
@@ -90,8 +90,8 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   ===========================================  ==================================================
 
   It counts what the compiler made of the program. XLA combines, splits, moves and replaces
-  collectives: for many TPU chips a small all-gather becomes an all-reduce, and ``op_name`` still
-  says what it was. Sends, receives and custom calls are not counted.
+  collectives: for many TPU chips a small all-gather becomes an all-reduce, and the ``op_name`` in
+  ``operations`` still says what it was. Sends, receives and custom calls are not counted.
 
   Args:
     compiled: what ``jax.jit(f).lower(...).compile()`` returns, for any backend, or the text of an
@@ -104,7 +104,7 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     TypeError: `compiled` is a function, or lowered and not compiled.
     ValueError: `compiled` has no text, or a text that is not an HLO module.
 
-  Example:
+  Examples:
     >>> import jax, jax.numpy as jnp, optax_accum
     >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
     >>> specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)

@@ -1,4 +1,4 @@
-"""Run a function or leave its operand alone, in place; and buffers that are used again."""
+"""A conditional update that copies nothing, and buffers that are used again."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar

@@ -57,7 +57,7 @@ class DataParallel:
       raise ValueError(
         f"microbatch_size={size} counts the rows on all devices together, and the {devices}"
         f" devices of axis {self.axis!r} do not divide it: use"
-        f" {max(size - size % devices, devices)} or {size + devices - size % devices}."
+        f" {f'{size - size % devices} or ' * (size > devices)}{size + devices - size % devices}."
       )
     return dataclasses.replace(
       split, axis_name=self.axis, microbatch_size=None if size is None else size // devices

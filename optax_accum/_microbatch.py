@@ -1,4 +1,4 @@
-"""Functions of a batch, transformed to run in microbatches."""
+"""`microbatch` and `microbatch_value_and_grad`: functions transformed to run in microbatches."""
 
 from collections.abc import Callable, Sequence
 import functools
@@ -40,14 +40,14 @@ def microbatch(
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
     reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
       tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
-      ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. This needs outputs with
-      the microbatch's rows as their leading axis, and keeps the order of the batch.
+      ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. The last needs outputs
+      with the microbatch's rows as their leading axis, and keeps the order of the batch.
     batch_argnums: The positions of the arguments that are split.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
     microbatch_size: The rows of one microbatch. The last one may be smaller.
     batch_axis: The axis that is split, of every leaf of the batch.
-    weight_fn: How much a microbatch counts; this and the rest as in `microbatch_value_and_grad`.
+    weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
     rng_argnums: The positions of random keys, which get the microbatch's index folded in.
     rng_argnames: The names of such keyword arguments.
     accumulator_dtype: The dtype that sums and means are added up in.
@@ -59,7 +59,7 @@ def microbatch(
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.
-    TypeError: A value has the wrong type, or an output has a dtype that its reduction lacks.
+    TypeError: A value has the wrong type, or an output has a dtype that its reduction refuses.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -115,10 +115,10 @@ def microbatch_value_and_grad(
   .. math:: \sum_i w_i g_i \Big/ \sum_i w_i
 
   They are those of the whole batch if the loss is itself a mean over what the weights count. A
-  loss in which rows meet each other is not: a contrastive loss, or one through batch
+  loss in which rows interact is not such a mean: a contrastive loss, or one through batch
   normalisation. No sum over microbatches gives its gradient.
 
-  One body is compiled, whatever the number of microbatches. The scan holds one microbatch's
+  One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.
 
   ==============================  ====================================================
@@ -130,7 +130,7 @@ def microbatch_value_and_grad(
   zero weight                     contributes nothing, even where it is NaN
   all weights zero                zero loss, zero gradients, `total_weight` 0
   NaN or inf, `skip_nonfinite`    weight 0, counted; otherwise it shows in the result
-  skipped or zero-weight carry    the carry of the microbatch before is kept
+  carry of a microbatch left out  the carry of the microbatch before is kept
   ==============================  ====================================================
 
   Args:
@@ -161,8 +161,9 @@ def microbatch_value_and_grad(
       batch statistics: each microbatch gets what the one before returned. N updates with
       momentum m then weigh as one with m**N.
     accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
-      dtype promoted with float32, because a bfloat16 sum stops growing at 256 equal addends.
+      dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
+      "stack" and "concat" still have its values.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. Gradients
       stay on their device during the scan. Gradients and weights are reduced once, after it. A
       carry is averaged. ``"stack"`` and ``"concat"`` keep each device's own values.

@@ -1,4 +1,4 @@
-"""The scan: a function run microbatch by microbatch, and its outputs reduced."""
+"""The loop: a function run microbatch by microbatch in a scan, and its outputs reduced."""
 
 import functools
 from typing import Any, NamedTuple

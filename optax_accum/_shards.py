@@ -56,11 +56,11 @@ class Sharded(Whole):
     return self._gather(lax.optimization_barrier((params, numbers))[0])
 
   def gradients(self, reduction: Sum) -> Any:
-    def one(spec: PartitionSpec) -> Reduction:
+    def reduction_of(spec: PartitionSpec) -> Reduction:
       kind = reduction
       if spec:
         scatter = functools.partial(_across_devices.sum_scattered, dimension=len(spec) - 1)
         kind = dataclasses.replace(reduction, over_devices=scatter)
       return SumInLoop(kind, self.axis_name) if self.in_loop else kind
 
-    return jax.tree.map(one, self.specs)
+    return jax.tree.map(reduction_of, self.specs)

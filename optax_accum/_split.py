@@ -1,4 +1,4 @@
-"""The split: how a batch is cut into microbatches, and what else each microbatch is given."""
+"""How a batch is cut into microbatches, and the key, the carry and the weight of each."""
 
 from collections.abc import Callable, Sequence
 import dataclasses

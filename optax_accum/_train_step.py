@@ -1,4 +1,4 @@
-"""The whole cycle: N backward passes and one optimizer step in one jitted call."""
+"""`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
 
 from collections.abc import Callable, Sequence
 import inspect
@@ -28,7 +28,8 @@ class TrainStep(Generic[Params, Args]):
   """A jitted training step, made by `make_train_step`.
 
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``. From the batch on, the
-  arguments are those of the loss function, by position or by name.
+  arguments are those of the loss function, by position or by name. With `carry_argnum` the new
+  carry comes before the metrics, a dict that `make_train_step` describes.
   """
 
   def __init__(self, local: LocalLoss, loss: LocalLoss | MeshLoss, tx: Transform, donate: bool):
@@ -44,7 +45,7 @@ class TrainStep(Generic[Params, Args]):
     return jitted(*called, **named)
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """As ``lower`` of a jitted function; like the methods below, takes `jax.ShapeDtypeStruct`s.
+    """As ``lower`` of a jitted function; `jax.ShapeDtypeStruct`s will do as arguments.
 
     ``step.lower(...).compile().memory_analysis()`` tells the memory before anything runs.
     """
@@ -120,17 +121,17 @@ def make_train_step(
     tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
       (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
       ``grad``; ``value_fn``, the loss of this batch at other parameters, in microbatches too, for
-      a line search; ``weight``, what this call counts in a mean over calls: the total weight, or
-      1 under ``reduction="sum"``. So k calls of N microbatches through an `accumulate` are one
-      step of k x N (in which ``value`` is that of the last call).
-    num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch, on all devices of the mesh together.
+      a line search; ``weight``, the total weight (1 under ``reduction="sum"``). So with
+      ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
+      ``value`` is that of the last call.
+    num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
+    microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split, of every leaf of the batch.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
-    weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts in the mean.
+    weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
     rng_argnums: The positions of random keys, folded with the microbatch's index.
     rng_argnames: The names of such keyword arguments.
@@ -140,7 +141,7 @@ def make_train_step(
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
-      passed in are then deleted. Without it there must be room for both twice.
+      passed in are then deleted. Otherwise memory must hold both twice.
     mesh: A `jax.sharding.Mesh` of explicit or automatic axes. The batch's rows are spread over
       `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh are put
       there. (Several processes: `jax.make_array_from_process_local_data`.) Losses, gradients,
@@ -151,9 +152,9 @@ def make_train_step(
       last microbatch. ``"per_microbatch"``: after each, which communicates more. It needs less
       memory where parameters arrive sharded over the data axis (FSDP): it gathers them in every
       microbatch, and holds only shards of them and of their gradients in between. "per_cycle"
-      gathers them once, and holds both in whole until the cycle ends. Either way parameters and
+      gathers them once, and holds both whole until the cycle ends. Either way parameters and
       optimizer state come out sharded as they came. A parameter that has one dimension sharded
-      over two axes is always held in whole.
+      over two axes is always held whole.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With

@@ -1,4 +1,4 @@
-"""The one arithmetic: the weighted mean of microbatches, and the dtypes that it is taken in.
+"""The weighted mean of microbatches, and the dtypes that it is taken in.
 
 Streaming, scan, ragged, weighted and multi-device accumulation are all
 
