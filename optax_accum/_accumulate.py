@@ -11,11 +11,12 @@ import numpy as np
 import optax
 
 from optax_accum import _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, stored
+from optax_accum._accumulate_state import AccumulateState, states_in, stored
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
-from optax_accum._mini_step import MiniSteps
+from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._reductions import REDUCTIONS
+from optax_accum._weighted_mean import as_weight
 
 Params = TypeVar("Params", bound=Any)
 
@@ -204,6 +205,7 @@ class _Accumulation(MiniSteps):
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
+      weight_rest=jnp.zeros((), jnp.result_type(float)),
     )
     return stored(state, self.axis_name)
 
@@ -269,14 +271,19 @@ class _Accumulation(MiniSteps):
     self, step: MiniStep, updates: Any, extra_args: Any, params: Any, total: Any, inner_state: Any
   ) -> tuple[optax.Updates, optax.OptState]:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
-    kind, axis_name, weight = self.reduction, self.axis_name, step.cycle_weight
+    kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
         total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
       reduced = jax.tree.map(
         lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
       )
-      return self.inner.update(reduced, inner_state, params, **extra_args)
+      # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
+      sends = kind.name == "mean" and bool(states_in(inner_state))
+      if sends:
+        extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
+      with weight_is_sent(sends):
+        return self.inner.update(reduced, inner_state, params, **extra_args)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:
     return stored(step.state._replace(inner_opt_state=inner_state), self.axis_name)

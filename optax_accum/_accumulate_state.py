@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 import optax
 
 from optax_accum import _across_devices
@@ -27,6 +28,8 @@ class AccumulateState(NamedTuple):
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
     has_updated: bool scalar, whether the last call emitted. Set by every call.
+    weight_rest: float scalar like `acc_weight`, what rounding took from it: their sum is exact
+      where `acc_weight` alone, of counts of tokens, is not.
 
   With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
   of length 1 on a device, and of all devices outside `jax.shard_map`.
@@ -39,6 +42,7 @@ class AccumulateState(NamedTuple):
   skip_state: Any
   acc_weight: jax.Array
   has_updated: jax.Array
+  weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:

@@ -36,13 +36,13 @@ class LocalLoss:
   split: Split
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
 
-  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
-    """The loss alone."""
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
     args = (self.shards.gather_before_scan(args[0]), *args[1:])
-    call = Call(self.fun, self._evaluate, self.split, args, kwargs)
+    call = Call(self.fun, self._evaluate, self.split, args, kwargs, weights=weights)
     return _scan.run(call, Outputs(self.reduction, None, None)).outputs.loss
 
-  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     wanted = _arguments.names_or_positions("argnums", self.argnums, int)
     positions: Any = _arguments.find_slots("argnums", wanted, self.fun, args, {})
@@ -51,7 +51,7 @@ class LocalLoss:
       _check_differentiable(f"argument {i}", args[i])
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions)
+    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions, weights)
     grads = self.shards.gradients(self.reduction)
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
 
@@ -137,20 +137,23 @@ class _PlacedLoss(NamedTuple):
     specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
     return Sharded(specs[0], self.parallel.axis, self.parallel.reduce_in_loop)
 
-  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
-    return self._on_each_device(LocalLoss.value, PartitionSpec(), args, kwargs)
+    return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
 
-  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
-    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same)
-    out = self._on_each_device(LocalLoss.value_and_grad, specs, args, kwargs)
+    devices_own = PartitionSpec(self.parallel.axis)
+    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same, devices_own)
+    out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     grads = self.parallel.like(out.outputs.grads, self.out_shardings[0])
     return out._replace(outputs=out.outputs._replace(grads=grads))
 
-  def _on_each_device(self, method: Any, out_specs: Any, args: Any, kwargs: Any) -> Any:
+  def _on_each_device(
+    self, method: Any, out_specs: Any, weights: Any, args: Any, kwargs: Any
+  ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
     arguments = {**dict(enumerate(args)), **kwargs}
     axis, shards = self.local.split.batch_axis, self._shards
@@ -168,13 +171,13 @@ class _PlacedLoss(NamedTuple):
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
     mapped = jax.shard_map(
-      lambda args, kwargs: method(local, *args, **kwargs),
+      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
       mesh=self.parallel.mesh,
-      in_specs=in_specs,
+      in_specs=(PartitionSpec(self.parallel.axis), *in_specs),
       out_specs=out_specs,
       axis_names={self.parallel.axis},  # other axes of the mesh are left to the compiler
     )
-    return mapped(*jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
+    return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
 
 
 def local_loss(

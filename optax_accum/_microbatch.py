@@ -201,7 +201,7 @@ def microbatch_value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:
-    reduced = loss.value_and_grad(*args, **kwargs)
+    reduced = loss.value_and_grad(None, *args, **kwargs)
     value, out = reduced.outputs.loss, reduced.outputs
     if reduced.carry:
       value = (value, (*reduced.carry, out.aux))

@@ -1,5 +1,8 @@
 """One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -16,6 +19,18 @@ from optax_accum._accumulators import Cycle, EveryCall, MiniStep, Weights
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import Flag
 from optax_accum._weighted_mean import Weight
+
+_weight_is_sent = contextvars.ContextVar("weight_is_sent", default=False)
+
+
+@contextlib.contextmanager
+def weight_is_sent(sent: bool) -> Iterator[None]:
+  """Whether a caller of ours gives `weight` to the transformation that it runs here."""
+  token = _weight_is_sent.set(sent)
+  try:
+    yield
+  finally:
+    _weight_is_sent.reset(token)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -34,6 +49,12 @@ class MiniSteps:
     if self.axis_name is not None:
       _check_not_reduced(updates, self.axis_name)
     state = _accumulate_state.loaded(state, self.axis_name)
+    if _weight_is_sent.get() and isinstance(weight, float):
+      raise ValueError(
+        "accumulate did not get the weight that was passed to the optimizer, which one of the"
+        " transformations around accumulate drops, with all extra arguments: put accumulate around"
+        " that transformation, as in accumulate(transformation(optimizer), every_k)."
+      )
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     local_weight: Any = weight

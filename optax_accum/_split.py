@@ -10,7 +10,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _arguments, _skip, _validate, _weighted_mean
+from optax_accum import _across_devices, _arguments, _carry, _skip, _validate, _weighted_mean
 from optax_accum._arguments import Slot
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
@@ -30,6 +30,7 @@ class Split:
   rng_argnums: Any = ()
   rng_argnames: Any = ()
   carry_argnum: int | None = None
+  carry_reduction: Any = None
   accumulator_dtype: Any = None
   skip_nonfinite: bool = False
   axis_name: Any = None
@@ -55,6 +56,7 @@ class Split:
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
+    self.carry_reduction = _carry.named(self.carry_reduction, self.carry_argnum)
     if type(self.batch_axis) is not int:
       raise TypeError(f"batch_axis={self.batch_axis!r} must be an int, the axis of every leaf.")
     self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
@@ -78,18 +80,20 @@ class Split:
 
 
 class Microbatch(NamedTuple):
-  """What one microbatch gave, or several so far."""
+  """What one microbatch gave."""
 
   carry: tuple[Any, ...]  # the threaded argument; empty where there is none
-  outputs: Any  # of several, what the reductions hold
-  counted: tuple[jax.Array, ...]  # weight, and how many were skipped; empty where not traced
+  outputs: Any
+  weight: Any  # None where it is known when tracing
+  skipped: Any  # 1 if it was left out, None where none can be
 
 
 class Call:
   """One call of a function that is run in microbatches, and what each of them is given.
 
   `fun` is the user's function, whose signature says what the arguments are called. `run_fun` is
-  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``.
+  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``. `weights` are those
+  of the microbatches, where they are known from a call before.
   """
 
   def __init__(
@@ -100,11 +104,12 @@ class Call:
     args: Sequence[Any],
     kwargs: dict[str, Any],
     differentiated: Sequence[int] = (),
+    weights: jax.Array | None = None,
   ):
     def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
       return tuple(dict.fromkeys(_arguments.find_slots(option, wanted, fun, args, kwargs)))
 
-    self._run_fun, self._num_args, self.split = run_fun, len(args), split
+    self._run_fun, self._num_args, self.split, self.weights = run_fun, len(args), split, weights
     self._arguments: dict[Slot, Any] = dict(enumerate(args))
     self._arguments.update(kwargs)
     self._batch_slots = split.batch_slots(fun, args, kwargs)
@@ -117,8 +122,7 @@ class Call:
     self.batch = tuple(self._arguments[slot] for slot in self._batch_slots)
     self.rows = batch_rows(self._batch_slots, self.batch, split.batch_axis)
     self.size = _microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
-    carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in self._carry_slots)
-    self.carry = _across_devices.varying(carry, split.axis_name)
+    self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in self._carry_slots)
 
   def run(self, index: ArrayLike, carry: Any, batch: tuple[Any, ...], rows: int) -> Microbatch:
     """The function on one microbatch of `rows` rows."""
@@ -130,14 +134,18 @@ class Call:
     new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
     new_carry = (new_carry,) if self._carry_slots else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
-    _check_carry(self.carry, new_carry)
+    # What depends on no argument that varies is the same on all devices, also in its type.
+    new_carry, outputs = _across_devices.varying((new_carry, outputs), self.split.axis_name)
+    _carry.check(carry, new_carry)
     if not self.split.weighs:
-      return Microbatch(new_carry, outputs, ())
+      return Microbatch(new_carry, outputs, None, None)
+    if self.weights is not None:
+      return Microbatch(new_carry, outputs, self.weights[index], None)
     weight = self._weight(batch, rows)
     if not self.split.skip_nonfinite:
-      return Microbatch(new_carry, outputs, (weight,))
+      return Microbatch(new_carry, outputs, weight, None)
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
-    return Microbatch(new_carry, outputs, counted)
+    return Microbatch(new_carry, outputs, *counted)
 
   def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
     if self.split.weight_fn is None:
@@ -160,12 +168,9 @@ class Call:
           f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
           f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
         )
-      fold_in = jax.random.fold_in
-      for _ in range(len(shape) - (0 if typed else 1)):
-        fold_in = jax.vmap(fold_in, (0, None))
       if self.split.axis_name is not None:
-        key = fold_in(key, lax.axis_index(self.split.axis_name))
-      return fold_in(key, index)
+        key = _carry.fold_in(key, lax.axis_index(self.split.axis_name))
+      return _carry.fold_in(key, index)
 
     return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
 
@@ -259,21 +264,3 @@ def _check_sharding(x: jax.Array, axis: int, size: int) -> None:
       f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
       " batch, or make_train_step(mesh=...), which needs each device's rows alone to be split."
     )
-
-
-def _check_carry(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-  for before, after in zip(old, new, strict=True):
-    had, got = (str(jax.tree.structure(x)) for x in (before, after))
-    if had != got:
-      raise ValueError(
-        f"The threaded argument (carry_argnum) has structure {had} and the function returned {got}"
-        " as its new_carry: return the same structure."
-      )
-    leaves = _validate.named_leaves("carry", before)
-    for (name, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
-      if (a.shape, a.dtype) != (b.shape, b.dtype):
-        raise ValueError(
-          f"{name} has shape {a.shape} and dtype {a.dtype}, and the"
-          f" function returned shape {b.shape} and dtype {b.dtype}: return the same shape and"
-          " dtype, e.g. with .astype."
-        )

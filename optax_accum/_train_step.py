@@ -1,6 +1,7 @@
 """`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
 
 from collections.abc import Callable, Sequence
+import functools
 import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _accumulate_state, _validate
+from optax_accum import _validate
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
+from optax_accum._mini_step import weight_is_sent
 from optax_accum._reductions import ReductionTree
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
@@ -193,28 +195,25 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
   """What a `TrainStep` compiles: one step of `tx` by the gradient of `loss`."""
 
   def train_step(params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    reduced = loss.value_and_grad(params, *args, **kwargs)
+    reduced = loss.value_and_grad(None, params, *args, **kwargs)
     out, stats = reduced.outputs, reduced.stats
-
-    def value_fn(params: Any, weight: Any = None) -> jax.Array:
-      del weight  # optax's line searches refuse an extra argument that value_fn lacks
-      return loss.value(params, *args, **kwargs)
-
     counted = stats.total_weight != 0
     averages = local.reduction.name == "mean"  # a sum is not to be weighed again
-    weight = stats.total_weight if averages else counted.astype(jnp.float32)
+    weight = stats.total_weight
+    if not averages:
+      weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
+    value_fn = functools.partial(_value_fn, loss, reduced.weights, args, kwargs)
     extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
     def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
       params, opt_state = held
       accepted = _accepted(tx.update, extra_args)
-      updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
+      with weight_is_sent(not isinstance(weight, float)):
+        updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
       return optax.apply_updates(params, updates), opt_state
 
-    # A transformation that accumulates knows itself what a weight of zero means.
-    conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
     with jax.named_scope("optimizer"):
-      new = update_if(counted if conditional else True, update, (params, opt_state))
+      new = update_if(counted if local.split.weighs else True, update, (params, opt_state))
     wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
     metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
     if local.has_aux or reduced.carry:
@@ -230,6 +229,35 @@ def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[st
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return extra_args
   return {name: x for name, x in extra_args.items() if name in parameters}
+
+
+def _value_fn(
+  loss: Any, weights: Any, args: Any, kwargs: Any, params: Any, weight: Any = None
+) -> jax.Array:
+  """The loss of this batch at other parameters, of the microbatches that counted at the present.
+
+  Its derivative is the gradient in microbatches: JAX's own would keep what each of them
+  computed, and is NaN where a microbatch that has no weight is 0/0.
+  """
+  del weight  # optax's line searches refuse an extra argument that this lacks
+
+  @jax.custom_jvp
+  def value(params: Any) -> jax.Array:
+    return loss.value(weights, params, *args, **kwargs)
+
+  @value.defjvp
+  def value_and_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    out = loss.value_and_grad(weights, *primals, *args, **kwargs).outputs
+    terms = jax.tree.map(_real_product, out.grads, *tangents)
+    return out.loss, sum(jax.tree.leaves(terms)).astype(out.loss.dtype)
+
+  return value(params)
+
+
+def _real_product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+  """What a tangent changes, by the gradient of a real function, in float32 or better."""
+  wide = accumulator_dtype(grad.dtype)
+  return jnp.sum(jnp.real(grad.astype(wide) * tangent.astype(wide)))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

@@ -8,7 +8,10 @@ and all of them add with `weigh` and divide with `mean`. The loop holds the plai
 once, after it, rounds as the whole batch does, and lets devices be reduced over once per cycle.
 """
 
+from typing import Any, NamedTuple
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
@@ -50,11 +53,40 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
 
 
 def as_weight(weight: ArrayLike) -> jax.Array:
-  """A weight as a float scalar; float64 stays float64, counts become the default float."""
-  weight = jnp.asarray(weight)
-  if jnp.issubdtype(weight.dtype, jnp.floating):
-    return weight.astype(promote(weight.dtype, jnp.float32))
-  return weight.astype(jnp.result_type(float))
+  """A weight as a scalar of the default float: float32, or float64 where x64 is enabled."""
+  return jnp.asarray(weight).astype(jnp.result_type(float))
+
+
+class WeightSum(NamedTuple):
+  """A sum of weights, and what rounding took from it (Knuth's TwoSum).
+
+  A float32 sum of token counts stops being exact at 2**24. With `rest` it is exact to 2**47.
+  """
+
+  total: Any
+  rest: Any
+
+  def add(self, weight: jax.Array) -> tuple["WeightSum", jax.Array]:
+    """The sum with one more weight, and by how much `total` has grown.
+
+    That is the weight to multiply with: the weights of a mean must add up to what it is divided
+    by. It differs from `weight` by rounding alone, and what it lacks the next ones have more.
+    """
+    owed = weight + self.rest
+    total = self.total + owed
+    grown = total - self.total
+    rest = (self.total - (total - grown)) + (owed - grown)
+    counted = counts(weight)
+    new = WeightSum(select(counted, total, self.total), select(counted, rest, self.rest))
+    # A weight that waits in `rest` still counts a little: where its gradient is NaN, that shows.
+    waits = weight * jnp.finfo(weight.dtype).eps
+    return new, jnp.where(counted & (grown > 0), grown, waits)
+
+  def over_devices(self, axis_name: Any) -> jax.Array:
+    """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
+    low = lax.rem(self.total, jnp.full_like(self.total, 4096))
+    high, low = lax.psum((self.total - low, low + self.rest), axis_name)
+    return high + low
 
 
 def counts(weight: Weight) -> bool | jax.Array:
