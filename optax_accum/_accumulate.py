@@ -16,6 +16,7 @@ from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep
 from optax_accum._across_devices import AxisName
 from optax_accum._mini_step import MiniSteps
 from optax_accum._reductions import REDUCTIONS
+from optax_accum._same_types import same_types
 
 Params = TypeVar("Params", bound=Any)
 
@@ -230,7 +231,7 @@ class _Accumulation(MiniSteps):
 
     def emitted(operand: tuple[list[jax.Array], Any]) -> tuple[list[jax.Array], Any]:
       new, inner_state = run(shared.sums(operand[0]), operand[1])
-      return jax.tree.leaves(new), inner_state
+      return shared.filled(new), inner_state
 
     buffers, inner_state = _inplace.update_if(
       step.emit, emitted, (shared.buffers, state.inner_opt_state), self.differentiable
@@ -258,7 +259,7 @@ class _Accumulation(MiniSteps):
       params, inner_state = operand
       run = functools.partial(self._run_inner, step, updates, extra_args)
       new, inner_state = run(params, step.total, inner_state)
-      return optax.apply_updates(params, new), inner_state
+      return same_types("params", optax.apply_updates(params, new), params), inner_state
 
     params, inner_state = _inplace.update_if(
       step.emit, emitted, (params, state.inner_opt_state), self.differentiable
@@ -276,7 +277,8 @@ class _Accumulation(MiniSteps):
       reduced = jax.tree.map(
         lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
       )
-      return self.inner.update(reduced, inner_state, params, **extra_args)
+      new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
+    return new, same_types("inner_opt_state", new_state, inner_state)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:
     return stored(step.state._replace(inner_opt_state=inner_state), self.axis_name)

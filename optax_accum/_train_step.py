@@ -15,6 +15,7 @@ from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._reductions import ReductionTree
+from optax_accum._same_types import same_types
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
@@ -208,8 +209,11 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
       params, opt_state = held
       accepted = _accepted(tx.update, extra_args)
-      updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
-      return optax.apply_updates(params, updates), opt_state
+      updates, new_state = tx.update(out.grads, opt_state, params, **accepted)
+      new = optax.apply_updates(params, updates), new_state
+      if not conditional:
+        return new
+      return same_types("params", new[0], params), same_types("opt_state", new[1], opt_state)
 
     # A transformation that accumulates knows itself what a weight of zero means.
     conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
