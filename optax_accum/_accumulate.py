@@ -141,7 +141,7 @@ def accumulate(
       gradient has the wrong dtype.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
       parameters in tree or shape, ``weight`` is negative, or `axis_name` is not bound. With
-      ``check_vma=True`` also: the gradients were summed over `axis_name` already.
+      ``check_vma=True`` also: a gradient was summed over `axis_name` already.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum

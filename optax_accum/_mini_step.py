@@ -94,17 +94,18 @@ def _check_flush(value: Any) -> bool | jax.Array:
 
 
 def _check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
-  """Checks that gradients were not reduced over the devices yet, where the types say so."""
+  """Checks that no gradient was reduced over the devices yet, where the types say so."""
   _across_devices.check_bound(axis_name)
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  # A gradient of zero is no exception: it varies as its parameter does.
   known = _across_devices.varying_axes(_across_devices.varying(jnp.zeros(()), axis_name))
-  leaves = jax.tree.leaves(updates)
-  missing = known.difference(*map(_across_devices.varying_axes, leaves))
-  if leaves and missing:
-    raise ValueError(
-      f"The gradients are the same on all devices of the axes {sorted(missing)} of"
-      f" axis_name={axis_name!r}, so they were reduced in this microbatch, and accumulate would"
-      " reduce them again. Gradients of parameters that are the same on all devices are *summed*"
-      " by JAX: differentiate with respect to"
-      f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out.'
-    )
+  for name, leaf in _validate.named_leaves("updates", updates):
+    if missing := known.difference(_across_devices.varying_axes(leaf)):
+      raise ValueError(
+        f"{name} is the same on all devices of the axes {sorted(missing)} of"
+        f" axis_name={axis_name!r}, so it was reduced in this microbatch, and accumulate would"
+        " reduce it again. Gradients of parameters that are the same on all devices are *summed*"
+        " by JAX: differentiate with respect to"
+        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. (Cast'
+        " gradients that you made yourself, such as zeros, in the same way.)"
+      )

@@ -397,7 +397,7 @@ def test_the_scale_is_right_and_the_known_errors_are_not():
   ids=["shared_params", "pmean"],
 )
 def test_gradients_that_were_reduced_before_are_refused(grads_of):
-  message = r"same on all devices of the axes \['data'\].*pcast\(params, 'data', to=\"varying\"\)"
+  message = r"updates\['\w'\] is the same on all devices of the axes \['data'\].*pcast\(params, 'data', to=\"varying\"\)"
   with pytest.raises(ValueError, match=message):
     sgd_step(grads_of, True)
 
@@ -418,11 +418,39 @@ def test_gradients_that_were_reduced_over_some_of_the_axes_are_refused(reduced):
     jax.eval_shape(mapped, {"w": jnp.zeros(1)}, jnp.ones(8))
 
 
-def test_some_constant_gradients_are_fine():
-  def frozen_bias(params, batch):
-    return {**of_own_copy(params, batch), "b": jnp.zeros_like(params["b"])}
+@pytest.mark.parametrize("reduced", ["w", "b"])
+def test_one_gradient_that_was_reduced_before_is_refused_by_name(reduced):
+  def one_shared(params, batch):
+    own = vary(params)
+    return jax.grad(loss_fn)({**own, reduced: params[reduced]}, batch)
 
-  assert 0.5 < sgd_step(frozen_bias, True) < 1
+  def one_zero(params, batch):
+    return {**of_own_copy(params, batch), reduced: jnp.zeros_like(params[reduced])}
+
+  for grads_of in (one_shared, one_zero):
+    with pytest.raises(ValueError, match=rf"updates\['{reduced}'\] is the same on all devices"):
+      sgd_step(grads_of, True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_gradient_of_zero_is_fine(check_vma):
+  def without_bias(params, batch):
+    held = {**params, "b": jax.lax.stop_gradient(params["b"])}
+    return loss_fn(held, batch)
+
+  def frozen(params, batch):
+    tx = optax.freeze({name: name == "b" for name in params})
+    return tx.update(of_own_copy(params, batch), tx.init(params))[0]
+
+  def cast(params, batch):
+    return {**of_own_copy(params, batch), "b": vary(jnp.zeros_like(params["b"]))}
+
+  along = [
+    sgd_step(grads_of, check_vma)
+    for grads_of in (lambda p, b: jax.grad(without_bias)(vary(p), b), frozen, cast)
+  ]
+  assert along == [along[0]] * 3
+  assert 0.5 < along[0] < 1
 
 
 OPTIONS = {
