@@ -36,8 +36,9 @@ class MiniSteps:
     state = _accumulate_state.loaded(state, self.axis_name)
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
-    local_weight: Any = weight
-    if not isinstance(weight, (int, float)) or weight == 0:
+    if isinstance(weight, (int, float)) and weight != 0:
+      local_weight: Weight = float(weight)
+    else:
       local_weight = _weighted_mean.as_weight(weight).astype(state.acc_weight.dtype)
     flush = _check_flush(flush)
     skip: Flag = False

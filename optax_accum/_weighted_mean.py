@@ -11,9 +11,14 @@ once, after it, rounds as the whole batch does, and lets devices be reduced over
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+import numpy as np
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
+
+# The weights that float32 can weigh with, and the largest sum of them that it can divide by.
+# Numbers below 1.2e-38, reciprocals included, are zero to XLA.
+LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
@@ -51,10 +56,12 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
 
 def as_weight(weight: ArrayLike) -> jax.Array:
   """A weight as a float scalar; float64 stays float64, counts become the default float."""
-  weight = jnp.asarray(weight)
-  if jnp.issubdtype(weight.dtype, jnp.floating):
-    return weight.astype(promote(weight.dtype, jnp.float32))
-  return weight.astype(jnp.result_type(float))
+  dtype = jnp.result_type(weight)
+  floating = jnp.issubdtype(dtype, jnp.floating)
+  wide = promote(dtype, jnp.float32) if floating else jnp.result_type(float)
+  if isinstance(weight, jax.Array):
+    return weight.astype(wide)
+  return jnp.asarray(np.asarray(weight).astype(wide))  # JAX would first wrap an int to 32 bits
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -85,7 +92,7 @@ def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 
 
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``total / weight`` in `dtype`, and zero where the weight is zero.
+  """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
 
   Multiplies by the scalar reciprocal: XLA keeps the quotient by a traced scalar as a
   buffer of its own, where the product fuses into whatever reads it.
@@ -98,4 +105,6 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight if weight else 0.0)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
+  usable = (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
+  inverse = inverse * jnp.sqrt(jnp.where(usable, one, -one))  # jax_debug_nans stops at a constant
   return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)
