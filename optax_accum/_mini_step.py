@@ -10,7 +10,14 @@ from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _accumulate_state, _across_devices, _skip, _validate, _weighted_mean
+from optax_accum import (
+  _accumulate_state,
+  _across_devices,
+  _check_call,
+  _skip,
+  _validate,
+  _weighted_mean,
+)
 from optax_accum._accumulate_state import AccumulateState
 from optax_accum._accumulators import Cycle, EveryCall, MiniStep, Weights
 from optax_accum._across_devices import AxisName
@@ -31,8 +38,10 @@ class MiniSteps:
     self, updates: Any, state: AccumulateState, params: Any, weight: ArrayLike, flush: Flag
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
+    _check_call.check_state(state, self.skip_fn is not None)
     if self.axis_name is not None:
       _check_not_reduced(updates, self.axis_name)
+      _check_call.check_device_axis(state, updates)
     state = _accumulate_state.loaded(state, self.axis_name)
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
@@ -46,6 +55,7 @@ class MiniSteps:
       skip, info = _skip.asked(self.skip_fn, updates, state.gradient_step, params)
       if isinstance(local_weight, jax.Array):  # what has no weight may be NaN: no cause to skip
         skip = skip & _weighted_mean.counts(local_weight)
+      _check_call.check_info(info, state.skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
       state = state._replace(skip_state=info)
 

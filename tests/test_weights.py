@@ -1,4 +1,4 @@
-"""Weights of every type and size: counted right, or refused; and derivatives with respect to them."""
+"""Weights of every type and size, counted right or refused; derivatives with respect to them."""
 
 import jax
 import jax.numpy as jnp
