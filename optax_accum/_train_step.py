@@ -17,6 +17,7 @@ from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._mini_step import weight_is_sent
 from optax_accum._reductions import ReductionTree
+from optax_accum._same_types import same_types
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
@@ -209,8 +210,11 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
       params, opt_state = held
       accepted = _accepted(tx.update, extra_args)
       with weight_is_sent(not isinstance(weight, float)):
-        updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
-      return optax.apply_updates(params, updates), opt_state
+        updates, new_state = tx.update(out.grads, opt_state, params, **accepted)
+      new = optax.apply_updates(params, updates), new_state
+      if not local.split.weighs:
+        return new
+      return same_types("params", new[0], params), same_types("opt_state", new[1], opt_state)
 
     with jax.named_scope("optimizer"):
       new = update_if(counted if local.split.weighs else True, update, (params, opt_state))

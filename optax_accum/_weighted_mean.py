@@ -14,9 +14,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+import numpy as np
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
+
+# The weights that float32 can weigh with, and the largest sum of them that it can divide by.
+# Numbers below 1.2e-38, reciprocals included, are zero to XLA.
+LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
@@ -54,7 +59,10 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
 
 def as_weight(weight: ArrayLike) -> jax.Array:
   """A weight as a scalar of the default float: float32, or float64 where x64 is enabled."""
-  return jnp.asarray(weight).astype(jnp.result_type(float))
+  dtype = jnp.result_type(float)
+  if isinstance(weight, jax.Array):
+    return weight.astype(dtype)
+  return jnp.asarray(np.asarray(weight).astype(dtype))  # JAX would first wrap an int to 32 bits
 
 
 class WeightSum(NamedTuple):
@@ -117,7 +125,7 @@ def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 
 
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``total / weight`` in `dtype`, and zero where the weight is zero.
+  """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
 
   Multiplies by the scalar reciprocal: XLA keeps the quotient by a traced scalar as a
   buffer of its own, where the product fuses into whatever reads it.
@@ -130,4 +138,6 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight if weight else 0.0)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
+  usable = (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
+  inverse = inverse * jnp.sqrt(jnp.where(usable, one, -one))  # jax_debug_nans stops at a constant
   return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)
