@@ -90,13 +90,13 @@ def make_train_step(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   has_aux: bool = False,
-  batch_argnums: int | Sequence[int] = 1,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] = (),
-  batch_axis: int = 0,
+  batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
-  rng_argnums: int | Sequence[int] = (),
+  rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
   accumulator_dtype: DTypeLike | None = None,
@@ -129,7 +129,7 @@ def make_train_step(
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis that is split, of every leaf of the batch.
+    batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
@@ -181,7 +181,7 @@ def make_train_step(
   """
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  split = Split.of(locals())
+  split = Split.of(locals(), default_argnum=1)
   local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, split)
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
