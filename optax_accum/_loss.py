@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum import _across_devices, _arguments, _reductions, _roles, _rows, _scan, _validate
+from optax_accum import (
+  _across_devices,
+  _arguments,
+  _reduction_trees,
+  _roles,
+  _rows,
+  _scan,
+  _validate,
+)
 from optax_accum._arguments import Slot
 from optax_accum._mesh import DataParallel
+from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Sharded, Whole
 from optax_accum._split import Call, Split
@@ -71,7 +80,7 @@ class LocalLoss:
     params = self.shards.gather_in_scan(*args)
     value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
-    _reductions.match("aux_reduction", self.aux_reduction, aux)
+    _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
     return carry, Outputs(loss, aux, grads)
 
   def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -160,7 +169,9 @@ class _PlacedLoss(NamedTuple):
     specs = Reduced(same, Outputs(same, aux, self._shards.specs), same)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, args, kwargs)
     grads = self.parallel.like(out.outputs.grads, self.out_shardings[0])
-    return out._replace(outputs=out.outputs._replace(grads=grads))
+    kinds = self.local.aux_reduction
+    aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
+    return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
   def _on_each_device(self, method: Any, out_specs: Any, args: Any, kwargs: Any) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
@@ -168,7 +179,8 @@ class _PlacedLoss(NamedTuple):
     axes, shards = dict(self.batch), self._shards
     rows = _rows.batch_rows(axes, arguments)
     split = self.parallel.local_split(self.local.split, rows)
-    local = dataclasses.replace(self.local, split=split, shards=shards)
+    aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
+    local = dataclasses.replace(self.local, split=split, shards=shards, aux_reduction=aux_reduction)
 
     def spec(slot: Slot, tree: Any) -> Any:
       if slot == 0:
@@ -190,14 +202,20 @@ class _PlacedLoss(NamedTuple):
 
 
 def local_loss(
-  fun: Any, argnums: Any, has_aux: bool, reduction: str, aux_reduction: Any, split: Split
+  fun: Any,
+  argnums: Any,
+  has_aux: bool,
+  reduction: str,
+  aux_reduction: Any,
+  concat_axis: int | None,
+  split: Split,
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   positions = _arguments.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
-  kind = _reductions.REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
-  aux_kinds = _reductions.named("aux_reduction", aux_reduction)
+  kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, aux_kinds, split)
 
 

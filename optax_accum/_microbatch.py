@@ -6,9 +6,9 @@ from typing import Any, cast, Literal, ParamSpec, TypeVar
 
 from jax.typing import DTypeLike
 
-from optax_accum import _loss, _reductions, _scan
+from optax_accum import _loss, _reduction_trees, _scan
 from optax_accum._across_devices import AxisName
-from optax_accum._reductions import ReductionTree
+from optax_accum._reduction_trees import ReductionTree
 from optax_accum._split import Call, Split, WeightFn
 
 Args = ParamSpec("Args")
@@ -24,6 +24,7 @@ def microbatch(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   batch_axis: int | tuple[int, ...] = 0,
+  concat_axis: int | None = None,
   weight_fn: WeightFn | None = None,
   rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
@@ -41,7 +42,7 @@ def microbatch(
     reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
       tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
       ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. The last needs outputs
-      with the microbatch's rows as their leading axis, and keeps the order of the batch.
+      that have the microbatch's rows on `concat_axis`, and keeps the order of the batch.
     batch_argnums: The positions of the arguments that are split. Default: the only argument that is
       no key; with several, say which (the first may well be parameters). With `batch_argnames`
       alone, those; a call in which another argument has as many rows is then an error.
@@ -50,6 +51,8 @@ def microbatch(
     microbatch_size: The rows of one microbatch. The last one may be smaller.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
+    concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
+      not 0 it must be given, because shapes do not tell which axis of an output has the rows.
     weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
     rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
       none, and a call with a typed key that is not named is an error; ``()`` shares keys.
@@ -80,7 +83,7 @@ def microbatch(
     microbatch may be smaller, microbatches may have weights, and keys are folded.
   """
   split = Split.of(locals())
-  reductions = _reductions.named("reduction", reduction)
+  reductions = _reduction_trees.named("reduction", reduction, concat_axis, split.batch_axis)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
@@ -103,6 +106,7 @@ def microbatch_value_and_grad(
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
+  concat_axis: int | None = None,
   rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
@@ -161,6 +165,8 @@ def microbatch_value_and_grad(
       Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
+    concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
+      given where a `batch_axis` is not 0.
     rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i
       gets ``jax.random.fold_in(key, i)``, also where there is only one, so no two microbatches
       share noise. With `axis_name` the device's index is folded in first. Default: none, and a
@@ -207,7 +213,7 @@ def microbatch_value_and_grad(
     up in float32, keys are folded, and statistics are threaded through.
   """
   split = Split.of(locals(), default_argnum=1)
-  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, split)
+  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, concat_axis, split)
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from optax_accum._across_devices import AxisName
 from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
-from optax_accum._reductions import ReductionTree
+from optax_accum._reduction_trees import ReductionTree
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
@@ -96,6 +96,7 @@ def make_train_step(
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
+  concat_axis: int | None = None,
   rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
@@ -133,6 +134,7 @@ def make_train_step(
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+    concat_axis: The axis of aux that "concat" joins, 0 by default.
     rng_argnums: The positions of random keys, folded with the microbatch's index.
     rng_argnames: The names of such keyword arguments.
     carry_argnum: The position of an argument that is threaded through the microbatches.
@@ -182,7 +184,7 @@ def make_train_step(
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   split = Split.of(locals(), default_argnum=1)
-  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, split)
+  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, concat_axis, split)
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
