@@ -7,8 +7,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_accum import _across_devices, _reductions, _validate, _weighted_mean
+from optax_accum import _across_devices, _reduction_trees, _validate, _weighted_mean
 from optax_accum._across_devices import AxisName
+from optax_accum._reductions import REDUCTIONS
 from optax_accum._weighted_mean import Weight
 
 _WORDS = ("mean", "max", "min", "sum")
@@ -25,7 +26,7 @@ def named(tree: Any, carry_argnum: int | None) -> Any:
     )
   for name, word in _validate.named_leaves("carry_reduction", tree):
     _validate.one_of(name, word, _WORDS)
-  return _reductions.named("carry_reduction", tree)
+  return _reduction_trees.named("carry_reduction", tree)
 
 
 def on_device(carry: Any, axis_name: AxisName | None) -> Any:
@@ -58,7 +59,7 @@ def over_devices(
   starts = treedef.flatten_up_to(start)
   words: list[Any] = [None] * len(leaves)
   if reductions is not None:
-    words = jax.tree.leaves(_reductions.match("carry_reduction", reductions, carry))
+    words = jax.tree.leaves(_reduction_trees.match("carry_reduction", reductions, carry))
   together = functools.partial(_together, weight=weight, total=total, axis_name=axis_name)
   names = [name for name, _ in _validate.named_leaves("carry", carry)]
   return treedef.unflatten(map(together, names, words, leaves, starts))
@@ -71,7 +72,7 @@ def _together(
   if _is_key(x):
     return _across_devices.of_first(x, axis_name)
   inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-  kind = kind or _reductions.REDUCTIONS["mean" if inexact else "max"]
+  kind = kind or REDUCTIONS["mean" if inexact else "max"]
   kind.check(name, x, 0, None)
   if kind.name in ("max", "min"):
     return kind.across_devices(x, axis_name, True)

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _carry, _reductions, _validate, _weighted_mean
+from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
 from optax_accum._split import Call
 from optax_accum._weighted_mean import Weight, WeightSum
 
@@ -137,7 +137,7 @@ def _join_weights(recorded: jax.Array | None, tail: jax.Array | None) -> jax.Arr
 
 def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> tuple[list[Any], Any, Any]:
   """A reduction for each leaf of the outputs, which can reduce it; the leaves, and their tree."""
-  each = jax.tree.leaves(_reductions.match("reduction", reductions, outputs))
+  each = jax.tree.leaves(_reduction_trees.match("reduction", reductions, outputs))
   named = _validate.named_leaves(root, outputs)
   for reduction, (name, leaf) in zip(each, named, strict=True):
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)

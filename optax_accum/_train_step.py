@@ -16,7 +16,7 @@ from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._mini_step import weight_is_sent
-from optax_accum._reductions import ReductionTree
+from optax_accum._reduction_trees import ReductionTree
 from optax_accum._same_types import same_types
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
@@ -93,15 +93,17 @@ def make_train_step(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   has_aux: bool = False,
-  batch_argnums: int | Sequence[int] = 1,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] = (),
-  batch_axis: int = 0,
+  batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
-  rng_argnums: int | Sequence[int] = (),
+  concat_axis: int | None = None,
+  rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
+  carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
   axis_name: AxisName | None = None,
@@ -132,13 +134,15 @@ def make_train_step(
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis that is split, of every leaf of the batch.
+    batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+    concat_axis: The axis of aux that "concat" joins, 0 by default.
     rng_argnums: The positions of random keys, folded with the microbatch's index.
     rng_argnames: The names of such keyword arguments.
     carry_argnum: The position of an argument that is threaded through the microbatches.
+    carry_reduction: With a mesh, how the devices' carries become one.
     accumulator_dtype: The dtype that losses and gradients are added up in.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
@@ -163,7 +167,7 @@ def make_train_step(
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
-    ``aux``, where there is one; ``total_weight`` (float32) and ``skipped_microbatches`` (int32).
+    ``aux``, where there is one; ``total_weight`` (float32, or float64 with x64) and ``skipped_microbatches`` (int32).
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
@@ -184,8 +188,8 @@ def make_train_step(
   """
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  split = Split.of(locals())
-  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, split)
+  split = Split.of(locals(), default_argnum=1)
+  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, concat_axis, split)
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
