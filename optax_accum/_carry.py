@@ -55,14 +55,14 @@ def over_devices(
   `start` is what all devices started with, `weight` what this device counted and `total` what all
   of them did.
   """
-  leaves, treedef = jax.tree.flatten(carry)
-  starts = treedef.flatten_up_to(start)
+  leaves, starts = jax.tree.leaves(carry), jax.tree.leaves(start)
   words: list[Any] = [None] * len(leaves)
   if reductions is not None:
     words = jax.tree.leaves(_reduction_trees.match("carry_reduction", reductions, carry))
   together = functools.partial(_together, weight=weight, total=total, axis_name=axis_name)
   names = [name for name, _ in _validate.named_leaves("carry", carry)]
-  return treedef.unflatten(map(together, names, words, leaves, starts))
+  both: Any = map(together, names, words, leaves, starts)
+  return jax.tree.unflatten(jax.tree.structure(carry), both)
 
 
 def _together(

@@ -72,9 +72,10 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
     new = call.run(index, held.carry, batch, rows)
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
-    weight, weights = rows / call.size, held.weights
+    weight: Weight = rows / call.size
+    weights = held.weights
     with jax.named_scope("accumulate"):
-      if new.weight is not None:
+      if weights is not None:
         weights, weight = weights.add(new.weight)
       both = zip(each, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]

@@ -125,10 +125,11 @@ def make_train_step(
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
     tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
       (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
-      ``grad``; ``value_fn``, the loss of this batch at other parameters, in microbatches too, for
-      a line search; ``weight``, the total weight (1 under ``reduction="sum"``). So with
+      ``grad``; ``value_fn``, the loss of this batch at other parameters, for a line search: of the
+      microbatches that counted at these, with a derivative that is as their gradient in value and
+      in memory; ``weight``, the total weight (1 under ``reduction="sum"``). So with
       ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
-      ``value`` is that of the last call.
+      ``value`` is that of the last call. A call of which nothing counted is none of the k.
     num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
     microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
@@ -167,7 +168,8 @@ def make_train_step(
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
-    ``aux``, where there is one; ``total_weight`` (float32, or float64 with x64) and ``skipped_microbatches`` (int32).
+    ``aux``, where there is one; ``total_weight``, of the default float dtype; and
+    ``skipped_microbatches`` (int32).
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
@@ -257,7 +259,7 @@ def _value_fn(
   def value_and_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     out = loss.value_and_grad(weights, *primals, *args, **kwargs).outputs
     terms = jax.tree.map(_real_product, out.grads, *tangents)
-    return out.loss, sum(jax.tree.leaves(terms)).astype(out.loss.dtype)
+    return out.loss, jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
 
   return value(params)
 
