@@ -89,9 +89,8 @@ def accumulate(
 
   - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
     its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30. Where
-    the total of traced ones is below that or above 1e36, the step is NaN. A weight of exactly 0
-    leaves the gradient out of the derivative with respect to the weight too: let weights that are
-    learned start above 0.
+    the total of traced ones is below that or above 1e36, the step is NaN. The derivative
+    with respect to a weight of exactly 0 is 0: let weights that are learned start above it.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 

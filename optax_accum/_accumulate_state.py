@@ -183,7 +183,7 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
   axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
 
   def specs(x: Any) -> Any:
-    if not _is_state(x):
+    if not is_state(x):
       return PartitionSpec()
     local = jax.tree.leaves((x.acc_grads, x.skip_state))
     if shapes := [leaf.shape for leaf in local if leaf.shape[:1] != (1,)]:
@@ -196,12 +196,12 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
     return _map_local(lambda _: PartitionSpec(axis_name), same)
 
   _required("accumulate_specs", opt_state)
-  return jax.tree.map(specs, opt_state, is_leaf=_is_state)
+  return jax.tree.map(specs, opt_state, is_leaf=is_state)
 
 
 def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
-  return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_state) if _is_state(x)]
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
 
 
 def _required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
@@ -214,7 +214,8 @@ def _required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
   return states
 
 
-def _is_state(x: Any) -> bool:
+def is_state(x: Any) -> bool:
+  """Whether `x` is a state of `accumulate`."""
   return isinstance(x, AccumulateState)
 
 

@@ -50,9 +50,15 @@ class EveryCall:
     return ()
 
   def add(
-    self, updates: Any, state: AccumulateState, skip: Flag, flush: Flag, weights: Weights
+    self,
+    updates: Any,
+    state: AccumulateState,
+    skip: Flag,
+    flush: Flag,
+    weights: Weights,
+    may_end: Flag,
   ) -> MiniStep:
-    """Adds one microbatch up. Both flags are the same on all devices."""
+    """Adds one microbatch up. The flags are the same on all devices."""
     _check_every_k(updates, state.acc_grads, "every_k=1", accumulates=False)
     emit = True if skip is False else jnp.logical_not(skip)
     if self.reduction == "mean" and self.axis_name is None:
@@ -87,7 +93,13 @@ class Cycle:
     return jax.tree_util.tree_map_with_path(zeros, gradients_like(params))
 
   def add(
-    self, updates: Any, state: AccumulateState, skip: Flag, flush: Flag, weights: Weights
+    self,
+    updates: Any,
+    state: AccumulateState,
+    skip: Flag,
+    flush: Flag,
+    weights: Weights,
+    may_end: Flag,
   ) -> MiniStep:
     """Adds one microbatch up."""
     _check_every_k(updates, state.acc_grads, f"every_k={self.every_k!r}", accumulates=True)
@@ -96,7 +108,7 @@ class Cycle:
     mini_step = state.mini_step + counted.astype(jnp.int32)
     k: Any = self.every_k
     k = _check_k(k(state.gradient_step)) if callable(k) else k
-    emit = (counted & (mini_step >= k)) | (flush & (mini_step > 0))
+    emit = ((counted & (mini_step >= k)) | (flush & (mini_step > 0))) & may_end
     first = state.mini_step == 0
     weight_sum, weight = _weigh(state, weights)
 

@@ -81,7 +81,9 @@ class MiniSteps:
       state = state._replace(skip_state=info)
 
     skip, flush, weights = self._agree(skip, flush, local_weight, state.acc_weight.dtype)
-    step = self.cycle.add(updates, state, skip, flush, weights)
+    # A train step whose batch counts nothing moves no parameter, so it ends no cycle either.
+    may_end = _weighted_mean.counts(weights.over_devices) if _weight_is_sent.get() else True
+    step = self.cycle.add(updates, state, skip, flush, weights, may_end)
     emit = step.emit
     if isinstance(weights.over_devices, jax.Array):
       emit = emit & (state.acc_weight + weights.over_devices != 0)

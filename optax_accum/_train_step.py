@@ -12,12 +12,11 @@ import optax
 
 from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._inplace import distinct, update_if
+from optax_accum._inplace import distinct
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
-from optax_accum._mini_step import weight_is_sent
+from optax_accum._optimizer_step import optimizer_step
 from optax_accum._reduction_trees import ReductionTree
-from optax_accum._same_types import same_types
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
@@ -119,7 +118,7 @@ def make_train_step(
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and
   gradients of the whole batch as `microbatch_value_and_grad` does, and takes one optimizer step
   with them, in one XLA program. If nothing in the batch counted (all weights zero, or all
-  microbatches skipped), parameters and optimizer state stay as they are; the metrics say so.
+  microbatches skipped), no parameter moves, and the optimizer state stays as it is; the metrics say so.
 
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
@@ -130,7 +129,8 @@ def make_train_step(
       microbatches that counted at these, with a derivative that is as their gradient in value and
       in memory; ``weight``, the total weight (1 under ``reduction="sum"``). So with
       ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
-      ``value`` is that of the last call. A call of which nothing counted is none of the k.
+      ``value`` is that of the last call. A call of which nothing counted ends no cycle: the next
+      one that counts does.
     num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
     microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
@@ -214,18 +214,9 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     value_fn = functools.partial(_value_fn, loss, reduced.weights, args, kwargs)
     extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
-    def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
-      params, opt_state = held
-      accepted = _accepted(tx.update, extra_args)
-      with weight_is_sent(not isinstance(weight, float)):
-        updates, new_state = tx.update(out.grads, opt_state, params, **accepted)
-      new = optax.apply_updates(params, updates), new_state
-      if not local.split.weighs:
-        return new
-      return same_types("params", new[0], params), same_types("opt_state", new[1], opt_state)
-
     with jax.named_scope("optimizer"):
-      new = update_if(counted if local.split.weighs else True, update, (params, opt_state))
+      moves = counted if local.split.weighs else True
+      new = optimizer_step(tx, out.grads, (params, opt_state), extra_args, moves)
     wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
     metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
     if local.has_aux or reduced.carry:
@@ -233,14 +224,6 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     return *new, *reduced.carry, metrics
 
   return train_step
-
-
-def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
-  """The extra arguments that `update` takes: some transformations refuse those they do not."""
-  parameters = inspect.signature(update).parameters
-  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    return extra_args
-  return {name: x for name, x in extra_args.items() if name in parameters}
 
 
 def _value_fn(

@@ -530,3 +530,39 @@ def test_a_step_has_a_name_under_an_outer_jit():
   )
   lowered = jax.jit(step).lower(jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4))
   assert "jit_train_step" in lowered.as_text()
+
+
+@pytest.mark.parametrize("mesh", [None, 8])
+def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer(mesh):
+  def masked(params, batch):
+    errors = (batch["x"] @ params["w1"]) ** 2
+    valid = batch["valid"][:, None]
+    return jnp.sum(errors * valid) / jnp.sum(valid) + 0 * jnp.sum(params["w2"])
+
+  adamw = relaxed(optax.adamw(0.1, weight_decay=0.1))
+  labels = {"w1": "every call", "w2": "every second"}
+  tx = optax.partition(
+    {"every call": adamw, "every second": optax_accum.accumulate(adamw, 2)}, labels
+  )
+  step = optax_accum.make_train_step(
+    masked,
+    tx,
+    num_microbatches=2,
+    donate=False,
+    weight_fn=lambda batch: jnp.sum(batch["valid"]),
+    mesh=mesh and make_mesh(mesh),
+  )
+  x, params = digits(16)["x"], init_params()
+  good, padding = ({"x": x, "valid": jnp.full(16, v)} for v in (1.0, 0.0))
+  held = step(params, tx.init(params), good)[:2]
+  *after, metrics = step(*held, padding)
+  assert float(metrics["total_weight"]) == 0
+  before, after = jax.device_get(held), jax.device_get(tuple(after))
+  chex.assert_trees_all_equal(after[0], before[0])
+  states = [state.inner_states for state in (after[1], before[1])]
+  chex.assert_trees_all_equal(*[state["every call"] for state in states])
+  mini_steps = [optax.tree.get(state["every second"], "mini_step") for state in states]
+  assert mini_steps == [2, 1]  # its step is that of the next batch that counts
+  after = step(*step(*held, padding)[:2], good)[0]
+  assert np.abs(after["w2"] - held[0]["w2"]).max() > 1e-3
+  assert trees.largest_difference(step(*held, good)[0], held[0]) > 1e-3

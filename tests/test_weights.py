@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.optimizers import FORMS, mini_step
+from support.devices import make_mesh
+from support.optimizers import FORMS, mini_step, relaxed
 
-from optax_accum import accumulate, microbatch_value_and_grad
+from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
 
 GRADS = np.array([[1.0, 2.0, 3.0], [5.0, -1.0, 0.5]], np.float32)
 
@@ -118,6 +119,148 @@ def test_the_derivative_with_respect_to_a_weight(reduction):
   for weight in (1e-6, 0.5, 2.0):
     exact = -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
     np.testing.assert_allclose(jax.grad(moved)(jnp.float32(weight)), exact, rtol=1e-4)
-  # A gradient of no weight is left out, as it may be NaN: the derivative takes it for zero.
-  expected = 0 if reduction == "sum" else second
-  np.testing.assert_allclose(jax.grad(moved)(jnp.float32(0)), expected, rtol=1e-6)
+  # A microbatch of no weight is left out, as it may be NaN.
+  assert jax.grad(moved)(jnp.float32(0)) == 0
+
+
+def exact_sum(counts):
+  return int(np.sum(np.asarray(counts, np.int64)))
+
+
+def token_counts(n, most):
+  counts = np.random.default_rng(0).integers(0, most, n)
+  counts[0] = most  # so that no later sum is a round number
+  return counts
+
+
+@pytest.mark.parametrize(("n", "most"), [(1024, 50_001), (20_000, 3_277)])
+@pytest.mark.parametrize("mesh_size", [None, 4])
+def test_a_sum_of_token_counts_is_rounded_once(n, most, mesh_size):
+  counts, tx = token_counts(n, most), optax.sgd(1.0)
+  batch = {"count": counts.astype(np.int32), "x": np.ones(n, np.float32)}
+
+  def loss_fn(p, batch):
+    return jnp.mean(p * batch["x"])
+
+  step = make_train_step(
+    loss_fn,
+    tx,
+    microbatch_size=mesh_size or 1,
+    weight_fn=lambda batch: jnp.sum(batch["count"]),
+    donate=False,
+    mesh=mesh_size and make_mesh(mesh_size),
+  )
+  params, _, metrics = step(jnp.float32(1), tx.init(jnp.float32(1)), batch)
+  exact = exact_sum(counts)
+  assert exact > 2**24
+  assert float(metrics["total_weight"]) == np.float32(exact)
+  assert float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
+  # What is the same everywhere is its own mean, whatever the weights add up to.
+  np.testing.assert_allclose((metrics["loss"], params), (1.0, 0.0), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("weight", [819, 51.3])
+def test_a_weighted_mean_rounds_as_the_plain_one(weight):
+  n, tx = 65_536, accumulate(optax.sgd(1.0), 65_536)
+  x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
+  x[n // 2 :] += 1  # late weights that were too large would show
+
+  @jax.jit
+  def cycle(x, weight):
+    def body(held, g):
+      return tx.apply(g, held[1], held[0], weight=weight), None
+
+    start = jnp.float32(0)
+    return jax.lax.scan(body, (start, tx.init(start)), x)[0]
+
+  errors = [float(cycle(x, jnp.float32(w))[0]) + x.astype(np.float64).mean() for w in (weight, 1)]
+  assert abs(errors[0]) < 10 * max(abs(errors[1]), 1e-6)
+  rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
+  assert abs(rounded / (n * weight) - 1) > 5e-4  # by which a float32 sum of weights is wrong
+
+
+def test_the_sum_of_weights_in_a_state_is_exact():
+  weights = token_counts(2_000, 20_000)
+  tx = accumulate(optax.sgd(1.0), 10_000)
+
+  def body(state, weight):
+    return tx.update(jnp.ones(2), state, weight=weight)[1], None
+
+  state, _ = jax.jit(lambda ws: jax.lax.scan(body, tx.init(jnp.ones(2)), ws))(jnp.asarray(weights))
+  assert exact_sum(weights) > 2**24
+  assert float(state.acc_weight) == np.float32(exact_sum(weights))
+  assert int(state.acc_weight) + int(state.weight_rest) == exact_sum(weights)
+
+
+def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
+  tx, params = accumulate(optax.sgd(1.0), 3), jnp.zeros(2)
+  for grads in (jnp.full(2, jnp.nan), jnp.ones(2)):
+    state = tx.init(params)
+    for g, w in ((jnp.ones(2), 2.0**25), (grads, 1.0), (jnp.ones(2), 1.0)):
+      updates, state = tx.update(g, state, weight=jnp.float32(w))
+    assert bool(jnp.all(jnp.isnan(updates))) == bool(jnp.isnan(grads[0]))
+  for g, w in ((jnp.ones(2), 2.0**25), (jnp.ones(2), 1.0), (jnp.full(2, jnp.nan), 0.0)):
+    updates, state = tx.update(g, state, weight=jnp.float32(w))
+  np.testing.assert_array_equal(updates, [-1, -1])
+
+
+def test_float64_weights_reach_the_optimizer_in_float64():
+  with jax.enable_x64(True):
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=16), "valid": rng.uniform(0.1, 1, 16)}
+
+    def loss_fn(p, batch):
+      return jnp.sum(batch["valid"] * (p - batch["x"]) ** 2) / jnp.sum(batch["valid"])
+
+    tx, params = accumulate(optax.sgd(1.0), 2), jnp.float64(1.0)
+    step = make_train_step(
+      loss_fn, tx, num_microbatches=2, donate=False, weight_fn=lambda b: jnp.sum(b["valid"])
+    )
+    state, moved = tx.init(params), params
+    for half in (slice(0, 8), slice(8, 16)):
+      part = {name: x[half] for name, x in batch.items()}
+      moved, state, metrics = step(moved, state, part)
+    assert metrics["total_weight"].dtype == jnp.float64
+    expected = params - jax.grad(loss_fn)(params, batch)
+    np.testing.assert_allclose(moved, expected, rtol=0, atol=2e-15)
+
+
+@forms
+def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
+  weights, grads = (1, 3, 5, 7), (1.0, 2.0, 3.0, 4.0)
+  for outer, inner in ((2, 2), (1, 4), (4, 1)):
+    tx, params = accumulate(accumulate(optax.sgd(1.0), inner), outer), jnp.float32(0)
+    state = tx.init(params)
+    for w, g in zip(weights, grads, strict=True):
+      params, state = mini_step(tx, form)(params, state, jnp.float32(g), weight=w)
+    assert float(params) == -(1 + 6 + 15 + 28) / 16
+  assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
+
+
+LOSES_IT = {
+  "split_real_and_imaginary": optax.contrib.split_real_and_imaginary,
+  "MultiSteps": lambda tx: relaxed(optax.MultiSteps(tx, 2).gradient_transformation()),
+  "plain": lambda tx: optax.GradientTransformation(
+    tx.init, lambda g, s, p=None: tx.update(g, s, p)
+  ),
+}
+
+
+@pytest.mark.parametrize("loses", LOSES_IT.values(), ids=LOSES_IT)
+def test_a_weight_that_is_lost_on_the_way(loses):
+  def loss_fn(p, x):
+    return jnp.mean((p - x) ** 2)
+
+  x, params = jnp.arange(8.0), jnp.float32(0)
+  message = r"did not get the weight .*: put accumulate around that transformation"
+  for options in ({}, {"weight_fn": jnp.sum}, {"reduction": "sum", "weight_fn": jnp.sum}):
+    tx = loses(accumulate(optax.sgd(1.0), 2))
+    step = make_train_step(loss_fn, tx, num_microbatches=2, **options)
+    with pytest.raises(ValueError, match=message):
+      step(params, tx.init(params), x)
+  outer = accumulate(loses(accumulate(optax.sgd(1.0), 2)), 2)
+  state = outer.init(params)
+  with pytest.raises(ValueError, match=message):
+    outer.update(x[0], state, params)
+  step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")  # it is 1
+  step(params, tx.init(params), x)

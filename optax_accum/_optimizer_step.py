@@ -1,0 +1,59 @@
+"""One step of an optimizer by the gradients of a batch, of which nothing may have counted."""
+
+from collections.abc import Callable
+import inspect
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+from optax_accum import _weighted_mean
+from optax_accum._accumulate_state import is_state, states_in
+from optax_accum._inplace import Flag, update_if
+from optax_accum._mini_step import weight_is_sent
+from optax_accum._same_types import same_types
+
+Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
+
+
+def optimizer_step(
+  tx: optax.GradientTransformationExtraArgs,
+  grads: Any,
+  held: Held,
+  extra_args: dict[str, Any],
+  counted: Flag,
+) -> Held:
+  """A step of `tx`. Where nothing was counted, no parameter moves."""
+
+  def update(held: Held) -> Held:
+    params, opt_state = held
+    accepted = _accepted(tx.update, extra_args)
+    with weight_is_sent(not isinstance(extra_args["weight"], float)):
+      updates, new_state = tx.update(grads, opt_state, params, **accepted)
+    new = optax.apply_updates(params, updates)
+    if counted is True:
+      return new, new_state
+    return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
+
+  if counted is True or not states_in(held[1]):
+    return update_if(counted, update, held)
+  # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
+  new = update(held)
+  return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
+
+
+def _all_but_mini_steps(counted: jax.Array, new: Held, old: Held) -> Held:
+  """`new` where something was counted, and else `old`, but for the states of `accumulate`."""
+
+  def choose(x: Any, before: Any) -> Any:
+    return x if is_state(x) else _weighted_mean.select(counted, x, before)
+
+  return jax.tree.map(choose, new, old, is_leaf=is_state)
+
+
+def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
+  """The extra arguments that `update` takes: some transformations refuse those they do not."""
+  parameters = inspect.signature(update).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    return extra_args
+  return {name: x for name, x in extra_args.items() if name in parameters}
