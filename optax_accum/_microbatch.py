@@ -130,6 +130,14 @@ def microbatch_value_and_grad(
   One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.
 
+  What `fun` changes in place is lost, as under `jax.value_and_grad`: the statistics and the random
+  counts of a flax nnx module stay as they were. Take them out (``nnx.split``), thread them with
+  `carry_argnum` (``nnx.merge`` with ``copy=True``), and return the new ones.
+
+  Under ``jax_debug_nans`` JAX can tell no more than that a NaN came from the scan. With
+  ``num_microbatches=1``, and without `weight_fn` and `skip_nonfinite`, there is no scan, and the
+  error points at the operation.
+
   ==============================  ====================================================
   edge case                       what happens
   ==============================  ====================================================

@@ -62,6 +62,6 @@ def _instead(tree: Any) -> str | None:
     return (
       f"{name}, an nnx module, which holds more than parameters: take them out with graphdef,"
       " params, rest = nnx.split(model, nnx.Param, ...), pass params, and have the loss use"
-      " nnx.merge(graphdef, params, rest). nnx.update(model, params) puts them back."
+      " nnx.merge(graphdef, params, rest, copy=True). nnx.update(model, params) puts them back."
     )
   return None

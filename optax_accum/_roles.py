@@ -59,13 +59,22 @@ def _naming(roles: Roles, found: list[tuple[Slot, str]], positions: tuple[int, .
 def refuse_keys(roles: Roles) -> None:
   """Refuses shared arguments with a typed key."""
   for slot, tree in roles.shared.items():
-    for name, leaf in _validate.named_leaves(_describe(slot), tree):
-      if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        option = "rng_argnums" if isinstance(slot, int) else "rng_argnames"
-        raise ValueError(
-          f"{name} is a random key that every microbatch would share, and so have the same noise:"
-          f" name it, {option}={slot!r}, and each folds its index in; or share it, rng_argnums=()."
-        )
+    leaves = _validate.named_leaves(_describe(slot), tree)
+    keys = [name for name, leaf in leaves if _is_key(leaf)]
+    if not keys:
+      continue
+    option = f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
+    fix = f"name it, {option}, and each folds its index in"
+    if len(keys) < len(leaves):
+      fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
+    raise ValueError(
+      f"{keys[0]} is a random key that every microbatch would share, and so have the same noise:"
+      f" {fix}; or share it, rng_argnums=()."
+    )
+
+
+def _is_key(leaf: Any) -> bool:
+  return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,9 @@ def make_train_step(
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and
   gradients of the whole batch as `microbatch_value_and_grad` does, and takes one optimizer step
   with them, in one XLA program. If nothing in the batch counted (all weights zero, or all
-  microbatches skipped), no parameter moves, and the optimizer state stays as it is; the metrics say so.
+  microbatches skipped), no parameter moves and the optimizer state stays, but for the mini steps of
+  `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
+  flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,

@@ -4,6 +4,7 @@ import functools
 
 import chex
 import equinox as eqx
+from flax import nnx
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -448,6 +449,49 @@ def test_carry_passes_over_a_skipped_microbatch():
     jnp.asarray(1.0), jnp.array([1.0, jnp.nan, 4.0]), jnp.asarray(0.0)
   )
   assert (float(carry), int(stats.skipped_microbatches)) == (5.0, 1)
+
+
+class Normed(nnx.Module):
+  def __init__(self):
+    self.linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    self.norm = nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.norm(self.linear(x))
+
+
+def test_what_is_changed_in_place_is_lost_and_a_carry_keeps_it():
+  model, x = Normed(), jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
+  run = functools.partial(optax_accum.microbatch_value_and_grad, num_microbatches=2)
+  lost = run(lambda model, x: jnp.mean(model(x) ** 2))
+  lost(model, x)
+  jax.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+  assert not np.any(model.norm.mean[...])
+
+  graphdef, params, stats = nnx.split(model, nnx.Param, ...)
+
+  def loss_fn(params, x, stats):
+    model = nnx.merge(graphdef, params, stats, copy=True)
+    loss = jnp.mean(model(x) ** 2)
+    return loss, (nnx.state(model, nnx.BatchStat), None)
+
+  (_, (new, _)), _ = run(loss_fn, carry_argnum=2)(params, x, stats)
+  for part in (x[::2], x[1::2]):
+    model(part)  # not transformed, it keeps what it changes
+  assert np.any(model.norm.mean[...])
+  trees.assert_close(new, nnx.state(model, nnx.BatchStat), 1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_debug_nans_points_at_the_operation_of_one_microbatch(n):
+  def loss_fn(w, x):
+    return jnp.mean(jnp.log(w * x))
+
+  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n))
+  where = {1: "encountered in log", 2: "encountered in scan"}[n]
+  with jax.debug_nans(True), pytest.raises(FloatingPointError, match=where) as error:
+    cycle(jnp.ones(()), jnp.array([1.0, -1.0]))
+  assert ("loss_fn" in [frame.name for frame in error.traceback]) == (n == 1)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -49,7 +49,10 @@ REFUSED = [
     Normed,
     r"is Normed, an nnx module, .* graphdef, params, rest = nnx.split\(model, nnx.Param, .*",
   ),
-  (Noisy, r"is Noisy, an nnx module, .* nnx.merge\(graphdef, params, rest\)\. nnx.update"),
+  (
+    Noisy,
+    r"is Noisy, an nnx module, .* nnx.merge\(graphdef, params, rest, copy=True\)\. nnx.update",
+  ),
   (
     mlp,
     r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",
@@ -104,7 +107,7 @@ def test_what_to_pass_of_an_nnx_module():
   graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
   def fun(params, x):
-    return jnp.mean(nnx.merge(graphdef, params, rest).linear(x) ** 2)
+    return jnp.mean(nnx.merge(graphdef, params, rest, copy=True)(x) ** 2)
 
   new, _, _ = one_step(fun, params, TX.init(params))
   grads = jax.grad(fun)(params, X)

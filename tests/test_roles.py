@@ -267,6 +267,11 @@ def test_keys_that_microbatch_would_share_are_refused():
     run()(jnp.ones(4), key=key)
   with pytest.raises(ValueError, match="argument 'other' is a random key"):
     run(rng_argnames="key")(jnp.ones(4), key=key, other=key)
+  match = (
+    r"'other'\['k'\] is a random key .* an argument of its own, .* or carry all \(carry_argnum"
+  )
+  with pytest.raises(ValueError, match=match):
+    run(rng_argnames="key")(jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())})
   own = run(rng_argnames="key")(jnp.ones(4), key=key)
   shared = run(rng_argnums=())(jnp.ones(4), key=key, other=key)
   assert (len(set(own.tolist())), len(set(shared.tolist()))) == (2, 1)
