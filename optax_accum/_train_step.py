@@ -11,7 +11,8 @@ import optax
 
 from optax_accum import _accumulate_state, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._inplace import distinct, update_if
+from optax_accum._donation import distinct, placed_anew
+from optax_accum._inplace import update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._reductions import ReductionTree
@@ -71,16 +72,19 @@ class TrainStep(Generic[Params, Args]):
 
   def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The jitted function for such arguments, and the arguments as it takes them."""
-    if self._donate:
-      args = (*distinct(args[:2]), *args[2:])
-    loss, args, kwargs = self._loss.place(args, kwargs)
-    if loss not in self._jitted:
+    loss, placed, named = self._loss.place(args, kwargs)
+    new = loss not in self._jitted
+    if new:
       self._jitted[loss] = jax.jit(
         _step_function(self._local, loss, self._tx),
         donate_argnums=(0, 1) if self._donate else (),
         out_shardings=loss.out_shardings,
       )
-    return self._jitted[loss], args, kwargs
+    if self._donate:
+      moved = placed is not args and placed_anew((args, kwargs), (placed, named))
+      held = distinct(placed[:2], (placed[2:], named), by_buffer=new or moved)
+      placed = (*held, *placed[2:])
+    return self._jitted[loss], placed, named
 
 
 def make_train_step(
