@@ -109,7 +109,7 @@ def make_train_step(
   unroll: int | bool = 1,
   donate: bool = True,
   mesh: jax.sharding.Mesh | None = None,
-  data_axis: str = "data",
+  data_axis: str | Sequence[str] = "data",
   reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
 ) -> TrainStep[Params, Args]:
   """A jitted training step on a batch that is run in microbatches.
@@ -145,20 +145,27 @@ def make_train_step(
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
-      passed in are then deleted. Otherwise memory must hold both twice.
-    mesh: A `jax.sharding.Mesh` of explicit or automatic axes. The batch's rows are spread over
-      `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh are put
-      there. (Several processes: `jax.make_array_from_process_local_data`.) Losses, gradients,
-      weights and aux are reduced together, so the mean is that of the global batch. "stack" and
-      "concat" have the devices' parts one after the other: for "concat", the order of the batch.
-    data_axis: The axis of the mesh that the rows are spread over.
+      passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
+      again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
+    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
+      spread over `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh
+      are put there. (Several processes: `jax.make_array_from_process_local_data`.) Losses,
+      gradients, weights and aux are reduced together, so the mean is that of the global batch.
+      "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
+      the batch. Sharded parameters stay so under an outer `jax.jit` and in a scan over steps if
+      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
+      whole there: call the step itself, which is jitted, or use an explicit mesh.
+    data_axis: The axis of the mesh that the rows are spread over. Or several, as in
+      ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
+      faster. Gradients are summed over all of them at once; those of a parameter that is sharded
+      over some are scattered over these, and the shards summed over the rest.
     reduce_gradients: When gradients are summed over the devices. ``"per_cycle"``: once, after the
       last microbatch. ``"per_microbatch"``: after each, which communicates more. It needs less
       memory where parameters arrive sharded over the data axis (FSDP): it gathers them in every
       microbatch, and holds only shards of them and of their gradients in between. "per_cycle"
       gathers them once, and holds both whole until the cycle ends. Either way parameters and
-      optimizer state come out sharded as they came. A parameter that has one dimension sharded
-      over two axes is always held whole.
+      optimizer state come out sharded as they came. A dimension that is sharded over data axes
+      and a further axis together is held whole.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
@@ -168,8 +175,9 @@ def make_train_step(
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
-      `data_axis` is no axis of the mesh; the devices do not divide the rows; arrays are on
-      another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`.
+      `data_axis` is no axis of the mesh; `mesh` and `axis_name` are both given; the devices do not
+      divide the rows; arrays are on another mesh; the step is called inside `pmap` or `shard_map`
+      without `axis_name`, or with `mesh`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
