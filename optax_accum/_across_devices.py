@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_accum import _weighted_mean
@@ -118,11 +119,20 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   return lax.psum(number, axis_name).astype(x.dtype)
 
 
-def sum_scattered(held: jax.Array, axis_name: AxisName, dimension: int) -> jax.Array:
-  """The sum over devices, of which each device keeps its part along `dimension`."""
+def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec) -> jax.Array:
+  """The sum over the devices of all axes, of which each device keeps its part as `spec` says."""
+  parts = [(dim, names) for dim, names in enumerate(spec) if names is not None]
   if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
-    total = lax.psum(held, axis_name)
-    size = total.shape[dimension] // lax.axis_size(axis_name)
-    return lax.dynamic_slice_in_dim(total, lax.axis_index(axis_name) * size, size, dimension)
-  return lax.psum_scatter(held, axis_name, scatter_dimension=dimension, tiled=True)
+    held = lax.psum(held, axis_name)
+    for dim, names in parts:
+      size = held.shape[dim] // lax.axis_size(names)
+      held = lax.dynamic_slice_in_dim(held, lax.axis_index(names) * size, size, dim)
+    return held
+  for dim, names in parts:
+    held = lax.psum_scatter(held, names, scatter_dimension=dim, tiled=True)
+  scattered = {
+    name for _, names in parts for name in ((names,) if isinstance(names, str) else names)
+  }
+  rest = tuple(name for name in axis_name if name not in scattered)
+  return lax.psum(held, rest) if rest else held

@@ -81,7 +81,7 @@ def _together(
     return _across_devices.of_first(x, axis_name)
   inexact = jnp.issubdtype(x.dtype, jnp.inexact)
   kind = REDUCTIONS[word or ("mean" if inexact else "max")]
-  kind.check(name, x, 0, None)
+  kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)
   if kind.name in ("max", "min"):
     return kind.across_devices(x, axis_name, True)
   if x.dtype == jnp.bool_:

@@ -89,19 +89,3 @@ def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
     and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
     and _across_devices.varying_axes(acc) == _across_devices.varying_axes(like)
   )
-
-
-def distinct(tree: Any) -> Any:
-  """`tree`, with a copy of each array that stands in it before: XLA wants to be donated it once.
-
-  ``init`` of optax's `lbfgs` returns such a state. What a step returns is distinct.
-  """
-  seen: set[int] = set()
-
-  def copied(x: Any) -> Any:
-    if id(x) in seen and isinstance(x, jax.Array):
-      return jnp.copy(x)
-    seen.add(id(x))
-    return x
-
-  return jax.tree.map(copied, tree)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum import (
   _across_devices,
@@ -120,11 +120,26 @@ class MeshLoss:
   local: LocalLoss
   parallel: DataParallel
 
+  def __post_init__(self) -> None:
+    if (axis := self.local.split.axis_name) is not None:
+      raise ValueError(
+        f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
+        " one that is called outside: give one of the two."
+      )
+
   def place(self, args: Any, kwargs: Any) -> tuple["_PlacedLoss", Any, Any]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
     split, parallel = self.local.split, self.parallel
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+      raise ValueError(
+        f"The step is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
+        " batch over devices a second time: pass axis_name= to make_train_step instead, or call"
+        " it outside."
+      )
     params, opt_state, *others = args
-    axes = split.roles(self.local.fun, (params, *others), kwargs, (0,)).batch
+    roles = split.roles(self.local.fun, (params, *others), kwargs, (0,))
+    axes, arguments = roles.batch, {**dict(enumerate((params, *others))), **kwargs}
+    parallel.check_rows(_rows.batch_rows(axes, arguments))
 
     def put(slot: Slot, x: Any) -> Any:
       if slot in axes:
@@ -134,7 +149,7 @@ class MeshLoss:
     held = parallel.place("params", params), parallel.place("opt_state", opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
     leaves, treedef = jax.tree.flatten(held)
-    shardings = tuple(getattr(x, "sharding", None) for x in leaves)
+    shardings = tuple(map(parallel.sharding, leaves))
     loss = _PlacedLoss(self.local, parallel, tuple(axes.items()), treedef, shardings)
     return loss, (*held, *others), {name: put(name, x) for name, x in kwargs.items()}
 
@@ -152,12 +167,14 @@ class _PlacedLoss(NamedTuple):
   def out_shardings(self) -> Any:
     """As the parameters and the state came; left to choose, XLA may shard them otherwise."""
     others = [None] * (1 if self.local.split.carry_argnum is None else 2)
-    return *self.treedef.unflatten(self.shardings), *others
+    # A tracer's, over an abstract mesh, does not tell about automatic axes.
+    known = [s if s is None or isinstance(s.mesh, Mesh) else None for s in self.shardings]
+    return *self.treedef.unflatten(known), *others
 
   @property
   def _shards(self) -> Sharded:
     specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
-    return Sharded(specs[0], self.parallel.axis, self.parallel.reduce_in_loop)
+    return Sharded(specs[0], self.parallel.axes, self.parallel.reduce_in_loop)
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
@@ -167,10 +184,10 @@ class _PlacedLoss(NamedTuple):
     """The loss and its gradients, which are sharded as the parameters."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
-    devices_own = PartitionSpec(self.parallel.axis)
+    devices_own = PartitionSpec(self.parallel.axes)
     specs = Reduced(same, Outputs(same, aux, self._shards.specs), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
-    grads = self.parallel.like(out.outputs.grads, self.out_shardings[0])
+    grads = self.parallel.like(out.outputs.grads, self.treedef.unflatten(self.shardings)[0])
     kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
@@ -198,9 +215,9 @@ class _PlacedLoss(NamedTuple):
     mapped = jax.shard_map(
       lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
       mesh=self.parallel.mesh,
-      in_specs=(PartitionSpec(self.parallel.axis), *in_specs),
+      in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,
-      axis_names={self.parallel.axis},  # other axes of the mesh are left to the compiler
+      axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
     )
     return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
 

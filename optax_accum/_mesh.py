@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -15,106 +16,121 @@ from optax_accum._split import Split
 
 @dataclasses.dataclass(eq=False, repr=False)
 class DataParallel:
-  """A mesh, the axis of it that rows are spread over, and when gradients are reduced."""
+  """A mesh, the axes of it that rows are spread over, and when gradients are reduced."""
 
   mesh: Mesh
-  axis: str
+  axes: Any  # one name or several; a tuple of them once checked
   reduce_in_loop: bool
 
   def __post_init__(self) -> None:
     if not isinstance(self.mesh, Mesh):
       raise TypeError(f"mesh={self.mesh!r} must be a jax.sharding.Mesh, as of jax.make_mesh.")
-    if self.axis not in self.mesh.axis_names:
-      raise ValueError(
-        f"data_axis={self.axis!r} is no axis of the mesh, which has {self.mesh.axis_names}: name"
-        " the one that the batch is sharded over."
-      )
-    types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-    if manual := [name for name, kind in types if kind == AxisType.Manual]:
+    given, known = self.axes, self.mesh.axis_names
+    self.axes = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    if not self.axes or len(set(self.axes)) < len(self.axes):
+      raise ValueError(f"data_axis={given!r} must name one axis or more, each once.")
+    for name in self.axes:
+      if name not in known:
+        raise ValueError(
+          f"data_axis={name!r} is no axis of the mesh, which has {known}: name the one that the"
+          " batch is sharded over, or a tuple of them."
+        )
+    if manual := self._of_kind(AxisType.Manual):
       raise ValueError(
         f"The mesh axes {manual} are manual, i.e. this is inside shard_map or pmap: pass axis_name="
         " there, or the mesh outside."
       )
 
+  def _of_kind(self, kind: AxisType) -> list[str]:
+    """The axes of the mesh that are of this kind."""
+    types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+    return [name for name, type_ in types if type_ == kind]
+
   @property
-  def _explicit(self) -> bool:
-    types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
-    return types[self.axis] == AxisType.Explicit
+  def _devices(self) -> int:
+    return math.prod(self.mesh.shape[name] for name in self.axes)
+
+  def __str__(self) -> str:
+    word = "axis" if len(self.axes) == 1 else "axes"
+    return f"the {self._devices} devices of {word} {_shown(self.axes)}"
 
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
-    count, size = split.num_microbatches, split.microbatch_size
-    devices = self.mesh.shape[self.axis]
-    self._check_rows(rows)
+    count, size, devices = split.num_microbatches, split.microbatch_size, self._devices
+    self.check_rows(rows)
     if count is not None and (rows // devices) % count:
       fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
       raise ValueError(
-        f"num_microbatches={count} does not divide the {rows // devices} rows that each of the"
-        f" {devices} devices of axis {self.axis!r} has: use one of {fit}, or microbatch_size=, a"
-        f" multiple of {devices}."
+        f"num_microbatches={count} does not divide the {rows // devices} rows that each of {self}"
+        f" has: use one of {fit}, or microbatch_size=, a multiple of {devices}."
       )
     if size is not None and size % devices:
       raise ValueError(
-        f"microbatch_size={size} counts the rows on all devices together, and the {devices}"
-        f" devices of axis {self.axis!r} do not divide it: use"
-        f" {f'{size - size % devices} or ' * (size > devices)}{size + devices - size % devices}."
+        f"microbatch_size={size} counts the rows on all devices together, and {self} do not"
+        f" divide it: use {f'{size - size % devices} or ' * (size > devices)}"
+        f"{size + devices - size % devices}."
       )
     return dataclasses.replace(
       split,
-      axis_name=self.axis,
+      axis_name=self.axes,
       microbatch_size=None if size is None else size // devices,
       rows=rows,
     )
 
-  def _check_rows(self, rows: int) -> None:
+  def check_rows(self, rows: int) -> None:
     """Checks that the devices divide the rows of the global batch."""
-    devices = self.mesh.shape[self.axis]
+    devices = self._devices
     if rest := rows % devices:
       raise ValueError(
-        f"The batch has {rows} rows, which the {devices} devices of axis {self.axis!r} do not"
-        f" divide: use {rows - rest or devices} or {rows + devices - rest} rows. (They would have"
-        " to be replicated, and every device to compute all of them.)"
+        f"The batch has {rows} rows, which {self} do not divide: use {rows - rest or devices} or"
+        f" {rows + devices - rest} rows. (They would have to be replicated, and every device to"
+        " compute all of them.)"
       )
 
   def shard_spec(self, sharding: Any) -> PartitionSpec:
-    """How a parameter of this sharding is spread over the data axis alone.
+    """How a parameter of this sharding is spread over the data axes alone.
 
-    A dimension that is sharded over the data axis and no other is sharded. Any other
-    way to use the data axis falls back to a parameter that every device has in whole while
-    the step runs.
+    A dimension that is sharded over other axes too is not among what is sharded: every device
+    has it in whole while the step runs.
     """
-    spec = getattr(sharding, "spec", None) or ()
-    dims = [d for d, names in enumerate(spec) if names in (self.axis, (self.axis,))]
-    return self._spec_at(dims[0]) if dims else PartitionSpec()
+    dims = [_names(names) for names in getattr(sharding, "spec", ())]
+    ours = [names if set(names) <= set(self.axes) else () for names in dims]
+    while ours and not ours[-1]:
+      ours.pop()
+    return PartitionSpec(*ours)
 
   def batch_spec(self, x: Any, batch_axis: int) -> PartitionSpec:
-    """The `PartitionSpec` of a batch leaf over the data axis alone."""
-    return self._spec_at(batch_axis % max(jnp.ndim(x), 1))
+    """The `PartitionSpec` of a batch leaf over the data axes alone."""
+    return self._spec_at(batch_axis % jnp.ndim(x))
 
   def output_spec(self, reduction: Reduction) -> PartitionSpec:
     """The `PartitionSpec` of a reduced output; one that collects has the devices' parts in turn."""
     return self._spec_at(0) if reduction.collected else PartitionSpec()
 
   def _spec_at(self, dimension: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * dimension, self.axis)
+    return PartitionSpec(*[None] * dimension, self.axes)
 
   def like(self, grads: Any, shardings: Any) -> Any:
-    """Gradients with the shardings of their parameters, which an explicit mesh insists on."""
-    if not self._explicit:
-      return grads
-    return jax.tree.map(lambda g, s: g if s is None else jax.reshard(g, s), grads, shardings)
+    """Gradients with the shardings of their parameters, which explicit axes insist on."""
+
+    def reshard(g: Any, sharding: Any) -> Any:
+      return g if sharding is None else self._move(g, [_names(names) for names in sharding.spec])
+
+    return jax.tree.map(reshard, grads, shardings)
 
   def reshard(self, x: Any, spec: PartitionSpec) -> Any:
-    """Moves an array of explicit sharding to `spec` over the data axis; others are moved by XLA."""
-    if not self._explicit:
+    """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
+    now = [_names(names) for names in jax.typeof(x).sharding.spec]
+    kept = [tuple(name for name in names if name not in self.axes) for names in now]
+    ours = [*map(_names, spec), *[()] * (len(kept) - len(spec))]
+    return self._move(x, [a + b for a, b in zip(kept, ours, strict=True)])
+
+  def _move(self, x: Any, dims: list[tuple[str, ...]]) -> Any:
+    """Moves an array to a sharding over the explicit axes; over the others XLA does."""
+    explicit = self._of_kind(AxisType.Explicit)
+    if not explicit:
       return x
-    kept = [
-      tuple(a for a in ((names,) if isinstance(names, str) else names or ()) if a != self.axis)
-      for names in [*_spec(jax.typeof(x)), *[None] * jnp.ndim(x)][: jnp.ndim(x)]
-    ]
-    for dim, names in enumerate(spec):
-      kept[dim] = (*kept[dim], names) if names else kept[dim]
-    spec = PartitionSpec(*(names or None for names in kept))
+    spec = PartitionSpec(*[tuple(name for name in names if name in explicit) for names in dims])
     return jax.reshard(x, NamedSharding(self.mesh, spec))
 
   def place(
@@ -122,43 +138,59 @@ class DataParallel:
   ) -> Any:
     """`tree` on this mesh: as it is where it is there, else with the `PartitionSpec` of `spec`.
 
-    By default that is a copy on every device. Shapes are placed as arrays; tracers stay.
+    By default that is a copy on every device. Shapes are placed as arrays, Python numbers as the
+    weakly typed arrays that `jax.jit` makes of them; tracers stay.
     """
 
     def put(path: Any, x: Any) -> Any:
+      sharding = self.sharding(x)
+      if sharding is not None and sharding.mesh == self.mesh:
+        return x
+      if sharding is not None and sharding.mesh != self.mesh.abstract_mesh:
+        raise ValueError(
+          f"{_validate.leaf_name(name, path)} is on {sharding.mesh}, and mesh= is {self.mesh}:"
+          " pass the mesh that the arrays are on, or jax.device_put them."
+        )
       if isinstance(x, jax.core.Tracer):
         return x
-      sharding = getattr(x, "sharding", None)
-      if isinstance(sharding, NamedSharding):
-        if sharding.mesh != self.mesh:
-          raise ValueError(
-            f"{_validate.leaf_name(name, path)} is on {sharding.mesh}, and mesh= is {self.mesh}:"
-            " pass the mesh that the arrays are on, or jax.device_put them."
-          )
-        return x
-      target = NamedSharding(self.mesh, spec(x))
-      for size, axes in zip(x.shape, target.spec, strict=False):
-        if axes is not None:
-          self._check_rows(size)
+      target = NamedSharding(self.mesh, spec(x) if sharding is None else sharding.spec)
       if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
+        return x.update(sharding=target)
       return jax.device_put(x, target)
 
     return jax.tree_util.tree_map_with_path(put, tree)
+
+  def sharding(self, x: Any) -> NamedSharding | None:
+    """How an array, a shape or a tracer is sharded over a mesh, where that can be told.
+
+    Tracers, and what `jax.eval_shape` returns, have a sharding over explicit axes in their type,
+    and over an abstract mesh. Over automatic axes it is for XLA to decide, later.
+    """
+    traced = isinstance(x, jax.core.Tracer)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+      return None
+    told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if told else None
 
   def place_batch(self, name: str, tree: Any, batch_axis: int) -> Any:
     """A batch on this mesh, sharded by its rows."""
     tree = self.place(name, tree, lambda x: self.batch_spec(x, batch_axis))
     for leaf, x in _validate.named_leaves(name, tree):
-      spec, rows = _spec(x), batch_axis % x.ndim
-      names = spec[rows] if rows < len(spec) else None
-      if names not in (None, self.axis, (self.axis,)):
+      sharding, rows = self.sharding(x), batch_axis % x.ndim
+      names = _names(sharding.spec[rows]) if sharding and rows < len(sharding.spec) else ()
+      if not set(names) <= set(self.axes):
         raise ValueError(
-          f"{leaf} has its rows sharded over {names!r}: shard them over"
-          f" data_axis={self.axis!r} or not at all."
+          f"{leaf} has its rows sharded over {_shown(names)}: shard them over"
+          f" data_axis={_shown(self.axes)} or not at all."
         )
     return tree
 
 
-def _spec(x: Any) -> tuple[Any, ...]:
-  return tuple(getattr(getattr(x, "sharding", None), "spec", None) or ())
+def _names(names: Any) -> tuple[str, ...]:
+  """The axes that a `PartitionSpec` has for one dimension."""
+  return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _shown(names: tuple[str, ...]) -> str:
+  return repr(names[0] if len(names) == 1 else names)

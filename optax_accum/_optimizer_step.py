@@ -42,7 +42,7 @@ def optimizer_step(
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
 
 
-def _all_but_mini_steps(counted: jax.Array, new: Held, old: Held) -> Held:
+def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   """`new` where something was counted, and else `old`, but for the states of `accumulate`."""
 
   def choose(x: Any, before: Any) -> Any:

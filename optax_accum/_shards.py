@@ -31,15 +31,17 @@ class Whole:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Sharded(Whole):
-  """Parameters that are sharded over one mesh axis, or replicated, leaf by leaf."""
+  """Parameters that are sharded over mesh axes, or replicated, leaf by leaf."""
 
-  specs: Any  # a PartitionSpec for each parameter, over the data axis alone
-  axis_name: str  # the data axis
+  specs: Any  # a PartitionSpec for each parameter, over the data axes alone
+  axis_name: tuple[str, ...]  # the data axes
   in_loop: bool  # are parameters gathered, and gradients reduced, in every microbatch?
 
   def _gather(self, params: Any) -> Any:
     def whole(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-      return lax.all_gather(x, self.axis_name, axis=len(spec) - 1, tiled=True) if spec else x
+      for dim, names in enumerate(spec):
+        x = x if names is None else lax.all_gather(x, names, axis=dim, tiled=True)
+      return x
 
     return jax.tree.map(whole, params, self.specs)
 
@@ -59,7 +61,7 @@ class Sharded(Whole):
     def reduction_of(spec: PartitionSpec) -> Reduction:
       kind = reduction
       if spec:
-        scatter = functools.partial(_across_devices.sum_scattered, dimension=len(spec) - 1)
+        scatter = functools.partial(_across_devices.sum_scattered, spec=spec)
         kind = dataclasses.replace(reduction, over_devices=scatter)
       return SumInLoop(kind, self.axis_name) if self.in_loop else kind
 

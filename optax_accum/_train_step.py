@@ -12,7 +12,7 @@ import optax
 
 from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._inplace import distinct
+from optax_accum._donation import distinct, placed_anew
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._optimizer_step import optimizer_step
@@ -74,16 +74,19 @@ class TrainStep(Generic[Params, Args]):
   def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The jitted function for such arguments, and the arguments as it takes them."""
     _parameters.check_step(args[0])
-    if self._donate:
-      args = (*distinct(args[:2]), *args[2:])
-    loss, args, kwargs = self._loss.place(args, kwargs)
-    if loss not in self._jitted:
+    loss, placed, named = self._loss.place(args, kwargs)
+    new = loss not in self._jitted
+    if new:
       self._jitted[loss] = jax.jit(
         _step_function(self._local, loss, self._tx),
         donate_argnums=(0, 1) if self._donate else (),
         out_shardings=loss.out_shardings,
       )
-    return self._jitted[loss], args, kwargs
+    if self._donate:
+      moved = placed is not args and placed_anew((args, kwargs), (placed, named))
+      held = distinct(placed[:2], (placed[2:], named), by_buffer=new or moved)
+      placed = (*held, *placed[2:])
+    return self._jitted[loss], placed, named
 
 
 def make_train_step(
@@ -110,7 +113,7 @@ def make_train_step(
   unroll: int | bool = 1,
   donate: bool = True,
   mesh: jax.sharding.Mesh | None = None,
-  data_axis: str = "data",
+  data_axis: str | Sequence[str] = "data",
   reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
 ) -> TrainStep[Params, Args]:
   """A jitted training step on a batch that is run in microbatches.
@@ -152,20 +155,27 @@ def make_train_step(
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
-      passed in are then deleted. Otherwise memory must hold both twice.
-    mesh: A `jax.sharding.Mesh` of explicit or automatic axes. The batch's rows are spread over
-      `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh are put
-      there. (Several processes: `jax.make_array_from_process_local_data`.) Losses, gradients,
-      weights and aux are reduced together, so the mean is that of the global batch. "stack" and
-      "concat" have the devices' parts one after the other: for "concat", the order of the batch.
-    data_axis: The axis of the mesh that the rows are spread over.
+      passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
+      again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
+    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
+      spread over `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh
+      are put there. (Several processes: `jax.make_array_from_process_local_data`.) Losses,
+      gradients, weights and aux are reduced together, so the mean is that of the global batch.
+      "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
+      the batch. Sharded parameters stay so under an outer `jax.jit` and in a scan over steps if
+      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
+      whole there: call the step itself, which is jitted, or use an explicit mesh.
+    data_axis: The axis of the mesh that the rows are spread over. Or several, as in
+      ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
+      faster. Gradients are summed over all of them at once; those of a parameter that is sharded
+      over some are scattered over these, and the shards summed over the rest.
     reduce_gradients: When gradients are summed over the devices. ``"per_cycle"``: once, after the
       last microbatch. ``"per_microbatch"``: after each, which communicates more. It needs less
       memory where parameters arrive sharded over the data axis (FSDP): it gathers them in every
       microbatch, and holds only shards of them and of their gradients in between. "per_cycle"
       gathers them once, and holds both whole until the cycle ends. Either way parameters and
-      optimizer state come out sharded as they came. A parameter that has one dimension sharded
-      over two axes is always held whole.
+      optimizer state come out sharded as they came. A dimension that is sharded over data axes
+      and a further axis together is held whole.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
@@ -177,8 +187,9 @@ def make_train_step(
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       the parameters are a flax `TrainState` or an nnx module, of which they are a part;
-      `data_axis` is no axis of the mesh; the devices do not divide the rows; arrays are on
-      another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`.
+      `data_axis` is no axis of the mesh; `mesh` and `axis_name` are both given; the devices do not
+      divide the rows; arrays are on another mesh; the step is called inside `pmap` or `shard_map`
+      without `axis_name`, or with `mesh`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum

@@ -1,0 +1,113 @@
+"""Arrays that a step is donated, and given a second time: on a mesh that ended the process."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import devices, trees
+from support.compiled import compilations
+from support.devices import AUTO, EXPLICIT, make_mesh
+
+from optax_accum import make_train_step
+
+MESHES = [None, make_mesh(1), make_mesh(8), make_mesh(4, 2, kind=EXPLICIT)]
+everywhere = pytest.mark.parametrize("mesh", MESHES, ids=["alone", "mesh1", "mesh8", "explicit"])
+
+
+def init_params():
+  return {"w": jnp.arange(1.0, 5.0), "b": jnp.float32(0.5)}
+
+
+def towards(params, x, teacher):
+  gap = jax.tree.map(lambda p, t: jnp.sum((p - 2 * t) ** 2), params, teacher)
+  return jnp.mean(x) * (gap["w"] + gap["b"])
+
+
+def remember():
+  """A transformation whose state is the parameters that it was made with."""
+
+  def update(updates, state, params=None):
+    return jax.tree.map(lambda u, s: 0.1 * s - 0.1 * u, updates, state), state
+
+  return optax.GradientTransformation(lambda params: params, update)
+
+
+def copy_of(tree):
+  return jax.tree.map(lambda x: jnp.asarray(np.array(x)), tree)
+
+
+X = np.linspace(1, 2, 16, dtype=np.float32)
+
+
+def steps(step, params, state, *others):
+  for _ in range(2):
+    params, state, metrics = step(params, state, X, *others)
+  return jax.device_get((params, state, metrics["loss"]))
+
+
+def expected(tx, fun=towards):
+  step = make_train_step(fun, tx, num_microbatches=2, donate=False)
+  others = (init_params(),) if fun is towards else ()
+  return steps(step, init_params(), tx.init(init_params()), *others)
+
+
+@pytest.mark.parametrize("on_mesh", ["neither", "params", "both"])
+@everywhere
+def test_a_teacher_that_starts_as_the_parameters(mesh, on_mesh):
+  tx = optax.sgd(0.1, momentum=0.9)
+  step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
+  params = teacher = init_params()
+  if mesh and on_mesh != "neither":
+    params = devices.put(teacher, mesh)
+  if mesh and on_mesh == "both":  # each shares the buffer that `teacher` has on the first device
+    teacher = devices.put(teacher, mesh)
+  actual = steps(step, params, tx.init(params), teacher)
+  trees.assert_close(actual, expected(tx), 1e-6)
+  trees.assert_close(jax.device_get(teacher), jax.device_get(init_params()), 0)
+  # The teacher that moved along would have given no gradient but that of the first step.
+  moved = make_train_step(
+    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)), tx, num_microbatches=2
+  )
+  wrong = steps(moved, init_params(), tx.init(init_params()))
+  assert trees.largest_difference(actual[0], wrong[0]) > 0.1
+
+
+@pytest.mark.parametrize("put", [False, True])
+@everywhere
+def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(mesh, put):
+  def fun(params, x):
+    return jnp.mean(x) * jnp.sum(params["w"] ** 2) + params["b"]
+
+  tx = remember()
+  params = init_params()
+  state = tx.init(params)
+  if mesh and put:
+    params = devices.put(params, mesh)
+  step = make_train_step(fun, tx, num_microbatches=2, mesh=mesh)
+  trees.assert_close(steps(step, params, state), expected(tx, fun), 1e-6)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_copies_are_sharded_as_the_array_and_compile_nothing_anew(kind):
+  mesh, tx = make_mesh(4, kind=kind), optax.sgd(0.1)
+  step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
+  params = teacher = {
+    "w": devices.put(jnp.arange(1.0, 5.0), mesh, jax.sharding.PartitionSpec("data")),
+    "b": devices.put(jnp.float32(0.5), mesh),
+  }
+  params, state, _ = step(params, tx.init(params), X, teacher)
+  assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, teacher)
+  with compilations() as programs:
+    step(params, state, X, teacher)
+  assert programs == []
+
+
+def test_what_stands_once_is_donated_and_not_copied():
+  mesh, tx = make_mesh(4), optax.sgd(0.1, momentum=0.9)
+  step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
+  params, teacher = devices.put(init_params(), mesh), devices.put(copy_of(init_params()), mesh)
+  state = devices.put(tx.init(params), mesh)
+  step(params, state, X, teacher)
+  assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))

@@ -1,0 +1,198 @@
+"""What a step over a mesh takes: numbers, shapes and tracers, and meshes of two kinds of axes."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import devices, trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import loss_elsewhere, relaxed
+
+from optax_accum import count_collectives, make_train_step
+
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+everywhere = pytest.mark.parametrize(
+  "mesh", [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)], ids=["alone", "auto", "explicit"]
+)
+
+
+def init_params(dtype=np.float32):
+  rng = np.random.default_rng(0)
+  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.zeros(8, dtype)}
+
+
+def make_batch(dtype=np.float32):
+  rng = np.random.default_rng(1)
+  return np.asarray(rng.normal(size=(32, 16)), dtype)
+
+
+def loss_fn(params, x):
+  return jnp.mean((x @ params["w"] + params["b"][None]) ** 2)
+
+
+@everywhere
+def test_python_numbers_are_arguments_carries_and_state(mesh):
+  def fun(params, x, scale, carry):
+    return scale * loss_fn(params, x), ({"decayed": 0.5 * carry["decayed"]}, None)
+
+  tx = relaxed(optax.adam(0.1))
+  make = functools.partial(make_train_step, fun, tx, mesh=mesh, carry_argnum=3)
+  step = make(num_microbatches=2)
+  params, x = jax.tree.map(jnp.asarray, init_params()), make_batch()
+  fresh = tx.init(params)
+  opt_state = (fresh[0]._replace(count=0), *fresh[1:])
+  expected = 0.5 * loss_fn(params, x)
+  for count in (1, 2):
+    params, opt_state, carry, metrics = step(params, opt_state, x, 0.5, {"decayed": 8.0})
+    assert (int(opt_state[0].count), float(carry["decayed"])) == (count, 2)
+    assert carry["decayed"].dtype == jnp.float32
+    if count == 1:
+      np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
+
+
+@everywhere
+def test_a_number_in_the_batch_has_no_rows(mesh):
+  step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
+  for number in (1.0, np.float32(1)):
+    with pytest.raises(
+      ValueError, match=r"batch argument 1\['t'\] has shape \(\), without an axis"
+    ):
+      step(init_params(), optax.sgd(0.1).init({}), {"x": make_batch(), "t": number})
+
+
+@kinds
+def test_a_step_lowers_with_what_eval_shape_returns(kind):
+  mesh, tx = make_mesh(8, kind=kind), relaxed(optax.adam(0.1))
+  specs = {"w": P("data"), "b": P()}
+  params = devices.put(init_params(), mesh, specs)
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
+  opt_state = jax.eval_shape(tx.init, params)
+  compiled = step.lower(params, opt_state, make_batch()).compile()
+  sharded = NamedSharding(mesh, P("data"))
+  assert compiled.output_shardings[0]["w"].is_equivalent_to(sharded, 2)
+  shapes = jax.eval_shape(lambda: jax.tree.map(lambda x: x + x, params))
+  compiled = step.lower(shapes, opt_state, make_batch()).compile()
+  # Over explicit axes a shape says how it is sharded, over automatic ones it does not.
+  actual = compiled.output_shardings[0]["w"]
+  assert actual.is_equivalent_to(sharded, 2) == (kind == EXPLICIT)
+  shapes = jax.eval_shape(step, params, opt_state, make_batch())
+  assert shapes[0]["w"].shape == (16, 8)
+
+
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+@pytest.mark.parametrize(
+  "axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT), (EXPLICIT, EXPLICIT)], ids=str
+)
+def test_axes_of_two_kinds(axis_types, reduce_gradients):
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=axis_types)
+  tx = relaxed(optax.adam(0.1))
+
+  def fun(params, x):
+    if axis_types[1] == EXPLICIT:
+      params = jax.tree.map(lambda p: jax.reshard(p, P()), params)
+    return loss_fn(params, x)
+
+  step = make_train_step(
+    fun, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients=reduce_gradients
+  )
+  with jax.enable_x64(True):
+    specs = {"w": P("data", "model"), "b": P("model")}
+    params, x = devices.put(init_params(np.float64), mesh, specs), make_batch(np.float64)
+    new, _, metrics = step(params, tx.init(params), x)
+    alone = jax.tree.map(jnp.asarray, init_params(np.float64))
+    loss, grads = jax.value_and_grad(loss_fn)(alone, x)
+    updates, _ = tx.update(grads, tx.init(alone), alone)
+    expected = optax.apply_updates(alone, updates), loss
+    trees.assert_close(jax.device_get((new, metrics["loss"])), jax.device_get(expected), 1e-10)
+    for name, array in new.items():
+      assert array.sharding.is_equivalent_to(params[name].sharding, array.ndim)
+
+
+def test_mesh_and_axis_name_are_for_two_places():
+  with pytest.raises(ValueError, match=r"axis_name='data' is for .* inside .* mesh= .* outside"):
+    make_train_step(
+      loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=make_mesh(8), axis_name="data"
+    )
+
+
+@pytest.mark.parametrize("rows", [32, 64])  # with 64 every device has rows enough for all
+def test_a_mesh_inside_shard_map_or_pmap_is_refused(rows):
+  mesh, tx = make_mesh(8), optax.sgd(0.1)
+  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
+  params = jax.tree.map(jnp.asarray, init_params())
+  match = r"inside pmap or shard_map over .*'data'.* with mesh=.*axis_name="
+  x = jnp.ones((rows, 16))
+  inside = jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
+  )
+  with pytest.raises(ValueError, match=match):
+    inside(params, tx.init(params), x)
+  mapped = jax.pmap(step, axis_name="data", in_axes=(None, None, 0))
+  with pytest.raises(ValueError, match=match):
+    mapped(params, tx.init(params), x.reshape(8, -1, 16))
+
+
+def compiled_costs(lowered):
+  compiled = lowered.compile()
+  report = count_collectives(compiled).at_least(256)
+  return report.inside, report.outside, compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+def test_sharded_parameters_stay_so_under_an_outer_jit(reduce_gradients):
+  mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients=reduce_gradients
+  )
+  params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
+  args = (params, tx.init(params), devices.put(make_batch(), mesh, P("data")))
+  outer = jax.jit(lambda *args: step(*args)).lower(*args)
+  inside, outside, temp = compiled_costs(step.lower(*args))
+  assert compiled_costs(outer) == (inside, outside, temp)
+  where = outside if reduce_gradients == "per_cycle" else inside
+  assert set(where) == {"all-gather", "reduce-scatter"}
+  new, state, metrics = jax.jit(lambda *args: step(*args))(*args)
+  trees.assert_close(jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6)
+  assert new["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+def test_sharded_parameters_stay_so_in_a_scan_over_steps():
+  mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients="per_microbatch"
+  )
+  x = devices.put(np.stack([make_batch(), 2 * make_batch()]), mesh, P(None, "data"))
+  params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
+  opt_state = trees.strong(tx.init(params))
+
+  @jax.jit
+  def train(params, opt_state, x):
+    def body(held, x):
+      params, opt_state, metrics = step(*held, x)
+      return (params, opt_state), metrics["loss"]
+
+    return lax.scan(body, (params, opt_state), x)
+
+  report = count_collectives(train.lower(params, opt_state, x).compile()).at_least(256)
+  assert report.inside["all-gather"].operations == report.inside["reduce-scatter"].operations == 4
+  (actual, _), losses = train(params, opt_state, x)
+  for i in range(2):
+    params, opt_state, metrics = step(params, opt_state, np.asarray(x[i]))
+    np.testing.assert_allclose(losses[i], metrics["loss"], rtol=1e-6)
+  trees.assert_close(jax.device_get(actual), jax.device_get(params), 1e-6)
+
+
+@kinds
+def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
+  mesh, tx = make_mesh(4, 2, kind=kind), loss_elsewhere()
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
+  params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
+  args = (params, tx.init(params), make_batch())
+  actual = jax.jit(lambda *args: step(*args))(*args)
+  trees.assert_close(jax.device_get(actual), jax.device_get(step(*args)), 1e-6)
