@@ -49,84 +49,108 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
 
   `reductions` is a prefix tree over the outputs, of `Reduction`; messages call the outputs `root`.
   """
-  split, axis_name = call.split, call.split.axis_name
-  if call.rows == call.size and not split.weighs and axis_name is None:
+  split = call.split
+  if call.rows == call.size and not split.weighs and split.axis_name is None:
     whole = call.run(0, call.carry, call.batch, call.rows)
     each, leaves, treedef = _matched(reductions, whole.outputs, root, call)
     only = [r.only(x) for r, x in zip(each, leaves, strict=True)]
     return Reduced(whole.carry, treedef.unflatten(only), _stats(call.rows))
 
-  full, tail_rows = divmod(call.rows, call.size)
-  take, tail = call.cut(full)
-  start = _carry.on_device(call.carry, axis_name)
-  like = jax.eval_shape(lambda: call.run(0, start, take(0), call.size))
-  # Leaves and not trees, because what is static in a tree may be another object in every trace.
-  each, leaves, treedef = _matched(reductions, like.outputs, root, call)
-  if tail_rows:
-    smaller = jax.eval_shape(lambda: call.run(0, start, tail, tail_rows)).outputs
-    names = [name for name, _ in _validate.named_leaves(root, like.outputs)]
-    for r, name, x, y in zip(each, names, leaves, jax.tree.leaves(smaller), strict=True):
-      r.check_tail(name, x, y)
+  return _Loop(call, reductions, root).run()
 
-  def add(held: _Held, index: ArrayLike, batch: Any, rows: int) -> tuple[_Held, Any]:
-    new = call.run(index, held.carry, batch, rows)
+
+class _Loop:
+  """The microbatches of a call, run and added up one after the other."""
+
+  def __init__(self, call: Call, reductions: Any, root: str):
+    self.call = call
+    self.full, self.tail_rows = divmod(call.rows, call.size)
+    self.take, self.tail = call.cut(self.full)
+    self.start = start = _carry.on_device(call.carry, call.split.axis_name)
+    self.like = jax.eval_shape(lambda: call.run(0, start, self.take(0), call.size))
+    # Leaves and not trees, because what is static in a tree may be another object in every trace.
+    matched = _matched(reductions, self.like.outputs, root, call)
+    self.reductions, self.leaves, self.treedef = matched
+    if self.tail_rows:
+      smaller = jax.eval_shape(lambda: call.run(0, start, self.tail, self.tail_rows)).outputs
+      names = [name for name, _ in _validate.named_leaves(root, self.like.outputs)]
+      both = zip(names, self.leaves, jax.tree.leaves(smaller), strict=True)
+      for reduction, (name, x, y) in zip(self.reductions, both, strict=True):
+        reduction.check_tail(name, x, y)
+
+  def run(self) -> Reduced:
+    """All microbatches."""
+    call, held = self.call, self._empty()
+    # The smaller microbatch goes first where the order does not matter: its backward pass then
+    # needs no memory beside that of a sum of gradients.
+    tail_first = not call.carry and not any(r.ordered for r in self.reductions)
+    of_tail: Any = [None] * len(self.reductions), None
+    with jax.named_scope("microbatches"):
+      if self.tail_rows and tail_first:
+        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+      held, (collected, recorded) = lax.scan(
+        lambda held, index: self._add(held, index, self.take(index), call.size),
+        held,
+        jnp.arange(self.full, dtype=jnp.int32),
+        unroll=call.split.unroll,
+      )
+      if self.tail_rows and not tail_first:
+        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+    parts = zip(self.reductions, held.outputs, collected, of_tail[0], strict=True)
+    held = held._replace(outputs=[r.join(h, c, t) for r, h, c, t in parts])
+    return self._finish(held)._replace(weights=_join_weights(recorded, of_tail[1]))
+
+  def _empty(self) -> _Held:
+    """What is held before the first microbatch."""
+    zero = functools.partial(_across_devices.full_like, value=0)
+    weight, dtype = self.like.weight, self.call.split.accumulator_dtype
+    return _Held(
+      self.start,
+      [r.start(x, dtype) for r, x in zip(self.reductions, self.leaves, strict=True)],
+      None if weight is None else WeightSum(zero(weight), zero(weight)),
+      jax.tree.map(zero, self.like.skipped),
+    )
+
+  def _add(self, held: _Held, index: ArrayLike, batch: Any, rows: int) -> tuple[_Held, Any]:
+    """What is held after one more microbatch, and what is kept of each."""
+    new = self.call.run(index, held.carry, batch, rows)
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
-    weight: Weight = rows / call.size
+    weight: Weight = rows / self.call.size
     weights = held.weights
     with jax.named_scope("accumulate"):
       if weights is not None:
         weights, weight = weights.add(new.weight)
-      both = zip(each, held.outputs, outputs, strict=True)
+      both = zip(self.reductions, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]
       keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    collected = [x if r.collected else None for r, x in zip(each, outputs, strict=True)]
+    each = zip(self.reductions, outputs, strict=True)
+    collected = [x if r.collected else None for r, x in each]
     recorded = None if new.skipped is None else new.weight
     return _Held(carry, reduced, weights, skipped), (collected, recorded)
 
-  zero = functools.partial(_across_devices.full_like, value=0)
-  held = _Held(
-    start,
-    [r.start(x, split.accumulator_dtype) for r, x in zip(each, leaves, strict=True)],
-    None if like.weight is None else WeightSum(zero(like.weight), zero(like.weight)),
-    jax.tree.map(zero, like.skipped),
-  )
-  # The smaller microbatch goes first where the order does not matter: its backward pass then
-  # needs no memory beside that of a sum of gradients.
-  tail_first = not call.carry and not any(r.ordered for r in each)
-  of_tail: Any = [None] * len(each), None
-  with jax.named_scope("microbatches"):
-    if tail_rows and tail_first:
-      held, of_tail = add(held, full, tail, tail_rows)
-    held, (collected, recorded) = lax.scan(
-      lambda held, index: add(held, index, take(index), call.size),
-      held,
-      jnp.arange(full, dtype=jnp.int32),
-      unroll=split.unroll,
-    )
-    if tail_rows and not tail_first:
-      held, of_tail = add(held, full, tail, tail_rows)
-
-  parts = zip(each, held.outputs, collected, of_tail[0], strict=True)
-  reduced = [r.join(h, c, t) for r, h, c, t in parts]
-  recorded = _join_weights(recorded, of_tail[1])
-  carry, rows, skipped = held.carry, call.rows, held.skipped
-  weight: Any = full + tail_rows / call.size if held.weights is None else held.weights.total
-  if axis_name is not None:
-    counted, local = _weighted_mean.counts(weight), weight
-    if held.weights is not None:
-      weight = held.weights.over_devices(axis_name)
-      skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
-    else:
-      weight, rows = (x * lax.axis_size(axis_name) for x in (weight, rows))
-    carry = _carry.over_devices(split.carry_reduction, carry, call.carry, local, weight, axis_name)
-    reduced = [r.across_devices(h, axis_name, counted) for r, h in zip(each, reduced, strict=True)]
-  final = zip(each, reduced, leaves, strict=True)
-  outputs = treedef.unflatten([r.finish(h, weight, x.dtype) for r, h, x in final])
-  stats = _stats(rows if held.weights is None else weight, skipped)
-  return Reduced(carry, outputs, stats, recorded)
+  def _finish(self, held: _Held) -> Reduced:
+    """What all microbatches of all devices gave together."""
+    call, axis_name = self.call, self.call.split.axis_name
+    carry, reduced, weights, skipped = held
+    rows: Any = call.rows
+    weight: Any = rows / call.size if weights is None else weights.total
+    if axis_name is not None:
+      counted, local = _weighted_mean.counts(weight), weight
+      if weights is None:
+        weight, rows = (x * lax.axis_size(axis_name) for x in (weight, rows))
+      else:
+        weight = weights.over_devices(axis_name)
+        skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
+      words = call.split.carry_reduction
+      carry = _carry.over_devices(words, carry, call.carry, local, weight, axis_name)
+      both = zip(self.reductions, reduced, strict=True)
+      reduced = [r.across_devices(h, axis_name, counted) for r, h in both]
+    final = zip(self.reductions, reduced, self.leaves, strict=True)
+    outputs = self.treedef.unflatten([r.finish(h, weight, x.dtype) for r, h, x in final])
+    return Reduced(carry, outputs, _stats(rows if weights is None else weight, skipped))
 
 
 def _join_weights(recorded: jax.Array | None, tail: jax.Array | None) -> jax.Array | None:
