@@ -140,7 +140,7 @@ def train_on_a_mesh(params: Params, batch: Batch) -> Params:
     tx,
     num_microbatches=2,
     mesh=mesh,
-    data_axis="data",
+    data_axis=("data",),
     reduce_gradients="per_cycle",
     donate=False,
   )
