@@ -72,7 +72,7 @@ def test_constants_python_numbers_and_every_dtype(kind, microbatches):
     new = {
       "zeros": jnp.zeros(2),
       "half": carry["half"] * jnp.bfloat16(0.5),
-      "complex": carry["complex"] + jnp.mean(x),
+      "complex": carry["complex"] + jnp.mean(x).astype(jnp.complex64),
       "flag": carry["flag"] | (jnp.max(x) > 14),
       "steps": carry["steps"] + 1,
       "small": jnp.minimum(carry["small"], jnp.min(x)),
