@@ -67,6 +67,14 @@ def full_like(
   return vary_like(full, like)
 
 
+def sharded_like(x: jax.Array, like: Any) -> jax.Array:
+  """`x` with the explicit sharding of `like`, where it has one."""
+  sharding = jax.typeof(like).sharding
+  if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    return x
+  return x if jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
+
+
 def varying(tree: Any, axis_name: AxisName | None) -> Any:
   """`tree`, typed as differing between the devices of an axis (in `shard_map`).
 
@@ -76,9 +84,8 @@ def varying(tree: Any, axis_name: AxisName | None) -> Any:
   if axis_name is None:
     return tree
   check_bound(axis_name)
-  mapped = set(_axes(axis_name)) & set(
-    jax.sharding.get_abstract_mesh().manual_axes
-  )  # `vmap` has no types
+  manual = jax.sharding.get_abstract_mesh().manual_axes  # not those of `vmap`, which have no types
+  mapped = set(_axes(axis_name)).intersection(manual)
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 

@@ -1,6 +1,6 @@
 """A new state in the types of the one before it, or an error that names the leaf that changed.
 
-The two come out of one conditional, so a leaf has one shape and one dtype for ever.
+The two come out of one conditional, so a leaf has one shape, dtype and explicit sharding for ever.
 """
 
 from typing import Any
@@ -8,12 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _validate, _weighted_mean
+from optax_accum import _across_devices, _validate, _weighted_mean
 
 
 def same_types(name: str, new: Any, old: Any) -> Any:
-  """`new` in the dtypes of `old`. A change of tree, shape or dtype that could lose is an error.
+  """`new` in the dtypes and the shardings of `old`.
 
+  A change of tree, of shape, or of dtype that could lose something is an error.
   Messages call the leaves ``name[0].mu``.
   """
   olds, news = (dict(_validate.named_leaves(name, tree)) for tree in (old, new))
@@ -34,12 +35,12 @@ def same_types(name: str, new: Any, old: Any) -> Any:
 
 
 def _cast(name: str, new: Any, old: Any) -> Any:
-  """One leaf in the dtype that it had."""
+  """One leaf in the dtype and the sharding that it had."""
   to, dtype = jnp.result_type(old), jnp.result_type(new)
   if dtype == to:
-    return new
+    return _across_devices.sharded_like(new, old)
   if _holds(to, dtype):
-    return jnp.asarray(new).astype(to)
+    return _across_devices.sharded_like(jnp.asarray(new).astype(to), old)
   fix = f"have the optimizer's init return {dtype} there."
   if all(jnp.issubdtype(d, jnp.inexact) for d in (to, dtype)):
     fix = (

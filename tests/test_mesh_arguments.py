@@ -14,7 +14,7 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
-from optax_accum import count_collectives, make_train_step
+from optax_accum import accumulate, count_collectives, make_train_step
 
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 everywhere = pytest.mark.parametrize(
@@ -196,3 +196,29 @@ def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
   args = (params, tx.init(params), make_batch())
   actual = jax.jit(lambda *args: step(*args))(*args)
   trees.assert_close(jax.device_get(actual), jax.device_get(step(*args)), 1e-6)
+
+
+@pytest.mark.parametrize("tx", ["adam", "chain", "accumulate"])
+def test_a_state_that_is_sharded_where_its_parameters_are_not(tx):
+  tx = {
+    "adam": relaxed(optax.adam(0.1)),
+    "chain": optax.chain(accumulate(relaxed(optax.adam(0.1)), 2), optax.scale(1.0)),
+    "accumulate": accumulate(relaxed(optax.adam(0.1)), 2),
+  }[tx]
+  mesh = make_mesh(8, kind=EXPLICIT)
+  params, batch = devices.put(jnp.ones(16), mesh), np.ones((16, 16), np.float32)
+  state = tx.init(jnp.ones(16))
+  state = devices.put(state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state))
+
+  def loss_fn(params, batch):
+    return jnp.mean((batch @ params) ** 2)
+
+  results = []
+  for options in ({}, {"weight_fn": jnp.sum}):  # without and with a conditional around the step
+    step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options)
+    moved, new, _ = step(params, state, batch)
+    for x, y in zip(jax.tree.leaves((moved, new)), jax.tree.leaves((params, state)), strict=True):
+      assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    results.append(jax.device_get(step(moved, new, batch)[0]))
+  np.testing.assert_allclose(*results, rtol=1e-6)
+  assert abs(results[0][0] - 1) > 0.05
