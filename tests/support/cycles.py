@@ -10,6 +10,7 @@ import numpy as np
 
 IN, OUT = 8, 4
 CYCLES = 3
+FURTHER = 0.75  # an argument that is not split
 
 
 @dataclasses.dataclass
@@ -72,7 +73,8 @@ def cycles_of(draw) -> list[list[Call]]:
     calls: list[Call] = []
     while wanted:
       may_skip = not calls or not calls[-1].skipped
-      calls.append(_call(draw, rng, number, draw.empty and cycle == 1, may_skip))
+      fewer = dataclasses.replace(draw, size=1) if draw.uneven and wanted == 1 else draw
+      calls.append(_call(fewer, rng, number, draw.empty and cycle == 1, may_skip))
       wanted, number = wanted - (not calls[-1].skipped), number + 1
     calls[-1].flush = flush
     steps += any(m.counts for call in calls for m in call.microbatches)
@@ -119,7 +121,7 @@ def _tokens(draw, rng: np.random.Generator, rows: int, dropped: float) -> np.nda
 def _places(draw) -> Iterator[tuple[int, int, np.ndarray]]:
   """Each microbatch's device, index and rows: a device's rows are split with a stride."""
   rows = draw.rows // draw.parts
-  size = full_size(draw) // draw.parts
+  size = draw.full_size // draw.parts
   full, tail = divmod(rows, size)
   for device in range(draw.parts):
     for i in range(full):
@@ -131,8 +133,3 @@ def _places(draw) -> Iterator[tuple[int, int, np.ndarray]]:
 def sum_scale(draw) -> float:
   """What a loss that is a sum is multiplied with, so that its steps are no larger than a mean's."""
   return 1 / (4 * draw.rows * OUT)
-
-
-def full_size(draw) -> int:
-  """Rows of a full microbatch, on all devices."""
-  return draw.devices * draw.size

@@ -14,14 +14,19 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   # "jit": arrays that are sharded over automatic axes, without a word to the library.
   "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
   "devices": (2, 1, 4, 8),
-  "mesh": ("auto", "explicit", "auto+model", "explicit+model"),
-  "params": ("whole", "data", "model", "data+model"),
+  # Kinds of axes: of "data" alone, of "data" and "model", or of rows over "data" and "fsdp".
+  "mesh": (
+    *("auto", "explicit", "auto+model", "explicit+model"),
+    *("auto+explicit model", "explicit+auto model", "auto+fsdp", "explicit+fsdp"),
+  ),
+  "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
   "opt_state": ("like params", "data"),
   "reduce_gradients": ("per_cycle", "per_microbatch"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
   "size": (1, 2, 3),  # rows of a microbatch on a device
   "tail": (False, True),  # microbatch_size, with a smaller microbatch at the end
+  "uneven": (False, True),  # the last call of a cycle has fewer rows
   "every_k": (2, 1, 3, "schedule"),
   "flush": (False, True),  # the second cycle ends early
   "loop": ("jit", "python", "scan"),  # "python": nothing is traced
@@ -31,13 +36,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "padding": (False, True),  # some microbatches hold nothing but padding
   "empty": (False, True),  # the second cycle holds nothing but padding
   "nan": (False, True),  # some microbatches are not finite
-  "aux": ("none", "mean", "sum", "max", "min", "last", "stack", "concat", "all"),
+  "aux": ("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant", "all"),
+  "concat_axis": (0, 1),
   "carry": (False, True),
+  "carry_reduction": ("default", "mean", "max", "min", "sum"),
+  "further": ("none", "array", "python"),  # an argument that is not split
   "key": ("none", "typed", "raw", "named"),
   "batch": ("one", "two", "named", "mixed"),  # how the batch is passed
   "batch_axis": (0, 1, -1),
   "reduction": ("mean", "sum"),
   "dtype": ("float32", "float64", "bfloat16", "complex64"),
+  "accumulator_dtype": ("default", "float32"),
   "optimizer": (
     "sgd",
     "momentum",
@@ -50,6 +59,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "inject",
     "polyak",
     "linesearch",
+    "lbfgs",
   ),
   "donate": (False, True),
   "unroll": (1, 2),
@@ -95,6 +105,11 @@ class Draw(_Draw):
     return self.devices * (full * self.size + (1 if self.tail else 0))
 
   @property
+  def full_size(self) -> int:
+    """Rows of a full microbatch, on all devices."""
+    return self.devices * self.size
+
+  @property
   def stepless(self) -> bool:
     """Whether a cycle in which nothing counted is no step."""
     return self.entry != "gradient"
@@ -116,55 +131,81 @@ MEANS = {
   "tail": lambda d: not d.streams and d.size > 1,
   "every_k": lambda d: d.accumulates,
   "flush": lambda d: d.streams and d.every_k != 1,
-  "loop": lambda d: d.streams and (d.loop != "python" or d.place == "one"),
+  "loop": lambda d: d.place == "one" if d.loop == "python" else d.place != "pmap",
   "wrap": lambda d: d.accumulates and (d.entry != "apply"),
   "differentiable": lambda d: d.accumulates,
+  "uneven": lambda d: (
+    d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan"
+  ),
   "padding": lambda d: d.weights != "none",
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
+  "concat_axis": lambda d: d.aux in ("concat", "all"),
   "carry": lambda d: not d.streams,
+  "carry_reduction": lambda d: d.carry and d.parts > 1,
+  "further": lambda d: not d.streams,
   "key": lambda d: not d.streams,
   "batch": lambda d: not d.streams,
   "batch_axis": lambda d: not d.streams,
-  "donate": lambda d: d.entry.startswith("step") and not d.local,
+  "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
+  "donate": lambda d: d.entry.startswith("step") and not d.local and d.loop == "jit",
   "unroll": lambda d: not d.streams,
 }
 
 # What cannot work, or cannot be compared closely.
 REFUSED = {
-  "a second axis takes half of the devices": lambda d: "model" in d.mesh and d.devices == 8,
-  "parameters are sharded over an axis of the mesh": lambda d: (
-    "model" in d.params and "model" not in d.mesh
+  "a second axis takes half of the devices": lambda d: (
+    ("model" in d.mesh and d.devices == 8) or ("fsdp" in d.mesh and d.devices == 1)
+  ),
+  "parameters are sharded over an axis of the mesh": lambda d: any(
+    axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
   ),
   "line searches need value_fn, which is a train step's": lambda d: (
-    d.optimizer == "linesearch" and not d.entry.startswith("step")
+    d.optimizer in ("linesearch", "lbfgs") and not d.entry.startswith("step")
+  ),
+  "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
+    d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh and d.params != "whole"
+  ),
+  "a cubic line search magnifies rounding": lambda d: (
+    d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
   ),
   "polyak needs one value on all devices": lambda d: (
     d.optimizer == "polyak" and d.streams and d.devices > 1 and d.place != "one"
   ),
-  "the value of a weighted sum's microbatch is no sum": lambda d: (
-    d.optimizer == "polyak" and d.streams and d.reduction == "sum"
+  "the emitting call's own value is no sum, and NaN where that call is padding": lambda d: (
+    (d.optimizer == "polyak" and d.streams) and (d.reduction == "sum" or d.padding or d.empty)
   ),
   "a group has not all parameters": lambda d: (
-    d.wrap == "partition" and d.optimizer in ("masked", "partition")
+    d.wrap == "partition" and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
   ),
   "their steps are not smooth in the gradient, or they have no complex form": lambda d: (
     d.dtype in ("bfloat16", "complex64") and d.optimizer not in ("sgd", "momentum", "masked")
-  ),
-  "a per-row output's rows would be no leading axis": lambda d: (
-    d.aux in ("concat", "all") and d.batch_axis != 0
   ),
 }
 
 # What is known to be wrong, until it is mended: delete the line, and it is drawn.
 KNOWN = {
+  "a line search's derivative of value_fn is NaN where a microbatch is padding": lambda d: (
+    d.optimizer == "lbfgs" and (d.padding or d.empty or d.nan)
+  ),
+  "concat joins along the first axis alone": lambda d: (
+    d.aux in ("concat", "all") and (d.batch_axis, d.concat_axis) != (0, 0)
+  ),
+  "carry_reduction is no option yet": lambda d: d.carry_reduction != "default",
+  "rows are sharded over one axis alone": lambda d: "fsdp" in d.mesh,
+  "axes of two kinds": lambda d: d.mesh in ("auto+explicit model", "explicit+auto model"),
+  "an aux that is the same everywhere, over devices": lambda d: (
+    d.aux in ("constant", "all") and d.parts > 1
+  ),
+  "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
   "carries over devices are averaged without weights": lambda d: (
     d.carry and d.parts > 1 and (d.weights != "none" or d.nan)
   ),
-  "integer carries over devices are not all counted": lambda d: False,
-  "padding steps the group of a partition that does not accumulate": lambda d: False,
   "float64 weights reach tx in float32": lambda d: (
     d.entry == "step+accumulate" and d.dtype == "float64" and d.weights == "fractions"
+  ),
+  "XLA fails where rows are over one device and a second axis has several": lambda d: (
+    d.place == "mesh" and d.devices == 1 and "model" in d.mesh
   ),
 }
 
@@ -177,13 +218,18 @@ def plainest_where_meaningless(draw: Draw) -> Draw:
   return draw
 
 
+def is_drawn(draw: Draw) -> bool:
+  """Whether `draw` can work, as far as is known."""
+  return not any(rule(draw) for rule in (*REFUSED.values(), *KNOWN.values()))
+
+
 def drawn(seed: int, index: int) -> Draw:
   """Draw number `index` of a seed; the same whatever was drawn before."""
   rng = np.random.default_rng((seed, index))
   while True:
     chosen = {name: of[rng.integers(len(of))] for name, of in CHOICES.items()}
     draw = plainest_where_meaningless(Draw(**chosen))
-    if not any(rule(draw) for rule in (*REFUSED.values(), *KNOWN.values())):
+    if is_drawn(draw):
       return draw
 
 
@@ -203,7 +249,7 @@ def shrunk(draw: Draw, fails: Any) -> Draw:
       if choice == getattr(draw, name):
         break
       plainer = plainest_where_meaningless(dataclasses.replace(draw, **{name: choice}))
-      if not any(rule(plainer) for rule in REFUSED.values()) and fails(plainer):
+      if is_drawn(plainer) and fails(plainer):
         draw = plainer
         break
   return draw

@@ -1,6 +1,7 @@
 """A draw's training run by the library, as users write one: every entry point, every placement."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from optax_accum import (
   make_train_step,
   microbatch_value_and_grad,
 )
-from support import cycles, devices, trees
+from support import cycles, devices, plain, trees
 from support.optimizers import DRAWN, GROUPS, mini_step, relaxed
 
 POSITIONAL = {"one": ["batch"], "two": ["x", "rest"], "named": [], "mixed": ["x"]}
 NAMED = {"one": [], "two": [], "named": ["batch"], "mixed": ["rest"]}
 COLLECTED = ("stack", "concat")  # of devices that call the library, each has its own
-AUX = ("mean", "sum", "max", "min", "last", "stack", "concat")
+AUX = {name: name for name in ("mean", "sum", "max", "min", "last", "stack", "concat")}
+AUX["constant"] = "last"
 
 
 class Run:
@@ -32,6 +34,7 @@ class Run:
     self.draw = draw
     self.positional = [*POSITIONAL[draw.batch]]
     self.positional += ["key"] * (draw.key in ("typed", "raw")) + ["carry"] * draw.carry
+    self.positional += ["further"] * (draw.further != "none")
     inner = relaxed(DRAWN[draw.optimizer]())
     self.tx = _wrapped(draw, inner) if draw.accumulates else inner
 
@@ -43,10 +46,10 @@ class Run:
     batch = named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
     if self.draw.batch_axis:
       batch = jax.tree.map(jnp.transpose, batch)
-    return batch, named.get("key"), named.get("carry")
+    return batch, named.get("key"), named.get("carry"), named.get("further", 1.0)
 
   def loss(self, params, *args, **kwargs):
-    batch, key, carry = self.unpacked(args, kwargs)
+    batch, key, carry, further = self.unpacked(args, kwargs)
     offset = jnp.zeros((), batch["x"].dtype)
     if key is not None:
       noise = jax.random.normal(key, (cycles.OUT,), jnp.float32)
@@ -54,6 +57,7 @@ class Run:
     if carry is not None:
       offset = offset + carry["mean"]
     size, loss = self.scored(params, batch, offset)
+    loss = loss * further
     aux = self.aux(batch, size)
     if carry is not None:
       rows, mean = batch["x"].shape[0], jnp.mean(batch["x"][:, 0])
@@ -63,7 +67,8 @@ class Run:
 
   def scored(self, params, batch, offset):
     """The size of every prediction, and the loss."""
-    if self.draw.mesh == "explicit+model":  # such axes want to be told where a product goes
+    if "explicit" in self.draw.mesh and "model" in self.draw.mesh:
+      # Such axes want to be told where a product goes.
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
     if self.draw.dtype == "bfloat16":
       params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
@@ -88,7 +93,8 @@ class Run:
       "min": lambda: jnp.min(size),
       "last": lambda: jnp.mean(jnp.real(batch["y"])),
       "stack": lambda: jnp.mean(size),
-      "concat": lambda: size,
+      "concat": lambda: size.T if self.draw.concat_axis else size,
+      "constant": lambda: 0.5,
     }
     if wanted == "all":
       return {name: found[name]() for name in AUX}
@@ -103,7 +109,7 @@ class Run:
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
     out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction, "unroll": draw.unroll}
     if draw.tail:
-      out["microbatch_size"] = cycles.full_size(draw) // (draw.devices if draw.local else 1)
+      out["microbatch_size"] = draw.full_size // (draw.devices if draw.local else 1)
     else:
       out["num_microbatches"] = draw.microbatches
     if draw.batch != "one":
@@ -118,10 +124,16 @@ class Run:
     if draw.weights != "none":
       out["weight_fn"] = self.weight
     if draw.aux != "none":
-      out["aux_reduction"] = {name: name for name in AUX} if draw.aux == "all" else draw.aux
+      out["aux_reduction"] = AUX if draw.aux == "all" else AUX[draw.aux]
       out["has_aux"] = not draw.carry
     if draw.local:
       out["axis_name"] = "data"
+    if draw.aux in ("concat", "all") and (draw.concat_axis or draw.batch_axis):
+      out["concat_axis"] = draw.concat_axis
+    if draw.carry_reduction != "default":
+      out["carry_reduction"] = plain.carry_reductions(draw)
+    if draw.accumulator_dtype != "default":
+      out["accumulator_dtype"] = draw.accumulator_dtype
     return out | {"skip_nonfinite": draw.nan}
 
   def arguments(self, batch, carry, key):
@@ -130,6 +142,9 @@ class Run:
       batch = jax.tree.map(lambda x: x.T, batch)
     rest = {"y": batch["y"], "mask": batch["mask"]}
     named = {"batch": batch, "x": batch["x"], "rest": rest, "carry": carry, "key": key}
+    named["further"] = cycles.FURTHER
+    if self.draw.further == "array":
+      named["further"] = jnp.asarray(cycles.FURTHER, batch["x"].dtype)
     kwargs = {name: named[name] for name in NAMED[self.draw.batch]}
     if self.draw.key == "named":
       kwargs["key"] = key
@@ -149,6 +164,8 @@ class Run:
     draw, options = self.draw, self.options()
     if draw.place == "mesh":
       options |= {"mesh": mesh_of(draw), "reduce_gradients": draw.reduce_gradients}
+      if "fsdp" in draw.mesh:
+        options["data_axis"] = ("data", "fsdp")
     return make_train_step(self.loss, self.tx, donate=draw.donate, **options)
 
   def step(self, params, state, carry, batch, key, flush):
@@ -192,6 +209,8 @@ class Run:
 def _wrapped(draw, inner):
   """`accumulate` around an optimizer, on its own or in a wrapper."""
   options = {"reduction": draw.reduction, "differentiable": draw.differentiable}
+  if draw.accumulator_dtype != "default":
+    options["accumulator_dtype"] = draw.accumulator_dtype
   if draw.streams:
     options["skip_fn"] = optax.skip_not_finite if draw.nan else None
     options["axis_name"] = "data" if draw.local else None
@@ -205,9 +224,17 @@ def _wrapped(draw, inner):
 
 
 def mesh_of(draw):
-  kind = devices.EXPLICIT if "explicit" in draw.mesh else devices.AUTO
-  shape = (draw.devices, 2) if "model" in draw.mesh else (draw.devices,)
-  return devices.make_mesh(*shape, kind=kind)
+  kinds, _, second = draw.mesh.partition("+")
+  shape, axes, kinds = (draw.devices,), ("data",), [kinds]
+  if second:
+    *other, name = second.split()
+    shape, axes = ((draw.devices, 2), ("data", "model"))
+    if name == "fsdp":
+      shape, axes = (draw.devices // 2, 2), ("data", "fsdp")
+    kinds += other or kinds
+  types = tuple(devices.EXPLICIT if kind == "explicit" else devices.AUTO for kind in kinds)
+  those = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+  return jax.sharding.Mesh(those, axes, axis_types=types)
 
 
 SPECS = {
@@ -215,6 +242,8 @@ SPECS = {
   "data": {"w": P("data"), "b": P(), "scale": P()},
   "model": {"w": P(None, "model"), "b": P("model"), "scale": P()},
   "data+model": {"w": P("data", "model"), "b": P("model"), "scale": P()},
+  "fsdp": {"w": P("fsdp"), "b": P("fsdp"), "scale": P()},
+  "data,fsdp": {"w": P(("data", "fsdp")), "b": P(), "scale": P()},
 }
 
 

@@ -60,6 +60,7 @@ DRAWN = {
     optax.sgd(0.2),
   ),
   "inject": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3)),
+  "lbfgs": lambda: optax.lbfgs(),
   "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.5),
   "linesearch": lambda: optax.chain(
     optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=12)

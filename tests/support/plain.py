@@ -42,7 +42,8 @@ def predict(params, batch, tanh=np.tanh):
 
 def loss_of(draw, params, batch, xp=np):
   """The loss of one whole batch."""
-  error = xp.abs(predict(params, batch, xp.tanh) - batch["y"]) ** 2
+  further = 1.0 if draw.further == "none" else cycles.FURTHER
+  error = further * xp.abs(predict(params, batch, xp.tanh) - batch["y"]) ** 2
   total = xp.sum(error * batch["mask"])
   return total / xp.sum(batch["mask"]) if draw.reduction == "mean" else total * sum_scale(draw)
 
@@ -51,7 +52,8 @@ def gradient(draw, params, batch):
   """The derivative of `loss_of`, written out. Complex ones have JAX's sign: dL/dx - i dL/dy."""
   t = np.tanh(batch["x"] @ params["w"] + params["b"])
   scale = 1 / batch["mask"].sum() if draw.reduction == "mean" else sum_scale(draw)
-  d_out = 2 * scale * batch["mask"] * np.conj(predict(params, batch) - batch["y"])
+  further = 1.0 if draw.further == "none" else cycles.FURTHER
+  d_out = 2 * further * scale * batch["mask"] * np.conj(predict(params, batch) - batch["y"])
   d_z = d_out * params["scale"] * (1 - t**2)
   d_scale = np.sum(d_out * t).real
   return {"w": batch["x"].T @ d_z, "b": d_z.sum(0), "scale": d_scale}
@@ -82,7 +84,7 @@ def offsets_and_carries(draw, call, carry):
 
 
 def next_carry(draw, call, carry):
-  """Over devices: floats weighted by what each device counted, integers the largest."""
+  """Over devices: by default floats weighted by what each counted, integers the largest."""
   if not draw.carry:
     return carry
   _, held = offsets_and_carries(draw, call, carry)
@@ -92,8 +94,23 @@ def next_carry(draw, call, carry):
   ]
   if not any(weights):
     return carry
-  means, seen = zip(*held.values(), strict=True)
-  return {"mean": np.average(means, weights=weights), "seen": max(seen)}
+  over_devices = {
+    "mean": lambda start, ends: np.average(ends, weights=weights),
+    "max": lambda start, ends: max(ends),
+    "min": lambda start, ends: min(ends),
+    "sum": lambda start, ends: start + sum(end - start for end in ends),
+  }
+  names = carry_reductions(draw)
+  each = zip(carry, zip(*held.values(), strict=True), strict=True)
+  return {key: over_devices[names[key]](carry[key], ends) for key, ends in each}
+
+
+def carry_reductions(draw):
+  """What `carry_reduction` is, or stands for where it is left out."""
+  name = draw.carry_reduction
+  if name in ("default", "mean"):
+    return {"mean": "mean", "seen": "max"}
+  return {"mean": name, "seen": name}
 
 
 def weight_of(call, m):
@@ -119,7 +136,8 @@ def aux_of(draw, call, params, carry):
     "aux min": min(size[at[id(m)]].min() for m in counted),
     "aux last": call.batch["y"][last.rows].real.astype(np.float64).mean(),
     "aux stack": np.array([size[at[id(m)]].mean() for m in call.microbatches]),
-    "aux concat": size[np.argsort(order)],
+    "aux concat": size[np.argsort(order)].T if draw.concat_axis else size[np.argsort(order)],
+    "aux constant": 0.5,
   }
 
 
@@ -191,7 +209,7 @@ def _step(draw, params, state, cycle, last, metrics, gradient):
     grads = gradient(draw, params, cycle)
   tx = (draw.optimizer, draw.wrap == "partition")
   update, extra_args = _update(*tx), {"value": jnp.asarray(metrics["loss"])}
-  if draw.optimizer == "linesearch":
+  if draw.optimizer in ("linesearch", "lbfgs"):
 
     def value_fn(params):
       return jnp.zeros(()) if last is None else loss_of(draw, params, last, jnp)
