@@ -9,6 +9,7 @@ from optax_accum._accumulate import accumulate as accumulate
 from optax_accum._accumulate import AccumulateTransformation as AccumulateTransformation
 from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
+from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
 from optax_accum._accumulate_state import has_updated as has_updated
 from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives

@@ -10,12 +10,14 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, stored
+from optax_accum import _check_call, _inplace, _skip, _validate
+from optax_accum._accumulate_state import AccumulateState, states_in, stored
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
-from optax_accum._mini_step import MiniSteps
+from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._reductions import REDUCTIONS
+from optax_accum._same_types import same_types
+from optax_accum._weighted_mean import as_weight
 
 Params = TypeVar("Params", bound=Any)
 
@@ -82,10 +84,14 @@ def accumulate(
   the parameters would take the accumulator's buffers, and everything would be copied.)
 
   ``update`` and ``apply`` take two more arguments. They pass all others (``value=``,
-  ``value_fn=`` ...) to `inner`, which gets those of the call that emits.
+  ``value_fn=`` ...) to `inner`, which gets those of the call that emits. A misspelt one of the two
+  (``weights=``) is an error.
 
   - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
-    its rows, or its valid tokens. Default 1.
+    its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30. Where
+    the total of traced ones is below that or above 1e36, the step is NaN. A weight of exactly 0
+    leaves the gradient out of the derivative with respect to the weight too: let weights that are
+    learned start above 0.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -111,8 +117,12 @@ def accumulate(
   Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that
   is not skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
 
+  What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call: each
+  microbatch is clipped by itself, and what keeps moments sees zeros between the steps. The whole
+  batch's step is ``accumulate(chain(clip, adam), k)``.
+
   Args:
-    inner: Any optax transformation, also a whole `optax.chain`.
+    inner: Any optax transformation, also a whole `optax.chain`: all that shall see the mean.
     every_k: Mini steps in a cycle: an int of at least 1, or a schedule, evaluated under jit, from
       the int32 gradient step to an integer. With 1 there is no accumulator. Without `skip_fn` or
       traced weights there is no branch either: the step is `inner`'s.
@@ -126,9 +136,10 @@ def accumulate(
       `jax.shard_map`. Each device accumulates its own gradients. They are summed over the axis
       once, when the cycle emits. With `skip_fn` or a traced ``weight`` or ``flush`` every call
       exchanges up to three numbers: any device that skips or flushes does so for all. `shard_map`
-      needs specs for the state: `accumulate_specs`. Without `axis_name`, reduce the gradients
-      yourself. Otherwise every device takes a step of its own, unnoticed: JAX cannot tell in
-      `pmap`, nor with ``check_vma=False``.
+      needs specs for the state: `accumulate_specs`. A checkpoint in mid-cycle holds the state of
+      all devices (see `AccumulateState`): flax's ``unreplicate`` drops all gradients but one
+      device's. Without `axis_name`, reduce the gradients yourself. Otherwise every device takes a
+      step of its own, unnoticed: JAX cannot tell in `pmap`, nor with ``check_vma=False``.
     differentiable: Whether reverse-mode differentiation can pass through a call. It costs copies
       on GPUs.
 
@@ -137,10 +148,12 @@ def accumulate(
 
   Raises:
     TypeError: `inner` is not a transformation, `every_k` is not an int, or an argument or
-      gradient has the wrong dtype.
+      gradient has the wrong dtype. `inner` changes a dtype of its state so that keeping the old
+      one would lose something. An extra argument is nearly ``weight`` or ``flush``.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
-      parameters in tree or shape, ``weight`` is negative, or `axis_name` is not bound. With
-      ``check_vma=True`` also: the gradients were summed over `axis_name` already.
+      parameters in tree or shape, ``weight`` is negative or out of range, `axis_name` is not
+      bound, or the state is not an `AccumulateState`, or not of these options. With
+      ``check_vma=True`` also: a gradient was summed over `axis_name` already.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -204,6 +217,7 @@ class _Accumulation(MiniSteps):
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
+      weight_rest=jnp.zeros((), jnp.result_type(float)),
     )
     return stored(state, self.axis_name)
 
@@ -218,6 +232,7 @@ class _Accumulation(MiniSteps):
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
+    updates = _check_call.checked("update", updates, state, params, extra_args)
     step = self.add(updates, state, params, weight, flush)
     run = functools.partial(self._run_inner, step, updates, extra_args, params)
     if step.emit is True:
@@ -230,7 +245,7 @@ class _Accumulation(MiniSteps):
 
     def emitted(operand: tuple[list[jax.Array], Any]) -> tuple[list[jax.Array], Any]:
       new, inner_state = run(shared.sums(operand[0]), operand[1])
-      return jax.tree.leaves(new), inner_state
+      return shared.filled(new), inner_state
 
     buffers, inner_state = _inplace.update_if(
       step.emit, emitted, (shared.buffers, state.inner_opt_state), self.differentiable
@@ -252,13 +267,14 @@ class _Accumulation(MiniSteps):
     """`update` and `optax.apply_updates`, with both inside the conditional."""
     if params is None:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
+    updates = _check_call.checked("apply", updates, state, params, extra_args)
     step = self.add(updates, state, params, weight, flush)
 
     def emitted(operand: tuple[Params, Any]) -> tuple[Params, Any]:
       params, inner_state = operand
       run = functools.partial(self._run_inner, step, updates, extra_args)
       new, inner_state = run(params, step.total, inner_state)
-      return optax.apply_updates(params, new), inner_state
+      return same_types("params", optax.apply_updates(params, new), params), inner_state
 
     params, inner_state = _inplace.update_if(
       step.emit, emitted, (params, state.inner_opt_state), self.differentiable
@@ -269,14 +285,20 @@ class _Accumulation(MiniSteps):
     self, step: MiniStep, updates: Any, extra_args: Any, params: Any, total: Any, inner_state: Any
   ) -> tuple[optax.Updates, optax.OptState]:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
-    kind, axis_name, weight = self.reduction, self.axis_name, step.cycle_weight
+    kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
         total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
       reduced = jax.tree.map(
         lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
       )
-      return self.inner.update(reduced, inner_state, params, **extra_args)
+      # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
+      sends = kind.name == "mean" and bool(states_in(inner_state))
+      if sends:
+        extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
+      with weight_is_sent(sends):
+        new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
+    return new, same_types("inner_opt_state", new_state, inner_state)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:
     return stored(step.state._replace(inner_opt_state=inner_state), self.axis_name)

@@ -1,4 +1,4 @@
-"""`AccumulateState`, `has_updated` and `accumulate_specs`; and what of a state is each device's."""
+"""`AccumulateState`, and what is done with one; and what of it is each device's."""
 
 from collections.abc import Callable
 import functools
@@ -7,14 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 import optax
 
-from optax_accum import _across_devices
+from optax_accum import _across_devices, _weighted_mean
 from optax_accum._across_devices import AxisName
 
 
 class AccumulateState(NamedTuple):
-  """State of `accumulate`; the first five fields are those of `optax.MultiStepsState`.
+  """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
+
+  Their contents differ: `acc_grads` is a sum here and a running mean there. Convert such a state
+  with `from_multi_steps`.
 
   Attributes:
     mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
@@ -27,9 +31,14 @@ class AccumulateState(NamedTuple):
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
     has_updated: bool scalar, whether the last call emitted. Set by every call.
+    weight_rest: float scalar like `acc_weight`, what rounding took from it: their sum is exact
+      where `acc_weight` alone, of counts of tokens, is not.
 
   With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
-  of length 1 on a device, and of all devices outside `jax.shard_map`.
+  of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
+  ``jax.device_get(state)``, and restore it on as many devices. ``flax.jax_utils.unreplicate`` keeps
+  one device's gradients: in mid-cycle those of the others are lost. Use it only while `mini_step`
+  is 0.
   """
 
   mini_step: jax.Array
@@ -39,6 +48,7 @@ class AccumulateState(NamedTuple):
   skip_state: Any
   acc_weight: jax.Array
   has_updated: jax.Array
+  weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -66,6 +76,64 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   """
   states = _required("has_updated", opt_state)
   return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+
+
+def from_multi_steps(
+  state: optax.MultiStepsState, *, use_grad_mean: bool = True
+) -> AccumulateState:
+  """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
+
+  `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
+  sum. Each of the mini steps before has weight 1. Build ``accumulate(inner, every_k)`` around
+  the same `inner`, with the same `skip_fn`.
+
+  Args:
+    state: what `optax.MultiSteps` returned, also as restored from a checkpoint. May be traced.
+    use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
+      ``accumulate(..., reduction="sum")`` goes on with it.
+
+  Returns:
+    An `AccumulateState`. ``acc_grads`` are in float32 or better; `optax.MultiSteps` may hold them
+    in less. ``skip_state`` and ``inner_opt_state`` are as they were. ``has_updated`` is what
+    `optax.MultiSteps.has_updated` says: True where a cycle has just ended. With ``every_k=1``
+    replace ``acc_grads`` by ``()``. With `axis_name` take over the end of a cycle alone: a new
+    init, with ``gradient_step`` and ``inner_opt_state`` replaced.
+
+  Raises:
+    TypeError: `state` is not an `optax.MultiStepsState`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> old, new = optax.MultiSteps(optax.sgd(1.0), 2), optax_accum.accumulate(optax.sgd(1.0), 2)
+    >>> params = jnp.zeros(2)
+    >>> _, state = old.update(jnp.array([4.0, 0.0]), old.init(params), params)
+    >>> state = optax_accum.from_multi_steps(state)
+    >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params)
+    >>> print(params)
+    [-2. -2.]
+  """
+  if not isinstance(state, optax.MultiStepsState):
+    raise TypeError(
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
+      " Where that is part of a larger state, such as a chain's, replace it there, with"
+      " jax.tree.map and is_leaf."
+    )
+  mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
+
+  def summed(x: jax.Array) -> jax.Array:
+    x = jnp.asarray(x)
+    x = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
+    return x * mini_step.astype(x.dtype) if use_grad_mean else x
+
+  return AccumulateState(
+    mini_step=mini_step,
+    gradient_step=gradient_step,
+    inner_opt_state=state.inner_opt_state,
+    acc_grads=jax.tree.map(summed, state.acc_grads),
+    skip_state=state.skip_state,
+    acc_weight=mini_step.astype(jnp.result_type(float)),
+    has_updated=(mini_step == 0) & (gradient_step > 0),
+  )
 
 
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
@@ -162,17 +230,7 @@ def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateStat
 
 def loaded(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
   """The state of a device, from the one that was stored."""
-
-  def own(x: jax.Array) -> jax.Array:
-    if x.shape[:1] != (1,):
-      raise ValueError(
-        f"acc_grads or skip_state has a leaf of shape {x.shape} on a device; with axis_name it"
-        " starts with an axis of length 1, as init makes it: in jax.shard_map, run init and update"
-        " with the specs of optax_accum.accumulate_specs."
-      )
-    return jnp.squeeze(x, 0)
-
-  return state if axis_name is None else _map_local(own, state)
+  return state if axis_name is None else _map_local(lambda x: jnp.squeeze(x, 0), state)
 
 
 def _map_local(fun: Callable[[Any], Any], state: AccumulateState) -> AccumulateState:

@@ -14,7 +14,7 @@ from optax_accum import _validate, _weighted_mean
 from optax_accum._accumulate_state import AccumulateState
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import Flag
-from optax_accum._weighted_mean import Weight
+from optax_accum._weighted_mean import Weight, WeightSum
 
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
@@ -31,6 +31,7 @@ class MiniStep(NamedTuple):
   """What one call adds up and decides, before `inner` runs."""
 
   total: optax.Updates  # the cycle's weighted sum of gradients on this device
+  divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
   emit: Flag  # whether the cycle ends with this call
   state: AccumulateState  # the next state but for `inner_opt_state`
@@ -55,7 +56,8 @@ class EveryCall:
     _check_every_k(updates, state.acc_grads, "every_k=1", accumulates=False)
     emit = True if skip is False else jnp.logical_not(skip)
     if self.reduction == "mean" and self.axis_name is None:
-      return MiniStep(updates, 1.0, emit, state)
+      return MiniStep(updates, 1.0, weights.over_devices, emit, state)
+    counted = weights.over_devices
     if self.reduction == "mean" and isinstance(weights.local, (int, float)):
       weights = Weights(1.0, lax.axis_size(self.axis_name))
 
@@ -63,7 +65,8 @@ class EveryCall:
       wide = _weighted_mean.accumulator_dtype(g.dtype, self.accumulator_dtype)
       return _weighted_mean.weigh(g, weights.local, g.dtype if self.axis_name is None else wide)
 
-    return MiniStep(jax.tree.map(weighed, updates), weights.over_devices, emit, state)
+    total = jax.tree.map(weighed, updates)
+    return MiniStep(total, weights.over_devices, counted, emit, state)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -95,20 +98,34 @@ class Cycle:
     k = _check_k(k(state.gradient_step)) if callable(k) else k
     emit = (counted & (mini_step >= k)) | (flush & (mini_step > 0))
     first = state.mini_step == 0
+    weight_sum, weight = _weigh(state, weights)
 
     # The first mini step overwrites: selecting is free where zeroing after the cycle costs
     # a pass over the accumulators, and an inf cannot get past it.
     def added(acc: jax.Array, g: jax.Array) -> jax.Array:
-      return jnp.where(first, 0, acc) + _weighted_mean.weigh(g, weights.local, acc.dtype)
+      return jnp.where(first, 0, acc) + _weighted_mean.weigh(g, weight, acc.dtype)
 
     total = jax.tree.map(added, state.acc_grads, updates)
-    cycle_weight = state.acc_weight + weights.over_devices
+    kept = jax.tree.map(lambda x: jnp.where(emit, jnp.zeros_like(x), x), weight_sum)
     state = state._replace(
       mini_step=jnp.where(emit, 0, mini_step),
       acc_grads=total,
-      acc_weight=jnp.where(emit, jnp.zeros_like(cycle_weight), cycle_weight),
+      acc_weight=kept.total,
+      weight_rest=kept.rest,
     )
-    return MiniStep(total, cycle_weight, emit, state)
+    return MiniStep(total, weight_sum.total, weight_sum.total, emit, state)
+
+
+def _weigh(state: AccumulateState, weights: Weights) -> tuple[WeightSum, Weight]:
+  """The cycle's sum of weights with one more, and what this device's gradients weigh."""
+  dtype, local = state.acc_weight.dtype, weights.local
+  before = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
+  added = jnp.asarray(weights.over_devices, dtype)
+  weight_sum, grown = before.add(added)
+  if isinstance(local, (int, float)) and local == 1:  # nothing to multiply with
+    return weight_sum, local
+  share = local / jnp.where(added == 0, 1, added)  # of this device in all
+  return weight_sum, grown * share
 
 
 def gradients_like(params: optax.Params) -> optax.Updates:

@@ -75,9 +75,14 @@ def varying(tree: Any, axis_name: AxisName | None) -> Any:
   if axis_name is None:
     return tree
   check_bound(axis_name)
-  axes = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
-  mapped = set(axes) & set(jax.sharding.get_abstract_mesh().manual_axes)  # `vmap` has no types
+  mapped = set(_axes(axis_name)) & set(
+    jax.sharding.get_abstract_mesh().manual_axes
+  )  # `vmap` has no types
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
+
+
+def _axes(axis_name: AxisName) -> Sequence[Hashable]:
+  return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -85,14 +90,32 @@ def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
   return lax.psum(held, axis_name)
 
 
+def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """`x`, which all devices have the same of, also in its type."""
+  return of_first(x, axis_name) if varying_axes(x) & set(_axes(axis_name)) else x
+
+
+def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """What the first device holds."""
+  return _of_one(x, axis_name, lax.axis_index(axis_name) == 0)
+
+
 def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
   """What the last device holds that has `counted` true; zeros where none has."""
   index = lax.axis_index(axis_name)
   rank = _weighted_mean.select(counted, index, jnp.full_like(index, -1))
   last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
-  number = held.astype(_weighted_mean.accumulator_dtype(held.dtype))
-  chosen = _weighted_mean.select(last, number, jnp.zeros_like(number))
-  return lax.psum(chosen, axis_name).astype(held.dtype)
+  return _of_one(held, axis_name, last)
+
+
+def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
+  """What the device holds where `chosen` is true; zeros where none is."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = _of_one(jax.random.key_data(x), axis_name, chosen)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  number = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
+  number = _weighted_mean.select(chosen, number, jnp.zeros_like(number))
+  return lax.psum(number, axis_name).astype(x.dtype)
 
 
 def sum_scattered(held: jax.Array, axis_name: AxisName, dimension: int) -> jax.Array:

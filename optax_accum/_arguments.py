@@ -48,6 +48,16 @@ def find_slots(
   return tuple(slots)
 
 
+def only(option: str, slots: Sequence[Slot]) -> tuple[Slot, ...]:
+  """The one argument that `option=None` can mean."""
+  if len(slots) != 1:
+    raise ValueError(
+      f"{option}=None is the only argument, and this call has {len(slots)}: {list(slots)}. Name"
+      f" those that are split, e.g. {option}=1 where argument 0 is the parameters, or {option}=0."
+    )
+  return tuple(slots)
+
+
 def _positional_names(fun: Callable[..., Any]) -> list[str]:
   try:
     parameters = inspect.signature(fun).parameters.values()

@@ -22,14 +22,14 @@ def update_if(
   The loop below runs zero times or once. XLA updates the carry of a loop in place on
   every backend, where XLA for GPU copies each operand and result of a conditional.
 
-  The results of `fun` are cast to the dtypes of `operand`, because a loop's carry has one type.
-  A Python bool as `pred` leaves no conditional in the program, and the results as they are.
+  A loop's carry has one type, so `fun` must return the tree, shapes and dtypes of `operand`: see
+  `same_types`. A Python bool as `pred` leaves no conditional in the program.
   `differentiable` uses ``lax.cond``, which reverse-mode differentiation can pass and a loop
   cannot. (Forward mode and `vmap` pass both.)
   """
 
   def run(operand: Operand) -> Operand:
-    return jax.tree.map(_cast_like, fun(operand), operand)
+    return jax.tree.map(_vary_like, fun(operand), operand)
 
   if isinstance(pred, bool):
     return fun(operand) if pred else operand
@@ -40,11 +40,9 @@ def update_if(
   return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
 
 
-def _cast_like(value: jax.Array, like: jax.Array) -> jax.Array:
-  value = jnp.asarray(value)
-  value = value if value.dtype == like.dtype else value.astype(like.dtype)
+def _vary_like(value: jax.Array, like: jax.Array) -> jax.Array:
   # In shard_map, what devices may disagree about is part of a carry's type too.
-  return _across_devices.vary_like(value, like)
+  return _across_devices.vary_like(jnp.asarray(value), like)
 
 
 class OutputBuffers:
@@ -69,6 +67,11 @@ class OutputBuffers:
     """`total`, with the buffers instead of those of its leaves that they share."""
     sums = self._choose(buffers, self._sums) if any(self._shared) else self._sums
     return self._trees[0].unflatten(sums)
+
+  def filled(self, updates: optax.Updates) -> list[jax.Array]:
+    """The buffers with `updates` in them, in the dtypes of the buffers, which hold theirs."""
+    leaves = jax.tree.leaves(updates)
+    return [jnp.asarray(x).astype(b.dtype) for x, b in zip(leaves, self.buffers, strict=True)]
 
   def updates(self, buffers: list[jax.Array], emit: Flag) -> optax.Updates:
     """What is in the buffers where the cycle emits, and else zeros."""

@@ -1,6 +1,7 @@
 """A loss run in microbatches: its value, or value and gradient, on one device or over a mesh."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -8,12 +9,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum import _across_devices, _arguments, _reductions, _scan, _validate
+from optax_accum import (
+  _across_devices,
+  _arguments,
+  _reduction_trees,
+  _roles,
+  _rows,
+  _scan,
+  _validate,
+)
 from optax_accum._arguments import Slot
 from optax_accum._mesh import DataParallel
+from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Sharded, Whole
-from optax_accum._split import batch_rows, Call, Split
+from optax_accum._split import Call, Split
 
 
 class Outputs(NamedTuple):
@@ -36,24 +46,29 @@ class LocalLoss:
   split: Split
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
 
-  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
-    """The loss alone."""
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
+    positions = self._positions(args)
     args = (self.shards.gather_before_scan(args[0]), *args[1:])
-    call = Call(self.fun, self._evaluate, self.split, args, kwargs)
+    call = Call(self.fun, self._evaluate, self.split, args, kwargs, positions, weights)
     return _scan.run(call, Outputs(self.reduction, None, None)).outputs.loss
 
-  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
-    wanted = _arguments.names_or_positions("argnums", self.argnums, int)
-    positions: Any = _arguments.find_slots("argnums", wanted, self.fun, args, {})
+    positions = self._positions(args)
     args = (self.shards.gather_before_scan(args[0]), *args[1:])
     for i in positions:
       _check_differentiable(f"argument {i}", args[i])
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions)
+    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions, weights)
     grads = self.shards.gradients(self.reduction)
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
+
+  def _positions(self, args: Any) -> Any:
+    """The positions of what is differentiated."""
+    wanted = _arguments.names_or_positions("argnums", self.argnums, int)
+    return _arguments.find_slots("argnums", wanted, self.fun, args, {})
 
   def _evaluate(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
@@ -65,17 +80,23 @@ class LocalLoss:
     params = self.shards.gather_in_scan(*args)
     value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
-    _reductions.match("aux_reduction", self.aux_reduction, aux)
+    _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
     return carry, Outputs(loss, aux, grads)
 
   def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
-    out = self.fun(*args, **kwargs)
+    with self._explained(args, kwargs):
+      out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
     _check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
+
+  def _explained(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
+    if self.split.batch_argnums is not None:
+      return contextlib.nullcontext()
+    return _roles.explained(lambda: self.split.roles(self.fun, args, kwargs, self._positions(args)))
 
   def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
@@ -102,18 +123,18 @@ class MeshLoss:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
     split, parallel = self.local.split, self.parallel
     params, opt_state, *others = args
-    slots = split.batch_slots(self.local.fun, (params, *others), kwargs)
+    axes = split.roles(self.local.fun, (params, *others), kwargs, (0,)).batch
 
     def put(slot: Slot, x: Any) -> Any:
-      if slot in slots:
-        return parallel.place_batch(f"batch argument {slot!r}", x, split.batch_axis)
+      if slot in axes:
+        return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
       return parallel.place(f"argument {slot!r}", x)
 
     held = parallel.place("params", params), parallel.place("opt_state", opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(getattr(x, "sharding", None) for x in leaves)
-    loss = _PlacedLoss(self.local, parallel, slots, treedef, shardings)
+    loss = _PlacedLoss(self.local, parallel, tuple(axes.items()), treedef, shardings)
     return loss, (*held, *others), {name: put(name, x) for name, x in kwargs.items()}
 
 
@@ -122,7 +143,7 @@ class _PlacedLoss(NamedTuple):
 
   local: LocalLoss
   parallel: DataParallel
-  slots: tuple[Slot, ...]  # the batch arguments
+  batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
 
@@ -137,55 +158,67 @@ class _PlacedLoss(NamedTuple):
     specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
     return Sharded(specs[0], self.parallel.axis, self.parallel.reduce_in_loop)
 
-  def value(self, /, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
-    return self._on_each_device(LocalLoss.value, PartitionSpec(), args, kwargs)
+    return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
 
-  def value_and_grad(self, /, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
-    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same)
-    out = self._on_each_device(LocalLoss.value_and_grad, specs, args, kwargs)
+    devices_own = PartitionSpec(self.parallel.axis)
+    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same, devices_own)
+    out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     grads = self.parallel.like(out.outputs.grads, self.out_shardings[0])
-    return out._replace(outputs=out.outputs._replace(grads=grads))
+    kinds = self.local.aux_reduction
+    aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
+    return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
-  def _on_each_device(self, method: Any, out_specs: Any, args: Any, kwargs: Any) -> Any:
+  def _on_each_device(
+    self, method: Any, out_specs: Any, weights: Any, args: Any, kwargs: Any
+  ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
     arguments = {**dict(enumerate(args)), **kwargs}
-    axis, shards = self.local.split.batch_axis, self._shards
-    rows = batch_rows(self.slots, [arguments[slot] for slot in self.slots], axis)
+    axes, shards = dict(self.batch), self._shards
+    rows = _rows.batch_rows(axes, arguments)
     split = self.parallel.local_split(self.local.split, rows)
-    local = dataclasses.replace(self.local, split=split, shards=shards)
+    aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
+    local = dataclasses.replace(self.local, split=split, shards=shards, aux_reduction=aux_reduction)
 
     def spec(slot: Slot, tree: Any) -> Any:
       if slot == 0:
         return shards.specs
-      if slot in self.slots:
-        return jax.tree.map(lambda x: self.parallel.batch_spec(x, axis), tree)
+      if slot in axes:
+        return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
       return jax.tree.map(lambda _: PartitionSpec(), tree)
 
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
     mapped = jax.shard_map(
-      lambda args, kwargs: method(local, *args, **kwargs),
+      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
       mesh=self.parallel.mesh,
-      in_specs=in_specs,
+      in_specs=(PartitionSpec(self.parallel.axis), *in_specs),
       out_specs=out_specs,
       axis_names={self.parallel.axis},  # other axes of the mesh are left to the compiler
     )
-    return mapped(*jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
+    return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
 
 
 def local_loss(
-  fun: Any, argnums: Any, has_aux: bool, reduction: str, aux_reduction: Any, split: Split
+  fun: Any,
+  argnums: Any,
+  has_aux: bool,
+  reduction: str,
+  aux_reduction: Any,
+  concat_axis: int | None,
+  split: Split,
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   positions = _arguments.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
-  kind = _reductions.REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
-  aux_kinds = _reductions.named("aux_reduction", aux_reduction)
+  kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, aux_kinds, split)
 
 

@@ -60,7 +60,10 @@ class DataParallel:
         f" {f'{size - size % devices} or ' * (size > devices)}{size + devices - size % devices}."
       )
     return dataclasses.replace(
-      split, axis_name=self.axis, microbatch_size=None if size is None else size // devices
+      split,
+      axis_name=self.axis,
+      microbatch_size=None if size is None else size // devices,
+      rows=rows,
     )
 
   def _check_rows(self, rows: int) -> None:

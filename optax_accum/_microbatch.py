@@ -6,9 +6,9 @@ from typing import Any, cast, Literal, ParamSpec, TypeVar
 
 from jax.typing import DTypeLike
 
-from optax_accum import _loss, _reductions, _scan
+from optax_accum import _loss, _reduction_trees, _scan
 from optax_accum._across_devices import AxisName
-from optax_accum._reductions import ReductionTree
+from optax_accum._reduction_trees import ReductionTree
 from optax_accum._split import Call, Split, WeightFn
 
 Args = ParamSpec("Args")
@@ -19,13 +19,14 @@ def microbatch(
   fun: Callable[Args, Out],
   *,
   reduction: ReductionTree,
-  batch_argnums: int | Sequence[int] = 0,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] = (),
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
-  batch_axis: int = 0,
+  batch_axis: int | tuple[int, ...] = 0,
+  concat_axis: int | None = None,
   weight_fn: WeightFn | None = None,
-  rng_argnums: int | Sequence[int] = (),
+  rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   accumulator_dtype: DTypeLike | None = None,
   axis_name: AxisName | None = None,
@@ -41,14 +42,20 @@ def microbatch(
     reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
       tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
       ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. The last needs outputs
-      with the microbatch's rows as their leading axis, and keeps the order of the batch.
-    batch_argnums: The positions of the arguments that are split.
+      that have the microbatch's rows on `concat_axis`, and keeps the order of the batch.
+    batch_argnums: The positions of the arguments that are split. Default: the only argument that is
+      no key; with several, say which (the first may well be parameters). With `batch_argnames`
+      alone, those; a call in which another argument has as many rows is then an error.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
     microbatch_size: The rows of one microbatch. The last one may be smaller.
-    batch_axis: The axis that is split, of every leaf of the batch.
+    batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
+      argument, in the order of `batch_argnums` and then of `batch_argnames`.
+    concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
+      not 0 it must be given, because shapes do not tell which axis of an output has the rows.
     weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
-    rng_argnums: The positions of random keys, which get the microbatch's index folded in.
+    rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
+      none, and a call with a typed key that is not named is an error; ``()`` shares keys.
     rng_argnames: The names of such keyword arguments.
     accumulator_dtype: The dtype that sums and means are added up in.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
@@ -76,7 +83,7 @@ def microbatch(
     microbatch may be smaller, microbatches may have weights, and keys are folded.
   """
   split = Split.of(locals())
-  reductions = _reductions.named("reduction", reduction)
+  reductions = _reduction_trees.named("reduction", reduction, concat_axis, split.batch_axis)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
@@ -93,15 +100,17 @@ def microbatch_value_and_grad(
   *,
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
-  batch_argnums: int | Sequence[int] = 1,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] = (),
-  batch_axis: int = 0,
+  batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
-  rng_argnums: int | Sequence[int] = (),
+  concat_axis: int | None = None,
+  rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
+  carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
   axis_name: AxisName | None = None,
@@ -141,9 +150,13 @@ def microbatch_value_and_grad(
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
     microbatch_size: The rows of one microbatch. The last one may be smaller.
     batch_argnums: The positions of the arguments that are split. Each is a pytree of arrays,
-      and all arrays have the same number of rows. Default 1: ``fun(params, batch)``.
+      and all arrays have the same number of rows. Default: 1, ``fun(params, batch)``, and a call in
+      which another argument has as many rows is an error, because ``fun(params, x, y)`` may well
+      broadcast and not fail where only ``x`` is split. Name both, ``(1, 2)``; an explicit ``1``
+      says that every microbatch gets all of ``y``.
     batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis that is split, of every leaf of the batch.
+    batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
+      argument, in the order of `batch_argnums` and then of `batch_argnames`.
     reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their plain,
       unweighted sum, for a loss that is a sum over rows (a weight of zero still leaves a
       microbatch out).
@@ -153,20 +166,29 @@ def microbatch_value_and_grad(
       Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
+    concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
+      given where a `batch_axis` is not 0.
     rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i
       gets ``jax.random.fold_in(key, i)``, also where there is only one, so no two microbatches
-      share noise. With `axis_name` the device's index is folded in first.
+      share noise. With `axis_name` the device's index is folded in first. Default: none, and a
+      call with a typed key that is not named is an error, because all microbatches would have the
+      same noise; ``()`` says that they are to share it.
     rng_argnames: The names of such keyword arguments.
     carry_argnum: The position of an argument that is threaded through the microbatches, such as
       batch statistics: each microbatch gets what the one before returned. N updates with
       momentum m then weigh as one with m**N.
+    carry_reduction: With `axis_name`, how the devices' carries become one: a word or a prefix tree
+      of words. ``"mean"``, the default for floats, is weighted by what each device counted.
+      ``"max"``, the default for integers, is right for step counts. ``"sum"`` is the start plus
+      every device's increment, for counts of rows. Or ``"min"``. Each device folds its index into
+      a typed key on the way in, and the first device's key comes out.
     accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
       "stack" and "concat" still have its values.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. Gradients
-      stay on their device during the scan. Gradients and weights are reduced once, after it. A
-      carry is averaged. ``"stack"`` and ``"concat"`` keep each device's own values.
+      stay on their device during the scan. Gradients and weights are reduced once, after it, a
+      carry as `carry_reduction` says. ``"stack"`` and ``"concat"`` keep each device's own values.
     unroll: As in `jax.lax.scan`. The default 1 is right unless the body is tiny.
 
   Returns:
@@ -196,12 +218,12 @@ def microbatch_value_and_grad(
     last microbatch may be smaller, microbatches may have weights, bfloat16 gradients are added
     up in float32, keys are folded, and statistics are threaded through.
   """
-  split = Split.of(locals())
-  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, split)
+  split = Split.of(locals(), default_argnum=1)
+  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, concat_axis, split)
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:
-    reduced = loss.value_and_grad(*args, **kwargs)
+    reduced = loss.value_and_grad(None, *args, **kwargs)
     value, out = reduced.outputs.loss, reduced.outputs
     if reduced.carry:
       value = (value, (*reduced.carry, out.aux))

@@ -1,5 +1,8 @@
 """One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
 
+from collections.abc import Iterator
+import contextlib
+import contextvars
 import dataclasses
 from typing import Any
 
@@ -10,12 +13,31 @@ from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _accumulate_state, _across_devices, _skip, _validate, _weighted_mean
+from optax_accum import (
+  _accumulate_state,
+  _across_devices,
+  _check_call,
+  _skip,
+  _validate,
+  _weighted_mean,
+)
 from optax_accum._accumulate_state import AccumulateState
 from optax_accum._accumulators import Cycle, EveryCall, MiniStep, Weights
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import Flag
 from optax_accum._weighted_mean import Weight
+
+_weight_is_sent = contextvars.ContextVar("weight_is_sent", default=False)
+
+
+@contextlib.contextmanager
+def weight_is_sent(sent: bool) -> Iterator[None]:
+  """Whether a caller of ours gives `weight` to the transformation that it runs here."""
+  token = _weight_is_sent.set(sent)
+  try:
+    yield
+  finally:
+    _weight_is_sent.reset(token)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -31,13 +53,22 @@ class MiniSteps:
     self, updates: Any, state: AccumulateState, params: Any, weight: ArrayLike, flush: Flag
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
+    _check_call.check_state(state, self.skip_fn is not None)
     if self.axis_name is not None:
       _check_not_reduced(updates, self.axis_name)
+      _check_call.check_device_axis(state, updates)
     state = _accumulate_state.loaded(state, self.axis_name)
+    if _weight_is_sent.get() and isinstance(weight, float):
+      raise ValueError(
+        "accumulate did not get the weight that was passed to the optimizer, which one of the"
+        " transformations around accumulate drops, with all extra arguments: put accumulate around"
+        " that transformation, as in accumulate(transformation(optimizer), every_k)."
+      )
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
-    local_weight: Any = weight
-    if not isinstance(weight, (int, float)) or weight == 0:
+    if isinstance(weight, (int, float)) and weight != 0:
+      local_weight: Weight = float(weight)
+    else:
       local_weight = _weighted_mean.as_weight(weight).astype(state.acc_weight.dtype)
     flush = _check_flush(flush)
     skip: Flag = False
@@ -45,6 +76,7 @@ class MiniSteps:
       skip, info = _skip.asked(self.skip_fn, updates, state.gradient_step, params)
       if isinstance(local_weight, jax.Array):  # what has no weight may be NaN: no cause to skip
         skip = skip & _weighted_mean.counts(local_weight)
+      _check_call.check_info(info, state.skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
       state = state._replace(skip_state=info)
 
@@ -94,17 +126,18 @@ def _check_flush(value: Any) -> bool | jax.Array:
 
 
 def _check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
-  """Checks that gradients were not reduced over the devices yet, where the types say so."""
+  """Checks that no gradient was reduced over the devices yet, where the types say so."""
   _across_devices.check_bound(axis_name)
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  # A gradient of zero is no exception: it varies as its parameter does.
   known = _across_devices.varying_axes(_across_devices.varying(jnp.zeros(()), axis_name))
-  leaves = jax.tree.leaves(updates)
-  missing = known.difference(*map(_across_devices.varying_axes, leaves))
-  if leaves and missing:
-    raise ValueError(
-      f"The gradients are the same on all devices of the axes {sorted(missing)} of"
-      f" axis_name={axis_name!r}, so they were reduced in this microbatch, and accumulate would"
-      " reduce them again. Gradients of parameters that are the same on all devices are *summed*"
-      " by JAX: differentiate with respect to"
-      f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out.'
-    )
+  for name, leaf in _validate.named_leaves("updates", updates):
+    if missing := known.difference(_across_devices.varying_axes(leaf)):
+      raise ValueError(
+        f"{name} is the same on all devices of the axes {sorted(missing)} of"
+        f" axis_name={axis_name!r}, so it was reduced in this microbatch, and accumulate would"
+        " reduce it again. Gradients of parameters that are the same on all devices are *summed*"
+        " by JAX: differentiate with respect to"
+        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. (Cast'
+        " gradients that you made yourself, such as zeros, in the same way.)"
+      )

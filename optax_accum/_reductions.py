@@ -1,8 +1,8 @@
 """The reductions of a function's outputs over microbatches and devices: one object for each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 import dataclasses
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -14,17 +14,6 @@ from optax_accum._across_devices import AxisName
 from optax_accum._weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
-ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
-
-
-class _Dataclass(Protocol):
-  __dataclass_fields__: ClassVar[dict[str, Any]]
-
-
-# Names at the leaves. (A `Sequence` would let any string pass a type checker.)
-ReductionTree: TypeAlias = (
-  ReductionName | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
-)
 
 
 class Reduction:
@@ -75,6 +64,14 @@ class Reduction:
 
   def only(self, value: jax.Array) -> jax.Array:
     """The reduced value where there is one microbatch, which counts."""
+    return value
+
+  def rows_first(self) -> "Reduction":
+    """The same, with what is collected on the first axis: that of the devices of a mesh."""
+    return self
+
+  def rows_back(self, value: jax.Array) -> jax.Array:
+    """What `rows_first` gave, with the rows on their axis."""
     return value
 
 
@@ -218,16 +215,19 @@ class Stack(Reduction):
     return value[None]
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Concat(Stack):
-  """Every row's value, in the order of the batch."""
+  """Every row's value, in the order of the batch, along an axis of the output."""
 
+  axis: int = 0
   name = "concat"
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
-    if leaf.shape[:1] != (rows,):
+    ndim, where = len(leaf.shape), f"axis {self.axis}" if self.axis else "leading axis"
+    if not -ndim <= self.axis < ndim or leaf.shape[self.axis] != rows:
       raise ValueError(
         f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
-        ' leading axis: use "stack" for one value per microbatch.'
+        f' {where}: use "stack" for one value per microbatch, or give concat_axis.'
       )
 
   def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
@@ -235,12 +235,26 @@ class Concat(Stack):
 
   def join(self, held: Any, collected: Any, tail: Any) -> Any:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
-    rows = jnp.moveaxis(collected, 0, 1)
-    rows = rows.reshape(-1, *rows.shape[2:])
-    return rows if tail is None else jnp.concatenate([rows, tail])
+    axis = self.axis % (collected.ndim - 1)
+    rows = jnp.moveaxis(collected, 0, axis + 1)
+    rows = lax.collapse(rows, axis, axis + 2)
+    return rows if tail is None else jnp.concatenate([rows, tail], axis)
 
   def only(self, value: jax.Array) -> jax.Array:
     return value
+
+  def rows_first(self) -> Reduction:
+    return _RowsFirst(self.axis) if self.axis else self
+
+  def rows_back(self, value: jax.Array) -> jax.Array:
+    return jnp.moveaxis(value, 0, self.axis) if self.axis else value
+
+
+class _RowsFirst(Concat):
+  """One device's part of a concatenation along another axis than the first."""
+
+  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+    return jnp.moveaxis(super().join(held, collected, tail), self.axis, 0)
 
 
 _ALL = (
@@ -253,24 +267,3 @@ _ALL = (
   Concat(),
 )
 REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
-
-
-def named(option: str, tree: Any) -> Any:
-  """The reductions that a tree of names stands for."""
-
-  def find(path: Any, name: Any) -> Reduction:
-    return REDUCTIONS[_validate.one_of(_validate.leaf_name(option, path), name, REDUCTIONS)]
-
-  return jax.tree_util.tree_map_with_path(find, tree)
-
-
-def match(option: str, reductions: Any, like: Any) -> Any:
-  """A reduction for every leaf of the outputs `like`, from a prefix tree of them."""
-  try:
-    return jax.tree.broadcast(reductions, like)
-  except ValueError as e:
-    raise ValueError(
-      f"{option}={reductions!r} is not a prefix tree of the outputs, whose structure is"
-      f" {jax.tree.structure(like)}: give one name, or a tree that stops at or above the"
-      f" outputs' leaves. ({e})"
-    ) from None

@@ -8,17 +8,17 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _reductions, _validate, _weighted_mean
-from optax_accum._across_devices import AxisName
-from optax_accum._split import Call, Microbatch
-from optax_accum._weighted_mean import Weight
+from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
+from optax_accum._split import Call
+from optax_accum._weighted_mean import Weight, WeightSum
 
 
 class MicrobatchStats(NamedTuple):
   """What was counted over the microbatches of one batch.
 
   Attributes:
-    total_weight: float32 scalar, the sum of the weights that went into the mean.
+    total_weight: float32 scalar (float64 where x64 is enabled), the sum of the weights that
+      went into the mean, rounded once: counts of tokens are added up exactly.
     skipped_microbatches: int32 scalar, how many were left out because they were not finite.
   """
 
@@ -32,6 +32,16 @@ class Reduced(NamedTuple):
   carry: tuple[Any, ...]  # the threaded argument at the end; empty where there is none
   outputs: Any
   stats: Any  # a MicrobatchStats
+  weights: Any = None  # of each microbatch of this device, where some may be left out
+
+
+class _Held(NamedTuple):
+  """What the scan carries from one microbatch to the next."""
+
+  carry: tuple[Any, ...]
+  outputs: list[Any]  # what the reductions hold
+  weights: WeightSum | None  # None where weights are known when tracing
+  skipped: Any  # how many were left out, or None
 
 
 def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
@@ -48,85 +58,95 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
 
   full, tail_rows = divmod(call.rows, call.size)
   take, tail = call.cut(full)
-  like = jax.eval_shape(lambda: call.run(0, call.carry, take(0), call.size))
+  start = _carry.on_device(call.carry, axis_name)
+  like = jax.eval_shape(lambda: call.run(0, start, take(0), call.size))
   # Leaves and not trees, because what is static in a tree may be another object in every trace.
   each, leaves, treedef = _matched(reductions, like.outputs, root, call)
   if tail_rows:
-    smaller = jax.eval_shape(lambda: call.run(0, call.carry, tail, tail_rows)).outputs
+    smaller = jax.eval_shape(lambda: call.run(0, start, tail, tail_rows)).outputs
     names = [name for name, _ in _validate.named_leaves(root, like.outputs)]
     for r, name, x, y in zip(each, names, leaves, jax.tree.leaves(smaller), strict=True):
       r.check_tail(name, x, y)
 
-  def add(held: Microbatch, index: ArrayLike, batch: Any, rows: int) -> tuple[Microbatch, Any]:
+  def add(held: _Held, index: ArrayLike, batch: Any, rows: int) -> tuple[_Held, Any]:
     new = call.run(index, held.carry, batch, rows)
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
-    weight = new.counted[0] if split.weighs else rows / call.size
-    keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
+    weight: Weight = rows / call.size
+    weights = held.weights
     with jax.named_scope("accumulate"):
+      if weights is not None:
+        weights, weight = weights.add(new.weight)
       both = zip(each, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]
+      keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
-      counted = jax.tree.map(jnp.add, held.counted, new.counted)
+      skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
     collected = [x if r.collected else None for r, x in zip(each, outputs, strict=True)]
-    return Microbatch(carry, reduced, counted), collected
+    recorded = None if new.skipped is None else new.weight
+    return _Held(carry, reduced, weights, skipped), (collected, recorded)
 
-  held = Microbatch(
-    call.carry,
+  zero = functools.partial(_across_devices.full_like, value=0)
+  held = _Held(
+    start,
     [r.start(x, split.accumulator_dtype) for r, x in zip(each, leaves, strict=True)],
-    jax.tree.map(lambda x: _across_devices.full_like(x, 0), like.counted),
+    None if like.weight is None else WeightSum(zero(like.weight), zero(like.weight)),
+    jax.tree.map(zero, like.skipped),
   )
   # The smaller microbatch goes first where the order does not matter: its backward pass then
   # needs no memory beside that of a sum of gradients.
   tail_first = not call.carry and not any(r.ordered for r in each)
-  collected_tail = [None] * len(each)
+  of_tail: Any = [None] * len(each), None
   with jax.named_scope("microbatches"):
     if tail_rows and tail_first:
-      held, collected_tail = add(held, full, tail, tail_rows)
-    held, collected = lax.scan(
+      held, of_tail = add(held, full, tail, tail_rows)
+    held, (collected, recorded) = lax.scan(
       lambda held, index: add(held, index, take(index), call.size),
       held,
       jnp.arange(full, dtype=jnp.int32),
       unroll=split.unroll,
     )
     if tail_rows and not tail_first:
-      held, collected_tail = add(held, full, tail, tail_rows)
+      held, of_tail = add(held, full, tail, tail_rows)
 
-  parts = zip(each, held.outputs, collected, collected_tail, strict=True)
+  parts = zip(each, held.outputs, collected, of_tail[0], strict=True)
   reduced = [r.join(h, c, t) for r, h, c, t in parts]
-  carry, rows = held.carry, call.rows
-  totals: Any = held.counted or (full + tail_rows / call.size,)
-  weight, *skipped = totals
+  recorded = _join_weights(recorded, of_tail[1])
+  carry, rows, skipped = held.carry, call.rows, held.skipped
+  weight: Any = full + tail_rows / call.size if held.weights is None else held.weights.total
   if axis_name is not None:
-    counted = _weighted_mean.counts(weight)
-    if split.weighs:
-      weight, skipped = lax.psum((weight, skipped), axis_name)
+    counted, local = _weighted_mean.counts(weight), weight
+    if held.weights is not None:
+      weight = held.weights.over_devices(axis_name)
+      skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
     else:
       weight, rows = (x * lax.axis_size(axis_name) for x in (weight, rows))
-    carry = jax.tree.map(lambda x: _device_mean(x, axis_name), carry)
+    carry = _carry.over_devices(split.carry_reduction, carry, call.carry, local, weight, axis_name)
     reduced = [r.across_devices(h, axis_name, counted) for r, h in zip(each, reduced, strict=True)]
   final = zip(each, reduced, leaves, strict=True)
   outputs = treedef.unflatten([r.finish(h, weight, x.dtype) for r, h, x in final])
-  return Reduced(carry, outputs, _stats(weight if split.weighs else rows, *skipped))
+  stats = _stats(rows if held.weights is None else weight, skipped)
+  return Reduced(carry, outputs, stats, recorded)
+
+
+def _join_weights(recorded: jax.Array | None, tail: jax.Array | None) -> jax.Array | None:
+  """The weights of all microbatches, in the order of their indices."""
+  if recorded is None or tail is None:
+    return recorded
+  return jnp.concatenate([recorded, tail[None]])
 
 
 def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> tuple[list[Any], Any, Any]:
   """A reduction for each leaf of the outputs, which can reduce it; the leaves, and their tree."""
-  each = jax.tree.leaves(_reductions.match("reduction", reductions, outputs))
+  each = jax.tree.leaves(_reduction_trees.match("reduction", reductions, outputs))
   named = _validate.named_leaves(root, outputs)
   for reduction, (name, leaf) in zip(each, named, strict=True):
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
   return each, [leaf for _, leaf in named], jax.tree.structure(outputs)
 
 
-def _device_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The mean over devices of a threaded value; of integers (step counts) the largest."""
-  if not jnp.issubdtype(x.dtype, jnp.inexact):
-    return lax.pmax(x, axis_name)
-  wide = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
-  total, devices = _across_devices.summed(wide, axis_name), lax.axis_size(axis_name)
-  return _weighted_mean.mean(total, devices, x.dtype)
-
-
-def _stats(weight: Weight, skipped: int | jax.Array = 0) -> MicrobatchStats:
-  return MicrobatchStats(jnp.asarray(weight, jnp.float32), jnp.asarray(skipped, jnp.int32))
+def _stats(weight: Weight, skipped: jax.Array | None = None) -> MicrobatchStats:
+  return MicrobatchStats(
+    jnp.asarray(weight, jnp.result_type(float)),
+    jnp.asarray(0 if skipped is None else skipped, jnp.int32),
+  )

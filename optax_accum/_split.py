@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import math
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -10,8 +10,18 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _arguments, _skip, _validate, _weighted_mean
+from optax_accum import (
+  _across_devices,
+  _arguments,
+  _carry,
+  _roles,
+  _rows,
+  _skip,
+  _validate,
+  _weighted_mean,
+)
 from optax_accum._arguments import Slot
+from optax_accum._roles import Roles
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
@@ -23,17 +33,20 @@ class Split:
 
   num_microbatches: int | None = None
   microbatch_size: int | None = None
-  batch_argnums: Any = ()
+  batch_argnums: Any = None
   batch_argnames: Any = ()
-  batch_axis: int = 0
+  batch_axis: Any = 0  # as built, one for each of `batch_positions` and then of the names
   weight_fn: WeightFn | None = None
-  rng_argnums: Any = ()
+  rng_argnums: Any = None
   rng_argnames: Any = ()
   carry_argnum: int | None = None
+  carry_reduction: Any = None
   accumulator_dtype: Any = None
   skip_nonfinite: bool = False
   axis_name: Any = None
   unroll: int | bool = 1
+  default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
+  rows: int | None = None  # of the batch on all devices of a mesh, of which a call has a part
 
   def __post_init__(self) -> None:
     if (self.num_microbatches is None) == (self.microbatch_size is None):
@@ -48,48 +61,97 @@ class Split:
     for role in ("batch", "rng"):
       for kind, type_ in (("argnums", int), ("argnames", str)):
         name = f"{role}_{kind}"
-        setattr(self, name, _arguments.names_or_positions(name, getattr(self, name), type_))
-    if not self.batch_argnums and not self.batch_argnames:
+        if getattr(self, name) is not None:
+          setattr(self, name, _arguments.names_or_positions(name, getattr(self, name), type_))
+    if self.batch_argnums == () and not self.batch_argnames:
       raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
-    if type(self.batch_axis) is not int:
-      raise TypeError(f"batch_axis={self.batch_axis!r} must be an int, the axis of every leaf.")
+    self.carry_reduction = _carry.named(self.carry_reduction, self.carry_argnum)
+    self.batch_axis = self._axes()
     self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
-  def of(cls, arguments: dict[str, Any]) -> "Split":
+  def of(cls, arguments: dict[str, Any], default_argnum: int | None = None) -> "Split":
     """The split that a public function was asked for, from all its arguments by name."""
     names = [field.name for field in dataclasses.fields(cls)]
-    return cls(**{name: arguments[name] for name in names if name in arguments})
+    given = {name: arguments[name] for name in names if name in arguments}
+    return cls(**given, default_argnum=default_argnum)
 
   @property
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
 
-  def batch_slots(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Slot, ...]:
-    """Where the batch is in this call of `fun`."""
-    wanted = (*self.batch_argnums, *self.batch_argnames)
-    slots = _arguments.find_slots("batch_argnums", wanted, fun, args, kwargs)
-    return tuple(dict.fromkeys(slots))  # one argument may be named by position and by name
+  @property
+  def batch_positions(self) -> tuple[int, ...]:
+    """The positions that are split, given or by default."""
+    if self.batch_argnums is not None:
+      return self.batch_argnums
+    return () if self.default_argnum is None else (self.default_argnum,)
+
+  def _axes(self) -> tuple[int, ...]:
+    """The axis that is split, of each argument that is named."""
+    axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
+    if any(type(axis) is not int for axis in (axes if isinstance(axes, tuple) else (axes,))):
+      raise TypeError(
+        f"batch_axis={axes!r} must be an int, the axis of every leaf, or a tuple with one for each"
+        " batch argument."
+      )
+    if isinstance(axes, int):
+      return (axes,) * count
+    if len(axes) != count:
+      raise ValueError(
+        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments (positions"
+        f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int"
+        " for all."
+      )
+    return axes
+
+  def roles(
+    self, fun: Callable[..., Any], args: Any, kwargs: Any, differentiated: Sequence[Slot] = ()
+  ) -> Roles:
+    """What each argument is in this call of `fun`."""
+
+    def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
+      return _arguments.find_slots(option, wanted, fun, args, kwargs)
+
+    arguments: dict[Slot, Any] = dict(enumerate(args))
+    arguments.update(kwargs)
+    rng = find("rng_argnums", *(self.rng_argnums or ()), *self.rng_argnames)
+    carry = find("carry_argnum", *(() if self.carry_argnum is None else (self.carry_argnum,)))
+    batch = find("batch_argnums", *self.batch_positions, *self.batch_argnames)
+    batch = batch or _arguments.only("batch_argnums", [s for s in arguments if s not in rng])
+    axes: dict[Slot, int] = {}
+    for slot, axis in zip(batch, self.batch_axis, strict=True):
+      if axes.setdefault(slot, axis) != axis:
+        raise ValueError(f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}.")
+    rng = tuple(dict.fromkeys(rng))  # as the batch, named by position and by name
+    roles = {"differentiated": differentiated, "split": tuple(axes)}
+    roles |= {"a random key": rng, "carried": carry}
+    _arguments.disjoint(roles)
+    taken = {slot for slots in roles.values() for slot in slots}
+    shared = {slot: x for slot, x in arguments.items() if slot not in taken}
+    return Roles(axes, rng, carry, shared)
 
 
 class Microbatch(NamedTuple):
-  """What one microbatch gave, or several so far."""
+  """What one microbatch gave."""
 
   carry: tuple[Any, ...]  # the threaded argument; empty where there is none
-  outputs: Any  # of several, what the reductions hold
-  counted: tuple[jax.Array, ...]  # weight, and how many were skipped; empty where not traced
+  outputs: Any
+  weight: Any  # None where it is known when tracing
+  skipped: Any  # 1 if it was left out, None where none can be
 
 
 class Call:
   """One call of a function that is run in microbatches, and what each of them is given.
 
   `fun` is the user's function, whose signature says what the arguments are called. `run_fun` is
-  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``.
+  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``. `weights` are those
+  of the microbatches, where they are known from a call before.
   """
 
   def __init__(
@@ -100,49 +162,55 @@ class Call:
     args: Sequence[Any],
     kwargs: dict[str, Any],
     differentiated: Sequence[int] = (),
+    weights: jax.Array | None = None,
   ):
-    def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
-      return tuple(dict.fromkeys(_arguments.find_slots(option, wanted, fun, args, kwargs)))
-
-    self._run_fun, self._num_args, self.split = run_fun, len(args), split
+    self._run_fun, self._num_args, self.split, self.weights = run_fun, len(args), split, weights
     self._arguments: dict[Slot, Any] = dict(enumerate(args))
     self._arguments.update(kwargs)
-    self._batch_slots = split.batch_slots(fun, args, kwargs)
-    self._rng_slots = find("rng_argnums", *split.rng_argnums, *split.rng_argnames)
-    threaded = () if split.carry_argnum is None else (split.carry_argnum,)
-    self._carry_slots = find("carry_argnum", *threaded)
-    roles = {"differentiated": differentiated, "split": self._batch_slots}
-    roles |= {"a random key": self._rng_slots, "carried": self._carry_slots}
-    _arguments.disjoint(roles)
-    self.batch = tuple(self._arguments[slot] for slot in self._batch_slots)
-    self.rows = batch_rows(self._batch_slots, self.batch, split.batch_axis)
-    self.size = _microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
-    carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in self._carry_slots)
-    self.carry = _across_devices.varying(carry, split.axis_name)
+    self._roles = roles = split.roles(fun, args, kwargs, differentiated)
+    self.batch = tuple(self._arguments[slot] for slot in roles.batch)
+    self.rows = _rows.batch_rows(roles.batch, self._arguments)
+    self.size = _rows.microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
+    self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
+    if split.batch_argnums is None:
+      _roles.refuse_rows(roles, split.batch_positions, self._rows_of_the_batch())
+    if split.rng_argnums is None:
+      _roles.refuse_keys(roles)
+
+  def _rows_of_the_batch(self) -> set[int]:
+    """How many rows a leaf has that was to be split too, as the batch is or on each device."""
+    if self.split.rows is not None:
+      return {self.split.rows}
+    axis_name = self.split.axis_name
+    return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
   def run(self, index: ArrayLike, carry: Any, batch: tuple[Any, ...], rows: int) -> Microbatch:
     """The function on one microbatch of `rows` rows."""
     inputs = dict(self._arguments)
-    inputs.update(zip(self._batch_slots, batch, strict=True))
-    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._rng_slots)
-    inputs.update(zip(self._carry_slots, carry, strict=True))
+    inputs.update(zip(self._roles.batch, batch, strict=True))
+    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
+    inputs.update(zip(self._roles.carry, carry, strict=True))
     named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
     new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
-    new_carry = (new_carry,) if self._carry_slots else ()
+    new_carry = (new_carry,) if self._roles.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
-    _check_carry(self.carry, new_carry)
+    # What depends on no argument that varies is the same on all devices, also in its type.
+    new_carry, outputs = _across_devices.varying((new_carry, outputs), self.split.axis_name)
+    _carry.check(carry, new_carry)
     if not self.split.weighs:
-      return Microbatch(new_carry, outputs, ())
+      return Microbatch(new_carry, outputs, None, None)
+    if self.weights is not None:
+      return Microbatch(new_carry, outputs, self.weights[index], None)
     weight = self._weight(batch, rows)
     if not self.split.skip_nonfinite:
-      return Microbatch(new_carry, outputs, (weight,))
+      return Microbatch(new_carry, outputs, weight, None)
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
-    return Microbatch(new_carry, outputs, counted)
+    return Microbatch(new_carry, outputs, *counted)
 
   def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
     if self.split.weight_fn is None:
       return _weighted_mean.as_weight(float(rows))
-    slots = list(zip(self._batch_slots, batch, strict=True))
+    slots = list(zip(self._roles.batch, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
     value = self.split.weight_fn(*positional, **named)
@@ -160,12 +228,9 @@ class Call:
           f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
           f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
         )
-      fold_in = jax.random.fold_in
-      for _ in range(len(shape) - (0 if typed else 1)):
-        fold_in = jax.vmap(fold_in, (0, None))
       if self.split.axis_name is not None:
-        key = fold_in(key, lax.axis_index(self.split.axis_name))
-      return fold_in(key, index)
+        key = _carry.fold_in(key, lax.axis_index(self.split.axis_name))
+      return _carry.fold_in(key, index)
 
     return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
 
@@ -176,104 +241,26 @@ class Call:
     that holds a contiguous part of the batch holds its part of every microbatch. The
     rows are read where they lie, without a copy of the batch.
     """
-    axis, size = self.split.batch_axis, self.size
+    size = self.size
     batch = jax.tree.map(jnp.asarray, self.batch)
 
-    def fold(x: jax.Array) -> jax.Array:
+    def take_rows(axis: int, x: jax.Array, index: ArrayLike) -> jax.Array:
       at = axis % x.ndim
-      _check_sharding(x, at, size)
+      _rows.check_sharding(x, at, size)
       x = lax.slice_in_dim(x, 0, full * size, axis=at)
-      return x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
+      x = x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
+      return lax.dynamic_index_in_dim(x, index, axis=at + 1, keepdims=False)
 
     def take(index: ArrayLike) -> Any:
-      def take_rows(x: jax.Array) -> jax.Array:
-        at = axis % (x.ndim - 1) + 1
-        return lax.dynamic_index_in_dim(x, index, axis=at, keepdims=False)
-
       # Folded here, in the loop's body: the rows of a batch that does not divide would
       # otherwise be copied once for all trips.
-      return jax.tree.map(lambda x: take_rows(fold(x)), batch)
+      return self._map_batch(lambda axis, x: take_rows(axis, x, index), batch)
 
-    tail = jax.tree.map(lambda x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch)
-    return take, tail
-
-
-def batch_rows(slots: Sequence[Slot], batch: Sequence[Any], axis: int) -> int:
-  """The number of rows that every leaf of the batch has along `axis`."""
-  rows: dict[str, int] = {}
-  for slot, tree in zip(slots, batch, strict=True):
-    for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", tree):
-      shape = jnp.shape(leaf)
-      if not -len(shape) <= axis < len(shape):
-        raise ValueError(
-          f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
-          " it that axis, or pass it as an argument that is not split."
-        )
-      rows[name] = shape[axis]
-  if not rows:
-    raise ValueError(
-      f"The batch (arguments {list(slots)}) has no arrays: there is nothing to split."
-    )
-  count, *others = set(rows.values())
-  if others:
-    listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
-    raise ValueError(
-      f"Batch leaves disagree on the number of rows along axis {axis} ({listed}); all must have"
-      " the same."
-    )
-  if count == 0:
-    raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
-  return count
-
-
-def _microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -> int:
-  """Rows of a (full) microbatch."""
-  if num_microbatches is None:
-    return min(size or rows, rows)
-  if num_microbatches > rows:
-    raise ValueError(
-      f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
-      f" {rows}."
-    )
-  if rows % num_microbatches:
-    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-    raise ValueError(
-      f"num_microbatches={num_microbatches} does not divide the batch's {rows} rows: use one of"
-      f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
-      " microbatch smaller and is exact too."
-    )
-  return rows // num_microbatches
-
-
-def _check_sharding(x: jax.Array, axis: int, size: int) -> None:
-  """Checks that microbatches of a batch of explicit sharding can stay where their rows are."""
-  sharding, rows = jax.typeof(x).sharding, x.shape[axis]
-  names = sharding.spec[axis] if axis < len(sharding.spec) else None
-  if names is None:
-    return
-  names = names if isinstance(names, tuple) else (names,)
-  devices = math.prod(sharding.mesh.shape[name] for name in names)
-  if size % devices or rows % size:
-    raise ValueError(
-      f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
-      f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
-      " batch, or make_train_step(mesh=...), which needs each device's rows alone to be split."
+    return take, self._map_batch(
+      lambda axis, x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch
     )
 
-
-def _check_carry(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
-  for before, after in zip(old, new, strict=True):
-    had, got = (str(jax.tree.structure(x)) for x in (before, after))
-    if had != got:
-      raise ValueError(
-        f"The threaded argument (carry_argnum) has structure {had} and the function returned {got}"
-        " as its new_carry: return the same structure."
-      )
-    leaves = _validate.named_leaves("carry", before)
-    for (name, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
-      if (a.shape, a.dtype) != (b.shape, b.dtype):
-        raise ValueError(
-          f"{name} has shape {a.shape} and dtype {a.dtype}, and the"
-          f" function returned shape {b.shape} and dtype {b.dtype}: return the same shape and"
-          " dtype, e.g. with .astype."
-        )
+  def _map_batch(self, fun: Callable[[int, Any], Any], batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`fun` of each leaf of the batch arguments, and of the axis of its rows."""
+    both = zip(self._roles.batch.values(), batch, strict=True)
+    return tuple(jax.tree.map(functools.partial(fun, axis), tree) for axis, tree in both)

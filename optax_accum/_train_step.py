@@ -1,6 +1,7 @@
 """`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
 
 from collections.abc import Callable, Sequence
+import functools
 import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _accumulate_state, _validate
+from optax_accum import _validate
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
-from optax_accum._reductions import ReductionTree
+from optax_accum._mini_step import weight_is_sent
+from optax_accum._reduction_trees import ReductionTree
+from optax_accum._same_types import same_types
 from optax_accum._split import Split, WeightFn
 from optax_accum._weighted_mean import accumulator_dtype
 
@@ -90,15 +93,17 @@ def make_train_step(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   has_aux: bool = False,
-  batch_argnums: int | Sequence[int] = 1,
+  batch_argnums: int | Sequence[int] | None = None,
   batch_argnames: str | Sequence[str] = (),
-  batch_axis: int = 0,
+  batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
-  rng_argnums: int | Sequence[int] = (),
+  concat_axis: int | None = None,
+  rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
+  carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
   axis_name: AxisName | None = None,
@@ -120,22 +125,25 @@ def make_train_step(
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
     tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
       (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
-      ``grad``; ``value_fn``, the loss of this batch at other parameters, in microbatches too, for
-      a line search; ``weight``, the total weight (1 under ``reduction="sum"``). So with
+      ``grad``; ``value_fn``, the loss of this batch at other parameters, for a line search: of the
+      microbatches that counted at these, with a derivative that is as their gradient in value and
+      in memory; ``weight``, the total weight (1 under ``reduction="sum"``). So with
       ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
-      ``value`` is that of the last call.
+      ``value`` is that of the last call. A call of which nothing counted is none of the k.
     num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
     microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis that is split, of every leaf of the batch.
+    batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+    concat_axis: The axis of aux that "concat" joins, 0 by default.
     rng_argnums: The positions of random keys, folded with the microbatch's index.
     rng_argnames: The names of such keyword arguments.
     carry_argnum: The position of an argument that is threaded through the microbatches.
+    carry_reduction: With a mesh, how the devices' carries become one.
     accumulator_dtype: The dtype that losses and gradients are added up in.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
@@ -160,7 +168,8 @@ def make_train_step(
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
-    ``aux``, where there is one; ``total_weight`` (float32) and ``skipped_microbatches`` (int32).
+    ``aux``, where there is one; ``total_weight``, of the default float dtype; and
+    ``skipped_microbatches`` (int32).
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
@@ -181,8 +190,8 @@ def make_train_step(
   """
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  split = Split.of(locals())
-  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, split)
+  split = Split.of(locals(), default_argnum=1)
+  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, concat_axis, split)
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
@@ -193,28 +202,28 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
   """What a `TrainStep` compiles: one step of `tx` by the gradient of `loss`."""
 
   def train_step(params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    reduced = loss.value_and_grad(params, *args, **kwargs)
+    reduced = loss.value_and_grad(None, params, *args, **kwargs)
     out, stats = reduced.outputs, reduced.stats
-
-    def value_fn(params: Any, weight: Any = None) -> jax.Array:
-      del weight  # optax's line searches refuse an extra argument that value_fn lacks
-      return loss.value(params, *args, **kwargs)
-
     counted = stats.total_weight != 0
     averages = local.reduction.name == "mean"  # a sum is not to be weighed again
-    weight = stats.total_weight if averages else counted.astype(jnp.float32)
+    weight = stats.total_weight
+    if not averages:
+      weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
+    value_fn = functools.partial(_value_fn, loss, reduced.weights, args, kwargs)
     extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
     def update(held: tuple[Any, Any]) -> tuple[Any, Any]:
       params, opt_state = held
       accepted = _accepted(tx.update, extra_args)
-      updates, opt_state = tx.update(out.grads, opt_state, params, **accepted)
-      return optax.apply_updates(params, updates), opt_state
+      with weight_is_sent(not isinstance(weight, float)):
+        updates, new_state = tx.update(out.grads, opt_state, params, **accepted)
+      new = optax.apply_updates(params, updates), new_state
+      if not local.split.weighs:
+        return new
+      return same_types("params", new[0], params), same_types("opt_state", new[1], opt_state)
 
-    # A transformation that accumulates knows itself what a weight of zero means.
-    conditional = local.split.weighs and not _accumulate_state.states_in(opt_state)
     with jax.named_scope("optimizer"):
-      new = update_if(counted if conditional else True, update, (params, opt_state))
+      new = update_if(counted if local.split.weighs else True, update, (params, opt_state))
     wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
     metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
     if local.has_aux or reduced.carry:
@@ -230,6 +239,35 @@ def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[st
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return extra_args
   return {name: x for name, x in extra_args.items() if name in parameters}
+
+
+def _value_fn(
+  loss: Any, weights: Any, args: Any, kwargs: Any, params: Any, weight: Any = None
+) -> jax.Array:
+  """The loss of this batch at other parameters, of the microbatches that counted at the present.
+
+  Its derivative is the gradient in microbatches: JAX's own would keep what each of them
+  computed, and is NaN where a microbatch that has no weight is 0/0.
+  """
+  del weight  # optax's line searches refuse an extra argument that this lacks
+
+  @jax.custom_jvp
+  def value(params: Any) -> jax.Array:
+    return loss.value(weights, params, *args, **kwargs)
+
+  @value.defjvp
+  def value_and_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    out = loss.value_and_grad(weights, *primals, *args, **kwargs).outputs
+    terms = jax.tree.map(_real_product, out.grads, *tangents)
+    return out.loss, jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
+
+  return value(params)
+
+
+def _real_product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+  """What a tangent changes, by the gradient of a real function, in float32 or better."""
+  wide = accumulator_dtype(grad.dtype)
+  return jnp.sum(jnp.real(grad.astype(wide) * tangent.astype(wide)))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

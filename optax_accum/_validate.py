@@ -13,6 +13,8 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
+from optax_accum import _weighted_mean
+
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
   """How messages name a leaf: ``batch['tokens']``."""
@@ -82,8 +84,17 @@ def weight(source: str, value: Any) -> None:
       f"{source} gave a weight of shape {shape} and dtype {dtype}; it must be a real scalar, such"
       " as jnp.sum(mask)."
     )
-  if not isinstance(value, jax.core.Tracer) and not 0 <= float(value) < np.inf:
+  if isinstance(value, jax.core.Tracer):
+    return
+  number = value if isinstance(value, (int, float)) else float(value)
+  if not 0 <= number < np.inf:
     raise ValueError(f"{source} gave the weight {value}; it must be 0 or more, and finite.")
+  if number and not _weighted_mean.LEAST <= number <= _weighted_mean.MOST:
+    raise ValueError(
+      f"{source} gave the weight {value}; it must be 0, or from {_weighted_mean.LEAST} to"
+      f" {_weighted_mean.MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
+      " their ratios alone matter."
+    )
 
 
 def transformation(value: Any, name: str = "inner") -> None:

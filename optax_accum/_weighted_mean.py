@@ -8,12 +8,20 @@ and all of them add with `weigh` and divide with `mean`. The loop holds the plai
 once, after it, rounds as the whole batch does, and lets devices be reduced over once per cycle.
 """
 
+from typing import Any, NamedTuple
+
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+import numpy as np
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
+
+# The weights that float32 can weigh with, and the largest sum of them that it can divide by.
+# Numbers below 1.2e-38, reciprocals included, are zero to XLA.
+LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
@@ -50,11 +58,43 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
 
 
 def as_weight(weight: ArrayLike) -> jax.Array:
-  """A weight as a float scalar; float64 stays float64, counts become the default float."""
-  weight = jnp.asarray(weight)
-  if jnp.issubdtype(weight.dtype, jnp.floating):
-    return weight.astype(promote(weight.dtype, jnp.float32))
-  return weight.astype(jnp.result_type(float))
+  """A weight as a scalar of the default float: float32, or float64 where x64 is enabled."""
+  dtype = jnp.result_type(float)
+  if isinstance(weight, jax.Array):
+    return weight.astype(dtype)
+  return jnp.asarray(np.asarray(weight).astype(dtype))  # JAX would first wrap an int to 32 bits
+
+
+class WeightSum(NamedTuple):
+  """A sum of weights, and what rounding took from it (Knuth's TwoSum).
+
+  A float32 sum of token counts stops being exact at 2**24. With `rest` it is exact to 2**47.
+  """
+
+  total: Any
+  rest: Any
+
+  def add(self, weight: jax.Array) -> tuple["WeightSum", jax.Array]:
+    """The sum with one more weight, and by how much `total` has grown.
+
+    That is the weight to multiply with: the weights of a mean must add up to what it is divided
+    by. It differs from `weight` by rounding alone, and what it lacks the next ones have more.
+    """
+    owed = weight + self.rest
+    total = self.total + owed
+    grown = total - self.total
+    rest = (self.total - (total - grown)) + (owed - grown)
+    counted = counts(weight)
+    new = WeightSum(select(counted, total, self.total), select(counted, rest, self.rest))
+    # A weight that waits in `rest` still counts a little: where its gradient is NaN, that shows.
+    waits = weight * jnp.finfo(weight.dtype).eps
+    return new, jnp.where(counted & (grown > 0), grown, waits)
+
+  def over_devices(self, axis_name: Any) -> jax.Array:
+    """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
+    low = lax.rem(self.total, jnp.full_like(self.total, 4096))
+    high, low = lax.psum((self.total - low, low + self.rest), axis_name)
+    return high + low
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -85,7 +125,7 @@ def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 
 
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``total / weight`` in `dtype`, and zero where the weight is zero.
+  """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
 
   Multiplies by the scalar reciprocal: XLA keeps the quotient by a traced scalar as a
   buffer of its own, where the product fuses into whatever reads it.
@@ -98,4 +138,6 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight if weight else 0.0)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
+  usable = (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
+  inverse = inverse * jnp.sqrt(jnp.where(usable, one, -one))  # jax_debug_nans stops at a constant
   return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+from flax import jax_utils
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -397,7 +398,9 @@ def test_the_scale_is_right_and_the_known_errors_are_not():
   ids=["shared_params", "pmean"],
 )
 def test_gradients_that_were_reduced_before_are_refused(grads_of):
-  message = r"same on all devices of the axes \['data'\].*pcast\(params, 'data', to=\"varying\"\)"
+  message = (
+    r"updates\['\w'\] is the same on all devices of the axes \['data'\].*pcast\(params, 'data'"
+  )
   with pytest.raises(ValueError, match=message):
     sgd_step(grads_of, True)
 
@@ -418,11 +421,39 @@ def test_gradients_that_were_reduced_over_some_of_the_axes_are_refused(reduced):
     jax.eval_shape(mapped, {"w": jnp.zeros(1)}, jnp.ones(8))
 
 
-def test_some_constant_gradients_are_fine():
-  def frozen_bias(params, batch):
-    return {**of_own_copy(params, batch), "b": jnp.zeros_like(params["b"])}
+@pytest.mark.parametrize("reduced", ["w", "b"])
+def test_one_gradient_that_was_reduced_before_is_refused_by_name(reduced):
+  def one_shared(params, batch):
+    own = vary(params)
+    return jax.grad(loss_fn)({**own, reduced: params[reduced]}, batch)
 
-  assert 0.5 < sgd_step(frozen_bias, True) < 1
+  def one_zero(params, batch):
+    return {**of_own_copy(params, batch), reduced: jnp.zeros_like(params[reduced])}
+
+  for grads_of in (one_shared, one_zero):
+    with pytest.raises(ValueError, match=rf"updates\['{reduced}'\] is the same on all devices"):
+      sgd_step(grads_of, True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_gradient_of_zero_is_fine(check_vma):
+  def without_bias(params, batch):
+    held = {**params, "b": jax.lax.stop_gradient(params["b"])}
+    return loss_fn(held, batch)
+
+  def frozen(params, batch):
+    tx = optax.freeze({name: name == "b" for name in params})
+    return tx.update(of_own_copy(params, batch), tx.init(params))[0]
+
+  def cast(params, batch):
+    return {**of_own_copy(params, batch), "b": vary(jnp.zeros_like(params["b"]))}
+
+  along = [
+    sgd_step(grads_of, check_vma)
+    for grads_of in (lambda p, b: jax.grad(without_bias)(vary(p), b), frozen, cast)
+  ]
+  assert along == [along[0]] * 3
+  assert 0.5 < along[0] < 1
 
 
 OPTIONS = {
@@ -493,8 +524,53 @@ def test_a_state_from_outside_of_shard_map_is_refused():
   whole = replicate(tx.init(params).acc_grads)
   step = jax.pmap(mini_step(tx, "apply"), axis_name="data", in_axes=(None, None, 0))
   state = tx.init(params)._replace(acc_grads=jax.tree.map(lambda x: x[:, 0], whole))
-  with pytest.raises(ValueError, match=r"leaf of shape \(8.*run init and update with the specs"):
+  message = r"acc_grads\['\w'\] has shape \(8.*on a device.*run init and update with the specs"
+  with pytest.raises(ValueError, match=message):
     step(params, state, replicate(params))
+
+
+def cycle_over(tx, between):
+  """Half a cycle under `pmap`, `between`, and the other half: the parameters."""
+  step = jax.pmap(mini_step(tx, "apply"), axis_name="data")
+  grads = jnp.arange(2.0 * DEVICES).reshape(2, DEVICES, 1) ** 2
+  held = step(*jax_utils.replicate((jnp.zeros(1), tx.init(jnp.zeros(1)))), grads[0])
+  return same_on_all(np.asarray(step(*between(held), grads[1])[0]))
+
+
+def test_a_state_that_is_saved_whole_goes_on():
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+  expected = -np.mean(np.arange(2.0 * DEVICES) ** 2)
+  assert cycle_over(tx, jax.device_get) == pytest.approx(expected)
+  # Two copies of one device's gradients have the shapes of all devices': nothing can tell.
+  lost = cycle_over(tx, lambda held: jax_utils.replicate(jax_utils.unreplicate(held)))
+  assert abs(lost - expected) > 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_state_that_is_saved_whole_goes_on_in_shard_map(check_vma):
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+  batches, params = microbatches(2), init_params(np.float32)
+  batches = [jax.tree.map(np.float32, batch) for batch in batches]
+  init, step, _ = sharded_step(tx, "apply", make_mesh(DEVICES), params, check_vma)
+  uninterrupted = step(*step(params, init(params), batches[0]), batches[1])
+  restored = jax.device_get(step(params, init(params), batches[0]))
+  trees.assert_close(step(*restored, batches[1]), uninterrupted, 0)
+
+
+@pytest.mark.parametrize("lost", ["axis", "devices"])
+def test_a_state_without_its_axis_of_devices_is_refused(lost):
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+  params = {"w": jnp.zeros((1, 3))}
+  state = tx.init(params)
+  # One that lost the axis, of a parameter whose own first axis is 1 long; and one of 16 devices.
+  cut = {"axis": lambda x: x[0], "devices": lambda x: jnp.concatenate([x, x])}[lost]
+  state = state._replace(acc_grads=jax.tree.map(cut, state.acc_grads))
+  step = jax.vmap(tx.apply, in_axes=(0, None, None), axis_name="data")
+  message = (
+    r"acc_grads\['w'\] has shape .*save it whole, e\.g\. by jax\.device_get\(state\): flax's"
+  )
+  with pytest.raises(ValueError, match=message):
+    step({"w": jnp.zeros((8, 1, 3))}, state, params)
 
 
 SPECS = {"a": P("data", "model"), "b": P("model"), "c": P(None, "data"), "d": P()}

@@ -198,3 +198,22 @@ def test_lbfgs_with_its_line_search(form, search):
       x, state = call(x, state, rows, jnp.float32(len(rows["targets"])))
     np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-4)
   assert loss_fn(x, batch) < 0.7 * loss_fn(start, batch)
+
+
+CLIP = optax.clip_by_global_norm(0.5)
+ORDERS = {  # what runs on the whole batch, and the same with the clip or the moments outside
+  "clip": (
+    optax.chain(CLIP, optax.sgd(0.1)),
+    optax.chain(CLIP, accumulated(optax.sgd(0.1))),
+  ),
+  "adam": (ADAM, optax.chain(accumulated(optax.identity()), ADAM)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_what_stands_outside_is_another_optimizer(name):
+  inner, outside = ORDERS[name]
+  expected, _ = whole(inner)
+  inside, _ = stream(accumulated(inner))
+  trees.assert_close(inside, expected, 1e-5)
+  assert trees.largest_difference(stream(outside)[0], expected) > 1e-2

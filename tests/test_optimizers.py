@@ -139,6 +139,23 @@ def test_three_cycles_are_three_steps(name):
     np.testing.assert_allclose(leaf[1::2], whole_leaf, atol=10 * tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
+@pytest.mark.parametrize("of_grads", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", sorted(set(EXPORTED) - set(LEFT_OUT)))
+def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(name, of_grads):
+  params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
+  grads = jax.tree.map(lambda p: p.astype(of_grads), params)
+  if name == "contrib.mechanize":  # in optax alone it fails with parameters of another dtype
+    params = grads
+  tx = accumulate(make(name), every_k=2)
+  state = jax.eval_shape(tx.init, grads)
+  extra = {"value": 1.0} if name in TAKES_VALUE else {}
+  stepped, after = jax.eval_shape(mini_step(tx, "apply"), params, state, grads, **extra)
+  assert jax.tree.map(lambda x: x.dtype, (stepped, after)) == jax.tree.map(
+    lambda x: x.dtype, (params, state)
+  )
+
+
 def _arrays(state):
   """The state with its random keys as numbers."""
   return jax.tree.map(

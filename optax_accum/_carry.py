@@ -1,0 +1,111 @@
+"""The argument that is threaded through the microbatches, where each device threads its own."""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from optax_accum import _across_devices, _reduction_trees, _validate, _weighted_mean
+from optax_accum._across_devices import AxisName
+from optax_accum._reductions import REDUCTIONS
+from optax_accum._weighted_mean import Weight
+
+_WORDS = ("mean", "max", "min", "sum")
+
+
+def named(tree: Any, carry_argnum: int | None) -> Any:
+  """The reductions that `carry_reduction` stands for; None where each leaf has its default."""
+  if tree is None:
+    return None
+  if carry_argnum is None:
+    raise ValueError(
+      f"carry_reduction={tree!r} says what becomes of a carry, and carry_argnum=None names none:"
+      " give carry_argnum, or leave carry_reduction out."
+    )
+  for name, word in _validate.named_leaves("carry_reduction", tree):
+    _validate.one_of(name, word, _WORDS)
+  return _reduction_trees.named("carry_reduction", tree)
+
+
+def on_device(carry: Any, axis_name: AxisName | None) -> Any:
+  """What a device starts with: its own noise, and otherwise what all of them start with."""
+  carry = jax.tree.map(jnp.asarray, carry)
+  if axis_name is None:
+    return carry
+  carry = _across_devices.varying(carry, axis_name)
+  index = lax.axis_index(axis_name)
+  return jax.tree.map(lambda x: fold_in(x, index) if _is_key(x) else x, carry)
+
+
+def fold_in(keys: jax.Array, number: Any) -> jax.Array:
+  """An array of keys, typed or raw, with a number folded into each."""
+  fold = jax.random.fold_in
+  for _ in range(jnp.ndim(keys) - (0 if _is_key(keys) else 1)):
+    fold = jax.vmap(fold, (0, None))
+  return fold(keys, number)
+
+
+def over_devices(
+  reductions: Any, carry: Any, start: Any, weight: Weight, total: Weight, axis_name: AxisName
+) -> Any:
+  """What the devices' carries become together.
+
+  `start` is what all devices started with, `weight` what this device counted and `total` what all
+  of them did.
+  """
+  leaves, starts = jax.tree.leaves(carry), jax.tree.leaves(start)
+  words: list[Any] = [None] * len(leaves)
+  if reductions is not None:
+    words = jax.tree.leaves(_reduction_trees.match("carry_reduction", reductions, carry))
+  together = functools.partial(_together, weight=weight, total=total, axis_name=axis_name)
+  names = [name for name, _ in _validate.named_leaves("carry", carry)]
+  both: Any = map(together, names, words, leaves, starts)
+  return jax.tree.unflatten(jax.tree.structure(carry), both)
+
+
+def _together(
+  name: str, kind: Any, x: jax.Array, start: Any, weight: Weight, total: Weight, axis_name: AxisName
+) -> jax.Array:
+  """One leaf of the carries of all devices."""
+  if _is_key(x):
+    return _across_devices.of_first(x, axis_name)
+  inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+  kind = kind or REDUCTIONS["mean" if inexact else "max"]
+  kind.check(name, x, 0, None)
+  if kind.name in ("max", "min"):
+    return kind.across_devices(x, axis_name, True)
+  if x.dtype == jnp.bool_:
+    raise TypeError(f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".')
+  start = _across_devices.same(jnp.asarray(start), axis_name)
+  wide = _weighted_mean.accumulator_dtype(x.dtype)
+  if kind.name == "sum":
+    grown = x.astype(wide) - start.astype(wide)
+    return (start.astype(wide) + _across_devices.summed(grown, axis_name)).astype(x.dtype)
+  held = _across_devices.summed(_weighted_mean.weigh(x, weight, wide), axis_name)
+  mean = _weighted_mean.mean(held, total, x.dtype)
+  return _weighted_mean.select(_weighted_mean.counts(total), mean, start)
+
+
+def _is_key(x: Any) -> bool:
+  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def check(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:
+  """Checks that a microbatch returned a carry like the one that it got."""
+  for before, after in zip(old, new, strict=True):
+    had, got = (str(jax.tree.structure(x)) for x in (before, after))
+    if had != got:
+      raise ValueError(
+        f"The threaded argument (carry_argnum) has structure {had} and the function returned {got}"
+        " as its new_carry: return the same structure."
+      )
+    leaves = _validate.named_leaves("carry", before)
+    for (name, a), b in zip(leaves, jax.tree.leaves(after), strict=True):
+      if (a.shape, a.dtype) != (b.shape, b.dtype):
+        raise ValueError(
+          f"{name} has shape {a.shape} and dtype {a.dtype}, and the"
+          f" function returned shape {b.shape} and dtype {b.dtype}: return the same shape and"
+          " dtype, e.g. with .astype."
+        )

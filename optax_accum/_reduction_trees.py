@@ -1,0 +1,56 @@
+"""Trees of reductions and of their names: one for each output, or for all below a node."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import jax
+
+from optax_accum import _validate
+from optax_accum._reductions import Concat, Reduction, REDUCTIONS
+
+ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
+
+
+class _Dataclass(Protocol):
+  __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# Names at the leaves. (A `Sequence` would let any string pass a type checker.)
+ReductionTree: TypeAlias = (
+  ReductionName | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
+)
+
+
+def named(
+  option: str, tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Any:
+  """The reductions that a tree of names stands for; `batch_axis` are those of the batch."""
+  if concat_axis is not None and type(concat_axis) is not int:
+    raise TypeError(f"concat_axis={concat_axis!r} must be an int, an axis of outputs, or None.")
+
+  def find(path: Any, name: Any) -> Reduction:
+    where = _validate.leaf_name(option, path)
+    reduction = REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+    if not isinstance(reduction, Concat):
+      return reduction
+    if concat_axis is None and any(batch_axis):
+      raise ValueError(
+        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: which axis of an'
+        " output has the rows cannot be told from its shape. Give it as concat_axis, e.g."
+        " concat_axis=0."
+      )
+    return Concat(concat_axis or 0)
+
+  return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def match(option: str, reductions: Any, like: Any) -> Any:
+  """A reduction for every leaf of the outputs `like`, from a prefix tree of them."""
+  try:
+    return jax.tree.broadcast(reductions, like)
+  except ValueError as e:
+    raise ValueError(
+      f"{option}={reductions!r} is not a prefix tree of the outputs, whose structure is"
+      f" {jax.tree.structure(like)}: give one name, or a tree that stops at or above the"
+      f" outputs' leaves. ({e})"
+    ) from None

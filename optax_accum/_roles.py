@@ -1,0 +1,93 @@
+"""What each argument of a call is: split, a random key, carried, or shared by all microbatches.
+
+Two mistakes are made with an argument that is shared: its rows were to be split too, or it is a key
+and all microbatches have the same noise. Neither changes a shape, so the defaults refuse both.
+"""
+
+from collections.abc import Collection, Iterator
+import contextlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _validate
+from optax_accum._arguments import Slot
+
+
+class Roles(NamedTuple):
+  """Where the arguments of each role are in a call."""
+
+  batch: dict[Slot, int]  # what is split, and the axis of its rows
+  rng: tuple[Slot, ...]
+  carry: tuple[Slot, ...]  # one at most
+  shared: dict[Slot, Any]  # what all microbatches get whole, and no gradient is taken of
+
+
+def refuse_rows(roles: Roles, positions: tuple[int, ...], rows: Collection[int]) -> None:
+  """Refuses shared arguments with as many rows as the batch, of which all are `rows`.
+
+  `positions` are the batch's. One row cannot be split, so there is nothing to be missed.
+  """
+  found = []
+  for slot, tree in roles.shared.items():
+    for name, leaf in _validate.named_leaves(_describe(slot), tree):
+      shape = getattr(leaf, "shape", ())
+      axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
+      same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
+      if same:
+        found.append((slot, f"{name} has {shape[same[0]]} rows on axis {same[0]}"))
+  if not found:
+    return
+  raise ValueError(
+    f"{found[0][1]}, as many as the batch, and is not split: batch_argnums=None splits"
+    f" {' and '.join(map(_describe, roles.batch))} alone. If the rows of both belong together, name"
+    f" both, {_naming(roles, found, positions)}. If every microbatch is to have it whole, say so,"
+    f" batch_argnums={positions[0] if len(positions) == 1 else positions!r}."
+  )
+
+
+def _naming(roles: Roles, found: list[tuple[Slot, str]], positions: tuple[int, ...]) -> str:
+  """The options that would split what was found too."""
+  slots = list(dict.fromkeys(slot for slot, _ in found))
+  argnums = (*positions, *(slot for slot in slots if isinstance(slot, int)))
+  argnames = tuple(slot for slot in (*roles.batch, *slots) if isinstance(slot, str))
+  option = f"batch_argnums={argnums[0] if len(argnums) == 1 else argnums!r}"
+  return option + (f" with batch_argnames={argnames!r}" if argnames else "")
+
+
+def refuse_keys(roles: Roles) -> None:
+  """Refuses shared arguments with a typed key."""
+  for slot, tree in roles.shared.items():
+    for name, leaf in _validate.named_leaves(_describe(slot), tree):
+      if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        option = "rng_argnums" if isinstance(slot, int) else "rng_argnames"
+        raise ValueError(
+          f"{name} is a random key that every microbatch would share, and so have the same noise:"
+          f" name it, {option}={slot!r}, and each folds its index in; or share it, rng_argnums=()."
+        )
+
+
+@contextlib.contextmanager
+def explained(roles: Any) -> Iterator[None]:
+  """Adds to an error of a loss what was not split; `roles()` is called if there is one."""
+  try:
+    yield
+  except (TypeError, ValueError) as error:
+    found = roles()
+    arrays = [
+      _describe(slot)
+      for slot, tree in found.shared.items()
+      if any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))
+    ]
+    if arrays:
+      error.add_note(
+        f"In each microbatch, {' and '.join(map(_describe, found.batch))} alone has the rows of"
+        f" that microbatch (batch_argnums=None), and {' and '.join(arrays)} is whole. If shapes"
+        " disagree because it has rows too, name it in batch_argnums (or batch_argnames)."
+      )
+    raise
+
+
+def _describe(slot: Slot) -> str:
+  return f"argument {slot!r}"

@@ -1,0 +1,231 @@
+"""States from elsewhere, and arguments that are not what they look like: converted, or refused."""
+
+import functools
+
+from flax import serialization
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.optimizers import FORMS, mini_step, relaxed
+
+from optax_accum import accumulate, AccumulateState, from_multi_steps, has_updated
+
+PARAMS = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
+K = 4
+
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def gradients(count, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  draw = lambda p: jnp.asarray(rng.normal(size=p.shape) + 1, dtype)  # noqa: E731
+  return [jax.tree.map(draw, PARAMS) for _ in range(count)]
+
+
+def begun(multi_steps, calls, params=PARAMS):
+  """The parameters and the state of an `optax.MultiSteps` after these calls."""
+  state, update = multi_steps.init(params), jax.jit(multi_steps.update)
+  with jax.numpy_dtype_promotion("standard"):
+    for grads in calls:
+      updates, state = update(grads, state, params)
+      params = optax.apply_updates(params, updates)
+  return params, state
+
+
+@forms
+@pytest.mark.parametrize("use_grad_mean", [True, False])
+@pytest.mark.parametrize(
+  ("before", "jitted"), [(0, True), (1, True), (3, False), (4, True), (6, True)]
+)
+def test_a_cycle_begun_under_multisteps(before, jitted, use_grad_mean, form):
+  calls, inner = gradients(2 * K), relaxed(optax.adam(0.1))
+  theirs = optax.MultiSteps(inner, K, use_grad_mean=use_grad_mean)
+  params, held = begun(theirs, calls[:before])
+  tx = accumulate(inner, K, reduction="mean" if use_grad_mean else "sum")
+  convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean)
+  state = (jax.jit(convert) if jitted else convert)(held)
+  assert isinstance(state, AccumulateState)
+  step = jax.jit(mini_step(tx, form))
+  for grads in calls[before:]:
+    params, state = step(params, state, grads)
+
+  expected, inner_state = PARAMS, inner.init(PARAMS)
+  for part in (calls[:K], calls[K:]):
+    total = jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *part)
+    grads = jax.tree.map(lambda x: jnp.float32(x / K if use_grad_mean else x), total)
+    updates, inner_state = inner.update(grads, inner_state, expected)
+    expected = optax.apply_updates(expected, updates)
+  trees.assert_close(params, expected, 1e-5)
+  trees.assert_close(state.inner_opt_state, inner_state, 1e-5)
+  assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
+  assert state.acc_weight == 0
+
+
+def test_taking_the_fields_as_they_are_is_wrong():
+  calls, inner = gradients(K), optax.sgd(1.0)
+  tx, exact = accumulate(inner, K), jax.tree.map(lambda *g: -sum(g) / K, *calls)
+  params, held = begun(optax.MultiSteps(inner, K), calls[:2])
+  copied = AccumulateState(*held, acc_weight=jnp.float32(2), has_updated=jnp.array(False))
+  ends = []
+  for state in (from_multi_steps(held), copied):
+    moved = params
+    for grads in calls[2:]:
+      moved, state = tx.apply(grads, state, moved)
+    ends.append(trees.largest_difference(moved, exact))
+  assert ends[0] < 1e-6
+  assert ends[1] > 0.1
+
+
+def test_what_else_a_converted_state_holds():
+  skip_fn = optax.skip_not_finite
+  theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=skip_fn)
+  tx = accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn)
+  params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  calls = gradients(3, jnp.bfloat16)
+  for count in range(4):
+    _, held = begun(theirs, calls[:count], params)
+    state = from_multi_steps(held)
+    assert bool(has_updated(state)) == bool(theirs.has_updated(held)) == (count == 2)
+    assert [x.dtype for x in jax.tree.leaves(state.acc_grads)] == [jnp.float32] * 2
+    like = jax.eval_shape(tx.init, params)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
+      lambda x: (x.shape, x.dtype), like
+    )
+    jax.jit(tx.apply, donate_argnums=1)(calls[0], state, params)  # no buffer stands in it twice
+  with pytest.raises(TypeError, match=r"from_multi_steps got a tuple; it takes the optax\.Multi"):
+    from_multi_steps((held,))
+
+
+def test_a_nan_that_multisteps_keeps_ends_with_its_cycle():
+  nan = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
+  inner = optax.apply_if_finite(optax.sgd(1.0), 5)
+  params, held = begun(optax.MultiSteps(inner, 2), [nan, nan])
+  tx, state = accumulate(inner, 2), from_multi_steps(held)
+  ones = jax.tree.map(jnp.ones_like, PARAMS)
+  for _ in range(2):
+    params, state = tx.apply(ones, state, params)
+  trees.assert_close(params, jax.tree.map(lambda p: p - 1, PARAMS), 0)
+
+
+SGD = optax.sgd(1.0)
+TX = accumulate(SGD, 2)
+SKIPS = accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
+STATE = TX.init(PARAMS)
+RESTORED = r"restored without its types; restore a checkpoint into the tree that init returns"
+
+
+@forms
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize(
+  ("state", "message"),
+  [
+    (optax.MultiSteps(SGD, 2).init(PARAMS), r"MultiStepsState.*optax_accum\.from_multi_steps\("),
+    (SGD.init(PARAMS), "is a tuple and not an AccumulateState: pass what init of this"),
+    (optax.EmptyState(), "is a EmptyState and not an AccumulateState: pass what init of this"),
+    (None, "is a NoneType and not an AccumulateState: pass what init of this"),
+    (PARAMS, "is a dict and not an AccumulateState: pass what init of this"),
+    ((STATE, optax.EmptyState()), "there is one in it. Call the transformation that the whole"),
+    (STATE._asdict(), RESTORED),
+    (list(STATE), RESTORED),
+    (tuple(STATE), RESTORED),
+  ],
+)
+def test_states_of_others(form, every_k, state, message):
+  with pytest.raises(ValueError, match=message):
+    getattr(accumulate(SGD, every_k), form)(PARAMS, state, PARAMS)
+
+
+def test_a_restored_state_goes_on_as_the_message_says():
+  _, state = TX.update(gradients(1)[0], STATE)
+  restored = serialization.from_state_dict(STATE, serialization.to_state_dict(state))
+  trees.assert_close(restored, state, 0)
+
+
+@forms
+def test_a_state_made_with_or_without_skip_fn(form):
+  with pytest.raises(ValueError, match=r"made with a skip_fn, and this accumulate has none"):
+    getattr(TX, form)(PARAMS, SKIPS.init(PARAMS), PARAMS)
+  with pytest.raises(ValueError, match=r"made without skip_fn or with another: go on with"):
+    getattr(SKIPS, form)(PARAMS, STATE, PARAMS)
+  for tx, skip_state in ((TX, ()), (SKIPS, SKIPS.init(PARAMS).skip_state)):
+    getattr(tx, form)(PARAMS, STATE._replace(skip_state=skip_state), PARAMS)  # as it says
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize(
+  ("form", "arguments", "message"),
+  [
+    ("apply", (PARAMS, PARAMS, STATE), r"an AccumulateState as params, and a dict as state"),
+    ("apply", (STATE, PARAMS, PARAMS), r"as updates.*the order is apply\(updates, state, params\)"),
+    ("update", (STATE, PARAMS), r"as updates.*the order is update\(updates, state, params\)"),
+    ("update", (PARAMS, PARAMS, STATE), r"an AccumulateState as params, and a dict as state"),
+  ],
+)
+def test_arguments_in_another_order(form, arguments, message, every_k):
+  with pytest.raises(ValueError, match=message):
+    getattr(accumulate(SGD, every_k), form)(*arguments)
+
+
+@forms
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize("number", [float, np.float32])
+def test_gradients_that_are_numbers(form, every_k, number):
+  tx, params = accumulate(SGD, every_k), {"a": jnp.zeros(()), "b": jnp.zeros(2)}
+  state = tx.init(params)
+  for value in (1.0, 4.0):
+    grads = {"a": number(value), "b": np.full(2, value, np.float32)}
+    params, state = mini_step(tx, form)(params, state, grads)
+  expected = {1: -5.0, 2: -2.5}[every_k]
+  trees.assert_close(params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0)
+
+
+@forms
+def test_gradients_that_are_nothing(form):
+  for every_k in (1, 2):
+    tx = accumulate(SGD, every_k)
+    with pytest.raises(TypeError, match=r"updates\['b'\] is a str: gradients are arrays"):
+      getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
+
+
+@forms
+@pytest.mark.parametrize("every_k", [1, 2])
+@pytest.mark.parametrize(
+  ("misspelt", "meant"),
+  [
+    ("weights", "weight"),
+    ("wieght", "weight"),
+    ("Weight", "weight"),
+    ("weight_fn", "weight"),
+    ("flush_now", "flush"),
+    ("do_flush", "flush"),
+    ("flsh", "flush"),
+  ],
+)
+def test_misspelt_keywords(form, every_k, misspelt, meant):
+  tx = accumulate(SGD, every_k)
+  with pytest.raises(TypeError, match=rf"{form} got .* '{misspelt}': did you mean {meant}=\?"):
+    getattr(tx, form)(PARAMS, tx.init(PARAMS), PARAMS, **{misspelt: 1})
+
+
+@forms
+def test_other_keywords_reach_inner(form):
+  passed = [
+    "weight_decay",
+    "value",
+    "grad",
+    "learning_rate",
+    "value_fn",
+    "height_map",
+    "loss",
+    "key",
+  ]
+
+  def update(updates, state, params=None, **extra_args):
+    assert list(extra_args) == passed
+    return updates, state
+
+  tx = accumulate(optax.GradientTransformationExtraArgs(SGD.init, update), 1)
+  getattr(tx, form)(PARAMS, tx.init(PARAMS), PARAMS, **dict.fromkeys(passed, 1.0))

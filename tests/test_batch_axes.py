@@ -1,0 +1,233 @@
+"""Rows on any axis, another in each argument; and the axis of an output that "concat" joins."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+
+from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
+
+in_64_bits = functools.partial(jax.enable_x64, True)
+# Those of optax.microbatching's own tests of `in_axes`, and ours. ("concat" is of rows here.)
+KINDS = pytest.mark.parametrize("kind", ["sum", "mean", "max", "last", "stack"])
+
+
+@KINDS
+def test_rows_on_another_axis_give_the_same(kind):
+  rows_first = np.random.default_rng(0).normal(size=(10, 4, 5))
+  rows_second = np.swapaxes(rows_first, 0, 1)
+  run = functools.partial(microbatch, reduction=kind, microbatch_size=2, batch_argnums=(0, 1))
+  with in_64_bits():
+    first = run(functools.partial(jnp.einsum, "bij,bkj->ik"), batch_axis=0)(rows_first, rows_first)
+    fun = functools.partial(jnp.einsum, "ibj,kbj->ik")
+    for axis in (1, -2, (1, 1), (-2, 1)):
+      trees.assert_close(run(fun, batch_axis=axis)(rows_second, rows_second), first, 1e-12)
+    if kind == "sum":
+      trees.assert_close(first, jnp.einsum("bij,bkj->ik", rows_first, rows_first), 1e-12)
+
+
+@KINDS
+def test_an_axis_for_each_argument_positions_first_and_then_names(kind):
+  x = np.random.default_rng(0).normal(size=(10, 4, 5))
+  y = np.swapaxes(x, 0, 1)
+
+  def fun(a, b):
+    return jnp.einsum("bij,kbj->ik", a, b)
+
+  run = functools.partial(microbatch, fun, microbatch_size=2, reduction=kind)
+  with in_64_bits():
+    expected = run(batch_argnums=(0, 1), batch_axis=(0, 1))(x, y)
+    if kind == "sum":
+      trees.assert_close(expected, fun(x, y), 1e-12)
+    by_name = {"batch_argnums": (), "batch_argnames": ("a", "b"), "batch_axis": (0, 1)}
+    back = {"batch_argnums": (), "batch_argnames": ("b", "a"), "batch_axis": (1, 0)}
+    for options, args, kwargs in [
+      ({"batch_argnums": (1, 0), "batch_axis": (1, 0)}, (x, y), {}),
+      (by_name, (), {"a": x, "b": y}),
+      (by_name, (), {"b": y, "a": x}),
+      (by_name, (x, y), {}),
+      (back, (), {"a": x, "b": y}),
+      (back, (), {"b": y, "a": x}),
+      ({"batch_argnums": 0, "batch_argnames": "b", "batch_axis": (0, 1)}, (x,), {"b": y}),
+      ({"batch_argnames": ("a", "b"), "batch_axis": (0, 1)}, (), {"a": x, "b": y}),
+    ]:
+      trees.assert_close(run(**options)(*args, **kwargs), expected, 1e-12)
+
+
+def test_positions_and_names_are_the_same_arguments():
+  def fun(a, b, c, *, d, e, f):
+    return jnp.sum(a + b + jnp.asarray(c + d + e + f, a.dtype))
+
+  x, named = jnp.arange(16.0), {"d": 2, "e": 3, "f": 4}
+  run = functools.partial(microbatch, fun, reduction="sum", microbatch_size=2)
+  expected = fun(x, x, 1, **named)
+  assert run(batch_argnums=(0, 1))(x, x, 1, **named) == expected
+  assert run(batch_argnums=0, batch_argnames="b")(x, b=x, c=1, **named) == expected
+  assert run(batch_argnums=(), batch_argnames=("b", "a"))(a=x, b=x, c=1, **named) == expected
+
+
+def time_major_loss(w, x, y, *, mask):
+  """Of x (time, rows, 3), y (rows, time) and mask (rows,)."""
+  error = (jnp.einsum("tbi,i->bt", x, w) - y) ** 2
+  loss = jnp.sum(jnp.mean(error, 1) * mask) / jnp.sum(mask)
+  return loss, {"error": error.T, "worst": jnp.max(error)}
+
+
+def time_major_batch(rows, time=4):
+  rng = np.random.default_rng(1)
+  shapes = (time, rows, 3), (rows, time), (rows,)
+  x, y, mask = (rng.normal(size=shape) for shape in shapes)
+  return rng.normal(size=3), x, y, (mask > 0) + 0.5
+
+
+AXES = {"batch_argnums": (1, 2), "batch_argnames": "mask", "batch_axis": (1, 0, 0)}
+WEIGHED = {"weight_fn": lambda x, y, *, mask: jnp.sum(mask), "has_aux": True}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 8])
+def test_gradients_with_an_axis_for_each_argument(size):
+  with in_64_bits():
+    w, x, y, mask = map(jnp.asarray, time_major_batch(8))
+    run = functools.partial(microbatch_value_and_grad, time_major_loss, **AXES, **WEIGHED)
+    whole = jax.value_and_grad(time_major_loss, has_aux=True)(w, x, y, mask=mask)
+    aux = {"error": "concat", "worst": "max"}
+    for axis in (1, -1):
+      options = {"aux_reduction": aux, "concat_axis": axis, "microbatch_size": size}
+      (loss, new), grads = run(**options)(w, x, y, mask=mask)
+      np.testing.assert_allclose(loss, whole[0][0], rtol=1e-12)
+      np.testing.assert_allclose(grads, whole[1], rtol=1e-12)
+      np.testing.assert_allclose(new["error"], whole[0][1]["error"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [8, 16, 24])
+@pytest.mark.parametrize("concat_axis", [1, -1])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, concat_axis, size):
+  with in_64_bits():
+    w, x, y, mask = map(jnp.asarray, time_major_batch(32))
+    tx = optax.sgd(1.0)
+    step = make_train_step(
+      time_major_loss,
+      tx,
+      mesh=make_mesh(8, kind=kind),
+      microbatch_size=size,
+      donate=False,
+      aux_reduction={"error": "concat", "worst": "max"},
+      concat_axis=concat_axis,
+      **AXES,
+      **WEIGHED,
+    )
+    new, _, metrics = step(w, tx.init(w), x, y, mask=mask)
+    (loss, aux), grads = jax.value_and_grad(time_major_loss, has_aux=True)(w, x, y, mask=mask)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
+    np.testing.assert_allclose(new, w - grads, rtol=1e-12)
+    np.testing.assert_allclose(metrics["aux"]["error"], aux["error"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("rows", [8, 7])
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_concat_along_any_axis_keeps_the_order_of_the_batch(axis, rows):
+  shape = [3, 4, 5]
+  shape[axis] = rows
+  x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+  for size in (1, 2, 4, rows):
+    run = microbatch(
+      lambda x: (2 * x, jnp.sum(x)),
+      reduction=("concat", "sum"),
+      microbatch_size=size,
+      batch_axis=axis,
+      concat_axis=axis,
+    )
+    np.testing.assert_array_equal(run(x)[0], 2 * x)
+  # An axis of the outputs that is another than that of the batch.
+  run = microbatch(
+    lambda x: jnp.moveaxis(x, axis, 0),
+    reduction="concat",
+    microbatch_size=2,
+    batch_axis=axis,
+    concat_axis=0,
+  )
+  np.testing.assert_array_equal(run(x), np.moveaxis(x, axis, 0))
+
+
+def test_rows_of_a_microbatch_are_not_taken_for_another_axis_of_their_number():
+  x = jnp.arange(16.0).reshape(2, 8, 1)  # time 2, and microbatches of 2 rows
+  run = functools.partial(
+    microbatch, lambda x: 2 * x, reduction="concat", batch_axis=1, num_microbatches=4
+  )
+  match = (
+    r'reduction="concat" with batch_axis=1: which axis .* cannot be told .* Give it as concat_axis'
+  )
+  with pytest.raises(ValueError, match=match):
+    run()
+  np.testing.assert_array_equal(run(concat_axis=1)(x), 2 * x)
+  assert run(concat_axis=0)(x).shape == (8, 2, 1)  # wrong, and what is asked for
+
+
+def test_an_axis_that_concat_cannot_join():
+  run = functools.partial(
+    microbatch, lambda x: {"y": x}, reduction="concat", batch_axis=1, num_microbatches=2
+  )
+  for axis in (0, 2, -3):
+    match = (
+      rf"output\['y'\] has shape \(3, 4\); \"concat\" needs the 4 rows of a microbatch as its"
+      rf" {f'axis {axis}' if axis else 'leading axis'}: .* or give concat_axis"
+    )
+    with pytest.raises(ValueError, match=match):
+      run(concat_axis=axis)(jnp.ones((3, 8)))
+
+
+def plain_loss(w, x, y=0.0):
+  return jnp.mean(w * x) + jnp.mean(y), x
+
+
+MAKERS = pytest.mark.parametrize(
+  "make",
+  [
+    functools.partial(microbatch, plain_loss, num_microbatches=2),
+    functools.partial(microbatch_value_and_grad, plain_loss, has_aux=True, num_microbatches=2),
+    functools.partial(
+      make_train_step, plain_loss, optax.sgd(0.1), has_aux=True, num_microbatches=2
+    ),
+  ],
+  ids=["microbatch", "microbatch_value_and_grad", "make_train_step"],
+)
+
+
+@MAKERS
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"batch_argnums": (1, 2), "batch_axis": (0,)}, ValueError, r"\(0,\) has 1 axes for 2 batch"),
+    ({"batch_argnums": 1, "batch_axis": (0, 1)}, ValueError, r"\(0, 1\) has 2 axes for 1 batch"),
+    (
+      {"batch_argnums": 1, "batch_argnames": "y", "batch_axis": (0, 1, 0)},
+      ValueError,
+      r"has 3 axes for 2 batch arguments \(positions \(1,\), then names \('y',\)\): give one for",
+    ),
+    ({"batch_argnums": 1, "batch_axis": ()}, ValueError, "has 0 axes for 1 batch"),
+    ({"batch_argnums": 1, "batch_axis": (0.0,)}, TypeError, "must be an int, the axis of every"),
+    ({"batch_argnums": 1, "batch_axis": True}, TypeError, "batch_axis=True must be an int"),
+    ({"batch_argnums": 1, "concat_axis": 1.0}, TypeError, "concat_axis=1.0 must be an int"),
+  ],
+)
+def test_axes_that_cannot_be(make, options, error, match):
+  reduction = "reduction" if make.func is microbatch else "aux_reduction"
+  with pytest.raises(error, match=match):
+    make(**{reduction: "last"}, **options)
+
+
+@MAKERS
+@pytest.mark.parametrize("axis", [1, -1, (0, 1)])
+def test_concat_is_refused_where_the_rows_of_an_output_cannot_be_told(make, axis):
+  reduction = "reduction" if make.func is microbatch else "aux_reduction"
+  options = {"batch_argnums": (1, 2) if isinstance(axis, tuple) else 1, "batch_axis": axis}
+  tree = (("mean", "concat"), r"\[1\]") if make.func is microbatch else ("concat", "")
+  with pytest.raises(ValueError, match=rf'reduction{tree[1]}="concat" with batch_axis='):
+    make(**{reduction: tree[0]}, **options)
+  make(**{reduction: tree[0]}, concat_axis=0, **options)

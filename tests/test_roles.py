@@ -1,0 +1,315 @@
+"""What the defaults refuse: rows that would not be split, and keys that all microbatches share."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import relaxed
+
+from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
+
+ROWS = 8
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(ROWS, 3)), rng.normal(size=ROWS)
+LABELS = rng.integers(4, size=ROWS)
+WEIGHTS = rng.normal(size=(3, 4))
+
+
+def squared_error(w, x, y):
+  return jnp.mean((jnp.einsum("bi,i->b", x, w) - y) ** 2)
+
+
+def cross_entropy(w, x, y):
+  return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, y))
+
+
+LOSSES = pytest.mark.parametrize(
+  ("fun", "w", "y"), [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)]
+)
+REFUSED = (
+  r"argument 2 has 8 rows on axis 0, as many as the batch, and is not split: batch_argnums=None"
+  r" splits argument 1 alone.* name both, batch_argnums=\(1, 2\)\. .* batch_argnums=1\."
+)
+
+
+def step_loss(fun, params, *args, **options):
+  """The loss that a step gives."""
+  step = make_train_step(fun, optax.sgd(0.1), donate=False, **options)
+  return step(params, optax.sgd(0.1).init(params), *args)[-1]["loss"]
+
+
+def cycle_loss(fun, *args, **options):
+  return microbatch_value_and_grad(fun, **options)(*args)[0]
+
+
+@LOSSES
+@pytest.mark.parametrize("size", [1, 2, ROWS])
+@pytest.mark.parametrize("run", [cycle_loss, step_loss])
+def test_labels_that_are_not_split_are_refused(run, size, fun, w, y):
+  with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+    args = [jnp.asarray(x) for x in (w, X, y)]
+    with pytest.raises(ValueError, match=REFUSED):
+      run(fun, *args, microbatch_size=size)
+    actual = run(fun, *args, microbatch_size=size, batch_argnums=(1, 2))
+    np.testing.assert_allclose(actual, fun(*args), rtol=1e-12)
+    if size == 1:  # the planted wrong answer, which is what is asked for here
+      unsplit = run(fun, *args, microbatch_size=size, batch_argnums=1)
+      assert abs(unsplit - fun(*args)) > 1e-2
+
+
+@LOSSES
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_labels_that_are_not_split_are_refused_over_a_mesh(kind, fun, w, y):
+  with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+    run = functools.partial(step_loss, fun, *map(jnp.asarray, (w, X, y)), num_microbatches=1)
+    with pytest.raises(ValueError, match=REFUSED):
+      run(mesh=make_mesh(8, kind=kind))
+    actual = run(mesh=make_mesh(8, kind=kind), batch_argnums=(1, 2))
+    np.testing.assert_allclose(actual, fun(*map(jnp.asarray, (w, X, y))), rtol=1e-12)
+
+
+@pytest.mark.parametrize("specs", [(P("data"), P("data")), (P("data"), P())])
+def test_labels_that_are_not_split_are_refused_in_shard_map(specs):
+  mapped = jax.shard_map(
+    microbatch_value_and_grad(squared_error, num_microbatches=2, axis_name="data"),
+    mesh=make_mesh(2),
+    in_specs=(P(), *specs),
+    out_specs=P(),
+  )
+  match = "argument 2 has [48] rows on axis 0, as many as the batch"
+  with pytest.raises(ValueError, match=match):
+    mapped(jnp.ones(3), jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32))
+
+
+def test_over_a_mesh_the_rows_are_those_of_all_devices():
+  def fun(w, x, scales):
+    return jnp.mean(w * x) * jnp.sum(scales)
+
+  loss = step_loss(
+    fun, jnp.ones(()), jnp.ones(16), jnp.ones(2), num_microbatches=2, mesh=make_mesh(8)
+  )
+  assert float(loss) == 2
+
+
+def nested(w, x, *others, named=None):
+  return jnp.mean(w["w"] * x)
+
+
+@pytest.mark.parametrize(
+  ("others", "named", "options", "fix"),
+  [
+    (
+      (np.ones((2, 6)), {"a": [np.ones(6)]}),
+      None,
+      {},
+      r"argument 3\['a'\]\[0\] has 6 rows.*\(1, 3\)",
+    ),
+    ((), {"m": np.ones(6)}, {}, r"argument 'named'\['m'\].*batch_argnums=1 with .*\('named',\)"),
+    (
+      (np.ones(6),),
+      np.ones(6),
+      {"batch_argnames": "named"},
+      r"splits argument 1 and argument 'named' alone.*\(1, 2\) with batch_argnames=\('named',\)",
+    ),
+    ((np.ones((6, 2)),), None, {"batch_axis": -1}, None),
+    ((np.ones((2, 6)),), None, {"batch_axis": -1}, "argument 2 has 6 rows on axis -1"),
+    ((np.ones(()), 6, True, None, {}), None, {}, None),
+  ],
+)
+def test_what_is_refused_is_named(others, named, options, fix):
+  run = microbatch_value_and_grad(nested, num_microbatches=2, **options)
+  args = ({"w": jnp.ones(()), "rows": jnp.ones(6)}, jnp.ones(6), *others)
+  kwargs = {} if named is None else {"named": named}
+  if fix is None:
+    run(*args, **kwargs)
+  else:
+    with pytest.raises(ValueError, match=fix):
+      run(*args, **kwargs)
+
+
+def test_a_leaf_without_the_axis_is_looked_at_along_its_first():
+  def fun(w, x, y):
+    return jnp.mean(w * x) + jnp.mean(y)
+
+  args = jnp.ones(()), jnp.ones((4, 6)), jnp.ones(6)
+  with pytest.raises(ValueError, match="argument 2 has 6 rows on axis 0, as many as the batch"):
+    microbatch_value_and_grad(fun, num_microbatches=2, batch_axis=1)(*args)
+  two_axes = {"batch_argnums": (1, 2), "batch_axis": (1, 0)}
+  loss, _ = microbatch_value_and_grad(fun, num_microbatches=2, **two_axes)(*args)
+  assert float(loss) == 2
+
+
+def test_what_has_another_role_is_not_refused():
+  def fun(w, x, carry, key, scale):
+    noise = jax.vmap(jax.random.uniform)(key)
+    return jnp.mean(x @ w) + jnp.mean(scale) + jnp.mean(noise), (carry, None)
+
+  run = microbatch_value_and_grad(
+    fun, argnums=(0, 4), num_microbatches=2, carry_argnum=2, rng_argnums=3
+  )
+  rows = jnp.ones(6)
+  run(rows, jnp.ones((6, 6)), rows, jax.random.split(jax.random.key(0), 6), rows)
+
+
+def test_a_batch_of_one_row_has_nothing_to_split():
+  run = microbatch_value_and_grad(lambda w, x, y: jnp.mean(w * x) + jnp.mean(y), microbatch_size=4)
+  assert float(run(jnp.ones(()), jnp.ones((1, 2)), jnp.ones((1, 3)))[0]) == 2
+
+
+def test_value_fn_does_not_take_the_parameters_for_rows():
+  tx = relaxed(optax.lbfgs())
+  step = make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, num_microbatches=2, donate=False)
+  w = jnp.ones(6)
+  assert float(step(w, tx.init(w), jnp.ones((6, 6)))[2]["loss"]) == 36
+
+
+@pytest.mark.parametrize("run", [cycle_loss, step_loss])
+def test_an_error_of_shapes_in_the_loss_names_batch_argnums(run):
+  def fun(w, x, y):
+    return jnp.mean(jnp.einsum("bt,bt->b", x * w, y))
+
+  def two(w, x):
+    return jnp.mean(jnp.einsum("b,c->b", x, w) + jnp.ones(7))
+
+  args = jnp.ones(()), jnp.ones((6, 2)), jnp.ones((12, 2)).reshape(2, 6, 2)[0][:5]
+  with pytest.raises((TypeError, ValueError)) as error:
+    run(fun, *args, num_microbatches=2)
+  assert "argument 1 alone has the rows" in error.value.__notes__[0]
+  assert "argument 2 is whole" in error.value.__notes__[0]
+  assert "batch_argnums" in error.value.__notes__[0]
+  with pytest.raises((TypeError, ValueError)) as error:
+    run(fun, *args, num_microbatches=2, batch_argnums=1)
+  assert not hasattr(error.value, "__notes__") or "batch_argnums" not in error.value.__notes__[0]
+  with pytest.raises((TypeError, ValueError)) as error:
+    run(two, jnp.ones(3), jnp.ones(6), num_microbatches=2)
+  assert not any("batch_argnums" in note for note in getattr(error.value, "__notes__", []))
+
+
+def test_microbatch_of_several_arguments_says_which_is_split():
+  def predict(w, x):
+    return x @ w
+
+  w, x = jnp.arange(4.0), jnp.ones((4, 4))
+  run = functools.partial(microbatch, predict, reduction="concat", num_microbatches=2)
+  match = r"batch_argnums=None is the only argument, and this call has 2: \[0, 1\]\. Name those"
+  with pytest.raises(ValueError, match=match):
+    run()(w, x)
+  with pytest.raises(ValueError, match="this call has 2"):
+    run()(w, x=x)
+  np.testing.assert_array_equal(run(batch_argnums=1)(w, x), x @ w)
+  np.testing.assert_array_equal(run(batch_argnames="x")(w[:3], x=x[:, :3]), x @ w - 3)
+  with pytest.raises(ValueError, match=r"argument 0 has 4 rows.*batch_argnums=0 with .*\('x',\)"):
+    run(batch_argnames="x")(w, x=x)
+  np.testing.assert_array_equal(run(batch_argnums=(), batch_argnames="x")(w, x=x), x @ w)
+
+
+def test_microbatch_of_one_argument_splits_it():
+  x = jnp.arange(4.0)
+  run = microbatch(lambda x: 2 * x, reduction="concat", num_microbatches=2)
+  np.testing.assert_array_equal(run(x), 2 * x)
+  np.testing.assert_array_equal(run(x=x), 2 * x)
+  noisy = microbatch(
+    lambda key, x: x + 0 * jax.random.uniform(key),
+    reduction="concat",
+    num_microbatches=2,
+    rng_argnums=0,
+  )
+  np.testing.assert_array_equal(noisy(jax.random.key(0), x), x)
+
+
+def dropout(w, x, key):
+  mask = jax.random.bernoulli(key["dropout"], 0.5, x.shape)
+  return jnp.mean(jnp.where(mask, x * w, 0)), mask
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_a_key_that_would_be_shared_is_refused(mesh):
+  x, key, tx = jnp.ones((8, 16)), {"dropout": jax.random.key(0)}, optax.sgd(0.1)
+  options = {"num_microbatches": 4, "has_aux": True, "aux_reduction": "stack"}
+  match = (
+    r"argument 2\['dropout'\] is a random key that every microbatch would share.*name it,"
+    r" rng_argnums=2, .* rng_argnums=\(\)"
+  )
+
+  def step_masks(**more):
+    step = make_train_step(dropout, tx, mesh=mesh, donate=False, **options, **more)
+    return step(jnp.ones(()), tx.init(1.0), x, key)[2]["aux"]
+
+  def cycle_masks(**more):
+    run = microbatch_value_and_grad(dropout, **options, **more)
+    return run(jnp.ones(()), x, key)[0][1]
+
+  for masks in (step_masks, cycle_masks):
+    with pytest.raises(ValueError, match=match):
+      masks()
+    own, shared = (np.asarray(masks(rng_argnums=argnums)) for argnums in (2, ()))
+    assert (shared == shared[:1]).all()
+    assert len({mask.tobytes() for mask in own}) == len(own)
+    named = np.asarray(masks(rng_argnames="key"))
+    np.testing.assert_array_equal(named, own)
+
+
+def test_keys_that_microbatch_would_share_are_refused():
+  def noise(x, *, key, other=None):
+    return jax.random.uniform(key)
+
+  run = functools.partial(microbatch, noise, reduction="stack", num_microbatches=2, batch_argnums=0)
+  key = jax.random.key(0)
+  match = r"argument 'key' is a random key .* rng_argnames='key', .* share it, rng_argnums=\(\)"
+  with pytest.raises(ValueError, match=match):
+    run()(jnp.ones(4), key=key)
+  with pytest.raises(ValueError, match="argument 'other' is a random key"):
+    run(rng_argnames="key")(jnp.ones(4), key=key, other=key)
+  own = run(rng_argnames="key")(jnp.ones(4), key=key)
+  shared = run(rng_argnums=())(jnp.ones(4), key=key, other=key)
+  assert (len(set(own.tolist())), len(set(shared.tolist()))) == (2, 1)
+
+
+def test_keys_that_are_split_or_carried_are_not_refused():
+  keys = jax.random.split(jax.random.key(0), 4)
+  draw = microbatch(jax.vmap(jax.random.uniform), reduction="concat", num_microbatches=2)
+  np.testing.assert_array_equal(draw(keys), jax.vmap(jax.random.uniform)(keys))
+
+  def fun(w, x, key):
+    key, used = jax.random.split(key)
+    return jnp.mean(w * x), (key, jax.random.uniform(used))
+
+  run = microbatch_value_and_grad(
+    fun, num_microbatches=2, has_aux=True, carry_argnum=2, aux_reduction="stack"
+  )
+  (_, (_, noise)), _ = run(jnp.ones(()), jnp.ones(4), jax.random.key(0))
+  assert noise[0] != noise[1]
+
+
+def test_raw_keys_cannot_be_told_from_numbers():
+  run = microbatch_value_and_grad(
+    lambda w, x, key: jnp.mean(w * x) + 0 * jax.random.uniform(key), num_microbatches=2
+  )
+  run(jnp.ones(()), jnp.ones(4), jax.random.PRNGKey(0))
+
+
+@pytest.mark.parametrize("fun", [microbatch, microbatch_value_and_grad, make_train_step])
+def test_none_is_the_default(fun):
+  parameters = inspect.signature(fun).parameters
+  assert parameters["batch_argnums"].default is None
+  assert parameters["rng_argnums"].default is None
+
+
+def test_an_argument_that_is_named_twice_has_one_axis():
+  def fun(w, x):
+    return jnp.mean(w * x)
+
+  run = functools.partial(
+    microbatch_value_and_grad, fun, num_microbatches=2, batch_argnums=1, batch_argnames="x"
+  )
+  args = jnp.ones(()), jnp.ones((4, 4))
+  trees.assert_close(run(batch_axis=(1, 1))(*args), run(batch_axis=1)(*args), 0)
+  with pytest.raises(ValueError, match="Argument 1 is named twice, with batch_axis 0, 1"):
+    run(batch_axis=(0, 1))(*args)
