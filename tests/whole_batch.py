@@ -18,7 +18,7 @@ import traceback
 import conftest  # noqa: F401 (eight devices, strict promotion, warnings)
 import jax
 import numpy as np
-from support import cycles, entry_points, plain
+from support import cycles, placements, plain
 from support.draws import Draw, drawn, parsed, shrunk
 
 # Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more.
@@ -30,7 +30,7 @@ def problems(draw: Draw, gradient=plain.gradient) -> list[str]:
   all_cycles = cycles.cycles_of(draw)
   expected = plain.whole_batch_steps(draw, all_cycles, gradient)
   try:
-    actual = entry_points.run(draw, all_cycles)
+    actual = placements.run(draw, all_cycles)
   except Exception as e:
     where = traceback.extract_tb(e.__traceback__)[-1]
     return [f"{type(e).__name__} at {where.filename}:{where.lineno}: {e}".replace("\n", " ")]

@@ -32,7 +32,7 @@ class Call:
   batch: dict[str, np.ndarray]
   microbatches: list[Microbatch]
   flush: bool
-  skipped: bool  # `skip_fn` leaves all of it out
+  skipped: bool  # it is no part of the cycle
 
 
 def initial_params(draw) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def cycles_of(draw) -> list[list[Call]]:
     while wanted:
       may_skip = not calls or not calls[-1].skipped
       fewer = dataclasses.replace(draw, size=1) if draw.uneven and wanted == 1 else draw
-      calls.append(_call(fewer, rng, number, draw.empty and cycle == 1, may_skip))
+      empty = draw.empty and cycle == 1 and (draw.streams or not calls)
+      calls.append(_call(fewer, rng, number, empty, may_skip))
       wanted, number = wanted - (not calls[-1].skipped), number + 1
     calls[-1].flush = flush
     steps += any(m.counts for call in calls for m in call.microbatches)
@@ -99,6 +100,8 @@ def _call(draw, rng: np.random.Generator, number: int, empty: bool, may_skip: bo
     holds = bool(mask[of].any())
     microbatches.append(Microbatch(device, index, of, holds and finite, holds and not finite))
   skipped = draw.streams and any(m.skipped for m in microbatches)
+  if draw.entry == "step+accumulate":
+    skipped = not any(m.counts for m in microbatches)
   for m in microbatches:
     m.counts = m.counts and not skipped
   real = np.float64 if draw.dtype == "float64" else np.float32

@@ -185,25 +185,10 @@ REFUSED = {
 
 # What is known to be wrong, until it is mended: delete the line, and it is drawn.
 KNOWN = {
-  "a line search's derivative of value_fn is NaN where a microbatch is padding": lambda d: (
-    d.optimizer == "lbfgs" and (d.padding or d.empty or d.nan)
-  ),
-  "concat joins along the first axis alone": lambda d: (
-    d.aux in ("concat", "all") and (d.batch_axis, d.concat_axis) != (0, 0)
-  ),
-  "carry_reduction is no option yet": lambda d: d.carry_reduction != "default",
-  "rows are sharded over one axis alone": lambda d: "fsdp" in d.mesh,
-  "axes of two kinds": lambda d: d.mesh in ("auto+explicit model", "explicit+auto model"),
-  "an aux that is the same everywhere, over devices": lambda d: (
-    d.aux in ("constant", "all") and d.parts > 1
-  ),
+  "carry_reduction, over a mesh or as a tree": lambda d: d.carry_reduction != "default",
+  "rows over two axes": lambda d: "fsdp" in d.mesh,
+  "an automatic axis beside an explicit one": lambda d: d.mesh == "explicit+auto model",
   "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
-  "carries over devices are averaged without weights": lambda d: (
-    d.carry and d.parts > 1 and (d.weights != "none" or d.nan)
-  ),
-  "float64 weights reach tx in float32": lambda d: (
-    d.entry == "step+accumulate" and d.dtype == "float64" and d.weights == "fractions"
-  ),
   "XLA fails where rows are over one device and a second axis has several": lambda d: (
     d.place == "mesh" and d.devices == 1 and "model" in d.mesh
   ),

@@ -169,16 +169,23 @@ def whole_batch_steps(draw, all_cycles, gradient=gradient):
     state = optimizer_of(draw.optimizer, draw.wrap == "partition").init(
       jax.tree.map(jnp.asarray, params)
     )
-    carry, held = cycles.initial_carry(draw), []
+    carry, held, steps, emits = cycles.initial_carry(draw), [], 0, False
     for calls in all_cycles:
-      batches = []
+      batches, mini_step = [], 0
       for call in calls:
         batch = rows_of(draw, call, carry, lambda m: m.counts)
         metrics = _metrics(draw, call, params, carry, batch, gradient)
         carry, batches = next_carry(draw, call, carry), [*batches, batch]
+        mini_step += not call.skipped
+        # A train step of which nothing counted leaves the state as it is, with its flag.
+        emits = emits and call.skipped and not draw.streams
         if call is calls[-1]:
-          params, state = _step(draw, params, state, join(batches), batch, metrics, gradient)
+          cycle = join(batches)
+          params, state = _step(draw, params, state, cycle, batch, metrics, gradient)
+          mini_step, emits = 0, cycle is not None
+          steps += emits
         held.append({"params": params, "state": state, "carry": carry, **metrics})
+        held[-1]["counters"] = (mini_step, steps, emits)
   return held
 
 
