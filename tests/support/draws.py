@@ -29,7 +29,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "uneven": (False, True),  # the last call of a cycle has fewer rows
   "every_k": (2, 1, 3, "schedule"),
   "flush": (False, True),  # the second cycle ends early
-  "loop": ("jit", "python", "scan"),  # "python": nothing is traced
+  "loop": ("jit", "jit", "jit", "scan", "python"),  # "python": nothing is traced
   "wrap": ("none", "chain", "partition"),  # what `accumulate` is in
   "differentiable": (False, True),
   "weights": ("none", "counts", "floats", "fractions"),
