@@ -15,10 +15,10 @@ from optax_accum._weighted_mean import Weight
 _WORDS = ("mean", "max", "min", "sum")
 
 
-def named(tree: Any, carry_argnum: int | None) -> Any:
-  """The reductions that `carry_reduction` stands for; None where each leaf has its default."""
+def check_words(tree: Any, carry_argnum: int | None) -> None:
+  """Checks a `carry_reduction`."""
   if tree is None:
-    return None
+    return
   if carry_argnum is None:
     raise ValueError(
       f"carry_reduction={tree!r} says what becomes of a carry, and carry_argnum=None names none:"
@@ -26,7 +26,6 @@ def named(tree: Any, carry_argnum: int | None) -> Any:
     )
   for name, word in _validate.named_leaves("carry_reduction", tree):
     _validate.one_of(name, word, _WORDS)
-  return _reduction_trees.named("carry_reduction", tree)
 
 
 def on_device(carry: Any, axis_name: AxisName | None) -> Any:
@@ -48,31 +47,40 @@ def fold_in(keys: jax.Array, number: Any) -> jax.Array:
 
 
 def over_devices(
-  reductions: Any, carry: Any, start: Any, weight: Weight, total: Weight, axis_name: AxisName
-) -> Any:
+  words: Any,
+  carry: tuple[Any, ...],
+  start: tuple[Any, ...],
+  weight: Weight,
+  total: Weight,
+  axis_name: AxisName,
+) -> tuple[Any, ...]:
   """What the devices' carries become together.
 
   `start` is what all devices started with, `weight` what this device counted and `total` what all
   of them did.
   """
-  leaves, starts = jax.tree.leaves(carry), jax.tree.leaves(start)
-  words: list[Any] = [None] * len(leaves)
-  if reductions is not None:
-    words = jax.tree.leaves(_reduction_trees.match("carry_reduction", reductions, carry))
   together = functools.partial(_together, weight=weight, total=total, axis_name=axis_name)
-  names = [name for name, _ in _validate.named_leaves("carry", carry)]
-  both: Any = map(together, names, words, leaves, starts)
-  return jax.tree.unflatten(jax.tree.structure(carry), both)
+
+  def one(carry: Any, start: Any) -> Any:
+    named = _validate.named_leaves("carry", carry)
+    each: list[Any] = [None] * len(named)
+    if words is not None:
+      each = jax.tree.leaves(_reduction_trees.match("carry_reduction", words, carry))
+    both = zip(named, each, jax.tree.leaves(start), strict=True)
+    leaves = [together(name, word, x, first) for (name, x), word, first in both]
+    return jax.tree.unflatten(jax.tree.structure(carry), leaves)
+
+  return tuple(one(*both) for both in zip(carry, start, strict=True))
 
 
 def _together(
-  name: str, kind: Any, x: jax.Array, start: Any, weight: Weight, total: Weight, axis_name: AxisName
+  name: str, word: Any, x: jax.Array, start: Any, weight: Weight, total: Weight, axis_name: AxisName
 ) -> jax.Array:
   """One leaf of the carries of all devices."""
   if _is_key(x):
     return _across_devices.of_first(x, axis_name)
   inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-  kind = kind or REDUCTIONS["mean" if inexact else "max"]
+  kind = REDUCTIONS[word or ("mean" if inexact else "max")]
   kind.check(name, x, 0, None)
   if kind.name in ("max", "min"):
     return kind.across_devices(x, axis_name, True)

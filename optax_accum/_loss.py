@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from optax_accum import (
   _across_devices,
   _arguments,
+  _parameters,
   _reduction_trees,
   _roles,
   _rows,
@@ -58,7 +59,7 @@ class LocalLoss:
     positions = self._positions(args)
     args = (self.shards.gather_before_scan(args[0]), *args[1:])
     for i in positions:
-      _check_differentiable(f"argument {i}", args[i])
+      _parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions, weights)
@@ -252,19 +253,3 @@ def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
     wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
   if wrong:
     raise TypeError(f"The {wrong}")
-
-
-def _check_differentiable(what: str, tree: Any) -> None:
-  """Checks that every leaf can be differentiated."""
-  for name, leaf in _validate.named_leaves(what, tree):
-    try:
-      kind = f"dtype {jnp.result_type(leaf)}"
-      if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-        continue
-    except TypeError:
-      kind = f"type {type(leaf).__name__}"
-    raise TypeError(
-      f"{name} has {kind} and cannot be differentiated: keep all but floating and complex arrays"
-      " out of the differentiated argument, e.g. close over them or pass them as another argument"
-      " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
-    )

@@ -49,8 +49,23 @@ def match(option: str, reductions: Any, like: Any) -> Any:
   try:
     return jax.tree.broadcast(reductions, like)
   except ValueError as e:
+    wrong = [*_not_in(option, like, reductions, "lacks"), *_not_in(option, reductions, like, "has")]
+    what = (
+      f"it {' and '.join(wrong)}" if wrong else f"whose structure is {jax.tree.structure(like)}"
+    )
     raise ValueError(
-      f"{option}={reductions!r} is not a prefix tree of the outputs, whose structure is"
-      f" {jax.tree.structure(like)}: give one name, or a tree that stops at or above the"
-      f" outputs' leaves. ({e})"
+      f"{option}={reductions!r} is not a prefix tree of the outputs, {what}: give one name for all,"
+      " or a tree with a name for each output, or for all that are below a node of it."
+      + (f" ({e})" if not wrong else "")
     ) from None
+
+
+def _not_in(where: str, tree: Any, other: Any, verb: str) -> list[str]:
+  """The keys of dicts in `tree` that `other` has not at the same place."""
+  if not (isinstance(tree, Mapping) and isinstance(other, Mapping)):
+    return []
+  found = []
+  for key, below in tree.items():
+    at = f"{where}[{key!r}]"
+    found += _not_in(at, below, other[key], verb) if key in other else [f"{verb} {at}"]
+  return found

@@ -69,7 +69,7 @@ class Split:
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
-    self.carry_reduction = _carry.named(self.carry_reduction, self.carry_argnum)
+    _carry.check_words(self.carry_reduction, self.carry_argnum)
     self.batch_axis = self._axes()
     self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
 

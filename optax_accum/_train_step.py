@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _validate
+from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
 from optax_accum._inplace import distinct, update_if
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
@@ -74,6 +74,7 @@ class TrainStep(Generic[Params, Args]):
 
   def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The jitted function for such arguments, and the arguments as it takes them."""
+    _parameters.check_step(args[0])
     if self._donate:
       args = (*distinct(args[:2]), *args[2:])
     loss, args, kwargs = self._loss.place(args, kwargs)
@@ -168,11 +169,12 @@ def make_train_step(
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
-    ``aux``, where there is one; ``total_weight``, of the default float dtype; and
-    ``skipped_microbatches`` (int32).
+    ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
+    which is there only with `has_aux` or `carry_argnum`.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
+      the parameters are a flax `TrainState` or an nnx module, of which they are a part;
       `data_axis` is no axis of the mesh; the devices do not divide the rows; arrays are on
       another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`.
 

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 
-from flax import jax_utils
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -533,7 +532,7 @@ def cycle_over(tx, between):
   """Half a cycle under `pmap`, `between`, and the other half: the parameters."""
   step = jax.pmap(mini_step(tx, "apply"), axis_name="data")
   grads = jnp.arange(2.0 * DEVICES).reshape(2, DEVICES, 1) ** 2
-  held = step(*jax_utils.replicate((jnp.zeros(1), tx.init(jnp.zeros(1)))), grads[0])
+  held = step(*replicate((jnp.zeros(1), tx.init(jnp.zeros(1)))), grads[0])
   return same_on_all(np.asarray(step(*between(held), grads[1])[0]))
 
 
@@ -541,8 +540,9 @@ def test_a_state_that_is_saved_whole_goes_on():
   tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
   expected = -np.mean(np.arange(2.0 * DEVICES) ** 2)
   assert cycle_over(tx, jax.device_get) == pytest.approx(expected)
-  # Two copies of one device's gradients have the shapes of all devices': nothing can tell.
-  lost = cycle_over(tx, lambda held: jax_utils.replicate(jax_utils.unreplicate(held)))
+  # What flax's unreplicate and replicate do. Copies of one device's gradients have the shapes of
+  # all devices': nothing can tell.
+  lost = cycle_over(tx, lambda held: replicate(trees.index(jax.device_get(held), 0)))
   assert abs(lost - expected) > 1
 
 

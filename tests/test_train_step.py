@@ -515,12 +515,12 @@ def test_a_step_has_the_signature_of_its_loss(loss, names):
 def test_a_bad_leaf_is_reported_without_what_the_loss_holds():
   big = np.arange(1000.0)
   step = optax_accum.make_train_step(
-    functools.partial(lambda big, w, x: jnp.sum(w) + jnp.mean(x), big),
+    functools.partial(lambda big, w, x: w + jnp.mean(x["x"]), big),
     optax.sgd(0.1),
     num_microbatches=2,
   )
   with pytest.raises(TypeError, match="train_step") as error:
-    step("a", (), jnp.ones(4))
+    step(jnp.ones(()), (), {"x": jnp.ones(4), "name": "a"})
   assert len(str(error.value)) < 500
 
 

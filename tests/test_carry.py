@@ -1,0 +1,226 @@
+"""The threaded argument over devices: what each starts with, and what they become together."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import devices
+from support.devices import make_mesh
+
+import optax_accum
+
+TX = optax.sgd(0.1)
+kinds = pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
+
+
+def one_step(fun, batch, carry, mesh=None, **options):
+  """The carry after a step."""
+  options = {"num_microbatches": 1, "donate": False, "carry_argnum": 2, **options}
+  step = optax_accum.make_train_step(fun, TX, mesh=mesh, **options)
+  return step(jnp.float32(1), TX.init(jnp.float32(1)), batch, carry)[2]
+
+
+def tokens(batch):
+  return jnp.sum(batch["valid"])
+
+
+def statistics(p, batch, carry):
+  count = jnp.sum(batch["valid"])
+  mean = jnp.sum(batch["x"] * batch["valid"]) / count
+  new = {"mean": 0.5 * carry["mean"] + 0.5 * mean, "seen": carry["seen"] + count.astype(jnp.int32)}
+  return p * mean, (new, None)
+
+
+@kinds
+@pytest.mark.parametrize(
+  "valid", [np.ones(16), np.r_[np.ones(4), np.zeros(12)], np.r_[1, 1, np.zeros(6), np.ones(8)]]
+)
+def test_floats_are_averaged_with_what_each_device_counted(valid, kind):
+  batch = {"x": np.arange(16, dtype=np.float32), "valid": valid.astype(np.float32)}
+  carry = {"mean": jnp.float32(2.0), "seen": jnp.int32(3)}
+  options = {"weight_fn": tokens, "carry_reduction": {"mean": "mean", "seen": "sum"}}
+  mesh = make_mesh(4, kind=kind)
+  whole = one_step(statistics, batch, carry, weight_fn=tokens)
+  actual = one_step(statistics, batch, carry, mesh, **options)
+  np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
+  assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
+  counts = valid.reshape(4, 4).sum(1)
+  default = one_step(statistics, batch, carry, mesh, weight_fn=tokens)
+  assert int(default["seen"]) == 3 + counts.max()  # integers, without a word
+  if len(set(counts)) > 1:  # what a mean over devices would give
+    parts = (batch["x"] * valid).reshape(4, 4).sum(1) / np.maximum(counts, 1)
+    wrong = np.mean(np.where(counts > 0, 1 + 0.5 * parts, 2.0))
+    assert abs(wrong - whole["mean"]) > 0.1
+
+
+@kinds
+def test_where_nothing_counted_the_carry_stays(kind):
+  batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
+  carry = {"mean": jnp.float32(0.1), "seen": jnp.int32(3)}  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
+  for word in (None, {"mean": "sum", "seen": "sum"}, {"mean": "min", "seen": "min"}):
+    options = {"weight_fn": tokens, "carry_reduction": word}
+    actual = one_step(statistics, batch, carry, make_mesh(3, kind=kind), **options)
+    assert (actual["mean"], int(actual["seen"])) == (carry["mean"], 3)
+
+
+@kinds
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_constants_python_numbers_and_every_dtype(kind, microbatches):
+  def fun(p, x, carry):
+    new = {
+      "zeros": jnp.zeros(2),
+      "half": carry["half"] * jnp.bfloat16(0.5),
+      "complex": carry["complex"] + jnp.mean(x),
+      "flag": carry["flag"] | (jnp.max(x) > 14),
+      "steps": carry["steps"] + 1,
+      "small": jnp.minimum(carry["small"], jnp.min(x)),
+    }
+    return p * jnp.mean(x), (new, None)
+
+  x = np.arange(16, dtype=np.float32)
+  carry = {
+    "zeros": np.ones(2, np.float32),
+    "half": jnp.bfloat16(3.0),
+    "complex": jnp.complex64(1j),
+    "flag": jnp.array(False),
+    "steps": 5,
+    "small": jnp.float32(3.0),
+  }
+  words = {**dict.fromkeys(("zeros", "half", "complex"), "mean"), "flag": "max", "steps": "max"}
+  new = one_step(
+    fun,
+    x,
+    carry,
+    make_mesh(8, kind=kind),
+    num_microbatches=microbatches,
+    carry_reduction={**words, "small": "min"},
+  )
+  np.testing.assert_array_equal(new["zeros"], np.zeros(2))
+  assert (new["half"].dtype, float(new["half"])) == (jnp.bfloat16, 3 * 0.5**microbatches)
+  np.testing.assert_allclose(new["complex"], 1j + 7.5 * microbatches, rtol=1e-6)
+  assert (bool(new["flag"]), int(new["steps"]), float(new["small"])) == (True, 5 + microbatches, 0)
+
+
+@kinds
+def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
+  def fun(p, x, carry):
+    key, sub = jax.random.split(carry["key"])
+    many = jax.vmap(lambda key: jax.random.split(key)[0])(carry["many"])
+    return p * jnp.mean(x), ({"key": key, "many": many}, jax.random.uniform(sub))
+
+  start = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
+  step = optax_accum.make_train_step(
+    fun,
+    TX,
+    num_microbatches=2,
+    donate=False,
+    carry_argnum=2,
+    aux_reduction="stack",
+    mesh=make_mesh(4, kind=kind),
+  )
+  _, _, carry, metrics = step(jnp.float32(1), TX.init(jnp.float32(1)), jnp.ones(16), start)
+  noise = np.asarray(metrics["aux"])
+  assert len(set(noise.tolist())) == noise.size == 8
+  first = {
+    "key": jax.random.fold_in(start["key"], 0),
+    "many": jax.vmap(jax.random.fold_in, (0, None))(start["many"], 0),
+  }
+  for i in range(2):
+    _, (first, drawn) = fun(1.0, jnp.ones(2), first)
+    assert noise[i] == drawn
+  for name in ("key", "many"):
+    np.testing.assert_array_equal(
+      jax.random.key_data(carry[name]), jax.random.key_data(first[name])
+    )
+
+
+def test_in_a_users_shard_map_and_in_pmap():
+  def fun(p, x, c):
+    return p * jnp.mean(x), ({"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)}, None)
+
+  cycle = optax_accum.microbatch_value_and_grad(
+    fun,
+    num_microbatches=2,
+    carry_argnum=2,
+    carry_reduction={"sum": "sum", "mean": "mean"},
+    axis_name="data",
+  )
+  x, p = jnp.arange(32.0), jnp.float32(1)
+  carry = {"sum": jnp.float32(100), "mean": jnp.float32(0)}
+
+  def on_device(p, x, c):
+    return cycle(p, x, c)[0][1][0]
+
+  varying = {"sum": P("data"), "mean": P("data")}
+
+  def with_a_varying_carry(p, x, c):
+    return on_device(p, x, jax.tree.map(jnp.squeeze, c))
+
+  mesh = make_mesh(8)
+  same = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+  mapped = jax.shard_map(
+    with_a_varying_carry, mesh=mesh, in_specs=(P(), P("data"), varying), out_specs=P()
+  )
+  each = jax.tree.map(lambda c: jnp.full(8, c), carry)
+  pmapped = jax.pmap(on_device, axis_name="data", in_axes=(None, 0, None))
+  # The last microbatch of device d has the rows 4 d + 1 and 4 d + 3.
+  expected = {"sum": 100 + 496.0, "mean": float(np.mean(4 * np.arange(8) + 2.0))}
+  for new in (jax.jit(same)(p, x, carry), jax.jit(mapped)(p, x, each)):
+    assert jax.tree.map(float, new) == expected
+  per_device = pmapped(p, x.reshape(8, 4), carry)
+  assert jax.tree.map(lambda c: set(np.asarray(c).tolist()), per_device) == {
+    name: {value} for name, value in expected.items()
+  }
+
+
+@kinds
+def test_an_aux_that_depends_on_no_batch(kind):
+  def fun(p, batch, lr):
+    aux = {"lr": lr, "n": 1, "key": jax.random.key(7)}
+    return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(batch["valid"]), aux
+
+  batch = {"x": np.ones(16, np.float32), "valid": np.r_[np.ones(8), np.zeros(8)].astype(np.float32)}
+  for options in ({}, {"weight_fn": tokens}, {"skip_nonfinite": True}):
+    step = optax_accum.make_train_step(
+      fun,
+      TX,
+      num_microbatches=2,
+      donate=False,
+      has_aux=True,
+      aux_reduction="last",
+      mesh=make_mesh(8, kind=kind),
+      **options,
+    )
+    aux = step(jnp.float32(1), TX.init(jnp.float32(1)), batch, jnp.float32(3))[2]["aux"]
+    assert (float(aux["lr"]), int(aux["n"])) == (3.0, 1)
+    np.testing.assert_array_equal(
+      jax.random.key_data(aux["key"]), jax.random.key_data(jax.random.key(7))
+    )
+
+
+def test_words_that_cannot_be_kept():
+  def fun(p, x, c):
+    return p * jnp.mean(x), (c, None)
+
+  def step(word, carry, **options):
+    return one_step(fun, jnp.ones(8), carry, make_mesh(2), carry_reduction=word, **options)
+
+  with pytest.raises(
+    ValueError, match=r"carry_reduction\['a'\]='last' must be one of 'mean', 'max', 'min', 'sum'"
+  ):
+    step({"a": "last"}, {"a": jnp.ones(())})
+  with pytest.raises(
+    ValueError,
+    match=r"carry_reduction='sum' says .* carry_argnum=None names none: give carry_argnum",
+  ):
+    optax_accum.make_train_step(fun, TX, num_microbatches=2, carry_reduction="sum")
+  with pytest.raises(TypeError, match=r'carry\[\'n\'\] has dtype int32, which "mean" cannot keep'):
+    step("mean", {"n": jnp.int32(1)})
+  with pytest.raises(TypeError, match="has dtype complex64, which has no 'max'"):
+    step("max", {"z": jnp.complex64(1)})
+  with pytest.raises(TypeError, match="has dtype bool, which has no sum"):
+    step("sum", {"f": jnp.array(True)})
+  with pytest.raises(ValueError, match=r"carry_reduction=.* is not a prefix tree"):
+    step({"b": "sum"}, {"a": jnp.ones(())})

@@ -1,0 +1,159 @@
+"""What a line search is given: the same objective at other parameters, and its derivative."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import devices, oracle
+from support.compiled import temp_bytes
+from support.devices import make_mesh
+from support.optimizers import relaxed
+
+import optax_accum
+
+PADDED = {"microbatch_size": 3, "weight_fn": lambda batch: jnp.sum(batch["valid"])}
+
+
+def data(rows=16, dtype=np.float32):
+  rng = np.random.default_rng(0)
+  valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(dtype)  # the last microbatch is padding
+  x, y = rng.normal(size=(rows, 4)).astype(dtype), rng.normal(size=rows).astype(dtype)
+  return {"x": x, "y": y, "valid": valid}
+
+
+def params(dtype=np.float32):
+  return {"w": jnp.arange(1.0, 5.0, dtype=dtype), "b": jnp.ones((), dtype)}
+
+
+def loss_fn(params, batch):
+  errors = (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+  return jnp.sum(batch["valid"] * errors) / jnp.sum(batch["valid"])
+
+
+def recorded(inspect):
+  """A transformation whose state is what `inspect(value_fn, params)` returns."""
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
+
+  return optax.GradientTransformationExtraArgs(
+    lambda params: inspect(lambda p: loss_fn(p, data()), params), update
+  )
+
+
+@pytest.mark.parametrize("axis_kind", [None, devices.AUTO, devices.EXPLICIT])
+@pytest.mark.parametrize("options", [{"num_microbatches": 1}, {"num_microbatches": 2}, PADDED])
+def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch(options, axis_kind):
+  if axis_kind is not None and "microbatch_size" in options:
+    options = {**options, "microbatch_size": 6}
+  mesh = None if axis_kind is None else make_mesh(2, kind=axis_kind)
+  with jax.enable_x64(True):
+    batch, start, tx = data(dtype=np.float64), params(np.float64), relaxed(optax.lbfgs())
+    options = {"weight_fn": PADDED["weight_fn"], **options}
+    step = optax_accum.make_train_step(loss_fn, tx, donate=False, mesh=mesh, **options)
+    actual = oracle.take_steps(step, tx, start, [batch] * 4)
+    expected = oracle.take_steps(oracle.whole_batch_step(loss_fn, tx), tx, start, [batch] * 4)
+    chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-7)
+    assert abs(actual[0]["b"] - start["b"]) > 0.1
+    without = optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3)
+    assert np.isnan(without(start, batch)[0])  # padding that is weighed by its rows
+
+
+@pytest.mark.parametrize("mesh_size", [None, 4])
+def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
+  def inspect(value_fn, params):
+    tangent = jax.tree.map(jnp.ones_like, params)
+    return {
+      "value": value_fn(params),
+      "reverse": jax.grad(value_fn)(params),
+      "forward": jax.jvp(value_fn, (params,), (tangent,))[1],
+    }
+
+  batch, tx = data(), recorded(inspect)
+  mesh = None if mesh_size is None else make_mesh(mesh_size)
+  options = {**PADDED, "microbatch_size": 4, "donate": False, "mesh": mesh}
+  step = optax_accum.make_train_step(loss_fn, tx, **options)
+  _, seen, _ = step(params(), tx.init(params()), batch)
+  value, grad = jax.value_and_grad(loss_fn)(params(), batch)
+  np.testing.assert_allclose(seen["value"], value, rtol=1e-6)
+  chex.assert_trees_all_close(jax.device_get(seen["reverse"]), grad, rtol=1e-5)
+  np.testing.assert_allclose(seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5)
+
+
+def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
+  def loss_fn(params, batch):
+    product = batch.astype(jnp.complex64) * params["z"] * params["w"].astype(jnp.complex64)
+    return jnp.mean(jnp.abs(product + 1j) ** 2)
+
+  def inspect(value_fn, params):
+    return jax.grad(value_fn)(params)
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
+
+  tx = optax.GradientTransformationExtraArgs(lambda p: p, update)
+  start = {"z": jnp.complex64(1 + 2j), "w": jnp.bfloat16(1.5)}
+  batch = jnp.arange(1.0, 9.0)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, donate=False)
+  _, seen, _ = step(start, start, batch)
+  expected = jax.grad(loss_fn)(start, batch)
+  chex.assert_trees_all_equal_dtypes(seen, expected)
+  np.testing.assert_allclose(seen["z"], expected["z"], rtol=1e-6)
+  np.testing.assert_allclose(np.float32(seen["w"]), np.float32(expected["w"]), rtol=1e-2)
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 6}])
+@pytest.mark.parametrize("mesh_size", [None, 2])
+def test_a_line_search_does_not_leave_out_what_diverges(options, mesh_size):
+  def barrier(p, x):  # infinite at p = 1, and NaN beyond
+    return jnp.mean(-jnp.log(1 - p * x) - 3 * p * x) + 5
+
+  search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=20)
+  tx, x, paths = optax.chain(optax.sgd(4.0), search), jnp.ones(8), []
+  mesh = None if mesh_size is None else make_mesh(mesh_size)
+  for skip in (False, True):
+    step = optax_accum.make_train_step(
+      barrier, tx, donate=False, skip_nonfinite=skip, mesh=mesh, **options
+    )
+    paths.append(oracle.take_steps(step, tx, jnp.float32(0.0), [x] * 3)[0])
+  assert paths[0] == paths[1] < 1
+
+
+def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_the_search():
+  x = np.ones(8, np.float32)
+  x[2::4] = np.nan  # all of microbatch 2 of 4
+
+  def loss_fn(p, x):
+    return jnp.mean((p * x - 3) ** 2)
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    return jnp.zeros_like(updates), jax.value_and_grad(value_fn)(jnp.float32(2.0))
+
+  tx = optax.GradientTransformationExtraArgs(lambda p: (p, p), update)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=4, donate=False, skip_nonfinite=True
+  )
+  start = jnp.float32(0.0)
+  _, seen, metrics = step(start, tx.init(start), x)
+  assert (float(seen[0]), float(seen[1])) == (1.0, -2.0)
+  assert int(metrics["skipped_microbatches"]) == 1
+
+
+def test_the_memory_of_lbfgs_falls_with_the_microbatches():
+  def deep(layers, batch):
+    x = batch["x"]
+    for w in layers:
+      x = jnp.tanh(x @ w)
+    return jnp.mean((x.sum(-1) - batch["y"]) ** 2)
+
+  layers = [jnp.zeros((32, 32))] * 6
+  batch = {"x": jnp.ones((1024, 32)), "y": jnp.ones(1024)}
+  tx = optax.lbfgs()
+  state = jax.eval_shape(tx.init, layers)
+  temp = [
+    temp_bytes(optax_accum.make_train_step(deep, tx, num_microbatches=n), layers, state, batch)
+    for n in (1, 4, 64)
+  ]
+  assert temp[0] > 2 * temp[1] > 2 * temp[2]

@@ -1,0 +1,139 @@
+"""Objects that hold more than parameters are refused, with what to pass instead."""
+
+import equinox as eqx
+from flax import linen, nnx
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.devices import make_mesh
+
+from optax_accum import make_train_step, microbatch_value_and_grad
+
+TX = optax.sgd(0.1)
+X = jnp.arange(12.0).reshape(4, 3)
+
+
+class Normed(nnx.Module):
+  """All its leaves are floats, so nothing but its class tells it from parameters."""
+
+  def __init__(self):
+    self.linear, self.norm = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+
+  def __call__(self, x):
+    return self.norm(self.linear(x))
+
+
+class Noisy(nnx.Module):
+  def __init__(self):
+    self.linear, self.dropout = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
+    self.rngs = nnx.Rngs(0)
+
+
+def linen_state():
+  model = linen.Dense(2)
+  params = model.init(jax.random.key(0), X)
+  return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+
+
+def mlp():
+  return eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
+
+
+REFUSED = [
+  (linen_state, r"is a TrainState, .* pass its parts, state.params and state.opt_state"),
+  (
+    Normed,
+    r"is Normed, an nnx module, .* graphdef, params, rest = nnx.split\(model, nnx.Param, .*",
+  ),
+  (Noisy, r"is Noisy, an nnx module, .* nnx.merge\(graphdef, params, rest\)\. nnx.update"),
+  (
+    mlp,
+    r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",
+  ),
+]
+refused = pytest.mark.parametrize(("make", "match"), REFUSED)
+
+
+@refused
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+@pytest.mark.parametrize("donate", [True, False])
+def test_a_step_refuses_them(make, match, mesh, donate):
+  step = make_train_step(lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate)
+  model = make()
+  for call in (step, step.lower, step.trace, step.eval_shape):
+    with pytest.raises(TypeError, match=match):
+      call(model, (), X)
+  with pytest.raises(TypeError, match=match):
+    step(model, X)  # as a step of a TrainState is called
+
+
+@refused
+def test_gradients_are_refused_where_a_leaf_has_none(make, match):
+  run = microbatch_value_and_grad(lambda p, x: jnp.mean(x), num_microbatches=2)
+  if make is Normed:  # jax.value_and_grad takes it too
+    assert isinstance(run(make(), X)[1], Normed)
+  else:
+    with pytest.raises(TypeError, match=match):
+      run(make(), X)
+
+
+def one_step(fun, params, opt_state):
+  return make_train_step(fun, TX, num_microbatches=2, donate=False)(params, opt_state, X)
+
+
+def test_what_to_pass_of_a_train_state():
+  state = linen_state()
+
+  def fun(params, x):
+    return jnp.mean(state.apply_fn(params, x) ** 2)
+
+  params, opt_state, _ = one_step(fun, state.params, state.opt_state)
+  grads = jax.grad(fun)(state.params, X)
+  expected = state.apply_gradients(grads=grads)
+  trees.assert_close(
+    state.replace(params=params, opt_state=opt_state).params, expected.params, 1e-6
+  )
+
+
+def test_what_to_pass_of_an_nnx_module():
+  model = Normed()
+  graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+  def fun(params, x):
+    return jnp.mean(nnx.merge(graphdef, params, rest).linear(x) ** 2)
+
+  new, _, _ = one_step(fun, params, TX.init(params))
+  grads = jax.grad(fun)(params, X)
+  expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+  nnx.update(model, new)  # params may be the model's own variables
+  trees.assert_close(nnx.state(model, nnx.Param), expected, 1e-6)
+
+
+def test_what_to_pass_of_an_equinox_model():
+  params, static = eqx.partition(mlp(), eqx.is_inexact_array)
+
+  def fun(params, x):
+    return jnp.mean(jax.vmap(eqx.combine(params, static))(x) ** 2)
+
+  new, _, _ = one_step(fun, params, TX.init(params))
+  grads = jax.grad(fun)(params, X)
+  trees.assert_close(new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1e-5)
+
+
+@pytest.mark.parametrize("leaf", [1.0, 1j, np.float32(1), jnp.ones((), jnp.bfloat16)])
+def test_numbers_are_parameters(leaf):
+  new, _, _ = one_step(lambda p, x: jnp.real(jnp.mean(p["a"] * p["a"])), {"a": leaf}, TX.init(1.0))
+  assert new["a"].shape == ()
+
+
+@pytest.mark.parametrize(
+  ("leaf", "kind"),
+  [(1, "type int"), (True, "type bool"), ("a", "type str"), (np.int8(1), "dtype int8")],
+)
+def test_leaves_that_are_no_floats(leaf, kind):
+  with pytest.raises(TypeError, match=rf"argument 0\['a'\] has {kind} and cannot be diff"):
+    one_step(lambda p, x: jnp.mean(x), {"a": leaf, "b": 1.0}, ())
