@@ -189,6 +189,9 @@ KNOWN = {
   "rows over two axes": lambda d: "fsdp" in d.mesh,
   "an automatic axis beside an explicit one": lambda d: d.mesh == "explicit+auto model",
   "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
+  "a buffer that two arrays of a state share is donated twice": lambda d: (
+    (d.optimizer == "lbfgs" and d.donate) and (d.place == "jit" or d.opt_state == "data")
+  ),
   "XLA fails where rows are over one device and a second axis has several": lambda d: (
     d.place == "mesh" and d.devices == 1 and "model" in d.mesh
   ),
