@@ -166,6 +166,9 @@ REFUSED = {
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
     d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh and d.params != "whole"
   ),
+  "optax's adafactor makes the state of sharded explicit parameters on one device": lambda d: (
+    d.optimizer == "adafactor" and "explicit" in d.mesh and d.params != "whole"
+  ),
   "a cubic line search magnifies rounding": lambda d: (
     d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
   ),
@@ -191,6 +194,9 @@ KNOWN = {
   "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
   "a buffer that two arrays of a state share is donated twice": lambda d: (
     (d.optimizer == "lbfgs" and d.donate) and (d.place == "jit" or d.opt_state == "data")
+  ),
+  "explicit parameters take the sharding of their state where the step is conditional": lambda d: (
+    (d.opt_state == "data" and "explicit" in d.mesh) and (d.weights != "none" or d.nan)
   ),
   "XLA fails where rows are over one device and a second axis has several": lambda d: (
     d.place == "mesh" and d.devices == 1 and "model" in d.mesh
