@@ -36,7 +36,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "padding": (False, True),  # some microbatches hold nothing but padding
   "empty": (False, True),  # the second cycle holds nothing but padding
   "nan": (False, True),  # some microbatches are not finite
-  "aux": ("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant", "all"),
+  "aux": (
+    *("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant"),
+    *("all", "all", "all", "all", "all"),
+  ),
   "concat_axis": (0, 1),
   "carry": (False, True),
   "carry_reduction": ("default", "mean", "max", "min", "sum"),
