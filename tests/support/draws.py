@@ -1,0 +1,252 @@
+"""Configurations of a training run, drawn at random: what there is to choose, and what goes."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+# A generator with a seed and not hypothesis: a draw is one line, whatever drew it, and a draw
+# takes a second, so that few are made and shrinking has to be cheap.
+
+# The first choice is the plainest: it is the default, a line leaves it out, and shrinking tries it.
+CHOICES: dict[str, tuple[Any, ...]] = {
+  "entry": ("step", "gradient", "update", "apply", "step+accumulate"),
+  # "jit": arrays that are sharded over automatic axes, without a word to the library.
+  "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
+  "devices": (2, 1, 4, 8),
+  # Kinds of axes: of "data" alone, of "data" and "model", or of rows over "data" and "fsdp".
+  "mesh": (
+    *("auto", "explicit", "auto+model", "explicit+model"),
+    *("auto+explicit model", "explicit+auto model", "auto+fsdp", "explicit+fsdp"),
+  ),
+  "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
+  "opt_state": ("like params", "data"),
+  "reduce_gradients": ("per_cycle", "per_microbatch"),
+  "placed": (False, True),  # is the batch on the mesh already?
+  "microbatches": (2, 1, 3, 4),
+  "size": (1, 2, 3),  # rows of a microbatch on a device
+  "tail": (False, True),  # microbatch_size, with a smaller microbatch at the end
+  "uneven": (False, True),  # the last call of a cycle has fewer rows
+  "every_k": (2, 1, 3, "schedule"),
+  "flush": (False, True),  # the second cycle ends early
+  "loop": ("jit", "jit", "jit", "scan", "python"),  # "python": nothing is traced
+  "wrap": ("none", "chain", "partition"),  # what `accumulate` is in
+  "differentiable": (False, True),
+  "weights": ("none", "counts", "floats", "fractions"),
+  "padding": (False, True),  # some microbatches hold nothing but padding
+  "empty": (False, True),  # the second cycle holds nothing but padding
+  "nan": (False, True),  # some microbatches are not finite
+  "aux": (
+    *("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant"),
+    *("all", "all", "all", "all", "all"),
+  ),
+  "concat_axis": (0, 1),
+  "carry": (False, True),
+  "carry_reduction": ("default", "mean", "max", "min", "sum"),
+  "further": ("none", "array", "python"),  # an argument that is not split
+  "key": ("none", "typed", "raw", "named"),
+  "batch": ("one", "two", "named", "mixed"),  # how the batch is passed
+  "batch_axis": (0, 1, -1),
+  "reduction": ("mean", "sum"),
+  "dtype": ("float32", "float64", "bfloat16", "complex64"),
+  "accumulator_dtype": ("default", "float32"),
+  "optimizer": (
+    "sgd",
+    "momentum",
+    "adam",
+    "clip+adamw",
+    "lion",
+    "adafactor",
+    "partition",
+    "masked",
+    "inject",
+    "polyak",
+    "linesearch",
+    "lbfgs",
+  ),
+  "donate": (False, True),
+  "unroll": (1, 2),
+  "seed": tuple(range(100)),
+}
+
+_FIELDS = [(name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()]
+_Draw = dataclasses.make_dataclass("_Draw", _FIELDS, frozen=True)
+
+
+class Draw(_Draw):
+  """One configuration. As text, it is what differs from the plainest one."""
+
+  def __str__(self) -> str:
+    plain = Draw()
+    pairs = [(name, getattr(self, name)) for name in CHOICES]
+    return " ".join(f"{k}={v}".replace(" ", "_") for k, v in pairs if v != getattr(plain, k))
+
+  @property
+  def streams(self) -> bool:
+    """Whether microbatches arrive one by one."""
+    return self.entry in ("update", "apply")
+
+  @property
+  def accumulates(self) -> bool:
+    """Whether `accumulate` is part of it."""
+    return self.streams or self.entry == "step+accumulate"
+
+  @property
+  def local(self) -> bool:
+    """Whether the devices' own code calls the library, with an `axis_name`."""
+    return self.place in ("shard_map", "pmap")
+
+  @property
+  def parts(self) -> int:
+    """How many devices have microbatches of their own."""
+    return self.devices if self.local or self.place == "mesh" else 1
+
+  @property
+  def rows(self) -> int:
+    """Rows of a call's batch, on all devices."""
+    full = 1 if self.streams else self.microbatches
+    return self.devices * (full * self.size + (1 if self.tail else 0))
+
+  @property
+  def full_size(self) -> int:
+    """Rows of a full microbatch, on all devices."""
+    return self.devices * self.size
+
+  @property
+  def stepless(self) -> bool:
+    """Whether a cycle in which nothing counted is no step."""
+    return self.entry != "gradient"
+
+
+# Where a choice means something. Elsewhere it is the plainest. In order: later ones see earlier.
+MEANS = {
+  "place": lambda d: d.place != "mesh" or d.entry.startswith("step"),
+  "devices": lambda d: d.place != "one",
+  "mesh": lambda d: d.place == "mesh",
+  "params": lambda d: (
+    d.place == "mesh"
+    or (d.place == "jit" and d.params == "data" and d.entry in ("step", "gradient"))
+  ),
+  "opt_state": lambda d: d.place == "mesh" and d.params == "whole",
+  "reduce_gradients": lambda d: d.place == "mesh",
+  "placed": lambda d: d.place == "mesh",
+  "microbatches": lambda d: not d.streams,
+  "tail": lambda d: not d.streams and d.size > 1,
+  "every_k": lambda d: d.accumulates,
+  "flush": lambda d: d.streams and d.every_k != 1,
+  "loop": lambda d: d.place == "one" if d.loop == "python" else d.place != "pmap",
+  "wrap": lambda d: d.accumulates and (d.entry != "apply"),
+  "differentiable": lambda d: d.accumulates,
+  "uneven": lambda d: (
+    d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan"
+  ),
+  "padding": lambda d: d.weights != "none",
+  "empty": lambda d: d.weights != "none",
+  "aux": lambda d: not d.streams,
+  "concat_axis": lambda d: d.aux in ("concat", "all"),
+  "carry": lambda d: not d.streams,
+  "carry_reduction": lambda d: d.carry and d.parts > 1,
+  "further": lambda d: not d.streams,
+  "key": lambda d: not d.streams,
+  "batch": lambda d: not d.streams,
+  "batch_axis": lambda d: not d.streams,
+  "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
+  "donate": lambda d: d.entry.startswith("step") and not d.local and d.loop == "jit",
+  "unroll": lambda d: not d.streams,
+}
+
+# What cannot work, or cannot be compared closely.
+REFUSED = {
+  "a second axis takes half of the devices": lambda d: (
+    ("model" in d.mesh and d.devices == 8) or ("fsdp" in d.mesh and d.devices == 1)
+  ),
+  "parameters are sharded over an axis of the mesh": lambda d: any(
+    axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
+  ),
+  "line searches need value_fn, which is a train step's": lambda d: (
+    d.optimizer in ("linesearch", "lbfgs") and not d.entry.startswith("step")
+  ),
+  "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
+    d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh and d.params != "whole"
+  ),
+  "optax's adafactor makes the state of sharded explicit parameters on one device": lambda d: (
+    d.optimizer == "adafactor" and "explicit" in d.mesh and d.params != "whole"
+  ),
+  "a cubic line search magnifies rounding": lambda d: (
+    d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
+  ),
+  "polyak needs one value on all devices": lambda d: (
+    d.optimizer == "polyak" and d.streams and d.devices > 1 and d.place != "one"
+  ),
+  "the emitting call's own value is no sum, and NaN where that call is padding": lambda d: (
+    (d.optimizer == "polyak" and d.streams) and (d.reduction == "sum" or d.padding or d.empty)
+  ),
+  "a group has not all parameters": lambda d: (
+    d.wrap == "partition" and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
+  ),
+  "their steps are not smooth in the gradient, or they have no complex form": lambda d: (
+    d.dtype in ("bfloat16", "complex64") and d.optimizer not in ("sgd", "momentum", "masked")
+  ),
+}
+
+# What is known to be wrong, until it is mended: delete the line, and it is drawn.
+KNOWN = {
+  "carry_reduction, over a mesh or as a tree": lambda d: d.carry_reduction != "default",
+  "rows over two axes": lambda d: "fsdp" in d.mesh,
+  "an automatic axis beside an explicit one": lambda d: d.mesh == "explicit+auto model",
+  "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
+  "a buffer that two arrays of a state share is donated twice": lambda d: (
+    (d.optimizer == "lbfgs" and d.donate) and (d.place == "jit" or d.opt_state == "data")
+  ),
+  "explicit parameters take the sharding of their state where the step is conditional": lambda d: (
+    (d.opt_state == "data" and "explicit" in d.mesh) and (d.weights != "none" or d.nan)
+  ),
+  "XLA fails where rows are over one device and a second axis has several": lambda d: (
+    d.place == "mesh" and d.devices == 1 and "model" in d.mesh
+  ),
+}
+
+
+def plainest_where_meaningless(draw: Draw) -> Draw:
+  """`draw` with the plainest choice wherever another would mean nothing."""
+  for name, means in MEANS.items():
+    if getattr(draw, name) != CHOICES[name][0] and not means(draw):
+      draw = dataclasses.replace(draw, **{name: CHOICES[name][0]})
+  return draw
+
+
+def is_drawn(draw: Draw) -> bool:
+  """Whether `draw` can work, as far as is known."""
+  return not any(rule(draw) for rule in (*REFUSED.values(), *KNOWN.values()))
+
+
+def drawn(seed: int, index: int) -> Draw:
+  """Draw number `index` of a seed; the same whatever was drawn before."""
+  rng = np.random.default_rng((seed, index))
+  while True:
+    chosen = {name: of[rng.integers(len(of))] for name, of in CHOICES.items()}
+    draw = plainest_where_meaningless(Draw(**chosen))
+    if is_drawn(draw):
+      return draw
+
+
+def parsed(line: str) -> Draw:
+  """The draw that a line stands for, as `str` wrote it."""
+  chosen = {}
+  for pair in line.split():
+    name, _, text = pair.partition("=")
+    chosen[name] = next(x for x in CHOICES[name] if str(x).replace(" ", "_") == text)
+  return Draw(**chosen)
+
+
+def shrunk(draw: Draw, fails: Any) -> Draw:
+  """A plainer draw that fails too: every choice, from the first on, is the plainest that fails."""
+  for name, of in CHOICES.items():
+    for choice in dict.fromkeys(of):
+      if choice == getattr(draw, name):
+        break
+      plainer = plainest_where_meaningless(dataclasses.replace(draw, **{name: choice}))
+      if is_drawn(plainer) and fails(plainer):
+        draw = plainer
+        break
+  return draw
