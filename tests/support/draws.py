@@ -191,16 +191,6 @@ REFUSED = {
 
 # What is known to be wrong, until it is mended: delete the line, and it is drawn.
 KNOWN = {
-  "carry_reduction, over a mesh or as a tree": lambda d: d.carry_reduction != "default",
-  "rows over two axes": lambda d: "fsdp" in d.mesh,
-  "an automatic axis beside an explicit one": lambda d: d.mesh == "explicit+auto model",
-  "Python scalars over a mesh": lambda d: d.further == "python" and d.place == "mesh",
-  "a buffer that two arrays of a state share is donated twice": lambda d: (
-    (d.optimizer == "lbfgs" and d.donate) and (d.place == "jit" or d.opt_state == "data")
-  ),
-  "explicit parameters take the sharding of their state where the step is conditional": lambda d: (
-    (d.opt_state == "data" and "explicit" in d.mesh) and (d.weights != "none" or d.nan)
-  ),
   "XLA fails where rows are over one device and a second axis has several": lambda d: (
     d.place == "mesh" and d.devices == 1 and "model" in d.mesh
   ),
