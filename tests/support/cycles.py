@@ -33,6 +33,7 @@ class Call:
   microbatches: list[Microbatch]
   flush: bool
   skipped: bool  # it is no part of the cycle
+  ends: bool = True  # the cycle may end with it
 
 
 def initial_params(draw) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def cycles_of(draw) -> list[list[Call]]:
     flush = draw.flush and cycle == 1 and wanted > 1
     wanted -= flush
     calls: list[Call] = []
-    while wanted:
-      may_skip = not calls or not calls[-1].skipped
+    while wanted > 0 or not calls[-1].ends:
+      may_skip = not calls or (calls[-1].ends and not calls[-1].skipped)
       fewer = dataclasses.replace(draw, size=1) if draw.uneven and wanted == 1 else draw
       empty = draw.empty and cycle == 1 and (draw.streams or not calls)
       calls.append(_call(fewer, rng, number, empty, may_skip))
@@ -100,8 +101,6 @@ def _call(draw, rng: np.random.Generator, number: int, empty: bool, may_skip: bo
     holds = bool(mask[of].any())
     microbatches.append(Microbatch(device, index, of, holds and finite, holds and not finite))
   skipped = draw.streams and any(m.skipped for m in microbatches)
-  if draw.entry == "step+accumulate":
-    skipped = not any(m.counts for m in microbatches)
   for m in microbatches:
     m.counts = m.counts and not skipped
   real = np.float64 if draw.dtype == "float64" else np.float32
@@ -111,7 +110,9 @@ def _call(draw, rng: np.random.Generator, number: int, empty: bool, may_skip: bo
     "y": y if np.iscomplexobj(y) else y.astype(real),
     "mask": mask.astype(np.int32 if draw.weights == "counts" else real),
   }
-  return Call(number, batch, microbatches, False, skipped)
+  # A train step of which nothing counts moves no parameter, so it ends no cycle.
+  ends = draw.entry != "step+accumulate" or any(m.counts for m in microbatches)
+  return Call(number, batch, microbatches, False, skipped, ends)
 
 
 def _tokens(draw, rng: np.random.Generator, rows: int, dropped: float) -> np.ndarray:

@@ -169,16 +169,14 @@ def whole_batch_steps(draw, all_cycles, gradient=gradient):
     state = optimizer_of(draw.optimizer, draw.wrap == "partition").init(
       jax.tree.map(jnp.asarray, params)
     )
-    carry, held, steps, emits = cycles.initial_carry(draw), [], 0, False
+    carry, held, steps = cycles.initial_carry(draw), [], 0
     for calls in all_cycles:
       batches, mini_step = [], 0
       for call in calls:
         batch = rows_of(draw, call, carry, lambda m: m.counts)
         metrics = _metrics(draw, call, params, carry, batch, gradient)
         carry, batches = next_carry(draw, call, carry), [*batches, batch]
-        mini_step += not call.skipped
-        # A train step of which nothing counted leaves the state as it is, with its flag.
-        emits = emits and call.skipped and not draw.streams
+        mini_step, emits = mini_step + (draw.every_k != 1 and not call.skipped), False
         if call is calls[-1]:
           cycle = join(batches)
           params, state = _step(draw, params, state, cycle, batch, metrics, gradient)
