@@ -79,9 +79,12 @@ def accumulate(
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, and faster: until the cycle ends, parameters and inner state are neither
   read nor written. Donate ``params`` and ``state`` to the jitted function around it. Let it
-  take and return the parameters first and the state second, and nothing is copied. (JAX pairs
-  donated inputs with outputs by shape, in order. With ``jax.jit(tx.apply, donate_argnums=(1, 2))``
-  the parameters would take the accumulator's buffers, and everything would be copied.)
+  return the two in the order in which it takes them, and nothing is copied: parameters first,
+  state first, a dict and flax's ``TrainState`` are all right. (JAX pairs donated inputs with
+  outputs by shape, in order. With ``jax.jit(tx.apply, donate_argnums=(1, 2))``, which takes the
+  state first and returns it second, the parameters take the buffers of arrays in the state, and
+  everything is copied. So it is with a result of the parameters' shapes, such as the gradients,
+  that is returned before them: return it after them.)
 
   ``update`` and ``apply`` take two more arguments. They pass all others (``value=``,
   ``value_fn=`` ...) to `inner`, which gets those of the call that emits. A misspelt one of the two

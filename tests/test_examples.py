@@ -1,11 +1,14 @@
 """Every example, run as a user runs it: a small one to its end, and input that cannot work."""
 
+import importlib.util
 import os
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -46,12 +49,22 @@ SUCCEEDS = [
 
 # An example, its arguments, and the one line that it must answer with.
 FAILS = [
+  (
+    "train_lm.py",
+    ("--steps", "ten"),
+    "argument --steps: must be a whole number, 1 or more, got ten",
+  ),
+  ("train_lm.py", ("--batch", "8", "--microbatch", "16"), "--batch 8 is not a multiple of .* 16"),
   ("train_lm.py", ("--data", "missing.txt"), "--data missing.txt: No such file or directory"),
   ("train_lm.py", ("--data", "empty.txt"), "--data holds 0 bytes; .* --length 64 needs 650"),
   ("train_lm.py", ("--data", "short.txt"), "--data holds 649 bytes; .* --length 64 needs 650"),
   ("train_lm.py", ("--batch", "12"), "--batch 12 is not a multiple of --microbatch 8"),
-  ("train_lm.py", ("--microbatch", "0"), "argument --microbatch: must be 1 or more, got 0"),
-  ("train_lm.py", ("--steps", "-1"), "argument --steps: must be 1 or more, got -1"),
+  (
+    "train_lm.py",
+    ("--microbatch", "0"),
+    "argument --microbatch: must be a whole number, 1 or more, got 0",
+  ),
+  ("train_lm.py", ("--steps", "-1"), "argument --steps: must be a whole number, 1 or more, got -1"),
   ("train_lm.py", ("--width", "30"), "--width 30 is not a multiple of 4, the number of heads"),
   ("train_lm.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
   (
@@ -72,6 +85,7 @@ def folder(tmp_path):
   (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
   (tmp_path / "empty.txt").touch()
   (tmp_path / "short.txt").write_text("x" * 649)
+  (tmp_path / "least.txt").write_bytes(bytes(range(20)))  # one row to hold out, of --length 1
   return tmp_path
 
 
@@ -81,8 +95,63 @@ def test_runs_to_its_end(example, arguments, printed, folder):
   assert done.returncode == 0, done.stderr
   assert re.search(printed, done.stdout)
   assert "Traceback" not in done.stderr
+  if example == "train_lm.py":
+    before, after = map(float, re.search(r"byte: (\S+) before, (\S+) after", done.stdout).groups())
+    assert after < before - 0.5
+    assert "temp stops falling" not in done.stdout
   if "--plot" in arguments:
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+LEAST_LM = ("--batch", "1", "--microbatch", "1", "--length", "1", "--layers", "1", "--width", "4")
+ODD_LM = [
+  ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),
+  (*LEAST_LM, "--plot", "figure.png"),
+  (*LEAST_LM, "--batch", "2", "--microbatch", "2", "--data", "least.txt", "--bf16", "--remat"),
+]
+
+
+@pytest.fixture
+def train_lm(folder, monkeypatch):
+  """`train_lm.py` as a function of its arguments: in this process, which has imported JAX."""
+  spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples/train_lm.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  monkeypatch.chdir(folder)
+
+  def run_main(*arguments):
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+      module.main()
+
+  run_main.module = module
+  return run_main
+
+
+@pytest.mark.parametrize("arguments", ODD_LM)
+def test_odd_settings_train_too(arguments, train_lm, capsys):
+  train_lm("--steps", "1", *arguments)
+  printed = capsys.readouterr().out
+  assert "after step 1\n" in printed
+  assert "1 microbatches" not in printed
+  if "256" in arguments:
+    assert "one step of 1 microbatch and" in printed
+    assert "temp stops falling where activations are smaller than the gradients" in printed
+
+
+def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
+  matplotlib_figure = pytest.importorskip("matplotlib.figure")
+  figure = matplotlib_figure.Figure()
+  memory = types.SimpleNamespace(temp_size_in_bytes=128 * 2**20)
+  step = types.SimpleNamespace(memory_analysis=lambda: memory)
+  compiled = {(count, remat): step for count in (1, 128) for remat in (False, True)}
+  train_lm.module.draw(figure, [3.0, 2.0], [3.0, 2.5], 128, compiled)
+  figure.canvas.draw()
+  loss_axes, memory_axes = figure.axes
+  curves = {line.get_label(): list(line.get_ydata()) for line in loss_axes.lines}
+  assert curves == {"the whole batch": [3.0, 2.5], "128 microbatches": [3.0, 2.0]}
+  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == ["1", "128"]
+  assert "128" in [tick.get_text() for tick in memory_axes.get_yticklabels()]
 
 
 @pytest.mark.parametrize(("example", "arguments", "message"), FAILS)
