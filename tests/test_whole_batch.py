@@ -8,7 +8,7 @@ from support import cycles, draws, plain
 from support.draws import CHOICES, Draw, drawn, parsed, shrunk
 import whole_batch
 
-SEED, DRAWS = 0, 60
+SEED, DRAWS = 93, 60  # of 150 seeds, the one whose draws have the most pairs of choices
 
 
 @pytest.mark.parametrize("index", range(DRAWS))

@@ -9,8 +9,9 @@ import numpy as np
 # takes a second, so that few are made and shrinking has to be cheap.
 
 # The first choice is the plainest: it is the default, a line leaves it out, and shrinking tries it.
+# What stands twice is drawn twice as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
-  "entry": ("step", "gradient", "update", "apply", "step+accumulate"),
+  "entry": ("step", "step", "gradient", "update", "apply", "step+accumulate"),
   # "jit": arrays that are sharded over automatic axes, without a word to the library.
   "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
   "devices": (2, 1, 4, 8),

@@ -43,23 +43,28 @@ def loss_elsewhere():
   return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
-# By name, for runs whose parameters are "w", "b" and "scale".
+# By name, for runs whose parameters are "w", "b" and "scale". An eps bounds how much the step of a
+# parameter whose gradient is nearly zero magnifies rounding.
 DRAWN = {
   "sgd": lambda: optax.sgd(0.3),
   "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-  "adam": lambda: optax.adam(0.1),
+  "adam": lambda: optax.adam(0.1, eps=1e-2),
   "clip+adamw": lambda: optax.chain(
     optax.clip_by_global_norm(0.5),
-    optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1),
+    optax.adamw(optax.linear_schedule(0.1, 0.01, 3), eps=1e-2, weight_decay=0.1),
   ),
   "lion": lambda: optax.lion(0.05),
   "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
-  "partition": lambda: optax.partition({"a": optax.adam(0.1), "s": optax.sgd(0.1)}, GROUPS),
+  "partition": lambda: optax.partition(
+    {"a": optax.adam(0.1, eps=1e-2), "s": optax.sgd(0.1)}, GROUPS
+  ),
   "masked": lambda: optax.chain(
     optax.masked(optax.add_decayed_weights(0.1), {"w": True, "b": False, "scale": False}),
     optax.sgd(0.2),
   ),
-  "inject": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 0.01, 3)),
+  "inject": lambda: optax.inject_hyperparams(optax.adam)(
+    optax.linear_schedule(0.1, 0.01, 3), eps=1e-2
+  ),
   "lbfgs": lambda: optax.lbfgs(),
   "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.5),
   "linesearch": lambda: optax.chain(
