@@ -110,12 +110,14 @@ class Cycle:
     k = _check_k(k(state.gradient_step)) if callable(k) else k
     emit = ((counted & (mini_step >= k)) | (flush & (mini_step > 0))) & may_end
     first = state.mini_step == 0
-    weight_sum, weight = _weigh(state, weights)
+    dtype = state.acc_weight.dtype
+    weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
+    weight_sum = weight_sum.add(jnp.asarray(weights.over_devices, dtype))
 
     # The first mini step overwrites: selecting is free where zeroing after the cycle costs
     # a pass over the accumulators, and an inf cannot get past it.
     def added(acc: jax.Array, g: jax.Array) -> jax.Array:
-      return jnp.where(first, 0, acc) + _weighted_mean.weigh(g, weight, acc.dtype)
+      return jnp.where(first, 0, acc) + _weighted_mean.weigh(g, weights.local, acc.dtype)
 
     total = jax.tree.map(added, state.acc_grads, updates)
     kept = jax.tree.map(lambda x: jnp.where(emit, jnp.zeros_like(x), x), weight_sum)
@@ -126,18 +128,6 @@ class Cycle:
       weight_rest=kept.rest,
     )
     return MiniStep(total, weight_sum.total, weight_sum.total, emit, state)
-
-
-def _weigh(state: AccumulateState, weights: Weights) -> tuple[WeightSum, Weight]:
-  """The cycle's sum of weights with one more, and what this device's gradients weigh."""
-  dtype, local = state.acc_weight.dtype, weights.local
-  before = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
-  added = jnp.asarray(weights.over_devices, dtype)
-  weight_sum, grown = before.add(added)
-  if isinstance(local, (int, float)) and local == 1:  # nothing to multiply with
-    return weight_sum, local
-  share = local / jnp.where(added == 0, 1, added)  # of this device in all
-  return weight_sum, grown * share
 
 
 def gradients_like(params: optax.Params) -> optax.Updates:

@@ -41,6 +41,7 @@ class _Held(NamedTuple):
   carry: tuple[Any, ...]
   outputs: list[Any]  # what the reductions hold
   weights: WeightSum | None  # None where weights are known when tracing
+  unit: jax.Array | None  # what the weights of the outputs are counted in
   skipped: Any  # how many were left out, or None
 
 
@@ -104,10 +105,12 @@ class _Loop:
     """What is held before the first microbatch."""
     zero = functools.partial(_across_devices.full_like, value=0)
     weight, dtype = self.like.weight, self.call.split.accumulator_dtype
+    unit = 0 if self.call.split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
       [r.start(x, dtype) for r, x in zip(self.reductions, self.leaves, strict=True)],
       None if weight is None else WeightSum(zero(weight), zero(weight)),
+      None if weight is None else _across_devices.full_like(weight, unit),
       jax.tree.map(zero, self.like.skipped),
     )
 
@@ -117,10 +120,12 @@ class _Loop:
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
     weight: Weight = rows / self.call.size
-    weights = held.weights
+    weights, unit = held.weights, held.unit
     with jax.named_scope("accumulate"):
       if weights is not None:
-        weights, weight = weights.add(new.weight)
+        weights = weights.add(new.weight)
+        unit = _weighted_mean.first_unit(unit, new.weight)
+        weight = _weighted_mean.in_units(new.weight, unit)
       both = zip(self.reductions, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]
       keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
@@ -129,12 +134,12 @@ class _Loop:
     each = zip(self.reductions, outputs, strict=True)
     collected = [x if r.collected else None for r, x in each]
     recorded = None if new.skipped is None else new.weight
-    return _Held(carry, reduced, weights, skipped), (collected, recorded)
+    return _Held(carry, reduced, weights, unit, skipped), (collected, recorded)
 
   def _finish(self, held: _Held) -> Reduced:
     """What all microbatches of all devices gave together."""
     call, axis_name = self.call, self.call.split.axis_name
-    carry, reduced, weights, skipped = held
+    carry, reduced, weights, unit, skipped = held
     rows: Any = call.rows
     weight: Any = rows / call.size if weights is None else weights.total
     if axis_name is not None:
@@ -148,9 +153,12 @@ class _Loop:
       carry = _carry.over_devices(words, carry, call.carry, local, weight, axis_name)
       both = zip(self.reductions, reduced, strict=True)
       reduced = [r.across_devices(h, axis_name, counted) for r, h in both]
+    stats = _stats(rows if weights is None else weight, skipped)
+    if weights is not None and axis_name is None:
+      weight = _weighted_mean.in_units(weight, unit)
     final = zip(self.reductions, reduced, self.leaves, strict=True)
     outputs = self.treedef.unflatten([r.finish(h, weight, x.dtype) for r, h, x in final])
-    return Reduced(carry, outputs, _stats(rows if weights is None else weight, skipped))
+    return Reduced(carry, outputs, stats)
 
 
 def _join_weights(recorded: jax.Array | None, tail: jax.Array | None) -> jax.Array | None:

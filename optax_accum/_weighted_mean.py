@@ -58,15 +58,20 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
 
 
 def as_weight(weight: ArrayLike) -> jax.Array:
-  """A weight as a scalar of the default float: float32, or float64 where x64 is enabled."""
+  """A weight as a scalar of the default float: float32, or float64 where x64 is enabled.
+
+  A traced one below zero becomes NaN: one that is known was refused in words. The derivative with
+  respect to one that is zero is zero, because what does not count may be NaN.
+  """
   dtype = jnp.result_type(float)
-  if isinstance(weight, jax.Array):
-    return weight.astype(dtype)
-  return jnp.asarray(np.asarray(weight).astype(dtype))  # JAX would first wrap an int to 32 bits
+  if not isinstance(weight, jax.Array):
+    return jnp.asarray(np.asarray(weight).astype(dtype))  # JAX would wrap an int to 32 bits
+  weight = weight.astype(dtype)
+  return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
 
 
 class WeightSum(NamedTuple):
-  """A sum of weights, and what rounding took from it (Knuth's TwoSum).
+  """A sum of weights, rounded once, and what that rounding took from it (Knuth's TwoSum).
 
   A float32 sum of token counts stops being exact at 2**24. With `rest` it is exact to 2**47.
   """
@@ -74,27 +79,33 @@ class WeightSum(NamedTuple):
   total: Any
   rest: Any
 
-  def add(self, weight: jax.Array) -> tuple["WeightSum", jax.Array]:
-    """The sum with one more weight, and by how much `total` has grown.
-
-    That is the weight to multiply with: the weights of a mean must add up to what it is divided
-    by. It differs from `weight` by rounding alone, and what it lacks the next ones have more.
-    """
+  def add(self, weight: jax.Array) -> "WeightSum":
+    """The sum with one more weight."""
     owed = weight + self.rest
     total = self.total + owed
     grown = total - self.total
-    rest = (self.total - (total - grown)) + (owed - grown)
-    counted = counts(weight)
-    new = WeightSum(select(counted, total, self.total), select(counted, rest, self.rest))
-    # A weight that waits in `rest` still counts a little: where its gradient is NaN, that shows.
-    waits = weight * jnp.finfo(weight.dtype).eps
-    return new, jnp.where(counted & (grown > 0), grown, waits)
+    return WeightSum(total, (self.total - (total - grown)) + (owed - grown))
 
   def over_devices(self, axis_name: Any) -> jax.Array:
     """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
     low = lax.rem(self.total, jnp.full_like(self.total, 4096))
     high, low = lax.psum((self.total - low, low + self.rest), axis_name)
     return high + low
+
+
+def first_unit(unit: jax.Array, weight: jax.Array) -> jax.Array:
+  """What to count weights in: `unit`, or the first `weight` that is not 0 where it is 0 so far.
+
+  In units of the first, weights that are all alike are 1, and round as the plain mean does. A
+  million times 51 tokens is 1e-4 wrong otherwise, as the error of every sum has the same sign.
+  """
+  usable = (weight >= 1e-6) & (weight <= 1e10) | (weight == 0)
+  return jnp.where(unit == 0, jnp.where(usable, weight, jnp.ones_like(weight)), unit)
+
+
+def in_units(weight: jax.Array, unit: jax.Array) -> jax.Array:
+  """A weight, or a sum of weights, in units: 0 where no weight was counted yet."""
+  return weight / jnp.where(unit == 0, jnp.ones_like(unit), lax.stop_gradient(unit))
 
 
 def counts(weight: Weight) -> bool | jax.Array:

@@ -137,7 +137,8 @@ def token_counts(n, most):
 @pytest.mark.parametrize("mesh_size", [None, 4])
 def test_a_sum_of_token_counts_is_rounded_once(n, most, mesh_size):
   counts, tx = token_counts(n, most), optax.sgd(1.0)
-  batch = {"count": counts.astype(np.int32), "x": np.ones(n, np.float32)}
+  x = np.random.default_rng(1).uniform(0.5, 1.5, n).astype(np.float32)
+  batch = {"count": counts.astype(np.int32), "x": x}
 
   def loss_fn(p, batch):
     return jnp.mean(p * batch["x"])
@@ -155,8 +156,66 @@ def test_a_sum_of_token_counts_is_rounded_once(n, most, mesh_size):
   assert exact > 2**24
   assert float(metrics["total_weight"]) == np.float32(exact)
   assert float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
-  # What is the same everywhere is its own mean, whatever the weights add up to.
-  np.testing.assert_allclose((metrics["loss"], params), (1.0, 0.0), rtol=0, atol=2e-7)
+  if mesh_size is None:
+    mean = np.average(x.astype(np.float64), weights=counts)
+    np.testing.assert_allclose((metrics["loss"], 1 - params), (mean, mean), rtol=5e-6)
+
+
+@pytest.mark.parametrize("weight", [51, 51.3, 1e-7])
+@pytest.mark.parametrize("padding", [False, True])
+def test_weights_that_are_all_alike_round_as_none(weight, padding):
+  n = 1 << 16
+  x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
+  weights = np.full(n, weight, np.float32)
+  weights[: n // 2 if padding else 0] = 0  # the unit is that of the first that counts
+  batch = {"x": x, "weight": weights}
+
+  def loss_of(batch, weight_fn=None):
+    loss_fn = lambda p, batch: jnp.mean(p * batch["x"])
+    split = microbatch_value_and_grad(loss_fn, microbatch_size=1, weight_fn=weight_fn)
+    return jax.jit(split)(jnp.float32(1), batch)
+
+  weighted = loss_of(batch, lambda batch: batch["weight"][0])
+  plain = loss_of({"x": x[weights != 0]})
+  if weight > 1e-6:
+    np.testing.assert_array_equal(weighted, plain)
+  np.testing.assert_allclose(weighted, plain, rtol=1e-4)
+
+
+def sums_of_touched_rows(weights, reduction):
+  """The step of a cycle in which each microbatch has a gradient for a parameter of its own."""
+  tx = accumulate(optax.sgd(-1.0), len(weights), reduction=reduction)
+
+  def body(held, both):
+    return tx.apply(both[0], held[1], held[0], weight=both[1]), None
+
+  params = jnp.zeros(len(weights))
+  both = (jnp.eye(len(weights)), jnp.asarray(weights, jnp.float32))
+  return jax.jit(lambda both: jax.lax.scan(body, (params, tx.init(params)), both)[0][0])(both)
+
+
+@pytest.mark.parametrize("weights", [[2.0**24, 1, 2, 1], [1e8, 1, 1, 3], [50_001] * 300 + [1, 2]])
+def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
+  exact = np.array(weights) / np.sum(weights)
+  np.testing.assert_allclose(sums_of_touched_rows(weights, "mean"), exact, rtol=3e-7)
+  np.testing.assert_array_equal(sums_of_touched_rows(weights, "sum"), np.float32(weights))
+  batch = {"row": np.arange(len(weights)), "tokens": np.array(weights, np.float32)}
+  grads = microbatch_value_and_grad(
+    lambda rows, batch: jnp.mean(rows[batch["row"]]),
+    microbatch_size=1,
+    weight_fn=lambda batch: batch["tokens"][0],
+  )(jnp.zeros(len(weights)), batch)[1]
+  np.testing.assert_allclose(grads, exact, rtol=3e-7)
+
+
+def test_a_traced_weight_below_zero_shows():
+  for weights in ([3.0, -1.0], [-1.0, 3.0]):
+    moved = jax.jit(lambda weights: step_of(list(weights)))(jnp.array(weights))
+    assert np.all(np.isnan(moved))
+    batch = np.array([*weights, 1, 1, 1, 1], np.float32)  # each is the first of a microbatch
+    loss, grad = jax.jit(loss_of(lambda batch: batch[0]))(jnp.float32(2.0), batch)
+    assert np.isnan(loss)
+    assert np.isnan(grad)
 
 
 @pytest.mark.parametrize("weight", [819, 51.3])
