@@ -6,7 +6,6 @@ Usage:
 """
 
 from optax_accum._accumulate import accumulate as accumulate
-from optax_accum._accumulate import AccumulateTransformation as AccumulateTransformation
 from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
 from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
@@ -18,3 +17,4 @@ from optax_accum._microbatch import microbatch_value_and_grad as microbatch_valu
 from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep
+from optax_accum._transformation import AccumulateTransformation as AccumulateTransformation

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,42 +17,8 @@ from optax_accum._across_devices import AxisName
 from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._same_types import same_types
+from optax_accum._transformation import AccumulateTransformation, Params
 from optax_accum._weighted_mean import as_weight
-
-Params = TypeVar("Params", bound=Any)
-
-
-class ApplyFn(Protocol):
-  """The type of `AccumulateTransformation.apply`."""
-
-  def __call__(
-    self,
-    updates: Any,
-    state: AccumulateState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[Params, AccumulateState]:
-    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-
-
-class AccumulateTransformation(optax.GradientTransformationExtraArgs):
-  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`."""
-
-  @property
-  def apply(self) -> ApplyFn:
-    """``apply(updates, state, params, **kwargs) -> (params, state)``, see `accumulate`."""
-    # It belongs to `update`, and is looked up there. So a copy of this transformation has it too,
-    # and one whose `update` was replaced does not offer an `apply` that ignores that.
-    owner = getattr(self.update, "__self__", None)
-    if not isinstance(owner, _Accumulation):
-      raise AttributeError(
-        "The `update` of this transformation was replaced, so it has no `apply`: use"
-        " optax.apply_updates."
-      )
-    return owner.apply
 
 
 def accumulate(
@@ -92,8 +58,8 @@ def accumulate(
 
   - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
     its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30. Where
-    the total of traced ones is below that or above 1e36, the step is NaN. The derivative
-    with respect to a weight of exactly 0 is 0: let weights that are learned start above it.
+    the total of traced ones is below that or above 1e36, or one is below 0, the step is NaN. The
+    derivative with respect to a weight of exactly 0 is 0: let learned weights start above it.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -116,7 +82,8 @@ def accumulate(
   an inf or NaN that is not skipped           as above  as above       as above    as above
   ==========================================  ========  =============  ==========  ===========
 
-  Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that
+  Where no step is emitted, `inner` does not run and its state stays as it is (so a cycle that
+  weighs nothing is no mini step of an `accumulate` in `inner`). An inf or NaN that
   is not skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
 
   What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call: each

@@ -133,6 +133,7 @@ def from_multi_steps(
     skip_state=state.skip_state,
     acc_weight=mini_step.astype(jnp.result_type(float)),
     has_updated=(mini_step == 0) & (gradient_step > 0),
+    weight_rest=jnp.zeros((), jnp.result_type(float)),
   )
 
 

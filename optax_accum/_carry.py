@@ -79,6 +79,13 @@ def _together(
   """One leaf of the carries of all devices."""
   if _is_key(x):
     return _across_devices.of_first(x, axis_name)
+  if word is None and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
+    raise TypeError(
+      f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"
+      " would draw the same noise: carry a typed key, jax.random.key(seed) or"
+      " jax.random.wrap_key_data(raw). If these are numbers, say how they become one:"
+      ' carry_reduction="max".'
+    )
   inexact = jnp.issubdtype(x.dtype, jnp.inexact)
   kind = REDUCTIONS[word or ("mean" if inexact else "max")]
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)

@@ -39,11 +39,18 @@ def _check_order(name: str, updates: Any, state: Any, params: Any) -> None:
 def _check_keywords(name: str, extra_args: Iterable[str]) -> None:
   """Checks that no argument for `inner` is a misspelt one of ours, which would be ignored."""
   for extra in extra_args:
-    close = difflib.get_close_matches(extra.lower(), ("weight", "flush"), n=1, cutoff=0.8)
-    if close or "flush" in extra.split("_"):
-      raise TypeError(
-        f"{name} got the argument {extra!r}: did you mean {(close or ['flush'])[0]}=?"
-      )
+    words = [word for word in ("weight", "flush") if _is_near(extra.lower(), word)]
+    if words:
+      raise TypeError(f"{name} got the argument {extra!r}: did you mean {words[0]}=?")
+
+
+def _is_near(extra: str, word: str) -> bool:
+  """Whether `extra` is `word` with a slip or an ending: ``weights``, ``wieght``, ``flush_now``."""
+  if extra[:1] != word[0]:
+    return False  # `height`, and what is a weight of something: `kl_weight`
+  if extra.startswith(("flush", "weight_fn")):
+    return True
+  return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
 
 
 def _as_arrays(updates: optax.Updates) -> optax.Updates:
@@ -113,7 +120,9 @@ def _fix(state: Any) -> str:
       "there is one in it. Call the transformation that the whole belongs to, such as the chain"
       " around this accumulate."
     )
-  restored = isinstance(state, dict) and set(AccumulateState._fields) <= set(state)
-  if restored or (type(state) in (list, tuple) and len(state) == len(AccumulateState._fields)):
+  fields = AccumulateState._fields
+  needed = set(fields).difference(AccumulateState._field_defaults)  # an older one lacks the others
+  restored = isinstance(state, dict) and needed <= set(state)
+  if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
     return "it looks like one that was saved and restored without its types; " + RESTORE
   return "pass what init of this transformation returned, or its last update."

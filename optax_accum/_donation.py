@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 
-def distinct(donated: Any, others: Any, by_buffer: bool) -> Any:
+def distinct(donated: Any, others: Any, suspects: set[Any] | None) -> Any:
   """`donated`, with a copy of each array that stands in it before, or in `others`.
 
   XLA wants to be donated a buffer once, and over several devices JAX ends the process if it is
@@ -14,13 +14,18 @@ def distinct(donated: Any, others: Any, by_buffer: bool) -> Any:
   parameters. What is in `others` too is donated as a copy, so that it lives on.
 
   Two arrays can share a buffer: `jax.device_put` puts an array on a mesh without a copy for the
-  device that has it (with ``may_alias=False`` too). `by_buffer` finds these as well. It is slow,
-  so it is for calls that such arrays may be new to; what a step returns is distinct.
+  device that has it (with ``may_alias=False`` too). `suspects` are the arrays that are looked at
+  for that, by `_one_shard`; None are all. It is slow; what a step returns is distinct.
   """
   leaves = jax.tree.leaves((donated, others))
-  if not by_buffer and len(set(map(id, leaves))) == len(leaves):
+  if suspects == set() and len(set(map(id, leaves))) == len(leaves):
     return donated  # soon found: every call comes here
-  marks = _buffers if by_buffer else _itself
+
+  def marks(x: Any) -> tuple[Any, ...]:
+    if not _has_buffers(x):
+      return ()
+    return _buffers(x) if suspects is None or _one_shard(x) in suspects else (id(x),)
+
   used = set[Any]().union(*map(marks, jax.tree.leaves(others)))
 
   def once(x: Any) -> Any:
@@ -33,26 +38,31 @@ def distinct(donated: Any, others: Any, by_buffer: bool) -> Any:
   return jax.tree.map(once, donated)
 
 
-def placed_anew(before: Any, after: Any) -> bool:
-  """Whether an array of `before` is another one in `after`, whose buffer it may share."""
+def placed_as_it_was(before: Any, after: Any) -> set[Any]:
+  """The shards of arrays in `after` that may be the buffers of other arrays in `before`."""
   pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-  return any(isinstance(x, jax.Array) for x, y in pairs if x is not y)
+  moved = [(x, _one_shard(y)) for x, y in pairs if x is not y and _has_buffers(x)]
+  # Rows that are spread over devices are new arrays.
+  return {shard for x, shard in moved if shard[0] == x.shape}
 
 
-def _itself(x: Any) -> tuple[int, ...]:
+def _has_buffers(x: Any) -> bool:
   # Tracers are copied by the compiler where they must be.
-  return (id(x),) if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else ()
+  return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
-def _buffers(x: Any) -> tuple[int, ...]:
+def _one_shard(x: jax.Array) -> tuple[Any, ...]:
+  """Shape and dtype of what one device has. Arrays that share a buffer are alike in both."""
+  return x.sharding.shard_shape(x.shape), x.dtype
+
+
+def _buffers(x: jax.Array) -> tuple[int, ...]:
   """Where the array is in the memory of each device of this process."""
-  if not _itself(x):
-    return ()
   try:
     parts = [x.addressable_data(i) for i in range(len(x.sharding.addressable_devices))]
     return tuple(part.unsafe_buffer_pointer() for part in parts)
   except jax.errors.JaxRuntimeError:  # not every runtime tells
-    return _itself(x)
+    return (id(x),)
 
 
 def _copied(x: jax.Array) -> jax.Array:

@@ -161,7 +161,8 @@ def microbatch_value_and_grad(
       and all arrays have the same number of rows. Default: 1, ``fun(params, batch)``, and a call in
       which another argument has as many rows is an error, because ``fun(params, x, y)`` may well
       broadcast and not fail where only ``x`` is split. Name both, ``(1, 2)``; an explicit ``1``
-      says that every microbatch gets all of ``y``.
+      says that every microbatch gets all of ``y``. Name it, too, where the rows differ from call to
+      call: a last, smaller batch may happen to have as many as an argument that is not split.
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
@@ -171,7 +172,8 @@ def microbatch_value_and_grad(
     weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts. For a loss that
       is a mean over valid tokens, return the number of valid tokens. It is called with the
       microbatch's part of the batch arguments, by position or by name as the call had them.
-      Default: the rows.
+      0, or from 1e-30 to 1e30; a traced one below 0, or a total out of that range, gives NaN. The
+      derivative with respect to a weight of exactly 0 is 0. Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
@@ -189,7 +191,8 @@ def microbatch_value_and_grad(
       of words. ``"mean"``, the default for floats, is weighted by what each device counted.
       ``"max"``, the default for integers, is right for step counts. ``"sum"`` is the start plus
       every device's increment, for counts of rows. Or ``"min"``. Each device folds its index into
-      a typed key on the way in, and the first device's key comes out.
+      a typed key on the way in, and the first device's key comes out. What looks like a raw key is
+      refused without a word.
     accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.

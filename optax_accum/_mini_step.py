@@ -60,9 +60,10 @@ class MiniSteps:
     state = _accumulate_state.loaded(state, self.axis_name)
     if _weight_is_sent.get() and isinstance(weight, float):
       raise ValueError(
-        "accumulate did not get the weight that was passed to the optimizer, which one of the"
-        " transformations around accumulate drops, with all extra arguments: put accumulate around"
-        " that transformation, as in accumulate(transformation(optimizer), every_k)."
+        "accumulate did not get the weight that was passed to the optimizer. If a transformation"
+        " around accumulate drops it, with all extra arguments, put accumulate around that one, as"
+        " in accumulate(transformation(optimizer), every_k). If one passes a Python number instead,"
+        " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
       )
     _validate.weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.

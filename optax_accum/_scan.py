@@ -41,7 +41,7 @@ class _Held(NamedTuple):
   carry: tuple[Any, ...]
   outputs: list[Any]  # what the reductions hold
   weights: WeightSum | None  # None where weights are known when tracing
-  unit: jax.Array | None  # what the weights of the outputs are counted in
+  unit: Any  # what the weights of the outputs are counted in
   skipped: Any  # how many were left out, or None
 
 

@@ -6,18 +6,18 @@ import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 import optax
 
 from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._donation import distinct, placed_anew
+from optax_accum._donation import distinct, placed_as_it_was
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._optimizer_step import optimizer_step
 from optax_accum._reduction_trees import ReductionTree
 from optax_accum._split import Split, WeightFn
+from optax_accum._value_fn import loss_elsewhere
 from optax_accum._weighted_mean import accumulator_dtype
 
 Params = TypeVar("Params", bound=Any)
@@ -83,8 +83,9 @@ class TrainStep(Generic[Params, Args]):
         out_shardings=loss.out_shardings,
       )
     if self._donate:
-      moved = placed is not args and placed_anew((args, kwargs), (placed, named))
-      held = distinct(placed[:2], (placed[2:], named), by_buffer=new or moved)
+      both = (args, kwargs), (placed, named)
+      suspects = None if new else set() if placed is args else placed_as_it_was(*both)
+      held = distinct(placed[:2], (placed[2:], named), suspects)
       placed = (*held, *placed[2:])
     return self._jitted[loss], placed, named
 
@@ -224,7 +225,7 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     weight = stats.total_weight
     if not averages:
       weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-    value_fn = functools.partial(_value_fn, loss, reduced.weights, args, kwargs)
+    value_fn = functools.partial(loss_elsewhere, loss, reduced.weights, args, kwargs)
     extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
     with jax.named_scope("optimizer"):
@@ -237,35 +238,6 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     return *new, *reduced.carry, metrics
 
   return train_step
-
-
-def _value_fn(
-  loss: Any, weights: Any, args: Any, kwargs: Any, params: Any, weight: Any = None
-) -> jax.Array:
-  """The loss of this batch at other parameters, of the microbatches that counted at the present.
-
-  Its derivative is the gradient in microbatches: JAX's own would keep what each of them
-  computed, and is NaN where a microbatch that has no weight is 0/0.
-  """
-  del weight  # optax's line searches refuse an extra argument that this lacks
-
-  @jax.custom_jvp
-  def value(params: Any) -> jax.Array:
-    return loss.value(weights, params, *args, **kwargs)
-
-  @value.defjvp
-  def value_and_tangent(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    out = loss.value_and_grad(weights, *primals, *args, **kwargs).outputs
-    terms = jax.tree.map(_real_product, out.grads, *tangents)
-    return out.loss, jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
-
-  return value(params)
-
-
-def _real_product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
-  """What a tangent changes, by the gradient of a real function, in float32 or better."""
-  wide = accumulator_dtype(grad.dtype)
-  return jnp.sum(jnp.real(grad.astype(wide) * tangent.astype(wide)))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

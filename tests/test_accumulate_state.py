@@ -99,6 +99,20 @@ def test_what_else_a_converted_state_holds():
     from_multi_steps((held,))
 
 
+def test_a_converted_state_goes_through_a_scan_in_float64():
+  with jax.enable_x64(True):
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
+    calls = gradients(K)
+    _, held = begun(optax.MultiSteps(optax.sgd(1.0), K), calls[:1], params)
+    state, tx = from_multi_steps(held), accumulate(optax.sgd(1.0), K)
+    assert {type(x) for x in jax.tree.leaves(state)} == {type(jnp.zeros(()))}
+    many = jax.tree.map(lambda *g: jnp.stack(g), *calls[1:])
+    body = lambda held, g: (tx.apply(g, held[1], held[0]), None)  # noqa: E731
+    params, _ = jax.lax.scan(body, (params, state), many)[0]
+  exact = jax.tree.map(lambda p, *g: p - sum(g) / K, PARAMS, *calls)
+  trees.assert_close(params, exact, 1e-5)
+
+
 def test_a_nan_that_multisteps_keeps_ends_with_its_cycle():
   nan = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
   inner = optax.apply_if_finite(optax.sgd(1.0), 5)
@@ -131,6 +145,7 @@ RESTORED = r"restored without its types; restore a checkpoint into the tree that
     (STATE._asdict(), RESTORED),
     (list(STATE), RESTORED),
     (tuple(STATE), RESTORED),
+    (list(STATE)[:-1], RESTORED),  # saved before it had a `weight_rest`
   ],
 )
 def test_states_of_others(form, every_k, state, message):
@@ -200,7 +215,7 @@ def test_gradients_that_are_nothing(form):
     ("Weight", "weight"),
     ("weight_fn", "weight"),
     ("flush_now", "flush"),
-    ("do_flush", "flush"),
+    ("weights_", "weight"),
     ("flsh", "flush"),
   ],
 )
@@ -218,7 +233,13 @@ def test_other_keywords_reach_inner(form):
     "grad",
     "learning_rate",
     "value_fn",
+    "height",
     "height_map",
+    "weighting",
+    "weight_1",
+    "kl_weight",
+    "step_flush",
+    "flash",
     "loss",
     "key",
   ]

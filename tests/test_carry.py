@@ -224,3 +224,17 @@ def test_words_that_cannot_be_kept():
     step("sum", {"f": jnp.array(True)})
   with pytest.raises(ValueError, match=r"carry_reduction=.* is not a prefix tree"):
     step({"b": "sum"}, {"a": jnp.ones(())})
+
+
+@pytest.mark.parametrize("raw", [jax.random.PRNGKey(0), jnp.zeros((3, 2), jnp.uint32)])
+def test_a_raw_key_looks_like_numbers_which_a_word_may_say_that_it_is(raw):
+  def fun(p, x, carry):
+    return p * jnp.mean(x), (carry, None)
+
+  mesh, message = make_mesh(2), r"carry\['key'\] has dtype uint32 .* as a raw random key, with"
+  with pytest.raises(TypeError, match=message + ".*carry a typed key"):
+    one_step(fun, jnp.ones(8), {"key": raw}, mesh)
+  carry = one_step(fun, jnp.ones(8), {"key": raw}, mesh, carry_reduction="max")
+  np.testing.assert_array_equal(carry["key"], raw)
+  np.testing.assert_array_equal(one_step(fun, jnp.ones(8), {"key": raw})["key"], raw)
+  one_step(fun, jnp.ones(8), {"key": jnp.zeros((), jnp.uint32)}, mesh)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -10,6 +11,7 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 
 from optax_accum import make_train_step
+from optax_accum._donation import placed_as_it_was
 
 MESHES = [None, make_mesh(1), make_mesh(8), make_mesh(4, 2, kind=EXPLICIT)]
 everywhere = pytest.mark.parametrize("mesh", MESHES, ids=["alone", "mesh1", "mesh8", "explicit"])
@@ -111,3 +113,29 @@ def test_what_stands_once_is_donated_and_not_copied():
   step(params, state, X, teacher)
   assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
   assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=["mesh1", "mesh8", "explicit"])
+def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(mesh):
+  tx = optax.sgd(0.1, momentum=0.9)
+  results = []
+  for one_device in (lambda p: p.addressable_data(0), lambda p: jnp.asarray(np.array(p))):
+    step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
+    params = devices.put(init_params(), mesh)
+    state = tx.init(params)
+    for _ in range(3):  # the first call alone looks at all arrays
+      teacher = jax.tree.map(one_device, params)
+      params, state, _ = step(params, state, X, teacher)
+    results.append(jax.device_get(params))
+  np.testing.assert_array_equal(results[0]["w"], results[1]["w"])
+
+
+def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters():
+  mesh = make_mesh(8)
+  x, teacher = jnp.ones((16, 4)), jnp.ones(4)
+  by_rows, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("data"), P()))
+  before = (x, np.ones(4), teacher, jax.device_put(x, by_rows))
+  placed = (*jax.device_put((x, np.ones(4)), (by_rows, whole)), teacher, before[3])
+  assert placed_as_it_was(before, placed) == set()
+  placed = (*placed[:2], jax.device_put(teacher, whole), placed[3])
+  assert placed_as_it_was(before, placed) == {((4,), jnp.dtype("float32"))}

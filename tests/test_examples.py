@@ -9,6 +9,7 @@ import sys
 import types
 
 import jax
+import matplotlib.figure
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -140,8 +141,7 @@ def test_odd_settings_train_too(arguments, train_lm, capsys):
 
 
 def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
-  matplotlib_figure = pytest.importorskip("matplotlib.figure")
-  figure = matplotlib_figure.Figure()
+  figure = matplotlib.figure.Figure()
   memory = types.SimpleNamespace(temp_size_in_bytes=128 * 2**20)
   step = types.SimpleNamespace(memory_analysis=lambda: memory)
   compiled = {(count, remat): step for count in (1, 128) for remat in (False, True)}

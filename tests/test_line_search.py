@@ -157,3 +157,53 @@ def test_the_memory_of_lbfgs_falls_with_the_microbatches():
     for n in (1, 4, 64)
   ]
   assert temp[0] > 2 * temp[1] > 2 * temp[2]
+
+
+@pytest.mark.parametrize("mesh_size", [None, 2])
+@pytest.mark.parametrize("by", ["batch", "params", "both"])
+@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
+def test_a_step_that_reads_value_fn_can_be_differentiated_itself(derivative, mesh_size, by):
+  # Whether something counted is a loop, which reverse mode cannot pass.
+  weighted = derivative is jax.jacfwd
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, updates)
+    return jax.tree.map(lambda g: -0.1 * g * value_fn(moved), updates), state
+
+  tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+  rows = data(8) | {"valid": np.ones(8, np.float32) + weighted * np.arange(8, dtype=np.float32)}
+  directions = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)), params())
+  directions = jax.tree.map(lambda d, p: d.reshape(jnp.shape(p)), directions, params())
+
+  def moved(amount, run):
+    """The parameters after a step, where they and the batch depend on `amount`."""
+    start, batch = params(), {name: jnp.asarray(x) for name, x in rows.items()}
+    if by != "batch":
+      start = jax.tree.map(lambda p, d: p + amount * d, start, directions)
+    if by != "params":
+      batch["y"] = batch["y"] + amount * batch["x"][:, 0]
+    return run(start, batch)
+
+  def whole(start, batch):
+    value, grads = jax.value_and_grad(loss_fn)(start, batch)
+    extra_args = {"value": value, "value_fn": lambda p: loss_fn(p, batch)}
+    updates, _ = tx.update(grads, (), start, **extra_args)
+    return optax.apply_updates(start, updates)
+
+  mesh = mesh_size and make_mesh(mesh_size)
+  step = optax_accum.make_train_step(
+    loss_fn,
+    tx,
+    num_microbatches=2,
+    weight_fn=PADDED["weight_fn"] if weighted else None,
+    donate=False,
+    mesh=mesh,
+  )
+
+  def split(start, batch):
+    return step(start, (), batch)[0]
+
+  expected, actual = (
+    derivative(lambda t, run=run: moved(t, run))(jnp.float32(0.3)) for run in (whole, split)
+  )
+  chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=5e-6)

@@ -171,7 +171,9 @@ def test_weights_that_are_all_alike_round_as_none(weight, padding):
   batch = {"x": x, "weight": weights}
 
   def loss_of(batch, weight_fn=None):
-    loss_fn = lambda p, batch: jnp.mean(p * batch["x"])
+    def loss_fn(p, batch):
+      return jnp.mean(p * batch["x"])
+
     split = microbatch_value_and_grad(loss_fn, microbatch_size=1, weight_fn=weight_fn)
     return jax.jit(split)(jnp.float32(1), batch)
 

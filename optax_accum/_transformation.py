@@ -1,0 +1,46 @@
+"""`AccumulateTransformation`, the type of what `accumulate` returns: an optax transformation."""
+
+from typing import Any, Protocol, TypeVar
+
+import jax
+from jax.typing import ArrayLike
+import optax
+
+from optax_accum._accumulate_state import AccumulateState
+from optax_accum._mini_step import MiniSteps
+
+Params = TypeVar("Params", bound=Any)
+
+
+class ApplyFn(Protocol):
+  """The type of `AccumulateTransformation.apply`."""
+
+  def __call__(
+    self,
+    updates: Any,
+    state: AccumulateState,
+    params: Params,
+    *,
+    weight: ArrayLike = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[Params, AccumulateState]:
+    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
+
+
+class AccumulateTransformation(optax.GradientTransformationExtraArgs):
+  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`."""
+
+  @property
+  def apply(self) -> ApplyFn:
+    """``apply(updates, state, params, **kwargs) -> (params, state)``, see `accumulate`."""
+    # It belongs to `update`, and is looked up there. So a copy of this transformation has it too,
+    # and one whose `update` was replaced does not offer an `apply` that ignores that.
+    owner = getattr(self.update, "__self__", None)
+    apply: ApplyFn | None = getattr(owner, "apply", None)
+    if not isinstance(owner, MiniSteps) or apply is None:
+      raise AttributeError(
+        "The `update` of this transformation was replaced, so it has no `apply`: use"
+        " optax.apply_updates."
+      )
+    return apply
