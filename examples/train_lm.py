@@ -162,14 +162,14 @@ def draw(figure, losses, whole_losses, count, compiled) -> None:
   loss_axes.plot(steps, whole_losses, "k", label="the whole batch")
   loss_axes.plot(steps, losses, ".", label=microbatches(count))  # dots: both can be seen
   loss_axes.set(xlabel="optimizer step", ylabel="training loss, nats per byte")
+  loss_axes.xaxis.get_major_locator().set_params(integer=True)
   loss_axes.legend()
   for remat, label in [(False, "without remat"), (True, "with remat")]:
     points = [(key[0], temp_mib(step)) for key, step in compiled.items() if key[1] == remat]
-    memory_axes.loglog(*zip(*points, strict=True), "o-", base=2, label=label)
+    memory_axes.semilogx(*zip(*points, strict=True), "o-", base=2, label=label)
   counts = sorted({key[0] for key in compiled})
   memory_axes.set_xticks(counts, counts)
-  memory_axes.yaxis.set_major_formatter("{x:g}")  # 128, where matplotlib writes 2^7
-  memory_axes.set(xlabel="microbatches", ylabel="temp memory of a step, MiB")
+  memory_axes.set(xlabel="microbatches", ylabel="temp memory of a step, MiB", ylim=(0, None))
   memory_axes.legend()
 
 

@@ -115,8 +115,9 @@ def from_multi_steps(
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
       f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      " Where that is part of a larger state, such as a chain's, replace it there, with"
-      " jax.tree.map and is_leaf."
+      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns. Where"
+      " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
+      " and is_leaf."
     )
   mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
 

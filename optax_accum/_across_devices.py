@@ -89,6 +89,20 @@ def varying(tree: Any, axis_name: AxisName | None) -> Any:
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
+def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> None:
+  """Checks that a loss is each device's own, where the types of `params` say that they are."""
+  axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
+  if axis_name is None or not axes:
+    return  # types say nothing in `pmap`, nor with check_vma=False
+  if missing := axes.intersection(_axes(axis_name)).difference(varying_axes(loss)):
+    raise ValueError(
+      f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
+      " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
+      " return the loss of the device's own rows. Losses and gradients of all devices are reduced"
+      " together, weighted by rows, or by what weight_fn counts."
+    )
+
+
 def _axes(axis_name: AxisName) -> Sequence[Hashable]:
   return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 

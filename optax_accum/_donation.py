@@ -1,9 +1,24 @@
-"""Which arrays a step can be donated: those that it is not given a second time."""
+"""Which arrays a step can be donated: those that are there, and are not given a second time."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from optax_accum import _validate
+
+
+def check_alive(args: Any, kwargs: Any) -> None:
+  """Checks that no array was donated to a step before. Over devices JAX would end the process."""
+  if not any(_has_buffers(x) and x.is_deleted() for x in jax.tree.leaves((args, kwargs))):
+    return
+  for slot, tree in {**dict(enumerate(args)), **kwargs}.items():
+    for name, x in _validate.named_leaves(f"argument {slot!r}", tree):
+      if _has_buffers(x) and x.is_deleted():
+        raise RuntimeError(
+          f"{name} has been deleted: a step updates parameters and state in place, and deletes what"
+          " it is given: use what that step returned, or donate=False."
+        )
 
 
 def distinct(donated: Any, others: Any, suspects: set[Any] | None) -> Any:

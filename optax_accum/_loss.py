@@ -81,6 +81,7 @@ class LocalLoss:
     params = self.shards.gather_in_scan(*args)
     value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
+    _across_devices.check_own_loss(loss, params, self.split.axis_name)
     _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
     return carry, Outputs(loss, aux, grads)
 

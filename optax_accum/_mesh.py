@@ -83,8 +83,8 @@ class DataParallel:
     if rest := rows % devices:
       raise ValueError(
         f"The batch has {rows} rows, which {self} do not divide: use {rows - rest or devices} or"
-        f" {rows + devices - rest} rows. (They would have to be replicated, and every device to"
-        " compute all of them.)"
+        f" {rows + devices - rest} rows, or fill up with rows that weight_fn counts as 0. (They"
+        " would have to be replicated, and every device to compute all of them.)"
       )
 
   def shard_spec(self, sharding: Any) -> PartitionSpec:

@@ -173,7 +173,9 @@ def microbatch_value_and_grad(
       is a mean over valid tokens, return the number of valid tokens. It is called with the
       microbatch's part of the batch arguments, by position or by name as the call had them.
       0, or from 1e-30 to 1e30; a traced one below 0, or a total out of that range, gives NaN. The
-      derivative with respect to a weight of exactly 0 is 0. Default: the rows.
+      derivative with respect to a weight of exactly 0 is 0. (Where you differentiate by the batch,
+      a loss that is 0/0 in a microbatch of padding has NaN derivatives: guard the division.)
+      Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
@@ -197,9 +199,11 @@ def microbatch_value_and_grad(
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
       "stack" and "concat" still have its values.
-    axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. Gradients
-      stay on their device during the scan. Gradients and weights are reduced once, after it, a
-      carry as `carry_reduction` says. ``"stack"`` and ``"concat"`` keep each device's own values.
+    axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
+      the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
+      types.) Gradients stay on their device during the scan. Gradients and weights are reduced
+      once, after it, a carry as `carry_reduction` says. ``"stack"`` and ``"concat"`` keep each
+      device's own values.
     unroll: As in `jax.lax.scan`. The default 1 is right unless the body is tiny.
 
   Returns:

@@ -1,6 +1,7 @@
 """One step of an optimizer by the gradients of a batch, of which nothing may have counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import inspect
 from typing import Any, TypeAlias
 
@@ -28,7 +29,8 @@ def optimizer_step(
   def update(held: Held) -> Held:
     params, opt_state = held
     accepted = _accepted(tx.update, extra_args)
-    with weight_is_sent(not isinstance(extra_args["weight"], float)):
+    sent = not isinstance(extra_args["weight"], float)
+    with _explained(tx, params, opt_state), weight_is_sent(sent):
       updates, new_state = tx.update(grads, opt_state, params, **accepted)
     new = optax.apply_updates(params, updates)
     if counted is True:
@@ -40,6 +42,22 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held)
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
+
+
+@contextlib.contextmanager
+def _explained(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Iterator[None]:
+  """Adds to an error of `tx` that the state is of another transformation, if it is."""
+  try:
+    yield
+  except Exception as error:
+    wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, params))
+    got: Any = jax.tree.structure(opt_state)
+    if wanted != got:
+      error.add_note(
+        f"opt_state is {got}, and tx.init(params) makes {wanted}: pass what tx.init(params)"
+        " returned, or the last step."
+      )
+    raise
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:

@@ -1,21 +1,41 @@
 """What can be differentiated, and what to pass where an object that holds parameters cannot be.
 
-No library is imported to know its objects by: they are told by their attributes and class names.
+Flax and Equinox are not imported for it: their objects are told by attributes and class names.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_accum import _validate
 
 
-def check_step(params: Any) -> None:
-  """Checks what a step is given as its parameters, which it updates and returns."""
+def check_step(params: Any, opt_state: Any, *others: Any) -> None:
+  """Checks what a step is given: parameters, which it updates and returns, and their state."""
   if instead := _instead(params):
     raise TypeError(f"params is {instead}")
+  if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
+    raise TypeError(
+      f"opt_state is a {type(opt_state).__name__}, the transformation itself: pass the state that"
+      " tx.init(params) returns."
+    )
+  if not _is_optax_state(opt_state) and any(map(_is_optax_state, (params, *others))):
+    raise TypeError(
+      f"opt_state is a {type(opt_state).__name__}, and another argument is an optimizer state: the"
+      " order is step(params, opt_state, batch)."
+    )
   check_differentiable("argument 0", params)
+
+
+def _is_optax_state(tree: Any) -> bool:
+  """Whether `tree` is a state that optax or this package made, or a chain of such states."""
+  if not isinstance(tree, tuple):
+    return False
+  if hasattr(tree, "_fields") and type(tree).__module__.split(".")[0] in ("optax", "optax_accum"):
+    return not isinstance(tree, optax.LookaheadParams)
+  return any(map(_is_optax_state, tree))
 
 
 def check_differentiable(what: str, tree: Any) -> None:

@@ -11,7 +11,7 @@ import optax
 
 from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._donation import distinct, placed_as_it_was
+from optax_accum._donation import check_alive, distinct, placed_as_it_was
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._optimizer_step import optimizer_step
@@ -73,7 +73,8 @@ class TrainStep(Generic[Params, Args]):
 
   def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """The jitted function for such arguments, and the arguments as it takes them."""
-    _parameters.check_step(args[0])
+    check_alive(args, kwargs)
+    _parameters.check_step(*args)
     loss, placed, named = self._loss.place(args, kwargs)
     new = loss not in self._jitted
     if new:
@@ -160,7 +161,12 @@ def make_train_step(
       again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
     mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
       spread over `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh
-      are put there. (Several processes: `jax.make_array_from_process_local_data`.) Losses,
+      are put there. (Several processes: `jax.make_array_from_process_local_data`.) `loss_fn` runs
+      inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns the loss of
+      these. One that it reduced, by ``lax.pmean``, is refused; ``l.sum() / lax.psum(count, axis)``
+      is wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics
+      are those of the device's rows. A sharding constraint in it may name other axes alone, as a
+      bare `PartitionSpec`. Losses,
       gradients, weights and aux are reduced together, so the mean is that of the global batch.
       "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
       the batch. Sharded parameters stay so under an outer `jax.jit` and in a scan over steps if
@@ -183,11 +189,14 @@ def make_train_step(
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
     ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
-    which is there only with `has_aux` or `carry_argnum`.
+    which is there only with `has_aux` or `carry_argnum`. All arguments are traced: close over a
+    flag. Reverse-mode differentiation passes through a step unless something, `weight_fn` or
+    `skip_nonfinite`, can have it move nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
-      the parameters are a flax `TrainState` or an nnx module, of which they are a part;
+      the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
+      are in another order; with `mesh`, the loss was reduced over the devices already;
       `data_axis` is no axis of the mesh; `mesh` and `axis_name` are both given; the devices do not
       divide the rows; arrays are on another mesh; the step is called inside `pmap` or `shard_map`
       without `axis_name`, or with `mesh`.

@@ -14,7 +14,12 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
-from optax_accum import accumulate, count_collectives, make_train_step
+from optax_accum import (
+  accumulate,
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 everywhere = pytest.mark.parametrize(
@@ -222,3 +227,50 @@ def test_a_state_that_is_sharded_where_its_parameters_are_not(tx):
     results.append(jax.device_get(step(moved, new, batch)[0]))
   np.testing.assert_allclose(*results, rtol=1e-6)
   assert abs(results[0][0] - 1) > 0.05
+
+
+@kinds
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "shards"])
+def test_a_loss_that_was_reduced_over_the_devices_is_refused(kind, reduce_gradients, spec):
+  mesh = make_mesh(4, kind=kind)
+  params = devices.put(init_params(), mesh, {"w": spec, "b": P()})
+  tx, x = optax.sgd(0.1), make_batch()
+  options = {"num_microbatches": 2, "mesh": mesh, "reduce_gradients": reduce_gradients}
+  message = (
+    r"The loss is the same on all devices of the axes \['data'\], so it was reduced .*: return"
+  )
+
+  def mean(params, x):
+    return lax.pmean(loss_fn(params, x), "data")
+
+  def of_counts(params, x):
+    errors = (x @ params["w"]) ** 2
+    return lax.psum(jnp.sum(errors), "data") / lax.psum(jnp.float32(errors.size), "data")
+
+  for reduced in (mean, of_counts):
+    with pytest.raises(ValueError, match=message):
+      make_train_step(reduced, tx, donate=False, **options)(params, tx.init(params), x)
+
+  def synchronized(params, x):  # what is reduced within a loss is the user's own
+    return loss_fn(params, x - lax.pmean(jnp.mean(x), "data"))
+
+  make_train_step(synchronized, tx, donate=False, **options)(params, tx.init(params), x)
+
+
+def test_a_reduced_loss_in_a_users_shard_map():
+  params, x, mesh = init_params(), make_batch(), make_mesh(4)
+  exact = jax.grad(loss_fn)(params, x)
+
+  def gradients(reduced, check_vma):
+    fun = (lambda p, x: lax.pmean(loss_fn(p, x), "data")) if reduced else loss_fn
+    split = microbatch_value_and_grad(fun, num_microbatches=2, axis_name="data")
+    mapped = jax.shard_map(
+      split, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )
+    return jax.jit(mapped)(params, x)[1]
+
+  with pytest.raises(ValueError, match="The loss is the same on all devices of the axes"):
+    gradients(True, check_vma=True)
+  trees.assert_close(gradients(True, check_vma=False), exact, 1e-5)
+  trees.assert_close(gradients(False, check_vma=True), exact, 1e-5)

@@ -11,7 +11,7 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 
-from optax_accum import make_train_step, microbatch_value_and_grad
+from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
 
 TX = optax.sgd(0.1)
 X = jnp.arange(12.0).reshape(4, 3)
@@ -140,3 +140,56 @@ def test_numbers_are_parameters(leaf):
 def test_leaves_that_are_no_floats(leaf, kind):
   with pytest.raises(TypeError, match=rf"argument 0\['a'\] has {kind} and cannot be diff"):
     one_step(lambda p, x: jnp.mean(x), {"a": leaf, "b": 1.0}, ())
+
+
+def linear_loss(params, x):
+  return jnp.mean(x @ params["w"])
+
+
+PARAMS = {"w": jnp.ones(3)}
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+ORDER = r"opt_state is a .*, and another argument is an optimizer state: the order is step\(params,"
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+@pytest.mark.parametrize("tx", [TX, MOMENTUM, accumulate(TX, 2)], ids=["sgd", "momentum", "acc"])
+def test_a_step_that_is_given_its_arguments_in_another_order(tx, mesh):
+  step = make_train_step(linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False)
+  state = tx.init(PARAMS)
+  for arguments in ((state, PARAMS, X), (PARAMS, X, state)):
+    with pytest.raises(TypeError, match=ORDER):
+      step(*arguments)
+  with pytest.raises(TypeError, match=r"opt_state is a .*, the transformation itself: pass"):
+    step(PARAMS, tx, X)
+  step(PARAMS, state, X)
+
+
+def test_a_tuple_of_parameters_and_a_state_without_classes_are_not_another_order():
+  tx = optax.GradientTransformation(lambda params: (), lambda g, state, params=None: (g, state))
+  step = make_train_step(lambda p, x: jnp.mean(x @ p[0]), tx, num_microbatches=2)
+  step((jnp.ones(3),), (), X)
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_parameters_that_an_earlier_step_was_donated(mesh):
+  params = jax.tree.map(jnp.copy, PARAMS)
+  step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh)
+  params, state, _ = step(params, TX.init(params), X)
+  step(params, state, X)
+  message = r"argument 0\['w'\] has been deleted: .* use what that step returned, or donate=False"
+  with pytest.raises(RuntimeError, match=message):  # over a mesh, XLA would end the process
+    step(params, state, X)
+  step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False)
+  gone = X.copy()
+  gone.delete()
+  with pytest.raises(RuntimeError, match=r"argument 2 has been deleted"):
+    step(PARAMS, TX.init(PARAMS), gone)
+
+
+def test_an_error_of_an_optimizer_with_the_state_of_another_says_so():
+  step = make_train_step(linear_loss, optax.adam(0.1), num_microbatches=2, donate=False)
+  with pytest.raises(AttributeError) as caught:
+    step(PARAMS, TX.init(PARAMS), X)
+  (note,) = [note for note in caught.value.__notes__ if "opt_state" in note]
+  assert "tx.init(params) makes" in note
+  assert "ScaleByAdamState" in note
