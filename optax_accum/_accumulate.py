@@ -57,8 +57,9 @@ def accumulate(
   (``weights=``) is an error.
 
   - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
-    its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30. Where
-    the total of traced ones is below that or above 1e36, or one is below 0, the step is NaN. The
+    its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30, and
+    their products with the gradients must be normal numbers of the accumulators' dtype. Where the
+    total of traced ones is below that or above 1e36, or one is below 0, the step is NaN. The
     derivative with respect to a weight of exactly 0 is 0: let learned weights start above it (and
     pass `differentiable` for reverse mode).
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last

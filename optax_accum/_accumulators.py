@@ -62,7 +62,11 @@ class EveryCall:
     _check_every_k(updates, state.acc_grads, "every_k=1", accumulates=False)
     emit = True if skip is False else jnp.logical_not(skip)
     if self.reduction == "mean" and self.axis_name is None:
-      return MiniStep(updates, 1.0, weights.over_devices, emit, state)
+      divisor: Weight = 1.0
+      if isinstance(weights.local, jax.Array):  # a weight that cannot be used shows, as in a cycle
+        out_of_range = 10 * _weighted_mean.MOST_IN_TOTAL
+        divisor = jnp.where(_weighted_mean.usable(weights.local), 1.0, out_of_range)
+      return MiniStep(updates, divisor, weights.over_devices, emit, state)
     counted = weights.over_devices
     if self.reduction == "mean" and isinstance(weights.local, (int, float)):
       weights = Weights(1.0, lax.axis_size(self.axis_name))

@@ -123,6 +123,8 @@ def _fix(state: Any) -> str:
   fields = AccumulateState._fields
   needed = set(fields).difference(AccumulateState._field_defaults)  # an older one lacks the others
   restored = isinstance(state, dict) and needed <= set(state)
+  if isinstance(state, str):  # a chain took one key of the dict that it was given
+    restored = True
   if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
     return "it looks like one that was saved and restored without its types; " + RESTORE
   return "pass what init of this transformation returned, or its last update."

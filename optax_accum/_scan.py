@@ -125,7 +125,8 @@ class _Loop:
       if weights is not None:
         weights = weights.add(new.weight)
         unit = _weighted_mean.first_unit(unit, new.weight)
-        weight = _weighted_mean.in_units(new.weight, unit)
+        in_units = _weighted_mean.in_units(new.weight, unit)
+        weight = _weighted_mean.still_counting(in_units, new.weight)
       both = zip(self.reductions, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]
       keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))

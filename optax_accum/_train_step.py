@@ -11,7 +11,7 @@ import optax
 
 from optax_accum import _parameters, _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._donation import check_alive, distinct, placed_as_it_was
+from optax_accum._donation import check_alive, Donation
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._optimizer_step import optimizer_step
@@ -37,6 +37,7 @@ class TrainStep(Generic[Params, Args]):
   def __init__(self, local: LocalLoss, loss: LocalLoss | MeshLoss, tx: Transform, donate: bool):
     self._local, self._loss, self._tx, self._donate = local, loss, tx, donate
     self._jitted: dict[Any, Any] = {}
+    self._donation = Donation()
     self.__name__, self.__signature__ = "train_step", _signature(local.fun)
 
   def __call__(
@@ -44,7 +45,10 @@ class TrainStep(Generic[Params, Args]):
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
     jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
-    return jitted(*called, **named)
+    out = jitted(*called, **named)
+    if self._donate:
+      self._donation.remember(out[:2], (args, kwargs))
+    return out
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function; `jax.ShapeDtypeStruct`s will do as arguments.
@@ -76,18 +80,15 @@ class TrainStep(Generic[Params, Args]):
     check_alive(args, kwargs)
     _parameters.check_step(*args)
     loss, placed, named = self._loss.place(args, kwargs)
-    new = loss not in self._jitted
-    if new:
+    if loss not in self._jitted:
       self._jitted[loss] = jax.jit(
         _step_function(self._local, loss, self._tx),
         donate_argnums=(0, 1) if self._donate else (),
         out_shardings=loss.out_shardings,
       )
     if self._donate:
-      both = (args, kwargs), (placed, named)
-      suspects = None if new else set() if placed is args else placed_as_it_was(*both)
-      held = distinct(placed[:2], (placed[2:], named), suspects)
-      placed = (*held, *placed[2:])
+      before, after = (args[:2], (args[2:], kwargs)), (placed[:2], (placed[2:], named))
+      placed = (*self._donation.distinct(before, after), *placed[2:])
     return self._jitted[loss], placed, named
 
 

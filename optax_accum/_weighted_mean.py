@@ -99,13 +99,19 @@ def first_unit(unit: jax.Array, weight: jax.Array) -> jax.Array:
   In units of the first, weights that are all alike are 1, and round as the plain mean does. A
   million times 51 tokens is 1e-4 wrong otherwise, as the error of every sum has the same sign.
   """
-  usable = (weight >= 1e-6) & (weight <= 1e10) | (weight == 0)
-  return jnp.where(unit == 0, jnp.where(usable, weight, jnp.ones_like(weight)), unit)
+  usual = (weight >= 1e-3) & (weight <= 1e10) | (weight == 0)
+  return jnp.where(unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit)
 
 
 def in_units(weight: jax.Array, unit: jax.Array) -> jax.Array:
-  """A weight, or a sum of weights, in units: 0 where no weight was counted yet."""
+  """A weight, or a sum of weights, in units."""
   return weight / jnp.where(unit == 0, jnp.ones_like(unit), lax.stop_gradient(unit))
+
+
+def still_counting(rounded: jax.Array, weight: jax.Array) -> jax.Array:
+  """A number that `weight` was rounded to, which is not 0 where that is not."""
+  least = jnp.full_like(rounded, jnp.finfo(rounded.dtype).tiny)
+  return jnp.where(counts(weight), jnp.maximum(rounded, least), rounded)
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -135,6 +141,11 @@ def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   return (value * (weight.astype(wide) if isinstance(weight, jax.Array) else weight)).astype(dtype)
 
 
+def usable(weight: jax.Array) -> jax.Array:
+  """Whether sums of this weight can be divided by it: it is 0, or in range, and no NaN."""
+  return (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
+
+
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
 
@@ -149,6 +160,6 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight if weight else 0.0)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
-  usable = (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
-  inverse = inverse * jnp.sqrt(jnp.where(usable, one, -one))  # jax_debug_nans stops at a constant
+  # jax_debug_nans stops at a constant.
+  inverse = inverse * jnp.sqrt(jnp.where(usable(weight), one, -one))
   return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)

@@ -153,6 +153,13 @@ def test_states_of_others(form, every_k, state, message):
     getattr(accumulate(SGD, every_k), form)(PARAMS, state, PARAMS)
 
 
+def test_a_chains_state_that_was_restored_as_a_dict():
+  tx = optax.chain(TX, optax.scale(1.0))
+  state = serialization.to_state_dict(tx.init(PARAMS))
+  with pytest.raises(ValueError, match=RESTORED):
+    tx.update(PARAMS, state, PARAMS)
+
+
 def test_a_restored_state_goes_on_as_the_message_says():
   _, state = TX.update(gradients(1)[0], STATE)
   restored = serialization.from_state_dict(STATE, serialization.to_state_dict(state))

@@ -9,9 +9,9 @@ import pytest
 from support import devices, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import relaxed
 
-from optax_accum import make_train_step
-from optax_accum._donation import placed_as_it_was
+from optax_accum import _donation, make_train_step
 
 MESHES = [None, make_mesh(1), make_mesh(8), make_mesh(4, 2, kind=EXPLICIT)]
 everywhere = pytest.mark.parametrize("mesh", MESHES, ids=["alone", "mesh1", "mesh8", "explicit"])
@@ -130,12 +130,81 @@ def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(mesh):
   np.testing.assert_array_equal(results[0]["w"], results[1]["w"])
 
 
-def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters():
-  mesh = make_mesh(8)
-  x, teacher = jnp.ones((16, 4)), jnp.ones(4)
-  by_rows, whole = (jax.sharding.NamedSharding(mesh, spec) for spec in (P("data"), P()))
-  before = (x, np.ones(4), teacher, jax.device_put(x, by_rows))
-  placed = (*jax.device_put((x, np.ones(4)), (by_rows, whole)), teacher, before[3])
-  assert placed_as_it_was(before, placed) == set()
-  placed = (*placed[:2], jax.device_put(teacher, whole), placed[3])
-  assert placed_as_it_was(before, placed) == {((4,), jnp.dtype("float32"))}
+def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypatch):
+  looked_at, buffers = [], _donation._buffers
+  monkeypatch.setattr(_donation, "_buffers", lambda x: looked_at.append(x) or buffers(x))
+  mesh, params = make_mesh(8), init_params()
+  step = make_train_step(towards, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
+  state = optax.sgd(0.1).init(params)
+  for _ in range(2):
+    looked_at.clear()
+    params, state, _ = step(params, state, jnp.asarray(X), init_params())
+  assert {x.shape for x in looked_at} == {(4,), ()}
+  teacher = init_params()
+  for _ in range(2):
+    looked_at.clear()
+    params, state, _ = step(params, state, jnp.asarray(X), teacher)
+  assert looked_at == []
+
+
+REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
+
+
+@pytest.mark.parametrize("inside", ["teacher", "state", "lbfgs"])
+def test_a_mesh_whose_first_device_is_not_where_arrays_start(inside):
+  tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(inside, optax.lbfgs(linesearch=None))
+  fun = (
+    towards if inside == "teacher" else lambda p, x: towards(p, x, jax.tree.map(jnp.ones_like, p))
+  )
+  results = []
+  for mesh in (None, REVERSED):
+    params = init_params()
+    step = relaxed_step(fun, tx, mesh)
+    others = (params,) if inside == "teacher" else ()
+    results.append(jax.device_get(step(params, tx.init(params), X, *others)[0]))
+  trees.assert_close(*results, 1e-5)
+
+
+def relaxed_step(fun, tx, mesh):
+  return make_train_step(fun, relaxed(tx), num_microbatches=2, mesh=mesh)
+
+
+AGAIN = {
+  "spelt otherwise": lambda p, sharding: jax.device_put(p, sharding),
+  "from parts": lambda p, _: jax.make_array_from_single_device_arrays(
+    p.shape, p.sharding, [shard.data for shard in p.addressable_shards]
+  ),
+  "one device's": lambda p, _: p.addressable_shards[-1].data,
+  "identity": lambda p, _: jax.jit(lambda p: p)(p),
+}
+
+
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("again", AGAIN)
+@pytest.mark.parametrize("mesh", [None, make_mesh(8), REVERSED], ids=["alone", "mesh", "reversed"])
+def test_a_teacher_that_is_made_anew_of_the_same_buffers(mesh, again, when):
+  tx, x = optax.sgd(0.1, momentum=0.9), X
+  step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
+  params = init_params() if mesh is None else jax.device_put(init_params(), whole(mesh))
+  state, teacher = tx.init(params), copy_of(params)
+  for i in range(4):
+    if i == when:
+      held = jax.device_get(params)
+      teacher = jax.tree.map(lambda p: AGAIN[again](p, mesh and whole(mesh, p.ndim)), params)
+    params, state, _ = step(params, state, x, teacher)
+  trees.assert_close(jax.device_get(teacher), held, 0)
+
+
+def whole(mesh, ndim=0):
+  return jax.sharding.NamedSharding(mesh, P(*[None] * ndim))
+
+
+def test_two_arrays_of_one_buffer_that_were_arguments_before():
+  tx, mesh = optax.sgd(0.1), make_mesh(8)
+  step = make_train_step(lambda p, x, a, b: towards(p, x, a), tx, num_microbatches=2, mesh=mesh)
+  params = jax.device_put(init_params(), whole(mesh))
+  first = jax.device_put(copy_of(params), whole(mesh))
+  second = jax.tree.map(lambda p: jax.device_put(p, whole(mesh, p.ndim)), first)
+  params, state, _ = step(params, tx.init(params), X, first, second)
+  step(first, state, X, params, second)
+  trees.assert_close(jax.device_get(second), init_params(), 0)

@@ -210,6 +210,38 @@ def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
   np.testing.assert_allclose(grads, exact, rtol=3e-7)
 
 
+@pytest.mark.parametrize("weights", [[1e10, 1e-29], [5e8, 1e-30], [1e-3, 1e30]])
+def test_what_counts_is_kept_however_small_its_weight_is_beside_another(weights):
+  def fun(p, batch, seen):
+    aux = {"rows": jnp.int32(1), "last": batch["weight"][0], "most": batch["x"][0]}
+    return p * jnp.sum(batch["x"]), (seen + 1, aux)
+
+  batch = {"x": np.float32([1, 2]), "weight": np.float32(weights)}
+  (loss, (seen, aux)), grad = microbatch_value_and_grad(
+    fun,
+    has_aux=True,
+    microbatch_size=1,
+    weight_fn=lambda batch: batch["weight"][0],
+    reduction="sum",
+    carry_argnum=2,
+    aux_reduction={"rows": "sum", "last": "last", "most": "max"},
+  )(jnp.float32(1), batch, jnp.int32(0))
+  assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (3, 3, 2, 2)
+  assert (aux["last"], aux["most"]) == (np.float32(weights[1]), 2)
+
+
+@forms
+@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf, 1e-35, 0.0, 3.0, 1e30])
+def test_a_traced_weight_where_every_call_steps(form, weight):
+  tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
+  run = mini_step(tx, form)
+  moved, _ = jax.jit(lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w))(
+    weight
+  )
+  expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(weight, np.full(3, np.nan))
+  np.testing.assert_array_equal(moved, expected)
+
+
 def test_a_traced_weight_below_zero_shows():
   for weights in ([3.0, -1.0], [-1.0, 3.0]):
     moved = jax.jit(lambda weights: step_of(list(weights)))(jnp.array(weights))

@@ -21,8 +21,9 @@ import numpy as np
 from support import cycles, placements, plain
 from support.draws import Draw, drawn, parsed, shrunk
 
-# Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more.
-TOLERANCE = {"float32": 3e-5, "complex64": 3e-5, "float64": 1e-11, "bfloat16": 4e-2}
+# Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more. The complex tanh
+# has poles, near which rounding is magnified.
+TOLERANCE = {"float32": 3e-5, "complex64": 5e-4, "float64": 1e-11, "bfloat16": 4e-2}
 
 
 def problems(draw: Draw, gradient=plain.gradient) -> list[str]:
@@ -46,6 +47,8 @@ def tolerance(draw: Draw, name: str) -> float:
   """How far rounding may be off, in units of the largest value or of 1."""
   if name == "total_weight":  # is float32
     return 1e-6
+  if draw.optimizer == "lbfgs" and draw.dtype == "float64":
+    return 1e-8  # of steps so long that they magnify rounding a thousandfold
   single = draw.dtype == "float64" and draw.accumulator_dtype == "float32"
   return TOLERANCE["float32" if single else draw.dtype]
 
