@@ -21,7 +21,7 @@ import numpy as np
 from support import cycles, placements, plain
 from support.draws import Draw, drawn, parsed, shrunk
 
-# Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more. The complex tanh
+# Rounding of three steps, by dtype; planted wrong answers are off by 1e-2 and more. Complex tanh
 # has poles, near which rounding is magnified.
 TOLERANCE = {"float32": 3e-5, "complex64": 5e-4, "float64": 1e-11, "bfloat16": 4e-2}
 
