@@ -8,8 +8,9 @@ from jax.typing import DTypeLike
 
 from optax_accum import _loss, _reduction_trees, _scan
 from optax_accum._across_devices import AxisName
+from optax_accum._recompute import RecomputedCall
 from optax_accum._reduction_trees import ReductionTree
-from optax_accum._split import Call, Split, WeightFn
+from optax_accum._split import Split, WeightFn
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -35,7 +36,38 @@ def microbatch(
   """Runs `fun` on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
-  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for gradients.
+  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for the gradients of a
+  loss that is a mean over rows.
+
+  It can be differentiated, which serves losses that are not. Going backward, each microbatch is
+  computed again from its inputs, with the same keys, and so one microbatch's intermediate values
+  are all that is kept. Where nothing is differentiated nothing is computed again. A contrastive
+  loss needs the embeddings of all rows, and their encoder runs in microbatches::
+
+    encode_in_parts = optax_accum.microbatch(
+        encode, reduction="concat", batch_argnums=1, microbatch_size=64)
+
+    def loss_fn(params, batch):  # for jax.grad, or for make_train_step with num_microbatches=1
+      images = encode_in_parts(params["images"], batch["images"])
+      texts = encode_in_parts(params["texts"], batch["texts"])
+      return contrastive(images, texts, params["temperature"])
+
+  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once::
+
+    def pieces(head, hidden, labels):
+      logits = hidden @ head
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
+
+    total = optax_accum.microbatch(
+        pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
+    loss = total(head, hidden, labels) / labels.size
+
+  The cotangents of arguments that are not split, such as parameters, are added up as
+  `accumulator_dtype` says. (Those of what `fun` closes over are added up in their own dtype: pass
+  parameters as arguments.) In a loss of `make_train_step(mesh=...)` they are reduced over the
+  devices once, as all gradients are. In a `shard_map` of your own, pass `axis_name`, or cast the
+  parameters before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise JAX reduces them in
+  every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
@@ -57,7 +89,8 @@ def microbatch(
     rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
       none, and a call with a typed key that is not named is an error; ``()`` shares keys.
     rng_argnames: The names of such keyword arguments.
-    accumulator_dtype: The dtype that sums and means are added up in.
+    accumulator_dtype: The dtype that sums and means are added up in, and the cotangents of what
+      is not split. Default: their own dtype promoted with float32.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
 
@@ -80,14 +113,16 @@ def microbatch(
 
   References:
     `optax.microbatching.microbatch` is the closest peer. This differs from it: the last
-    microbatch may be smaller, microbatches may have weights, and keys are folded.
+    microbatch may be smaller, microbatches may have weights, keys are folded, and differentiation
+    keeps one microbatch. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
   """
   split = Split.of(locals())
   reductions = _reduction_trees.named("reduction", reduction, concat_axis, split.batch_axis)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-    call = Call(fun, lambda *args, **kwargs: (None, fun(*args, **kwargs)), split, args, kwargs)
+    run_fun = lambda *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
+    call = RecomputedCall(fun, run_fun, split, args, kwargs)
     return cast(Out, _scan.run(call, reductions).outputs)
 
   return microbatched

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
-from optax_accum._split import Call
+from optax_accum._split import Call, Take
 from optax_accum._weighted_mean import Weight, WeightSum
 
 
@@ -50,9 +50,8 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
 
   `reductions` is a prefix tree over the outputs, of `Reduction`; messages call the outputs `root`.
   """
-  split = call.split
-  if call.rows == call.size and not split.weighs and split.axis_name is None:
-    whole = call.run(0, call.carry, call.batch, call.rows)
+  if call.is_whole:
+    whole = call.run(0, call.carry, lambda: call.batch, call.rows)
     each, leaves, treedef = _matched(reductions, whole.outputs, root, call)
     only = [r.only(x) for r, x in zip(each, leaves, strict=True)]
     return Reduced(whole.carry, treedef.unflatten(only), _stats(call.rows))
@@ -68,14 +67,14 @@ class _Loop:
     self.full, self.tail_rows = divmod(call.rows, call.size)
     self.take, self.tail = call.cut(self.full)
     self.start = start = _carry.on_device(call.carry, call.split.axis_name)
-    self.like = jax.eval_shape(lambda: call.run(0, start, self.take(0), call.size))
+    self.like = jax.eval_shape(lambda: call.run(0, start, lambda: self.take(0), call.size))
     # Leaves and not trees, because what is static in a tree may be another object in every trace.
     matched = _matched(reductions, self.like.outputs, root, call)
     self.reductions, self.leaves, self.treedef = matched
     if self.tail_rows:
-      smaller = jax.eval_shape(lambda: call.run(0, start, self.tail, self.tail_rows)).outputs
+      smaller = jax.eval_shape(lambda: call.run(0, start, lambda: self.tail, self.tail_rows))
       names = [name for name, _ in _validate.named_leaves(root, self.like.outputs)]
-      both = zip(names, self.leaves, jax.tree.leaves(smaller), strict=True)
+      both = zip(names, self.leaves, jax.tree.leaves(smaller.outputs), strict=True)
       for reduction, (name, x, y) in zip(self.reductions, both, strict=True):
         reduction.check_tail(name, x, y)
 
@@ -88,15 +87,15 @@ class _Loop:
     of_tail: Any = [None] * len(self.reductions), None
     with jax.named_scope("microbatches"):
       if self.tail_rows and tail_first:
-        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+        held, of_tail = self._add(held, self.full, lambda: self.tail, self.tail_rows)
       held, (collected, recorded) = lax.scan(
-        lambda held, index: self._add(held, index, self.take(index), call.size),
+        lambda held, index: self._add(held, index, lambda: self.take(index), call.size),
         held,
         jnp.arange(self.full, dtype=jnp.int32),
         unroll=call.split.unroll,
       )
       if self.tail_rows and not tail_first:
-        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+        held, of_tail = self._add(held, self.full, lambda: self.tail, self.tail_rows)
     parts = zip(self.reductions, held.outputs, collected, of_tail[0], strict=True)
     held = held._replace(outputs=[r.join(h, c, t) for r, h, c, t in parts])
     return self._finish(held)._replace(weights=_join_weights(recorded, of_tail[1]))
@@ -114,9 +113,9 @@ class _Loop:
       jax.tree.map(zero, self.like.skipped),
     )
 
-  def _add(self, held: _Held, index: ArrayLike, batch: Any, rows: int) -> tuple[_Held, Any]:
+  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Any]:
     """What is held after one more microbatch, and what is kept of each."""
-    new = self.call.run(index, held.carry, batch, rows)
+    new = self.call.run(index, held.carry, take, rows)
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
     weight: Weight = rows / self.call.size

@@ -137,6 +137,10 @@ class Split:
     return Roles(axes, rng, carry, shared)
 
 
+# Cuts one microbatch out of the batch arguments.
+Take: TypeAlias = Callable[[], tuple[Any, ...]]
+
+
 class Microbatch(NamedTuple):
   """What one microbatch gave."""
 
@@ -184,11 +188,17 @@ class Call:
     axis_name = self.split.axis_name
     return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
-  def run(self, index: ArrayLike, carry: Any, batch: tuple[Any, ...], rows: int) -> Microbatch:
-    """The function on one microbatch of `rows` rows."""
-    inputs = dict(self._arguments)
-    inputs.update(zip(self._roles.batch, batch, strict=True))
-    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
+  @property
+  def is_whole(self) -> bool:
+    """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
+    split = self.split
+    return self.rows == self.size and not split.weighs and split.axis_name is None
+
+  def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
+    """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
+    batch = take()
+    weight: Any = self._weight(index, batch, rows) if self.split.weighs else None
+    inputs = self._inputs(index, batch, weight)
     inputs.update(zip(self._roles.carry, carry, strict=True))
     named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
     new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
@@ -197,17 +207,21 @@ class Call:
     # What depends on no argument that varies is the same on all devices, also in its type.
     new_carry, outputs = _across_devices.varying((new_carry, outputs), self.split.axis_name)
     _carry.check(carry, new_carry)
-    if not self.split.weighs:
-      return Microbatch(new_carry, outputs, None, None)
-    if self.weights is not None:
-      return Microbatch(new_carry, outputs, self.weights[index], None)
-    weight = self._weight(batch, rows)
-    if not self.split.skip_nonfinite:
+    if not self.split.skip_nonfinite or self.weights is not None:
       return Microbatch(new_carry, outputs, weight, None)
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
     return Microbatch(new_carry, outputs, *counted)
 
-  def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
+  def _inputs(self, index: ArrayLike, batch: tuple[Any, ...], weight: Any) -> dict[Slot, Any]:
+    """The arguments of one microbatch of this weight, but for a threaded one."""
+    inputs = dict(self._arguments)
+    inputs.update(zip(self._roles.batch, batch, strict=True))
+    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
+    return inputs
+
+  def _weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+    if self.weights is not None:
+      return self.weights[index]
     if self.split.weight_fn is None:
       return _weighted_mean.as_weight(float(rows))
     slots = list(zip(self._roles.batch, batch, strict=True))
