@@ -14,7 +14,7 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 
-from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum import accumulate, count_collectives, make_train_step, microbatch_value_and_grad
 
 OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
 FP8 = {"params": "mean", OVERWRITTEN: "max"}
@@ -389,6 +389,29 @@ def test_a_line_search_sees_no_derivative_by_what_is_none(mesh_size):
     expected["w"] = jax.grad(loss_fn)(params, batch)["w"]
     trees.assert_close(jax.device_get(reverse), expected, 1e-12)
     np.testing.assert_allclose(forward, expected["w"].sum(), rtol=1e-12)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_statistics_are_kept_out_of_accumulate():
+  def loss_fn(variables, batch):
+    return jnp.mean((Fp8Layer().apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+  batch = next(fp8_batches(8))
+  parts = trees.strided(batch, 2)  # as many as the history holds
+  variables = Fp8Layer().init(jax.random.key(0), batch["x"])
+  masked = fp8_optimizer(accumulate(optax.sgd(1e-3), 2))
+  averaged = accumulate(fp8_optimizer(optax.sgd(1e-3)), 2)
+  seen = {}
+  for name, tx in {"masked": masked, "averaged": averaged}.items():
+    held, state = variables, tx.init(variables)
+    for part in parts:
+      updates, state = tx.update(jax.grad(loss_fn)(held, part), state, held)
+      held = optax.apply_updates(held, updates)
+    kept = held[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+    seen[name] = kept["input_amax_history"].max()
+    assert jnp.any(held["params"]["Dense_0"]["kernel"] != variables["params"]["Dense_0"]["kernel"])
+  np.testing.assert_allclose(seen["masked"], np.abs(batch["x"]).max(), rtol=1e-6)
+  assert seen["averaged"] < 0.7 * seen["masked"]
 
 
 @pytest.mark.parametrize(
