@@ -142,14 +142,10 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
 
 def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec) -> jax.Array:
   """The sum over the devices of all axes, of which each device keeps its part as `spec` says."""
-  parts = [(dim, names) for dim, names in enumerate(spec) if names is not None]
   if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
-    held = lax.psum(held, axis_name)
-    for dim, names in parts:
-      size = held.shape[dim] // lax.axis_size(names)
-      held = lax.dynamic_slice_in_dim(held, lax.axis_index(names) * size, size, dim)
-    return held
+    return own_part(lax.psum(held, axis_name), spec)
+  parts = _sharded_dims(spec)
   for dim, names in parts:
     held = lax.psum_scatter(held, names, scatter_dimension=dim, tiled=True)
   scattered = {
@@ -157,3 +153,16 @@ def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec
   }
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
+
+
+def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """The part that a device keeps, as `spec` says, of what all devices have in whole."""
+  for dim, names in _sharded_dims(spec):
+    size = x.shape[dim] // lax.axis_size(names)
+    x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+  return x
+
+
+def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:
+  """The dimensions that are sharded, each with its axes."""
+  return [(dim, names) for dim, names in enumerate(spec) if names is not None]

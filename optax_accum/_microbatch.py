@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from optax_accum import _loss, _reduction_trees, _scan
 from optax_accum._across_devices import AxisName
 from optax_accum._recompute import RecomputedCall
-from optax_accum._reduction_trees import ReductionTree
+from optax_accum._reduction_trees import GradReductionTree, ReductionTree
 from optax_accum._split import Split, WeightFn
 
 Args = ParamSpec("Args")
@@ -139,6 +139,7 @@ def microbatch_value_and_grad(
   batch_argnames: str | Sequence[str] = (),
   batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
+  grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
   concat_axis: int | None = None,
@@ -180,7 +181,8 @@ def microbatch_value_and_grad(
   rows do not divide              `microbatch_size`: the last one is smaller and weighs
                                   less, exactly; `num_microbatches`: an error
   zero weight                     contributes nothing, even where it is NaN
-  all weights zero                zero loss, zero gradients, `total_weight` 0
+  all weights zero                zero loss, zero gradients, `total_weight` 0; where
+                                  `grad_reduction` is "max" -inf, and "min" inf
   NaN or inf, `skip_nonfinite`    weight 0, counted; otherwise it shows in the result
   carry of a microbatch left out  the carry of the microbatch before is kept
   ==============================  ====================================================
@@ -204,6 +206,15 @@ def microbatch_value_and_grad(
     reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their plain,
       unweighted sum, for a loss that is a sum over rows (a weight of zero still leaves a
       microbatch out).
+    grad_reduction: How gradients become one, where some are to otherwise than losses: a word or a
+      prefix tree of words over the gradients, ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or
+      ``"last"``. Default: `reduction`, for all. It is for parameters that are overwritten with
+      their "gradient", as the largest values (amax) that fp8 layers of flax keep, of which a mean
+      is silently wrong: ``{"params": "mean", "_overwrite_with_gradient": "max"}``. Values of
+      microbatches are what is reduced. In the backward pass of a loss that is a mean over rows they
+      are larger than the whole batch's, N times for N microbatches: an amax of output gradients
+      is right for the microbatches that it scales; under ``reduction="sum"``, and for inputs and
+      kernels, it is the whole batch's too.
     weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts. For a loss that
       is a mean over valid tokens, return the number of valid tokens. It is called with the
       microbatch's part of the batch arguments, by position or by name as the call had them.
@@ -269,7 +280,9 @@ def microbatch_value_and_grad(
     up in float32, keys are folded, and statistics are threaded through.
   """
   split = Split.of(locals(), default_argnum=1)
-  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, concat_axis, split)
+  loss = _loss.local_loss(
+    fun, argnums, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split
+  )
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:

@@ -141,6 +141,7 @@ def train_on_a_mesh(params: Params, batch: Batch) -> Params:
     num_microbatches=2,
     mesh=mesh,
     data_axis=("data",),
+    grad_reduction={"w": "mean", "b": "mean"},
     reduce_gradients="per_cycle",
     donate=False,
   )
