@@ -79,6 +79,13 @@ REDUCED = {
 }
 
 
+def hessian_product(fun, params, x):
+  def total(params):
+    return sum(jnp.sum(y**2) for y in jax.tree.leaves(fun(params, x)))
+
+  return jax.jvp(jax.grad(total), (params,), (params,))[1]
+
+
 @pytest.mark.parametrize("derivative", [jax.jacrev, jax.jacfwd, "hessian"])
 def test_every_reduction_has_its_derivative(derivative):
   """Of all outputs at once, to the parameters and to the batch."""
@@ -105,11 +112,7 @@ def test_every_reduction_has_its_derivative(derivative):
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
     if derivative == "hessian":
-      total = lambda run: lambda p: sum(jnp.sum(y**2) for y in jax.tree.leaves(run(p, x)))  # noqa: E731
-      products = [
-        jax.jit(lambda p, f=total(f): jax.jvp(jax.grad(f), (p,), (p,))[1])(params)
-        for f in (whole, split)
-      ]
+      products = [jax.jit(functools.partial(hessian_product, f))(params, x) for f in (whole, split)]
     else:
       products = [jax.jit(derivative(f, (0, 1)))(params, x) for f in (whole, split)]
     trees.assert_close(products[1], products[0], 1e-10)
@@ -128,7 +131,10 @@ def test_noise_is_the_same_going_backward(options):
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
     weights = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)))
-    loss_fn = lambda p: jnp.sum(weights * split(p, x, key))  # noqa: E731
+
+    def loss_fn(params):
+      return jnp.sum(weights * split(params, x, key))
+
     kept = jnp.where(split(params, x, key) != 0, 1.0, 0.0)
     assert 0.2 < kept.mean() < 0.8
     expected = jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x)))(params)
@@ -139,11 +145,15 @@ def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
   rng = np.random.default_rng(0)
   params = jnp.asarray(rng.normal(size=(16, 16)) / 10, jnp.bfloat16)
   x = jnp.asarray(rng.normal(size=(4096, 16)), jnp.bfloat16)
-  fun = lambda p, x: jnp.tanh(x @ p)  # noqa: E731
+
+  def fun(params, x):
+    return jnp.tanh(x @ params)
+
+  def as_jax_adds(params, x):
+    return lax.map(lambda rows: fun(params, rows), x.reshape(1024, 4, 16)).reshape(-1, 16)
 
   def error(encoder):
-    loss_fn = lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2)  # noqa: E731
-    grads = jax.jit(jax.grad(loss_fn))(params)
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2)))(params)
     assert grads.dtype == jnp.bfloat16
     return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
 
@@ -153,10 +163,8 @@ def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
     exact = np.asarray(exact)
   whole = error(fun)
   assert error(in_parts(fun, microbatch_size=4)) < 1.2 * whole
-  plain = lambda p, x: lax.map(lambda rows: fun(p, rows), x.reshape(1024, 4, 16)).reshape(-1, 16)  # noqa: E731
-  assert error(plain) > 10 * whole  # as JAX adds them up
-  in_bfloat16 = in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)
-  assert error(in_bfloat16) > 10 * whole
+  assert error(as_jax_adds) > 10 * whole
+  assert error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)) > 10 * whole
 
 
 def test_padding_that_is_not_finite_adds_nothing():
@@ -190,6 +198,11 @@ def deep(params, x):
 def deep_case(rows=1024, width=32, layers=6):
   params = [jax.ShapeDtypeStruct((width, width), np.float32)] * layers
   return params, jax.ShapeDtypeStruct((rows, width), np.float32)
+
+
+def drawn(shapes):
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
 
 
 def loss_around(encoder):
@@ -271,10 +284,7 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
     params = devices.abstract(params, mesh)
     report = count_collectives(step.lower(params, tx.init(params), views).compile())
   else:
-    rng = np.random.default_rng(0)
-    params, views = jax.tree.map(
-      lambda s: rng.normal(size=s.shape).astype(s.dtype), (params, views)
-    )
+    params, views = drawn((params, views))
     report = count_collectives(step.lower(params, tx.init(params), views).compile())
     moved, _, metrics = step(params, tx.init(params), views)
     value, grads = jax.value_and_grad(whole)(params, views)
@@ -299,10 +309,7 @@ def test_in_a_users_shard_map(how):
 
   mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
   report = count_collectives(mapped.lower(*deep_case(128, 16, 2)).compile())
-  rng = np.random.default_rng(0)
-  params, x = jax.tree.map(
-    lambda s: rng.normal(size=s.shape).astype(s.dtype), deep_case(128, 16, 2)
-  )
+  params, x = drawn(deep_case(128, 16, 2))
   expected = jax.grad(lambda p: jnp.sum(deep(p, x) ** 2))(params)
   trees.assert_close(mapped(params, x), expected, 1e-5)
   assert bool(report.inside) == (how == "neither")
