@@ -129,6 +129,7 @@ def train_lm(folder, monkeypatch):
   return run_main
 
 
+@pytest.mark.filterwarnings("ignore:The `concrete` option:DeprecationWarning")  # flax 0.12.1
 @pytest.mark.parametrize("arguments", ODD_LM)
 def test_odd_settings_train_too(arguments, train_lm, capsys):
   train_lm("--steps", "1", *arguments)
