@@ -4,7 +4,7 @@ Some of the 3s among handwritten digits are labelled 8. SGD's step is a sum over
 one row each here, and a ledger keeps what each has contributed to the parameters. Rolled back,
 that is taken off again; how far a prediction then moves is the row's influence on it.
 
-Source:   Lawrence, Sztyler and Niepert 2020, arXiv:2011.02786.
+Source:   Lawrence, Sztyler and Niepert 2020, arXiv:2010.05516.
 Run:      python examples/influence.py
 Expected: all of the 30 rows of most influence are 3s that are labelled 8 (with other seeds 90% and
           more). All rows rolled back leave 4e-7 of the way from the initial parameters.
