@@ -129,6 +129,19 @@ def make_train_step(
   `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
   flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
+  Terms that are means over different things, a token mean and a second head's, have no one weight.
+  Divided by totals of the global batch, an argument that is not split, their sums are exact::
+
+    def loss_fn(params, batch, totals):
+      terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
+      return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
+
+    make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
+
+  ``metrics["aux"]`` has the mean of each. A router's product of means is another function of sums:
+  in a step of one microbatch, take these from ``microbatch(..., reduction="sum")`` (over a mesh,
+  `jax.lax.all_gather` them, and add up).
+
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
