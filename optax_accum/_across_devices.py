@@ -89,6 +89,19 @@ def varying(tree: Any, axis_name: AxisName | None) -> Any:
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
+def communicates(jaxpr: Any) -> bool:
+  """Whether a traced function sends anything from one device to another."""
+  for eqn in jaxpr.eqns:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    named = any(not isinstance(axis, int) for axis in _axes(axes))  # numbers are of an array
+    if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+      return True
+    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+    if any(communicates(x) for x in inner if hasattr(x, "eqns")):
+      return True
+  return False
+
+
 def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> None:
   """Checks that a loss is each device's own, where the types of `params` say that they are."""
   axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))

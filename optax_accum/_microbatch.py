@@ -149,6 +149,7 @@ def microbatch_value_and_grad(
   carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
+  skip_empty: bool = False,
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
 ) -> Callable[Args, tuple[Any, ...]]:
@@ -245,6 +246,11 @@ def microbatch_value_and_grad(
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
       "stack" and "concat" still have its values.
+    skip_empty: Whether a microbatch of weight zero is not run at all, so that a batch that is
+      padded to a fixed number of microbatches costs what it holds. Needs `weight_fn`. "stack" and
+      "concat" have zeros there. Over devices each skips its own, unless a microbatch sends
+      something to others: then it is run by all if it counts on one. Default: False, because
+      reverse-mode differentiation cannot pass, and TPUs hold 0.2 of the parameters more.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
       types.) Gradients stay on their device during the scan. Gradients and weights are reduced

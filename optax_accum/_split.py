@@ -43,6 +43,7 @@ class Split:
   carry_reduction: Any = None
   accumulator_dtype: Any = None
   skip_nonfinite: bool = False
+  skip_empty: bool = False
   axis_name: Any = None
   unroll: int | bool = 1
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
@@ -67,6 +68,11 @@ class Split:
       raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
+    if self.skip_empty and self.weight_fn is None:
+      raise ValueError(
+        "skip_empty=True does not run microbatches of weight zero, and weight_fn=None counts rows,"
+        " of which each has some: give weight_fn."
+      )
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     _carry.check_words(self.carry_reduction, self.carry_argnum)
@@ -197,7 +203,7 @@ class Call:
   def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
     """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
     batch = take()
-    weight: Any = self._weight(index, batch, rows) if self.split.weighs else None
+    weight: Any = self.weight(index, batch, rows) if self.split.weighs else None
     inputs = self._inputs(index, batch, weight)
     inputs.update(zip(self._roles.carry, carry, strict=True))
     named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
@@ -219,7 +225,8 @@ class Call:
     inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
     return inputs
 
-  def _weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+  def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+    """How much a microbatch counts, before it has run."""
     if self.weights is not None:
       return self.weights[index]
     if self.split.weight_fn is None:
