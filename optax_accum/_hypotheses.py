@@ -11,6 +11,7 @@ from optax_accum._probes import Probe
 from optax_accum._split_case import Case, Parts
 from optax_accum._split_report import Verdict
 
+_FLOAT8 = 0.25  # relative rounding of 8 bits (e5m2) of cotangents, whose size depends on the rows
 _POINTS = (0, 1, 2, 3)  # parameters at which one weight must explain the loss
 
 
@@ -103,28 +104,37 @@ def _aux_is(case: Case, i: int, word: str) -> bool:
 def _overwritten(case: Case) -> Finding | None:
   outcomes = case.outcomes
   compared = [case.runs.compare(w, split) for _, w, splits in outcomes for split in splits]
-  count = len(outcomes[0][1].leaves)
-  wrong = {i for leaves in compared for i, leaf in enumerate(leaves[:count]) if not leaf.agrees}
-  words = ["mean"] * (count - 1)
-  for i in wrong:
-    word = next((word for word in ("max", "min") if _leaf_is(case, i, word)), None)
-    if i == 0 or word is None:
+  columns = [list(each) for each in zip(*compared, strict=True)][: len(outcomes[0][1].leaves)]
+  words = ["mean"] * len(columns)
+  for i, leaves in enumerate(columns):
+    if all(leaf.agrees for leaf in leaves):
+      continue
+    word = next((word for word in ("max", "min") if i and _leaf_is(case, i, word)), None)
+    if word is not None:
+      words[i] = word
+    elif not case.facts.is_half or any(x.difference > _FLOAT8 * x.size for x in leaves):
       return None
-    words[i - 1] = word
-  leaves = [compared[0][i].name for i in sorted(wrong)]
+  names = [leaves[0].name for leaves, word in zip(columns, words, strict=True) if word != "mean"]
+  if not names:
+    return None
   treedef: Any = jax.tree.structure(outcomes[0][1].grads)
-  tree = treedef.unflatten(words)
-  return Finding("overwritten", _mends.overwritten(leaves), _mends.grad_reduction(tree))
+  tree = treedef.unflatten(words[1:])
+  return Finding("overwritten", _mends.overwritten(names), _mends.grad_reduction(tree))
 
 
 def _leaf_is(case: Case, i: int, word: str) -> bool:
   """Whether a leaf of the whole batch's gradient is the largest, or least, of its parts'."""
   choose = {"max": np.maximum, "min": np.minimum}[word]
-  return all(
-    np.max(np.abs(p.whole.leaves[i] - choose(p.first.leaves[i], p.rest.leaves[i])), initial=0.0)
-    <= p.whole.allowed()[i]
-    for p in case.parts
-  )
+  share = case.cut / case.rows
+
+  def is_chosen(p: Parts) -> bool:
+    whole, first, rest = (outcome.leaves[i] for outcome in (p.whole, p.first, p.rest))
+    # Cotangents of a mean are as much larger in a part as it has fewer rows.
+    of_cotangents = choose(share * first, (1 - share) * rest)
+    nearest = np.minimum(np.abs(whole - choose(first, rest)), np.abs(whole - of_cotangents))
+    return bool(np.max(nearest, initial=0.0) <= p.whole.allowed()[i])
+
+  return all(map(is_chosen, case.parts))
 
 
 def _rounding(case: Case) -> Finding | None:

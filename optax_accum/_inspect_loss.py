@@ -20,7 +20,7 @@ class Facts(NamedTuple):
   """What a loss does."""
 
   draws: bool  # random numbers
-  is_half: bool  # whether something is computed in bfloat16 or float16
+  is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
   integers: tuple[int, ...]  # what may say that an entry does not count
 
   def with_integers(self, others: Iterable[int]) -> "Facts":
@@ -41,7 +41,7 @@ def facts(jaxpr: Any) -> Facts:
   integers = [int(x) for x in [*compared, *jaxpr.consts] if _is_int(x)]
   return Facts(
     any(eqn.primitive.name in _DRAWS for eqn in equations),
-    bool(dtypes & {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)}),
+    any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes if d is not None),
     tuple(dict.fromkeys([*_USUAL, *integers]))[:_MANY],
   )
 

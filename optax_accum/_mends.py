@@ -25,7 +25,7 @@ PLACES = (
   " loss holds for each place in the batch."
 )
 HALF = (
-  "The loss computes in bfloat16 or float16, and the differences are small enough to be its"
+  "The loss computes in bfloat16, float16 or 8 bits, and the differences are small enough to be its"
   " rounding, or a small defect."
 )
 USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
@@ -101,7 +101,11 @@ def overwritten(leaves: Sequence[str]) -> str:
 
 def grad_reduction(tree: Any) -> str:
   """The option that reduces gradients as these words say."""
-  return f"grad_reduction={_text(tree)}"
+  return (
+    f"grad_reduction={_text(tree)}\n"
+    "A leaf that records cotangents is the whole batch's where the loss is a sum over rows, divided"
+    ' by all rows, with reduction="sum": those of a mean are larger where there are fewer rows.'
+  )
 
 
 def aux(tree: Any) -> str:

@@ -2,6 +2,7 @@
 
 import inspect
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +23,9 @@ def mended_of(specimen, report):
   """The loss mended as the report says: by its options, or as its words say."""
   if specimen.mended is not None:
     return specimen.mended, {}
-  if "=" in report.mend.split(" ")[0] and "\n" not in report.mend:
-    return specimen, eval(f"dict({report.mend})", {"jnp": jnp})
+  options = report.mend.partition("\n")[0]
+  if "=" in options.split(" ")[0]:
+    return specimen, eval(f"dict({options})", {"jnp": jnp})
   return None, {}
 
 
@@ -154,6 +156,24 @@ def test_parameters_in_several_arguments_and_further_ones():
   report = check_split(loss, *args, argnums=(0, 2))
   assert report.ok
   assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
+
+
+def test_scales_of_fp8_are_overwritten():
+  layer = flax.linen.Dense(4, dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)
+  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32)}
+  variables = layer.init(KEY, batch["x"])
+
+  def loss(variables, batch):
+    return jnp.mean(layer.apply(variables, batch["x"]) ** 2)
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    report = check_split(loss, variables, batch)
+  assert report.verdict == "overwritten", report
+  wrong = [leaf.name for leaf in report.leaves if not leaf.agrees]
+  assert wrong
+  assert all("amax_history" in name for name in wrong)
+  assert '"input_amax_history": "max"' in report.mend
+  assert '"params": "mean"' in report.mend
 
 
 def test_aux():
