@@ -18,6 +18,7 @@ from optax_accum import (
   accumulate_specs,
   AccumulateState,
   AccumulateTransformation,
+  check_split,
   CollectiveReport,
   count_collectives,
   has_updated,
@@ -25,6 +26,7 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
   MicrobatchStats,
+  SplitReport,
   TrainStep,
 )
 
@@ -98,6 +100,13 @@ def train(params: Params, batch: Batch) -> Params:
   stepped = step(params, opt_state, batch)
   assert_type(stepped[0], Params)
   return stepped[0]
+
+
+def splits_well(params: Params, batch: Batch) -> bool:
+  report = check_split(loss_fn, params, batch, weight_fn=valid_tokens)
+  assert_type(report, SplitReport)
+  print(report, report.verdict, [leaf.name for leaf in report.leaves if not leaf.agrees])
+  return report.ok
 
 
 def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
@@ -246,6 +255,7 @@ def main() -> None:
   batch = make_batch(jax.random.key(1))
   batches = [make_batch(jax.random.key(i), 8) for i in range(6)]
 
+  assert splits_well(params, make_batch(jax.random.key(2), 8))
   params = train(params, batch)
   tx = optax.sgd(0.1)
   out = build_step(tx)(params, tx.init(params), batch)

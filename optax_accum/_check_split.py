@@ -1,0 +1,244 @@
+"""`check_split`: whether a loss can be split into microbatches, and if not, why."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+import functools
+import inspect
+from typing import Any
+
+import jax
+
+from optax_accum import _fixed_noise, _hypotheses, _inspect_loss, _mends, _probes, _roles, _rows
+from optax_accum._arguments import find_slots, names_or_positions, Slot
+from optax_accum._hypotheses import Case
+from optax_accum._microbatch import microbatch_value_and_grad
+from optax_accum._split import Split
+from optax_accum._split_report import SplitReport
+from optax_accum._split_runs import agree, in_check_dtype, is_array, Runs
+
+
+def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> SplitReport:
+  """Says whether splitting leaves this loss as it is, and if not, why and what to write.
+
+  Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
+  `microbatch_value_and_grad` does with these options, and compares loss, gradients and aux leaf by
+  leaf, in float32 (float64 where x64 is enabled). For a test, or a notebook, with a small batch::
+
+    assert optax_accum.check_split(loss_fn, params, batch).ok
+
+  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs also
+  run on batches that differ from the given one: with masks inverted, labels of -1, 0 and what else
+  the loss compares with, or floats halved, each in a part of row 0; with rows drawn again; with
+  other parameters; and with floats that are all different. Such a batch on which the loss is not
+  finite is left out.
+  Nothing is random: the same call gives the same report.
+
+  ===============  ================================================================
+  verdict          what it means
+  ===============  ================================================================
+  ``ok``           all agree, on all of these batches
+  ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
+  ``weighted``     a mean over something else than rows: a `weight_fn`
+  ``coupled``      rows meet each other beyond what one weight explains: contrastive
+                   losses, batch statistics, several denominators
+  ``random``       the loss is no function of its arguments, or microbatches share noise
+  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with
+  ``unsplit``      an argument that has the batch's rows is not split
+  ``unknown``      they differ, and none of these explains it
+  ===============  ================================================================
+
+  Noise is not compared. Keys that are named in `rng_argnums`, or threaded, are replaced by such of
+  which all draws are the same. A carry is not threaded: each microbatch gets the given one, and
+  what becomes of it is not compared. Nor is an aux under "stack" or "last". A loss that computes in
+  bfloat16 has that rounding; check it in float32.
+
+  What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
+  says so by a number which neither the batch nor a comparison in the loss has; and, in a batch
+  whose rows are all alike, what only rows that differ much would show, as the balance of a router.
+
+  Args:
+    loss_fn: As in `microbatch_value_and_grad`.
+    *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
+    **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
+      number above 1 that divides the rows; 1 compares the whole batch with itself. Unless
+      `microbatch_size` is given, a split whose last microbatch is smaller runs too.
+      `accumulator_dtype` is left at its default, and `axis_name` is refused.
+
+  Returns:
+    A `SplitReport`: its `ok`, its `verdict`, and a table with the mend as `str`.
+
+  Raises:
+    ValueError: The batch has no arrays or one row, or the options split nothing.
+    TypeError: An option that there is not, or traced arguments.
+    Exception: What the loss raises, with a note that says on how many rows it did.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   each = (batch["x"] @ params - batch["y"]) ** 2
+    ...   return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
+    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6), "mask": jnp.ones(6)}
+    >>> report = optax_accum.check_split(loss_fn, jnp.array([1.0, -1.0]), batch)
+    >>> report.verdict, report.mend
+    ('weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
+  """
+  call = _Call(loss_fn, args, options)
+  return call.refused() or call.report()
+
+
+class _Call:
+  """One call of `check_split`: the loss, its arguments and the options, put in order."""
+
+  def __init__(self, loss_fn: Callable[..., Any], args: Any, options: dict[str, Any]):
+    bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    if given["axis_name"] is not None:
+      raise ValueError(
+        f"check_split runs on one device: leave axis_name={given['axis_name']!r} out."
+      )
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+      raise TypeError("check_split got traced arguments: call it outside jax.jit, with arrays.")
+    self.sizes = {k: given.pop(k) for k in ("num_microbatches", "microbatch_size")}
+    self.split = Split.of({**given, "num_microbatches": 1}, default_argnum=1)
+    wanted = names_or_positions("argnums", given["argnums"], int)
+    self.argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
+    self.roles = self.split.roles(loss_fn, args, {}, self.argnums)
+    arguments: dict[Slot, Any] = dict(enumerate(args))
+    self.rows = _rows.batch_rows(self.roles.batch, arguments)
+    if self.rows == 1:
+      raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
+    self.names = _names(loss_fn, [int(slot) for slot in self.roles.batch])
+    self.keys = [int(slot) for slot in self.roles.rng]
+    self.fun, self.args, self.options = loss_fn, args, given
+
+  def refused(self) -> SplitReport | None:
+    """The report where the defaults refuse the call."""
+    if self.split.batch_argnums is None:
+      try:
+        _roles.refuse_rows(self.roles, self.split.batch_positions, {self.rows})
+      except ValueError as error:
+        found = _roles.with_rows(self.roles, {self.rows})
+        batch = tuple(sorted(int(slot) for slot in {*self.roles.batch, *dict(found)}))
+        return SplitReport("unsplit", str(error), f"batch_argnums={batch}")
+    if self.split.rng_argnums is None:
+      try:
+        _roles.refuse_keys(self.roles)
+      except ValueError as error:
+        slots = [int(slot) for slot in _roles.with_keys(self.roles)]
+        alone = all(map(_fixed_noise.is_key, jax.tree.leaves([self.args[i] for i in slots])))
+        mend = f"rng_argnums={_mends.one_or_more(slots)}" if alone else _mends.PASS_A_KEY
+        return SplitReport("random", str(error), mend)
+    return None
+
+  def report(self) -> SplitReport:
+    """The report of what was run."""
+    args = self._prepared()
+    sizes = self._sizes()
+    runs = Runs(self._without_carry(), args, self._options(), sizes)
+    with _noted(f"check_split ran it on the whole batch, {self.rows} rows."):
+      given, facts = runs.whole(args), _inspect_loss.facts(runs.traced(args))
+    batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
+    facts = facts.with_integers(_probes.negative_labels(args, batch))
+    changed = (args, batch, self.argnums, self.keys, self.rows, facts.integers, self.names)
+    probes = list(_probes.probes(*changed))
+    case = Case(runs, args, self.roles, self.argnums, self.rows, self.names, probes, facts)
+    if not given.is_finite:
+      return SplitReport("unknown", _mends.NOT_FINITE, _mends.OTHER_BATCH)
+    try:
+      outcomes = case.outcomes
+    except Exception as error:
+      finding = _hypotheses.unsplit(case)
+      if finding is None:
+        error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
+        raise
+      return SplitReport(*finding)
+    compared = [
+      (f"{name}; {_in_words(size, self.rows)}", runs.compare(whole, split))
+      for name, whole, splits in outcomes
+      for size, split in zip(sizes, splits, strict=True)
+    ]
+    batches = tuple(name for name, _, _ in outcomes)
+    wrong = next((c for c in compared if not agree(c[1])), None)
+    if wrong is None:
+      return SplitReport("ok", "", "", *compared[0], batches)
+    return SplitReport(*_hypotheses.explain(case), *wrong, batches)
+
+  def _prepared(self) -> tuple[Any, ...]:
+    """The arguments in the dtypes of the check, and with fixed noise."""
+    cast = {*self.argnums, *self.roles.batch}
+    args = tuple(
+      jax.tree.map(lambda x, i=i: in_check_dtype(x) if i in cast or is_array(x) else x, arg)
+      for i, arg in enumerate(self.args)
+    )
+    args = _probes.with_noise(args, self.keys, _fixed_noise.LEVELS[0])
+    return _probes.with_noise(args, list(map(int, self.roles.carry)), _fixed_noise.LEVELS[0], False)
+
+  def _options(self) -> dict[str, Any]:
+    """The options of all runs: every argument by its position, and no carry."""
+    carries = self.split.carry_argnum is not None
+    return {
+      **{k: x for k, x in self.options.items() if k not in ("fun", "accumulator_dtype")},
+      "has_aux": self.options["has_aux"] or carries,
+      "batch_argnums": tuple(self.roles.batch),
+      "batch_argnames": (),
+      "batch_axis": tuple(self.roles.batch.values()),
+      "rng_argnums": tuple(self.roles.rng),
+      "rng_argnames": (),
+      "carry_argnum": None,
+      "carry_reduction": None,
+    }
+
+  def _without_carry(self) -> Callable[..., Any]:
+    """The loss, whose carry is an argument like others."""
+    if self.split.carry_argnum is None:
+      return self.fun
+
+    @functools.wraps(self.fun)
+    def fun(*args: Any) -> Any:
+      loss, (_, aux) = self.fun(*args)
+      return loss, aux
+
+    return fun
+
+  def _sizes(self) -> list[dict[str, int]]:
+    """The splits to run: as asked for, and a ragged one."""
+    number, size = self.sizes.values()
+    if size is not None and number is None:
+      Split(microbatch_size=size)
+      if size >= self.rows:
+        raise ValueError(f"microbatch_size={size} does not split {self.rows} rows: give less.")
+      return [{"microbatch_size": size}]
+    if number is None:
+      number = next(n for n in range(2, self.rows + 1) if self.rows % n == 0)
+    Split(num_microbatches=number, microbatch_size=size)
+    if number == 1:  # what runs in microbatches is within the loss
+      return [{"num_microbatches": 1}]
+    ragged = -(-2 * self.rows // 3)
+    return [{"num_microbatches": number}] + [{"microbatch_size": ragged}] * (ragged < self.rows)
+
+
+def _names(loss_fn: Callable[..., Any], slots: Sequence[int]) -> Mapping[int, str]:
+  """What the loss calls the batch arguments."""
+  try:
+    names = list(inspect.signature(loss_fn).parameters)
+  except (TypeError, ValueError):
+    names = []
+  return {i: names[i] if i < len(names) else f"batch_{i}" for i in slots}
+
+
+def _in_words(size: Mapping[str, int], rows: int) -> str:
+  if "num_microbatches" in size:
+    count = size["num_microbatches"]
+    return f"{count} microbatch{'es' if count > 1 else ''} of {rows // count} rows"
+  return f"microbatches of {size['microbatch_size']} rows, of {rows}"
+
+
+@contextlib.contextmanager
+def _noted(note: str) -> Iterator[None]:
+  """Adds a note to an error of the loss."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(note)
+    raise

@@ -1,0 +1,146 @@
+"""What `check_split` says about each defect: why it is known, and what to write."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+AUX_WORDS = ("sum", "mean", "max", "min", "concat")
+
+NOT_A_FUNCTION = (
+  "The loss is not a function of its arguments: called twice with the same ones it computes"
+  " something else. It may draw numbers with NumPy, or count its calls."
+)
+SHARED_KEY = (
+  "The loss draws random numbers for each place in the batch from a key that all microbatches"
+  " share, and so rows of different microbatches have the same noise."
+)
+PASS_A_KEY = (
+  "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
+  "  loss_fn(params, batch, key), with rng_argnums=2"
+)
+PLACES = (
+  "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
+  " loss holds for each place in the batch."
+)
+HALF = (
+  "The loss computes in bfloat16, float16 or 8 bits, and the differences are small enough to be its"
+  " rounding, or a small defect."
+)
+USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
+SUM = (
+  "The losses and gradients of parts of the batch add up to those of the whole: the loss is a sum."
+)
+SUM_AND_MORE = (
+  "The loss is a sum over rows and something that no row changes, such as a regulariser, which"
+  " would be counted in every microbatch."
+)
+MEAN_AND_MORE = (
+  "Take the mean over rows in place of the sum: what no row changes may then stay as it is. Or"
+  ' leave it out, pass reduction="sum", and add it and its gradient once.'
+)
+SOME_WEIGHT = (
+  "The whole batch's loss and gradients are a weighted mean of those of its parts, at several"
+  " parameters, but nothing that was counted in the batch gives the weights."
+)
+RETURN_THE_DENOMINATOR = "weight_fn: return what the loss divides by, for the rows that it gets."
+SEVERAL_COUNTS = (
+  "No one weight explains the loss, and where all rows have the masks and labels of row 0 it splits"
+  " well: it has several denominators, such as tokens in one term and rows in another."
+)
+TOTALS = (
+  "Write each term as a sum over rows divided by its total over the whole batch, pass the totals"
+  " as an argument that is not split, and add up the microbatches:\n"
+  "  totals = {...}  # counted in the whole batch\n"
+  '  loss_fn(params, batch, totals), with batch_argnums=1, reduction="sum"'
+)
+COUPLED = (
+  "A part's loss and gradients change with the other rows in it, beyond what any weight explains:"
+  " a contrastive loss, statistics of the batch, or a function of a mean (a square root, a ratio)."
+)
+ENCODE = (
+  "Split what is done row by row, and leave the rest whole: around the encoder,\n"
+  '  encode = optax_accum.microbatch(encode, reduction="concat", batch_argnums=1,'
+  " microbatch_size=...)\n"
+  "inside a loss that runs on the whole batch (num_microbatches=1) and is differentiated so.\n"
+  "For batch statistics: normalise by running ones, threaded with carry_argnum."
+)
+NOT_FINITE = (
+  "The loss or its gradients are not finite on the whole batch: there is nothing to compare."
+)
+OTHER_BATCH = "Give parameters and a batch for which they are."
+TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
+MORE_ROWS = "Give check_split 4 rows or more."
+AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
+
+
+def unsplit(slots: Sequence[int], rows: int) -> str:
+  """Why an argument should be split too."""
+  which = " and ".join(f"argument {slot}" for slot in slots)
+  return f"{which} has {rows} rows, as many as the batch, and is not split: split too, they agree."
+
+
+def weighted(code: str) -> str:
+  """Why a weight is the right one."""
+  if code == "weight_fn=None":
+    return "The loss is a mean over rows, and is weighed or added up otherwise."
+  return (
+    f"The loss is a mean over {code.split(': ', 1)[1]} and not over rows. With this weight the"
+    " microbatches give what the whole batch does."
+  )
+
+
+def overwritten(leaves: Sequence[str]) -> str:
+  """Why a leaf is no gradient."""
+  return (
+    f"{', '.join(leaves)}: not a mean over rows but an extreme of them, while the loss agrees. It"
+    " is a value to overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
+  )
+
+
+def grad_reduction(tree: Any) -> str:
+  """The option that reduces gradients as these words say."""
+  return (
+    f"grad_reduction={_text(tree)}\n"
+    "A leaf that records cotangents is the whole batch's where the loss is a sum over rows, divided"
+    ' by all rows, with reduction="sum": those of a mean are larger where there are fewer rows.'
+  )
+
+
+def aux(tree: Any) -> str:
+  """The option that reduces aux as these words say; an empty word is none."""
+  if "" in jax.tree.leaves(tree):
+    return 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
+  return f"aux_reduction={_text(tree)}"
+
+
+def _text(tree: Any) -> str:
+  """A tree of words as Python; a part of it whose words are all the same as that word."""
+
+  def collapsed(x: Any) -> Any:
+    words = set(jax.tree.leaves(x))
+    if len(words) == 1:
+      return words.pop()
+    if type(x) is dict:
+      return {key: collapsed(value) for key, value in x.items()}
+    return type(x)(map(collapsed, x)) if type(x) in (list, tuple) else x
+
+  return repr(collapsed(tree)).replace("'", '"')
+
+
+def one_or_more(values: Sequence[int]) -> str:
+  """Positions as an option has them."""
+  return str(values[0]) if len(values) == 1 else str(tuple(values))
+
+
+def reduced(word: str, first: Any, rest: Any, share: float, axis: int) -> np.ndarray:
+  """The aux of two parts of the rows as one; `share` is how many rows the first part has."""
+  a, b = np.asarray(first), np.asarray(rest)
+  if word == "concat":
+    if not a.ndim:
+      raise ValueError
+    return np.concatenate([a, b], axis)
+  if word == "mean":
+    return share * a + (1 - share) * b
+  return {"sum": np.add, "max": np.maximum, "min": np.minimum}[word](a, b)

@@ -1,0 +1,187 @@
+"""Batches that differ from the given one in one respect, which may have hidden a defect.
+
+A mean over a mask of ones is the plain mean, and so is a mean over valid labels where all are
+valid. Here a part of row 0 is changed, which makes microbatches uneven that were even. Nothing is
+drawn at random.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from optax_accum import _validate
+from optax_accum._fixed_noise import fixed_keys, is_key, LEVELS
+
+Arguments = tuple[Any, ...]
+VARIED = ", all floats varied"  # ends the names of probes with other parameters and other floats
+
+
+class Probe(NamedTuple):
+  """One way to call the loss."""
+
+  name: str
+  args: Arguments
+
+
+class BatchLeaf(NamedTuple):
+  """One array of the batch: where it is, and which axis has the rows."""
+
+  argnum: int
+  position: int  # among the leaves of its argument
+  path: str  # as Python writes it after the argument: "['mask']"
+  axis: int  # counted from the left
+  value: Any
+
+
+def batch_leaves(args: Arguments, batch: Mapping[int, int]) -> list[BatchLeaf]:
+  """The arrays of the batch, which has the arguments `batch` and their axes."""
+  return [
+    BatchLeaf(argnum, position, path, axis % leaf.ndim, leaf)
+    for argnum, axis in batch.items()
+    for position, (path, leaf) in enumerate(_validate.named_leaves("", args[argnum]))
+  ]
+
+
+def take_rows(args: Arguments, batch: Mapping[int, int], rows: Any) -> Arguments:
+  """The arguments with some rows of the batch, in the order of `rows`."""
+
+  def take(argnum: int, x: Any) -> Any:
+    return x[(slice(None),) * (batch[argnum] % x.ndim) + (rows,)]
+
+  return _mapped(args, batch, take)
+
+
+def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
+  """The arguments with others at `argnums`, by a tenth: a weight does not depend on parameters."""
+
+  def moved(argnum: int, x: Any) -> Any:
+    if not np.issubdtype(x.dtype, np.inexact):
+      return x
+    size = np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0
+    wave = np.sin(number * (1.0 + np.arange(x.size))).reshape(x.shape)
+    return (x + 0.1 * size * wave).astype(x.dtype)
+
+  return _mapped(args, argnums, moved)
+
+
+def with_noise(
+  args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
+) -> Arguments:
+  """The arguments with keys at `argnums`, `raw` ones too, of which every draw is the same."""
+  return _mapped(args, argnums, lambda _, x: fixed_keys(x, level) if raw or is_key(x) else x)
+
+
+def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
+  """The arguments with the masks, labels and counts of row 0 in every row."""
+
+  def alike(leaf: BatchLeaf) -> Any:
+    if is_key(leaf.value) or not (is_mask(leaf.value) or is_integer(leaf.value)):
+      return leaf.value
+    return np.repeat(leaf.value.take([0], leaf.axis), leaf.value.shape[leaf.axis], leaf.axis)
+
+  for leaf in batch_leaves(args, batch):
+    args = _with_leaf(args, leaf, alike(leaf))
+  return args
+
+
+def probes(
+  args: Arguments,
+  batch: Mapping[int, int],
+  argnums: Sequence[int],
+  keys: Sequence[int],
+  rows: int,
+  integers: Sequence[int],
+  names: Mapping[int, str],
+) -> Iterator[Probe]:
+  """The given call, and those with something changed.
+
+  `integers` are what may say that an entry does not count; `names` are those of the arguments.
+  """
+  yield Probe("as given", args)
+  yield Probe("parameters moved", move(args, argnums, 1))
+  if keys:
+    yield Probe("other noise", with_noise(args, keys, LEVELS[1]))
+  # On the given floats, which may be all alike, and on others, of which a loss may have no value.
+  varied = vary(move(args, argnums, 1), batch)
+  for source, ending in ((args, ""), (varied, VARIED)):
+    if ending:
+      yield Probe(f"as given{VARIED}", varied)
+    yield Probe(f"rows drawn again{ending}", take_rows(source, batch, np.arange(rows) ** 2 // rows))
+    for name, change, leaf in _changes(source, batch, integers, names):
+      yield Probe(name + ending, _changed(source, leaf, change))
+
+
+def _changes(
+  args: Arguments, batch: Mapping[int, int], integers: Sequence[int], names: Mapping[int, str]
+) -> Iterator[tuple[str, Callable[[Any], Any], BatchLeaf]]:
+  """What to change in row 0 of a leaf of the batch, and what that is called."""
+  for leaf in batch_leaves(args, batch):
+    name, x = f"{names[leaf.argnum]}{leaf.path}", leaf.value
+    if is_key(x):
+      continue
+    if is_mask(x):
+      yield f"{name} inverted in row 0", lambda x: x == 0, leaf
+    elif np.issubdtype(x.dtype, np.inexact):
+      yield f"{name} halved in row 0", lambda x: x / 2, leaf
+    if is_integer(x):
+      limits = np.iinfo(x.dtype)
+      for number in integers:
+        if limits.min <= number <= limits.max:
+          yield f"{name} = {number} in row 0", _constant(number), leaf
+
+
+def vary(args: Arguments, batch: Mapping[int, int]) -> Arguments:
+  """The arguments with each float of the batch made smaller, by factors that are all different."""
+
+  def varied(_: int, x: Any) -> Any:
+    if is_key(x) or not np.issubdtype(x.dtype, np.inexact):
+      return x
+    return (x * (0.6 + 0.4 * np.sin(1.7 * np.arange(x.size))).reshape(x.shape)).astype(x.dtype)
+
+  return _mapped(args, batch, varied)
+
+
+def negative_labels(args: Arguments, batch: Mapping[int, int]) -> list[int]:
+  """The least number of each integer leaf that has a negative one."""
+  leaves = [leaf.value for leaf in batch_leaves(args, batch) if not is_key(leaf.value)]
+  return [int(x.min()) for x in leaves if is_integer(x) and x.size and x.min() < 0]
+
+
+def is_mask(x: np.ndarray) -> bool:
+  """Whether an array holds nothing but 0 and 1."""
+  return x.dtype == bool or bool(np.all((x == 0) | (x == 1)))
+
+
+def is_integer(x: np.ndarray) -> bool:
+  """Whether an array holds integers, which may be labels or counts."""
+  return np.issubdtype(x.dtype, np.integer)
+
+
+def _constant(number: int) -> Callable[[Any], Any]:
+  return lambda x: np.full_like(x, number)
+
+
+def _changed(args: Arguments, leaf: BatchLeaf, change: Callable[[Any], Any]) -> Arguments:
+  """The arguments with row 0 of a leaf changed, but for the first entry of longer rows."""
+  new = np.array(leaf.value)
+  row = np.moveaxis(new, leaf.axis, 0)[:1]
+  part = row[..., 1:] if row.ndim > 1 and row.shape[-1] > 1 else row
+  part[...] = change(part).astype(new.dtype)
+  return _with_leaf(args, leaf, new)
+
+
+def _with_leaf(args: Arguments, leaf: BatchLeaf, value: Any) -> Arguments:
+  treedef: Any
+  leaves, treedef = jax.tree.flatten(args[leaf.argnum])
+  leaves[leaf.position] = value
+  return (*args[: leaf.argnum], treedef.unflatten(leaves), *args[leaf.argnum + 1 :])
+
+
+def _mapped(args: Arguments, argnums: Any, fun: Callable[[int, Any], Any]) -> Arguments:
+  """The arguments with `fun` of every leaf of those at `argnums`."""
+  return tuple(
+    jax.tree.map(lambda leaf, i=i: fun(i, leaf), x) if i in argnums else x
+    for i, x in enumerate(args)
+  )

@@ -1,0 +1,286 @@
+"""`check_split`: the right verdict for each of a zoo of losses, and a mend that mends."""
+
+import inspect
+
+import flax.linen
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import trees, zoo
+from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
+
+from optax_accum import check_split, microbatch_value_and_grad
+
+SPECIMENS = pytest.mark.parametrize("name", ZOO)
+
+
+def check(specimen, source=BATCH, **options):
+  return check_split(specimen.fun, *specimen.call(source), **{**specimen.options, **options})
+
+
+def mended_of(specimen, report):
+  """The loss mended as the report says: by its options, or as its words say."""
+  if specimen.mended is not None:
+    return specimen.mended, {}
+  options = report.mend.partition("\n")[0]
+  if "=" in options.split(" ")[0]:
+    return specimen, eval(f"dict({options})", {"jnp": jnp})
+  return None, {}
+
+
+@SPECIMENS
+def test_verdict_and_mend(name):
+  specimen = ZOO[name]
+  report = check(specimen)
+  assert report.verdict == specimen.verdict, report
+  assert report.ok == (specimen.verdict == "ok")
+  assert specimen.mend in report.mend, report
+  mended, options = mended_of(specimen, report)
+  if set(options) <= set(inspect.signature(microbatch_value_and_grad).parameters) and mended:
+    again = check(mended, **options)
+    assert again.ok, again
+
+
+@pytest.mark.parametrize("name", [k for k, x in ZOO.items() if x.hides_in_even_batches])
+def test_a_batch_that_hides_it(name):
+  # Microbatches that are all alike, in which a mean over tokens is one over rows.
+  specimen = ZOO[name]
+  report = check(specimen, EVEN)
+  assert report.verdict == specimen.verdict, report
+  assert specimen.mend in report.mend, report
+  assert "in row 0" in report.where  # on the batch as given the two agree
+  value, _ = jax.value_and_grad(specimen.fun)(*specimen.call(EVEN))
+  split, _ = microbatch_value_and_grad(specimen.fun, num_microbatches=2)(*specimen.call(EVEN))
+  np.testing.assert_allclose(split, value, rtol=1e-4)  # comparing them alone would say ok
+
+
+def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
+  args = ZOO["contrastive"].call()
+  whole, mended = (jax.value_and_grad(f)(*args) for f in (zoo.contrastive, zoo.split_encoder))
+  trees.assert_close(mended, whole, 1e-5)
+  assert "1 microbatch of 8 rows" in check(ZOO["contrastive"].mended).where
+
+
+def test_the_zoo_has_what_people_train_with():
+  losses = {specimen.fun for specimen in ZOO.values()}
+  assert len(losses) >= 16
+  verdicts = {specimen.verdict for specimen in ZOO.values()}
+  assert verdicts == {"ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit"}
+
+
+@pytest.mark.parametrize("name", ["token mean", "batch statistics", "several terms", "worst row"])
+def test_rows_that_are_all_alike_and_parameters_of_zero(name):
+  specimen = ZOO[name]
+  batch = {k: np.repeat(x[:1], len(x), 0) for k, x in EVEN.items()}
+  params, *further = specimen.call(batch)
+  report = check_split(specimen.fun, jax.tree.map(jnp.zeros_like, params), *further)
+  assert report.verdict == specimen.verdict, report
+
+
+def test_the_table():
+  text = str(check(ZOO["token mean"]))
+  assert text.startswith("check_split: weighted\nas given; 2 microbatches of 4 rows\n")
+  assert "grads['w']" in text
+  assert "differs" in text
+  assert "mend: weight_fn=lambda batch: jnp.sum(batch['mask'])" in text
+  assert "same for: as given, parameters moved" in str(check(ZOO["mean"]))
+
+
+def test_it_gives_the_same_report_again():
+  specimen = ZOO["dropout, key shared"]
+  assert check(specimen) == check(specimen)
+
+
+def test_float64_where_x64_is_on():
+  with jax.enable_x64(True):
+    report = check(ZOO["mean"])
+    assert report.ok
+    assert max(leaf.difference / leaf.size for leaf in report.leaves if leaf.size) < 1e-12
+    slightly = lambda params, batch: zoo.mean(params, batch) + 1e-6 * zoo.sum_of_rows(params, batch)  # noqa: E731
+    assert not check(Specimen(slightly, XY)).ok
+    assert check(ZOO["token mean"]).verdict == "weighted"
+
+
+def test_half_precision_arguments_are_checked_in_float32():
+  specimen = ZOO["mean"]
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), specimen.call())
+  report = check_split(specimen.fun, *half)
+  assert report.ok
+  assert report.leaves[0].difference < 1e-6
+
+
+def test_a_loss_that_computes_in_bfloat16_is_not_ok():
+  def loss(params, batch):
+    cast = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)  # noqa: E731
+    return zoo.mean(cast(params), cast(batch)).astype(jnp.float32)
+
+  report = check(Specimen(loss, XY))
+  assert report.verdict == "unknown"
+  assert "float32" in report.mend
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 3}])
+def test_the_split_that_is_asked_for(options):
+  assert check(ZOO["mean"], **options).ok
+  assert check(ZOO["token mean"], **options).verdict == "weighted"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_few_rows(rows):
+  batch = {k: x[:rows] for k, x in BATCH.items()}
+  assert check(ZOO["mean"], batch).ok
+  assert check(ZOO["sum"], batch).verdict == "sum"
+  assert not check(ZOO["contrastive"], batch).ok
+
+
+def test_rows_on_another_axis():
+  def loss(params, x, y):
+    each = (jnp.einsum("...ir,i->...r", x, params) - y) ** 2
+    return jnp.mean(each)
+
+  x, y = BATCH["tokens"].T[:, 0], BATCH["y"]
+  args = [jnp.asarray(a, jnp.float32) for a in (PARAMS["w"][:, 0], x, y)]
+  options = {"batch_argnums": (1, 2), "batch_axis": (1, 0)}
+  assert check_split(loss, *args, **options).ok
+  sums = lambda params, x, y: loss(params, x, y) * y.size  # noqa: E731
+  assert check_split(sums, *args, **options).verdict == "sum"
+
+
+def test_parameters_in_several_arguments_and_further_ones():
+  def loss(head, batch, body, power):
+    return jnp.mean((batch["x"] @ body["w"] @ head - batch["y"][:, None]) ** power)
+
+  params, batch = Specimen(loss, XY).call()
+  args = (jnp.ones((zoo.CLASSES, 1)), batch, {"w": params["w"]}, 2)
+  report = check_split(loss, *args, argnums=(0, 2))
+  assert report.ok
+  assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
+
+
+def test_scales_of_fp8_are_overwritten():
+  layer = flax.linen.Dense(4, dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)
+  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32)}
+  variables = layer.init(KEY, batch["x"])
+
+  def loss(variables, batch):
+    return jnp.mean(layer.apply(variables, batch["x"]) ** 2)
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    report = check_split(loss, variables, batch)
+  assert report.verdict == "overwritten", report
+  wrong = [leaf.name for leaf in report.leaves if not leaf.agrees]
+  assert wrong
+  assert all("amax_history" in name for name in wrong)
+  assert '"input_amax_history": "max"' in report.mend
+  assert '"params": "mean"' in report.mend
+
+
+def test_aux():
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    aux = {"each": each, "count": each.size, "mean": jnp.mean(each), "largest": jnp.max(each)}
+    return jnp.mean(each), {**aux, "total": jnp.sum(each)}
+
+  right = {"each": "concat", "count": "sum", "mean": "mean", "largest": "max", "total": "sum"}
+  specimen = Specimen(loss, XY, options={"has_aux": True})
+  assert check(specimen, aux_reduction=right).ok
+  report = check(specimen, aux_reduction={**right, "total": "mean"})
+  assert report.verdict == "sum"
+  assert eval(f"dict({report.mend})") == {"aux_reduction": right}
+  report = check(specimen, aux_reduction={**right, "total": "mean", "largest": "mean"})
+  assert report.verdict == "unknown"
+  assert eval(f"dict({report.mend})") == {"aux_reduction": right}
+
+  def ratio(params, batch):
+    return zoo.mean(params, batch), {"r": zoo.root_mean_square(params, batch)}
+
+  report = check(Specimen(ratio, XY, options={"has_aux": True}))
+  assert report.verdict == "unknown"
+  assert 'two aux reduced by "sum"' in report.mend
+
+
+def test_keys_in_a_carry_draw_the_same():
+  def loss(params, batch, carry):
+    key, again = jax.random.split(carry["key"])
+    return zoo.dropout(params, batch, again), ({"key": key, "steps": carry["steps"] + 1}, None)
+
+  carry = {"key": KEY, "steps": jnp.zeros((), jnp.int32)}
+  assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+
+
+def test_samplers_that_draw_until_they_accept_end():
+  def loss(params, batch, key):
+    noise = jax.random.gamma(key, 2.0, batch["x"].shape, batch["x"].dtype)
+    noise += jax.random.truncated_normal(key, -1.0, 1.0, batch["x"].shape, batch["x"].dtype)
+    return zoo.mean(params, {**batch, "x": batch["x"] + noise})
+
+  assert check(Specimen(loss, XY, options={"rng_argnums": 2}, further=(KEY,))).ok
+
+
+def test_nothing_is_compiled_twice(monkeypatch):
+  compiled = []
+  jit = jax.jit
+  monkeypatch.setattr(jax, "jit", lambda fun: jit(lambda *a: (compiled.append(fun), fun(*a))[1]))
+  assert check(ZOO["mean"]).ok
+  assert len(compiled) == 3  # whole, even and ragged: each traced once, whatever is changed
+
+
+def test_a_loss_that_is_not_finite():
+  loss = lambda params, batch: zoo.mean(params, batch) / jnp.sum(batch["y"] * 0)  # noqa: E731
+  report = check(Specimen(loss, XY))
+  assert report.verdict == "unknown"
+  assert "not finite on the whole batch" in report.reason
+
+
+def test_one_row():
+  batch = {k: x[:1] for k, x in BATCH.items()}
+  with pytest.raises(ValueError, match=r"has 1 row, which cannot be split: give check_split 2"):
+    check(ZOO["mean"], batch)
+
+
+def test_a_batch_without_arrays():
+  with pytest.raises(ValueError, match=r"The batch \(arguments \[1\]\) has no arrays"):
+    check_split(zoo.mean, PARAMS, {})
+
+
+def test_a_loss_that_raises():
+  def whole(params, batch):
+    raise RuntimeError("mine")
+
+  with pytest.raises(RuntimeError, match="mine") as raised:
+    check(Specimen(whole, XY))
+  assert "check_split ran it on the whole batch, 8 rows." in raised.value.__notes__
+
+  def eight(params, batch):
+    return jnp.mean(zoo.per_row(params, batch) * jnp.ones(8))
+
+  with pytest.raises(TypeError, match="shapes") as raised:
+    check(Specimen(eight, XY))
+  assert "in microbatches; on all 8 rows it ran" in raised.value.__notes__[-1]
+
+
+def test_a_loss_that_returns_no_scalar():
+  with pytest.raises(TypeError, match=r"loss has shape \(8,\); it must be a scalar"):
+    check(Specimen(zoo.per_row, XY))
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "text"),
+  [
+    ({"num_microbatches": 3}, ValueError, "does not divide the batch's 8 rows"),
+    ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
+    ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
+    ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),
+    ({"weigh_fn": jnp.sum}, TypeError, "weigh_fn"),
+    ({"carry_argnum": 5}, ValueError, "carry_argnum names argument 5"),
+  ],
+)
+def test_options_that_cannot_work(options, error, text):
+  with pytest.raises(error, match=text):
+    check(ZOO["mean"], **options)
+
+
+def test_under_jit():
+  with pytest.raises(TypeError, match=r"traced arguments: call it outside jax\.jit"):
+    jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(ZOO["mean"].call()[0])
