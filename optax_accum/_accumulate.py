@@ -57,11 +57,11 @@ def accumulate(
   (``weights=``) is an error.
 
   - ``weight``: real scalar, 0 or more, may be traced. How much the microbatch counts in the mean:
-    its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30, and
-    their products with the gradients must be normal numbers of the accumulators' dtype. Where the
-    total of traced ones is below that or above 1e36, or one is below 0, the step is NaN. The
-    derivative with respect to a weight of exactly 0 is 0: let learned weights start above it (and
-    pass `differentiable` for reverse mode).
+    its rows, or its valid tokens. Default 1. Weights other than 0 are from 1e-30 to 1e30. Their
+    products with the gradients must be normal numbers of the accumulators' dtype. Where the total
+    of traced weights is below 1e-30 or above 1e36, or one of them is below 0, the step is NaN. The
+    derivative with respect to a weight of exactly 0 is 0: let learned weights start above it, and
+    pass `differentiable` for reverse mode.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -84,9 +84,9 @@ def accumulate(
   an inf or NaN that is not skipped           as above  as above       as above    as above
   ==========================================  ========  =============  ==========  ===========
 
-  Where no step is emitted, `inner` does not run and its state stays as it is (so a cycle that
-  weighs nothing is no mini step of an `accumulate` in `inner`). An inf or NaN that
-  is not skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
+  Where no step is emitted, `inner` does not run and its state stays as it is. (So a cycle that
+  weighs nothing is no mini step of an `accumulate` in `inner`.) An inf or NaN that is not
+  skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
 
   What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call: each
   microbatch is clipped by itself, and what keeps moments sees zeros between the steps. The whole

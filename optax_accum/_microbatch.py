@@ -219,10 +219,10 @@ def microbatch_value_and_grad(
     weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts. For a loss that
       is a mean over valid tokens, return the number of valid tokens. It is called with the
       microbatch's part of the batch arguments, by position or by name as the call had them.
-      0, or from 1e-30 to 1e30; a traced one below 0, or a total out of that range, gives NaN. The
-      derivative with respect to a weight of exactly 0 is 0. (Where you differentiate by the batch,
-      a loss that is 0/0 in a microbatch of padding has NaN derivatives: guard the division.)
-      Default: the rows.
+      0, or from 1e-30 to 1e30. A traced one below 0 gives NaN, and so does a total that float32
+      cannot divide by. The derivative with respect to a weight of exactly 0 is 0. Where you
+      differentiate by the batch, a loss that is 0/0 in a microbatch of padding has NaN derivatives:
+      guard the division. Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
@@ -240,8 +240,8 @@ def microbatch_value_and_grad(
       of words. ``"mean"``, the default for floats, is weighted by what each device counted.
       ``"max"``, the default for integers, is right for step counts. ``"sum"`` is the start plus
       every device's increment, for counts of rows. Or ``"min"``. Each device folds its index into
-      a typed key on the way in, and the first device's key comes out. What looks like a raw key is
-      refused without a word.
+      a typed key on the way in, and the first device's key comes out. What looks like a raw key
+      (uint32, 2 or 4 on the last axis) is an error, unless a word says that it is numbers.
     accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.

@@ -184,12 +184,12 @@ def make_train_step(
       these. One that it reduced, by ``lax.pmean``, is refused; ``l.sum() / lax.psum(count, axis)``
       is wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics
       are those of the device's rows. A sharding constraint in it may name other axes alone, as a
-      bare `PartitionSpec`. Losses,
-      gradients, weights and aux are reduced together, so the mean is that of the global batch.
-      "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
-      the batch. Sharded parameters stay so under an outer `jax.jit` and in a scan over steps if
-      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
-      whole there: call the step itself, which is jitted, or use an explicit mesh.
+      bare `PartitionSpec`. Losses, gradients, weights and aux are reduced together, so the mean is
+      that of the global batch. "stack" and "concat" have the devices' parts one after the other:
+      for "concat", the order of the batch. Sharded parameters stay so under an outer `jax.jit` and
+      in a scan over steps if the axes are explicit. Over automatic axes a tracer has no sharding,
+      and parameters are held whole there: call the step itself, which is jitted, or use an
+      explicit mesh.
     data_axis: The axis of the mesh that the rows are spread over. Or several, as in
       ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
       faster. Gradients are summed over all of them at once; those of a parameter that is sharded
@@ -219,6 +219,7 @@ def make_train_step(
       `data_axis` is no axis of the mesh; `mesh` and `axis_name` are both given; the devices do not
       divide the rows; arrays are on another mesh; the step is called inside `pmap` or `shard_map`
       without `axis_name`, or with `mesh`.
+    RuntimeError: An array was donated to an earlier step, which deleted it.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
