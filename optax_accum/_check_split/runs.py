@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _reduction_trees, _validate
-from optax_accum._fixed_noise import is_key
+from optax_accum._check_split.fixed_noise import is_key
+from optax_accum._check_split.probes import Arguments, Probe
+from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatch import microbatch_value_and_grad
-from optax_accum._probes import Arguments, Probe
-from optax_accum._split_report import LeafComparison
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.
 _OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")

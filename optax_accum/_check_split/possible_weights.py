@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from optax_accum._fixed_noise import is_key
-from optax_accum._probes import BatchLeaf, is_integer, is_mask
+from optax_accum._check_split.fixed_noise import is_key
+from optax_accum._check_split.probes import BatchLeaf, is_integer, is_mask
 
 Count: TypeAlias = Callable[..., Any]
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._fixed_noise import fixed_keys, is_key, LEVELS
+from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS
 
 Arguments = tuple[Any, ...]
 VARIED = ", all floats varied"  # ends the names of probes with other parameters and other floats
@@ -86,7 +86,7 @@ def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
   return args
 
 
-def probes(
+def of_call(
   args: Arguments,
   batch: Mapping[int, int],
   argnums: Sequence[int],

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from optax_accum import _fixed_noise, _hypotheses, _inspect_loss, _mends, _probes, _roles, _rows
+from optax_accum import _roles, _rows
 from optax_accum._arguments import find_slots, names_or_positions, Slot
-from optax_accum._hypotheses import Case
+from optax_accum._check_split import fixed_noise, hypotheses, loss_facts, mends, probes
+from optax_accum._check_split.hypotheses import Case
+from optax_accum._check_split.report import SplitReport
+from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
 from optax_accum._microbatch import microbatch_value_and_grad
 from optax_accum._split import Split
-from optax_accum._split_report import SplitReport
-from optax_accum._split_runs import agree, in_check_dtype, is_array, Runs
 
 
 def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> SplitReport:
@@ -126,8 +127,8 @@ class _Call:
         _roles.refuse_keys(self.roles)
       except ValueError as error:
         slots = [int(slot) for slot in _roles.with_keys(self.roles)]
-        alone = all(map(_fixed_noise.is_key, jax.tree.leaves([self.args[i] for i in slots])))
-        mend = f"rng_argnums={_mends.one_or_more(slots)}" if alone else _mends.PASS_A_KEY
+        alone = all(map(fixed_noise.is_key, jax.tree.leaves([self.args[i] for i in slots])))
+        mend = f"rng_argnums={mends.one_or_more(slots)}" if alone else mends.PASS_A_KEY
         return SplitReport("random", str(error), mend)
     return None
 
@@ -137,18 +138,18 @@ class _Call:
     sizes = self._sizes()
     runs = Runs(self._without_carry(), args, self._options(), sizes)
     with _noted(f"check_split ran it on the whole batch, {self.rows} rows."):
-      given, facts = runs.whole(args), _inspect_loss.facts(runs.traced(args))
+      given, facts = runs.whole(args), loss_facts.facts(runs.traced(args))
     batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
-    facts = facts.with_integers(_probes.negative_labels(args, batch))
+    facts = facts.with_integers(probes.negative_labels(args, batch))
     changed = (args, batch, self.argnums, self.keys, self.rows, facts.integers, self.names)
-    probes = list(_probes.probes(*changed))
-    case = Case(runs, args, self.roles, self.argnums, self.rows, self.names, probes, facts)
+    tried = list(probes.of_call(*changed))
+    case = Case(runs, args, self.roles, self.argnums, self.rows, self.names, tried, facts)
     if not given.is_finite:
-      return SplitReport("unknown", _mends.NOT_FINITE, _mends.OTHER_BATCH)
+      return SplitReport("unknown", mends.NOT_FINITE, mends.OTHER_BATCH)
     try:
       outcomes = case.outcomes
     except Exception as error:
-      finding = _hypotheses.unsplit(case)
+      finding = hypotheses.unsplit(case)
       if finding is None:
         error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
         raise
@@ -162,7 +163,7 @@ class _Call:
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
       return SplitReport("ok", "", "", *compared[0], batches)
-    return SplitReport(*_hypotheses.explain(case), *wrong, batches)
+    return SplitReport(*hypotheses.explain(case), *wrong, batches)
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""
@@ -171,8 +172,8 @@ class _Call:
       jax.tree.map(lambda x, i=i: in_check_dtype(x) if i in cast or is_array(x) else x, arg)
       for i, arg in enumerate(self.args)
     )
-    args = _probes.with_noise(args, self.keys, _fixed_noise.LEVELS[0])
-    return _probes.with_noise(args, list(map(int, self.roles.carry)), _fixed_noise.LEVELS[0], False)
+    args = probes.with_noise(args, self.keys, fixed_noise.LEVELS[0])
+    return probes.with_noise(args, list(map(int, self.roles.carry)), fixed_noise.LEVELS[0], False)
 
   def _options(self) -> dict[str, Any]:
     """The options of all runs: every argument by its position, and no carry."""

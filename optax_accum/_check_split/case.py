@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from optax_accum import _probes
-from optax_accum._inspect_loss import Facts
-from optax_accum._probes import Arguments, Probe
+from optax_accum._check_split import probes
+from optax_accum._check_split.loss_facts import Facts
+from optax_accum._check_split.probes import Arguments, Probe
+from optax_accum._check_split.runs import Outcome, Runs
 from optax_accum._roles import Roles
-from optax_accum._split_runs import Outcome, Runs
 
 
 class Parts(NamedTuple):
@@ -47,7 +47,7 @@ class Case:
 
   def part(self, args: Arguments, rows: Any) -> Outcome:
     """The loss of some rows."""
-    return self.runs.whole(_probes.take_rows(args, self.batch, rows))
+    return self.runs.whole(probes.take_rows(args, self.batch, rows))
 
   def in_parts(self, probe: Probe) -> Parts:
     first, rest = np.split(np.arange(self.rows), [self.cut])

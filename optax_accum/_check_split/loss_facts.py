@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._fixed_noise import is_key
+from optax_accum._check_split.fixed_noise import is_key
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_accum import _fixed_noise, _inspect_loss, _mends, _probes, _weights
-from optax_accum._probes import Probe
-from optax_accum._split_case import Case, Parts
-from optax_accum._split_report import Verdict
+from optax_accum._check_split import fixed_noise, loss_facts, mends, possible_weights, probes
+from optax_accum._check_split.case import Case, Parts
+from optax_accum._check_split.probes import Probe
+from optax_accum._check_split.report import Verdict
 
 _FLOAT8 = 0.25  # relative rounding of 8 bits (e5m2) of cotangents, whose size depends on the rows
 _POINTS = (0, 1, 2, 3)  # parameters at which one weight must explain the loss
@@ -35,9 +35,9 @@ def explain(case: Case) -> Finding:
 def _not_a_function(case: Case) -> Finding | None:
   jaxprs = case.runs.traced(case.args), case.runs.traced(case.args)
   once, again = (case.runs.whole(case.args) for _ in range(2))
-  if _inspect_loss.are_the_same(*jaxprs) and once.fits(again.leaves):
+  if loss_facts.are_the_same(*jaxprs) and once.fits(again.leaves):
     return None
-  return Finding("random", _mends.NOT_A_FUNCTION, _mends.PASS_A_KEY)
+  return Finding("random", mends.NOT_A_FUNCTION, mends.PASS_A_KEY)
 
 
 def unsplit(case: Case) -> Finding | None:
@@ -52,7 +52,7 @@ def unsplit(case: Case) -> Finding | None:
       return None
   except (TypeError, ValueError):
     return None
-  return Finding("unsplit", _mends.unsplit(slots, case.rows), f"batch_argnums={batch}")
+  return Finding("unsplit", mends.unsplit(slots, case.rows), f"batch_argnums={batch}")
 
 
 def _arrays_of_rows(case: Case) -> list[int]:
@@ -79,11 +79,11 @@ def _aux_alone(case: Case) -> Finding | None:
     if not leaf.agrees
   }
   for i in wrong:
-    words[i] = next((word for word in _mends.AUX_WORDS if _aux_is(case, i, word)), "")
+    words[i] = next((word for word in mends.AUX_WORDS if _aux_is(case, i, word)), "")
   treedef: Any = jax.tree.structure(outcomes[0][1].aux)
   tree = treedef.unflatten(words)
   verdict: Verdict = "sum" if {words[i] for i in wrong} == {"sum"} else "unknown"
-  return Finding(verdict, _mends.AUX, _mends.aux(tree))
+  return Finding(verdict, mends.AUX, mends.aux(tree))
 
 
 def _aux_is(case: Case, i: int, word: str) -> bool:
@@ -93,7 +93,7 @@ def _aux_is(case: Case, i: int, word: str) -> bool:
     whole, first, rest = (jax.tree.leaves(x.aux)[i] for x in p[1:])
     axis = case.runs.options["concat_axis"] or 0
     try:
-      reduced = _mends.reduced(word, first, rest, case.cut / case.rows, axis)
+      reduced = mends.reduced(word, first, rest, case.cut / case.rows, axis)
     except ValueError:
       return False
     return reduced.shape == whole.shape and np.allclose(reduced, whole, rtol=1e-4, atol=0)
@@ -119,7 +119,7 @@ def _overwritten(case: Case) -> Finding | None:
     return None
   treedef: Any = jax.tree.structure(outcomes[0][1].grads)
   tree = treedef.unflatten(words[1:])
-  return Finding("overwritten", _mends.overwritten(names), _mends.grad_reduction(tree))
+  return Finding("overwritten", mends.overwritten(names), mends.grad_reduction(tree))
 
 
 def _leaf_is(case: Case, i: int, word: str) -> bool:
@@ -145,7 +145,7 @@ def _rounding(case: Case) -> Finding | None:
       leaves = case.runs.compare(whole, split)
       if any(leaf.difference > 0.1 * max(leaf.size, leaves[0].tolerance) for leaf in leaves):
         return None
-  return Finding("unknown", _mends.HALF, _mends.USE_FLOAT32)
+  return Finding("unknown", mends.HALF, mends.USE_FLOAT32)
 
 
 def _of_places(case: Case) -> Finding | None:
@@ -156,29 +156,29 @@ def _of_places(case: Case) -> Finding | None:
   keys = [
     int(slot)
     for slot, tree in case.roles.shared.items()
-    if any(_fixed_noise.is_key(x) or _fixed_noise.may_be_raw_key(x) for x in jax.tree.leaves(tree))
+    if any(fixed_noise.is_key(x) or fixed_noise.may_be_raw_key(x) for x in jax.tree.leaves(tree))
   ]
   if keys:
     named = [*map(int, case.roles.rng), *keys]
-    return Finding("random", _mends.SHARED_KEY, f"rng_argnums={_mends.one_or_more(named)}")
+    return Finding("random", mends.SHARED_KEY, f"rng_argnums={mends.one_or_more(named)}")
   if case.facts.draws:
-    return Finding("random", _mends.SHARED_KEY, _mends.PASS_A_KEY)
-  return Finding("coupled", _mends.PLACES, _mends.ENCODE)
+    return Finding("random", mends.SHARED_KEY, mends.PASS_A_KEY)
+  return Finding("coupled", mends.PLACES, mends.ENCODE)
 
 
 def _sum(case: Case) -> Finding | None:
   if all(p.whole.fits(_added(p)) for p in case.parts) and case.mended(
     reduction="sum", weight_fn=None
   ):
-    return Finding("sum", _mends.SUM, 'reduction="sum"')
+    return Finding("sum", mends.SUM, 'reduction="sum"')
   # What is counted in both parts is the same for all batches at the same parameters.
   for varied in (False, True):
-    parts = [p for p in case.parts if p.probe.name.endswith(_probes.VARIED) == varied]
+    parts = [p for p in case.parts if p.probe.name.endswith(probes.VARIED) == varied]
     parts = [p for p in parts if p.probe.name not in ("parameters moved", "other noise")]
     twice = [_less(_added(p), p.whole.leaves) for p in parts]
     if len(parts) < 3 or not all(p.whole.fits(_less(_added(p), twice[0])) for p in parts):
       return None
-  return Finding("sum", _mends.SUM_AND_MORE, _mends.MEAN_AND_MORE)
+  return Finding("sum", mends.SUM_AND_MORE, mends.MEAN_AND_MORE)
 
 
 def _added(p: Parts) -> list[np.ndarray]:
@@ -190,34 +190,34 @@ def _less(leaves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np
 
 
 def _weighted(case: Case) -> Finding | None:
-  leaves = _probes.batch_leaves(case.args, case.batch)
-  for weight in _weights.weights(leaves, case.names, case.facts.integers):
+  leaves = probes.batch_leaves(case.args, case.batch)
+  for weight in possible_weights.weights(leaves, case.names, case.facts.integers):
     if all(_explains(case, weight.weight_fn, p) for p in case.parts) and case.mended(
       weight_fn=weight.weight_fn, reduction="mean"
     ):
       code = weight.code
       if case.runs.options["reduction"] != "mean":
         code += ', reduction="mean"'
-      return Finding("weighted", _mends.weighted(weight.code), code)
+      return Finding("weighted", mends.weighted(weight.code), code)
   if all(_some_weight_explains(case, p.probe) for p in case.parts):
-    return Finding("weighted", _mends.SOME_WEIGHT, _mends.RETURN_THE_DENOMINATOR)
+    return Finding("weighted", mends.SOME_WEIGHT, mends.RETURN_THE_DENOMINATOR)
   return None
 
 
 def _explains(case: Case, weight_fn: Callable[..., Any] | None, p: Parts) -> bool:
-  counts = [float(case.cut), float(case.rows - case.cut)]
+  of_parts = [float(case.cut), float(case.rows - case.cut)]
   if weight_fn is not None:
     rows = np.split(np.arange(case.rows), [case.cut])
-    parts = [_probes.take_rows(p.probe.args, case.batch, r) for r in rows]
-    counts = [float(weight_fn(*(part[i] for i in case.batch))) for part in parts]
-  if min(counts) < 0 or not sum(counts):
+    parts = [probes.take_rows(p.probe.args, case.batch, r) for r in rows]
+    of_parts = [float(weight_fn(*(part[i] for i in case.batch))) for part in parts]
+  if min(of_parts) < 0 or not sum(of_parts):
     return False
-  return p.whole.fits(_mixed(p, counts[0] / sum(counts)))
+  return p.whole.fits(_mixed(p, of_parts[0] / sum(of_parts)))
 
 
 def _some_weight_explains(case: Case, probe: Probe) -> bool:
   """Whether one weight fits at several parameters, on which no weight depends."""
-  moved = [_probes.move(probe.args, case.argnums, n) if n else probe.args for n in _POINTS]
+  moved = [probes.move(probe.args, case.argnums, n) if n else probe.args for n in _POINTS]
   points = [case.in_parts(probe._replace(args=args)) for args in moved]
   points = [p for p in points if p.whole.is_finite]
   # A part that has no share counts nothing: 0/0. Where it is finite, a maximum was chosen.
@@ -251,10 +251,10 @@ def _mixed(p: Parts, share: float) -> list[np.ndarray]:
 
 
 def _coupled(case: Case) -> Finding:
-  alike = Probe("alike", _probes.all_rows_alike(case.args, case.batch))
+  alike = Probe("alike", probes.all_rows_alike(case.args, case.batch))
   parts = case.in_parts(alike)
   if parts.whole.is_finite and _explains(case, None, parts):
-    return Finding("coupled", _mends.SEVERAL_COUNTS, _mends.TOTALS)
+    return Finding("coupled", mends.SEVERAL_COUNTS, mends.TOTALS)
   if case.rows < 3:
-    return Finding("unknown", _mends.TWO_ROWS, _mends.MORE_ROWS)
-  return Finding("coupled", _mends.COUPLED, _mends.ENCODE)
+    return Finding("unknown", mends.TWO_ROWS, mends.MORE_ROWS)
+  return Finding("coupled", mends.COUPLED, mends.ENCODE)
