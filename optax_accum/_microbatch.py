@@ -62,12 +62,11 @@ def microbatch(
         pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
     loss = total(head, hidden, labels) / labels.size
 
-  The cotangents of arguments that are not split, such as parameters, are added up as
-  `accumulator_dtype` says. (Those of what `fun` closes over are added up in their own dtype: pass
-  parameters as arguments.) In a loss of `make_train_step(mesh=...)` they are reduced over the
-  devices once, as all gradients are. In a `shard_map` of your own, pass `axis_name`, or cast the
-  parameters before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise JAX reduces them in
-  every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
+  The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
+  also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
+  the devices once, as all gradients are. In a `shard_map` of your own, pass parameters as arguments
+  and `axis_name`, or cast them before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise
+  JAX reduces them in every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.

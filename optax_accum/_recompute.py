@@ -1,14 +1,15 @@
 """A call that can be differentiated: going backward, each microbatch is computed again."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _across_devices, _weighted_mean
-from optax_accum._arguments import Slot
 from optax_accum._split import Call, Microbatch, Take
 
 
@@ -22,37 +23,70 @@ class RecomputedCall(Call):
 
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
-    self._shared = {} if self.is_whole else jax.tree.map(self._linked, self._roles.shared)
+    self._traced: dict[int, _Traced] = {}
+    if not self.is_whole:
+      shared = jax.tree.map(self._varying, self._roles.shared)
+      self._arguments.update(shared)
+
+  def _varying(self, x: Any) -> Any:
+    return _across_devices.varying(x, self.split.axis_name) if _may_have_tangent(x) else x
+
+  def cut(self, full: int) -> tuple[Callable[[ArrayLike], Any], Any]:
+    """The microbatches, as in `Call`; and the function is traced, on one of each size."""
+    take, tail = super().cut(full)
+    tail_rows = self.rows - full * self.size
+    for rows, batch in ((self.size, take(0)), (tail_rows, tail)):
+      if rows:
+        self._traced[rows] = self._trace(batch, rows)
+    return take, tail
+
+  def _trace(self, batch: tuple[Any, ...], rows: int) -> "_Traced":
+    """The function of one microbatch, and all that it takes from outside."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(batch)
+
+    def fun(index: jax.Array, *leaves: jax.Array) -> Microbatch:
+      return super(RecomputedCall, self).run(index, (), lambda: treedef.unflatten(leaves), rows)
+
+    jaxpr, like = jax.make_jaxpr(fun, return_shape=True)(jnp.int32(0), *leaves)
+    return _Traced(jaxpr, jax.tree.structure(like), [self._linked(x) for x in jaxpr.consts])
 
   def _linked(self, x: Any) -> Any:
-    if not _may_have_tangent(x):
+    if not (isinstance(x, jax.core.Tracer) and _may_have_tangent(x)):
       return x
-    x = _across_devices.varying(x, self.split.axis_name)
     dtype = _weighted_mean.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
     return _Linked(lax.stop_gradient(x), x.astype(dtype))
 
   def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
     """The function on one microbatch."""
-    run = super().run
     if self.is_whole:
-      return run(index, carry, take, rows)
+      return super().run(index, carry, take, rows)
     # What a loop's body computes again cannot be merged with what the loop before it computed.
     in_loop = rows == self.size
-    return jax.checkpoint(lambda: run(index, carry, take, rows), prevent_cse=not in_loop)()
+    recomputed = jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)
+    return recomputed()
 
-  def _inputs(self, index: ArrayLike, batch: tuple[Any, ...], weight: Any) -> dict[Slot, Any]:
-    counted = None if weight is None else _weighted_mean.counts(weight)
+  def _run(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> Microbatch:
+    counted = None
+    if self.split.weighs:
+      counted = _weighted_mean.counts(self.weight(index, batch, rows))
 
     def guarded(x: Any) -> Any:
       return _followed(lax.stop_gradient(x), x, counted) if _may_have_tangent(x) else x
 
-    def unlinked(x: Any) -> Any:
-      return _followed(*x, counted) if isinstance(x, _Linked) else x
+    traced = self._traced[rows]
+    batch = batch if counted is None else jax.tree.map(guarded, batch)
+    held = [_followed(*x, counted) if isinstance(x, _Linked) else x for x in traced.held]
+    fun = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, held))
+    return traced.treedef.unflatten(fun(jnp.asarray(index, jnp.int32), *jax.tree.leaves(batch)))
 
-    if counted is not None:
-      batch = jax.tree.map(guarded, batch)
-    shared = jax.tree.map(unlinked, self._shared, is_leaf=lambda x: isinstance(x, _Linked))
-    return {**super()._inputs(index, batch, weight), **shared}
+
+class _Traced(NamedTuple):
+  """A function of one microbatch: of its index, and of the leaves of its batch."""
+
+  jaxpr: ClosedJaxpr
+  treedef: Any  # of what it returns
+  held: list[Any]  # what it takes from outside, parameters too
 
 
 class _Linked(NamedTuple):

@@ -161,8 +161,13 @@ def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
     wide = x.astype(jnp.float64)
     exact = jax.grad(lambda p: jnp.sum(fun(p, wide) ** 2))(params.astype(jnp.float64))
     exact = np.asarray(exact)
+
+  def closed_over(params, x):
+    return microbatch(lambda x: fun(params, x), reduction="concat", microbatch_size=4)(x)
+
   whole = error(fun)
   assert error(in_parts(fun, microbatch_size=4)) < 1.2 * whole
+  assert error(closed_over) < 1.2 * whole
   assert error(as_jax_adds) > 10 * whole
   assert error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)) > 10 * whole
 
