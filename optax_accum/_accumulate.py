@@ -102,7 +102,7 @@ def accumulate(
       whose mean is silently wrong: ``optax.partition({"trained": accumulate(optimizer, every_k),
       "overwritten": overwrite}, labels)``, with ``overwrite = optax.stateless(lambda grads, params:
       jax.tree.map(jnp.subtract, grads, params))``, overwrites them in every call. (A cycle's
-      microbatches see what those before wrote. `make_train_step` has `grad_reduction` instead.)
+      microbatches see what those before wrote. In `make_train_step` see `grad_reduction`.)
     accumulator_dtype: What to add up in. Default: each parameter's dtype promoted with
       float32. So bfloat16 is added up in float32; float64 and complex64 in themselves.
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as

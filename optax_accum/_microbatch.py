@@ -52,7 +52,11 @@ def microbatch(
       texts = encode_in_parts(params["texts"], batch["texts"])
       return contrastive(images, texts, params["temperature"])
 
-  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once::
+  Under ``make_train_step(mesh=...)`` a device has its own rows alone. There, gather the others'
+  embeddings, ``jax.lax.all_gather(texts, "data", tiled=True)``, or rows of two devices never meet.
+
+  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once. Its rows
+  are tokens, so the sequences are put end to end::
 
     def pieces(head, hidden, labels):
       logits = hidden @ head
@@ -60,7 +64,7 @@ def microbatch(
 
     total = optax_accum.microbatch(
         pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
-    loss = total(head, hidden, labels) / labels.size
+    loss = total(head, hidden.reshape(-1, width), labels.reshape(-1)) / labels.size
 
   The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
   also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
@@ -79,7 +83,8 @@ def microbatch(
       alone, those; a call in which another argument has as many rows is then an error.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch. The last one may be smaller.
+    microbatch_size: The rows of one microbatch, over a mesh those of one device. The last may be
+      smaller.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
     concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
@@ -246,9 +251,12 @@ def microbatch_value_and_grad(
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
       "stack" and "concat" still have its values.
     skip_empty: Whether a microbatch of weight zero is not run at all, so that a batch that is
-      padded to a fixed number of microbatches costs what it holds. Needs `weight_fn`. "stack" and
-      "concat" have zeros there. Over devices each skips its own, unless a microbatch sends
-      something to others: then it is run by all if it counts on one. Default: False, because
+      padded to a fixed number of microbatches costs what it holds. Needs `weight_fn`. Row r is in
+      microbatch ``r % N``, so padding at the end of a batch is in all of them. Deal the rows out
+      first: for N microbatches of S rows on each of D devices,
+      ``np.moveaxis(x.reshape(N, D, S, *x.shape[1:]), 0, 2).reshape(x.shape)``. "stack" and
+      "concat" have zeros for what was not run. Over devices each skips its own, unless a microbatch
+      sends something to others: then it is run by all if it counts on one. Default: False, because
       reverse-mode differentiation cannot pass, and TPUs hold 0.2 of the parameters more.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks

@@ -25,8 +25,8 @@ class RecomputedCall(Call):
     super().__init__(*args)
     self._traced: dict[int, _Traced] = {}
     if not self.is_whole:
-      shared = jax.tree.map(self._varying, self._roles.shared)
-      self._arguments.update(shared)
+      shared = self._roles.shared.items()
+      self._arguments.update({slot: jax.tree.map(self._varying, x) for slot, x in shared})
 
   def _varying(self, x: Any) -> Any:
     return _across_devices.varying(x, self.split.axis_name) if _may_have_tangent(x) else x

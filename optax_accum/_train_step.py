@@ -139,9 +139,19 @@ def make_train_step(
 
     make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
 
-  ``metrics["aux"]`` has the mean of each. A router's product of means is another function of sums:
-  in a step of one microbatch, take these from ``microbatch(..., reduction="sum")`` (over a mesh,
-  `jax.lax.all_gather` them, and add up).
+  ``metrics["aux"]`` has the mean of each. A router's product of means is another function of sums,
+  and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch, whose
+  loss is the whole batch's, so that its `reduction` stays "mean"::
+
+    sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
+
+    def loss_fn(params, batch):
+      sums = sums_in_parts(params, batch)
+      # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
+      router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
+      return sums["nats"] / sums["tokens"] + router
+
+    make_train_step(loss_fn, tx, num_microbatches=1)
 
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
@@ -161,7 +171,11 @@ def make_train_step(
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
-    grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics.
+    grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
+      they reduce to still goes through `tx`, which must overwrite and not step. In flax's words:
+      ``optax.partition({"params": optimizer, "_overwrite_with_gradient": optax.stateless(lambda
+      grads, params: jax.tree.map(jnp.subtract, grads, params))}, lambda tree: {k: k for k in
+      tree})``.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
     concat_axis: The axis of aux that "concat" joins, 0 by default.

@@ -123,6 +123,40 @@ def test_a_term_without_rows_is_zero(count, params, batch):
 # A router's loss may be a product of means, which no sum over microbatches is.
 
 
+@devices
+def test_a_router_beside_a_token_mean(count, params, batch):
+  """All sums of the whole batch are taken first, also over devices: the loss is then a mean."""
+
+  def sums(params, batch):
+    probabilities, chosen = shares_of(params, batch)
+    terms = {"probabilities": probabilities, "chosen": chosen}
+    return {**sums_of(params, batch), **terms, "valid": jnp.sum(batch["valid"]).astype(jnp.float64)}
+
+  def loss_of(sums_of_all):
+    def loss_fn(params, batch):
+      all_sums = sums_of_all(params, batch)
+      router = jnp.sum(all_sums["probabilities"] * all_sums["chosen"]) / all_sums["valid"] ** 2
+      return all_sums["tokens"] / all_sums["valid"] + router
+
+    return loss_fn
+
+  in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=SIZE // count)
+
+  def over_devices(params, batch):
+    return jax.tree.map(lambda x: lax.all_gather(x, "data").sum(0), in_parts(params, batch))
+
+  expected = oracle.take_steps(oracle.whole_batch_step(loss_of(sums), TX), TX, params, [batch])
+  loss_fn, mesh = loss_of(in_parts if count == 1 else over_devices), None
+  if count > 1:
+    mesh = make_mesh(count)
+  step = make_train_step(loss_fn, TX, num_microbatches=1, mesh=mesh, donate=False)
+  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), expected, 1e-12)
+  if count > 1:  # what is gathered on every device is counted by every device
+    options = {"num_microbatches": 1, "mesh": mesh, "reduction": "sum", "donate": False}
+    wrong = oracle.take_steps(make_train_step(loss_fn, TX, **options), TX, params, [batch])
+    assert trees.largest_difference(wrong[0], expected[0]) > 1e-2
+
+
 def shares_of(params, batch):
   """By expert, over tokens: the sum of the probabilities, and how many choose it."""
   probabilities = jax.nn.softmax(jnp.tanh(batch["x"] @ params["trunk"]) @ params["router"])
