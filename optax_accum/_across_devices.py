@@ -1,6 +1,7 @@
 """Reductions over the devices of an axis, and the types of values that differ between devices."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -93,7 +94,8 @@ def communicates(jaxpr: Any) -> bool:
   """Whether a traced function sends anything from one device to another."""
   for eqn in jaxpr.eqns:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    named = any(not isinstance(axis, int) for axis in _axes(axes))  # numbers are of an array
+    # Numbers are axes of an array, and names that are not bound here those of a mesh within.
+    named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
     if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
       return True
     inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
@@ -123,6 +125,44 @@ def _axes(axis_name: AxisName) -> Sequence[Hashable]:
 def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
   """The sum over devices, on all of them."""
   return lax.psum(held, axis_name)
+
+
+def largest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The largest over devices; NaN where one device has that."""
+  return _extreme(lax.pmax, held, axis_name)
+
+
+def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The smallest over devices; NaN where one device has that."""
+  return _extreme(lax.pmin, held, axis_name)
+
+
+def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
+  if not jnp.issubdtype(held.dtype, jnp.floating):
+    return reduce(held, axis_name)
+  wide = jnp.float32 if _weighted_mean.is_float8(held.dtype) else held.dtype
+  return _extreme_float(held.astype(wide), reduce, tuple(_axes(axis_name))).astype(held.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme_float(held: jax.Array, reduce: Any, axis_name: Any) -> jax.Array:
+  # XLA for CPU drops what is NaN, so whether it is goes along.
+  is_nan = jnp.isnan(held)
+  flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
+  number = jnp.where(is_nan, jnp.zeros_like(held), held)
+  extreme, flag = reduce(jnp.stack([number, flag]), axis_name)
+  return jnp.where(flag != 0, jnp.full_like(extreme, jnp.nan), extreme)
+
+
+@_extreme_float.defjvp
+def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> Any:
+  """Devices that hold the extreme share its derivative, which JAX has none of."""
+  (held,), (tangent,) = primals, tangents
+  extreme = _extreme_float(held, reduce, axis_name)
+  holds = (held == extreme) | (jnp.isnan(held) & jnp.isnan(extreme))
+  holders = lax.psum(holds.astype(tangent.dtype), axis_name)
+  total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
+  return extreme, total / holders
 
 
 def same(x: jax.Array, axis_name: AxisName) -> jax.Array:

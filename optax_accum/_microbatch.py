@@ -122,11 +122,12 @@ def microbatch(
   """
   split = Split.of(locals())
   reductions = _reduction_trees.named("reduction", reduction, concat_axis, split.batch_axis)
+  collected = _reduction_trees.collects(reductions)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
     run_fun = lambda *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
-    call = RecomputedCall(fun, run_fun, split, args, kwargs)
+    call = RecomputedCall(fun, run_fun, split, args, kwargs, collected=collected)
     return cast(Out, _scan.run(call, reductions).outputs)
 
   return microbatched

@@ -18,18 +18,29 @@ class RecomputedCall(Call):
 
   Cotangents of what all microbatches share, such as parameters, are added up in the dtype of
   accumulators, and reduced over the devices of `axis_name` once, after the loop. A microbatch of
-  weight zero adds none, even where it is NaN.
+  weight zero adds none, even where it is NaN, unless its outputs are `collected`.
   """
 
-  def __init__(self, *args: Any) -> None:
+  def __init__(self, *args: Any, collected: bool) -> None:
     super().__init__(*args)
+    self._guards = self.split.weighs and not collected
     self._traced: dict[int, _Traced] = {}
+    self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     if not self.is_whole:
       shared = self._roles.shared.items()
       self._arguments.update({slot: jax.tree.map(self._varying, x) for slot, x in shared})
 
   def _varying(self, x: Any) -> Any:
-    return _across_devices.varying(x, self.split.axis_name) if _may_have_tangent(x) else x
+    """`x` as it differs between devices, of which the copy to add up in is reduced."""
+    if not _may_have_tangent(x) or self.split.axis_name is None:
+      return x
+    varying = _across_devices.varying(x, self.split.axis_name)
+    self._links[id(varying)] = _across_devices.varying(self._wide(x), self.split.axis_name)
+    return varying
+
+  def _wide(self, x: jax.Array) -> jax.Array:
+    wide = _weighted_mean.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
+    return x.astype(_weighted_mean.promote(x.dtype, wide))
 
   def cut(self, full: int) -> tuple[Callable[[ArrayLike], Any], Any]:
     """The microbatches, as in `Call`; and the function is traced, on one of each size."""
@@ -52,31 +63,32 @@ class RecomputedCall(Call):
     return _Traced(jaxpr, jax.tree.structure(like), [self._linked(x) for x in jaxpr.consts])
 
   def _linked(self, x: Any) -> Any:
-    if not (isinstance(x, jax.core.Tracer) and _may_have_tangent(x)):
+    if not _may_have_tangent(x):
       return x
-    dtype = _weighted_mean.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
-    return _Linked(lax.stop_gradient(x), x.astype(dtype))
+    return _Linked(self._links[id(x)] if id(x) in self._links else self._wide(x), x.dtype)
 
   def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
     """The function on one microbatch."""
     if self.is_whole:
       return super().run(index, carry, take, rows)
     # What a loop's body computes again cannot be merged with what the loop before it computed.
-    in_loop = rows == self.size
-    recomputed = jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)
-    return recomputed()
+    unrolled = self.split.unroll is True or self.split.unroll > 1
+    in_loop = rows == self.size and self.rows >= 2 * self.size and not unrolled
+    return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
   def _run(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> Microbatch:
     counted = None
-    if self.split.weighs:
+    if self._guards:
       counted = _weighted_mean.counts(self.weight(index, batch, rows))
 
     def guarded(x: Any) -> Any:
-      return _followed(lax.stop_gradient(x), x, counted) if _may_have_tangent(x) else x
+      if counted is None or not _may_have_tangent(x):
+        return x
+      return jnp.where(counted, x, lax.stop_gradient(x))
 
     traced = self._traced[rows]
-    batch = batch if counted is None else jax.tree.map(guarded, batch)
-    held = [_followed(*x, counted) if isinstance(x, _Linked) else x for x in traced.held]
+    held = [x.value() if isinstance(x, _Linked) else x for x in traced.held]
+    held, batch = jax.tree.map(guarded, (held, batch))
     fun = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, held))
     return traced.treedef.unflatten(fun(jnp.asarray(index, jnp.int32), *jax.tree.leaves(batch)))
 
@@ -90,30 +102,15 @@ class _Traced(NamedTuple):
 
 
 class _Linked(NamedTuple):
-  """An array without its derivative, and the same in a dtype to add up derivatives in."""
+  """A copy of an array in a dtype to add up cotangents in, and that of the array."""
 
-  value: jax.Array
-  link: jax.Array
+  wide: jax.Array
+  dtype: jnp.dtype
 
-
-@jax.custom_jvp
-def _followed(value: jax.Array, link: jax.Array, counted: jax.Array | None) -> jax.Array:
-  """`value`, with the derivative of `link`; zero unless `counted`, where that is given.
-
-  The number in `link` is not used, so the compiler drops it. What remains is that the cotangents
-  of a loop's microbatches are added up in its dtype.
-  """
-  return value
-
-
-@_followed.defjvp
-def _followed_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-  value, _, counted = primals
-  tangent = tangents[1].astype(value.dtype)
-  if counted is not None:
-    tangent = jnp.where(counted, tangent, jnp.zeros_like(tangent))
-  return _followed(*primals), tangent
+  def value(self) -> jax.Array:
+    """The array: cast back in the loop's body, so that the loop adds up what is wide."""
+    return self.wide.astype(self.dtype)
 
 
 def _may_have_tangent(x: Any) -> bool:
-  return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+  return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -61,6 +61,11 @@ def named_of_gradients(tree: Any, default: Reduction) -> Any:
   return named("grad_reduction", tree)
 
 
+def collects(reductions: Any) -> bool:
+  """Whether some outputs are kept of every microbatch, also of one that does not count."""
+  return any(reduction.collected for reduction in jax.tree.leaves(reductions))
+
+
 def match(option: str, reductions: Any, like: Any, of: str = "outputs") -> Any:
   """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
   try:

@@ -291,8 +291,8 @@ class _RowsFirst(Concat):
 _ALL = (
   Mean(),
   Sum(),
-  Extreme(lax.pmax, "max", jnp.maximum, "min"),
-  Extreme(lax.pmin, "min", jnp.minimum, "max"),
+  Extreme(_across_devices.largest, "max", jnp.maximum, "min"),
+  Extreme(_across_devices.smallest, "min", jnp.minimum, "max"),
   Last(),
   Stack(),
   Concat(),

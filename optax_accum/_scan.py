@@ -162,8 +162,7 @@ class _Loop:
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     call = self.call
-    held = jax.eval_shape(self._empty)
-    add = jax.make_jaxpr(lambda held: self._add(held, 0, lambda: self.take(0), call.size))(held)
+    add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: self.take(0), call.size))()
     if not _across_devices.communicates(add.jaxpr):
       return False
     if call.split.axis_name is None:

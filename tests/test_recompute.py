@@ -194,6 +194,93 @@ def test_padding_that_is_not_finite_adds_nothing():
     trees.assert_close(tangent, jax.jvp(lambda p: fun(p, batch), (params,), (params,))[1], 1e-10)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("looped", [False, True], ids=["once", "in a loop"])
+def test_second_derivatives(weighted, looped):
+  """Of a step in a loop, as in meta-learning; forward and reverse mode around reverse mode."""
+  weight_fn = (lambda x: jnp.sum(x[:, 0] ** 2)) if weighted else None
+
+  def mean_of(params, x):
+    return jnp.mean(jnp.sin(encode(params, x)), axis=0)
+
+  def whole(params, x):
+    parts = [x[i::3] for i in range(3)]
+    weights = jnp.stack([weight_fn(part) if weighted else jnp.float64(1) for part in parts])
+    return weights @ jnp.stack([mean_of(params, part) for part in parts]) / jnp.sum(weights)
+
+  split = in_parts(mean_of, reduction="mean", num_microbatches=3, weight_fn=weight_fn)
+
+  def trained(run, params, x):
+    def step(params, _):
+      grads = jax.grad(lambda p: jnp.sum(run(p, x) ** 2))(params)
+      return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), None
+
+    moved = lax.scan(step, params, length=2)[0] if looped else step(params, None)[0]
+    return jnp.sum(run(moved, x) ** 2)
+
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(9)[0]
+    for derivative in (jax.grad, hessian_of):
+      expected, actual = (
+        jax.jit(derivative(functools.partial(trained, run)))(params, x) for run in (whole, split)
+      )
+      trees.assert_close(actual, expected, 1e-10)
+
+
+def hessian_of(fun):
+  """Its product with the parameters, by reverse mode of reverse mode."""
+
+  def product(params, x):
+    _, pullback = jax.vjp(lambda p: jax.grad(fun)(p, x), params)
+    return pullback(params)
+
+  return product
+
+
+def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
+  def fun(params, batch):
+    y = encode(params, batch["x"])
+    return {"y": y, "first": y[0], "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"]))}
+
+  def loss_fn(params, batch, run):
+    out = run(params, batch)
+    return jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
+
+  words = {"y": "concat", "first": "stack", "loss": "mean"}
+  split = in_parts(
+    fun, reduction=words, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["mask"])
+  )
+
+  def whole(params, batch):
+    out = [fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
+    return {**jax.tree.map(lambda *x: jnp.stack(x), *out), "loss": out[0]["loss"]}
+
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(6)[0]
+    batch = {"x": x, "mask": jnp.asarray([1.0, 0] * 3)}
+    expected, actual = (jax.grad(loss_fn)(params, batch, run) for run in (whole, split))
+    trees.assert_close(actual, expected, 1e-10)
+
+
+def test_complex_parameters_keep_their_imaginary_part():
+  def fun(params, x):
+    return jnp.sum(jnp.abs(x @ params) ** 2)
+
+  split = in_parts(fun, reduction="sum", num_microbatches=2, accumulator_dtype=jnp.float32)
+  params, x = jnp.full(WIDTH, 1 + 2j, jnp.complex64), two_views(4, np.complex64)[0]
+  actual, expected = (jax.grad(f)(params, x) for f in (split, fun))
+  assert np.abs(expected.imag).max() > 1
+  trees.assert_close(actual, expected, 1e-5)
+
+
+def test_a_linear_function_can_be_transposed():
+  split = in_parts(lambda params, x: x @ params, microbatch_size=2)
+  params, x = init_params(np.float32)["in"], two_views(5, np.float32)[0]
+  ones = jnp.ones((5, 8))
+  (actual,) = jax.linear_transpose(lambda p: split(p, x), params)(ones)
+  trees.assert_close(actual, x.T @ ones, 1e-6)
+
+
 def deep(params, x):
   for w in params:
     x = jnp.tanh(x @ w)
@@ -298,6 +385,51 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
   assert not report.inside
   # TPUs gather what is small by an all-reduce too.
   assert sum("f32[16,16]" in c.shape for c in report.operations) == 1
+
+
+def test_devices_add_up_cotangents_in_float32():
+  """Rows sorted by class, as in a file: what the devices have nearly cancels."""
+  rng = np.random.default_rng(0)
+  labels = np.repeat(2 * np.arange(8) - 6, 128)
+  x = jnp.asarray(rng.normal(size=(1024, 64)) + 1, jnp.bfloat16)
+  y = jnp.asarray(labels + rng.normal(size=1024) / 10, jnp.bfloat16)
+  params = jnp.asarray(np.ones(64) / 64, jnp.bfloat16)
+
+  def fun(params, x, y):
+    return jnp.mean((x @ params - y).astype(jnp.float32) ** 2)
+
+  split = microbatch(
+    fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, axis_name="data"
+  )
+  axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+  gradient = lambda params, x, y: jax.grad(split)(params, x, y)  # noqa: E731
+  mapped = jax.jit(jax.shard_map(gradient, mesh=make_mesh(8), **axes))
+  wide_params, wide_x, wide_y = (np.asarray(a, np.float64) for a in (params, x, y))
+  exact = 2 * wide_x.T @ (wide_x @ wide_params - wide_y) / 1024
+
+  def error(grads):
+    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
+
+  assert error(mapped(params, x, y)) < 1.2 * error(jax.grad(fun)(params, x, y))
+
+
+@pytest.mark.parametrize("word", ["max", "min"])
+def test_extremes_over_devices_have_their_derivative(word):
+  mesh, axes = make_mesh(4), {"in_specs": (P(), P("data")), "out_specs": P()}
+  of = {"max": jnp.max, "min": jnp.min}[word]
+
+  def fun(params, x):
+    return of(encode(params, x), axis=0)
+
+  split = in_parts(fun, reduction=word, num_microbatches=2, axis_name="data")
+  mapped = jax.shard_map(split, mesh=mesh, **axes)
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(16)[0]
+    for derivative in (jax.jacrev, jax.jacfwd):
+      expected, actual = (jax.jit(derivative(f))(params, x) for f in (fun, mapped))
+      trees.assert_close(actual, expected, 1e-12)
+    nan = x.at[3, 0].set(jnp.nan)
+    assert np.isnan(jax.jit(mapped)(params, nan)).all()
 
 
 @pytest.mark.parametrize("how", ["axis_name", "pcast", "neither"])

@@ -143,6 +143,17 @@ def test_devices_may_differ_in_what_they_skip(kind, spec, reduce_gradients):
   trees.assert_close(jax.device_get(moved), jax.device_get(expected), 1e-5)
 
 
+@pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
+def test_beside_an_axis_of_tensor_parallelism(kind):
+  mesh, tx = make_mesh(4, 2, kind=kind), optax.sgd(0.1)
+  params, batch = init_params(np.float32), make_batch(16, [0, 2, 4, 5, 15], np.float32)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, skip_empty=True, mesh=mesh, donate=False, **COUNT
+  )
+  _, _, metrics = step(params, tx.init(params), batch)
+  np.testing.assert_allclose(metrics["loss"], whole(params, batch)[0], rtol=1e-5)
+
+
 def test_a_loss_that_sends_something_is_run_by_all_or_none():
   def synchronized(params, batch):
     everywhere = lax.pmean(jnp.sum(jnp.where(batch["mask"] > 0, batch["y"], 0)), "data")
@@ -160,6 +171,29 @@ def test_a_loss_that_sends_something_is_run_by_all_or_none():
   mapped = jax.shard_map(split, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
   with pytest.raises(ValueError, match=r"sends something to other devices, .*: give axis_name"):
     mapped(params, batch)
+
+
+def test_a_mesh_within_the_loss_is_of_no_concern():
+  """Every device takes part in it, because all agree on what is empty. Sums over axes are, too."""
+  mesh, x = make_mesh(2), np.arange(16.0, dtype=np.float32).reshape(8, 2)
+
+  def fun(params, x):
+    total = jax.shard_map(
+      lambda x: lax.psum(jnp.sum(jax.nn.log_softmax(x), axis=(0, 1)), "data"),
+      mesh=mesh,
+      in_specs=P("data"),
+      out_specs=P(),
+    )(x)
+    return params * total / x.shape[0]
+
+  split = microbatch_value_and_grad(
+    fun, num_microbatches=2, weight_fn=lambda x: jnp.sum(x[:, 1] > 0), skip_empty=True
+  )
+  expected = microbatch_value_and_grad(
+    fun, num_microbatches=2, weight_fn=lambda x: jnp.sum(x[:, 1] > 0)
+  )
+  arguments = jnp.float32(1), jax.device_put(x, jax.NamedSharding(mesh, P()))
+  trees.assert_close(jax.jit(split)(*arguments), jax.jit(expected)(*arguments), 1e-6)
 
 
 def test_a_line_search_skips_too():
