@@ -6,7 +6,7 @@ from typing import Any, cast, Literal, ParamSpec, TypeVar
 
 from jax.typing import DTypeLike
 
-from optax_accum import _loss, _reduction_trees, _scan
+from optax_accum import _loss, _reduction_trees, _scan, _unsplit
 from optax_accum._across_devices import AxisName
 from optax_accum._recompute import RecomputedCall
 from optax_accum._reduction_trees import GradReductionTree, ReductionTree
@@ -127,7 +127,8 @@ def microbatch(
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
     run_fun = lambda *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
-    call = RecomputedCall(fun, run_fun, split, args, kwargs, collected=collected)
+    own = _unsplit.if_asked(split)
+    call = RecomputedCall(fun, run_fun, own, args, kwargs, collected=collected)
     return cast(Out, _scan.run(call, reductions).outputs)
 
   return microbatched
