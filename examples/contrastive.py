@@ -85,11 +85,14 @@ def main() -> None:
     parser.error(f"--batch {args.batch} is not 2 or more times --microbatch {args.microbatch}")
   if args.batch % DEVICES:
     parser.error(f"--batch {args.batch} is not a multiple of {DEVICES}, the number of devices")
+  if args.steps < 60 or args.batch < 64:
+    parser.error(f"--steps {args.steps} must be 60 or more, --batch {args.batch} 64 or more")
   if args.batch > TRAINING:
     parser.error(f"--batch {args.batch} is more than the {TRAINING} images to train on")
 
   images, rng = (load_digits().data / 16).astype(np.float32), np.random.default_rng(0)
   train, test = np.split(rng.permutation(images), [TRAINING])
+  # On a mesh each device runs on as many of its own rows.
   encode_in_parts = optax_accum.microbatch(
     encode, reduction="concat", batch_argnums=1, microbatch_size=args.microbatch
   )

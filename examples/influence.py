@@ -43,7 +43,8 @@ def loss_fn(params, x, y):
   return optax.softmax_cross_entropy_with_integer_labels(logits_fn(params, x), y).mean()
 
 
-# The gradient of every microbatch, on a new leading axis.
+# The gradient of every microbatch, on a new leading axis: in the order of the batch, because each
+# has one row. `jax.vmap` would hold the intermediate values of all rows at once.
 gradients = optax_accum.microbatch(
   jax.grad(loss_fn), reduction="stack", batch_argnums=(1, 2), microbatch_size=1
 )

@@ -97,9 +97,10 @@ FAILS = [
   ("contrastive.py", ("--microbatch", "512"), "--batch 512 is not 2 .* --microbatch 512"),
   (
     "contrastive.py",
-    ("--batch", "12", "--microbatch", "4"),
-    "--batch 12 is not a multiple of 8, the number of devices",
+    ("--batch", "68", "--microbatch", "4"),
+    "--batch 68 is not a multiple of 8, the number of devices",
   ),
+  ("contrastive.py", ("--steps", "20"), "--steps 20 must be 60 or more, --batch 512 64 or more.*"),
   ("contrastive.py", ("--batch", "1600"), "--batch 1600 is more than the 1347 images to train on"),
   (
     "large_vocabulary.py",
