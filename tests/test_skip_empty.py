@@ -82,6 +82,17 @@ def test_what_is_collected_has_zeros_and_a_carry_waits():
   assert np.isfinite(loss)
 
 
+def dealt(x, count, size=2, devices=1):
+  """As the docstring deals out the rows of a batch that is padded at its end."""
+  return np.moveaxis(x.reshape(count, devices, size, *x.shape[1:]), 0, 2).reshape(x.shape)
+
+
+def test_dealt_rows_fill_one_microbatch_of_all_devices_after_the_other():
+  rows = dealt(np.arange(24), 4, 3, devices=2).reshape(2, 12)  # of each device
+  for index in range(4):
+    assert set(rows[:, index::4].ravel()) == set(range(6 * index, 6 * index + 6))
+
+
 def test_one_program_does_the_work_of_what_it_holds():
   calls = []
 
@@ -97,10 +108,14 @@ def test_one_program_does_the_work_of_what_it_holds():
   jax.effects_barrier()
   with compiled.compilations() as compilations:
     for full in range(9):
-      calls.clear()
-      step(params, make_batch(16, [i for i in range(16) if i % 8 < full], np.float32))
-      jax.effects_barrier()
-      assert len(calls) == full
+      for batch in (
+        make_batch(16, [i for i in range(16) if i % 8 < full], np.float32),
+        jax.tree.map(lambda x: dealt(x, 8), make_batch(16, range(2 * full), np.float32)),
+      ):
+        calls.clear()
+        step(params, batch)
+        jax.effects_barrier()
+        assert len(calls) == full
   assert compilations == []
 
 
