@@ -72,6 +72,9 @@ def microbatch(
   and `axis_name`, or cast them before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise
   JAX reduces them in every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
 
+  What `fun` changes in place is lost, such as statistics of a flax nnx module. What is computed
+  again has no `jax.experimental.io_callback`; that is JAX's error.
+
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
     reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
@@ -96,7 +99,7 @@ def microbatch(
     accumulator_dtype: The dtype that sums and means are added up in, and the cotangents of what
       is not split. Default: their own dtype promoted with float32.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
-    unroll: As in `jax.lax.scan`.
+    unroll: As in `jax.lax.scan`. Above 1, differentiation keeps that many microbatches or more.
 
   Returns:
     A function with `fun`'s arguments, which returns `fun`'s outputs, reduced.
