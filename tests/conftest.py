@@ -9,13 +9,18 @@ os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
   + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 )
-if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-  # Twice as fast to compile. Newer versions have one way to emit loops, and no such flag.
-  os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 import hypothesis
 import jax
 import pytest
+
+# Half the time to compile. Newer versions have one way to emit loops, and no such flag; libtpu,
+# which reads the variable later, never had it.
+flags = os.environ["XLA_FLAGS"]
+if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+jax.devices()
+os.environ["XLA_FLAGS"] = flags
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
