@@ -284,3 +284,29 @@ def test_options_that_cannot_work(options, error, text):
 def test_under_jit():
   with pytest.raises(TypeError, match=r"traced arguments: call it outside jax\.jit"):
     jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(ZOO["mean"].call()[0])
+
+
+def test_zero_on_all_batches_is_not_ok():
+  def hinge(params, batch):
+    weight = jnp.asarray([1.0, 3.0, 1.0, 3.0])[batch["label"]]
+    margins = 1e3 + logits_of(params, batch)
+    return jnp.sum(weight * jax.nn.relu(1 - margins)) / jnp.sum(weight)
+
+  logits_of = lambda params, batch: zoo.logits(params, batch["x"])[:, 0]  # noqa: E731
+  report = check(Specimen(hinge, ("x", "label")))
+  assert report.verdict == "unknown"
+  assert "zero on all batches" in report.reason
+
+
+def test_a_gradient_that_cancels_is_rounding():
+  # Normalised twice: the gradient of what comes before is the rounding of larger ones.
+  normalised = lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6)  # noqa: E731
+
+  def loss(params, batch):
+    x = normalised(zoo.logits(params, batch["x"]))
+    x = normalised(x.reshape(-1, 2)).reshape(x.shape)
+    return jnp.mean((x @ params["v"].sum(0) - batch["y"]) ** 2)
+
+  with jax.numpy_rank_promotion("allow"):
+    report = check(Specimen(loss, XY))
+  assert report.ok, report

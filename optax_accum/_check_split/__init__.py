@@ -154,6 +154,8 @@ class _Call:
         error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
         raise
       return SplitReport(*finding)
+    if not outcomes:
+      return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
     compared = [
       (f"{name}; {_in_words(size, self.rows)}", runs.compare(whole, split))
       for name, whole, splits in outcomes

@@ -51,7 +51,7 @@ class Case:
 
   def in_parts(self, probe: Probe) -> Parts:
     first, rest = np.split(np.arange(self.rows), [self.cut])
-    whole = self.runs.whole(probe.args)
+    whole = self.runs.with_rounding(self.runs.whole(probe.args), probe.args)
     return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
 
   @functools.cached_property

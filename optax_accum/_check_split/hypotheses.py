@@ -236,9 +236,10 @@ def _share(points: Sequence[Parts]) -> float:
   for p in points:
     both = zip(p.whole.leaves, p.first.leaves, p.rest.leaves, p.whole.allowed(), strict=True)
     for w, a, b, allowed in both:
-      scale = max(allowed, 1e-300) ** 2
-      above += float(np.sum(np.real((w - b) * np.conj(a - b)))) / scale
-      below += float(np.sum(np.abs(a - b) ** 2)) / scale
+      scale = max(allowed, 1e-100)
+      step = (a - b) / scale
+      above += float(np.sum(np.real((w - b) / scale * np.conj(step))))
+      below += float(np.sum(np.abs(step) ** 2))
   return above / below if below else 0.5
 
 

@@ -69,6 +69,8 @@ ENCODE = (
 NOT_FINITE = (
   "The loss or its gradients are not finite on the whole batch: there is nothing to compare."
 )
+ALL_ZERO = "The loss and its gradients are zero on all batches: there is nothing to compare."
+OTHER_BATCH_TOO = "Give parameters and a batch for which the loss is not zero."
 OTHER_BATCH = "Give parameters and a batch for which they are."
 TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
 MORE_ROWS = "Give check_split 4 rows or more."

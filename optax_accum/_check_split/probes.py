@@ -66,6 +66,18 @@ def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
   return _mapped(args, argnums, moved)
 
 
+def nudge(args: Arguments, argnums: Sequence[int]) -> Arguments:
+  """The arguments with the last bits of those at `argnums` changed."""
+
+  def nudged(_: int, x: Any) -> Any:
+    if not np.issubdtype(x.dtype, np.inexact):
+      return x
+    steps = np.sin(1.0 + np.arange(x.size)).reshape(x.shape)
+    return (x * (1 + 2 * np.finfo(x.dtype).eps * np.sign(steps))).astype(x.dtype)
+
+  return _mapped(args, [i % len(args) for i in argnums], nudged)
+
+
 def with_noise(
   args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
 ) -> Arguments:
