@@ -310,3 +310,54 @@ def test_a_gradient_that_cancels_is_rounding():
   with jax.numpy_rank_promotion("allow"):
     report = check(Specimen(loss, XY))
   assert report.ok, report
+
+
+POSITIVE = {
+  **BATCH,
+  "y": np.linspace(1.0, 9.0, 8),
+  "mask": EVEN["mask"],
+  "lengths": EVEN["lengths"],
+}
+SPECIAL = np.array([101, 102])
+
+
+def mean_of_valid(valid):
+  """A mean over the entries that `valid` says of the batch."""
+
+  def loss(params, batch, *further):
+    is_valid = valid(batch, *further)
+    each = jnp.square(zoo.logits(params, batch["x"])[:, 0] - jnp.where(is_valid, batch["y"], 0))
+    return zoo.mean_where(each, is_valid, least=1)
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("valid", "mend", "further"),
+  [
+    (lambda b: b["y"] > 0, "batch['y'] > 0", ()),
+    (lambda b: b["y"] < 80, "batch['y'] < 80", ()),
+    (lambda b: ~jnp.isnan(b["y"]), "~jnp.isnan(batch['y'])", ()),
+    (lambda b: b["y"] != 7.0, "batch['y'] != 7", ()),
+    (lambda b: jnp.any(b["mask"] > 0.5, -1), "jnp.any(batch['mask'] != 0, axis=-1)", ()),
+    (lambda b, pad: b["lengths"] != pad, "batch['lengths'] != 777", (np.int32(777),)),
+    (lambda b: ~jnp.isin(b["lengths"], SPECIAL), "what the loss divides by", ()),
+  ],
+)
+def test_what_says_that_a_row_does_not_count(valid, mend, further):
+  uses = ("x", "y", "mask", "lengths")
+  report = check(Specimen(mean_of_valid(valid), uses, further=further), POSITIVE, batch_argnums=1)
+  assert report.verdict == "weighted", report
+  assert mend in report.mend, report
+
+
+def test_the_longest_row_and_masks_of_floats():
+  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"])  # noqa: E731
+  assert not check(Specimen(longest, (*XY, "lengths")), EVEN).ok
+
+  def where(params, batch):
+    each = zoo.cross_entropy(params, batch["tokens"], batch["targets"])
+    return jnp.mean(each, where=batch["mask"] > 0.5)
+
+  report = check(Specimen(where, ("tokens", "targets", "mask")), EVEN)
+  assert "jnp.sum(batch['mask'] > 0.5)" in report.mend, report

@@ -10,8 +10,18 @@ import jax
 
 from optax_accum import _roles, _rows
 from optax_accum._arguments import find_slots, names_or_positions, Slot
-from optax_accum._check_split import fixed_noise, hypotheses, loss_facts, mends, probes
+from optax_accum._check_split import (
+  fixed_noise,
+  hypotheses,
+  loss_facts,
+  mends,
+  noise_of_rows,
+  probes,
+)
+from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
+from optax_accum._check_split.loss_facts import Facts
+from optax_accum._check_split.noise_of_rows import Compared
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
 from optax_accum._microbatch import microbatch_value_and_grad
@@ -138,10 +148,11 @@ class _Call:
     sizes = self._sizes()
     runs = Runs(self._without_carry(), args, self._options(), sizes)
     with _noted(f"check_split ran it on the whole batch, {self.rows} rows."):
-      given, facts = runs.whole(args), loss_facts.facts(runs.traced(args))
+      given, facts = runs.whole(args), loss_facts.facts(runs.traced(args), self._values(args))
     batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
     facts = facts.with_integers(probes.negative_labels(args, batch))
-    changed = (args, batch, self.argnums, self.keys, self.rows, facts.integers, self.names)
+    numbers = facts.integers, facts.floats
+    changed = (args, batch, self.argnums, self.keys, self.rows, numbers, self.names)
     tried = list(probes.of_call(*changed))
     case = Case(runs, args, self.roles, self.argnums, self.rows, self.names, tried, facts)
     if not given.is_finite:
@@ -154,8 +165,6 @@ class _Call:
         error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
         raise
       return SplitReport(*finding)
-    if not outcomes:
-      return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
     compared = [
       (f"{name}; {_in_words(size, self.rows)}", runs.compare(whole, split))
       for name, whole, splits in outcomes
@@ -164,8 +173,24 @@ class _Call:
     batches = tuple(name for name, _, _ in outcomes)
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
+      for drawn in self._meet_in_noise(runs, args, facts):
+        return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches)
+      if not outcomes:
+        return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
       return SplitReport("ok", "", "", *compared[0], batches)
     return SplitReport(*hypotheses.explain(case), *wrong, batches)
+
+  def _meet_in_noise(self, runs: Runs, args: tuple[Any, ...], facts: Facts) -> list[Compared]:
+    """Where rows meet in what is drawn for them: in a denominator, or a permutation."""
+    keys = [*self.keys, *map(int, self.roles.carry)]
+    half = noise_of_rows.rows_of_a_half(facts.sizes)
+    if not (facts.draws and keys and half) or runs.sizes == [{"num_microbatches": 1}]:
+      return []
+    batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
+    with contextlib.suppress(Exception):  # a loss may take no other number of rows
+      found = noise_of_rows.compared(runs, args, batch, keys, self.rows, half)
+      return [c for c in found if not agree(c[1])]
+    return []
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""
@@ -176,6 +201,18 @@ class _Call:
     )
     args = probes.with_noise(args, self.keys, fixed_noise.LEVELS[0])
     return probes.with_noise(args, list(map(int, self.roles.carry)), fixed_noise.LEVELS[0], False)
+
+  def _values(self, args: tuple[Any, ...]) -> list[Value]:
+    """What is known of the arrays of the call."""
+    kinds: dict[Slot, str] = dict.fromkeys(self.roles.batch, "batch")
+    kinds.update(dict.fromkeys(self.argnums, "params"))
+    return [
+      Value(frozenset({kind}), constant(x).numbers if kind == "other" else None)
+      for i, arg in enumerate(args)
+      for kind in [kinds.get(i, "other")]
+      for x in jax.tree.leaves(arg)
+      if is_array(x)
+    ]
 
   def _options(self) -> dict[str, Any]:
     """The options of all runs: every argument by its position, and no carry."""

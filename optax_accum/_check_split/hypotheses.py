@@ -191,7 +191,7 @@ def _less(leaves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np
 
 def _weighted(case: Case) -> Finding | None:
   leaves = probes.batch_leaves(case.args, case.batch)
-  for weight in possible_weights.weights(leaves, case.names, case.facts.integers):
+  for weight in possible_weights.weights(leaves, case.names, case.facts):
     if all(_explains(case, weight.weight_fn, p) for p in case.parts) and case.mended(
       weight_fn=weight.weight_fn, reduction="mean"
     ):

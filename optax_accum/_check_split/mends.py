@@ -20,6 +20,15 @@ PASS_A_KEY = (
   "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
 )
+DRAWN = (
+  "Rows meet in what is drawn for them: the loss divides by what a drawn mask or weight comes to,"
+  " or permutes the rows. Where each row has the same noise in a microbatch as in the whole batch,"
+  " the two do not agree."
+)
+DRAW_OUTSIDE = (
+  "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
+  " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
+)
 PLACES = (
   "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
   " loss holds for each place in the batch."

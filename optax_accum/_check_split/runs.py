@@ -15,7 +15,9 @@ from optax_accum._microbatch import microbatch_value_and_grad
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.
 _OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")
-_MANY_UNITS = 20.0  # what the roundings of a loss may be, of what the last bit of parameters changes
+_MANY_UNITS = (
+  20.0  # what the roundings of a loss may be, of what the last bit of parameters changes
+)
 
 
 class Outcome(NamedTuple):

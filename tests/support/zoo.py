@@ -245,6 +245,30 @@ def noise_of_rows(params, batch, key):
   return mean(params, {**batch, "x": batch["x"] + noise})
 
 
+def drawn_tokens(params, batch, key):
+  """A mean over the tokens that a drawn mask chooses."""
+  drawn = jax.random.bernoulli(key, 0.15, batch["targets"].shape)
+  each = cross_entropy(params, batch["tokens"], batch["targets"])
+  return mean_where(each, drawn, least=1)
+
+
+def drawn_weights(params, batch, key):
+  """A mean whose weights are of times that are drawn."""
+  times = jax.random.uniform(key, batch["y"].shape, batch["y"].dtype)
+  return jnp.sum(per_row(params, batch) * times) / jnp.sum(times)
+
+
+def mixup(params, batch, key):
+  partner = jax.random.permutation(key, batch["x"].shape[0])
+  return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
+
+
+def noise_of_pairs(params, batch, key):
+  """Each row twice, one after the other, each with noise of its own."""
+  twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+  return dropout(params, twice, key)
+
+
 def closed_over_key(params, batch):
   return dropout(params, batch, KEY)
 
@@ -340,6 +364,7 @@ def targets(batch):
 XY, SUM = ("x", "y"), {"reduction": "sum"}
 TOKENS = ("tokens", "targets", "mask")
 SHARED = {"rng_argnums": ()}
+NOISY = {"options": {"rng_argnums": 2}, "further": (KEY,)}
 TOTALS = {"batch_argnums": 1, **SUM}
 CENTER = np.zeros(FEATURES)
 _ENCODED = Specimen(split_encoder, ("x",), options={"num_microbatches": 1})
@@ -408,6 +433,10 @@ ZOO = {
     closed_over_key, XY, "random", "rng_argnums=2", mended=_NAMED_KEY
   ),
   "noise of rows": Specimen(noise_of_rows, XY, options={"rng_argnums": 2}, further=(KEY,)),
+  "tokens drawn": Specimen(drawn_tokens, TOKENS, "coupled", "a weight_fn", **NOISY),
+  "weights drawn": Specimen(drawn_weights, XY, "coupled", "before the loss", **NOISY),
+  "mixup": Specimen(mixup, XY, "coupled", "the partner of each row", **NOISY),
+  "noise of pairs": Specimen(noise_of_pairs, XY, **NOISY),
   "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", mended=_NAMED_KEY),
   "several terms": Specimen(
     token_and_row_terms, (*XY, *TOKENS), "coupled", 'reduction="sum"', mended=_TERMS
