@@ -200,12 +200,21 @@ def test_aux():
   assert 'two aux reduced by "sum"' in report.mend
 
 
-def test_keys_in_a_carry_draw_the_same():
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
+def test_keys_in_a_carry_draw_the_same(key):
   def loss(params, batch, carry):
     key, again = jax.random.split(carry["key"])
     return zoo.dropout(params, batch, again), ({"key": key, "steps": carry["steps"] + 1}, None)
 
-  carry = {"key": KEY, "steps": jnp.zeros((), jnp.int32)}
+  carry = {"key": key, "steps": jnp.zeros((), jnp.int32)}
+  assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+
+
+def test_two_words_in_a_carry_that_are_no_key():
+  def loss(params, batch, carry):
+    return zoo.mean(params, batch), (carry + jnp.ones(2, jnp.uint32), None)
+
+  carry = jnp.zeros(2, jnp.uint32)
   assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
 
 

@@ -200,7 +200,15 @@ class _Call:
       for i, arg in enumerate(self.args)
     )
     args = probes.with_noise(args, self.keys, fixed_noise.LEVELS[0])
-    return probes.with_noise(args, list(map(int, self.roles.carry)), fixed_noise.LEVELS[0], False)
+    carries = list(map(int, self.roles.carry))
+    typed, raw = (probes.with_noise(args, carries, fixed_noise.LEVELS[0], x) for x in (False, True))
+    if not any(map(fixed_noise.may_be_raw_key, jax.tree.leaves([typed[i] for i in carries]))):
+      return typed
+    try:  # two words may be something else than a key, and then cannot be one
+      jax.eval_shape(lambda: self.fun(*raw))
+    except (TypeError, ValueError):
+      return typed
+    return raw
 
   def _values(self, args: tuple[Any, ...]) -> list[Value]:
     """What is known of the arrays of the call."""

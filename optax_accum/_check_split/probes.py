@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS
+from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS, may_be_raw_key
 
 Arguments = tuple[Any, ...]
 VARIED = ", all floats varied"  # ends the names of probes with other parameters and other floats
@@ -82,7 +82,8 @@ def with_noise(
   args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
 ) -> Arguments:
   """The arguments with keys at `argnums`, `raw` ones too, of which every draw is the same."""
-  return map_leaves(args, argnums, lambda _, x: fixed_keys(x, level) if raw or is_key(x) else x)
+  is_one = lambda x: is_key(x) or (raw and may_be_raw_key(x))  # noqa: E731
+  return map_leaves(args, argnums, lambda _, x: fixed_keys(x, level) if is_one(x) else x)
 
 
 def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
