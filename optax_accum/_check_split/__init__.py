@@ -11,6 +11,7 @@ import jax
 from optax_accum import _roles, _rows
 from optax_accum._arguments import find_slots, names_or_positions, Slot
 from optax_accum._check_split import (
+  bent,
   fixed_noise,
   hypotheses,
   loss_facts,
@@ -22,6 +23,7 @@ from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
 from optax_accum._check_split.loss_facts import Facts
 from optax_accum._check_split.noise_of_rows import Compared
+from optax_accum._check_split.probes import Probe
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
 from optax_accum._microbatch import microbatch_value_and_grad
@@ -175,6 +177,8 @@ class _Call:
     if wrong is None:
       for drawn in self._meet_in_noise(runs, args, facts):
         return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches)
+      if facts.has_kinks and self._is_bent(runs, args, tried):
+        return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, batches=batches)
       if not outcomes:
         return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
       return SplitReport("ok", "", "", *compared[0], batches)
@@ -191,6 +195,15 @@ class _Call:
       found = noise_of_rows.compared(runs, args, batch, keys, self.rows, half)
       return [c for c in found if not agree(c[1])]
     return []
+
+  def _is_bent(self, runs: Runs, args: tuple[Any, ...], tried: Sequence[Probe]) -> bool:
+    """Whether a maximum, or the like, is of what all rows come to."""
+    loss = bent.bent(runs.fun, self._kinds())
+    return Runs(loss, args, runs.options, runs.sizes[:1]).disagreement(tried)
+
+  def _kinds(self) -> dict[int, str]:
+    kinds = dict.fromkeys(map(int, self.roles.batch), "batch")
+    return {**kinds, **dict.fromkeys(self.argnums, "params")}
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""
@@ -212,8 +225,7 @@ class _Call:
 
   def _values(self, args: tuple[Any, ...]) -> list[Value]:
     """What is known of the arrays of the call."""
-    kinds: dict[Slot, str] = dict.fromkeys(self.roles.batch, "batch")
-    kinds.update(dict.fromkeys(self.argnums, "params"))
+    kinds = self._kinds()
     return [
       Value(frozenset({kind}), constant(x).numbers if kind == "other" else None)
       for i, arg in enumerate(args)

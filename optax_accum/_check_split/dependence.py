@@ -8,7 +8,8 @@ import numpy as np
 
 _FEW = 16  # entries of an array whose numbers are looked at one by one
 _KEEPS_NUMBERS = {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"}
-_CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint", "remat2"}
+# Calls of one jaxpr, whose inputs and outputs are those of the jaxpr.
+CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint", "remat2"}
 
 
 class Value(NamedTuple):
@@ -61,7 +62,7 @@ class _Walk:
       if eqn.primitive.name in _KEEPS_NUMBERS:
         everything = everything._replace(numbers=values[0].numbers)
       self.known.update(dict.fromkeys(eqn.outvars, everything))
-      if len(inner) == 1 and eqn.primitive.name in _CALLS:
+      if len(inner) == 1 and eqn.primitive.name in CALLS:
         of_inner = map(self.value, getattr(inner[0], "jaxpr", inner[0]).outvars)
         self.known.update(zip(eqn.outvars, of_inner, strict=True))
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._check_split import dependence
+from optax_accum._check_split import bent, dependence
 from optax_accum._check_split.dependence import Step, Value
 from optax_accum._check_split.fixed_noise import is_key
 
@@ -25,6 +25,7 @@ class Facts(NamedTuple):
   integers: tuple[int, ...]  # what may say that an entry does not count
   floats: tuple[float, ...]  # the same, in arrays of floats
   sizes: frozenset[int]  # of all axes
+  has_kinks: bool  # a maximum, or the like, of one number that the batch comes to
 
   def with_integers(self, others: Iterable[int]) -> "Facts":
     """The same, with what else may say so."""
@@ -46,6 +47,7 @@ def facts(jaxpr: Any, inputs: Sequence[Value]) -> Facts:
     tuple(dict.fromkeys([*_USUAL, *integers]))[:_MANY],
     tuple(dict.fromkeys(floats))[:_MANY],
     frozenset(n for s in steps for v in s.equation.outvars for n in getattr(v.aval, "shape", ())),
+    any(map(bent.is_kink, steps)),
   )
 
 

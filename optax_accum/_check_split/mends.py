@@ -29,6 +29,16 @@ DRAW_OUTSIDE = (
   "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
   " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
 )
+BENT = (
+  "The loss takes a maximum, an absolute value, or the like, of a number that the whole batch comes"
+  " to, such as a mean. On these batches all microbatches are on one side of where it bends; where"
+  " they are not, the loss is not that of the whole batch."
+)
+TWO_SUMS = (
+  "Bend each row's number in place of their mean. Or take the sums from"
+  ' microbatch(reduction="sum") inside a loss that runs on the whole batch (num_microbatches=1),'
+  " and bend what they come to there."
+)
 PLACES = (
   "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
   " loss holds for each place in the batch."

@@ -305,6 +305,20 @@ def root_mean_square(params, batch):
   return jnp.sqrt(mean(params, batch))
 
 
+def free_bits(params, batch):
+  return mean(params, batch) + jnp.maximum(jnp.mean(logits(params, batch["x"]) ** 2), 0.01)
+
+
+def capacity(params, batch):
+  return mean(params, batch) + jnp.abs(jnp.mean(logits(params, batch["x"]) ** 2) - 50)
+
+
+def free_bits_of_rows(params, batch):
+  """Of each row, one after the other, and of the parameters."""
+  each = jax.lax.map(lambda x: jnp.maximum(jnp.mean(logits(params, x) ** 2), 0.01), batch["x"])
+  return jnp.mean(each) + jnp.maximum(jnp.sum(params["w"] ** 2), 0.01)
+
+
 def dice(params, batch):
   p = jax.nn.sigmoid(logits(params, batch["tokens"])[..., 0])
   return 1 - 2 * jnp.sum(p * batch["mask"]) / (jnp.sum(p) + jnp.sum(batch["mask"]))
@@ -445,6 +459,9 @@ ZOO = {
   "regularised sum": Specimen(regularised_sum, XY, "sum", "mean over rows", mended=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
   "root mean square": Specimen(root_mean_square, XY, "coupled", "microbatch(encode"),
+  "free bits": Specimen(free_bits, XY, "coupled", 'microbatch(reduction="sum")'),
+  "capacity": Specimen(capacity, XY, "coupled", 'microbatch(reduction="sum")'),
+  "free bits of rows": Specimen(free_bits_of_rows, ("x",)),
   "dice": Specimen(dice, ("tokens", "mask"), "coupled", "microbatch(encode"),
   "load balance": Specimen(load_balance, XY, "coupled", "microbatch(encode"),
   "worst row": Specimen(worst_row, XY, "coupled", "microbatch(encode"),
