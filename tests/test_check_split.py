@@ -361,7 +361,7 @@ def test_what_says_that_a_row_does_not_count(valid, mend, further):
 
 
 def test_the_longest_row_and_masks_of_floats():
-  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"])  # noqa: E731
+  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"]).astype(float)  # noqa: E731
   assert not check(Specimen(longest, (*XY, "lengths")), EVEN).ok
 
   def where(params, batch):

@@ -21,9 +21,6 @@ from optax_accum._check_split import (
 )
 from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
-from optax_accum._check_split.loss_facts import Facts
-from optax_accum._check_split.noise_of_rows import Compared
-from optax_accum._check_split.probes import Probe
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
 from optax_accum._microbatch import microbatch_value_and_grad
@@ -40,10 +37,13 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
   A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs also
-  run on batches that differ from the given one: with masks inverted, labels of -1, 0 and what else
-  the loss compares with, or floats halved, each in a part of row 0; with rows drawn again; with
-  other parameters; and with floats that are all different. Such a batch on which the loss is not
-  finite is left out.
+  run on batches that differ from the given one: with masks inverted, labels and floats of -1, 0 and
+  what else the loss compares data with (NaN too), counts doubled, or floats halved, each in a part
+  of row 0, and with a row that is empty; with rows drawn again; with other parameters; and with
+  floats that are all different. Such a batch on which the loss is not finite, or zero with all its
+  gradients, is left out. Differences up to 1e-4 of a leaf and 1e-6 of the largest leaf (1e-9 and
+  1e-11 in float64) are taken for rounding, and more where the last bits of the parameters change as
+  much: a term that is smaller than that is not seen.
   Nothing is random: the same call gives the same report.
 
   ===============  ================================================================
@@ -61,13 +61,20 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ===============  ================================================================
 
   Noise is not compared. Keys that are named in `rng_argnums`, or threaded, are replaced by such of
-  which all draws are the same. A carry is not threaded: each microbatch gets the given one, and
-  what becomes of it is not compared. Nor is an aux under "stack" or "last". A loss that computes in
-  bfloat16 has that rounding; check it in float32.
+  which all draws are the same, and, where the loss draws and all agrees, by such whose draws follow
+  the rows: rows may meet in a drawn mask that the loss divides by, or in a permutation. Where all
+  agrees and the loss takes a maximum, an absolute value or the like of one number that the batch
+  comes to, it runs with that function bent too: the batches may all be on one side of a threshold.
+  A carry is not threaded: each microbatch gets the given one, and what becomes of it is not
+  compared. Nor is an aux under "stack" or "last". A loss that computes in bfloat16 has that
+  rounding; check it in float32.
 
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
-  says so by a number which neither the batch nor a comparison in the loss has; and, in a batch
-  whose rows are all alike, what only rows that differ much would show, as the balance of a router.
+  says so by a number which neither the batch nor a comparison in the loss has; a missing label that
+  makes the gradients NaN; a threshold of several means at once (an array of them); a count of what
+  is drawn in a loss that takes no other number of rows, or flattens rows before it draws; and, in a
+  batch whose rows are all alike, what only rows that differ much would show, as the balance of a
+  router.
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
@@ -175,31 +182,15 @@ class _Call:
     batches = tuple(name for name, _, _ in outcomes)
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
-      for drawn in self._meet_in_noise(runs, args, facts):
+      keys = [*self.keys, *map(int, self.roles.carry)]
+      for drawn in noise_of_rows.disagreements(case, keys):
         return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches)
-      if facts.has_kinks and self._is_bent(runs, args, tried):
+      if facts.has_kinks and bent.disagrees(runs, args, self._kinds(), tried):
         return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, batches=batches)
       if not outcomes:
         return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
       return SplitReport("ok", "", "", *compared[0], batches)
     return SplitReport(*hypotheses.explain(case), *wrong, batches)
-
-  def _meet_in_noise(self, runs: Runs, args: tuple[Any, ...], facts: Facts) -> list[Compared]:
-    """Where rows meet in what is drawn for them: in a denominator, or a permutation."""
-    keys = [*self.keys, *map(int, self.roles.carry)]
-    half = noise_of_rows.rows_of_a_half(facts.sizes)
-    if not (facts.draws and keys and half) or runs.sizes == [{"num_microbatches": 1}]:
-      return []
-    batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
-    with contextlib.suppress(Exception):  # a loss may take no other number of rows
-      found = noise_of_rows.compared(runs, args, batch, keys, self.rows, half)
-      return [c for c in found if not agree(c[1])]
-    return []
-
-  def _is_bent(self, runs: Runs, args: tuple[Any, ...], tried: Sequence[Probe]) -> bool:
-    """Whether a maximum, or the like, is of what all rows come to."""
-    loss = bent.bent(runs.fun, self._kinds())
-    return Runs(loss, args, runs.options, runs.sizes[:1]).disagreement(tried)
 
   def _kinds(self) -> dict[int, str]:
     kinds = dict.fromkeys(map(int, self.roles.batch), "batch")

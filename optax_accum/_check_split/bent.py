@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from optax_accum._check_split import dependence
 from optax_accum._check_split.dependence import Step
+from optax_accum._check_split.probes import Arguments, Probe
+from optax_accum._check_split.runs import Runs
 
 _KINKS = {"max", "min", "abs", "clamp", "sign"}
 
@@ -25,8 +27,18 @@ def is_kink(step: Step) -> bool:
   return _may_be_kink(step.equation) and {"params", "batch"} <= depends
 
 
-def bent(fun: Callable[..., Any], kinds: Mapping[int, str]) -> Callable[..., Any]:
-  """The loss, bent; `kinds` are "params" or "batch", by argument."""
+def disagrees(
+  runs: Runs, args: Arguments, kinds: Mapping[int, str], tried: Sequence[Probe]
+) -> bool:
+  """Whether microbatches of the bent loss do not give what the whole batch does.
+
+  `kinds` are "params" or "batch", by argument.
+  """
+  return Runs(_bent(runs.fun, kinds), args, runs.options, runs.sizes[:1]).disagreement(tried)
+
+
+def _bent(fun: Callable[..., Any], kinds: Mapping[int, str]) -> Callable[..., Any]:
+  """The loss, bent."""
 
   @functools.wraps(fun)
   def loss(*args: Any) -> Any:

@@ -7,6 +7,7 @@ along it: it may be another number of rows, as in pairs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import functools
 import math
 from typing import Any, TypeAlias
@@ -17,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._check_split import probes
+from optax_accum._check_split.case import Case
 from optax_accum._check_split.fixed_noise import is_key
 from optax_accum._check_split.probes import Arguments, Probe
 from optax_accum._check_split.report import LeafComparison
-from optax_accum._check_split.runs import Runs
+from optax_accum._check_split.runs import agree, Runs
 
 Compared: TypeAlias = tuple[str, tuple[LeafComparison, ...]]  # where, and the leaves
 _LEVELS = (0.1, 0.2, 0.3)  # what the draws start from
@@ -34,20 +36,28 @@ def rows_of_a_half(sizes: Iterable[int]) -> int | None:
   return next((p for p in _PRIMES if all(size % p for size in used)), None)
 
 
-def compared(
-  runs: Runs, args: Arguments, batch: Mapping[int, int], keys: Sequence[int], rows: int, half: int
-) -> Iterator[Compared]:
-  """The loss of twice `half` rows beside that of two microbatches, with draws that follow the rows.
+def disagreements(case: Case, keys: Sequence[int]) -> list[Compared]:
+  """Where a loss differs from two microbatches of it, with draws that follow the rows.
 
-  `keys` are the arguments whose keys are replaced.
+  `keys` are the arguments whose keys are replaced. A loss that takes no other number of rows does
+  not differ.
   """
-  slot, order = min(batch), list(batch)
-  calls = [_call(args, batch, keys, rows, half, level) for level in _LEVELS]
-  options = dict(runs.options)
+  half = rows_of_a_half(case.facts.sizes)
+  if not (case.facts.draws and keys and half) or case.runs.sizes == [{"num_microbatches": 1}]:
+    return []
+  with contextlib.suppress(Exception):
+    return [c for c in _compared(case, keys, half) if not agree(c[1])]
+  return []
+
+
+def _compared(case: Case, keys: Sequence[int], half: int) -> Iterator[Compared]:
+  """The loss of twice `half` rows beside that of two microbatches."""
+  slot, order = min(case.batch), list(case.batch)
+  calls = [_call(case.args, case.batch, keys, case.rows, half, level) for level in _LEVELS]
+  options = {**case.runs.options, "rng_argnums": ()}
   if options["weight_fn"] is not None:
     options["weight_fn"] = _of_pairs(options["weight_fn"], order.index(slot))
-  options["rng_argnums"] = ()
-  fun = _with_numbers(runs.fun, slot, keys)
+  fun = _with_numbers(case.runs.fun, slot, keys)
   split = Runs(fun, calls[0].args, options, [{"microbatch_size": half}])
   for name, whole, (parts,) in split.outcomes(calls):
     yield f"{name}; 2 microbatches of {half} rows", split.compare(whole, parts)
