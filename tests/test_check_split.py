@@ -200,12 +200,21 @@ def test_aux():
   assert 'two aux reduced by "sum"' in report.mend
 
 
-def test_keys_in_a_carry_draw_the_same():
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
+def test_keys_in_a_carry_draw_the_same(key):
   def loss(params, batch, carry):
     key, again = jax.random.split(carry["key"])
     return zoo.dropout(params, batch, again), ({"key": key, "steps": carry["steps"] + 1}, None)
 
-  carry = {"key": KEY, "steps": jnp.zeros((), jnp.int32)}
+  carry = {"key": key, "steps": jnp.zeros((), jnp.int32)}
+  assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+
+
+def test_two_words_in_a_carry_that_are_no_key():
+  def loss(params, batch, carry):
+    return zoo.mean(params, batch), (carry + jnp.ones(2, jnp.uint32), None)
+
+  carry = jnp.zeros(2, jnp.uint32)
   assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
 
 
@@ -284,3 +293,80 @@ def test_options_that_cannot_work(options, error, text):
 def test_under_jit():
   with pytest.raises(TypeError, match=r"traced arguments: call it outside jax\.jit"):
     jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(ZOO["mean"].call()[0])
+
+
+def test_zero_on_all_batches_is_not_ok():
+  def hinge(params, batch):
+    weight = jnp.asarray([1.0, 3.0, 1.0, 3.0])[batch["label"]]
+    margins = 1e3 + logits_of(params, batch)
+    return jnp.sum(weight * jax.nn.relu(1 - margins)) / jnp.sum(weight)
+
+  logits_of = lambda params, batch: zoo.logits(params, batch["x"])[:, 0]  # noqa: E731
+  report = check(Specimen(hinge, ("x", "label")))
+  assert report.verdict == "unknown"
+  assert "zero on all batches" in report.reason
+
+
+def test_a_gradient_that_cancels_is_rounding():
+  # Normalised twice: the gradient of what comes before is the rounding of larger ones.
+  normalised = lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6)  # noqa: E731
+
+  def loss(params, batch):
+    x = normalised(zoo.logits(params, batch["x"]))
+    x = normalised(x.reshape(-1, 2)).reshape(x.shape)
+    return jnp.mean((x @ params["v"].sum(0) - batch["y"]) ** 2)
+
+  with jax.numpy_rank_promotion("allow"):
+    report = check(Specimen(loss, XY))
+  assert report.ok, report
+
+
+POSITIVE = {
+  **BATCH,
+  "y": np.linspace(1.0, 9.0, 8),
+  "mask": EVEN["mask"],
+  "lengths": EVEN["lengths"],
+}
+SPECIAL = np.array([101, 102])
+
+
+def mean_of_valid(valid):
+  """A mean over the entries that `valid` says of the batch."""
+
+  def loss(params, batch, *further):
+    is_valid = valid(batch, *further)
+    each = jnp.square(zoo.logits(params, batch["x"])[:, 0] - jnp.where(is_valid, batch["y"], 0))
+    return zoo.mean_where(each, is_valid, least=1)
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("valid", "mend", "further"),
+  [
+    (lambda b: b["y"] > 0, "batch['y'] > 0", ()),
+    (lambda b: b["y"] < 80, "batch['y'] < 80", ()),
+    (lambda b: ~jnp.isnan(b["y"]), "~jnp.isnan(batch['y'])", ()),
+    (lambda b: b["y"] != 7.0, "batch['y'] != 7", ()),
+    (lambda b: jnp.any(b["mask"] > 0.5, -1), "jnp.any(batch['mask'] != 0, axis=-1)", ()),
+    (lambda b, pad: b["lengths"] != pad, "batch['lengths'] != 777", (np.int32(777),)),
+    (lambda b: ~jnp.isin(b["lengths"], SPECIAL), "what the loss divides by", ()),
+  ],
+)
+def test_what_says_that_a_row_does_not_count(valid, mend, further):
+  uses = ("x", "y", "mask", "lengths")
+  report = check(Specimen(mean_of_valid(valid), uses, further=further), POSITIVE, batch_argnums=1)
+  assert report.verdict == "weighted", report
+  assert mend in report.mend, report
+
+
+def test_the_longest_row_and_masks_of_floats():
+  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"]).astype(float)  # noqa: E731
+  assert not check(Specimen(longest, (*XY, "lengths")), EVEN).ok
+
+  def where(params, batch):
+    each = zoo.cross_entropy(params, batch["tokens"], batch["targets"])
+    return jnp.mean(each, where=batch["mask"] > 0.5)
+
+  report = check(Specimen(where, ("tokens", "targets", "mask")), EVEN)
+  assert "jnp.sum(batch['mask'] > 0.5)" in report.mend, report

@@ -10,7 +10,16 @@ import jax
 
 from optax_accum import _roles, _rows
 from optax_accum._arguments import find_slots, names_or_positions, Slot
-from optax_accum._check_split import fixed_noise, hypotheses, loss_facts, mends, probes
+from optax_accum._check_split import (
+  bent,
+  fixed_noise,
+  hypotheses,
+  loss_facts,
+  mends,
+  noise_of_rows,
+  probes,
+)
+from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
@@ -28,10 +37,13 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
   A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs also
-  run on batches that differ from the given one: with masks inverted, labels of -1, 0 and what else
-  the loss compares with, or floats halved, each in a part of row 0; with rows drawn again; with
-  other parameters; and with floats that are all different. Such a batch on which the loss is not
-  finite is left out.
+  run on batches that differ from the given one: with masks inverted, labels and floats of -1, 0 and
+  what else the loss compares data with (NaN too), counts doubled, or floats halved, each in a part
+  of row 0, and with a row that is empty; with rows drawn again; with other parameters; and with
+  floats that are all different. Such a batch on which the loss is not finite, or zero with all its
+  gradients, is left out. Differences up to 1e-4 of a leaf and 1e-6 of the largest leaf (1e-9 and
+  1e-11 in float64) are taken for rounding, and more where the last bits of the parameters change as
+  much: a term that is smaller than that is not seen.
   Nothing is random: the same call gives the same report.
 
   ===============  ================================================================
@@ -49,13 +61,20 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ===============  ================================================================
 
   Noise is not compared. Keys that are named in `rng_argnums`, or threaded, are replaced by such of
-  which all draws are the same. A carry is not threaded: each microbatch gets the given one, and
-  what becomes of it is not compared. Nor is an aux under "stack" or "last". A loss that computes in
-  bfloat16 has that rounding; check it in float32.
+  which all draws are the same, and, where the loss draws and all agrees, by such whose draws follow
+  the rows: rows may meet in a drawn mask that the loss divides by, or in a permutation. Where all
+  agrees and the loss takes a maximum, an absolute value or the like of one number that the batch
+  comes to, it runs with that function bent too: the batches may all be on one side of a threshold.
+  A carry is not threaded: each microbatch gets the given one, and what becomes of it is not
+  compared. Nor is an aux under "stack" or "last". A loss that computes in bfloat16 has that
+  rounding; check it in float32.
 
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
-  says so by a number which neither the batch nor a comparison in the loss has; and, in a batch
-  whose rows are all alike, what only rows that differ much would show, as the balance of a router.
+  says so by a number which neither the batch nor a comparison in the loss has; a missing label that
+  makes the gradients NaN; a threshold of several means at once (an array of them); a count of what
+  is drawn in a loss that takes no other number of rows, or flattens rows before it draws; and, in a
+  batch whose rows are all alike, what only rows that differ much would show, as the balance of a
+  router.
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
@@ -138,10 +157,11 @@ class _Call:
     sizes = self._sizes()
     runs = Runs(self._without_carry(), args, self._options(), sizes)
     with _noted(f"check_split ran it on the whole batch, {self.rows} rows."):
-      given, facts = runs.whole(args), loss_facts.facts(runs.traced(args))
+      given, facts = runs.whole(args), loss_facts.facts(runs.traced(args), self._values(args))
     batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
     facts = facts.with_integers(probes.negative_labels(args, batch))
-    changed = (args, batch, self.argnums, self.keys, self.rows, facts.integers, self.names)
+    numbers = facts.integers, facts.floats
+    changed = (args, batch, self.argnums, self.keys, self.rows, numbers, self.names)
     tried = list(probes.of_call(*changed))
     case = Case(runs, args, self.roles, self.argnums, self.rows, self.names, tried, facts)
     if not given.is_finite:
@@ -162,8 +182,19 @@ class _Call:
     batches = tuple(name for name, _, _ in outcomes)
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
+      keys = [*self.keys, *map(int, self.roles.carry)]
+      for drawn in noise_of_rows.disagreements(case, keys):
+        return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches)
+      if facts.has_kinks and bent.disagrees(runs, args, self._kinds(), tried):
+        return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, batches=batches)
+      if not outcomes:
+        return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
       return SplitReport("ok", "", "", *compared[0], batches)
     return SplitReport(*hypotheses.explain(case), *wrong, batches)
+
+  def _kinds(self) -> dict[int, str]:
+    kinds = dict.fromkeys(map(int, self.roles.batch), "batch")
+    return {**kinds, **dict.fromkeys(self.argnums, "params")}
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""
@@ -173,7 +204,26 @@ class _Call:
       for i, arg in enumerate(self.args)
     )
     args = probes.with_noise(args, self.keys, fixed_noise.LEVELS[0])
-    return probes.with_noise(args, list(map(int, self.roles.carry)), fixed_noise.LEVELS[0], False)
+    carries = list(map(int, self.roles.carry))
+    typed, raw = (probes.with_noise(args, carries, fixed_noise.LEVELS[0], x) for x in (False, True))
+    if not any(map(fixed_noise.may_be_raw_key, jax.tree.leaves([typed[i] for i in carries]))):
+      return typed
+    try:  # two words may be something else than a key, and then cannot be one
+      jax.eval_shape(lambda: self.fun(*raw))
+    except (TypeError, ValueError):
+      return typed
+    return raw
+
+  def _values(self, args: tuple[Any, ...]) -> list[Value]:
+    """What is known of the arrays of the call."""
+    kinds = self._kinds()
+    return [
+      Value(frozenset({kind}), constant(x).numbers if kind == "other" else None)
+      for i, arg in enumerate(args)
+      for kind in [kinds.get(i, "other")]
+      for x in jax.tree.leaves(arg)
+      if is_array(x)
+    ]
 
   def _options(self) -> dict[str, Any]:
     """The options of all runs: every argument by its position, and no carry."""

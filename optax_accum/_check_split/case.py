@@ -49,15 +49,16 @@ class Case:
     """The loss of some rows."""
     return self.runs.whole(probes.take_rows(args, self.batch, rows))
 
-  def in_parts(self, probe: Probe) -> Parts:
+  def in_parts(self, probe: Probe, whole: Outcome | None = None) -> Parts:
     first, rest = np.split(np.arange(self.rows), [self.cut])
-    whole = self.runs.whole(probe.args)
+    whole = whole or self.runs.with_rounding(self.runs.whole(probe.args), probe.args)
     return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
 
   @functools.cached_property
   def parts(self) -> list[Parts]:
-    """Of all probes that the loss can take."""
-    return [p for p in map(self.in_parts, self.probes) if p.whole.is_finite]
+    """Of all probes that tell something."""
+    wholes = {name: whole for name, whole, _ in self.outcomes}
+    return [self.in_parts(p, wholes[p.name]) for p in self.probes if p.name in wholes]
 
   @functools.cached_property
   def outcomes(self) -> list[tuple[str, Outcome, list[Outcome]]]:

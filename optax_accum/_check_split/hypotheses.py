@@ -191,7 +191,7 @@ def _less(leaves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np
 
 def _weighted(case: Case) -> Finding | None:
   leaves = probes.batch_leaves(case.args, case.batch)
-  for weight in possible_weights.weights(leaves, case.names, case.facts.integers):
+  for weight in possible_weights.weights(leaves, case.names, case.facts):
     if all(_explains(case, weight.weight_fn, p) for p in case.parts) and case.mended(
       weight_fn=weight.weight_fn, reduction="mean"
     ):
@@ -236,9 +236,10 @@ def _share(points: Sequence[Parts]) -> float:
   for p in points:
     both = zip(p.whole.leaves, p.first.leaves, p.rest.leaves, p.whole.allowed(), strict=True)
     for w, a, b, allowed in both:
-      scale = max(allowed, 1e-300) ** 2
-      above += float(np.sum(np.real((w - b) * np.conj(a - b)))) / scale
-      below += float(np.sum(np.abs(a - b) ** 2)) / scale
+      scale = max(allowed, 1e-100)
+      step = (a - b) / scale
+      above += float(np.sum(np.real((w - b) / scale * np.conj(step))))
+      below += float(np.sum(np.abs(step) ** 2))
   return above / below if below else 0.5
 
 

@@ -20,6 +20,25 @@ PASS_A_KEY = (
   "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
 )
+DRAWN = (
+  "Rows meet in what is drawn for them: the loss divides by what a drawn mask or weight comes to,"
+  " or permutes the rows. Where each row has the same noise in a microbatch as in the whole batch,"
+  " the two do not agree."
+)
+DRAW_OUTSIDE = (
+  "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
+  " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
+)
+BENT = (
+  "The loss takes a maximum, an absolute value, or the like, of a number that the whole batch comes"
+  " to, such as a mean. On these batches all microbatches are on one side of where it bends; where"
+  " they are not, the loss is not that of the whole batch."
+)
+TWO_SUMS = (
+  "Bend each row's number in place of their mean. Or take the sums from"
+  ' microbatch(reduction="sum") inside a loss that runs on the whole batch (num_microbatches=1),'
+  " and bend what they come to there."
+)
 PLACES = (
   "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
   " loss holds for each place in the batch."
@@ -69,6 +88,8 @@ ENCODE = (
 NOT_FINITE = (
   "The loss or its gradients are not finite on the whole batch: there is nothing to compare."
 )
+ALL_ZERO = "The loss and its gradients are zero on all batches: there is nothing to compare."
+OTHER_BATCH_TOO = "Give parameters and a batch for which the loss is not zero."
 OTHER_BATCH = "Give parameters and a batch for which they are."
 TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
 MORE_ROWS = "Give check_split 4 rows or more."

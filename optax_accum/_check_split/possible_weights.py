@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from optax_accum._check_split.fixed_noise import is_key
+from optax_accum._check_split.loss_facts import Facts
 from optax_accum._check_split.probes import BatchLeaf, is_integer, is_mask
 
 Count: TypeAlias = Callable[..., Any]
@@ -20,7 +21,7 @@ class Weight(NamedTuple):
 
 
 def weights(
-  leaves: Sequence[BatchLeaf], names: Mapping[int, str], integers: Sequence[int]
+  leaves: Sequence[BatchLeaf], names: Mapping[int, str], facts: Facts
 ) -> Iterator[Weight]:
   """The rows, and what each leaf of the batch may say that a row or a token counts."""
   yield Weight("weight_fn=None", None)
@@ -29,7 +30,7 @@ def weights(
     if is_key(leaf.value):
       continue
     for text, part in _parts(leaf):
-      for template, count in _counts(leaf.value, integers):
+      for template, count in _counts(leaf.value, facts):
         code = template.format(text.format(f"{names[leaf.argnum]}{leaf.path}"))
         yield Weight(f"weight_fn=lambda {parameters}: {code}", _of_leaf(leaf, order, part, count))
 
@@ -48,7 +49,7 @@ def _parts(leaf: BatchLeaf) -> Iterator[tuple[str, Count]]:
     yield "{}[..., :-1]", lambda x: x[..., :-1]
 
 
-def _counts(x: np.ndarray, integers: Sequence[int]) -> Iterator[tuple[str, Count]]:
+def _counts(x: np.ndarray, facts: Facts) -> Iterator[tuple[str, Count]]:
   """Ways to count the entries of a leaf that count, the likeliest first, in NumPy or JAX."""
   if x.dtype == bool:
     yield "jnp.sum({})", lambda x: x.sum()
@@ -62,13 +63,28 @@ def _counts(x: np.ndarray, integers: Sequence[int]) -> Iterator[tuple[str, Count
     yield "jnp.sum(jnp.any({} != 0, axis=-1))", lambda x: (x != 0).any(-1).sum()
   if is_integer(x):
     # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
-    for n in sorted(integers, key=lambda n: n == -1):
+    for n in sorted(facts.integers, key=lambda n: n == -1):
       if n == -1:
         yield "jnp.sum({} >= 0)", lambda x: (x >= 0).sum()
       yield f"jnp.sum({{}} != {n})", lambda x, n=n: (x != n).sum()
-    for n in integers:
+    for n in facts.integers:
       yield f"jnp.sum({{}} >= {n})", lambda x, n=n: (x >= n).sum()
       yield f"jnp.sum({{}} > {n})", lambda x, n=n: (x > n).sum()
       yield f"jnp.sum({{}} == {n})", lambda x, n=n: (x == n).sum()
   if not is_mask(x) and not np.iscomplexobj(x):
     yield "jnp.sum({})", lambda x: x.sum()
+  if np.issubdtype(x.dtype, np.floating):
+    yield from _counts_of_floats(facts.floats)
+
+
+def _counts_of_floats(numbers: Sequence[float]) -> Iterator[tuple[str, Count]]:
+  """Ways to count the floats that count."""
+  for n in numbers:
+    if np.isnan(n):
+      yield "jnp.sum(~jnp.isnan({}))", lambda x: (x == x).sum()
+      continue
+    yield f"jnp.sum({{}} != {n:g})", lambda x, n=n: (x != n).sum()
+    yield f"jnp.sum({{}} > {n:g})", lambda x, n=n: (x > n).sum()
+    yield f"jnp.sum({{}} >= {n:g})", lambda x, n=n: (x >= n).sum()
+    yield f"jnp.sum({{}} < {n:g})", lambda x, n=n: (x < n).sum()
+    yield f"jnp.sum({{}} <= {n:g})", lambda x, n=n: (x <= n).sum()

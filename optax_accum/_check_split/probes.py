@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS
+from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS, may_be_raw_key
 
 Arguments = tuple[Any, ...]
 VARIED = ", all floats varied"  # ends the names of probes with other parameters and other floats
@@ -50,7 +50,7 @@ def take_rows(args: Arguments, batch: Mapping[int, int], rows: Any) -> Arguments
   def take(argnum: int, x: Any) -> Any:
     return x[(slice(None),) * (batch[argnum] % x.ndim) + (rows,)]
 
-  return _mapped(args, batch, take)
+  return map_leaves(args, batch, take)
 
 
 def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
@@ -63,14 +63,27 @@ def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
     wave = np.sin(number * (1.0 + np.arange(x.size))).reshape(x.shape)
     return (x + 0.1 * size * wave).astype(x.dtype)
 
-  return _mapped(args, argnums, moved)
+  return map_leaves(args, argnums, moved)
+
+
+def nudge(args: Arguments, argnums: Sequence[int]) -> Arguments:
+  """The arguments with the last bits of those at `argnums` changed."""
+
+  def nudged(_: int, x: Any) -> Any:
+    if not np.issubdtype(x.dtype, np.inexact):
+      return x
+    steps = np.sin(1.0 + np.arange(x.size)).reshape(x.shape)
+    return (x * (1 + 2 * np.finfo(x.dtype).eps * np.sign(steps))).astype(x.dtype)
+
+  return map_leaves(args, [i % len(args) for i in argnums], nudged)
 
 
 def with_noise(
   args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
 ) -> Arguments:
   """The arguments with keys at `argnums`, `raw` ones too, of which every draw is the same."""
-  return _mapped(args, argnums, lambda _, x: fixed_keys(x, level) if raw or is_key(x) else x)
+  is_one = lambda x: is_key(x) or (raw and may_be_raw_key(x))  # noqa: E731
+  return map_leaves(args, argnums, lambda _, x: fixed_keys(x, level) if is_one(x) else x)
 
 
 def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
@@ -86,61 +99,87 @@ def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
   return args
 
 
+class Change(NamedTuple):
+  """What to change in row 0 of a leaf of the batch."""
+
+  name: str
+  leaf: BatchLeaf
+  new: Callable[[Any], Any]
+  is_whole: bool = False  # all of the row, and not all but the first entry of longer ones
+
+
 def of_call(
   args: Arguments,
   batch: Mapping[int, int],
   argnums: Sequence[int],
   keys: Sequence[int],
   rows: int,
-  integers: Sequence[int],
+  numbers: tuple[Sequence[int], Sequence[float]],
   names: Mapping[int, str],
 ) -> Iterator[Probe]:
   """The given call, and those with something changed.
 
-  `integers` are what may say that an entry does not count; `names` are those of the arguments.
+  `numbers` are the integers, and the floats, that may say that an entry does not count; `names`
+  are those of the arguments.
   """
   yield Probe("as given", args)
   yield Probe("parameters moved", move(args, argnums, 1))
   if keys:
     yield Probe("other noise", with_noise(args, keys, LEVELS[1]))
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
-  varied = vary(move(args, argnums, 1), batch)
-  for source, ending in ((args, ""), (varied, VARIED)):
+  varied = vary(args, batch)
+  is_varied = any(x is not y for x, y in zip(*map(jax.tree.leaves, (args, varied)), strict=True))
+  for source, ending in ((args, ""), (move(varied, argnums, 1), VARIED)):
     if ending:
-      yield Probe(f"as given{VARIED}", varied)
+      yield Probe(f"as given{VARIED}", source)
     yield Probe(f"rows drawn again{ending}", take_rows(source, batch, np.arange(rows) ** 2 // rows))
-    for name, change, leaf in _changes(source, batch, integers, names):
-      yield Probe(name + ending, _changed(source, leaf, change))
+    for leaf in batch_leaves(source, batch):
+      changes = list(_changes(leaf, f"{names[leaf.argnum]}{leaf.path}", *numbers))
+      # Where no float is varied, other parameters alone tell no more about each number.
+      for change in changes if is_varied or ending else changes[:1]:
+        yield Probe(change.name + ending, _changed(source, change))
 
 
 def _changes(
-  args: Arguments, batch: Mapping[int, int], integers: Sequence[int], names: Mapping[int, str]
-) -> Iterator[tuple[str, Callable[[Any], Any], BatchLeaf]]:
-  """What to change in row 0 of a leaf of the batch, and what that is called."""
-  for leaf in batch_leaves(args, batch):
-    name, x = f"{names[leaf.argnum]}{leaf.path}", leaf.value
-    if is_key(x):
-      continue
-    if is_mask(x):
-      yield f"{name} inverted in row 0", lambda x: x == 0, leaf
-    elif np.issubdtype(x.dtype, np.inexact):
-      yield f"{name} halved in row 0", lambda x: x / 2, leaf
-    if is_integer(x):
-      limits = np.iinfo(x.dtype)
-      for number in integers:
-        if limits.min <= number <= limits.max:
-          yield f"{name} = {number} in row 0", _constant(number), leaf
+  leaf: BatchLeaf, name: str, integers: Sequence[int], floats: Sequence[float]
+) -> Iterator[Change]:
+  """What to change in row 0 of a leaf, which is called `name`."""
+  x = leaf.value
+  if is_key(x):
+    return
+  if is_mask(x):
+    yield Change(f"{name} inverted in row 0", leaf, lambda x: x == 0)
+  elif np.issubdtype(x.dtype, np.inexact):
+    yield Change(f"{name} halved in row 0", leaf, lambda x: x / 2)
+  if is_integer(x):
+    limits = np.iinfo(x.dtype)
+    for integer in integers:
+      if limits.min <= integer <= limits.max:
+        yield Change(f"{name} = {integer} in row 0", leaf, _constant(integer))
+    if not is_mask(x):
+      yield Change(f"{name} doubled in row 0", leaf, lambda x: x * 2)
+  elif np.issubdtype(x.dtype, np.floating):
+    for number in floats:
+      yield Change(f"{name} = {number:g} in row 0", leaf, _constant(number))
+  if _has_longer_rows(leaf):
+    empty = next((n for n in integers if n not in (0, -1)), 0) if is_integer(x) else 0
+    yield Change(f"{name} = {empty} in all of row 0", leaf, _constant(empty), True)
 
 
 def vary(args: Arguments, batch: Mapping[int, int]) -> Arguments:
-  """The arguments with each float of the batch made smaller, by factors that are all different."""
+  """The arguments with each float of the batch made smaller, by factors that are all different.
+
+  Masks of floats stay as they are, unless there are no other floats.
+  """
+  floats = [x for *_, x in batch_leaves(args, batch) if _is_inexact(x)]
+  no_others = all(map(is_mask, floats))
 
   def varied(_: int, x: Any) -> Any:
-    if is_key(x) or not np.issubdtype(x.dtype, np.inexact):
+    if not _is_inexact(x) or (is_mask(x) and not no_others):
       return x
     return (x * (0.6 + 0.4 * np.sin(1.7 * np.arange(x.size))).reshape(x.shape)).astype(x.dtype)
 
-  return _mapped(args, batch, varied)
+  return map_leaves(args, batch, varied)
 
 
 def negative_labels(args: Arguments, batch: Mapping[int, int]) -> list[int]:
@@ -159,16 +198,27 @@ def is_integer(x: np.ndarray) -> bool:
   return np.issubdtype(x.dtype, np.integer)
 
 
-def _constant(number: int) -> Callable[[Any], Any]:
+def _constant(number: float) -> Callable[[Any], Any]:
   return lambda x: np.full_like(x, number)
 
 
-def _changed(args: Arguments, leaf: BatchLeaf, change: Callable[[Any], Any]) -> Arguments:
+def _is_inexact(x: Any) -> bool:
+  return not is_key(x) and bool(np.issubdtype(x.dtype, np.inexact))
+
+
+def _has_longer_rows(leaf: BatchLeaf) -> bool:
+  """Whether the entries of a row can be told apart."""
+  row = np.moveaxis(leaf.value, leaf.axis, 0)[:1]
+  return bool(row.ndim > 1 and row.shape[-1] > 1)
+
+
+def _changed(args: Arguments, change: Change) -> Arguments:
   """The arguments with row 0 of a leaf changed, but for the first entry of longer rows."""
+  leaf = change.leaf
   new = np.array(leaf.value)
   row = np.moveaxis(new, leaf.axis, 0)[:1]
-  part = row[..., 1:] if row.ndim > 1 and row.shape[-1] > 1 else row
-  part[...] = change(part).astype(new.dtype)
+  part = row[..., 1:] if _has_longer_rows(leaf) and not change.is_whole else row
+  part[...] = change.new(part).astype(new.dtype)
   return _with_leaf(args, leaf, new)
 
 
@@ -179,7 +229,7 @@ def _with_leaf(args: Arguments, leaf: BatchLeaf, value: Any) -> Arguments:
   return (*args[: leaf.argnum], treedef.unflatten(leaves), *args[leaf.argnum + 1 :])
 
 
-def _mapped(args: Arguments, argnums: Any, fun: Callable[[int, Any], Any]) -> Arguments:
+def map_leaves(args: Arguments, argnums: Any, fun: Callable[[int, Any], Any]) -> Arguments:
   """The arguments with `fun` of every leaf of those at `argnums`."""
   return tuple(
     jax.tree.map(lambda leaf, i=i: fun(i, leaf), x) if i in argnums else x

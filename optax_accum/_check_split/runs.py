@@ -9,12 +9,15 @@ import numpy as np
 
 from optax_accum import _reduction_trees, _validate
 from optax_accum._check_split.fixed_noise import is_key
-from optax_accum._check_split.probes import Arguments, Probe
+from optax_accum._check_split.probes import Arguments, nudge, Probe
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatch import microbatch_value_and_grad
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.
 _OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")
+_MANY_UNITS = (
+  20.0  # what the roundings of a loss may be, of what the last bit of parameters changes
+)
 
 
 class Outcome(NamedTuple):
@@ -23,10 +26,16 @@ class Outcome(NamedTuple):
   loss: Any
   aux: Any
   grads: Any
+  rounding: tuple[float, ...] = ()  # of each of `leaves`, where it was measured
 
   @property
   def is_finite(self) -> bool:
     return all(bool(np.all(np.isfinite(x))) for x in jax.tree.leaves((self.loss, self.grads)))
+
+  @property
+  def is_zero(self) -> bool:
+    """Whether loss and gradients are all zero, which those of a wrong split may be too."""
+    return not any(bool(np.any(x)) for x in jax.tree.leaves((self.loss, self.grads)))
 
   @property
   def leaves(self) -> list[np.ndarray]:
@@ -39,8 +48,10 @@ class Outcome(NamedTuple):
     coarsest = max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
     tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
     sizes = [_largest(x) for x in self.leaves]
-    # Where a gradient is zero but for rounding, that is the rounding of what cancelled.
-    return [tolerance * max(size, 1e-3 * max(sizes)) for size in sizes]
+    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
+    # many units of what was added up: 1e-6 of the largest leaf in float32.
+    allowed = [tolerance * max(size, 1e-2 * max(sizes)) for size in sizes]
+    return list(map(max, allowed, self.rounding or allowed))
 
   def fits(self, leaves: Sequence[np.ndarray]) -> bool:
     """Whether loss and gradients are these, but for rounding."""
@@ -60,6 +71,8 @@ class Runs:
     same_loss: "Runs | None" = None,
   ):
     self.fun, self.options, self.sizes, self._args = fun, options, sizes, args
+    argnums = options["argnums"]
+    self._argnums = [argnums] if isinstance(argnums, int) else list(argnums)
     if same_loss is None:
       whole = {name: x for name, x in options.items() if name not in _OF_MICROBATCHES}
       self._whole_fun = self._of_arrays(num_microbatches=1, **whole)
@@ -101,12 +114,23 @@ class Runs:
     """The loss on all rows at once: of the batch, or of a part of it."""
     return self._outcome(self._whole, args)
 
+  def with_rounding(self, whole: Outcome, args: Arguments) -> Outcome:
+    """The same, with how much of it parameters change that differ in their last bit alone."""
+    nudged = self._outcome(self._whole, nudge(args, self._argnums))
+    both = zip(whole.leaves, nudged.leaves, strict=True)
+    return whole._replace(rounding=tuple(_MANY_UNITS * _largest(x - y) for x, y in both))
+
   def outcomes(self, probes: Sequence[Probe]) -> Iterator[tuple[str, Outcome, list[Outcome]]]:
-    """Of each probe that the loss can take: its name, the whole batch's, and each split's."""
+    """Of each probe that tells something: its name, the whole batch's, and each split's."""
     for probe in probes:
       whole = self.whole(probe.args)
-      if whole.is_finite:
-        yield probe.name, whole, [self._outcome(split, probe.args) for split in self._splits]
+      if not whole.is_finite:
+        continue
+      splits = [self._outcome(split, probe.args) for split in self._splits]
+      if not all(whole.fits(split.leaves) for split in splits):
+        whole = self.with_rounding(whole, probe.args)
+      if not all(outcome.is_zero for outcome in (whole, *splits)):
+        yield probe.name, whole, splits
 
   def compare(self, whole: Outcome, split: Outcome) -> tuple[LeafComparison, ...]:
     """The loss, the gradients and the aux of the whole batch beside those of microbatches."""

@@ -245,6 +245,30 @@ def noise_of_rows(params, batch, key):
   return mean(params, {**batch, "x": batch["x"] + noise})
 
 
+def drawn_tokens(params, batch, key):
+  """A mean over the tokens that a drawn mask chooses."""
+  drawn = jax.random.bernoulli(key, 0.15, batch["targets"].shape)
+  each = cross_entropy(params, batch["tokens"], batch["targets"])
+  return mean_where(each, drawn, least=1)
+
+
+def drawn_weights(params, batch, key):
+  """A mean whose weights are of times that are drawn."""
+  times = jax.random.uniform(key, batch["y"].shape, batch["y"].dtype)
+  return jnp.sum(per_row(params, batch) * times) / jnp.sum(times)
+
+
+def mixup(params, batch, key):
+  partner = jax.random.permutation(key, batch["x"].shape[0])
+  return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
+
+
+def noise_of_pairs(params, batch, key):
+  """Each row twice, one after the other, each with noise of its own."""
+  twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+  return dropout(params, twice, key)
+
+
 def closed_over_key(params, batch):
   return dropout(params, batch, KEY)
 
@@ -279,6 +303,20 @@ def kl_batchmean(params, batch):
 
 def root_mean_square(params, batch):
   return jnp.sqrt(mean(params, batch))
+
+
+def free_bits(params, batch):
+  return mean(params, batch) + jnp.maximum(jnp.mean(logits(params, batch["x"]) ** 2), 0.01)
+
+
+def capacity(params, batch):
+  return mean(params, batch) + jnp.abs(jnp.mean(logits(params, batch["x"]) ** 2) - 50)
+
+
+def free_bits_of_rows(params, batch):
+  """Of each row, one after the other, and of the parameters."""
+  each = jax.lax.map(lambda x: jnp.maximum(jnp.mean(logits(params, x) ** 2), 0.01), batch["x"])
+  return jnp.mean(each) + jnp.maximum(jnp.sum(params["w"] ** 2), 0.01)
 
 
 def dice(params, batch):
@@ -340,6 +378,7 @@ def targets(batch):
 XY, SUM = ("x", "y"), {"reduction": "sum"}
 TOKENS = ("tokens", "targets", "mask")
 SHARED = {"rng_argnums": ()}
+NOISY = {"options": {"rng_argnums": 2}, "further": (KEY,)}
 TOTALS = {"batch_argnums": 1, **SUM}
 CENTER = np.zeros(FEATURES)
 _ENCODED = Specimen(split_encoder, ("x",), options={"num_microbatches": 1})
@@ -408,6 +447,10 @@ ZOO = {
     closed_over_key, XY, "random", "rng_argnums=2", mended=_NAMED_KEY
   ),
   "noise of rows": Specimen(noise_of_rows, XY, options={"rng_argnums": 2}, further=(KEY,)),
+  "tokens drawn": Specimen(drawn_tokens, TOKENS, "coupled", "a weight_fn", **NOISY),
+  "weights drawn": Specimen(drawn_weights, XY, "coupled", "before the loss", **NOISY),
+  "mixup": Specimen(mixup, XY, "coupled", "the partner of each row", **NOISY),
+  "noise of pairs": Specimen(noise_of_pairs, XY, **NOISY),
   "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", mended=_NAMED_KEY),
   "several terms": Specimen(
     token_and_row_terms, (*XY, *TOKENS), "coupled", 'reduction="sum"', mended=_TERMS
@@ -416,6 +459,9 @@ ZOO = {
   "regularised sum": Specimen(regularised_sum, XY, "sum", "mean over rows", mended=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
   "root mean square": Specimen(root_mean_square, XY, "coupled", "microbatch(encode"),
+  "free bits": Specimen(free_bits, XY, "coupled", 'microbatch(reduction="sum")'),
+  "capacity": Specimen(capacity, XY, "coupled", 'microbatch(reduction="sum")'),
+  "free bits of rows": Specimen(free_bits_of_rows, ("x",)),
   "dice": Specimen(dice, ("tokens", "mask"), "coupled", "microbatch(encode"),
   "load balance": Specimen(load_balance, XY, "coupled", "microbatch(encode"),
   "worst row": Specimen(worst_row, XY, "coupled", "microbatch(encode"),
