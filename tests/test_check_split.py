@@ -1,8 +1,10 @@
 """`check_split`: the right verdict for each of a zoo of losses, and a mend that mends."""
 
 import inspect
+from typing import Any, NamedTuple
 
 import flax.linen
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,6 +55,29 @@ def test_a_batch_that_hides_it(name):
   value, _ = jax.value_and_grad(specimen.fun)(*specimen.call(EVEN))
   split, _ = microbatch_value_and_grad(specimen.fun, num_microbatches=2)(*specimen.call(EVEN))
   np.testing.assert_allclose(split, value, rtol=1e-4)  # comparing them alone would say ok
+
+
+class Rows(NamedTuple):
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@flax.struct.dataclass
+class Struct:
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@pytest.mark.parametrize("kind", [Rows, Struct])
+def test_the_mend_names_fields_as_python_does(kind):
+  params, batch = ZOO["token mean"].call()
+  loss = lambda params, batch: zoo.token_mean(params, vars_of(batch))  # noqa: E731
+  vars_of = lambda batch: {k: getattr(batch, k) for k in zoo.TOKENS}  # noqa: E731
+  report = check_split(loss, params, kind(**batch))
+  assert report.mend == "weight_fn=lambda batch: jnp.sum(batch.mask)"
+  assert "batch.tokens halved in row 0" in report.batches
 
 
 def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
