@@ -149,11 +149,13 @@ class _Call:
     try:
       outcomes = case.outcomes
     except Exception as error:
-      finding = hypotheses.unsplit(case)
+      finding = hypotheses.of_error(case)
       if finding is None:
-        error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
+        failed = next((s for s in sizes if not case.with_sizes([s]).runs_well), sizes[0])
+        size = _in_words(failed, self.rows)
+        error.add_note(f"check_split ran it in {size}; on all {self.rows} rows it ran.")
         raise
-      return SplitReport(*finding)
+      return SplitReport(*finding[:3])
     compared = [
       (f"{name}; {_in_words(size, self.rows)}", runs.compare(whole, split))
       for name, whole, splits in outcomes
@@ -163,7 +165,7 @@ class _Call:
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
       return SplitReport("ok", "", "", *compared[0], batches)
-    return SplitReport(*hypotheses.explain(case), *wrong, batches)
+    return SplitReport(*hypotheses.explain(case)[:3], *wrong, batches)
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""

@@ -2,11 +2,20 @@
 
 import dataclasses
 import textwrap
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 Verdict: TypeAlias = Literal[
   "ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit", "unknown"
 ]
+
+
+class Finding(NamedTuple):
+  """What is wrong, why that is known, and what to do about it."""
+
+  verdict: Verdict
+  reason: str
+  mend: str
+  mended: Any = None  # the `Case` with the mend, whose loss and gradients agree
 
 
 class LeafComparison(NamedTuple):
