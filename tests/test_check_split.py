@@ -116,7 +116,36 @@ def test_the_table():
   assert "grads['w']" in text
   assert "differs" in text
   assert "mend: weight_fn=lambda batch: jnp.sum(batch['mask'])" in text
-  assert "same for: as given, parameters moved" in str(check(ZOO["mean"]))
+  assert "same for: as given; parameters moved" in str(check(ZOO["mean"]))
+
+
+def test_the_table_folds_what_agrees():
+  def loss(params, batch):
+    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"])
+
+  params, batch = ZOO["mean"].call()
+  params = {"p": params, "s": jnp.ones(()), "many": [jnp.ones(())] * 7}
+  text = str(check_split(loss, params, batch))
+  assert "and 12 leaves that agree" in text
+  assert "grads" not in text.partition("the same for")[0]
+
+
+def test_batches_that_are_left_out():
+  def loss(params, batch):
+    each = jnp.sqrt(batch["label"].astype(params["w"].dtype)) * zoo.per_row(params, batch)
+    return jnp.mean(each)
+
+  report = check(Specimen(loss, (*XY, "label")))
+  assert report.ok
+  assert report.left_out
+  assert all("= -1" in name for name in report.left_out)
+  assert f"left out, as the loss is not finite: {len(report.left_out)} batches" in str(report)
+
+
+def test_an_argument_that_has_as_many_rows_by_chance():
+  report = check(ZOO["labels apart"])
+  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
+  assert report.mend.endswith("  batch_argnums=1")
 
 
 def test_it_gives_the_same_report_again():

@@ -23,7 +23,9 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
 
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
   `microbatch_value_and_grad` does with these options, and compares loss, gradients and aux leaf by
-  leaf, in float32 (float64 where x64 is enabled). For a test, or a notebook, with a small batch::
+  leaf, in float32 (float64 where x64 is enabled). A difference of 1e-4 of a leaf's largest number
+  is taken for rounding (1e-9 in float64), and so is a smaller part of the loss that splits badly,
+  such as a z-loss. For a test, or a notebook, with a small batch::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
@@ -43,7 +45,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ``coupled``      rows meet each other beyond what one weight explains: contrastive
                    losses, batch statistics, several denominators
   ``random``       the loss is no function of its arguments, or microbatches share noise
-  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with
+  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with, as the
+                   scales of layers in 8 bits
   ``unsplit``      an argument that has the batch's rows is not split
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
@@ -52,6 +55,16 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   which all draws are the same. A carry is not threaded: each microbatch gets the given one, and
   what becomes of it is not compared. Nor is an aux under "stack" or "last". A loss that computes in
   bfloat16 has that rounding; check it in float32.
+
+  A mend by options was run: loss and gradients agree with it, and what an aux still needs is on a
+  line of its own. Where the defaults refuse the call (``random`` and ``unsplit`` without a table)
+  nothing was run, and the loss may have another defect: check again with the mend. That of
+  ``unsplit`` has two ways out where an argument may merely have as many rows as the batch, which an
+  odd number of rows in the check makes unlikely.
+
+  Layers in 8 bits round cotangents, and those of a mean over fewer rows are larger. So gradients
+  differ with the number of microbatches, unless the loss is a sum over rows that is divided by all
+  rows of the batch: the mend of ``overwritten``.
 
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
   says so by a number which neither the batch nor a comparison in the loss has; and, in a batch
@@ -71,7 +84,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   Raises:
     ValueError: The batch has no arrays or one row, or the options split nothing.
     TypeError: An option that there is not, or traced arguments.
-    Exception: What the loss raises, with a note that says on how many rows it did.
+    Exception: What the loss raises, with a note that says on how many rows it did. A loss that
+      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a mend.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -121,7 +135,8 @@ class _Call:
       except ValueError as error:
         found = _roles.with_rows(self.roles, {self.rows})
         batch = tuple(sorted(int(slot) for slot in {*self.roles.batch, *dict(found)}))
-        return SplitReport("unsplit", str(error), f"batch_argnums={batch}")
+        mend = mends.split_too(batch, [int(slot) for slot in self.roles.batch])
+        return SplitReport("unsplit", str(error), mend)
     if self.split.rng_argnums is None:
       try:
         _roles.refuse_keys(self.roles)
@@ -162,10 +177,11 @@ class _Call:
       for size, split in zip(sizes, splits, strict=True)
     ]
     batches = tuple(name for name, _, _ in outcomes)
+    left_out = tuple(probe.name for probe in tried if probe.name not in batches)
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
-      return SplitReport("ok", "", "", *compared[0], batches)
-    return SplitReport(*hypotheses.explain(case)[:3], *wrong, batches)
+      return SplitReport("ok", "", "", *compared[0], batches, left_out)
+    return SplitReport(*hypotheses.explain(case)[:3], *wrong, batches, left_out)
 
   def _prepared(self) -> tuple[Any, ...]:
     """The arguments in the dtypes of the check, and with fixed noise."""

@@ -108,6 +108,16 @@ def unsplit(slots: Sequence[int], rows: int) -> str:
   )
 
 
+def split_too(slots: Sequence[int], given: Sequence[int]) -> str:
+  """The options that split these arguments, or only those that are split already."""
+  more = " and ".join(str(slot) for slot in slots if slot not in given)
+  return (
+    f"batch_argnums={tuple(slots)}\n"
+    f"or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
+    f"  batch_argnums={one_or_more(given)}"
+  )
+
+
 def groups(rows: int, part: int, error: Exception) -> str:
   """Why rows are said to belong in groups."""
   what = str(error).strip().partition("\n")[0]
