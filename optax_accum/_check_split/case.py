@@ -49,15 +49,16 @@ class Case:
     """The loss of some rows."""
     return self.runs.whole(probes.take_rows(args, self.batch, rows))
 
-  def in_parts(self, probe: Probe) -> Parts:
+  def in_parts(self, probe: Probe, whole: Outcome | None = None) -> Parts:
     first, rest = np.split(np.arange(self.rows), [self.cut])
-    whole = self.runs.whole(probe.args)
+    whole = whole or self.runs.whole(probe.args)
     return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
 
   @functools.cached_property
   def parts(self) -> list[Parts]:
     """Of all probes that the loss can take."""
-    return [p for p in map(self.in_parts, self.probes) if p.whole.is_finite]
+    parts = (self.in_parts(probe, self.runs.whole_of(probe)) for probe in self.probes)
+    return [p for p in parts if p.whole.is_finite]
 
   @functools.cached_property
   def outcomes(self) -> list[tuple[str, Outcome, list[Outcome]]]:

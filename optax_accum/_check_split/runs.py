@@ -66,8 +66,10 @@ class Runs:
         whole |= {"aux_reduction": "last", "concat_axis": None}
       self._whole_fun = self._of_arrays(num_microbatches=1, **whole)
       self._whole = jax.jit(self._whole_fun)
+      self._known: dict[int, tuple[Probe, Outcome]] = {}
     else:
       self._whole_fun, self._whole = same_loss._whole_fun, same_loss._whole
+      self._known = same_loss._known
     self._splits = [jax.jit(self._of_arrays(**size, **options)) for size in sizes]
 
   def with_options(self, **changes: Any) -> "Runs":
@@ -103,10 +105,16 @@ class Runs:
     """The loss on all rows at once: of the batch, or of a part of it."""
     return self._outcome(self._whole, args)
 
+  def whole_of(self, probe: Probe) -> Outcome:
+    """The same of a probe, which is run once, however it is split."""
+    if id(probe) not in self._known:
+      self._known[id(probe)] = probe, self.whole(probe.args)  # kept, so that no other has its id
+    return self._known[id(probe)][1]
+
   def outcomes(self, probes: Sequence[Probe]) -> Iterator[tuple[str, Outcome, list[Outcome]]]:
     """Of each probe that the loss can take: its name, the whole batch's, and each split's."""
     for probe in probes:
-      whole = self.whole(probe.args)
+      whole = self.whole_of(probe)
       if whole.is_finite:
         yield probe.name, whole, [self._outcome(split, probe.args) for split in self._splits]
 
