@@ -1,16 +1,21 @@
 """`check_split`: the right verdict for each of a zoo of losses, and a mend that mends."""
 
+import functools
 import inspect
+import re
+from typing import Any, NamedTuple
 
 import flax.linen
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import trees, zoo
 from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 
-from optax_accum import check_split, microbatch_value_and_grad
+from optax_accum import check_split, microbatch, microbatch_value_and_grad
 
 SPECIMENS = pytest.mark.parametrize("name", ZOO)
 
@@ -23,10 +28,14 @@ def mended_of(specimen, report):
   """The loss mended as the report says: by its options, or as its words say."""
   if specimen.mended is not None:
     return specimen.mended, {}
-  options = report.mend.partition("\n")[0]
-  if "=" in options.split(" ")[0]:
-    return specimen, eval(f"dict({options})", {"jnp": jnp})
-  return None, {}
+  options = options_of(report)
+  return (specimen, options) if options else (None, {})
+
+
+def options_of(report):
+  """The options that a mend has, on lines of their own."""
+  lines = [line for line in report.mend.splitlines() if re.match(r"\w+=", line)]
+  return eval(f"dict({','.join(lines)})", {"jnp": jnp})
 
 
 @SPECIMENS
@@ -55,11 +64,53 @@ def test_a_batch_that_hides_it(name):
   np.testing.assert_allclose(split, value, rtol=1e-4)  # comparing them alone would say ok
 
 
+class Rows(NamedTuple):
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@flax.struct.dataclass
+class Struct:
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@pytest.mark.parametrize("kind", [Rows, Struct])
+def test_the_mend_names_fields_as_python_does(kind):
+  params, batch = ZOO["token mean"].call()
+  loss = lambda params, batch: zoo.token_mean(params, vars_of(batch))  # noqa: E731
+  vars_of = lambda batch: {k: getattr(batch, k) for k in zoo.TOKENS}  # noqa: E731
+  report = check_split(loss, params, kind(**batch))
+  assert report.mend == "weight_fn=lambda batch: jnp.sum(batch.mask)"
+  assert "batch.tokens halved in row 0" in report.batches
+
+
 def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
   args = ZOO["contrastive"].call()
   whole, mended = (jax.value_and_grad(f)(*args) for f in (zoo.contrastive, zoo.split_encoder))
   trees.assert_close(mended, whole, 1e-5)
   assert "1 microbatch of 8 rows" in check(ZOO["contrastive"].mended).where
+
+
+def test_what_a_loss_splits_itself_is_compared_with_the_same_unsplit():
+  def norm(x):
+    return (x - jnp.mean(x, 0)) / (jnp.std(x, 0) + 1)
+
+  def wrong(params, batch):
+    run = microbatch(lambda p, x: norm(x @ p["w"]), **split)
+    return jnp.mean((jax.jit(run)(params, batch["x"]) - batch["y"][:, None]) ** 2)
+
+  split = {"reduction": "concat", "batch_argnums": 1, "num_microbatches": 2}
+  report = check(Specimen(wrong, XY), num_microbatches=1)
+  assert report.verdict == "coupled", report
+  specimen = ZOO["contrastive"]
+  with pytest.raises(ValueError, match="num_microbatches=1 splits nothing, and the loss calls no"):
+    check(specimen, num_microbatches=1)
+  jitted = jax.jit(zoo.split_encoder)  # traced anew, and left as it was
+  assert check(Specimen(jitted, specimen.uses), num_microbatches=1).ok
+  assert "scan" in str(jax.make_jaxpr(jitted)(*specimen.call()))
 
 
 def test_the_zoo_has_what_people_train_with():
@@ -84,7 +135,36 @@ def test_the_table():
   assert "grads['w']" in text
   assert "differs" in text
   assert "mend: weight_fn=lambda batch: jnp.sum(batch['mask'])" in text
-  assert "same for: as given, parameters moved" in str(check(ZOO["mean"]))
+  assert "same for: as given; parameters moved" in str(check(ZOO["mean"]))
+
+
+def test_the_table_folds_what_agrees():
+  def loss(params, batch):
+    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"])
+
+  params, batch = ZOO["mean"].call()
+  params = {"p": params, "s": jnp.ones(()), "many": [jnp.ones(())] * 7}
+  text = str(check_split(loss, params, batch))
+  assert "and 12 leaves that agree" in text
+  assert "grads" not in text.partition("the same for")[0]
+
+
+def test_batches_that_are_left_out():
+  def loss(params, batch):
+    each = jnp.sqrt(batch["label"].astype(params["w"].dtype)) * zoo.per_row(params, batch)
+    return jnp.mean(each)
+
+  report = check(Specimen(loss, (*XY, "label")))
+  assert report.ok
+  assert report.left_out
+  assert all("= -1" in name for name in report.left_out)
+  assert f"left out, as the loss is not finite: {len(report.left_out)} batches" in str(report)
+
+
+def test_an_argument_that_has_as_many_rows_by_chance():
+  report = check(ZOO["labels apart"])
+  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
+  assert report.mend.endswith("  batch_argnums=1")
 
 
 def test_it_gives_the_same_report_again():
@@ -158,22 +238,132 @@ def test_parameters_in_several_arguments_and_further_ones():
   assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
 
 
-def test_scales_of_fp8_are_overwritten():
-  layer = flax.linen.Dense(4, dot_general_cls=flax.linen.fp8_ops.Fp8DirectDotGeneralOp)
-  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32)}
-  variables = layer.init(KEY, batch["x"])
+@pytest.mark.parametrize("given", [None, {"params": "mean", "_overwrite_with_gradient": "max"}])
+@pytest.mark.parametrize("name", ["NANOOFp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
+def test_scales_of_fp8_are_overwritten(name, given):
+  dense = functools.partial(flax.linen.Dense, dot_general_cls=getattr(flax.linen.fp8_ops, name))
+  model = flax.linen.Sequential([dense(4), flax.linen.relu, dense(2)])
+  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32), "label": BATCH["label"] % 2}
 
-  def loss(variables, batch):
-    return jnp.mean(layer.apply(variables, batch["x"]) ** 2)
+  def mean_of(variables, batch):
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels
+    return losses(model.apply(variables, batch["x"]), batch["label"]).mean()
+
+  def mended(variables, batch):
+    return eval(code, {"loss": mean_of(variables, batch), "batch": batch})
 
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    report = check_split(loss, variables, batch)
+    variables = model.init(KEY, batch["x"])
+    report = check_split(mean_of, variables, batch, grad_reduction=given)
+    assert report.verdict == "overwritten", report
+    assert '"params": "sum"' in report.mend
+    code = re.search(r"return (.*?)  #", report.mend)[1]
+    again = check_split(mended, variables, batch, **options_of(report))
+  assert again.ok, again
+
+
+def test_overwritten_leaves_keep_their_words():
+  loss = lambda params, batch: jnp.sum(zoo.per_row(params, batch)) / 8  # noqa: E731
+
+  def recorded(params, batch):
+    x = zoo.record_amax(batch["x"], params["_overwrite_with_gradient"]["a"])
+    return loss(params["params"], {**batch, "x": x})
+
+  params, batch = Specimen(loss, XY).call()
+  params = {"params": params, "_overwrite_with_gradient": {"a": jnp.ones(())}}
+  given = {"params": "mean", "_overwrite_with_gradient": "max"}
+  report = check_split(recorded, params, batch, reduction="sum", grad_reduction=given)
   assert report.verdict == "overwritten", report
-  wrong = [leaf.name for leaf in report.leaves if not leaf.agrees]
-  assert wrong
-  assert all("amax_history" in name for name in wrong)
-  assert '"input_amax_history": "max"' in report.mend
-  assert '"params": "mean"' in report.mend
+  assert options_of(report) == {"grad_reduction": {**given, "params": "sum"}}
+
+
+@pytest.mark.parametrize("word", ["max", "sum"])
+def test_a_wrong_grad_reduction(word):
+  report = check(ZOO["mean"], grad_reduction=word)
+  assert (report.verdict, report.mend) == ("unknown", "grad_reduction=None")
+
+
+@pytest.mark.parametrize("aux", ["each", "count", "steps"])
+def test_aux_that_cannot_be_reduced_by_the_default(aux):
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    return jnp.mean(each), {"each": each, "count": jnp.sum(each > 0), "steps": 3}[aux]
+
+  specimen = Specimen(loss, XY, options={"has_aux": True})
+  report = check(specimen)
+  assert report.verdict == ("sum" if aux == "count" else "unknown"), report
+  right = {"each": "concat", "count": "sum", "steps": "max"}[aux]
+  assert options_of(report) == {"aux_reduction": right}
+  assert check(specimen, **options_of(report)).ok
+
+
+def test_a_loss_and_its_aux_are_mended_at_once():
+  def loss(params, batch):
+    count = jnp.sum(batch["mask"])
+    return zoo.token_mean(params, batch), {"tokens": count, "each": batch["mask"][:, 0]}
+
+  specimen = Specimen(loss, zoo.TOKENS, options={"has_aux": True})
+  for given in ({"tokens": "mean", "each": "concat"}, "mean"):
+    report = check(specimen, aux_reduction=given)
+    assert report.verdict == "weighted", report
+    assert set(options_of(report)) == {"weight_fn", "aux_reduction"}
+    assert check(specimen, **options_of(report)).ok
+
+
+def test_rows_in_groups():
+  def in_pairs(params, batch):
+    each = zoo.per_row(params, batch).reshape(-1, 2)
+    return jnp.mean((each[:, 0] - each[:, 1]) ** 2)
+
+  def in_fours(params, batch):
+    each = zoo.per_row(params, batch).reshape(-1, 4)
+    return jnp.mean((each - jnp.mean(each, 1, keepdims=True)) ** 2)
+
+  def of_rows(params, batch):
+    return in_fours(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch))
+
+  for options in ({}, {"microbatch_size": 4}):
+    report = check(Specimen(in_fours, XY), **options)
+    assert report.verdict == "coupled", report
+    assert "not on the first 6" in report.reason
+    assert "x.reshape(-1, group" in report.mend
+  with pytest.raises(TypeError, match="reshape") as raised:
+    check(Specimen(in_pairs, XY), num_microbatches=8)
+  assert "in 8 microbatches of 1 rows" in raised.value.__notes__[-1]
+  params, batch = Specimen(in_fours, XY).call()
+  batch = {"x": batch["x"].reshape(2, 4, -1), "y": batch["y"].reshape(2, 4)}
+  assert check_split(of_rows, params, batch).ok
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_an_epsilon_in_the_denominator(x64):
+  def loss(params, batch):
+    each = zoo.cross_entropy(params, batch["tokens"], batch["targets"])
+    return jnp.sum(each * batch["mask"]) / (jnp.sum(batch["mask"]) + epsilon)
+
+  epsilon = 1e-6 if x64 else 2e-3
+  with jax.enable_x64(x64):
+    report = check(Specimen(loss, zoo.TOKENS))
+  assert report.verdict == "weighted", report
+  assert f"about {epsilon:.0e} that is added" in report.reason.replace("0.002", "2e-03")
+  assert "jnp.sum(batch['mask'])\nand jnp.maximum" in report.mend
+
+
+def test_a_small_term_over_another_number_is_no_weight():
+  def loss(params, batch):
+    z = jax.nn.logsumexp(zoo.logits(params, batch["tokens"]), -1)
+    return zoo.token_mean(params, batch) + 1e-4 * jnp.mean(z**2)
+
+  report = check(Specimen(loss, zoo.TOKENS))
+  assert report.verdict == "coupled", report
+
+
+def test_a_mean_over_what_the_loss_says_counts():
+  def loss(params, batch):
+    each = jnp.maximum(zoo.per_row(params, batch) - 0.5, 0)
+    return jnp.sum(each) / jnp.maximum(jnp.sum(each > 0), 1).astype(each.dtype)
+
+  assert check(Specimen(loss, XY)).verdict == "coupled"
 
 
 def test_aux():
@@ -266,7 +456,7 @@ def test_a_loss_that_raises():
 
   with pytest.raises(TypeError, match="shapes") as raised:
     check(Specimen(eight, XY))
-  assert "in microbatches; on all 8 rows it ran" in raised.value.__notes__[-1]
+  assert "in 2 microbatches of 4 rows; on all 8 rows it ran" in raised.value.__notes__[-1]
 
 
 def test_a_loss_that_returns_no_scalar():

@@ -32,7 +32,9 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
 
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
   `microbatch_value_and_grad` does with these options, and compares loss, gradients and aux leaf by
-  leaf, in float32 (float64 where x64 is enabled). For a test, or a notebook, with a small batch::
+  leaf, in float32 (float64 where x64 is enabled). A difference of 1e-4 of a leaf's largest number
+  is taken for rounding (1e-9 in float64), and so is a smaller part of the loss that splits badly,
+  such as a z-loss. For a test, or a notebook, with a small batch::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
@@ -55,7 +57,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ``coupled``      rows meet each other beyond what one weight explains: contrastive
                    losses, batch statistics, several denominators
   ``random``       the loss is no function of its arguments, or microbatches share noise
-  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with
+  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with, as the
+                   scales of layers in 8 bits
   ``unsplit``      an argument that has the batch's rows is not split
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
@@ -69,6 +72,16 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   compared. Nor is an aux under "stack" or "last". A loss that computes in bfloat16 has that
   rounding; check it in float32.
 
+  A mend by options was run: loss and gradients agree with it, and what an aux still needs is on a
+  line of its own. Where the defaults refuse the call (``random`` and ``unsplit`` without a table)
+  nothing was run, and the loss may have another defect: check again with the mend. That of
+  ``unsplit`` has two ways out where an argument may merely have as many rows as the batch, which an
+  odd number of rows in the check makes unlikely.
+
+  Layers in 8 bits round cotangents, and those of a mean over fewer rows are larger. So gradients
+  differ with the number of microbatches, unless the loss is a sum over rows that is divided by all
+  rows of the batch: the mend of ``overwritten``.
+
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
   says so by a number which neither the batch nor a comparison in the loss has; a missing label that
   makes the gradients NaN; a threshold of several means at once (an array of them); a count of what
@@ -80,17 +93,19 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     loss_fn: As in `microbatch_value_and_grad`.
     *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
     **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
-      number above 1 that divides the rows; 1 compares the whole batch with itself. Unless
-      `microbatch_size` is given, a split whose last microbatch is smaller runs too.
-      `accumulator_dtype` is left at its default, and `axis_name` is refused.
+      number above 1 that divides the rows. Unless `microbatch_size` is given, a split whose last
+      microbatch is smaller runs too. `accumulator_dtype` is left at its default, and `axis_name`
+      is refused. 1 is for a loss that calls `microbatch` itself, which on the whole batch, with
+      this option and without, is told not to split.
 
   Returns:
     A `SplitReport`: its `ok`, its `verdict`, and a table with the mend as `str`.
 
   Raises:
-    ValueError: The batch has no arrays or one row, or the options split nothing.
+    ValueError: The batch has no arrays or one row, or nothing is split.
     TypeError: An option that there is not, or traced arguments.
-    Exception: What the loss raises, with a note that says on how many rows it did.
+    Exception: What the loss raises, with a note that says on how many rows it did. A loss that
+      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a mend.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -140,7 +155,8 @@ class _Call:
       except ValueError as error:
         found = _roles.with_rows(self.roles, {self.rows})
         batch = tuple(sorted(int(slot) for slot in {*self.roles.batch, *dict(found)}))
-        return SplitReport("unsplit", str(error), f"batch_argnums={batch}")
+        mend = mends.split_too(batch, [int(slot) for slot in self.roles.batch])
+        return SplitReport("unsplit", str(error), mend)
     if self.split.rng_argnums is None:
       try:
         _roles.refuse_keys(self.roles)
@@ -156,6 +172,11 @@ class _Call:
     args = self._prepared()
     sizes = self._sizes()
     runs = Runs(self._without_carry(), args, self._options(), sizes)
+    if sizes == [{"num_microbatches": 1}] and runs.splits_nothing(args):
+      raise ValueError(
+        "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
+        " does: leave it out, or give more."
+      )
     with _noted(f"check_split ran it on the whole batch, {self.rows} rows."):
       given, facts = runs.whole(args), loss_facts.facts(runs.traced(args), self._values(args))
     batch = {int(slot): axis for slot, axis in self.roles.batch.items()}
@@ -169,28 +190,31 @@ class _Call:
     try:
       outcomes = case.outcomes
     except Exception as error:
-      finding = hypotheses.unsplit(case)
+      finding = hypotheses.of_error(case)
       if finding is None:
-        error.add_note(f"check_split ran it in microbatches; on all {self.rows} rows it ran.")
+        failed = next((s for s in sizes if not case.with_sizes([s]).runs_well), sizes[0])
+        size = _in_words(failed, self.rows)
+        error.add_note(f"check_split ran it in {size}; on all {self.rows} rows it ran.")
         raise
-      return SplitReport(*finding)
+      return SplitReport(*finding[:3])
     compared = [
       (f"{name}; {_in_words(size, self.rows)}", runs.compare(whole, split))
       for name, whole, splits in outcomes
       for size, split in zip(sizes, splits, strict=True)
     ]
     batches = tuple(name for name, _, _ in outcomes)
+    left_out = tuple(probe.name for probe in tried if probe.name not in batches)
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
       keys = [*self.keys, *map(int, self.roles.carry)]
       for drawn in noise_of_rows.disagreements(case, keys):
-        return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches)
+        return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches, left_out)
       if facts.has_kinks and bent.disagrees(runs, args, self._kinds(), tried):
-        return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, batches=batches)
+        return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, "", (), batches, left_out)
       if not outcomes:
         return SplitReport("unknown", mends.ALL_ZERO, mends.OTHER_BATCH_TOO)
-      return SplitReport("ok", "", "", *compared[0], batches)
-    return SplitReport(*hypotheses.explain(case), *wrong, batches)
+      return SplitReport("ok", "", "", *compared[0], batches, left_out)
+    return SplitReport(*hypotheses.explain(case)[:3], *wrong, batches, left_out)
 
   def _kinds(self) -> dict[int, str]:
     kinds = dict.fromkeys(map(int, self.roles.batch), "batch")

@@ -1,6 +1,6 @@
 """A loss that splitting changes, and what the hypotheses about it ask."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -65,8 +65,46 @@ class Case:
     """The same of the splits."""
     return list(self.runs.outcomes(self.probes))
 
-  def mended(self, **changes: Any) -> bool:
-    """Whether other options make the microbatches give what the whole batch does."""
+  def with_options(self, **changes: Any) -> "Case":
+    """The same loss, split otherwise."""
+    return dataclasses.replace(self, runs=self.runs.with_options(**changes))
+
+  def with_sizes(self, sizes: Sequence[Mapping[str, int]]) -> "Case":
+    """The same loss, in fewer of the splits."""
+    runs = Runs(self.runs.fun, self.args, self.runs.options, sizes, self.runs)
+    return dataclasses.replace(self, runs=runs)
+
+  @property
+  def runs_well(self) -> bool:
+    """Whether the loss can be run in microbatches."""
+    try:
+      self.outcomes  # noqa: B018
+    except Exception:
+      return False
+    return True
+
+  @property
+  def agrees(self) -> bool:
+    """Whether loss and gradients do, and not aux perhaps."""
+    return all(whole.fits(x.leaves) for _, whole, splits in self.outcomes for x in splits)
+
+  def mended(self, **changes: Any) -> "Case | None":
+    """The case with other options, where these make the microbatches give what the batch does."""
     if changes.get("weight_fn", 0) is None and "skip_empty" in self.runs.options:
       changes["skip_empty"] = False
-    return not self.runs.with_options(**changes).disagreement(self.probes)
+    return self.with_options(**changes).if_it_agrees()
+
+  def with_loss(self, fun: Callable[..., Any], **changes: Any) -> "Case":
+    """The same with another loss, split otherwise."""
+    runs = Runs(fun, self.args, {**self.runs.options, **changes}, self.runs.sizes)
+    return dataclasses.replace(self, runs=runs)
+
+  def if_it_agrees(self) -> "Case | None":
+    """The case, where the microbatches give what the batch does."""
+    tried: list[tuple[str, Outcome, list[Outcome]]] = []
+    for outcome in self.runs.outcomes(self.probes):
+      tried.append(outcome)
+      if not all(outcome[1].fits(split.leaves) for split in outcome[2]):
+        return None
+    self.__dict__["outcomes"] = tried  # which need not be run again
+    return self

@@ -1,35 +1,71 @@
 """Why microbatches of a loss do not give what the whole batch does."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._check_split import fixed_noise, loss_facts, mends, possible_weights, probes
+from optax_accum._check_split import (
+  aux_words,
+  fixed_noise,
+  loss_facts,
+  mends,
+  overwritten,
+  possible_weights,
+  probes,
+)
 from optax_accum._check_split.case import Case, Parts
 from optax_accum._check_split.probes import Probe
-from optax_accum._check_split.report import Verdict
+from optax_accum._check_split.report import Finding
 
-_FLOAT8 = 0.25  # relative rounding of 8 bits (e5m2) of cotangents, whose size depends on the rows
+_NOISE = "other noise"
+_TRIES = 3  # of weights that explain the loss: each compiles it anew
+_SMALL = 0.01  # more than an epsilon that keeps a loss from dividing by zero
 _POINTS = (0, 1, 2, 3)  # parameters at which one weight must explain the loss
 
 
-class Finding(NamedTuple):
-  """What is wrong, why that is known, and what to do about it."""
-
-  verdict: Verdict
-  reason: str
-  mend: str
-
-
 def explain(case: Case) -> Finding:
-  """The first hypothesis that fits."""
+  """The first hypothesis that fits, and what is wrong with aux once it is mended."""
   hypotheses: list[Callable[[Case], Finding | None]] = [
-    _not_a_function, unsplit, _aux_alone, _overwritten, _rounding, _of_places, _sum, _weighted,
+    _not_a_function, unsplit, aux_words.finding, overwritten.finding, _groups, _rounding,
+    _of_places, _sum, _weighted,
   ]  # fmt: skip
   found = (finding for hypothesis in hypotheses if (finding := hypothesis(case)))
-  return next(found, None) or _coupled(case)
+  first = next(found, None) or _coupled(case)
+  return first if first.mended is None else _and(first, aux_words.finding(first.mended))
+
+
+def of_error(case: Case) -> Finding | None:
+  """Why a loss that runs on the whole batch raises in microbatches."""
+  if finding := unsplit(case):
+    return finding
+  if case.runs.options["has_aux"]:
+    without_aux = case.with_loss(lambda *args: (case.runs.fun(*args)[0], None), aux_reduction="sum")
+    if without_aux.runs_well and (finding := aux_words.of_error(case)):
+      return _and(None if without_aux.agrees else explain(without_aux), finding)
+  return _groups(case) if case.with_sizes(case.runs.sizes[:1]).runs_well else None
+
+
+def _and(first: Finding | None, then: Finding | None) -> Finding:
+  """Both findings, of which the first has the verdict; its mend does not help alone."""
+  if first is None or then is None:
+    found = first or then
+    assert found is not None
+    return found
+  return Finding(
+    first.verdict, f"{first.reason}\n{then.reason}", f"{first.mend}\n{then.mend}", None
+  )
+
+
+def _groups(case: Case) -> Finding | None:
+  """Whether a loss cannot be run on any number of rows."""
+  try:
+    case.parts  # noqa: B018
+  except Exception as error:
+    return Finding("coupled", mends.groups(case.rows, case.cut, error), mends.GROUPS)
+  return None
 
 
 def _not_a_function(case: Case) -> Finding | None:
@@ -66,77 +102,6 @@ def _arrays_of_rows(case: Case) -> list[int]:
   ]
 
 
-def _aux_alone(case: Case) -> Finding | None:
-  outcomes = case.outcomes
-  if not all(whole.fits(split.leaves) for _, whole, splits in outcomes for split in splits):
-    return None
-  words = case.runs.aux_words(outcomes[0][1].aux)
-  wrong = {
-    i
-    for _, whole, splits in outcomes
-    for split in splits
-    for i, leaf in case.runs.compared_aux(whole, split).items()
-    if not leaf.agrees
-  }
-  for i in wrong:
-    words[i] = next((word for word in mends.AUX_WORDS if _aux_is(case, i, word)), "")
-  treedef: Any = jax.tree.structure(outcomes[0][1].aux)
-  tree = treedef.unflatten(words)
-  verdict: Verdict = "sum" if {words[i] for i in wrong} == {"sum"} else "unknown"
-  return Finding(verdict, mends.AUX, mends.aux(tree))
-
-
-def _aux_is(case: Case, i: int, word: str) -> bool:
-  """Whether a leaf of the aux of the whole batch is this reduction of those of its parts."""
-
-  def is_reduced(p: Parts) -> bool:
-    whole, first, rest = (jax.tree.leaves(x.aux)[i] for x in p[1:])
-    axis = case.runs.options["concat_axis"] or 0
-    try:
-      reduced = mends.reduced(word, first, rest, case.cut / case.rows, axis)
-    except ValueError:
-      return False
-    return reduced.shape == whole.shape and np.allclose(reduced, whole, rtol=1e-4, atol=0)
-
-  return all(map(is_reduced, case.parts))
-
-
-def _overwritten(case: Case) -> Finding | None:
-  outcomes = case.outcomes
-  compared = [case.runs.compare(w, split) for _, w, splits in outcomes for split in splits]
-  columns = [list(each) for each in zip(*compared, strict=True)][: len(outcomes[0][1].leaves)]
-  words = ["mean"] * len(columns)
-  for i, leaves in enumerate(columns):
-    if all(leaf.agrees for leaf in leaves):
-      continue
-    word = next((word for word in ("max", "min") if i and _leaf_is(case, i, word)), None)
-    if word is not None:
-      words[i] = word
-    elif not case.facts.is_half or any(x.difference > _FLOAT8 * x.size for x in leaves):
-      return None
-  names = [leaves[0].name for leaves, word in zip(columns, words, strict=True) if word != "mean"]
-  if not names:
-    return None
-  treedef: Any = jax.tree.structure(outcomes[0][1].grads)
-  tree = treedef.unflatten(words[1:])
-  return Finding("overwritten", mends.overwritten(names), mends.grad_reduction(tree))
-
-
-def _leaf_is(case: Case, i: int, word: str) -> bool:
-  """Whether a leaf of the whole batch's gradient is the largest, or least, of its parts'."""
-  choose = {"max": np.maximum, "min": np.minimum}[word]
-  share = case.cut / case.rows
-
-  def is_chosen(p: Parts) -> bool:
-    whole, first, rest = (outcome.leaves[i] for outcome in (p.whole, p.first, p.rest))
-    # Cotangents of a mean are as much larger in a part as it has fewer rows.
-    of_cotangents = choose(share * first, (1 - share) * rest)
-    nearest = np.minimum(np.abs(whole - choose(first, rest)), np.abs(whole - of_cotangents))
-    return bool(np.max(nearest, initial=0.0) <= p.whole.allowed()[i])
-
-  return all(map(is_chosen, case.parts))
-
-
 def _rounding(case: Case) -> Finding | None:
   if not case.facts.is_half:
     return None
@@ -163,22 +128,28 @@ def _of_places(case: Case) -> Finding | None:
     return Finding("random", mends.SHARED_KEY, f"rng_argnums={mends.one_or_more(named)}")
   if case.facts.draws:
     return Finding("random", mends.SHARED_KEY, mends.PASS_A_KEY)
-  return Finding("coupled", mends.PLACES, mends.ENCODE)
+  return Finding("coupled", mends.PLACES, mends.NEIGHBOURS)
 
 
 def _sum(case: Case) -> Finding | None:
-  if all(p.whole.fits(_added(p)) for p in case.parts) and case.mended(
-    reduction="sum", weight_fn=None
+  if all(p.whole.fits(_added(p)) for p in case.parts) and (
+    mended := case.mended(reduction="sum", weight_fn=None)
   ):
-    return Finding("sum", mends.SUM, 'reduction="sum"')
+    return Finding("sum", mends.SUM, 'reduction="sum"', mended)
   # What is counted in both parts is the same for all batches at the same parameters.
-  for varied in (False, True):
-    parts = [p for p in case.parts if p.probe.name.endswith(probes.VARIED) == varied]
-    parts = [p for p in parts if p.probe.name not in ("parameters moved", "other noise")]
+  for moved in (False, True):
+    parts = [p for p in case.parts if _has_moved(p.probe) == moved and p.probe.name != _NOISE]
     twice = [_less(_added(p), p.whole.leaves) for p in parts]
     if len(parts) < 3 or not all(p.whole.fits(_less(_added(p), twice[0])) for p in parts):
       return None
+    if parts[0].whole.fits(_added(parts[0])):  # nothing is counted twice
+      return None
   return Finding("sum", mends.SUM_AND_MORE, mends.MEAN_AND_MORE)
+
+
+def _has_moved(probe: Probe) -> bool:
+  """Whether the parameters are not the given ones."""
+  return probe.name == "parameters moved" or probe.name.endswith(probes.VARIED)
 
 
 def _added(p: Parts) -> list[np.ndarray]:
@@ -191,28 +162,69 @@ def _less(leaves: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np
 
 def _weighted(case: Case) -> Finding | None:
   leaves = probes.batch_leaves(case.args, case.batch)
+  near: list[tuple[str, possible_weights.Weight]] = []
+  tries = 0
   for weight in possible_weights.weights(leaves, case.names, case.facts):
-    if all(_explains(case, weight.weight_fn, p) for p in case.parts) and case.mended(
-      weight_fn=weight.weight_fn, reduction="mean"
-    ):
-      code = weight.code
-      if case.runs.options["reduction"] != "mean":
-        code += ', reduction="mean"'
-      return Finding("weighted", mends.weighted(weight.code), code)
+    if not all(_explains(case, weight.weight_fn, p, _near()) for p in case.parts):
+      continue
+    code = weight.code
+    if case.runs.options["reduction"] != "mean":
+      code += ', reduction="mean"'
+    near.append((code, weight))
+    if tries == _TRIES or not all(_explains(case, weight.weight_fn, p) for p in case.parts):
+      continue
+    tries += 1
+    if mended := case.mended(weight_fn=weight.weight_fn, reduction="mean"):
+      return Finding("weighted", mends.weighted(weight.code), code, mended)
+  for code, weight in near[:_TRIES]:
+    if epsilon := _epsilon(case, weight.weight_fn):
+      return Finding("weighted", mends.nearly_weighted(code, epsilon), f"{code}\n{mends.GUARD}")
+  if near:  # and a small part of the loss is something else
+    return None
   if all(_some_weight_explains(case, p.probe) for p in case.parts):
-    return Finding("weighted", mends.SOME_WEIGHT, mends.RETURN_THE_DENOMINATOR)
+    return Finding("weighted", mends.SOME_WEIGHT, mends.return_the_denominator(case.names))
   return None
 
 
-def _explains(case: Case, weight_fn: Callable[..., Any] | None, p: Parts) -> bool:
-  of_parts = [float(case.cut), float(case.rows - case.cut)]
-  if weight_fn is not None:
-    rows = np.split(np.arange(case.rows), [case.cut])
-    parts = [probes.take_rows(p.probe.args, case.batch, r) for r in rows]
-    of_parts = [float(weight_fn(*(part[i] for i in case.batch))) for part in parts]
+def _near() -> float:
+  """How many times the rounding is near: about a hundredth of the loss."""
+  return 1e7 if jnp.result_type(float) == np.float64 else 100.0
+
+
+def _explains(
+  case: Case, weight_fn: Callable[..., Any] | None, p: Parts, slack: float = 1.0
+) -> bool:
+  of_parts = _weights(case, weight_fn, p)
   if min(of_parts) < 0 or not sum(of_parts):
     return False
-  return p.whole.fits(_mixed(p, of_parts[0] / sum(of_parts)))
+  return p.whole.fits(_mixed(p, of_parts[0] / sum(of_parts)), slack)
+
+
+def _weights(case: Case, weight_fn: Callable[..., Any] | None, p: Parts) -> list[float]:
+  """What a weight is on the two parts."""
+  if weight_fn is None:
+    return [float(case.cut), float(case.rows - case.cut)]
+  rows = np.split(np.arange(case.rows), [case.cut])
+  parts = [probes.take_rows(p.probe.args, case.batch, r) for r in rows]
+  return [float(weight_fn(*(part[i] for i in case.batch))) for part in parts]
+
+
+def _epsilon(case: Case, weight_fn: Callable[..., Any] | None) -> float | None:
+  """What is added to the weight in what the loss divides by, if that explains the loss."""
+  above = below = 0.0
+  terms = []
+  for p in case.parts:
+    one, two = _weights(case, weight_fn, p)
+    both = zip(p.whole.leaves, p.first.leaves, p.rest.leaves, p.whole.allowed(), strict=True)
+    for w, a, b, allowed in both:
+      # w (one + two + epsilon) = a (one + epsilon) + b (two + epsilon)
+      missing, factor = one * a + two * b - (one + two) * w, w - a - b
+      terms.append((missing, factor, max(allowed * (one + two), 1e-150)))
+      above += float(np.sum(np.real(missing * np.conj(factor)))) / max(allowed, 1e-150) ** 2
+      below += float(np.sum(np.abs(factor) ** 2)) / max(allowed, 1e-150) ** 2
+  epsilon = above / below if below else 0.0
+  off = [max(np.max(np.abs(x - e * y)) / z for x, y, z in terms) for e in (0.0, epsilon)]
+  return epsilon if off[1] <= min(1, 0.1 * off[0]) and 0 < epsilon < _SMALL else None
 
 
 def _some_weight_explains(case: Case, probe: Probe) -> bool:
@@ -258,4 +270,4 @@ def _coupled(case: Case) -> Finding:
     return Finding("coupled", mends.SEVERAL_COUNTS, mends.TOTALS)
   if case.rows < 3:
     return Finding("unknown", mends.TWO_ROWS, mends.MORE_ROWS)
-  return Finding("coupled", mends.COUPLED, mends.ENCODE)
+  return Finding("coupled", mends.COUPLED, mends.NEIGHBOURS)

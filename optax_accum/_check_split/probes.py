@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_accum import _validate
 from optax_accum._check_split.fixed_noise import fixed_keys, is_key, LEVELS, may_be_raw_key
 
 Arguments = tuple[Any, ...]
@@ -30,7 +29,7 @@ class BatchLeaf(NamedTuple):
 
   argnum: int
   position: int  # among the leaves of its argument
-  path: str  # as Python writes it after the argument: "['mask']"
+  path: str  # as Python writes it after the argument: "['mask']", ".mask"
   axis: int  # counted from the left
   value: Any
 
@@ -38,9 +37,9 @@ class BatchLeaf(NamedTuple):
 def batch_leaves(args: Arguments, batch: Mapping[int, int]) -> list[BatchLeaf]:
   """The arrays of the batch, which has the arguments `batch` and their axes."""
   return [
-    BatchLeaf(argnum, position, path, axis % leaf.ndim, leaf)
+    BatchLeaf(argnum, position, jax.tree_util.keystr(path), axis % leaf.ndim, leaf)
     for argnum, axis in batch.items()
-    for position, (path, leaf) in enumerate(_validate.named_leaves("", args[argnum]))
+    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(args[argnum]))
   ]
 
 

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _reduction_trees, _validate
+from optax_accum import _reduction_trees, _unsplit, _validate
+from optax_accum._check_split import loss_facts
 from optax_accum._check_split.fixed_noise import is_key
 from optax_accum._check_split.probes import Arguments, nudge, Probe
 from optax_accum._check_split.report import LeafComparison
@@ -53,10 +54,10 @@ class Outcome(NamedTuple):
     allowed = [tolerance * max(size, 1e-2 * max(sizes)) for size in sizes]
     return list(map(max, allowed, self.rounding or allowed))
 
-  def fits(self, leaves: Sequence[np.ndarray]) -> bool:
-    """Whether loss and gradients are these, but for rounding."""
+  def fits(self, leaves: Sequence[np.ndarray], slack: float = 1.0) -> bool:
+    """Whether loss and gradients are these, but for so many times the rounding."""
     both = zip(self.leaves, leaves, self.allowed(), strict=True)
-    return all(bool(_largest(x - y) <= allowed) for x, y, allowed in both)
+    return all(bool(_largest(x - y) <= slack * allowed) for x, y, allowed in both)
 
 
 class Runs:
@@ -75,11 +76,16 @@ class Runs:
     self._argnums = [argnums] if isinstance(argnums, int) else list(argnums)
     if same_loss is None:
       whole = {name: x for name, x in options.items() if name not in _OF_MICROBATCHES}
-      self._whole_fun = self._of_arrays(num_microbatches=1, **whole)
+      if options["has_aux"]:  # as the loss returns it
+        whole |= {"aux_reduction": "last", "concat_axis": None}
+      self._whole_fun = _unsplit.whole_batches()(self._of_arrays(num_microbatches=1, **whole))
       self._whole = jax.jit(self._whole_fun)
+      self._known: dict[int, tuple[Probe, Outcome]] = {}
     else:
       self._whole_fun, self._whole = same_loss._whole_fun, same_loss._whole
-    self._splits = [jax.jit(self._of_arrays(**size, **options)) for size in sizes]
+      self._known = same_loss._known
+    self._split_funs = [self._of_arrays(**size, **options) for size in sizes]
+    self._splits = [jax.jit(fun) for fun in self._split_funs]
 
   def with_options(self, **changes: Any) -> "Runs":
     """The same loss, split otherwise."""
@@ -107,12 +113,26 @@ class Runs:
 
   def traced(self, args: Arguments) -> Any:
     """The jaxpr of the whole batch's loss and gradients, traced anew."""
+    return self._jaxpr(self._whole_fun, args)
+
+  def _jaxpr(self, fun: Callable[[list[Any]], Any], args: Arguments) -> Any:
     # JAX remembers the jaxpr of a function that it knows.
-    return jax.make_jaxpr(lambda arrays: self._whole_fun(arrays))(_arrays(args))
+    return jax.make_jaxpr(lambda arrays: fun(arrays))(_arrays(args))
+
+  def splits_nothing(self, args: Arguments) -> bool:
+    """Whether what runs in microbatches is the program of the whole batch."""
+    whole = self.traced(args)
+    return all(loss_facts.are_the_same(whole, self._jaxpr(fun, args)) for fun in self._split_funs)
 
   def whole(self, args: Arguments) -> Outcome:
     """The loss on all rows at once: of the batch, or of a part of it."""
     return self._outcome(self._whole, args)
+
+  def whole_of(self, probe: Probe) -> Outcome:
+    """The same of a probe, which is run once, however it is split."""
+    if id(probe) not in self._known:
+      self._known[id(probe)] = probe, self.whole(probe.args)  # kept, so that no other has its id
+    return self._known[id(probe)][1]
 
   def with_rounding(self, whole: Outcome, args: Arguments) -> Outcome:
     """The same, with how much of it parameters change that differ in their last bit alone."""
@@ -123,7 +143,7 @@ class Runs:
   def outcomes(self, probes: Sequence[Probe]) -> Iterator[tuple[str, Outcome, list[Outcome]]]:
     """Of each probe that tells something: its name, the whole batch's, and each split's."""
     for probe in probes:
-      whole = self.whole(probe.args)
+      whole = self.whole_of(probe)
       if not whole.is_finite:
         continue
       splits = [self._outcome(split, probe.args) for split in self._splits]
@@ -155,12 +175,6 @@ class Runs:
     words = _reduction_trees.named("aux_reduction", given, axis)
     matched = _reduction_trees.match("aux_reduction", words, aux)
     return [kind.name for kind in jax.tree.leaves(matched)]
-
-  def disagreement(self, probes: Sequence[Probe]) -> bool:
-    """Whether a split's loss or gradients are not the whole batch's for one of the probes."""
-    return any(
-      not whole.fits(split.leaves) for _, whole, splits in self.outcomes(probes) for split in splits
-    )
 
 
 def agree(leaves: Sequence[LeafComparison]) -> bool:
