@@ -96,7 +96,7 @@ def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
 
 def test_what_a_loss_splits_itself_is_compared_with_the_same_unsplit():
   def norm(x):
-    return (x - jnp.mean(x, 0)) / (jnp.std(x, 0) + 1)
+    return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1)
 
   def wrong(params, batch):
     run = microbatch(lambda p, x: norm(x @ p["w"]), **split)
