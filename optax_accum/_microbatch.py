@@ -171,7 +171,8 @@ def microbatch_value_and_grad(
 
   They are those of the whole batch if the loss is itself a mean over what the weights count. A
   loss in which rows interact is not such a mean: a contrastive loss, or one through batch
-  normalisation. No sum over microbatches gives its gradient.
+  normalisation. No sum over microbatches gives its gradient. `check_split` says which a loss is,
+  and what to write.
 
   One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.

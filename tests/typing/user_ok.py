@@ -118,6 +118,7 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
     microbatch_size=20,
     aux_reduction={"logits": "concat", "correct": "sum"},
     skip_nonfinite=True,
+    skip_empty=True,
     donate=False,
   )
 
