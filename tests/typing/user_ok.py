@@ -119,6 +119,7 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
     aux_reduction={"logits": "concat", "correct": "sum"},
     skip_nonfinite=True,
     skip_empty=True,
+    weight_fn=valid_tokens,
     donate=False,
   )
 
