@@ -57,7 +57,11 @@ class Case:
   @functools.cached_property
   def parts(self) -> list[Parts]:
     """Of all probes that tell something."""
-    wholes = {name: whole for name, whole, _ in self.outcomes}
+    if "outcomes" in self.__dict__:  # else some split cannot be run
+      wholes = {name: whole for name, whole, _ in self.outcomes}
+    else:
+      each = ((probe.name, self.runs.whole_of(probe)) for probe in self.probes)
+      wholes = {name: whole for name, whole in each if whole.is_finite}
     return [self.in_parts(p, wholes[p.name]) for p in self.probes if p.name in wholes]
 
   @functools.cached_property

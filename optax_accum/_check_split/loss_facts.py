@@ -38,7 +38,7 @@ def facts(jaxpr: Any, inputs: Sequence[Value]) -> Facts:
   dtypes = {getattr(v.aval, "dtype", None) for step in steps for v in step.equation.outvars}
   numbers = [n for pick in (_compared, _beside) for step in steps for n in pick(step)]
   integers = [n for n in numbers if type(n) is int]
-  floats = [*map(float, _USUAL), *(n for n in numbers if type(n) is float)]
+  floats = [0.0, *(n for n in numbers if type(n) is float)]  # -1 may be a weight below 0
   if any(map(_finds_nan, steps)):
     floats = [np.nan, *floats]
   return Facts(
