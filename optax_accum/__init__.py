@@ -10,6 +10,9 @@ from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
 from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
 from optax_accum._accumulate_state import has_updated as has_updated
+from optax_accum._check_split import check_split as check_split
+from optax_accum._check_split.report import LeafComparison as LeafComparison
+from optax_accum._check_split.report import SplitReport as SplitReport
 from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives
 from optax_accum._microbatch import microbatch as microbatch

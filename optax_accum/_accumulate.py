@@ -97,7 +97,12 @@ def accumulate(
     every_k: Mini steps in a cycle: an int of at least 1, or a schedule, evaluated under jit, from
       the int32 gradient step to an integer. With 1 there is no accumulator. Without `skip_fn` or
       traced weights there is no branch either: the step is `inner`'s.
-    reduction: ``"mean"``, or ``"sum"`` for the weighted sum :math:`\sum_i w_i g_i`.
+    reduction: ``"mean"``, or ``"sum"`` for the weighted sum :math:`\sum_i w_i g_i`. Keep
+      parameters that are overwritten with their "gradient" out, such as the amax of fp8 layers,
+      whose mean is silently wrong: ``optax.partition({"trained": accumulate(optimizer, every_k),
+      "overwritten": overwrite}, labels)``, with ``overwrite = optax.stateless(lambda grads, params:
+      jax.tree.map(jnp.subtract, grads, params))``, overwrites them in every call. (A cycle's
+      microbatches see what those before wrote. In `make_train_step` see `grad_reduction`.)
     accumulator_dtype: What to add up in. Default: each parameter's dtype promoted with
       float32. So bfloat16 is added up in float32; float64 and complex64 in themselves.
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as

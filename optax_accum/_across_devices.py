@@ -1,6 +1,7 @@
 """Reductions over the devices of an axis, and the types of values that differ between devices."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -89,6 +90,20 @@ def varying(tree: Any, axis_name: AxisName | None) -> Any:
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
+def communicates(jaxpr: Any) -> bool:
+  """Whether a traced function sends anything from one device to another."""
+  for eqn in jaxpr.eqns:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    # Numbers are axes of an array, and names that are not bound here those of a mesh within.
+    named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
+    if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+      return True
+    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+    if any(communicates(x) for x in inner if hasattr(x, "eqns")):
+      return True
+  return False
+
+
 def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> None:
   """Checks that a loss is each device's own, where the types of `params` say that they are."""
   axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
@@ -110,6 +125,44 @@ def _axes(axis_name: AxisName) -> Sequence[Hashable]:
 def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
   """The sum over devices, on all of them."""
   return lax.psum(held, axis_name)
+
+
+def largest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The largest over devices; NaN where one device has that."""
+  return _extreme(lax.pmax, held, axis_name)
+
+
+def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The smallest over devices; NaN where one device has that."""
+  return _extreme(lax.pmin, held, axis_name)
+
+
+def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
+  if not jnp.issubdtype(held.dtype, jnp.floating):
+    return reduce(held, axis_name)
+  wide = jnp.float32 if _weighted_mean.is_float8(held.dtype) else held.dtype
+  return _extreme_float(held.astype(wide), reduce, tuple(_axes(axis_name))).astype(held.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme_float(held: jax.Array, reduce: Any, axis_name: Any) -> jax.Array:
+  # XLA for CPU drops what is NaN, so whether it is goes along.
+  is_nan = jnp.isnan(held)
+  flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
+  number = jnp.where(is_nan, jnp.zeros_like(held), held)
+  extreme, flag = reduce(jnp.stack([number, flag]), axis_name)
+  return jnp.where(flag != 0, jnp.full_like(extreme, jnp.nan), extreme)
+
+
+@_extreme_float.defjvp
+def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> Any:
+  """Devices that hold the extreme share its derivative, which JAX has none of."""
+  (held,), (tangent,) = primals, tangents
+  extreme = _extreme_float(held, reduce, axis_name)
+  holds = (held == extreme) | (jnp.isnan(held) & jnp.isnan(extreme))
+  holders = lax.psum(holds.astype(tangent.dtype), axis_name)
+  total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
+  return extreme, total / holders
 
 
 def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -142,14 +195,10 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
 
 def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec) -> jax.Array:
   """The sum over the devices of all axes, of which each device keeps its part as `spec` says."""
-  parts = [(dim, names) for dim, names in enumerate(spec) if names is not None]
   if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
-    held = lax.psum(held, axis_name)
-    for dim, names in parts:
-      size = held.shape[dim] // lax.axis_size(names)
-      held = lax.dynamic_slice_in_dim(held, lax.axis_index(names) * size, size, dim)
-    return held
+    return own_part(lax.psum(held, axis_name), spec)
+  parts = _sharded_dims(spec)
   for dim, names in parts:
     held = lax.psum_scatter(held, names, scatter_dimension=dim, tiled=True)
   scattered = {
@@ -157,3 +206,16 @@ def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec
   }
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
+
+
+def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """The part that a device keeps, as `spec` says, of what all devices have in whole."""
+  for dim, names in _sharded_dims(spec):
+    size = x.shape[dim] // lax.axis_size(names)
+    x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+  return x
+
+
+def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:
+  """The dimensions that are sharded, each with its axes."""
+  return [(dim, names) for dim, names in enumerate(spec) if names is not None]

@@ -42,7 +42,8 @@ class LocalLoss:
   fun: Callable[..., Any]
   argnums: int | Sequence[int]
   has_aux: bool
-  reduction: Any  # of losses and gradients
+  reduction: Any  # of losses
+  grad_reduction: Any  # a prefix tree of reductions
   aux_reduction: Any  # a prefix tree of reductions
   split: Split
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
@@ -63,8 +64,14 @@ class LocalLoss:
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions, weights)
-    grads = self.shards.gradients(self.reduction)
+    grads = self.shards.gradients(self.grad_reduction)
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
+
+  def derivatives(self, grads: Any) -> Any:
+    """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
+    name = self.reduction.name
+    each = _reduction_trees.match("grad_reduction", self.grad_reduction, grads)
+    return jax.tree.map(lambda kind, g: g if kind.name == name else None, each, grads)
 
   def _positions(self, args: Any) -> Any:
     """The positions of what is differentiated."""
@@ -83,6 +90,7 @@ class LocalLoss:
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
     _across_devices.check_own_loss(loss, params, self.split.axis_name)
     _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
+    _reduction_trees.match("grad_reduction", self.grad_reduction, grads, "gradients")
     return carry, Outputs(loss, aux, grads)
 
   def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
@@ -177,6 +185,10 @@ class _PlacedLoss(NamedTuple):
     specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
     return Sharded(specs[0], self.parallel.axes, self.parallel.reduce_in_loop)
 
+  def derivatives(self, grads: Any) -> Any:
+    """As that of the loss of one device."""
+    return self.local.derivatives(grads)
+
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone."""
     return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
@@ -228,6 +240,7 @@ def local_loss(
   argnums: Any,
   has_aux: bool,
   reduction: str,
+  grad_reduction: Any,
   aux_reduction: Any,
   concat_axis: int | None,
   split: Split,
@@ -237,8 +250,9 @@ def local_loss(
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
   aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
-  return LocalLoss(fun, argnums, has_aux, kind, aux_kinds, split)
+  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split)
 
 
 def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:

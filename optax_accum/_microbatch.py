@@ -6,10 +6,11 @@ from typing import Any, cast, Literal, ParamSpec, TypeVar
 
 from jax.typing import DTypeLike
 
-from optax_accum import _loss, _reduction_trees, _scan
+from optax_accum import _loss, _reduction_trees, _scan, _unsplit
 from optax_accum._across_devices import AxisName
-from optax_accum._reduction_trees import ReductionTree
-from optax_accum._split import Call, Split, WeightFn
+from optax_accum._recompute import RecomputedCall
+from optax_accum._reduction_trees import GradReductionTree, ReductionTree
+from optax_accum._split import Split, WeightFn
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -35,7 +36,44 @@ def microbatch(
   """Runs `fun` on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
-  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for gradients.
+  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for the gradients of a
+  loss that is a mean over rows.
+
+  It can be differentiated, which serves losses that are not. Going backward, each microbatch is
+  computed again from its inputs, with the same keys, and so one microbatch's intermediate values
+  are all that is kept. Where nothing is differentiated nothing is computed again. A contrastive
+  loss needs the embeddings of all rows, and their encoder runs in microbatches::
+
+    encode_in_parts = optax_accum.microbatch(
+        encode, reduction="concat", batch_argnums=1, microbatch_size=64)
+
+    def loss_fn(params, batch):  # for jax.grad, or for make_train_step with num_microbatches=1
+      images = encode_in_parts(params["images"], batch["images"])
+      texts = encode_in_parts(params["texts"], batch["texts"])
+      return contrastive(images, texts, params["temperature"])
+
+  Under ``make_train_step(mesh=...)`` a device has its own rows alone. There, gather the others'
+  embeddings, ``jax.lax.all_gather(texts, "data", tiled=True)``, or rows of two devices never meet.
+
+  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once. Its rows
+  are tokens, so the sequences are put end to end::
+
+    def pieces(head, hidden, labels):
+      logits = hidden @ head
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
+
+    total = optax_accum.microbatch(
+        pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
+    loss = total(head, hidden.reshape(-1, width), labels.reshape(-1)) / labels.size
+
+  The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
+  also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
+  the devices once, as all gradients are. In a `shard_map` of your own, pass parameters as arguments
+  and `axis_name`, or cast them before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise
+  JAX reduces them in every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
+
+  What `fun` changes in place is lost, such as statistics of a flax nnx module. What is computed
+  again has no `jax.experimental.io_callback`; that is JAX's error.
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
@@ -48,7 +86,8 @@ def microbatch(
       alone, those; a call in which another argument has as many rows is then an error.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch. The last one may be smaller.
+    microbatch_size: The rows of one microbatch, over a mesh those of one device. The last may be
+      smaller.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
     concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
@@ -57,9 +96,10 @@ def microbatch(
     rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
       none, and a call with a typed key that is not named is an error; ``()`` shares keys.
     rng_argnames: The names of such keyword arguments.
-    accumulator_dtype: The dtype that sums and means are added up in.
+    accumulator_dtype: The dtype that sums and means are added up in, and the cotangents of what
+      is not split. Default: their own dtype promoted with float32.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
-    unroll: As in `jax.lax.scan`.
+    unroll: As in `jax.lax.scan`. Above 1, differentiation keeps that many microbatches or more.
 
   Returns:
     A function with `fun`'s arguments, which returns `fun`'s outputs, reduced.
@@ -80,14 +120,18 @@ def microbatch(
 
   References:
     `optax.microbatching.microbatch` is the closest peer. This differs from it: the last
-    microbatch may be smaller, microbatches may have weights, and keys are folded.
+    microbatch may be smaller, microbatches may have weights, keys are folded, and differentiation
+    keeps one microbatch. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
   """
   split = Split.of(locals())
   reductions = _reduction_trees.named("reduction", reduction, concat_axis, split.batch_axis)
+  collected = _reduction_trees.collects(reductions)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-    call = Call(fun, lambda *args, **kwargs: (None, fun(*args, **kwargs)), split, args, kwargs)
+    run_fun = lambda *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
+    own = _unsplit.if_asked(split)
+    call = RecomputedCall(fun, run_fun, own, args, kwargs, collected=collected)
     return cast(Out, _scan.run(call, reductions).outputs)
 
   return microbatched
@@ -104,6 +148,7 @@ def microbatch_value_and_grad(
   batch_argnames: str | Sequence[str] = (),
   batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
+  grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
   concat_axis: int | None = None,
@@ -113,6 +158,7 @@ def microbatch_value_and_grad(
   carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
+  skip_empty: bool = False,
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
 ) -> Callable[Args, tuple[Any, ...]]:
@@ -125,7 +171,8 @@ def microbatch_value_and_grad(
 
   They are those of the whole batch if the loss is itself a mean over what the weights count. A
   loss in which rows interact is not such a mean: a contrastive loss, or one through batch
-  normalisation. No sum over microbatches gives its gradient.
+  normalisation. No sum over microbatches gives its gradient. `check_split` says which a loss is,
+  and what to write.
 
   One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.
@@ -145,7 +192,8 @@ def microbatch_value_and_grad(
   rows do not divide              `microbatch_size`: the last one is smaller and weighs
                                   less, exactly; `num_microbatches`: an error
   zero weight                     contributes nothing, even where it is NaN
-  all weights zero                zero loss, zero gradients, `total_weight` 0
+  all weights zero                zero loss, zero gradients, `total_weight` 0; where
+                                  `grad_reduction` is "max" -inf, and "min" inf
   NaN or inf, `skip_nonfinite`    weight 0, counted; otherwise it shows in the result
   carry of a microbatch left out  the carry of the microbatch before is kept
   ==============================  ====================================================
@@ -169,6 +217,15 @@ def microbatch_value_and_grad(
     reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their plain,
       unweighted sum, for a loss that is a sum over rows (a weight of zero still leaves a
       microbatch out).
+    grad_reduction: How gradients become one, where some are to otherwise than losses: a word or a
+      prefix tree of words over the gradients, ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or
+      ``"last"``. Default: `reduction`, for all. It is for parameters that are overwritten with
+      their "gradient", as the largest values (amax) that fp8 layers of flax keep, of which a mean
+      is silently wrong: ``{"params": "mean", "_overwrite_with_gradient": "max"}``. Values of
+      microbatches are what is reduced. In the backward pass of a loss that is a mean over rows they
+      are larger than the whole batch's, N times for N microbatches: an amax of output gradients
+      is right for the microbatches that it scales; under ``reduction="sum"``, and for inputs and
+      kernels, it is the whole batch's too.
     weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts. For a loss that
       is a mean over valid tokens, return the number of valid tokens. It is called with the
       microbatch's part of the batch arguments, by position or by name as the call had them.
@@ -199,6 +256,14 @@ def microbatch_value_and_grad(
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
       "stack" and "concat" still have its values.
+    skip_empty: Whether a microbatch of weight zero is not run at all, so that a batch that is
+      padded to a fixed number of microbatches costs what it holds. Needs `weight_fn`. Row r is in
+      microbatch ``r % N``, so padding at the end of a batch is in all of them. Deal the rows out
+      first: for N microbatches of S rows on each of D devices,
+      ``np.moveaxis(x.reshape(N, D, S, *x.shape[1:]), 0, 2).reshape(x.shape)``. "stack" and
+      "concat" have zeros for what was not run. Over devices each skips its own, unless a microbatch
+      sends something to others: then it is run by all if it counts on one. Default: False, because
+      reverse-mode differentiation cannot pass, and TPUs hold 0.2 of the parameters more.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
       types.) Gradients stay on their device during the scan. Gradients and weights are reduced
@@ -234,7 +299,9 @@ def microbatch_value_and_grad(
     up in float32, keys are folded, and statistics are threaded through.
   """
   split = Split.of(locals(), default_argnum=1)
-  loss = _loss.local_loss(fun, argnums, has_aux, reduction, aux_reduction, concat_axis, split)
+  loss = _loss.local_loss(
+    fun, argnums, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split
+  )
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:

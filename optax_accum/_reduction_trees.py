@@ -1,7 +1,7 @@
 """Trees of reductions and of their names: one for each output, or for all below a node."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 
 import jax
 
@@ -9,6 +9,7 @@ from optax_accum import _validate
 from optax_accum._reductions import Concat, Reduction, REDUCTIONS
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
+GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
 
 
 class _Dataclass(Protocol):
@@ -16,9 +17,9 @@ class _Dataclass(Protocol):
 
 
 # Names at the leaves. (A `Sequence` would let any string pass a type checker.)
-ReductionTree: TypeAlias = (
-  ReductionName | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
-)
+_Tree: TypeAlias = Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
+ReductionTree: TypeAlias = ReductionName | _Tree
+GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
 def named(
@@ -44,8 +45,29 @@ def named(
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def match(option: str, reductions: Any, like: Any) -> Any:
-  """A reduction for every leaf of the outputs `like`, from a prefix tree of them."""
+def named_of_gradients(tree: Any, default: Reduction) -> Any:
+  """The reductions that a `grad_reduction` stands for, by default that of the loss."""
+  if tree is None:
+    return default
+  words = get_args(GradReductionName)
+  for where, name in _validate.named_leaves("grad_reduction", tree):
+    if name in ("stack", "concat"):
+      raise ValueError(
+        f"{where}={name!r} would keep every microbatch's gradient, and they must become one: use"
+        f" one of {', '.join(map(repr, words))}. For all of them, run"
+        ' microbatch(jax.grad(loss_fn), reduction="stack").'
+      )
+    _validate.one_of(where, name, words)
+  return named("grad_reduction", tree)
+
+
+def collects(reductions: Any) -> bool:
+  """Whether some outputs are kept of every microbatch, also of one that does not count."""
+  return any(reduction.collected for reduction in jax.tree.leaves(reductions))
+
+
+def match(option: str, reductions: Any, like: Any, of: str = "outputs") -> Any:
+  """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
   try:
     return jax.tree.broadcast(reductions, like)
   except ValueError as e:
@@ -54,8 +76,8 @@ def match(option: str, reductions: Any, like: Any) -> Any:
       f"it {' and '.join(wrong)}" if wrong else f"whose structure is {jax.tree.structure(like)}"
     )
     raise ValueError(
-      f"{option}={reductions!r} is not a prefix tree of the outputs, {what}: give one name for all,"
-      " or a tree with a name for each output, or for all that are below a node of it."
+      f"{option}={reductions!r} is not a prefix tree of the {of}, {what}: give one name for all,"
+      f" or a tree with a name for each {of[:-1]}, or for all that are below a node of it."
       + (f" ({e})" if not wrong else "")
     ) from None
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_accum import _across_devices, _validate, _weighted_mean
@@ -66,6 +68,14 @@ class Reduction:
     """The reduced value where there is one microbatch, which counts."""
     return value
 
+  def scattered(self, spec: PartitionSpec) -> "Reduction":
+    """The same, of which each device keeps its part, as `spec` says."""
+    raise NotImplementedError  # what is collected is no gradient
+
+  def in_loop(self, axis_name: AxisName) -> "Reduction":
+    """The same, over devices in every microbatch where that leaves less to be held."""
+    return self
+
   def rows_first(self) -> "Reduction":
     """The same, with what is collected on the first axis: that of the devices of a mesh."""
     return self
@@ -105,6 +115,13 @@ class Sum(Reduction):
   def only(self, value: jax.Array) -> jax.Array:
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
     return value if inexact else value.astype(_weighted_mean.accumulator_dtype(value.dtype))
+
+  def scattered(self, spec: PartitionSpec) -> Reduction:
+    scatter = functools.partial(_across_devices.sum_scattered, spec=spec)
+    return dataclasses.replace(self, over_devices=scatter)
+
+  def in_loop(self, axis_name: AxisName) -> Reduction:
+    return SumInLoop(self, axis_name)
 
 
 class Mean(Sum):
@@ -157,12 +174,24 @@ class SumInLoop(Reduction):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Extreme(Reduction):
+class Choice(Reduction):
+  """One of the values, element by element."""
+
+  over_devices: Callable[..., jax.Array]
+
+  def scattered(self, spec: PartitionSpec) -> Reduction:
+    def own_part(*args: Any) -> jax.Array:
+      return _across_devices.own_part(self.over_devices(*args), spec)
+
+    return dataclasses.replace(self, over_devices=own_part)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Extreme(Choice):
   """The largest value, or the smallest."""
 
   name: str
   choose: Callable[..., jax.Array]
-  over_devices: Callable[[jax.Array, AxisName], jax.Array]
   limit: str  # what `jnp.finfo` and `jnp.iinfo` call the value that all others replace
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
@@ -186,9 +215,11 @@ class Extreme(Reduction):
     return self.over_devices(held, axis_name)
 
 
-class Last(Reduction):
+@dataclasses.dataclass(eq=False, repr=False)
+class Last(Choice):
   """The value of the last microbatch that counts."""
 
+  over_devices: Callable[..., jax.Array] = _across_devices.of_last
   name = "last"
   ordered = True
 
@@ -196,7 +227,7 @@ class Last(Reduction):
     return _weighted_mean.select(_weighted_mean.counts(weight), value, held)
 
   def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
-    return _across_devices.of_last(held, axis_name, counted)
+    return self.over_devices(held, axis_name, counted)
 
 
 class Stack(Reduction):
@@ -260,8 +291,8 @@ class _RowsFirst(Concat):
 _ALL = (
   Mean(),
   Sum(),
-  Extreme("max", jnp.maximum, lax.pmax, "min"),
-  Extreme("min", jnp.minimum, lax.pmin, "max"),
+  Extreme(_across_devices.largest, "max", jnp.maximum, "min"),
+  Extreme(_across_devices.smallest, "min", jnp.minimum, "max"),
   Last(),
   Stack(),
   Concat(),

@@ -29,14 +29,7 @@ def refuse_rows(roles: Roles, positions: tuple[int, ...], rows: Collection[int])
 
   `positions` are the batch's. One row cannot be split, so there is nothing to be missed.
   """
-  found = []
-  for slot, tree in roles.shared.items():
-    for name, leaf in _validate.named_leaves(_describe(slot), tree):
-      shape = getattr(leaf, "shape", ())
-      axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
-      same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
-      if same:
-        found.append((slot, f"{name} has {shape[same[0]]} rows on axis {same[0]}"))
+  found = with_rows(roles, rows)
   if not found:
     return
   raise ValueError(
@@ -45,6 +38,19 @@ def refuse_rows(roles: Roles, positions: tuple[int, ...], rows: Collection[int])
     f" both, {_naming(roles, found, positions)}. If every microbatch is to have it whole, say so,"
     f" batch_argnums={positions[0] if len(positions) == 1 else positions!r}."
   )
+
+
+def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
+  """The shared arguments with as many rows as the batch, and which of their leaves has them."""
+  found = []
+  for slot, tree in roles.shared.items():
+    for name, leaf in _validate.named_leaves(_describe(slot), tree):
+      shape = getattr(leaf, "shape", ())
+      axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
+      same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
+      if same:
+        found.append((slot, f"{name} has {shape[same[0]]} rows on axis {same[0]}"))
+  return found
 
 
 def _naming(roles: Roles, found: list[tuple[Slot, str]], positions: tuple[int, ...]) -> str:
@@ -71,6 +77,11 @@ def refuse_keys(roles: Roles) -> None:
       f"{keys[0]} is a random key that every microbatch would share, and so have the same noise:"
       f" {fix}; or share it, rng_argnums=()."
     )
+
+
+def with_keys(roles: Roles) -> list[Slot]:
+  """The shared arguments with a typed key."""
+  return [slot for slot, x in roles.shared.items() if any(map(_is_key, jax.tree.leaves(x)))]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
-from optax_accum._split import Call
+from optax_accum._inplace import update_if
+from optax_accum._split import Call, Take
 from optax_accum._weighted_mean import Weight, WeightSum
 
 
@@ -50,9 +51,8 @@ def run(call: Call, reductions: Any, root: str = "output") -> Reduced:
 
   `reductions` is a prefix tree over the outputs, of `Reduction`; messages call the outputs `root`.
   """
-  split = call.split
-  if call.rows == call.size and not split.weighs and split.axis_name is None:
-    whole = call.run(0, call.carry, call.batch, call.rows)
+  if call.is_whole:
+    whole = call.run(0, call.carry, lambda: call.batch, call.rows)
     each, leaves, treedef = _matched(reductions, whole.outputs, root, call)
     only = [r.only(x) for r, x in zip(each, leaves, strict=True)]
     return Reduced(whole.carry, treedef.unflatten(only), _stats(call.rows))
@@ -68,35 +68,39 @@ class _Loop:
     self.full, self.tail_rows = divmod(call.rows, call.size)
     self.take, self.tail = call.cut(self.full)
     self.start = start = _carry.on_device(call.carry, call.split.axis_name)
-    self.like = jax.eval_shape(lambda: call.run(0, start, self.take(0), call.size))
+    self.like = jax.eval_shape(lambda: call.run(0, start, lambda: self.take(0), call.size))
     # Leaves and not trees, because what is static in a tree may be another object in every trace.
     matched = _matched(reductions, self.like.outputs, root, call)
     self.reductions, self.leaves, self.treedef = matched
     if self.tail_rows:
-      smaller = jax.eval_shape(lambda: call.run(0, start, self.tail, self.tail_rows)).outputs
+      smaller = jax.eval_shape(lambda: call.run(0, start, lambda: self.tail, self.tail_rows))
       names = [name for name, _ in _validate.named_leaves(root, self.like.outputs)]
-      both = zip(names, self.leaves, jax.tree.leaves(smaller), strict=True)
+      self.tail_leaves = jax.tree.leaves(smaller.outputs)
+      both = zip(names, self.leaves, self.tail_leaves, strict=True)
       for reduction, (name, x, y) in zip(self.reductions, both, strict=True):
         reduction.check_tail(name, x, y)
+
+    self.agrees = call.split.skip_empty and self._communicates()
 
   def run(self) -> Reduced:
     """All microbatches."""
     call, held = self.call, self._empty()
+    add = self._add_unless_empty if call.split.skip_empty else self._add
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory beside that of a sum of gradients.
     tail_first = not call.carry and not any(r.ordered for r in self.reductions)
     of_tail: Any = [None] * len(self.reductions), None
     with jax.named_scope("microbatches"):
       if self.tail_rows and tail_first:
-        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+        held, of_tail = add(held, self.full, lambda: self.tail, self.tail_rows)
       held, (collected, recorded) = lax.scan(
-        lambda held, index: self._add(held, index, self.take(index), call.size),
+        lambda held, index: add(held, index, lambda: self.take(index), call.size),
         held,
         jnp.arange(self.full, dtype=jnp.int32),
         unroll=call.split.unroll,
       )
       if self.tail_rows and not tail_first:
-        held, of_tail = self._add(held, self.full, self.tail, self.tail_rows)
+        held, of_tail = add(held, self.full, lambda: self.tail, self.tail_rows)
     parts = zip(self.reductions, held.outputs, collected, of_tail[0], strict=True)
     held = held._replace(outputs=[r.join(h, c, t) for r, h, c, t in parts])
     return self._finish(held)._replace(weights=_join_weights(recorded, of_tail[1]))
@@ -114,9 +118,9 @@ class _Loop:
       jax.tree.map(zero, self.like.skipped),
     )
 
-  def _add(self, held: _Held, index: ArrayLike, batch: Any, rows: int) -> tuple[_Held, Any]:
+  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Any]:
     """What is held after one more microbatch, and what is kept of each."""
-    new = self.call.run(index, held.carry, batch, rows)
+    new = self.call.run(index, held.carry, take, rows)
     outputs = jax.tree.leaves(new.outputs)
     # A weight that is known when tracing is counted in microbatches, so that most are 1.
     weight: Weight = rows / self.call.size
@@ -136,6 +140,38 @@ class _Loop:
     collected = [x if r.collected else None for r, x in each]
     recorded = None if new.skipped is None else new.weight
     return _Held(carry, reduced, weights, unit, skipped), (collected, recorded)
+
+  def _add_unless_empty(
+    self, held: _Held, index: ArrayLike, take: Take, rows: int
+  ) -> tuple[_Held, Any]:
+    """What `_add` gives, which does not run where the weight is zero."""
+    counted: Any = _weighted_mean.counts(self.call.weight(index, take(), rows))
+    if self.agrees:
+      counted = lax.pmax(counted.astype(jnp.int32), self.call.split.axis_name) > 0
+    nothing = self._nothing(rows)
+    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, nothing))
+
+  def _nothing(self, rows: int) -> Any:
+    """What is kept of a microbatch that was not run."""
+    leaves = self.leaves if rows == self.call.size else self.tail_leaves
+    both = zip(self.reductions, leaves, strict=True)
+    collected = [_across_devices.full_like(x, 0) if r.collected else None for r, x in both]
+    weight = self.like.weight
+    return collected, None if self.like.skipped is None else _across_devices.full_like(weight, 0)
+
+  def _communicates(self) -> bool:
+    """Whether a microbatch sends anything to other devices, for which all of them must run it."""
+    call = self.call
+    add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: self.take(0), call.size))()
+    if not _across_devices.communicates(add.jaxpr):
+      return False
+    if call.split.axis_name is None:
+      raise ValueError(
+        "skip_empty=True lets every device skip microbatches by itself, and the function sends"
+        " something to other devices, which would wait for it: give axis_name, and what any device"
+        " counts is run by all."
+      )
+    return True
 
   def _finish(self, held: _Held) -> Reduced:
     """What all microbatches of all devices gave together."""

@@ -1,7 +1,6 @@
 """Parameters that every device holds a part of: gathered for use, their gradients scattered."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -9,8 +8,8 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum import _across_devices
-from optax_accum._reductions import Reduction, Sum, SumInLoop
+from optax_accum import _reduction_trees
+from optax_accum._reductions import Reduction
 
 
 class Whole:
@@ -24,9 +23,9 @@ class Whole:
     """The whole parameters, from those that the scan took in; `others` are a microbatch's."""
     return params
 
-  def gradients(self, reduction: Sum) -> Any:
-    """A prefix tree of the gradients' reductions."""
-    return reduction
+  def gradients(self, reductions: Any) -> Any:
+    """A prefix tree of the gradients' reductions, from the one that is asked for."""
+    return reductions
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -57,12 +56,10 @@ class Sharded(Whole):
     numbers = [x for x in jax.tree.leaves(others) if not jnp.issubdtype(x.dtype, key)]
     return self._gather(lax.optimization_barrier((params, numbers))[0])
 
-  def gradients(self, reduction: Sum) -> Any:
-    def reduction_of(spec: PartitionSpec) -> Reduction:
-      kind = reduction
-      if spec:
-        scatter = functools.partial(_across_devices.sum_scattered, spec=spec)
-        kind = dataclasses.replace(reduction, over_devices=scatter)
-      return SumInLoop(kind, self.axis_name) if self.in_loop else kind
+  def gradients(self, reductions: Any) -> Any:
+    def placed(kind: Reduction, spec: PartitionSpec) -> Reduction:
+      kind = kind.scattered(spec) if spec else kind
+      return kind.in_loop(self.axis_name) if self.in_loop else kind
 
-    return jax.tree.map(reduction_of, self.specs)
+    each = _reduction_trees.match("grad_reduction", reductions, self.specs, "gradients")
+    return jax.tree.map(placed, each, self.specs)

@@ -43,6 +43,7 @@ class Split:
   carry_reduction: Any = None
   accumulator_dtype: Any = None
   skip_nonfinite: bool = False
+  skip_empty: bool = False
   axis_name: Any = None
   unroll: int | bool = 1
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
@@ -67,6 +68,11 @@ class Split:
       raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
+    if self.skip_empty and self.weight_fn is None:
+      raise ValueError(
+        "skip_empty=True does not run microbatches of weight zero, and weight_fn=None counts rows,"
+        " of which each has some: give weight_fn."
+      )
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     _carry.check_words(self.carry_reduction, self.carry_argnum)
@@ -137,6 +143,10 @@ class Split:
     return Roles(axes, rng, carry, shared)
 
 
+# Cuts one microbatch out of the batch arguments.
+Take: TypeAlias = Callable[[], tuple[Any, ...]]
+
+
 class Microbatch(NamedTuple):
   """What one microbatch gave."""
 
@@ -184,11 +194,17 @@ class Call:
     axis_name = self.split.axis_name
     return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
-  def run(self, index: ArrayLike, carry: Any, batch: tuple[Any, ...], rows: int) -> Microbatch:
-    """The function on one microbatch of `rows` rows."""
-    inputs = dict(self._arguments)
-    inputs.update(zip(self._roles.batch, batch, strict=True))
-    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
+  @property
+  def is_whole(self) -> bool:
+    """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
+    split = self.split
+    return self.rows == self.size and not split.weighs and split.axis_name is None
+
+  def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
+    """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
+    batch = take()
+    weight: Any = self.weight(index, batch, rows) if self.split.weighs else None
+    inputs = self._inputs(index, batch, weight)
     inputs.update(zip(self._roles.carry, carry, strict=True))
     named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
     new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
@@ -197,17 +213,22 @@ class Call:
     # What depends on no argument that varies is the same on all devices, also in its type.
     new_carry, outputs = _across_devices.varying((new_carry, outputs), self.split.axis_name)
     _carry.check(carry, new_carry)
-    if not self.split.weighs:
-      return Microbatch(new_carry, outputs, None, None)
-    if self.weights is not None:
-      return Microbatch(new_carry, outputs, self.weights[index], None)
-    weight = self._weight(batch, rows)
-    if not self.split.skip_nonfinite:
+    if not self.split.skip_nonfinite or self.weights is not None:
       return Microbatch(new_carry, outputs, weight, None)
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
     return Microbatch(new_carry, outputs, *counted)
 
-  def _weight(self, batch: tuple[Any, ...], rows: int) -> jax.Array:
+  def _inputs(self, index: ArrayLike, batch: tuple[Any, ...], weight: Any) -> dict[Slot, Any]:
+    """The arguments of one microbatch of this weight, but for a threaded one."""
+    inputs = dict(self._arguments)
+    inputs.update(zip(self._roles.batch, batch, strict=True))
+    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
+    return inputs
+
+  def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+    """How much a microbatch counts, before it has run."""
+    if self.weights is not None:
+      return self.weights[index]
     if self.split.weight_fn is None:
       return _weighted_mean.as_weight(float(rows))
     slots = list(zip(self._roles.batch, batch, strict=True))

@@ -15,7 +15,7 @@ from optax_accum._donation import check_alive, Donation
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
 from optax_accum._optimizer_step import optimizer_step
-from optax_accum._reduction_trees import ReductionTree
+from optax_accum._reduction_trees import GradReductionTree, ReductionTree
 from optax_accum._split import Split, WeightFn
 from optax_accum._value_fn import loss_elsewhere
 from optax_accum._weighted_mean import accumulator_dtype
@@ -103,6 +103,7 @@ def make_train_step(
   batch_argnames: str | Sequence[str] = (),
   batch_axis: int | tuple[int, ...] = 0,
   reduction: Literal["mean", "sum"] = "mean",
+  grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
   aux_reduction: ReductionTree = "mean",
   concat_axis: int | None = None,
@@ -112,6 +113,7 @@ def make_train_step(
   carry_reduction: ReductionTree = None,
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
+  skip_empty: bool = False,
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
   donate: bool = True,
@@ -128,6 +130,29 @@ def make_train_step(
   `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
   flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
+  Terms that are means over different things, a token mean and a second head's, have no one weight.
+  Divided by totals of the global batch, an argument that is not split, their sums are exact::
+
+    def loss_fn(params, batch, totals):
+      terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
+      return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
+
+    make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
+
+  ``metrics["aux"]`` has the mean of each. A router's product of means is another function of sums,
+  and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch, whose
+  loss is the whole batch's, so that its `reduction` stays "mean"::
+
+    sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
+
+    def loss_fn(params, batch):
+      sums = sums_in_parts(params, batch)
+      # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
+      router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
+      return sums["nats"] / sums["tokens"] + router
+
+    make_train_step(loss_fn, tx, num_microbatches=1)
+
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
@@ -135,10 +160,10 @@ def make_train_step(
       (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
       ``grad``; ``value_fn``, the loss of this batch at other parameters, for a line search: of the
       microbatches that counted at these, with a derivative that is as their gradient in value and
-      in memory; ``weight``, the total weight (1 under ``reduction="sum"``). So with
-      ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
-      ``value`` is that of the last call. A call of which nothing counted ends no cycle: the next
-      one that counts does.
+      in memory (zero by parameters whose `grad_reduction` is not `reduction`); ``weight``, the
+      total weight (1 under ``reduction="sum"``). So with ``tx=accumulate(inner, k)`` k calls of N
+      microbatches are one step of k x N, in which ``value`` is that of the last call. A call of
+      which nothing counted ends no cycle: the next one that counts does.
     num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
     microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
@@ -146,6 +171,11 @@ def make_train_step(
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
+    grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
+      they reduce to still goes through `tx`, which must overwrite and not step. In flax's words:
+      ``optax.partition({"params": optimizer, "_overwrite_with_gradient": optax.stateless(lambda
+      grads, params: jax.tree.map(jnp.subtract, grads, params))}, lambda tree: {k: k for k in
+      tree})``.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
     concat_axis: The axis of aux that "concat" joins, 0 by default.
@@ -155,6 +185,7 @@ def make_train_step(
     carry_reduction: With a mesh, how the devices' carries become one.
     accumulator_dtype: The dtype that losses and gradients are added up in.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
+    skip_empty: Whether a microbatch of weight zero is not run at all.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
@@ -188,7 +219,8 @@ def make_train_step(
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
-    ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better;
+    ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
+    without those whose `grad_reduction` is not `reduction`, which are no derivatives;
     ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
     which is there only with `has_aux` or `carry_argnum`. All arguments are traced: close over a
     flag. Reverse-mode differentiation passes through a step unless something, `weight_fn` or
@@ -218,7 +250,9 @@ def make_train_step(
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   split = Split.of(locals(), default_argnum=1)
-  local = local_loss(loss_fn, 0, has_aux, reduction, aux_reduction, concat_axis, split)
+  local = local_loss(
+    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split
+  )
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
@@ -242,7 +276,8 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
     with jax.named_scope("optimizer"):
       moves = counted if local.split.weighs else True
       new = optimizer_step(tx, out.grads, (params, opt_state), extra_args, moves)
-    wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), out.grads)
+    derivatives = local.derivatives(out.grads)
+    wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), derivatives)
     metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
     if local.has_aux or reduced.carry:
       metrics["aux"] = out.aux

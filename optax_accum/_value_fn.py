@@ -32,7 +32,8 @@ def loss_elsewhere(
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
     if _moves(params_moved):
-      terms = jax.tree.map(_real_product, out.grads, _instantiated(params_moved))
+      both = map(loss.derivatives, (out.grads, _instantiated(params_moved)))
+      terms = jax.tree.map(_real_product, *both)
       tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
     if _moves(held_moved):  # a user differentiates the step itself, e.g. by its batch
       by_held = functools.partial(value.fun, params)

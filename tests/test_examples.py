@@ -46,6 +46,21 @@ SUCCEEDS = [
   ("streaming.py", (), r"skipped microbatches:  1\n"),
   ("data_parallel.py", (), r"per_cycle saves 1\.53 MiB a step and device\n"),
   ("multi_process.py", (), r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch"),
+  (
+    "contrastive.py",
+    ("--steps", "60", "--batch", "64", "--microbatch", "8"),
+    r"found by their other view: 0\.\d+ of 450 test images",
+  ),
+  (
+    "large_vocabulary.py",
+    ("--steps", "5", "--batch", "256", "--microbatch", "8"),
+    r"held-out bits per letter: 5\.\d+ before, 4\.\d+ after 5 steps",
+  ),
+  (
+    "influence.py",
+    ("--epochs", "5", "--planted", "10"),
+    r"planted rows among the 10 of most influence: \d+%",
+  ),
 ]
 
 # An example, its arguments, and the one line that it must answer with.
@@ -77,6 +92,27 @@ FAILS = [
     "multi_process.py",
     ("--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "2"),
     "--process-id 2 must be one of 0 to --num-processes - 1",
+  ),
+  ("contrastive.py", ("--batch", "12"), "--batch 12 is not 2 or more times --microbatch 32"),
+  ("contrastive.py", ("--microbatch", "512"), "--batch 512 is not 2 .* --microbatch 512"),
+  (
+    "contrastive.py",
+    ("--batch", "68", "--microbatch", "4"),
+    "--batch 68 is not a multiple of 8, the number of devices",
+  ),
+  ("contrastive.py", ("--steps", "20"), "--steps 20 must be 60 or more, --batch 512 64 or more.*"),
+  ("contrastive.py", ("--batch", "1600"), "--batch 1600 is more than the 1347 images to train on"),
+  (
+    "large_vocabulary.py",
+    ("--microbatch", "65"),
+    "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*",
+  ),
+  ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
+  ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
+  (
+    "influence.py",
+    ("--planted", "90"),
+    "--planted 90 is more than half of the 1[34].* to train on",
   ),
 ]
 

@@ -350,7 +350,7 @@ def test_concat_of_a_batch_with_masks_and_weights_is_whole():
 
 
 def noisy(params, batch, keys):
-  noise = jax.random.normal(keys["dropout"], batch.shape)
+  noise = jax.random.uniform(keys["dropout"], batch.shape)
   return jnp.mean(params * batch * noise), noise
 
 

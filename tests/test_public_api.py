@@ -34,7 +34,7 @@ def test_every_argument_is_documented(name):
   assert value.__doc__
   if inspect.isfunction(value):
     for argument in inspect.signature(value).parameters:
-      assert f"  {argument}:" in value.__doc__ or f"  **{argument}:" in value.__doc__, argument
+      assert any(f"  {stars}{argument}:" in value.__doc__ for stars in ("", "*", "**")), argument
 
 
 def examples_of(documented):

@@ -34,7 +34,7 @@ class Model:
     batch, key, carry, further = self.unpacked(args, kwargs)
     offset = jnp.zeros((), batch["x"].dtype)
     if key is not None:
-      noise = jax.random.normal(key, (cycles.OUT,), jnp.float32)
+      noise = jax.random.uniform(key, (cycles.OUT,), jnp.float32)
       offset = (0.25 * noise).astype(offset.dtype)[None]
     if carry is not None:
       offset = offset + carry["mean"]

@@ -72,7 +72,7 @@ def offsets_and_carries(draw, call, carry):
       if draw.place in ("mesh", "shard_map", "pmap"):
         key = jax.random.fold_in(key, m.device)
       key = jax.random.fold_in(key, m.index)
-      offset = offset + 0.25 * np.asarray(jax.random.normal(key, (cycles.OUT,), jnp.float32))
+      offset = offset + 0.25 * np.asarray(jax.random.uniform(key, (cycles.OUT,), jnp.float32))
     if draw.carry:
       mean, seen = held.get(m.device, (carry["mean"], carry["seen"]))
       offset = offset + mean

@@ -18,6 +18,7 @@ from optax_accum import (
   accumulate_specs,
   AccumulateState,
   AccumulateTransformation,
+  check_split,
   CollectiveReport,
   count_collectives,
   has_updated,
@@ -25,6 +26,7 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
   MicrobatchStats,
+  SplitReport,
   TrainStep,
 )
 
@@ -100,6 +102,13 @@ def train(params: Params, batch: Batch) -> Params:
   return stepped[0]
 
 
+def splits_well(params: Params, batch: Batch) -> bool:
+  report = check_split(loss_fn, params, batch, weight_fn=valid_tokens)
+  assert_type(report, SplitReport)
+  print(report, report.verdict, [leaf.name for leaf in report.leaves if not leaf.agrees])
+  return report.ok
+
+
 def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
   """A step that is passed on keeps what it can be called with."""
   return make_train_step(
@@ -109,6 +118,8 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
     microbatch_size=20,
     aux_reduction={"logits": "concat", "correct": "sum"},
     skip_nonfinite=True,
+    skip_empty=True,
+    weight_fn=valid_tokens,
     donate=False,
   )
 
@@ -141,6 +152,7 @@ def train_on_a_mesh(params: Params, batch: Batch) -> Params:
     num_microbatches=2,
     mesh=mesh,
     data_axis=("data",),
+    grad_reduction={"w": "mean", "b": "mean"},
     reduce_gradients="per_cycle",
     donate=False,
   )
@@ -245,6 +257,7 @@ def main() -> None:
   batch = make_batch(jax.random.key(1))
   batches = [make_batch(jax.random.key(i), 8) for i in range(6)]
 
+  assert splits_well(params, make_batch(jax.random.key(2), 8))
   params = train(params, batch)
   tx = optax.sgd(0.1)
   out = build_step(tx)(params, tx.init(params), batch)

@@ -30,6 +30,8 @@ def wrong(params: Params, batch: Batch) -> None:
   make_train_step(loss_fn, tx, num_microbatches=8, reduction="avg")  # MISTAKE 1
   microbatch(predict, reduction="cat", batch_argnums=1, num_microbatches=8)  # MISTAKE 1
   make_train_step(loss_fn, tx, num_microbatches=8, has_aux=True, aux_reduction="avg")  # MISTAKE 1
+  microbatch_value_and_grad(loss_fn, num_microbatches=8, grad_reduction="concat")  # MISTAKE 1
+  make_train_step(loss_fn, tx, num_microbatches=8, grad_reduction="stack")  # MISTAKE 1
 
   # A number that is text.
   make_train_step(loss_fn, tx, num_microbatches="8")  # MISTAKE 2

@@ -1,0 +1,232 @@
+"""What `check_split` says about each defect: why it is known, and what to write."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+NOT_A_FUNCTION = (
+  "The loss is not a function of its arguments: called twice with the same ones it computes"
+  " something else. It may draw numbers with NumPy, or count its calls."
+)
+SHARED_KEY = (
+  "The loss draws random numbers for each place in the batch from a key that all microbatches"
+  " share, and so rows of different microbatches have the same noise."
+)
+PASS_A_KEY = (
+  "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
+  "  loss_fn(params, batch, key), with rng_argnums=2"
+)
+DRAWN = (
+  "Rows meet in what is drawn for them: the loss divides by what a drawn mask or weight comes to,"
+  " or permutes the rows. Where each row has the same noise in a microbatch as in the whole batch,"
+  " the two do not agree."
+)
+DRAW_OUTSIDE = (
+  "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
+  " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
+)
+BENT = (
+  "The loss takes a maximum, an absolute value, or the like, of a number that the whole batch comes"
+  " to, such as a mean. On these batches all microbatches are on one side of where it bends; where"
+  " they are not, the loss is not that of the whole batch."
+)
+TWO_SUMS = (
+  "Bend each row's number in place of their mean. Or take the sums from"
+  ' microbatch(reduction="sum") inside a loss that runs on the whole batch (num_microbatches=1),'
+  " and bend what they come to there."
+)
+PLACES = (
+  "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
+  " loss holds for each place in the batch."
+)
+HALF = (
+  "The loss computes in bfloat16, float16 or 8 bits, and the differences are small enough to be its"
+  " rounding, or a small defect."
+)
+USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
+SUM = (
+  "The losses and gradients of parts of the batch add up to those of the whole: the loss is a sum."
+)
+SUM_AND_MORE = (
+  "The loss is a sum over rows and something that no row changes, such as a regulariser, which"
+  " would be counted in every microbatch."
+)
+MEAN_AND_MORE = (
+  "Take the mean over rows in place of the sum: what no row changes may then stay as it is. Or"
+  ' leave it out, pass reduction="sum", and add it and its gradient once.'
+)
+SOME_WEIGHT = (
+  "The whole batch's loss and gradients are a weighted mean of those of its parts, at several"
+  " parameters, but nothing that was counted in the batch gives the weights."
+)
+GUARD = (
+  "and jnp.maximum in place of the small number, which is added once for each microbatch:\n"
+  "  total / jnp.maximum(count, 1)"
+)
+SEVERAL_COUNTS = (
+  "No one weight explains the loss, and where all rows have the masks and labels of row 0 it splits"
+  " well: it has several denominators, such as tokens in one term and rows in another."
+)
+ROUTER = (
+  "A term that multiplies or divides means of the batch, such as a router's balance, is a function"
+  ' of sums: take the sums from optax_accum.microbatch(..., reduction="sum"), and compute it from'
+  " them on the whole batch. See make_train_step's docstring."
+)
+TOTALS = (
+  "Write each term as a sum over rows divided by its total over the whole batch, pass the totals"
+  " as an argument that is not split, and add up the microbatches:\n"
+  "  totals = {...}  # counted in the whole batch\n"
+  '  loss_fn(params, batch, totals), with batch_argnums=1, reduction="sum"\n' + ROUTER
+)
+COUPLED = (
+  "A part's loss and gradients change with the other rows in it, beyond what any weight explains:"
+  " a contrastive loss, statistics of the batch, or a function of a mean (a square root, a ratio)."
+)
+STATISTICS = (
+  "For batch normalization: normalize by running statistics, and take the new ones from a second"
+  " call. In flax:\n"
+  '  out = model.apply({"params": params, "batch_stats": stats}, x, train=False)\n'
+  '  frozen = {"params": jax.lax.stop_gradient(params), "batch_stats": stats}\n'
+  '  _, new = model.apply(frozen, x, train=True, mutable=["batch_stats"])\n'
+  '  return loss, (new["batch_stats"], aux)  # with stats an argument, and carry_argnum=2\n'
+  "Left as it is, each microbatch is normalized by itself (ghost batch normalization), which many"
+  " want."
+)
+ENCODE = (
+  "For a contrastive loss: split what is done row by row, and leave the rest whole. Outside the"
+  " loss:\n"
+  '  encode_in_parts = optax_accum.microbatch(encode, reduction="concat", batch_argnums=1,'
+  " microbatch_size=...)\n"
+  "Call it inside the loss, which then runs on the whole batch (num_microbatches=1) and is"
+  " differentiated so."
+)
+NEIGHBOURS = f"{STATISTICS}\n{ENCODE}\n{ROUTER}"
+GROUPS = (
+  "Where rows belong in groups, make each group one row, of shape (groups, rows of a group, ...),"
+  " and flatten it inside the loss. Microbatches then hold whole groups:\n"
+  "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)\n"
+  "  batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)  # inside the loss"
+)
+NOT_FINITE = (
+  "The loss or its gradients are not finite on the whole batch: there is nothing to compare."
+)
+ALL_ZERO = "The loss and its gradients are zero on all batches: there is nothing to compare."
+OTHER_BATCH_TOO = "Give parameters and a batch for which the loss is not zero."
+OTHER_BATCH = "Give parameters and a batch for which they are."
+TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
+MORE_ROWS = "Give check_split 4 rows or more."
+GRADIENTS = "The loss agrees, and gradients do not: they are not reduced as grad_reduction says."
+AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
+
+
+def unsplit(slots: Sequence[int], rows: int) -> str:
+  """Why an argument should be split too."""
+  which = " and ".join(f"argument {slot}" for slot in slots)
+  return (
+    f"{which} {'has' if len(slots) == 1 else 'have'} {rows} rows, as many as the batch, and"
+    f" {'is' if len(slots) == 1 else 'are'} not split: split too, they agree."
+  )
+
+
+def split_too(slots: Sequence[int], given: Sequence[int]) -> str:
+  """The options that split these arguments, or only those that are split already."""
+  more = " and ".join(str(slot) for slot in slots if slot not in given)
+  return (
+    f"batch_argnums={tuple(slots)}\n"
+    f"or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
+    f"  batch_argnums={one_or_more(given)}"
+  )
+
+
+def groups(rows: int, part: int, error: Exception) -> str:
+  """Why rows are said to belong in groups."""
+  what = str(error).strip().partition("\n")[0]
+  return (
+    f"The loss runs on all {rows} rows, and not on the first {part} of them or the other"
+    f" {rows - part}: it takes rows in groups, or a certain number of them. It raises"
+    f" {type(error).__name__}: {what}"
+  )
+
+
+def weighted(code: str) -> str:
+  """Why a weight is the right one."""
+  if code == "weight_fn=None":
+    return "The loss is a mean over rows, and is weighed or added up otherwise."
+  return (
+    f"The loss is no mean over rows: what it divides by is {_counted(code)}. With this weight the"
+    " microbatches give what the whole batch does."
+  )
+
+
+def nearly_weighted(code: str, epsilon: float) -> str:
+  """The same where a small number is added to the denominator."""
+  return (
+    f"What the loss divides by is {_counted(code)} and about {epsilon:.1g} that is added to it."
+    " With this weight alone the microbatches differ by as much."
+  )
+
+
+def return_the_denominator(names: Mapping[int, str]) -> str:
+  """What a weight must be that was not found."""
+  batch = ", ".join(names.values())
+  return (
+    "A weight_fn that gets rows of the batch, and returns what the loss divides by on these rows:\n"
+    f"  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # for example"
+  )
+
+
+def _counted(code: str) -> str:
+  """What a weight counts, as code."""
+  if code.startswith("weight_fn=None"):
+    return "the number of rows"
+  return code.split(": ", 1)[1].removesuffix(', reduction="mean"')
+
+
+def overwritten(leaves: Sequence[str]) -> str:
+  """Why a leaf is no gradient."""
+  return (
+    f"{', '.join(leaves)}: not a mean over rows but an extreme of them, while the loss agrees. It"
+    " is a value to overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
+  )
+
+
+def grad_reduction(tree: Any) -> str:
+  """The option that reduces gradients as these words say."""
+  return f"grad_reduction={_text(tree)}"
+
+
+def sum_over_all_rows(option: str, rows: str, all_rows: int) -> str:
+  """What to write where a leaf records cotangents; `rows` is code that counts a microbatch's."""
+  return (
+    f'reduction="sum", {option}\n'
+    "and a loss that is the sum over its rows divided by all rows of the batch. Cotangents of a"
+    " mean are larger where there are fewer rows, and 8 bits round them otherwise:\n"
+    f"  return loss * ({rows} / {all_rows})  # loss: the mean; {all_rows}: all rows of the batch"
+  )
+
+
+def aux(tree: Any) -> str:
+  """The option that reduces aux as these words say; an empty word is none."""
+  if "" in jax.tree.leaves(tree):
+    return 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
+  return f"aux_reduction={_text(tree)}"
+
+
+def _text(tree: Any) -> str:
+  """A tree of words as Python; a part of it whose words are all the same as that word."""
+
+  def collapsed(x: Any) -> Any:
+    words = set(jax.tree.leaves(x))
+    if len(words) == 1:
+      return words.pop()
+    if type(x) is dict:
+      return {key: collapsed(value) for key, value in x.items()}
+    return type(x)(map(collapsed, x)) if type(x) in (list, tuple) else x
+
+  return repr(collapsed(tree)).replace("'", '"')
+
+
+def one_or_more(values: Sequence[int]) -> str:
+  """Positions as an option has them."""
+  return str(values[0]) if len(values) == 1 else str(tuple(values))

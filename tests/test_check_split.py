@@ -1,0 +1,562 @@
+"""`check_split`: the right verdict for each of a zoo of losses, and a mend that mends."""
+
+import functools
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import flax.linen
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees, zoo
+from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
+
+from optax_accum import check_split, microbatch, microbatch_value_and_grad
+
+SPECIMENS = pytest.mark.parametrize("name", ZOO)
+
+
+def check(specimen, source=BATCH, **options):
+  return check_split(specimen.fun, *specimen.call(source), **{**specimen.options, **options})
+
+
+def mended_of(specimen, report):
+  """The loss mended as the report says: by its options, or as its words say."""
+  if specimen.mended is not None:
+    return specimen.mended, {}
+  options = options_of(report)
+  return (specimen, options) if options else (None, {})
+
+
+def options_of(report):
+  """The options that a mend has, on lines of their own."""
+  lines = [line for line in report.mend.splitlines() if re.match(r"\w+=", line)]
+  return eval(f"dict({','.join(lines)})", {"jnp": jnp})
+
+
+@SPECIMENS
+def test_verdict_and_mend(name):
+  specimen = ZOO[name]
+  report = check(specimen)
+  assert report.verdict == specimen.verdict, report
+  assert report.ok == (specimen.verdict == "ok")
+  assert specimen.mend in report.mend, report
+  mended, options = mended_of(specimen, report)
+  if set(options) <= set(inspect.signature(microbatch_value_and_grad).parameters) and mended:
+    again = check(mended, **options)
+    assert again.ok, again
+
+
+@pytest.mark.parametrize("name", [k for k, x in ZOO.items() if x.hides_in_even_batches])
+def test_a_batch_that_hides_it(name):
+  # Microbatches that are all alike, in which a mean over tokens is one over rows.
+  specimen = ZOO[name]
+  report = check(specimen, EVEN)
+  assert report.verdict == specimen.verdict, report
+  assert specimen.mend in report.mend, report
+  assert "in row 0" in report.where  # on the batch as given the two agree
+  value, _ = jax.value_and_grad(specimen.fun)(*specimen.call(EVEN))
+  split, _ = microbatch_value_and_grad(specimen.fun, num_microbatches=2)(*specimen.call(EVEN))
+  np.testing.assert_allclose(split, value, rtol=1e-4)  # comparing them alone would say ok
+
+
+class Rows(NamedTuple):
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@flax.struct.dataclass
+class Struct:
+  tokens: Any
+  targets: Any
+  mask: Any
+
+
+@pytest.mark.parametrize("kind", [Rows, Struct])
+def test_the_mend_names_fields_as_python_does(kind):
+  params, batch = ZOO["token mean"].call()
+  loss = lambda params, batch: zoo.token_mean(params, vars_of(batch))  # noqa: E731
+  vars_of = lambda batch: {k: getattr(batch, k) for k in zoo.TOKENS}  # noqa: E731
+  report = check_split(loss, params, kind(**batch))
+  assert report.mend == "weight_fn=lambda batch: jnp.sum(batch.mask)"
+  assert "batch.tokens halved in row 0" in report.batches
+
+
+def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
+  args = ZOO["contrastive"].call()
+  whole, mended = (jax.value_and_grad(f)(*args) for f in (zoo.contrastive, zoo.split_encoder))
+  trees.assert_close(mended, whole, 1e-5)
+  assert "1 microbatch of 8 rows" in check(ZOO["contrastive"].mended).where
+
+
+def test_what_a_loss_splits_itself_is_compared_with_the_same_unsplit():
+  def norm(x):
+    return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1)
+
+  def wrong(params, batch):
+    run = microbatch(lambda p, x: norm(x @ p["w"]), **split)
+    return jnp.mean((jax.jit(run)(params, batch["x"]) - batch["y"][:, None]) ** 2)
+
+  split = {"reduction": "concat", "batch_argnums": 1, "num_microbatches": 2}
+  report = check(Specimen(wrong, XY), num_microbatches=1)
+  assert report.verdict == "coupled", report
+  specimen = ZOO["contrastive"]
+  with pytest.raises(ValueError, match="num_microbatches=1 splits nothing, and the loss calls no"):
+    check(specimen, num_microbatches=1)
+  jitted = jax.jit(zoo.split_encoder)  # traced anew, and left as it was
+  assert check(Specimen(jitted, specimen.uses), num_microbatches=1).ok
+  assert "scan" in str(jax.make_jaxpr(jitted)(*specimen.call()))
+
+
+def test_the_zoo_has_what_people_train_with():
+  losses = {specimen.fun for specimen in ZOO.values()}
+  assert len(losses) >= 16
+  verdicts = {specimen.verdict for specimen in ZOO.values()}
+  assert verdicts == {"ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit"}
+
+
+@pytest.mark.parametrize("name", ["token mean", "batch statistics", "several terms", "worst row"])
+def test_rows_that_are_all_alike_and_parameters_of_zero(name):
+  specimen = ZOO[name]
+  batch = {k: np.repeat(x[:1], len(x), 0) for k, x in EVEN.items()}
+  params, *further = specimen.call(batch)
+  report = check_split(specimen.fun, jax.tree.map(jnp.zeros_like, params), *further)
+  assert report.verdict == specimen.verdict, report
+
+
+def test_the_table():
+  text = str(check(ZOO["token mean"]))
+  assert text.startswith("check_split: weighted\nas given; 2 microbatches of 4 rows\n")
+  assert "grads['w']" in text
+  assert "differs" in text
+  assert "mend: weight_fn=lambda batch: jnp.sum(batch['mask'])" in text
+  assert "same for: as given; parameters moved" in str(check(ZOO["mean"]))
+
+
+def test_the_table_folds_what_agrees():
+  def loss(params, batch):
+    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"])
+
+  params, batch = ZOO["mean"].call()
+  params = {"p": params, "s": jnp.ones(()), "many": [jnp.ones(())] * 7}
+  text = str(check_split(loss, params, batch))
+  assert "and 12 leaves that agree" in text
+  assert "grads" not in text.partition("the same for")[0]
+
+
+def test_batches_that_are_left_out():
+  def loss(params, batch):
+    each = jnp.sqrt(batch["label"].astype(params["w"].dtype)) * zoo.per_row(params, batch)
+    return jnp.mean(each)
+
+  report = check(Specimen(loss, (*XY, "label")))
+  assert report.ok
+  assert report.left_out
+  assert all("= -1" in name for name in report.left_out)
+  assert f"left out, as the loss is not finite: {len(report.left_out)} batches" in str(report)
+
+
+def test_an_argument_that_has_as_many_rows_by_chance():
+  report = check(ZOO["labels apart"])
+  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
+  assert report.mend.endswith("  batch_argnums=1")
+
+
+def test_it_gives_the_same_report_again():
+  specimen = ZOO["dropout, key shared"]
+  assert check(specimen) == check(specimen)
+
+
+def test_float64_where_x64_is_on():
+  with jax.enable_x64(True):
+    report = check(ZOO["mean"])
+    assert report.ok
+    assert max(leaf.difference / leaf.size for leaf in report.leaves if leaf.size) < 1e-12
+    slightly = lambda params, batch: zoo.mean(params, batch) + 1e-6 * zoo.sum_of_rows(params, batch)  # noqa: E731
+    assert not check(Specimen(slightly, XY)).ok
+    assert check(ZOO["token mean"]).verdict == "weighted"
+
+
+def test_half_precision_arguments_are_checked_in_float32():
+  specimen = ZOO["mean"]
+  half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), specimen.call())
+  report = check_split(specimen.fun, *half)
+  assert report.ok
+  assert report.leaves[0].difference < 1e-6
+
+
+def test_a_loss_that_computes_in_bfloat16_is_not_ok():
+  def loss(params, batch):
+    cast = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)  # noqa: E731
+    return zoo.mean(cast(params), cast(batch)).astype(jnp.float32)
+
+  report = check(Specimen(loss, XY))
+  assert report.verdict == "unknown"
+  assert "float32" in report.mend
+
+
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 3}])
+def test_the_split_that_is_asked_for(options):
+  assert check(ZOO["mean"], **options).ok
+  assert check(ZOO["token mean"], **options).verdict == "weighted"
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5])
+def test_few_rows(rows):
+  batch = {k: x[:rows] for k, x in BATCH.items()}
+  assert check(ZOO["mean"], batch).ok
+  assert check(ZOO["sum"], batch).verdict == "sum"
+  assert not check(ZOO["contrastive"], batch).ok
+
+
+def test_rows_on_another_axis():
+  def loss(params, x, y):
+    each = (jnp.einsum("...ir,i->...r", x, params) - y) ** 2
+    return jnp.mean(each)
+
+  x, y = BATCH["tokens"].T[:, 0], BATCH["y"]
+  args = [jnp.asarray(a, jnp.float32) for a in (PARAMS["w"][:, 0], x, y)]
+  options = {"batch_argnums": (1, 2), "batch_axis": (1, 0)}
+  assert check_split(loss, *args, **options).ok
+  sums = lambda params, x, y: loss(params, x, y) * y.size  # noqa: E731
+  assert check_split(sums, *args, **options).verdict == "sum"
+
+
+def test_parameters_in_several_arguments_and_further_ones():
+  def loss(head, batch, body, power):
+    return jnp.mean((batch["x"] @ body["w"] @ head - batch["y"][:, None]) ** power)
+
+  params, batch = Specimen(loss, XY).call()
+  args = (jnp.ones((zoo.CLASSES, 1)), batch, {"w": params["w"]}, 2)
+  report = check_split(loss, *args, argnums=(0, 2))
+  assert report.ok
+  assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
+
+
+@pytest.mark.parametrize("given", [None, {"params": "mean", "_overwrite_with_gradient": "max"}])
+@pytest.mark.parametrize("name", ["NANOOFp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
+def test_scales_of_fp8_are_overwritten(name, given):
+  dense = functools.partial(flax.linen.Dense, dot_general_cls=getattr(flax.linen.fp8_ops, name))
+  model = flax.linen.Sequential([dense(4), flax.linen.relu, dense(2)])
+  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32), "label": BATCH["label"] % 2}
+
+  def mean_of(variables, batch):
+    losses = optax.losses.softmax_cross_entropy_with_integer_labels
+    return losses(model.apply(variables, batch["x"]), batch["label"]).mean()
+
+  def mended(variables, batch):
+    return eval(code, {"loss": mean_of(variables, batch), "batch": batch})
+
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    variables = model.init(KEY, batch["x"])
+    report = check_split(mean_of, variables, batch, grad_reduction=given)
+    assert report.verdict == "overwritten", report
+    assert '"params": "sum"' in report.mend
+    code = re.search(r"return (.*?)  #", report.mend)[1]
+    again = check_split(mended, variables, batch, **options_of(report))
+  assert again.ok, again
+
+
+def test_overwritten_leaves_keep_their_words():
+  loss = lambda params, batch: jnp.sum(zoo.per_row(params, batch)) / 8  # noqa: E731
+
+  def recorded(params, batch):
+    x = zoo.record_amax(batch["x"], params["_overwrite_with_gradient"]["a"])
+    return loss(params["params"], {**batch, "x": x})
+
+  params, batch = Specimen(loss, XY).call()
+  params = {"params": params, "_overwrite_with_gradient": {"a": jnp.ones(())}}
+  given = {"params": "mean", "_overwrite_with_gradient": "max"}
+  report = check_split(recorded, params, batch, reduction="sum", grad_reduction=given)
+  assert report.verdict == "overwritten", report
+  assert options_of(report) == {"grad_reduction": {**given, "params": "sum"}}
+
+
+@pytest.mark.parametrize("word", ["max", "sum"])
+def test_a_wrong_grad_reduction(word):
+  report = check(ZOO["mean"], grad_reduction=word)
+  assert (report.verdict, report.mend) == ("unknown", "grad_reduction=None")
+
+
+@pytest.mark.parametrize("aux", ["each", "count", "steps"])
+def test_aux_that_cannot_be_reduced_by_the_default(aux):
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    return jnp.mean(each), {"each": each, "count": jnp.sum(each > 0), "steps": 3}[aux]
+
+  specimen = Specimen(loss, XY, options={"has_aux": True})
+  report = check(specimen)
+  assert report.verdict == ("sum" if aux == "count" else "unknown"), report
+  right = {"each": "concat", "count": "sum", "steps": "max"}[aux]
+  assert options_of(report) == {"aux_reduction": right}
+  assert check(specimen, **options_of(report)).ok
+
+
+def test_a_loss_and_its_aux_are_mended_at_once():
+  def loss(params, batch):
+    count = jnp.sum(batch["mask"])
+    return zoo.token_mean(params, batch), {"tokens": count, "each": batch["mask"][:, 0]}
+
+  specimen = Specimen(loss, zoo.TOKENS, options={"has_aux": True})
+  for given in ({"tokens": "mean", "each": "concat"}, "mean"):
+    report = check(specimen, aux_reduction=given)
+    assert report.verdict == "weighted", report
+    assert set(options_of(report)) == {"weight_fn", "aux_reduction"}
+    assert check(specimen, **options_of(report)).ok
+
+
+def test_rows_in_groups():
+  def in_pairs(params, batch):
+    each = zoo.per_row(params, batch).reshape(-1, 2)
+    return jnp.mean((each[:, 0] - each[:, 1]) ** 2)
+
+  def in_fours(params, batch):
+    each = zoo.per_row(params, batch).reshape(-1, 4)
+    return jnp.mean((each - jnp.mean(each, 1, keepdims=True)) ** 2)
+
+  def of_rows(params, batch):
+    return in_fours(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch))
+
+  for options in ({}, {"microbatch_size": 4}):
+    report = check(Specimen(in_fours, XY), **options)
+    assert report.verdict == "coupled", report
+    assert "not on the first 6" in report.reason
+    assert "x.reshape(-1, group" in report.mend
+  with pytest.raises(TypeError, match="reshape") as raised:
+    check(Specimen(in_pairs, XY), num_microbatches=8)
+  assert "in 8 microbatches of 1 rows" in raised.value.__notes__[-1]
+  params, batch = Specimen(in_fours, XY).call()
+  batch = {"x": batch["x"].reshape(2, 4, -1), "y": batch["y"].reshape(2, 4)}
+  assert check_split(of_rows, params, batch).ok
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_an_epsilon_in_the_denominator(x64):
+  def loss(params, batch):
+    each = zoo.cross_entropy(params, batch["tokens"], batch["targets"])
+    return jnp.sum(each * batch["mask"]) / (jnp.sum(batch["mask"]) + epsilon)
+
+  epsilon = 1e-6 if x64 else 2e-3
+  with jax.enable_x64(x64):
+    report = check(Specimen(loss, zoo.TOKENS))
+  assert report.verdict == "weighted", report
+  assert f"about {epsilon:.0e} that is added" in report.reason.replace("0.002", "2e-03")
+  assert "jnp.sum(batch['mask'])\nand jnp.maximum" in report.mend
+
+
+def test_a_small_term_over_another_number_is_no_weight():
+  def loss(params, batch):
+    z = jax.nn.logsumexp(zoo.logits(params, batch["tokens"]), -1)
+    return zoo.token_mean(params, batch) + 1e-4 * jnp.mean(z**2)
+
+  report = check(Specimen(loss, zoo.TOKENS))
+  assert report.verdict == "coupled", report
+
+
+def test_a_mean_over_what_the_loss_says_counts():
+  def loss(params, batch):
+    each = jnp.maximum(zoo.per_row(params, batch) - 0.5, 0)
+    return jnp.sum(each) / jnp.maximum(jnp.sum(each > 0), 1).astype(each.dtype)
+
+  assert check(Specimen(loss, XY)).verdict == "coupled"
+
+
+def test_aux():
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    aux = {"each": each, "count": each.size, "mean": jnp.mean(each), "largest": jnp.max(each)}
+    return jnp.mean(each), {**aux, "total": jnp.sum(each)}
+
+  right = {"each": "concat", "count": "sum", "mean": "mean", "largest": "max", "total": "sum"}
+  specimen = Specimen(loss, XY, options={"has_aux": True})
+  assert check(specimen, aux_reduction=right).ok
+  report = check(specimen, aux_reduction={**right, "total": "mean"})
+  assert report.verdict == "sum"
+  assert eval(f"dict({report.mend})") == {"aux_reduction": right}
+  report = check(specimen, aux_reduction={**right, "total": "mean", "largest": "mean"})
+  assert report.verdict == "unknown"
+  assert eval(f"dict({report.mend})") == {"aux_reduction": right}
+
+  def ratio(params, batch):
+    return zoo.mean(params, batch), {"r": zoo.root_mean_square(params, batch)}
+
+  report = check(Specimen(ratio, XY, options={"has_aux": True}))
+  assert report.verdict == "unknown"
+  assert 'two aux reduced by "sum"' in report.mend
+
+
+@pytest.mark.parametrize("key", [KEY, jax.random.PRNGKey(0)])
+def test_keys_in_a_carry_draw_the_same(key):
+  def loss(params, batch, carry):
+    key, again = jax.random.split(carry["key"])
+    return zoo.dropout(params, batch, again), ({"key": key, "steps": carry["steps"] + 1}, None)
+
+  carry = {"key": key, "steps": jnp.zeros((), jnp.int32)}
+  assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+
+
+def test_two_words_in_a_carry_that_are_no_key():
+  def loss(params, batch, carry):
+    return zoo.mean(params, batch), (carry + jnp.ones(2, jnp.uint32), None)
+
+  carry = jnp.zeros(2, jnp.uint32)
+  assert check(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+
+
+def test_samplers_that_draw_until_they_accept_end():
+  def loss(params, batch, key):
+    noise = jax.random.gamma(key, 2.0, batch["x"].shape, batch["x"].dtype)
+    noise += jax.random.truncated_normal(key, -1.0, 1.0, batch["x"].shape, batch["x"].dtype)
+    return zoo.mean(params, {**batch, "x": batch["x"] + noise})
+
+  assert check(Specimen(loss, XY, options={"rng_argnums": 2}, further=(KEY,))).ok
+
+
+def test_nothing_is_compiled_twice(monkeypatch):
+  compiled = []
+  jit = jax.jit
+  monkeypatch.setattr(jax, "jit", lambda fun: jit(lambda *a: (compiled.append(fun), fun(*a))[1]))
+  assert check(ZOO["mean"]).ok
+  assert len(compiled) == 3  # whole, even and ragged: each traced once, whatever is changed
+
+
+def test_a_loss_that_is_not_finite():
+  loss = lambda params, batch: zoo.mean(params, batch) / jnp.sum(batch["y"] * 0)  # noqa: E731
+  report = check(Specimen(loss, XY))
+  assert report.verdict == "unknown"
+  assert "not finite on the whole batch" in report.reason
+
+
+def test_one_row():
+  batch = {k: x[:1] for k, x in BATCH.items()}
+  with pytest.raises(ValueError, match=r"has 1 row, which cannot be split: give check_split 2"):
+    check(ZOO["mean"], batch)
+
+
+def test_a_batch_without_arrays():
+  with pytest.raises(ValueError, match=r"The batch \(arguments \[1\]\) has no arrays"):
+    check_split(zoo.mean, PARAMS, {})
+
+
+def test_a_loss_that_raises():
+  def whole(params, batch):
+    raise RuntimeError("mine")
+
+  with pytest.raises(RuntimeError, match="mine") as raised:
+    check(Specimen(whole, XY))
+  assert "check_split ran it on the whole batch, 8 rows." in raised.value.__notes__
+
+  def eight(params, batch):
+    return jnp.mean(zoo.per_row(params, batch) * jnp.ones(8))
+
+  with pytest.raises(TypeError, match="shapes") as raised:
+    check(Specimen(eight, XY))
+  assert "in 2 microbatches of 4 rows; on all 8 rows it ran" in raised.value.__notes__[-1]
+
+
+def test_a_loss_that_returns_no_scalar():
+  with pytest.raises(TypeError, match=r"loss has shape \(8,\); it must be a scalar"):
+    check(Specimen(zoo.per_row, XY))
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "text"),
+  [
+    ({"num_microbatches": 3}, ValueError, "does not divide the batch's 8 rows"),
+    ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
+    ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
+    ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),
+    ({"weigh_fn": jnp.sum}, TypeError, "weigh_fn"),
+    ({"carry_argnum": 5}, ValueError, "carry_argnum names argument 5"),
+  ],
+)
+def test_options_that_cannot_work(options, error, text):
+  with pytest.raises(error, match=text):
+    check(ZOO["mean"], **options)
+
+
+def test_under_jit():
+  with pytest.raises(TypeError, match=r"traced arguments: call it outside jax\.jit"):
+    jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(ZOO["mean"].call()[0])
+
+
+def test_zero_on_all_batches_is_not_ok():
+  def hinge(params, batch):
+    weight = jnp.asarray([1.0, 3.0, 1.0, 3.0])[batch["label"]]
+    margins = 1e3 + logits_of(params, batch)
+    return jnp.sum(weight * jax.nn.relu(1 - margins)) / jnp.sum(weight)
+
+  logits_of = lambda params, batch: zoo.logits(params, batch["x"])[:, 0]  # noqa: E731
+  report = check(Specimen(hinge, ("x", "label")))
+  assert report.verdict == "unknown"
+  assert "zero on all batches" in report.reason
+
+
+def test_a_gradient_that_cancels_is_rounding():
+  # Normalised twice: the gradient of what comes before is the rounding of larger ones.
+  normalised = lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6)  # noqa: E731
+
+  def loss(params, batch):
+    x = normalised(zoo.logits(params, batch["x"]))
+    x = normalised(x.reshape(-1, 2)).reshape(x.shape)
+    return jnp.mean((x @ params["v"].sum(0) - batch["y"]) ** 2)
+
+  with jax.numpy_rank_promotion("allow"):
+    report = check(Specimen(loss, XY))
+  assert report.ok, report
+
+
+POSITIVE = {
+  **BATCH,
+  "y": np.linspace(1.0, 9.0, 8),
+  "mask": EVEN["mask"],
+  "lengths": EVEN["lengths"],
+}
+SPECIAL = np.array([101, 102])
+
+
+def mean_of_valid(valid):
+  """A mean over the entries that `valid` says of the batch."""
+
+  def loss(params, batch, *further):
+    is_valid = valid(batch, *further)
+    each = jnp.square(zoo.logits(params, batch["x"])[:, 0] - jnp.where(is_valid, batch["y"], 0))
+    return zoo.mean_where(each, is_valid, least=1)
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  ("valid", "mend", "further"),
+  [
+    (lambda b: b["y"] > 0, "batch['y'] > 0", ()),
+    (lambda b: b["y"] < 80, "batch['y'] < 80", ()),
+    (lambda b: ~jnp.isnan(b["y"]), "~jnp.isnan(batch['y'])", ()),
+    (lambda b: b["y"] != 7.0, "batch['y'] != 7", ()),
+    (lambda b: jnp.any(b["mask"] > 0.5, -1), "jnp.any(batch['mask'] != 0, axis=-1)", ()),
+    (lambda b, pad: b["lengths"] != pad, "batch['lengths'] != 777", (np.int32(777),)),
+    (lambda b: ~jnp.isin(b["lengths"], SPECIAL), "what the loss divides by", ()),
+  ],
+)
+def test_what_says_that_a_row_does_not_count(valid, mend, further):
+  uses = ("x", "y", "mask", "lengths")
+  report = check(Specimen(mean_of_valid(valid), uses, further=further), POSITIVE, batch_argnums=1)
+  assert report.verdict == "weighted", report
+  assert mend in report.mend, report
+
+
+def test_the_longest_row_and_masks_of_floats():
+  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"]).astype(float)  # noqa: E731
+  assert not check(Specimen(longest, (*XY, "lengths")), EVEN).ok
+
+  def where(params, batch):
+    each = zoo.cross_entropy(params, batch["tokens"], batch["targets"])
+    return jnp.mean(each, where=batch["mask"] > 0.5)
+
+  report = check(Specimen(where, ("tokens", "targets", "mask")), EVEN)
+  assert "jnp.sum(batch['mask'] > 0.5)" in report.mend, report

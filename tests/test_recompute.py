@@ -1,0 +1,462 @@
+"""`microbatch` differentiated: the whole batch's derivatives, and one microbatch's memory."""
+
+import functools
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import compiled, devices, trees
+from support.devices import make_mesh
+
+from optax_accum import count_collectives, make_train_step, microbatch
+
+WIDTH = 6
+
+
+def encode(params, x):
+  return jnp.tanh(jnp.tanh(x @ params["in"]) @ params["out"])
+
+
+def init_params(dtype=np.float64, width=WIDTH):
+  rng = np.random.default_rng(0)
+  shapes = {"in": (width, 8), "out": (8, 4)}
+  return {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+
+
+def two_views(rows, dtype=np.float64):
+  rng = np.random.default_rng(rows)
+  return tuple(jnp.asarray(rng.normal(size=(rows, WIDTH)), dtype) for _ in range(2))
+
+
+def contrastive(a, b):
+  """The loss of CLIP: each row's own view among all rows' views, both ways."""
+  a, b = (x / jnp.linalg.norm(x, axis=1, keepdims=True) for x in (a, b))
+  logits = 3 * a @ b.T
+  both = (jnp.diag(jax.nn.log_softmax(logits, axis)) for axis in (0, 1))
+  return -sum(map(jnp.mean, both))
+
+
+def in_parts(fun, **options):
+  return microbatch(fun, **{"reduction": "concat", "batch_argnums": 1, **options})
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8, 17])
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("shared", [True, False], ids=["one encoder", "two"])
+def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
+  def loss_fn(encoder, params, other, views):
+    first, second = views
+    a, b = encoder(params, first), encoder(params if shared else other, second)
+    return contrastive(a, b)
+
+  with jax.enable_x64(True):
+    params, views = init_params(), two_views(rows)
+    other = jax.tree.map(lambda p: p + 1, params)
+    arguments = params, other, views
+    expected, actual = (
+      jax.jit(jax.value_and_grad(functools.partial(loss_fn, e), (0, 1, 2)))(*arguments)
+      for e in (encode, in_parts(encode, microbatch_size=size))
+    )
+    trees.assert_close(actual, expected, 1e-10)
+    if 1 < rows > size:  # each microbatch against its own rows is another loss
+      alone = microbatch(contrastive, reduction="mean", batch_argnums=(0, 1), microbatch_size=size)
+      other_loss = alone(encode(params, views[0]), encode(params, views[1]))
+      assert shared is False or abs(other_loss - expected[0]) > 1e-3
+
+
+REDUCED = {
+  "mean": lambda y: jnp.mean(y),
+  "sum": lambda y: jnp.sum(y),
+  "max": lambda y: jnp.max(y, axis=0),
+  "min": lambda y: jnp.min(y, axis=0),
+  "last": lambda y: y[0],
+  "stack": lambda y: jnp.mean(y, axis=0),
+  "concat": lambda y: y,
+}
+
+
+def hessian_product(fun, params, x):
+  def total(params):
+    return sum(jnp.sum(y**2) for y in jax.tree.leaves(fun(params, x)))
+
+  return jax.jvp(jax.grad(total), (params,), (params,))[1]
+
+
+@pytest.mark.parametrize("derivative", [jax.jacrev, jax.jacfwd, "hessian"])
+def test_every_reduction_has_its_derivative(derivative):
+  """Of all outputs at once, to the parameters and to the batch."""
+
+  def fun(params, x):
+    return {name: of(encode(params, x)) for name, of in REDUCED.items()}
+
+  def whole(params, x):
+    parts = [x[i::3] for i in range(3)]  # a strided split
+    each = [fun(params, part) for part in parts]
+    out = {name: jnp.stack([y[name] for y in each]) for name in REDUCED}
+    all_rows = jnp.stack([out["concat"][i] for i in range(3)], 1).reshape(9, 4)
+    return {
+      "mean": jnp.mean(out["mean"]),
+      "sum": jnp.sum(out["sum"]),
+      "max": jnp.max(out["max"], axis=0),
+      "min": jnp.min(out["min"], axis=0),
+      "last": out["last"][-1],
+      "stack": out["stack"],
+      "concat": all_rows,
+    }
+
+  split = in_parts(fun, reduction={name: name for name in REDUCED}, num_microbatches=3)
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(9)[0]
+    if derivative == "hessian":
+      products = [jax.jit(functools.partial(hessian_product, f))(params, x) for f in (whole, split)]
+    else:
+      products = [jax.jit(derivative(f, (0, 1)))(params, x) for f in (whole, split)]
+    trees.assert_close(products[1], products[0], 1e-10)
+
+
+@pytest.mark.parametrize("options", [{"microbatch_size": 3}, {"num_microbatches": 4}], ids=str)
+def test_noise_is_the_same_going_backward(options):
+  """Dropout: the gradient is that of the masks which the loss was computed with."""
+
+  def dropped(params, x, key):
+    y = encode(params, x)
+    return y * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
+
+  split = microbatch(dropped, reduction="concat", batch_argnums=1, rng_argnums=2, **options)
+  key = jax.random.key(0)
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(8)[0]
+    weights = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)))
+
+    def loss_fn(params):
+      return jnp.sum(weights * split(params, x, key))
+
+    kept = jnp.where(split(params, x, key) != 0, 1.0, 0.0)
+    assert 0.2 < kept.mean() < 0.8
+    expected = jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x)))(params)
+    trees.assert_close(jax.jit(jax.grad(loss_fn))(params), expected, 1e-10)
+
+
+def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
+  rng = np.random.default_rng(0)
+  params = jnp.asarray(rng.normal(size=(16, 16)) / 10, jnp.bfloat16)
+  x = jnp.asarray(rng.normal(size=(4096, 16)), jnp.bfloat16)
+
+  def fun(params, x):
+    return jnp.tanh(x @ params)
+
+  def as_jax_adds(params, x):
+    return lax.map(lambda rows: fun(params, rows), x.reshape(1024, 4, 16)).reshape(-1, 16)
+
+  def error(encoder):
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2)))(params)
+    assert grads.dtype == jnp.bfloat16
+    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
+
+  with jax.enable_x64(True):
+    wide = x.astype(jnp.float64)
+    exact = jax.grad(lambda p: jnp.sum(fun(p, wide) ** 2))(params.astype(jnp.float64))
+    exact = np.asarray(exact)
+
+  def closed_over(params, x):
+    return microbatch(lambda x: fun(params, x), reduction="concat", microbatch_size=4)(x)
+
+  whole = error(fun)
+  assert error(in_parts(fun, microbatch_size=4)) < 1.2 * whole
+  assert error(closed_over) < 1.2 * whole
+  assert error(as_jax_adds) > 10 * whole
+  assert error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)) > 10 * whole
+
+
+def test_padding_that_is_not_finite_adds_nothing():
+  """A microbatch of padding is 0/0: its loss, and the derivative of that, are left out."""
+
+  def fun(params, batch):
+    errors = encode(params, batch["x"]) ** 2 * batch["mask"][:, None]
+    return jnp.sum(errors) / jnp.sum(batch["mask"])
+
+  split = in_parts(
+    fun, reduction="mean", num_microbatches=4, weight_fn=lambda batch: jnp.sum(batch["mask"])
+  )
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(8)[0]
+    batch = {"x": x, "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1])}  # microbatch 2 is padding
+    expected = jax.value_and_grad(fun, allow_int=True)(params, batch)
+    actual = jax.jit(jax.value_and_grad(split))(params, batch)
+    trees.assert_close(actual, expected, 1e-10)
+    by_rows = jax.grad(lambda x: split(params, {**batch, "x": x}))(x)
+    trees.assert_close(by_rows, jax.grad(lambda x: fun(params, {**batch, "x": x}))(x), 1e-10)
+    tangent = jax.jvp(lambda p: split(p, batch), (params,), (params,))[1]
+    trees.assert_close(tangent, jax.jvp(lambda p: fun(p, batch), (params,), (params,))[1], 1e-10)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("looped", [False, True], ids=["once", "in a loop"])
+def test_second_derivatives(weighted, looped):
+  """Of a step in a loop, as in meta-learning; forward and reverse mode around reverse mode."""
+  weight_fn = (lambda x: jnp.sum(x[:, 0] ** 2)) if weighted else None
+
+  def mean_of(params, x):
+    return jnp.mean(jnp.sin(encode(params, x)), axis=0)
+
+  def whole(params, x):
+    parts = [x[i::3] for i in range(3)]
+    weights = jnp.stack([weight_fn(part) if weighted else jnp.float64(1) for part in parts])
+    return weights @ jnp.stack([mean_of(params, part) for part in parts]) / jnp.sum(weights)
+
+  split = in_parts(mean_of, reduction="mean", num_microbatches=3, weight_fn=weight_fn)
+
+  def trained(run, params, x):
+    def step(params, _):
+      grads = jax.grad(lambda p: jnp.sum(run(p, x) ** 2))(params)
+      return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), None
+
+    moved = lax.scan(step, params, length=2)[0] if looped else step(params, None)[0]
+    return jnp.sum(run(moved, x) ** 2)
+
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(9)[0]
+    for derivative in (jax.grad, hessian_of):
+      expected, actual = (
+        jax.jit(derivative(functools.partial(trained, run)))(params, x) for run in (whole, split)
+      )
+      trees.assert_close(actual, expected, 1e-10)
+
+
+def hessian_of(fun):
+  """Its product with the parameters, by reverse mode of reverse mode."""
+
+  def product(params, x):
+    _, pullback = jax.vjp(lambda p: jax.grad(fun)(p, x), params)
+    return pullback(params)
+
+  return product
+
+
+def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
+  def fun(params, batch):
+    y = encode(params, batch["x"])
+    return {"y": y, "first": y[0], "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"]))}
+
+  def loss_fn(params, batch, run):
+    out = run(params, batch)
+    return jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
+
+  words = {"y": "concat", "first": "stack", "loss": "mean"}
+  split = in_parts(
+    fun, reduction=words, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["mask"])
+  )
+
+  def whole(params, batch):
+    out = [fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
+    return {**jax.tree.map(lambda *x: jnp.stack(x), *out), "loss": out[0]["loss"]}
+
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(6)[0]
+    batch = {"x": x, "mask": jnp.asarray([1.0, 0] * 3)}
+    expected, actual = (jax.grad(loss_fn)(params, batch, run) for run in (whole, split))
+    trees.assert_close(actual, expected, 1e-10)
+
+
+def test_complex_parameters_keep_their_imaginary_part():
+  def fun(params, x):
+    return jnp.sum(jnp.abs(x @ params) ** 2)
+
+  split = in_parts(fun, reduction="sum", num_microbatches=2, accumulator_dtype=jnp.float32)
+  params, x = jnp.full(WIDTH, 1 + 2j, jnp.complex64), two_views(4, np.complex64)[0]
+  actual, expected = (jax.grad(f)(params, x) for f in (split, fun))
+  assert np.abs(expected.imag).max() > 1
+  trees.assert_close(actual, expected, 1e-5)
+
+
+# JAX 0.8 cannot transpose a scan, whatever is in it.
+@pytest.mark.parametrize("size", [2] if jax.__version_info__ >= (0, 9) else [5])
+def test_a_linear_function_can_be_transposed(size):
+  split = in_parts(lambda params, x: x @ params, microbatch_size=size)
+  params, x = init_params(np.float32)["in"], two_views(5, np.float32)[0]
+  ones = jnp.ones((5, 8))
+  (actual,) = jax.linear_transpose(lambda p: split(p, x), params)(ones)
+  trees.assert_close(actual, x.T @ ones, 1e-6)
+
+
+def deep(params, x):
+  for w in params:
+    x = jnp.tanh(x @ w)
+  return x[:, :8]
+
+
+def deep_case(rows=1024, width=32, layers=6):
+  params = [jax.ShapeDtypeStruct((width, width), np.float32)] * layers
+  return params, jax.ShapeDtypeStruct((rows, width), np.float32)
+
+
+def drawn(shapes):
+  rng = np.random.default_rng(0)
+  return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
+
+
+def loss_around(encoder):
+  return lambda params, x: jnp.sum(jnp.cos(encoder(params, x)) * encoder(params, x[::-1]))
+
+
+@pytest.mark.parametrize("by", [0, (0, 1)], ids=["params", "params and batch"])
+def test_memory_is_that_of_one_microbatch(by):
+  temps = [
+    compiled.temp_bytes(jax.jit(jax.grad(loss_around(encoder), by)), *deep_case())
+    for encoder in (deep, *(in_parts(deep, microbatch_size=size) for size in (256, 64, 60)))
+  ]
+  assert temps[1] < 0.5 * temps[0]
+  assert temps[2] < 0.4 * temps[0]
+  assert temps[3] < 0.5 * temps[0]  # a smaller one at the end
+
+
+def test_nothing_is_computed_again_where_nothing_is_differentiated():
+  split = in_parts(deep, microbatch_size=64)
+  flops = [
+    compiled.dot_flops(jax.jit(f).lower(*deep_case()).compile().as_text())
+    for f in (deep, split, jax.grad(loss_around(deep)), jax.grad(loss_around(split)))
+  ]
+  assert flops[1] == flops[0]
+  # Going backward is twice the work of going forward, and here once more of going forward.
+  assert flops[3] / flops[2] == pytest.approx(4 / 3, abs=0.1)
+
+
+def test_one_microbatch_is_the_plain_program():
+  split = in_parts(deep, num_microbatches=1)
+  texts = [jax.jit(jax.grad(loss_around(f))).lower(*deep_case()).as_text() for f in (deep, split)]
+  assert texts[0] == texts[1]
+
+
+def test_what_is_closed_over_has_its_gradient_too():
+  params, x = init_params(np.float32), two_views(8, np.float32)[0]
+
+  def loss_of(run):
+    return lambda p: jnp.sum(run(functools.partial(encode, p))(x) ** 2)
+
+  split = functools.partial(microbatch, reduction="concat", num_microbatches=4)
+  actual, expected = (jax.grad(loss_of(run))(params) for run in (split, lambda f: f))
+  trees.assert_close(actual, expected, 1e-5)
+
+
+def test_what_is_no_array_reaches_the_function_as_it_is():
+  def fun(params, x, flag, scale, nothing):
+    assert (flag, scale, nothing) == (True, 2.0, None)
+    return scale * encode(params, x)
+
+  params, x = init_params(np.float32), two_views(4, np.float32)[0]
+  split = in_parts(fun, num_microbatches=2)
+  grads = jax.grad(lambda p: jnp.sum(split(p, x, True, 2.0, None)))(params)
+  trees.assert_close(grads, jax.grad(lambda p: jnp.sum(2 * encode(p, x)))(params), 1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
+def test_a_step_over_a_mesh_reduces_once(kind, platform):
+  """Every device encodes its rows in microbatches, and holds them against all devices' rows."""
+
+  def loss_fn(params, views):
+    a, b = (in_parts(deep, num_microbatches=4)(params, x) for x in views)
+    every = lax.all_gather(b, "data", tiled=True)
+    own = lax.axis_index("data") * a.shape[0] + jnp.arange(a.shape[0])
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(a @ every.T), own[:, None], 1))
+
+  def whole(params, views):
+    a, b = (deep(params, x) for x in views)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+  mesh = make_mesh(8, kind=kind, platform=platform)
+  tx = optax.sgd(0.1)
+  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
+  params, x = deep_case(128, 16, 2)
+  views = (x, x)
+  if platform == "tpu":
+    views = devices.abstract(views, mesh, P("data"))
+    params = devices.abstract(params, mesh)
+    report = count_collectives(step.lower(params, tx.init(params), views).compile())
+  else:
+    params, views = drawn((params, views))
+    report = count_collectives(step.lower(params, tx.init(params), views).compile())
+    moved, _, metrics = step(params, tx.init(params), views)
+    value, grads = jax.value_and_grad(whole)(params, views)
+    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
+    trees.assert_close(moved, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1e-5)
+  assert not report.inside
+  # TPUs gather what is small by an all-reduce too.
+  assert sum("f32[16,16]" in c.shape for c in report.operations) == 1
+
+
+def test_devices_add_up_cotangents_in_float32():
+  """Rows sorted by class, as in a file: what the devices have nearly cancels."""
+  rng = np.random.default_rng(0)
+  labels = np.repeat(2 * np.arange(8) - 6, 128)
+  x = jnp.asarray(rng.normal(size=(1024, 64)) + 1, jnp.bfloat16)
+  y = jnp.asarray(labels + rng.normal(size=1024) / 10, jnp.bfloat16)
+  params = jnp.asarray(np.ones(64) / 64, jnp.bfloat16)
+
+  def fun(params, x, y):
+    return jnp.mean((x @ params - y).astype(jnp.float32) ** 2)
+
+  split = microbatch(
+    fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, axis_name="data"
+  )
+  axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+  gradient = lambda params, x, y: jax.grad(split)(params, x, y)  # noqa: E731
+  mapped = jax.jit(jax.shard_map(gradient, mesh=make_mesh(8), **axes))
+  wide_params, wide_x, wide_y = (np.asarray(a, np.float64) for a in (params, x, y))
+  exact = 2 * wide_x.T @ (wide_x @ wide_params - wide_y) / 1024
+
+  def error(grads):
+    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
+
+  assert error(mapped(params, x, y)) < 1.2 * error(jax.grad(fun)(params, x, y))
+
+
+@pytest.mark.parametrize("word", ["max", "min"])
+def test_extremes_over_devices_have_their_derivative(word):
+  mesh, axes = make_mesh(4), {"in_specs": (P(), P("data")), "out_specs": P()}
+  of = {"max": jnp.max, "min": jnp.min}[word]
+
+  def fun(params, x):
+    return of(encode(params, x), axis=0)
+
+  split = in_parts(fun, reduction=word, num_microbatches=2, axis_name="data")
+  mapped = jax.shard_map(split, mesh=mesh, **axes)
+  with jax.enable_x64(True):
+    params, x = init_params(), two_views(16)[0]
+    for derivative in (gradient_of, tangent_of):
+      expected, actual = (jax.jit(derivative(f))(params, x) for f in (fun, mapped))
+      trees.assert_close(actual, expected, 1e-12)
+    nan = x.at[3, 0].set(jnp.nan)
+    assert np.isnan(jax.jit(mapped)(params, nan)).all()
+
+
+def gradient_of(fun):
+  return jax.grad(lambda params, x: jnp.sum(jnp.sin(fun(params, x))), (0, 1))
+
+
+def tangent_of(fun):
+  return lambda params, x: jax.jvp(fun, (params, x), (params, x))[1]
+
+
+@pytest.mark.parametrize("how", ["axis_name", "pcast", "neither"])
+def test_in_a_users_shard_map(how):
+  mesh = make_mesh(8)
+  option = {"axis_name": "data"} if how == "axis_name" else {}
+  split = in_parts(deep, num_microbatches=4, **option)
+
+  def gradient(params, x):
+    if how == "pcast":
+      params = lax.pcast(params, "data", to="varying")
+    grads = jax.grad(lambda p: jnp.sum(split(p, x) ** 2))(params)
+    return lax.psum(grads, "data") if how == "pcast" else grads
+
+  mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+  report = count_collectives(mapped.lower(*deep_case(128, 16, 2)).compile())
+  params, x = drawn(deep_case(128, 16, 2))
+  expected = jax.grad(lambda p: jnp.sum(deep(p, x) ** 2))(params)
+  trees.assert_close(mapped(params, x), expected, 1e-5)
+  assert bool(report.inside) == (how == "neither")
