@@ -11,22 +11,24 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   """Says whether splitting leaves this loss as it is, and if not, why and what to write.
 
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
-  `microbatch_value_and_grad` does with these options, and compares loss, gradients and aux leaf by
-  leaf, in float32 (float64 where x64 is enabled). A difference of 1e-4 of a leaf's largest number
-  is taken for rounding (1e-9 in float64), and so is a smaller part of the loss that splits badly,
-  such as a z-loss. For a test, or a notebook, with a small batch::
+  `microbatch_value_and_grad` does with these options. Compares loss, gradients and aux leaf by
+  leaf, in float32 (float64 where x64 is enabled). For a test, or a notebook, with a small batch::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
-  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs also
-  run on batches that differ from the given one: with masks inverted, labels and floats of -1, 0 and
-  what else the loss compares data with (NaN too), counts doubled, or floats halved, each in a part
-  of row 0, and with a row that is empty; with rows drawn again; with other parameters; and with
-  floats that are all different. Such a batch on which the loss is not finite, or zero with all its
-  gradients, is left out. Differences up to 1e-4 of a leaf and 1e-6 of the largest leaf (1e-9 and
-  1e-11 in float64) are taken for rounding, and more where the last bits of the parameters change as
-  much: a term that is smaller than that is not seen.
-  Nothing is random: the same call gives the same report.
+  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs run
+  on more than the given batch:
+
+  - Row 0 is changed. Masks are inverted, integers doubled, floats halved. Labels and floats become
+    0, -1, or a number that the loss compares data with, NaN included.
+  - A row is empty; rows are drawn again; all floats differ; the parameters are others.
+
+  A batch on which the loss is not finite is left out, and so is one on which it is zero with all
+  its gradients. Nothing is random: the same call gives the same report.
+
+  A difference up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's, is taken for
+  rounding (1e-9 and 1e-11 in float64), and more where the last bits of the parameters change as
+  much. So a small term of a loss that does split badly, such as a z-loss, may not be seen.
 
   ===============  ================================================================
   verdict          what it means
@@ -43,30 +45,30 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
 
-  Noise is not compared. Keys that are named in `rng_argnums`, or threaded, are replaced by such of
-  which all draws are the same, and, where the loss draws and all agrees, by such whose draws follow
-  the rows: rows may meet in a drawn mask that the loss divides by, or in a permutation. Where all
-  agrees and the loss takes a maximum, an absolute value or the like of one number that the batch
-  comes to, it runs with that function bent too: the batches may all be on one side of a threshold.
-  A carry is not threaded: each microbatch gets the given one, and what becomes of it is not
-  compared. Nor is an aux under "stack" or "last". A loss that computes in bfloat16 has that
-  rounding; check it in float32.
+  A mend that is options was run: loss and gradients agree with it. What an aux still needs stands
+  on a line of its own. Where the report has no table, the defaults refused the call and nothing was
+  run: check again with the mend. That of ``unsplit`` has two ways out, because an argument may
+  merely have as many rows as the batch. An odd number of rows makes that unlikely.
 
-  A mend by options was run: loss and gradients agree with it, and what an aux still needs is on a
-  line of its own. Where the defaults refuse the call (``random`` and ``unsplit`` without a table)
-  nothing was run, and the loss may have another defect: check again with the mend. That of
-  ``unsplit`` has two ways out where an argument may merely have as many rows as the batch, which an
-  odd number of rows in the check makes unlikely.
-
-  Layers in 8 bits round cotangents, and those of a mean over fewer rows are larger. So gradients
-  differ with the number of microbatches, unless the loss is a sum over rows that is divided by all
-  rows of the batch: the mend of ``overwritten``.
+  - Noise is not compared. Keys that are named in `rng_argnums`, or threaded, draw the same
+    everywhere. A loss that then agrees runs again with draws that belong to rows. Rows may meet in
+    a drawn mask that the loss divides by, or in a permutation.
+  - A loss that agrees may take a maximum or an absolute value of one number of the whole batch,
+    which may be on one side of its threshold in all of these batches. It runs again with a curved
+    function in that place.
+  - A loss that calls `microbatch` does not split there when it runs on the whole batch. With
+    ``num_microbatches=1`` that is all that is compared.
+  - A carry is not threaded: each microbatch gets the given one. What becomes of it is not compared,
+    and nor is an aux under "stack" or "last".
+  - Check a loss that computes in bfloat16 in float32. Layers in 8 bits round cotangents, which are
+    larger in a mean over fewer rows: gradients differ with the number of microbatches unless the
+    loss is a sum, divided by the rows of the whole batch.
 
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
   says so by a number which neither the batch nor a comparison in the loss has; a missing label that
   makes the gradients NaN; a threshold of several means at once (an array of them); a count of what
-  is drawn in a loss that takes no other number of rows, or flattens rows before it draws; and, in a
-  batch whose rows are all alike, what only rows that differ much would show, as the balance of a
+  is drawn, in a loss that takes no other number of rows, or flattens rows before it draws; and, in
+  a batch whose rows are all alike, what only rows that differ much would show, as the balance of a
   router.
 
   Args:
@@ -74,9 +76,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
     **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
       number above 1 that divides the rows. Unless `microbatch_size` is given, a split whose last
-      microbatch is smaller runs too. `accumulator_dtype` is left at its default, and `axis_name`
-      is refused. 1 is for a loss that calls `microbatch` itself, which on the whole batch, with
-      this option and without, is told not to split.
+      microbatch is smaller runs too. 1 is an error unless the loss calls `microbatch` itself.
+      `accumulator_dtype` is left at its default, and `axis_name` is refused.
 
   Returns:
     A `SplitReport`: its `ok`, its `verdict`, and a table with the mend as `str`.
