@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any, TypeVar
 
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ import optax
 from optax_accum import _validate
 from optax_accum._accumulate_state import has_updated, states_in
 from optax_accum._train_step import make_train_step, TrainStep
+from optax_accum._transformation import AccumulateTransformation
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs = Mapping[str, jax.Array]
@@ -134,7 +136,8 @@ class LinenTrainStep:
     def loss_fn(params: Any, batch: Any, *further: Any) -> Any:
       rest = list(further)
       collections = rest.pop(0) if names else {}
-      out = self._loss_fn({"params": params, **collections}, batch, rest[0] if rest else None)
+      variables = {**_variables(params), **collections}
+      out = self._loss_fn(variables, batch, rest[0] if rest else None)
       if not names:
         return out
       loss, rest = out
@@ -147,6 +150,12 @@ class LinenTrainStep:
     return make_train_step(
       loss_fn, _counting(tx), has_aux=self._has_aux or bool(names), **roles, **self._options
     )
+
+
+def _variables(params: Any) -> dict[str, Any]:
+  """What a model is applied to: flax keeps what is overwritten beside the parameters."""
+  is_split = isinstance(params, Mapping) and OVERWRITTEN in params
+  return dict(params) if is_split else {"params": params}
 
 
 def _collection(state: train_state.TrainState, name: str) -> Any:
@@ -175,11 +184,77 @@ def _counting(tx: optax.GradientTransformation) -> optax.GradientTransformationE
   tx = optax.with_extra_args_support(tx)
 
   def init(params: Any) -> Any:
-    return tx.init(params), jnp.zeros((), jnp.int32)
+    return tx.init(_variables(params)["params"]), jnp.zeros((), jnp.int32)
 
   def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-    updates, inner = tx.update(grads, state[0], params, **extra_args)
-    emitted = has_updated(inner) if states_in(inner) else True
-    return updates, (inner, state[1] + jnp.asarray(emitted, state[1].dtype))
+    held, steps = state
+    stepped = _variables(params)["params"]
+    updates, held = tx.update(_variables(grads)["params"], held, stepped, **extra_args)
+    emitted = has_updated(held) if states_in(held) else True
+    state = held, steps + jnp.asarray(emitted, steps.dtype)
+    if stepped is params:
+      return updates, state
+    overwritten = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], params[OVERWRITTEN])
+    return {"params": updates, OVERWRITTEN: overwritten}, state
 
   return optax.GradientTransformationExtraArgs(init, update)
+
+
+class TrainState(train_state.TrainState):
+  """Flax's `TrainState` for a loop that has one microbatch at a time.
+
+  ``tx`` is an `accumulate`, or holds one. `apply_gradients` takes the microbatch's `weight`, and
+  `flush` to step before the cycle is full. Where ``tx`` is an `accumulate`, parameters and
+  optimizer state are updated in place, by its `apply`, once the state is donated::
+
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=accumulate(tx, 8))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def mini_step(state, batch):
+      grads = jax.grad(loss_fn)(state.params, batch)
+      return state.apply_gradients(grads=grads, weight=batch["mask"].sum())
+
+  ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
+  """
+
+  @property
+  def gradient_step(self) -> jax.Array:
+    """Optimizer steps so far, an int32 scalar: those of the first `accumulate` in the state."""
+    states = states_in(self.opt_state)
+    if not states:
+      raise ValueError(f"{_NOT_ACCUMULATING} and has no gradient_step: use state.step.")
+    return states[0].gradient_step
+
+  def apply_gradients(
+    self, *, grads: Any, weight: Any = 1.0, flush: Any = False, **kwargs: Any
+  ) -> "TrainState":
+    """Adds gradients up, and steps at the end of a cycle.
+
+    Args:
+      grads: Gradients of one microbatch, like `params`. What flax keeps under
+        ``"_overwrite_with_gradient"`` is overwritten in every call.
+      weight: How much the microbatch counts, as in `accumulate`.
+      flush: Whether to step now.
+      **kwargs: Further fields to replace.
+
+    Returns:
+      The next state, whose `step` is one more.
+
+    Raises:
+      ValueError: ``tx`` holds no `accumulate`, which would ignore `weight` and `flush`.
+    """
+    if not states_in(self.opt_state):
+      raise ValueError(f"{_NOT_ACCUMULATING}: wrap it, accumulate(tx, every_k), or use flax's.")
+    params, own = _variables(self.params)["params"], _variables(grads)["params"]
+    if isinstance(self.tx, AccumulateTransformation):
+      params, state = self.tx.apply(own, self.opt_state, params, weight=weight, flush=flush)
+    else:
+      tx = optax.with_extra_args_support(self.tx)
+      updates, state = tx.update(own, self.opt_state, params, weight=weight, flush=flush)
+      params = optax.apply_updates(params, updates)
+    if own is not grads:
+      params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}
+    return self.replace(step=self.step + 1, params=params, opt_state=state, **kwargs)
+
+
+_NOT_ACCUMULATING = "tx is no accumulate and holds none"

@@ -1,5 +1,6 @@
 """`linen_train_step`: a `TrainState` in, the whole batch's `TrainState` and metrics out."""
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,8 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 
+from optax_accum import accumulate
+import optax_accum.flax
 from optax_accum.flax import linen_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -137,3 +140,66 @@ def test_dropout_keys_are_folded_and_repeat():
   trees.assert_close(runs[0][0].params, runs[1][0].params, 0)
   logits = np.asarray(runs[0][1]["aux"])
   assert not np.allclose(logits[0], logits[1])
+
+
+@pytest.mark.parametrize("outermost", [True, False])
+def test_a_streaming_state_steps_as_the_whole_batch(outermost):
+  model = Model()
+
+  def loss_fn(params, batch):
+    return mean_loss(model.apply({"params": params}, batch["x"]), batch)
+
+  with jax.enable_x64(True):
+    batch, tx = make_batch(), optax.adam(0.1)
+    expected = steps_of_flax(make_state(model, batch, tx), loss_fn, batch, 2)
+    streaming = accumulate(tx, 4)
+    streaming = streaming if outermost else optax.chain(streaming, optax.scale(1.0))
+    params = make_state(model, batch).params
+    state = optax_accum.flax.TrainState.create(apply_fn=None, params=params, tx=streaming)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def mini_step(state, part):
+      grads = jax.grad(loss_fn)(state.params, part)
+      return state.apply_gradients(grads=grads, weight=total(part))
+
+    for i in range(8):
+      state = mini_step(state, jax.tree.map(lambda x: x[i % 4 :: 4], batch))  # noqa: B023
+    trees.assert_close(state.params, expected.params, 1e-10)
+    assert (int(state.step), int(state.gradient_step)) == (8, 2)
+
+
+def test_a_state_without_accumulate_is_refused():
+  state = optax_accum.flax.TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)
+  )
+  with pytest.raises(ValueError, match=r"tx is no accumulate and holds none: wrap it, accumulate"):
+    state.apply_gradients(grads={"w": jnp.ones(2)}, weight=2.0)
+  with pytest.raises(ValueError, match=r"has no gradient_step: use state\.step"):
+    state.gradient_step  # noqa: B018
+
+
+def lacking(variables, batch, rngs):
+  return jnp.mean(batch["x"]) * variables["params"]["w"], {"other": 1.0}
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"rng_argnums": 2}, TypeError, "takes no rng_argnums: pass keys as rngs"),
+    ({"microbatches": 2}, TypeError, "has no option 'microbatches': see those of make_train_step"),
+    ({"mutable": "cache"}, ValueError, "mutable names 'cache', and TrainState has no such field"),
+    ({"mutable": "batch_stats"}, ValueError, r"returned the collections \['other'\], and mutable="),
+  ],
+)
+def test_what_cannot_work(options, error, match):
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1), batch_stats={"m": jnp.ones(2)}
+  )
+  with pytest.raises(error, match=match):
+    linen_train_step(lacking, num_microbatches=2, **options)(state, make_batch(np.float32))
+
+
+def test_the_parts_of_a_state_are_refused():
+  step = linen_train_step(lacking, num_microbatches=2)
+  with pytest.raises(TypeError, match="state is a dict; linen_train_step takes a flax TrainState"):
+    step({"w": 1.0}, make_batch(np.float32))
