@@ -4,4 +4,5 @@ Import it by name, ``import optax_accum.flax``: `import optax_accum` does withou
 """
 
 from optax_accum._flax.linen import linen_train_step as linen_train_step
+from optax_accum._flax.nnx import nnx_train_step as nnx_train_step
 from optax_accum._flax.train_state import TrainState as TrainState

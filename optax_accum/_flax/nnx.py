@@ -1,0 +1,259 @@
+"""`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
+
+from collections.abc import Callable
+import dataclasses
+import inspect
+from typing import Any
+import weakref
+
+from flax import nnx
+import jax
+
+from optax_accum import _validate
+from optax_accum._flax import graph
+from optax_accum._flax.linen import _counting
+from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
+from optax_accum._mesh import DataParallel
+from optax_accum._train_step import make_train_step, TrainStep
+
+# What `nnx_train_step` passes to the loss, and so decides itself.
+_DECIDED = {
+  "batch_argnums": "the batch is the second argument",
+  "batch_argnames": "the batch is the second argument",
+  "rng_argnums": "random streams are part of the model",
+  "rng_argnames": "random streams are part of the model",
+  "carry_argnum": "what the loss changes in the model is threaded",
+}
+
+
+def nnx_train_step(
+  loss_fn: Callable[..., Any],
+  *,
+  wrt: Any = nnx.Param,
+  has_aux: bool = False,
+  **options: Any,
+) -> "NnxTrainStep":
+  """A jitted training step of an nnx model, on a batch that is run in microbatches.
+
+  ``step(model, optimizer, batch) -> metrics`` updates both in place, as a function under `nnx.jit`
+  would: one step of ``optimizer.tx`` by the gradient of the whole batch, as of `make_train_step`.
+
+  What the loss changes in the model is threaded through the microbatches: running statistics of
+  `nnx.BatchNorm`, counters of random streams, caches, Variables of your own. So each microbatch
+  draws noise of its own, and the model ends as after a loop over the microbatches. Over a mesh each
+  device threads its own. Keys are folded with the device's index. In the end floats are averaged,
+  with what each device counted, and of integers the largest is taken (`carry_reduction`).
+
+  Batch statistics are those of microbatches, each of which updates the running ones: the gradients
+  of a model with batch normalisation are not the whole batch's. With group or layer norm they are.
+
+  For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer. Only adapters have accumulators
+  and moments; the other parameters are neither copied nor donated.
+
+  Args:
+    loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
+      `has_aux`. It may change values of Variables, but for those that `wrt` selects. It may add
+      none: of `nnx.Module.sow` take ``nnx.pop(model, nnx.Intermediate)``, and return it as aux.
+    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. The
+      optimizer was made with the same.
+    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+    **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
+      arrays that parameters and optimizer held are deleted by a step. `nnx.clone` and `nnx.state`
+      copy none: keep ``jax.tree.map(jnp.copy, nnx.state(model))``, or pass ``donate=False``.
+
+  Returns:
+    An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
+    optimizer steps: it stays where nothing in the batch counted, and in the mini steps of an
+    `accumulate`.
+
+  Raises:
+    TypeError: An option is unknown, or decided here; the arguments are no nnx model and optimizer.
+    ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
+      removed Variables, changed one that `wrt` selects, or an attribute that is none.
+
+  Examples:
+    >>> from flax import nnx
+    >>> import jax.numpy as jnp, optax
+    >>> from optax_accum.flax import nnx_train_step
+    >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    >>> optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    >>> def loss_fn(model, batch):
+    ...   return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+    >>> step = nnx_train_step(loss_fn, num_microbatches=3)
+    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones((6, 1))}
+    >>> losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
+    >>> losses[2] < losses[0], int(optimizer.step[...])
+    (True, 3)
+  """
+  names = inspect.signature(make_train_step).parameters
+  for name in options:
+    if name in _DECIDED:
+      raise TypeError(f"nnx_train_step takes no {name}: {_DECIDED[name]}.")
+    if name not in names:
+      raise TypeError(f"nnx_train_step has no option {name!r}: see those of make_train_step.")
+  return NnxTrainStep(loss_fn, wrt, has_aux, options)
+
+
+class NnxTrainStep:
+  """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
+
+  def __init__(self, loss_fn: Any, wrt: Any, has_aux: bool, options: dict[str, Any]):
+    self._loss_fn, self._wrt, self._has_aux, self._options = loss_fn, wrt, has_aux, options
+    self._views: dict[Any, _View] = {}
+    self._steps: dict[Any, TrainStep[Any, ...]] = {}
+    self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
+
+  def __repr__(self) -> str:
+    loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
+    named = [f"{name}={value!r}" for name, value in self._options.items()]
+    return f"nnx_train_step({', '.join([loss, *named])})"
+
+  def __call__(
+    self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any
+  ) -> dict[str, Any]:
+    """One optimizer step on a batch, which model and optimizer are updated with."""
+    view, out = self._run(TrainStep.__call__, model, optimizer, batch)
+    return view.write(out)
+
+  def lower(self, model: Any, optimizer: Any, batch: Any) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self._run(TrainStep.lower, model, optimizer, batch)[1]
+
+  def _run(self, method: Any, model: Any, optimizer: Any, batch: Any) -> tuple["_View", Any]:
+    """A method of the step of such objects, called with what they hold."""
+    while True:
+      view = self._view(model, optimizer)
+      try:
+        return view, method(view.step, *view.arguments(batch))
+      except ChangedByLossError as found:  # while the loss was traced, before anything ran
+        known = self._changed.get(view.graphdef, frozenset())
+        self._changed[view.graphdef] = known | found.names
+        self._views.clear()
+
+  def _view(self, model: Any, optimizer: Any) -> "_View":
+    """What these objects hold: as found before, if their structure is as it was."""
+    key = id(model), id(optimizer)
+    view = self._views.get(key)
+    if view is None or not view.snapshot.holds(model, optimizer):
+      view = self._look_at(model, optimizer)
+      if key not in self._views:
+        for root in (model, optimizer):
+          weakref.finalize(root, self._views.pop, key, None).atexit = False
+      self._views[key] = view
+    return view
+
+  def _look_at(self, model: Any, optimizer: Any) -> "_View":
+    _check_objects(model, optimizer)
+    parts: Any = nnx.split(model, self._wrt, ...)
+    graphdef, params, rest = parts
+    _check_wrt(self._wrt, params, model, optimizer)
+    if (mesh := self._options.get("mesh")) is not None:
+      parallel = DataParallel(mesh, self._options.get("data_axis", "data"), False)
+      for name, tree in (("model", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
+        slots = graph.Slots(tree)
+        slots.write(parallel.place(name, slots.read()))
+    changed = self._changed.get(graphdef, frozenset())
+    carry, fixed = graph.partition(rest, changed)
+    key = graphdef, optimizer.tx, changed
+    if key not in self._steps:
+      self._steps[key] = self._make_step(graphdef, optimizer.tx, changed)
+    return _View(
+      snapshot=graph.Snapshot(model, optimizer),
+      graphdef=graphdef,
+      step=self._steps[key],
+      has_aux=self._has_aux,
+      params=graph.Slots(params),
+      held=graph.Slots((optimizer.opt_state, optimizer.step)),
+      fixed=graph.Slots(fixed),
+      carry=graph.Slots(carry),
+    )
+
+  def _make_step(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> TrainStep[Any, ...]:
+    axis = self._options.get("axis_name")
+    if self._options.get("mesh") is not None:
+      axis = self._options.get("data_axis", "data")
+    loss = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
+    return make_train_step(
+      loss,
+      _counting(tx),
+      has_aux=self._has_aux or bool(changed),
+      batch_argnums=1,
+      rng_argnums=(),
+      carry_argnum=3 if changed else None,
+      **self._options,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _View:
+  """What a model and its optimizer hold, and the step for it."""
+
+  snapshot: graph.Snapshot
+  graphdef: Any
+  step: TrainStep[Any, ...]
+  has_aux: bool
+  params: graph.Slots
+  held: graph.Slots  # the optimizer's state, and its count of steps
+  fixed: graph.Slots  # what the loss does not change
+  carry: graph.Slots  # what it changes
+
+  def arguments(self, batch: Any) -> tuple[Any, ...]:
+    """The arguments of a step."""
+    args = self.params.read(), self.held.read(), batch, self.fixed.read()
+    return (*args, self.carry.read()) if self.carry.variables else args
+
+  def write(self, out: tuple[Any, ...]) -> dict[str, Any]:
+    """Puts back what a step returned, but for the metrics."""
+    params, held, *carry, metrics = out
+    self.params.write(params)
+    self.held.write(held)
+    if carry:
+      self.carry.write(carry[0])
+    if not self.has_aux:
+      metrics.pop("aux", None)
+    return metrics
+
+
+def _check_objects(model: Any, optimizer: Any) -> None:
+  if isinstance(model, nnx.Optimizer):
+    raise TypeError("The order is step(model, optimizer, batch), and the first is an optimizer.")
+  if not isinstance(model, nnx.Module):
+    raise TypeError(
+      f"model is a {type(model).__name__}; nnx_train_step takes an nnx module. For linen there is"
+      " linen_train_step, and for parameters make_train_step."
+    )
+  if not isinstance(optimizer, nnx.Optimizer):
+    raise TypeError(
+      f"optimizer is a {type(optimizer).__name__}; nnx_train_step takes an nnx.Optimizer:"
+      " nnx.Optimizer(model, tx, wrt=nnx.Param)."
+    )
+  _validate.transformation(optimizer.tx, "optimizer.tx")
+  for name, x in graph.named(nnx.state(model)).items():
+    if graph.is_variable(x) and any(x.get_metadata(kind, False) for kind in graph.REFERENCES):
+      raise TypeError(
+        f"model.{name} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
+        " a step cannot take apart: make the model without."
+      )
+
+
+def _check_wrt(wrt: Any, params: Any, model: Any, optimizer: Any) -> None:
+  """Checks that `wrt` selects something, and what the optimizer has moments of."""
+  names = list(graph.named(params))
+  if not names:
+    kinds = sorted({type(x).__name__ for x in graph.named(nnx.state(model)).values()})
+    raise ValueError(
+      f"wrt={_shown(wrt)} selects nothing in {type(model).__name__}, which has {', '.join(kinds)}."
+    )
+  if optimizer.wrt is wrt:
+    return
+  theirs = list(graph.named(nnx.state(model, optimizer.wrt)))
+  if differ := sorted(set(names) ^ set(theirs)):
+    which = "the step" if differ[0] in names else "the optimizer"
+    raise ValueError(
+      f"wrt={_shown(wrt)}, and the optimizer was made with wrt={_shown(optimizer.wrt)}: only"
+      f" {which} has model.{differ[0]}. Pass the same to both."
+    )
+
+
+def _shown(wrt: Any) -> str:
+  return getattr(wrt, "__name__", repr(wrt))
