@@ -15,6 +15,7 @@ from support.devices import make_mesh
 
 from optax_accum import accumulate, count_collectives
 from optax_accum._flax import graph
+from optax_accum._flax.forwarded import forwarded
 from optax_accum.flax import nnx_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -160,6 +161,59 @@ def test_a_batch_of_padding_is_no_step(tx):
   after = arrays(model), arrays(optimizer)
   trees.assert_close(after[0], before[0], 0)
   assert after[1]["['step']"] == before[1]["['step']"] == (0 if hasattr(tx, "apply") else 1)
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.dropout(self.norm(self.layer(x)))
+
+
+class Transformed(nnx.Module):
+  """Transforms of nnx give back every Variable as a new value, changed or not."""
+
+  def __init__(self):
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))
+    self.blocks, self.block = stacked(nnx.Rngs(0)), Block(nnx.Rngs(1))
+    self.head = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(2))
+
+  def __call__(self, x):
+    over_layers = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(self.blocks, x)
+    run = lambda block, x: block(x)  # noqa: E731
+    x = nnx.cond(jnp.sum(x) < 1e9, run, run, self.block, x)
+    x = nnx.fori_loop(0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x))[1]
+    return self.head(x)
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_transforms_of_nnx_within_the_loss(devices):
+  batch = make_batch()
+  model, optimizer = make(Transformed(), optax.sgd(0.1))
+  step = nnx_train_step(loss_fn, num_microbatches=2, mesh=devices and make_mesh(devices))
+  step(model, optimizer, batch)
+  assert arrays(model)["['block']['dropout']['rngs']['count']"] == 2 * 3
+  if devices is None:
+    expected, other = make(Transformed(), optax.sgd(0.1))
+    grads = [nnx.grad(loss_fn)(expected, part) for part in strided(batch, 2)]
+    other.update(expected, jax.tree.map(lambda a, b: (a + b) / 2, *grads))
+    trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
+def test_what_a_program_gives_back():
+  def program(a, b, c):
+    (kept, _), stacked = jax.lax.scan(lambda s, x: ((s[0], s[1] + x.sum()), x), (a, b), c)
+    given = jax.checkpoint(lambda x, y: (y, x + 1.0))(a, c)
+    either = jax.lax.cond(b > 0, lambda x, y: (x, y), lambda x, y: (x, y + 1.0), a, b)
+    looped = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b))
+    return kept, stacked, *given, *either, *looped, 1.0
+
+  jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3)).jaxpr
+  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, 0, None, None]
 
 
 class Adapted(nnx.Module):
@@ -315,6 +369,11 @@ def normalises(model, batch):
   return loss_fn(model, batch)
 
 
+def remembers(model, batch):
+  model.table += 1.0
+  return loss_fn(model, batch)
+
+
 def forgets(model, batch):
   del model.last.bias
   return jnp.mean(model.first(batch["x"]))
@@ -361,6 +420,7 @@ def forgets(model, batch):
 )
 def test_what_cannot_work(loss, options, error, match):
   model, optimizer = make(Model())
+  model.table = nnx.data(jnp.ones(2))
   with pytest.raises(error, match=match):
     nnx_train_step(loss, **{"num_microbatches": 2, **options})(model, optimizer, make_batch())
 

@@ -7,9 +7,6 @@ from typing import Any
 from flax import nnx
 import jax
 
-# The metadata by which a Variable is a reference, in older versions of flax and in newer ones.
-REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
-
 
 def is_variable(x: Any) -> bool:
   """Whether `x` is an nnx `Variable`, which flattening would open."""

@@ -9,7 +9,7 @@ import weakref
 from flax import nnx
 import jax
 
-from optax_accum import _validate
+from optax_accum import _validate, _versions
 from optax_accum._flax import graph
 from optax_accum._flax.linen import _counting
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
@@ -229,7 +229,9 @@ def _check_objects(model: Any, optimizer: Any) -> None:
     )
   _validate.transformation(optimizer.tx, "optimizer.tx")
   for name, x in graph.named(nnx.state(model)).items():
-    if graph.is_variable(x) and any(x.get_metadata(kind, False) for kind in graph.REFERENCES):
+    if graph.is_variable(x) and any(
+      x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES
+    ):
       raise TypeError(
         f"model.{name} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
         " a step cannot take apart: make the model without."

@@ -7,10 +7,10 @@ from typing import Any
 
 from flax import nnx
 import jax
-from jax import lax
 
 from optax_accum import _carry
 from optax_accum._flax import graph
+from optax_accum._flax.forwarded import forwarded
 
 
 class ChangedByLossError(Exception):
@@ -37,7 +37,8 @@ class PureLoss:
 
   def __call__(self, params: Any, batch: Any, fixed: Any, carry: Any = None) -> Any:
     """The loss; with a carry ``(loss, (new_carry, aux))``."""
-    states = params, self._own_noise(fixed), *([] if carry is None else [carry])
+    fixed = _carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
+    states = params, fixed, *([] if carry is None else [carry])
     model = nnx.merge(self.graphdef, *states)
     before = _held(model)
     out = self.fun(model, batch)
@@ -48,24 +49,50 @@ class PureLoss:
     after = _held(model)
     self._check_structure(before, after, model, states)
     changed = {name for name, x in after.items() if not _is_same(x, before[name])}
-    if of_params := sorted(changed & graph.named(params).keys()):
-      raise ValueError(
-        f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
-        " in a Variable of another type, or change it before the step."
-      )
     if not changed <= self.changed:
-      raise ChangedByLossError(frozenset(changed))
+      self._check_changed(changed & self._computed(states, batch), params, model)
     if carry is None:
       return out
     loss, aux = out if self.has_aux else (out, None)
     return loss, (graph.values(graph.partition(nnx.state(model), self.changed)[0]), aux)
 
-  def _own_noise(self, fixed: Any) -> Any:
-    """`fixed`, with keys that no other device has. Those in the carry are folded elsewhere."""
-    if self.axis is None:
-      return fixed
-    index = lax.axis_index(self.axis)
-    return jax.tree.map(lambda x: _carry.fold_in(x, index) if _carry.is_key(x) else x, fixed)
+  def _computed(self, states: Any, batch: Any) -> set[str]:
+    """The names of what the loss computes anew, and does not only give back."""
+    inputs: list[list[int | None]] = []
+    names: list[str] = []
+
+    def run(states: Any) -> Any:
+      model = nnx.merge(self.graphdef, *states)
+      positions = {id(x): i for i, x in enumerate(jax.tree.leaves(states))}
+      before = _held(model)
+      self.fun(model, batch)
+      after = _held(model)
+      names[:] = [name for name, x in after.items() for _ in jax.tree.leaves(x)]
+      inputs[:] = [[positions.get(id(x)) for x in jax.tree.leaves(before[name])] for name in after]
+      return after
+
+    program = jax.make_jaxpr(run)(states).jaxpr
+    given = [i for each in inputs for i in each]
+    if len(given) != len(names):
+      return set(names)
+    found = zip(names, given, forwarded(program), strict=True)
+    return {name for name, i, j in found if i is None or i != j}
+
+  def _check_changed(self, changed: set[str], params: Any, model: Any) -> None:
+    """Checks that only what is threaded changed."""
+    if of_params := sorted(changed & graph.named(params).keys()):
+      raise ValueError(
+        f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
+        " in a Variable of another type, or change it before the step."
+      )
+    arrays = {n for n, x in graph.named(nnx.state(model)).items() if not graph.is_variable(x)}
+    if lost := sorted(changed & arrays):
+      raise ValueError(
+        f"loss_fn changed model.{lost[0]}, an array that is no Variable, so the change would be"
+        " lost: keep it in an nnx.Variable."
+      )
+    if not changed <= self.changed:
+      raise ChangedByLossError(frozenset(changed))
 
   def _check_structure(self, before: Any, after: Any, model: Any, states: Any) -> None:
     """Checks that the loss left all as it was but values of Variables."""
