@@ -56,6 +56,7 @@ SUCCEEDS = [
     ("--steps", "5", "--batch", "256", "--microbatch", "8"),
     r"held-out bits per letter: 5\.\d+ before, 4\.\d+ after 5 steps",
   ),
+  ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
     "influence.py",
     ("--epochs", "5", "--planted", "10"),
