@@ -1,5 +1,6 @@
 """What is told about the package agrees, and a wheel holds all of it."""
 
+import contextlib
 import importlib.metadata
 import pathlib
 import re
@@ -7,8 +8,9 @@ import subprocess
 import sys
 import zipfile
 
-import optax_accum
 import yaml
+
+import optax_accum
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -17,10 +19,8 @@ def test_version_is_told_once():
   version = optax_accum.__version__
   assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", version)
   assert str(citation()["version"]) == version
-  try:
+  with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # run from a source tree
     assert importlib.metadata.version("optax_accum") == version
-  except importlib.metadata.PackageNotFoundError:
-    pass  # run from a source tree
 
 
 def test_the_changelog_has_the_version():
