@@ -21,3 +21,5 @@ from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep
 from optax_accum._transformation import AccumulateTransformation as AccumulateTransformation
+
+__version__ = "0.1.0"

@@ -1,6 +1,6 @@
 """A loss run in microbatches: its value, or value and gradient, on one device or over a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from optax_accum import (
   _roles,
   _rows,
   _scan,
+  _settings,
   _validate,
 )
 from optax_accum._arguments import Slot
@@ -103,10 +104,20 @@ class LocalLoss:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
 
-  def _explained(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    if self.split.batch_argnums is not None:
-      return contextlib.nullcontext()
-    return _roles.explained(lambda: self.split.roles(self.fun, args, kwargs, self._positions(args)))
+  @contextlib.contextmanager
+  def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+    """Adds to an error of the user's function what its arguments were."""
+    try:
+      yield
+    except (TypeError, ValueError) as error:
+      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
+      if isinstance(error, _settings.VALUE_WANTED):
+        note = _settings.note(self.fun, roles.shared)
+      elif self.split.batch_argnums is None:
+        note = _roles.note(roles)
+      if note is not None:
+        error.add_note(note)
+      raise
 
   def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""

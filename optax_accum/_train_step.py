@@ -9,7 +9,7 @@ import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _parameters, _validate
+from optax_accum import _parameters, _settings, _validate
 from optax_accum._across_devices import AxisName
 from optax_accum._donation import check_alive, Donation
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
@@ -79,6 +79,7 @@ class TrainStep(Generic[Params, Args]):
     """The jitted function for such arguments, and the arguments as it takes them."""
     check_alive(args, kwargs)
     _parameters.check_step(*args)
+    _settings.refuse(self._local.fun, args[2:], kwargs)
     loss, placed, named = self._loss.place(args, kwargs)
     if loss not in self._jitted:
       self._jitted[loss] = jax.jit(
@@ -222,9 +223,9 @@ def make_train_step(
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
     without those whose `grad_reduction` is not `reduction`, which are no derivatives;
     ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
-    which is there only with `has_aux` or `carry_argnum`. All arguments are traced: close over a
-    flag. Reverse-mode differentiation passes through a step unless something, `weight_fn` or
-    `skip_nonfinite`, can have it move nothing; forward mode always does.
+    which is there only with `has_aux` or `carry_argnum`. All arguments are traced; fix a setting
+    by ``functools.partial(loss_fn, train=True)``. Reverse-mode differentiation passes through a
+    step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;

@@ -1,0 +1,66 @@
+"""docs/migrating.md is true: each loop and the one that takes its place end alike.
+
+Those of PyTorch are in tests/peers.
+"""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support import migrating, trees
+from support.migrating import Pair
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """What a page shows is for JAX as it comes."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def linear(params, x):
+  w, b = params
+  return x @ w + b
+
+
+def test_multi_steps():
+  trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
+  pair = Pair("`optax.MultiSteps`", trained, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_flax():
+  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
+  pair = Pair("Flax's cookbook", trained, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def keras_weights(names):
+  return [variable.value for variable in names["model"].trainable_variables]
+
+
+def test_keras():
+  def logits(params, x):
+    w1, b1, w2, b2 = params
+    return jnp.tanh(x @ w1 + b1) @ w2 + b2
+
+  pair = Pair("Keras", keras_weights, logits, optax.sgd(0.5, momentum=0.9))
+  migrating.assert_a_pair(pair, "cut short")
+
+
+@pytest.mark.parametrize(
+  ("in_keras", "in_optax", "same"),
+  [
+    ("SGD(0.5", "sgd(0.5", True),
+    ("Adam(0.01, epsilon=1e-12", "adam(0.01, eps=1e-12", True),
+    ("Adam(0.01", "adam(0.01, eps=1e-7", False),
+  ],
+)
+def test_keras_with_other_optimizers(in_keras, in_optax, same):
+  *shared, before, after = migrating.PAGE.blocks("Keras")
+  assert "SGD(0.5, momentum=0.9" in before
+  assert "sgd(0.5, momentum=0.9" in after
+  before = before.replace("SGD(0.5, momentum=0.9", in_keras)
+  after = after.replace("sgd(0.5, momentum=0.9", in_optax)
+  before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
+  assert (trees.largest_difference(after, before) < 2e-6) == same

@@ -1,0 +1,123 @@
+"""docs/recipes.md is true: each recipe trains, both ways in, as whole batches do."""
+
+import csv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import oracle, trees
+from support.pages import Page
+
+PAGE = Page("recipes.md")
+CYCLE, STREAM = PAGE.blocks("Both ways in")
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """What a page shows is for JAX as it comes."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+@pytest.mark.parametrize("section", ["Plain pytrees", "Equinox", "Haiku", "A setting of the loss"])
+def test_both_ways_end_as_whole_batches_do(section):
+  model = PAGE.blocks(section)
+  with jax.enable_x64(True):
+    start = PAGE.run(*model)
+    step = oracle.whole_batch_step(start["loss_fn"], start["tx"])
+    expected, *_ = oracle.take_steps(step, start["tx"], start["params"], start["batches"])
+    for loop in CYCLE, STREAM:
+      actual = PAGE.run(*model, loop)["params"]
+      trees.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 1e-10)
+
+
+def test_haiku_state_is_that_of_a_loop_over_microbatches():
+  with jax.enable_x64(True):
+    model, _, loop = PAGE.blocks("Haiku, with state")[0].rpartition("step = ")
+    start = PAGE.run(model)
+    params, state, loss_fn, tx = (start[name] for name in ("params", "state", "loss_fn", "tx"))
+    opt_state = tx.init(params)
+    grad = jax.jit(jax.grad(loss_fn, has_aux=True))
+    for batch in start["batches"]:
+      total = jax.tree.map(jnp.zeros_like, params)
+      for part in trees.strided(batch, 4):
+        grads, (state, _) = grad(params, part, state)
+        total = jax.tree.map(lambda t, g: t + g / 4, total, grads)
+      updates, opt_state = tx.update(total, opt_state, params)
+      params = optax.apply_updates(params, updates)
+    actual = PAGE.run(model + "step = " + loop)
+    trees.assert_close((actual["params"], actual["state"]), (params, state), 1e-10)
+
+
+# A loss whose gradients float16 does not have, and steps that are as large as ever.
+SMALL = 1e-7
+TX = optax.sgd(1 / SMALL)
+
+
+def small_loss(logits, y):
+  return SMALL * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+
+
+def wrong_order(params, batches):
+  """As the recipe, but for the scale, which each microbatch divides out in float16."""
+  half = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float16), tree)  # noqa: E731
+
+  def scaled(params, part):
+    logits = part["x"].astype(jnp.float16) @ params["w"] + params["b"]
+    return small_loss(logits.astype(jnp.float32), part["y"]) * 2**15
+
+  @jax.jit
+  def step(params, batch):
+    parts = [jax.grad(scaled)(half(params), part) for part in trees.strided(batch, 4)]
+    grads = [jax.tree.map(lambda g: (g / 2**15).astype(jnp.float32), part) for part in parts]
+    grads = jax.tree.map(lambda *g: sum(g) / 4, *grads)
+    return optax.apply_updates(params, TX.update(grads, TX.init(params))[0])
+
+  for batch in batches:
+    params = step(params, batch)
+  return params
+
+
+def test_half_precision_trains_as_float32_does():
+  start = PAGE.run(*PAGE.blocks("Plain pytrees"), mean_loss=small_loss)
+  step = oracle.whole_batch_step(start["loss_fn"], TX)
+  expected, *_ = oracle.take_steps(step, TX, start["params"], start["batches"])
+  found = PAGE.run(*PAGE.blocks("Half precision"), mean_loss=small_loss, tx=TX)
+  way = trees.largest_difference(expected, start["params"])
+  assert trees.largest_difference(found["params"], expected) < 2e-3 * way
+  assert float(found["scaling"][0]) == 2**15
+  wrong = wrong_order(start["params"], start["batches"])
+  assert trees.largest_difference(wrong, expected) > 0.5 * way
+
+
+def test_half_precision_skips_what_overflows_and_finds_a_scale():
+  recipe, _ = PAGE.blocks("Half precision")
+  names = PAGE.run(recipe)
+  names["GROW_AFTER"] = 3
+  tx, batch = names["tx"], names["batches"][0]
+  params = {"w": jnp.zeros((64, 10), jnp.float32), "b": jnp.zeros(10, jnp.float32)}
+  state, scaling = tx.init(params), (jnp.float32(2**20), jnp.int32(0))
+  skipped = []
+  for _ in range(12):
+    before, scale = jax.device_get((params, state)), float(scaling[0])
+    params, state, scaling, _ = names["step"](params, state, scaling, batch)
+    after = jax.device_get((params, state))
+    skipped.append(after[1][0].count == before[1][0].count)
+    if skipped[-1]:
+      trees.assert_close(after, before, 0)
+    third = not any(skipped[-3:]) and int(scaling[1]) == 0
+    assert float(scaling[0]) == scale * (0.5 if skipped[-1] else 2 if third else 1)
+  # Down to a scale that fits, and every fourth step tries the double.
+  assert skipped == [True] * 2 + ([False] * 3 + [True]) * 2 + [False] * 2
+
+
+def test_the_log_has_every_loss(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  PAGE.run(*PAGE.blocks("Logging"))
+  with open("losses.csv") as file:
+    rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
+  assert [i for i, _ in rows] == [0, 1, 2]
+  assert rows[0][1] == pytest.approx(np.log(10))
+  assert rows[2][1] < rows[0][1]
