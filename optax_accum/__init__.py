@@ -8,6 +8,7 @@ Usage:
 from optax_accum._accumulate import accumulate as accumulate
 from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
+from optax_accum._accumulate_state import discard_cycle as discard_cycle
 from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
 from optax_accum._accumulate_state import has_updated as has_updated
 from optax_accum._check_split import check_split as check_split

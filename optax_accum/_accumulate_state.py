@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ import optax
 
 from optax_accum import _across_devices, _weighted_mean
 from optax_accum._across_devices import AxisName
+
+State = TypeVar("State")
 
 
 class AccumulateState(NamedTuple):
@@ -39,6 +41,23 @@ class AccumulateState(NamedTuple):
   ``jax.device_get(state)``, and restore it on as many devices. ``flax.jax_utils.unreplicate`` keeps
   one device's gradients: in mid-cycle those of the others are lost. Use it only while `mini_step`
   is 0.
+
+  A state that is restored in mid-cycle, into ``jax.eval_shape(tx.init, params)``, goes on to the
+  bit. Where the options have changed, restore it into the tree of the old ones. Then:
+
+  - another `every_k` above 1, or a schedule: nothing. The cycle ends with the call that makes
+    `mini_step` as large as the new one or larger.
+  - `every_k` from 1 to more: ``state._replace(acc_grads=tx.init(params).acc_grads)``. From more to
+    1: the same, at the end of a cycle. In mid-cycle ``lambda _: 1`` ends it with the next call.
+  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``.
+  - `accumulator_dtype`: nothing, and the accumulators stay as they are. (But Orbax casts to the
+    dtypes of the tree that it restores into.)
+  - other devices with `axis_name`: only the sum of ``acc_grads`` over the devices counts. So give
+    one of the new devices that sum, and the others zeros. All else stays.
+  - a cycle that cannot go on: `discard_cycle`.
+
+  The state of another model is refused with the first leaf that differs, and so is that of another
+  `inner`, unless the new one runs on it, as SGD without momentum does.
   """
 
   mini_step: jax.Array
@@ -76,6 +95,45 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   """
   states = _required("has_updated", opt_state)
   return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+
+
+def discard_cycle(opt_state: State) -> State:
+  """The state with its present cycle begun anew: what was accumulated is dropped.
+
+  For a cycle that shall not or cannot go on: the data have changed, or a checkpoint in mid-cycle is
+  to be restored where its accumulators do not fit. These are not read again, so that others may
+  stand in their place: ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
+      May be traced.
+
+  Returns:
+    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: steps
+    that were taken stay, and so does what an `accumulate` within ``inner_opt_state`` has added up.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx, params = optax_accum.accumulate(optax.sgd(1.0), every_k=2), jnp.zeros(2)
+    >>> _, state = tx.update(jnp.full(2, 100.0), tx.init(params))
+    >>> state = optax_accum.discard_cycle(state)
+    >>> for _ in range(2):
+    ...   params, state = tx.apply(jnp.ones(2), state, params)
+    >>> print(params)
+    [-1. -1.]
+  """
+
+  def begun_anew(x: Any) -> Any:
+    if not is_state(x):
+      return x
+    names = ("mini_step", "acc_weight", "weight_rest")
+    return x._replace(**{name: jnp.zeros_like(getattr(x, name)) for name in names})
+
+  _required("discard_cycle", opt_state)
+  return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
 def from_multi_steps(

@@ -62,6 +62,11 @@ SUCCEEDS = [
     ("--epochs", "5", "--planted", "10"),
     r"planted rows among the 10 of most influence: \d+%",
   ),
+  (
+    "resume.py",
+    ("--cycle", "2"),
+    r"(?s)streaming, from call 4 on: done\nstreaming: the same bits.*whole-cycle: the same bits",
+  ),
 ]
 
 # An example, its arguments, and the one line that it must answer with.
@@ -115,6 +120,8 @@ FAILS = [
     ("--planted", "90"),
     "--planted 90 is more than half of the 1[34].* to train on",
   ),
+  ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
+  ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
 ]
 
 

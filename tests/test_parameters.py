@@ -188,8 +188,6 @@ def test_parameters_that_an_earlier_step_was_donated(mesh):
 
 def test_an_error_of_an_optimizer_with_the_state_of_another_says_so():
   step = make_train_step(linear_loss, optax.adam(0.1), num_microbatches=2, donate=False)
-  with pytest.raises(AttributeError) as caught:
+  message = r"opt_state\[0\]\.count is missing, .* it is the state of .* another optimizer"
+  with pytest.raises(ValueError, match=message):
     step(PARAMS, TX.init(PARAMS), X)
-  (note,) = [note for note in caught.value.__notes__ if "opt_state" in note]
-  assert "tx.init(params) makes" in note
-  assert "ScaleByAdamState" in note
