@@ -8,6 +8,7 @@ import weakref
 
 from flax import nnx
 import jax
+import optax
 
 from optax_accum import _validate, _versions
 from optax_accum._flax import graph
@@ -68,6 +69,7 @@ def nnx_train_step(
 
   Raises:
     TypeError: An option is unknown, or decided here; the arguments are no nnx model and optimizer.
+      Otherwise as `make_train_step`.
     ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
       removed Variables, changed one that `wrt` selects, or an attribute that is none.
 
@@ -102,6 +104,7 @@ class NnxTrainStep:
     self._views: dict[Any, _View] = {}
     self._steps: dict[Any, TrainStep[Any, ...]] = {}
     self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
+    self._train_step(loss_fn, optax.identity(), True)  # checks the options
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
@@ -173,14 +176,18 @@ class NnxTrainStep:
     if self._options.get("mesh") is not None:
       axis = self._options.get("data_axis", "data")
     loss = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
+    return self._train_step(loss, tx, bool(changed))
+
+  def _train_step(self, loss: Any, tx: Any, carries: bool) -> TrainStep[Any, ...]:
+    options = {k: x for k, x in self._options.items() if carries or k != "carry_reduction"}
     return make_train_step(
       loss,
       _counting(tx),
-      has_aux=self._has_aux or bool(changed),
+      has_aux=self._has_aux or carries,
       batch_argnums=1,
       rng_argnums=(),
-      carry_argnum=3 if changed else None,
-      **self._options,
+      carry_argnum=3 if carries else None,
+      **options,
     )
 
 
