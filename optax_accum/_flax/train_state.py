@@ -8,7 +8,7 @@ import jax
 import optax
 
 from optax_accum._accumulate_state import states_in
-from optax_accum._flax.linen import variables_of
+from optax_accum._flax.state_fields import variables_of
 from optax_accum._transformation import AccumulateTransformation
 
 
