@@ -55,7 +55,8 @@ class StepProgram:
     """
     donated, others = before = self._leaves(args, kwargs)
     goes_on = self._donation.goes_on(donated)
-    check_alive(others if goes_on else [*donated, *others], self.names(args, kwargs))
+    told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
+    check_alive(others if told_by_jax else [*donated, *others], self.names(args, kwargs))
     if not goes_on:
       self.check(*args)
     loss, placed, named = self.loss.place(args, kwargs)
@@ -76,7 +77,12 @@ class StepProgram:
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
-    out = call.jitted(*call.args, **call.kwargs)
+    try:
+      out = call.jitted(*call.args, **call.kwargs)
+    except (RuntimeError, ValueError) as error:
+      if "deleted" in str(error):
+        check_alive(jax.tree.leaves((call.args, call.kwargs)), self.names(call.args, call.kwargs))
+      raise
     if self.donated:
       self._donation.remember(jax.tree.leaves(out[: len(self.donated)]), call.others)
     return out

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from flax.core import FrozenDict, unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
@@ -102,15 +102,23 @@ def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
 
 def _like(name: str, new: Any, old: Any) -> Any:
   """A collection in the tree that it had: flax takes a `FrozenDict` and gives a dict."""
-  both: list[Any] = [jax.tree.structure(unfreeze(x)) for x in (new, old)]
-  if both[0] == both[1]:
-    return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(unfreeze(new)))
-  got, had = ([leaf for leaf, _ in _validate.named_leaves(name, unfreeze(x))] for x in (new, old))
-  words = [f"returned {leaf}, which the state lacks" for leaf in got if leaf not in had]
-  words += [f"did not return {leaf}, which the state has" for leaf in had if leaf not in got]
+  got, had = (dict(_validate.named_leaves(name, unfreeze(x))) for x in (new, old))
+  for leaf in (*got, *had):
+    if leaf not in had:
+      _differs(f"returned {leaf}, which the state lacks", name)
+    if leaf not in got:
+      _differs(f"did not return {leaf}, which the state has", name)
+    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (got[leaf], had[leaf])]
+    if kinds[0] != kinds[1]:
+      after, before = (f"shape {shape} and dtype {dtype}" for shape, dtype in kinds)
+      _differs(f"returned {leaf} of {after}, and the state has it of {before}", name)
+  return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(unfreeze(new)))
+
+
+def _differs(how: str, name: str) -> NoReturn:
   raise ValueError(
-    f"The loss {(words or ['returned another tree of ' + name])[0]}: the state's collections are"
-    f" those of the model, {name}=model.init(...)[{name!r}]."
+    f"The loss {how}: give create {name}=variables[{name!r}], of the model.init of the model that"
+    " the loss applies, in the shapes and dtypes that it is updated in."
   )
 
 
@@ -152,7 +160,8 @@ def _called(x: Any) -> str:
   """A value, as messages call it."""
   if hasattr(x, "dtype") and hasattr(x, "shape"):
     return f"an array of shape {x.shape} and dtype {x.dtype}"
-  return f"{x!r}, a {type(x).__name__}"
+  word = type(x).__name__
+  return f"{word} {x!r}" if isinstance(x, (bool, int, float, str)) else f"a {word}"
 
 
 def _is_one_key(x: Any) -> bool:
