@@ -54,7 +54,7 @@ class Donation:
   def goes_on(self, donated: Leaves) -> bool:
     """Whether these are the arrays that the last call returned, each in its place."""
     held = [reference() for reference in self._returned]
-    return len(held) == len(donated) and all(map(operator.is_, donated, held))
+    return bool(held) and len(held) == len(donated) and all(map(operator.is_, donated, held))
 
   def distinct(self, donated: Placed, others: Placed, goes_on: bool) -> Leaves:
     """What is to be donated, with a copy of each array that is passed a second time."""

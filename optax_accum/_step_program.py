@@ -24,7 +24,7 @@ class PreparedCall(NamedTuple):
   jitted: Any
   args: tuple[Any, ...]
   kwargs: Mapping[str, Any]
-  others: list[Any]  # the leaves that were passed and are not donated
+  others: list[Any] | None  # the leaves that were passed and not donated, where they are known
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -47,14 +47,18 @@ class StepProgram:
     self._donation = Donation()
 
   def prepare(
-    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()
+    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = (), goes_on: bool = False
   ) -> PreparedCall:
     """Checks the arguments, puts them on the mesh, and sees that nothing is donated twice.
 
-    `kept` are arrays that are not passed, and that the caller has further use for.
+    `kept` are arrays that are not passed, and that the caller has further use for. `goes_on` says
+    that these, and what is donated, are what the last call returned or left alone. On one device
+    then no leaf is looked at: to do that takes a fifth of a call's time.
     """
+    if goes_on and self.loss is self.local:
+      return PreparedCall(self._jitted[self.local], *self.local.place(args, kwargs)[1:], None)
     donated, others = before = self._leaves(args, kwargs)
-    goes_on = self._donation.goes_on(donated)
+    goes_on = self._donation.goes_on(donated)  # told from the arrays
     told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
     check_alive(others if told_by_jax else [*donated, *others], self.names(args, kwargs))
     if not goes_on:
@@ -83,7 +87,7 @@ class StepProgram:
       if "deleted" in str(error):
         check_alive(jax.tree.leaves((call.args, call.kwargs)), self.names(call.args, call.kwargs))
       raise
-    if self.donated:
+    if self.donated and call.others is not None:
       self._donation.remember(jax.tree.leaves(out[: len(self.donated)]), call.others)
     return out
 

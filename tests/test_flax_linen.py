@@ -14,7 +14,7 @@ from support.compiled import compilations
 from support.devices import make_mesh
 from support.linen import make_batch, make_state, mean_loss, Model, total
 
-from optax_accum import accumulate
+from optax_accum import _step_program, accumulate
 from optax_accum.flax import linen_train_step
 
 
@@ -358,3 +358,19 @@ def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest()
   state, _ = linen_train_step(loss_fn, num_microbatches=4)(state, batch)
   trees.assert_close(state.params, whole.params, 1e-5)
   trees.assert_close(state.opt_state, whole.opt_state, 1e-5)
+
+
+def test_a_call_that_goes_on_looks_at_no_leaf(monkeypatch):
+  step, batch = linen_train_step(linear, num_microbatches=2), make_batch(np.float32)
+  state, _ = step(linear_state(optax.sgd(0.1)), batch)
+  looked = []
+  monkeypatch.setattr(_step_program.StepProgram, "_leaves", lambda *_: looked.append(1) or ([], []))
+  state, _ = step(state, batch)
+  assert looked == []
+  monkeypatch.undo()
+  teacher = state.replace(params=jax.tree.map(jnp.copy, state.params))
+  kept = Kept(**vars(teacher), ema=teacher.params, key=None, counts=None)
+  for _ in range(3):  # the teacher starts as the parameters in each of these
+    kept = kept.replace(ema=kept.params)
+    before, (kept, _) = jax.device_get(kept.params), step(kept, batch)
+    trees.assert_close(jax.device_get(kept.ema), before, 0)

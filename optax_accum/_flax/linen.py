@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any, TypeVar
+import weakref
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
@@ -150,6 +151,7 @@ class LinenTrainStep:
     self._options = options
     self._plain = self._made()  # refuses options that cannot work
     self._programs: dict[Any, StateProgram] = {}
+    self._last: Callable[[], Any] = lambda: None  # the state of the last call
     self.__name__ = "linen_train_step"
 
   def __call__(
@@ -157,7 +159,9 @@ class LinenTrainStep:
   ) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch: the new state, and the metrics."""
     program, call = self._prepare(state, batch, rngs)
-    return self._replaced(state, call, program.run(call))
+    new, metrics = self._replaced(state, call, program.run(call))
+    self._last = weakref.ref(new)
+    return new, metrics
 
   def lower(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives. Shapes will do."""
@@ -192,7 +196,8 @@ class LinenTrainStep:
     mutable = [fields.mutable] if self._mutable else []
     args = (state.params, state.opt_state, batch, fields.constant, rngs, *mutable)
     program = self._program(state)
-    return program, program.prepare((*args, counted(state.step)), {}, fields.others)
+    args = (*args, counted(state.step))
+    return program, program.prepare(args, {}, fields.others, state is self._last())
 
   def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, dict[str, Any]]:
     """The state after a step, and the metrics."""
