@@ -1,7 +1,8 @@
 """Which arrays a step can be donated: those that are there, and are not given a second time."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 import functools
+import operator
 from typing import Any, TypeAlias
 import weakref
 
@@ -10,15 +11,19 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 
-Reference: TypeAlias = weakref.ref[Any]
+Leaves: TypeAlias = list[Any]
+Placed: TypeAlias = tuple[Leaves, Leaves]  # as they were passed, and as they were put on a mesh
 
 
-def check_alive(args: Any, kwargs: Any) -> None:
-  """Checks that no array was donated to a step before. Over devices JAX would end the process."""
-  if not any(_has_buffers(x) and x.is_deleted() for x in jax.tree.leaves((args, kwargs))):
+def check_alive(leaves: Leaves, arguments: Mapping[str, Any]) -> None:
+  """Checks that no array was donated to a step before. Over devices JAX would end the process.
+
+  `leaves` are those of the `arguments`, which messages call by these names.
+  """
+  if not any(map(operator.methodcaller("is_deleted"), _arrays(leaves))):
     return
-  for slot, tree in {**dict(enumerate(args)), **kwargs}.items():
-    for name, x in _validate.named_leaves(f"argument {slot!r}", tree):
+  for argument, tree in arguments.items():
+    for name, x in _validate.named_leaves(argument, tree):
       if _has_buffers(x) and x.is_deleted():
         raise RuntimeError(
           f"{name} has been deleted: a step updates parameters and state in place, and deletes what"
@@ -39,98 +44,92 @@ class Donation:
   """
 
   def __init__(self) -> None:
-    self._returned, self._others = _references(()), _references(())
+    self._returned: list[Any] = []
+    self._others: list[Any] = []
 
-  def remember(self, returned: Any, others: Any) -> None:
-    """Remembers a call: the parameters and the state that it returned, and what else it took."""
+  def remember(self, returned: Leaves, others: Leaves) -> None:
+    """Remembers a call: what it returned in place of what it was donated, and what else it took."""
     self._returned, self._others = _references(returned), _references(others)
 
-  def distinct(self, before: Any, after: Any) -> Any:
-    """What is to be donated, with a copy of each array that is passed a second time.
+  def goes_on(self, donated: Leaves) -> bool:
+    """Whether these are the arrays that the last call returned, each in its place."""
+    held = [reference() for reference in self._returned]
+    return bool(held) and len(held) == len(donated) and all(map(operator.is_, donated, held))
 
-    `before` and `after` are ``(donated, others)``, as they were passed and as they were placed.
-    """
-    held, others = map(jax.tree.leaves, before)
-    if all(_are(self._returned, held)) and self._is_apart(held, others, after[1]):
-      return after[0]  # soon found: every call comes here
-    leaves, treedef = jax.tree.flatten(after[0])
-    pairs = list(zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
-    arrays = [id(x) for x, _ in pairs if _has_buffers(x)]
-    returned, known = _ids(self._returned), _ids((*self._others, *self._returned))
-    new = [pair for pair in pairs[: len(leaves)] if id(pair[0]) not in returned]
-    new += [pair for pair in pairs[len(leaves) :] if id(pair[0]) not in known]
+  def distinct(self, donated: Placed, others: Placed, goes_on: bool) -> Leaves:
+    """What is to be donated, with a copy of each array that is passed a second time."""
+    new = _new(others, self._others)
+    if goes_on and not any(_has_buffers(x) for x, _ in new):
+      return donated[1]  # soon found: every call comes here
+    new += [] if goes_on else _new(donated, self._returned)
+    ids = list(map(id, _arrays([*donated[0], *others[0]])))
+    twice = len(set(ids)) < len(ids)
     # Rows that are spread over devices are in new buffers: their shards are of another shape.
     suspects = {_one_shard(x) for x, y in new if _has_buffers(x) and _one_shard(x) == _one_shard(y)}
-    if not suspects and len(set(arrays)) == len(arrays):
-      return after[0]
+    if not twice and not _may_have(donated[1], suspects):
+      return donated[1]
 
     def marks(x: Any, y: Any) -> set[Any]:
       if not _has_buffers(x):
         return set()
       return {id(x), *(_buffers(y) if _one_shard(y) in suspects else ())}
 
-    used = set[Any]().union(*(marks(x, y) for x, y in pairs[len(leaves) :]))
-    for i, (x, y) in enumerate(pairs[: len(leaves)]):
+    used = set[Any]().union(*map(marks, *others))
+    leaves = []
+    for x, y in zip(*donated, strict=True):
       mine = marks(x, y)
-      leaves[i] = y if used.isdisjoint(mine) else _copied(y)
+      leaves.append(y if used.isdisjoint(mine) else _copied(y))
       used |= mine
-    return jax.tree.unflatten(treedef, leaves)
-
-  def _is_apart(self, held: list[Any], others: list[Any], placed: Any) -> bool:
-    """Whether `others` surely share no buffer with what the last step returned."""
-    known = _are(self._others, others)
-    new = [x for x, is_known in zip(jax.tree.leaves(placed), known, strict=True) if not is_known]
-    shards = {_one_shard(x) for x in new if _has_buffers(x)}
-    shapes, ids = {shape for shape, _ in shards}, set(map(id, held))
-    if any(id(x) in ids for x in others):
-      return False
-    near = [x for x in held if shapes and (x.shape in shapes or not _is_whole(x))]
-    return not any(_one_shard(x) in shards for x in near)
+    return leaves
 
 
-def _references(tree: Any) -> list[Reference | None]:
-  """The arrays of a tree, None for other leaves. They are not kept alive."""
-  return [weakref.ref(x) if _has_buffers(x) else None for x in jax.tree.leaves(tree)]
+def _references(leaves: Leaves) -> list[Any]:
+  """Weak references to the arrays. An id alone may be another array's, later."""
+  if len(_arrays(leaves)) == len(leaves):
+    return list(map(weakref.ref, leaves))
+  return [weakref.ref(x) if _has_buffers(x) else lambda: None for x in leaves]
 
 
-def _are(references: list[Reference | None], leaves: list[Any]) -> list[bool]:
-  """For each leaf whether it is the array that was there before, if as many were."""
-  if len(references) != len(leaves):
-    return [not _has_buffers(x) for x in leaves] or [False]
-  both = zip(references, leaves, strict=True)
-  return [not _has_buffers(x) if ref is None else ref() is x for ref, x in both]
+def _new(leaves: Placed, known: list[Any]) -> list[tuple[Any, Any]]:
+  """The leaves that are not those that are known in their places, as passed and as placed."""
+  if len(known) != len(leaves[0]):
+    return list(zip(*leaves, strict=True))
+  return [(x, y) for x, y, was in zip(*leaves, known, strict=True) if x is not was()]
 
 
-def _ids(references: Iterable[Reference | None]) -> set[int]:
-  """The ids of arrays that are still there: that of another may be another's by now."""
-  return {id(x) for ref in references if ref and (x := ref()) is not None}
+def _arrays(leaves: Leaves) -> Leaves:
+  """Those that have buffers."""
+  if all(map(_is_array, set(map(type, leaves)))):
+    return leaves
+  return list(filter(_has_buffers, leaves))
 
 
 def _has_buffers(x: Any) -> bool:
-  # Every call asks of every leaf. To ask isinstance takes ten times as long.
-  kind = type(x)
-  known = _kinds.get(kind)
-  if known is None:
-    # Tracers are copied by the compiler where they must be.
-    known = _kinds[kind] = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
-  return known
+  kind: Any = type(x)
+  return _is_array(kind)
 
 
-_kinds: dict[type, bool] = {}
+@functools.cache
+def _is_array(kind: type) -> bool:
+  # Tracers are copied by the compiler where they must be.
+  return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
 def _one_shard(x: jax.Array) -> tuple[Any, ...]:
   """Shape and dtype of what one device has. Arrays that share a buffer are alike in both."""
-  return x.shape if _is_whole(x) else _shard_shape(x.sharding, x.shape), x.dtype
+  return x.sharding.shard_shape(x.shape), x.dtype
 
 
-def _is_whole(x: jax.Array) -> bool:
-  return type(x.sharding) is jax.sharding.SingleDeviceSharding
+def _may_have(leaves: Leaves, shards: set[Any]) -> bool:
+  """Whether a leaf may be of such shards, which then divide it."""
+  kinds = {x.aval for x in _arrays(leaves)} if shards else ()
 
+  def divide(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(shape) == len(whole) and all(
+      part == n or (part and n % part == 0) for part, n in zip(shape, whole, strict=True)
+    )
 
-@functools.lru_cache(maxsize=4096)  # ten times as fast as JAX's own
-def _shard_shape(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> tuple[int, ...]:
-  return sharding.shard_shape(shape)
+  return any(a.dtype == dtype and divide(shape, a.shape) for a in kinds for shape, dtype in shards)
 
 
 def _buffers(x: jax.Array) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ class LocalLoss:
       )
     return self, args, kwargs
 
-  out_shardings = None  # of what a step returns: left to the compiler
+  out_shardings = None  # of what a step returns first: left to the compiler
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -186,10 +186,9 @@ class _PlacedLoss(NamedTuple):
   @property
   def out_shardings(self) -> Any:
     """As the parameters and the state came; left to choose, XLA may shard them otherwise."""
-    others = [None] * (1 if self.local.split.carry_argnum is None else 2)
     # A tracer's, over an abstract mesh, does not tell about automatic axes.
     known = [s if s is None or isinstance(s.mesh, Mesh) else None for s in self.shardings]
-    return *self.treedef.unflatten(known), *others
+    return self.treedef.unflatten(known)
 
   @property
   def _shards(self) -> Sharded:

@@ -13,9 +13,12 @@ from optax_accum._arguments import Slot
 VALUE_WANTED = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError)
 
 
-def refuse(fun: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-  """Refuses what is no array. `args` are those of the loss `fun` after the parameters."""
-  if all(map(_is_data, jax.tree.leaves((args, kwargs)))):
+def refuse(leaves: list[Any], fun: Callable[..., Any], args: Any, kwargs: Any) -> None:
+  """Refuses what is no array. `args` are those of the loss `fun` after the parameters.
+
+  `leaves` are all that may be none: every call comes here.
+  """
+  if all(map(_is_data, leaves)):
     return
   arguments: dict[Slot, Any] = dict(enumerate(args, 1))
   arguments.update(kwargs)

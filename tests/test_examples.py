@@ -45,6 +45,12 @@ SUCCEEDS = [
     r"held-out bits per byte: \d+\.\d+ before",
   ),
   ("streaming.py", (), r"skipped microbatches:  1\n"),
+  (
+    "flax_linen.py",
+    ("--epochs", "5"),
+    r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps",
+  ),
+  ("flax_linen.py", ("--epochs", "5", "--mesh"), r"test accuracy: 0\.9\d+ after 35 steps"),
   ("data_parallel.py", (), r"per_cycle saves 1\.53 MiB a step and device\n"),
   ("multi_process.py", (), r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch"),
   (
@@ -72,6 +78,7 @@ SUCCEEDS = [
 
 # An example, its arguments, and the one line that it must answer with.
 FAILS = [
+  ("flax_linen.py", ("--epochs", "0"), "argument --epochs: must be 1 or more, got 0"),
   (
     "train_lm.py",
     ("--steps", "ten"),

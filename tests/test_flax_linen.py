@@ -1,40 +1,21 @@
 """`linen_train_step`: a `TrainState` in, the whole batch's `TrainState` and metrics out."""
 
-import functools
 from typing import Any
 
-import flax.linen as nn
+import flax.core
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import trees
+from support import linen, trees
+from support.compiled import compilations
 from support.devices import make_mesh
+from support.linen import make_batch, make_state, mean_loss, Model, total
 
-from optax_accum import accumulate
-import optax_accum.flax
+from optax_accum import _step_program, accumulate
 from optax_accum.flax import linen_train_step
-
-ROWS, WIDTH, CLASSES = 24, 6, 3
-
-
-class TrainState(train_state.TrainState):
-  batch_stats: Any = None
-
-
-class Model(nn.Module):
-  norm: bool = False
-  rate: float = 0.0
-
-  @nn.compact
-  def __call__(self, x, train=True):
-    x = nn.Dense(8, param_dtype=x.dtype, dtype=x.dtype)(x)
-    if self.norm:
-      x = nn.BatchNorm(use_running_average=not train, momentum=0.9, dtype=x.dtype)(x)
-    x = nn.Dropout(self.rate, deterministic=not train)(nn.tanh(x))
-    return nn.Dense(CLASSES, param_dtype=x.dtype, dtype=x.dtype)(x)
 
 
 @pytest.fixture(autouse=True)
@@ -42,34 +23,6 @@ def usual_promotion():
   """JAX's usual promotion, which flax relies on."""
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield
-
-
-def make_batch(dtype=np.float64):
-  rng = np.random.default_rng(0)
-  return {
-    "x": rng.normal(size=(ROWS, WIDTH)).astype(dtype),
-    "y": rng.integers(CLASSES, size=ROWS),
-    "weight": rng.integers(0, 3, ROWS).astype(dtype),
-  }
-
-
-def make_state(model, batch, tx=None):
-  variables = model.init(jax.random.key(0), batch["x"], train=False)
-  return TrainState.create(
-    apply_fn=model.apply,
-    params=variables["params"],
-    tx=tx or optax.adam(0.1),
-    batch_stats=variables.get("batch_stats"),
-  )
-
-
-def mean_loss(logits, batch):
-  each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-  return jnp.sum(each * batch["weight"]) / jnp.sum(batch["weight"])
-
-
-def total(batch):
-  return jnp.sum(batch["weight"])
 
 
 def steps_of_flax(state, loss_fn, batch, count):
@@ -103,27 +56,60 @@ def test_steps_are_those_of_the_whole_batch(size, count):
     assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches"}
 
 
-def test_statistics_are_those_of_a_loop_over_microbatches():
-  model = Model(norm=True)
-
+def with_statistics(model):
   def loss_fn(variables, batch, rngs):
     logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])), updates
+    return mean_loss(logits, batch), updates
 
-  batch = make_batch(np.float32)
-  state = make_state(model, batch)
+  return loss_fn
+
+
+def looped(model, state, batch, count):
+  """The statistics of a plain loop over `count` microbatches."""
   stats = state.batch_stats
-  for i in range(4):
-    part = jax.tree.map(lambda x: x[i::4], batch)  # noqa: B023
+  for part in trees.strided(batch, count):
     variables = {"params": state.params, "batch_stats": stats}
     stats = model.apply(variables, part["x"], mutable=["batch_stats"])[1]["batch_stats"]
-  step = linen_train_step(loss_fn, mutable="batch_stats", num_microbatches=4)
+  return stats
+
+
+def test_statistics_are_those_of_a_loop_over_microbatches():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  state = make_state(model, batch)
+  expected = looped(model, state, batch, 4)
+  step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=4)
   state, metrics = step(state, batch)
-  trees.assert_close(state.batch_stats, stats, 1e-5)
+  trees.assert_close(state.batch_stats, expected, 1e-5)
   assert "aux" not in metrics
 
 
-def test_dropout_keys_are_folded_and_repeat():
+def test_statistics_over_devices_are_weighted_by_what_each_counted():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  batch["weight"] = np.repeat(np.arange(8.0, dtype=np.float32), 3)  # the first device has none
+  state = make_state(model, batch)
+  parts = [trees.index(batch, slice(3 * i, 3 * i + 3)) for i in range(8)]
+  each = [looped(model, state, part, 3) for part in parts]
+  weights = [float(part["weight"].sum()) for part in parts]
+
+  def mean(weights):
+    return jax.tree.map(lambda *x: np.average(x, 0, weights).astype(np.float32), *each)
+
+  step = linen_train_step(
+    with_statistics(model),
+    mutable=("batch_stats",),
+    num_microbatches=3,
+    weight_fn=total,
+    mesh=make_mesh(8),
+  )
+  state, _ = step(state, batch)
+  actual = jax.device_get(state.batch_stats)
+  trees.assert_close(actual, mean(weights), 1e-5)
+  assert trees.largest_difference(actual, mean([1.0] * 8)) > 1e-3
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
   model = Model(rate=0.5)
 
   def loss_fn(variables, batch, rngs):
@@ -131,75 +117,260 @@ def test_dropout_keys_are_folded_and_repeat():
     return mean_loss(logits, batch), logits
 
   batch = make_batch(np.float32)
-  batch["x"] = np.repeat(batch["x"][:1], ROWS, 0)
+  batch["x"] = np.repeat(batch["x"][:1], linen.ROWS, 0)
   step = linen_train_step(
-    loss_fn, has_aux=True, num_microbatches=4, aux_reduction="stack", donate=False
+    loss_fn, has_aux=True, num_microbatches=2, aux_reduction="stack", donate=False, mesh=mesh
   )
   state = make_state(model, batch)
-  runs = [step(state, batch, {"dropout": jax.random.key(1)}) for _ in range(2)]
-  trees.assert_close(runs[0][0].params, runs[1][0].params, 0)
-  logits = np.asarray(runs[0][1]["aux"])
-  assert not np.allclose(logits[0], logits[1])
+  runs = [step(state, batch, {"dropout": make_key(seed)}) for seed in (1, 1, 2)]
+  params = [jax.device_get(run[0].params) for run in runs]
+  trees.assert_close(params[0], params[1], 0)
+  assert trees.largest_difference(params[0], params[2]) > 1e-3
+  logits = np.asarray(runs[0][1]["aux"])  # the microbatches of one device, then of the next
+  noises = [x[0] for x in logits]
+  assert len(noises) == (2 if mesh is None else 4)
+  assert len({x.tobytes() for x in noises}) == len(noises)
 
 
-@pytest.mark.parametrize("outermost", [True, False])
-def test_a_streaming_state_steps_as_the_whole_batch(outermost):
-  model = Model()
+# The distance from the step of the whole batch is in the docstring of linen_train_step.
+@pytest.mark.parametrize("norm", ["batch", "layer", "group"])
+def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
+  model = Model(norm=norm)
 
-  def loss_fn(params, batch):
-    return mean_loss(model.apply({"params": params}, batch["x"]), batch)
+  def loss_fn(variables, batch, rngs):
+    logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    return mean_loss(logits, batch), {"batch_stats": updates.get("batch_stats", {})}
 
   with jax.enable_x64(True):
-    batch, tx = make_batch(), optax.adam(0.1)
-    expected = steps_of_flax(make_state(model, batch, tx), loss_fn, batch, 2)
-    streaming = accumulate(tx, 4)
-    streaming = streaming if outermost else optax.chain(streaming, optax.scale(1.0))
-    params = make_state(model, batch).params
-    state = optax_accum.flax.TrainState.create(apply_fn=None, params=params, tx=streaming)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def mini_step(state, part):
-      grads = jax.grad(loss_fn)(state.params, part)
-      return state.apply_gradients(grads=grads, weight=total(part))
-
-    for i in range(8):
-      state = mini_step(state, jax.tree.map(lambda x: x[i % 4 :: 4], batch))  # noqa: B023
-    trees.assert_close(state.params, expected.params, 1e-10)
-    assert (int(state.step), int(state.gradient_step)) == (8, 2)
+    batch = make_batch()
+    batch = {**batch, "weight": np.ones_like(batch["weight"])}
+    state = make_state(model, batch, optax.sgd(0.1))
+    state = state.replace(batch_stats=jax.tree.map(np.float64, state.batch_stats))
+    after = {}
+    for count in (1, 4):
+      step = linen_train_step(loss_fn, mutable="batch_stats", num_microbatches=count, donate=False)
+      after[count] = step(state, batch)[0].params
+    way = optax.tree.norm(optax.tree.sub(after[1], state.params))
+    distance = float(optax.tree.norm(optax.tree.sub(after[4], after[1])) / way)
+  assert 0.38 < distance < 0.39 if norm == "batch" else distance < 1e-10
 
 
-def test_a_state_without_accumulate_is_refused():
-  state = optax_accum.flax.TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)
+def linear(variables, batch, rngs):
+  return jnp.mean(batch["x"] @ variables["params"]["w"])
+
+
+def linear_state(tx, kind=train_state.TrainState, **fields):
+  return kind.create(apply_fn=None, params={"w": jnp.ones(linen.WIDTH)}, tx=tx, **fields)
+
+
+def test_steps_are_counted():
+  padding = make_batch(np.float32) | {"weight": np.zeros(linen.ROWS, np.float32)}
+  batch = {**padding, "weight": np.ones(linen.ROWS, np.float32)}
+  schedule = optax.sgd(lambda count: jnp.where(count == 0, 1.0, 10.0))
+  step = linen_train_step(linear, num_microbatches=2, weight_fn=total)
+  for tx, calls, counts in [
+    (schedule, [batch, padding, batch], [1, 1, 2]),
+    (accumulate(schedule, 2), [batch, padding, batch, batch], [0, 0, 1, 1]),
+    (optax.chain(accumulate(schedule, 2), optax.identity()), [batch, padding, batch], [0, 0, 1]),
+    (optax.MultiSteps(schedule, 2).gradient_transformation(), [batch, batch, batch], [0, 1, 1]),
+  ]:
+    state = linear_state(tx)
+    assert state.step == 0
+    for part, count in zip(calls, counts, strict=True):
+      state, _ = step(state, part)
+      assert (int(state.step), state.step.dtype) == (count, jnp.int32)
+  expected = jnp.ones(linen.WIDTH) - np.mean(batch["x"], 0)
+  trees.assert_close(state.params["w"], expected, 1e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_it_compiles_once_and_donates_the_state(mesh):
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  step = linen_train_step(
+    with_statistics(model), mutable="batch_stats", num_microbatches=2, mesh=mesh
   )
-  with pytest.raises(ValueError, match=r"tx is no accumulate and holds none: wrap it, accumulate"):
-    state.apply_gradients(grads={"w": jnp.ones(2)}, weight=2.0)
-  with pytest.raises(ValueError, match=r"has no gradient_step: use state\.step"):
-    state.gradient_step  # noqa: B018
+  state = make_state(model, batch, optax.sgd(0.1, momentum=0.9))
+  with compilations() as programs:
+    old = state
+    for _ in range(3):
+      old, (state, _) = state, step(state, batch)
+  assert sum("linen_train_step" in line for line in programs) == 1
+  assert all(x.is_deleted() for x in jax.tree.leaves(old))
+  with pytest.raises(RuntimeError, match=r"state\.params.* has been deleted: a step updates"):
+    step(old, batch)
+  state, _ = step(state.replace(step=np.int32(7)), batch)
+  assert int(state.step) == 8
 
 
-def lacking(variables, batch, rngs):
-  return jnp.mean(batch["x"]) * variables["params"]["w"], {"other": 1.0}
+def test_a_step_goes_on_where_another_stopped():
+  first, second = (linen_train_step(linear, num_microbatches=2) for _ in range(2))
+  batch, stale = make_batch(np.float32), None
+  state, _ = first(linear_state(optax.sgd(0.1)), batch)
+  stale, (state, _) = state, second(state, batch)
+  with pytest.raises(RuntimeError, match=r"state\.params\['w'\] has been deleted: a step updates"):
+    first(stale, batch)
+  state, _ = first(state, batch)
+  assert int(state.step) == 3
 
 
-@pytest.mark.parametrize(
-  ("options", "error", "match"),
-  [
-    ({"rng_argnums": 2}, TypeError, "takes no rng_argnums: pass keys as rngs"),
-    ({"microbatches": 2}, TypeError, "has no option 'microbatches': see those of make_train_step"),
-    ({"mutable": "cache"}, ValueError, "mutable names 'cache', and TrainState has no such field"),
-    ({"mutable": "batch_stats"}, ValueError, r"returned the collections \['other'\], and mutable="),
-  ],
-)
-def test_what_cannot_work(options, error, match):
-  state = TrainState.create(
-    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1), batch_stats={"m": jnp.ones(2)}
+def test_one_step_serves_several_optimizers():
+  batch = make_batch(np.float32)
+  step = linen_train_step(linear, num_microbatches=2)
+  states = [linear_state(optax.sgd(rate)) for rate in (0.1, 1.0)]
+  for _ in range(2):
+    states = [step(state, batch)[0] for state in states]
+  moved = [float(jnp.sum(1 - state.params["w"])) for state in states]
+  assert moved[1] == pytest.approx(10 * moved[0], rel=1e-4)
+
+
+class Kept(train_state.TrainState):
+  ema: Any
+  key: Any
+  counts: Any
+  note: Any = flax.struct.field(pytree_node=False, default=None)
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_what_the_step_does_not_touch_is_kept(mesh):
+  state = linear_state(
+    optax.sgd(0.1), Kept, ema=None, key=jax.random.key(0), counts=(jnp.int32(3),), note="fine"
   )
-  with pytest.raises(error, match=match):
-    linen_train_step(lacking, num_microbatches=2, **options)(state, make_batch(np.float32))
+  state = state.replace(ema=state.params, step=state.counts[0])  # the same arrays
+  step = linen_train_step(linear, num_microbatches=2, mesh=mesh)
+  new, batch = state, make_batch(np.float32)
+  for _ in range(2):
+    new, _ = step(new, batch)
+  assert new.key is state.key
+  assert new.counts is state.counts
+  assert (new.note, int(new.step), int(new.counts[0])) == ("fine", 5, 3)
+  trees.assert_close(jax.device_get(new.ema), {"w": np.ones(linen.WIDTH, np.float32)}, 0)
+  assert not state.ema["w"].is_deleted()
+  assert mesh is not None or new.ema["w"] is state.ema["w"]
+  assert float(jnp.max(jnp.abs(jax.device_get(new.params["w"]) - 1))) > 1e-3
 
 
-def test_the_parts_of_a_state_are_refused():
-  step = linen_train_step(lacking, num_microbatches=2)
-  with pytest.raises(TypeError, match="state is a dict; linen_train_step takes a flax TrainState"):
-    step({"w": 1.0}, make_batch(np.float32))
+def test_without_donation_the_state_lives_on():
+  batch, state = make_batch(np.float32), linear_state(optax.sgd(0.1))
+  step = linen_train_step(linear, num_microbatches=2, donate=False)
+  first, second = step(state, batch)[0], step(state, batch)[0]
+  trees.assert_close(first.params, second.params, 0)
+  assert state.params["w"].tolist() == [1.0] * linen.WIDTH
+
+
+def test_positions_and_names_and_what_a_jitted_function_has():
+  def loss_fn(variables, batch, rngs):
+    noise = jax.random.normal(rngs["noise"]) if rngs else 0.0
+    return linear(variables, batch, rngs) + noise
+
+  step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
+  state, batch, rngs = linear_state(optax.sgd(0.1)), make_batch(np.float32), {}
+  rngs = {"noise": jax.random.key(0)}
+  expected = step(state, batch, rngs)
+  for actual in (
+    step(state, batch, rngs=rngs),
+    step(state, batch=batch, rngs=rngs),
+    step(rngs=rngs, batch=batch, state=state),
+  ):
+    trees.assert_close(actual[0].params, expected[0].params, 0)
+  assert float(step(state, batch)[1]["loss"]) == pytest.approx(
+    float(step(state, batch, {})[1]["loss"])
+  )
+  shapes = jax.eval_shape(lambda: linear_state(state.tx))
+  made = step.eval_shape(shapes.replace(tx=state.tx), batch, rngs)
+  assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, expected)
+  assert "linen_train_step" in step.lower(state, batch).compile().as_text()
+  assert step.trace(state, batch, rngs=rngs).jaxpr.out_avals
+  assert repr(step) == "linen_train_step(loss_fn, num_microbatches=2, donate=False)"
+
+
+def test_inside_jit_and_a_scan_over_steps():
+  batch = make_batch(np.float32)
+  step = linen_train_step(linear, num_microbatches=2)
+  state = linear_state(optax.sgd(0.1))
+  expected = state
+  for _ in range(3):
+    expected, _ = linen_train_step(linear, num_microbatches=2, donate=False)(expected, batch)
+
+  @jax.jit
+  def loop(state):
+    return jax.lax.scan(lambda state, _: step(state, batch), state, None, length=3)
+
+  scanned, metrics = loop(state)
+  assert metrics["loss"].shape == (3,)
+  trees.assert_close(scanned.params, expected.params, 1e-6)
+  once, _ = jax.jit(step)(state, batch)
+  assert (int(scanned.step), int(once.step)) == (3, 1)
+
+
+def test_frozen_dicts():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  results = []
+  for freeze in (lambda x: x, flax.core.freeze):
+    state = make_state(model, batch, optax.sgd(0.1, momentum=0.9), freeze)
+    kind = type(state.params), type(state.batch_stats)
+    step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=2)
+    for _ in range(2):
+      state, _ = step(state, batch)
+    assert (type(state.params), type(state.batch_stats)) == kind
+    results.append([flax.core.unfreeze(x) for x in (state.params, state.batch_stats)])
+  trees.assert_close(*results, 0)
+
+
+def test_statistics_that_are_not_mutable_reach_the_loss():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+
+  def loss_fn(variables, batch, rngs):
+    return mean_loss(model.apply(variables, batch["x"], train=False), batch)
+
+  with jax.enable_x64(True):
+    batch = make_batch()
+    state = make_state(model, batch, optax.sgd(0.1))
+    state = state.replace(batch_stats=jax.tree.map(lambda x: x + 0.5, state.batch_stats))
+    variables = lambda params: {"params": params, "batch_stats": state.batch_stats}  # noqa: E731
+    expected = steps_of_flax(state, lambda p, b: loss_fn(variables(p), b, None), batch, 2)
+    for mesh in (None, make_mesh(8)):
+      new = state
+      step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, weight_fn=total, donate=False)
+      for _ in range(2):
+        new, _ = step(new, batch)
+      trees.assert_close(jax.device_get(new.params), expected.params, 1e-10)
+      trees.assert_close(jax.device_get(new.batch_stats), jax.device_get(state.batch_stats), 0)
+
+
+def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest():
+  @jax.custom_vjp
+  def record(x, amax):
+    return x
+
+  record.defvjp(lambda x, amax: (x, jnp.max(jnp.abs(x))), lambda amax, g: (g, amax))
+
+  def loss_fn(variables, batch, rngs):
+    x = record(batch["x"], variables["_overwrite_with_gradient"]["amax"])
+    return jnp.mean(x @ variables["params"]["w"])
+
+  batch = make_batch(np.float32)
+  params = {
+    "params": {"w": jnp.ones(linen.WIDTH)},
+    "_overwrite_with_gradient": {"amax": jnp.ones(())},
+  }
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+  whole = state.apply_gradients(grads=jax.grad(lambda p: loss_fn(p, batch, None))(params))
+  state, _ = linen_train_step(loss_fn, num_microbatches=4)(state, batch)
+  trees.assert_close(state.params, whole.params, 1e-5)
+  trees.assert_close(state.opt_state, whole.opt_state, 1e-5)
+
+
+def test_a_call_that_goes_on_looks_at_no_leaf(monkeypatch):
+  step, batch = linen_train_step(linear, num_microbatches=2), make_batch(np.float32)
+  state, _ = step(linear_state(optax.sgd(0.1)), batch)
+  looked = []
+  monkeypatch.setattr(_step_program.StepProgram, "_leaves", lambda *_: looked.append(1) or ([], []))
+  state, _ = step(state, batch)
+  assert looked == []
+  monkeypatch.undo()
+  teacher = state.replace(params=jax.tree.map(jnp.copy, state.params))
+  kept = Kept(**vars(teacher), ema=teacher.params, key=None, counts=None)
+  for _ in range(3):  # the teacher starts as the parameters in each of these
+    kept = kept.replace(ema=kept.params)
+    before, (kept, _) = jax.device_get(kept.params), step(kept, batch)
+    trees.assert_close(jax.device_get(kept.ema), before, 0)

@@ -8,12 +8,13 @@ import weakref
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate, _versions
 from optax_accum._flax import graph
-from optax_accum._flax.linen import _counting
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
+from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh import DataParallel
 from optax_accum._train_step import make_train_step, TrainStep
 
@@ -219,6 +220,20 @@ class _View:
     if not self.has_aux:
       metrics.pop("aux", None)
     return metrics
+
+
+def _counting(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`tx`, with how many steps it took in its state."""
+  tx = optax.with_extra_args_support(tx)
+
+  def init(params: Any) -> Any:
+    return tx.init(params), jnp.zeros((), jnp.uint32)
+
+  def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    updates, new = tx.update(grads, state[0], params, **extra_args)
+    return updates, (new, state[1] + has_stepped(state[0], new).astype(state[1].dtype))
+
+  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_objects(model: Any, optimizer: Any) -> None:

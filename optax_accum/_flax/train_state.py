@@ -1,14 +1,15 @@
 """A `TrainState` for a loop that has one microbatch at a time."""
 
-from typing import Any
+from typing import Any, Self
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import optax
 
+from optax_accum import _validate
 from optax_accum._accumulate_state import states_in
-from optax_accum._flax.linen import variables_of
+from optax_accum._flax.state_fields import variables_of
 from optax_accum._transformation import AccumulateTransformation
 
 
@@ -27,6 +28,15 @@ class TrainState(train_state.TrainState):
       return state.apply_gradients(grads=grads, weight=batch["mask"].sum())
 
   ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
+
+  Of adapters (LoRA) among frozen parameters, accumulate within what leaves these out, and the
+  accumulator is the adapters'; ``accumulate(optax.partition(...), k)`` adds all gradients up::
+
+    tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
+    tx = optax.chain(
+      optax.masked(accumulate(adamw, 8), is_adapter),
+      optax.masked(optax.set_to_zero(), is_frozen),
+    )
   """
 
   @property
@@ -34,29 +44,35 @@ class TrainState(train_state.TrainState):
     """Optimizer steps so far, an int32 scalar: those of the first `accumulate` in the state."""
     states = states_in(self.opt_state)
     if not states:
-      raise ValueError(f"{_NOT_ACCUMULATING} and has no gradient_step: use state.step.")
+      raise ValueError(f"{_NOT_ACCUMULATING}, and has no gradient_step: use state.step.")
     return states[0].gradient_step
 
   def apply_gradients(
     self, *, grads: Any, weight: Any = 1.0, flush: Any = False, **kwargs: Any
-  ) -> "TrainState":
+  ) -> Self:
     """Adds gradients up, and steps at the end of a cycle.
 
     Args:
       grads: Gradients of one microbatch, like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
-      weight: How much the microbatch counts, as in `accumulate`.
-      flush: Whether to step now.
+      weight: How much the microbatch counts, as in `accumulate`. Default: 1.
+      flush: Whether to step now. Default: no.
       **kwargs: Further fields to replace.
 
     Returns:
       The next state, whose `step` is one more.
 
     Raises:
-      ValueError: ``tx`` holds no `accumulate`, which would ignore `weight` and `flush`.
+      ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.
+      TypeError: ``tx`` is no optax transformation, such as an `optax.MultiSteps`.
     """
-    if not states_in(self.opt_state):
-      raise ValueError(f"{_NOT_ACCUMULATING}: wrap it, accumulate(tx, every_k), or use flax's.")
+    _validate.transformation(self.tx, "tx")
+    plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
+    if not plain and not states_in(self.opt_state):
+      raise ValueError(
+        f"{_NOT_ACCUMULATING}, and would ignore weight={weight!r} and flush={flush!r}: wrap it,"
+        " accumulate(tx, every_k), or leave them out."
+      )
     params, own = variables_of(self.params)["params"], variables_of(grads)["params"]
     if isinstance(self.tx, AccumulateTransformation):
       params, state = self.tx.apply(own, self.opt_state, params, weight=weight, flush=flush)
