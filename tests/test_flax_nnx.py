@@ -426,6 +426,11 @@ def test_what_cannot_work(loss, options, error, match):
     nnx_train_step(loss, **{"num_microbatches": 2, **options})(model, optimizer, make_batch())
 
 
+def test_a_step_shows_its_options():
+  step = nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)
+  assert repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
+
+
 def test_options_are_checked_at_once():
   with pytest.raises(ValueError, match="num_microbatches=0 must be at least 1"):
     nnx_train_step(loss_fn, num_microbatches=0)

@@ -1,7 +1,6 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Callable, Mapping, Sequence
-import inspect
 from typing import Any, TypeVar
 import weakref
 
@@ -10,6 +9,7 @@ from flax.training import train_state
 import jax
 import optax
 
+from optax_accum._flax import step_options
 from optax_accum._flax.state_fields import (
   check_mutable,
   check_rngs,
@@ -26,11 +26,8 @@ from optax_accum._train_step import make_train_step
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs = Mapping[str, jax.Array]
 
-# What `linen_train_step` passes to the loss, and so decides itself.
 _DECIDED = {
   "tx": "it is the state's",
-  "batch_argnums": "the batch is the second argument",
-  "batch_argnames": "the batch is the second argument",
   "rng_argnums": "pass keys as rngs",
   "rng_argnames": "pass keys as rngs",
   "carry_argnum": "name collections in mutable",
@@ -125,12 +122,7 @@ def linen_train_step(
     >>> int(state.step), float(metrics["loss"])
     (1, 4.0)
   """
-  names = inspect.signature(make_train_step).parameters
-  for name in options:
-    if name in _DECIDED:
-      raise TypeError(f"linen_train_step takes no {name}: {_DECIDED[name]}.")
-    if name not in names:
-      raise TypeError(f"linen_train_step has no option {name!r}: see those of make_train_step.")
+  step_options.check("linen_train_step", options, _DECIDED)
   collections = check_mutable(mutable)
   if options.get("carry_reduction") is not None and not collections:
     raise ValueError(
@@ -179,10 +171,8 @@ class LinenTrainStep:
     return self._replaced(state, call, call.jitted.eval_shape(*call.args))
 
   def __repr__(self) -> str:
-    loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
     given = {"mutable": self._mutable or None, "has_aux": self._has_aux or None, **self._options}
-    named = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-    return f"linen_train_step({', '.join([loss, *named])})"
+    return step_options.shown("linen_train_step", self._loss_fn, given)
 
   def _prepare(self, state: Any, batch: Any, rngs: Any) -> tuple[StateProgram, PreparedCall]:
     """The program for such a call, and the call."""

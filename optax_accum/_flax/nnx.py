@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import dataclasses
-import inspect
 from typing import Any
 import weakref
 
@@ -12,16 +11,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate, _versions
-from optax_accum._flax import graph
+from optax_accum._flax import graph, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh import DataParallel
 from optax_accum._train_step import make_train_step, TrainStep
 
-# What `nnx_train_step` passes to the loss, and so decides itself.
 _DECIDED = {
-  "batch_argnums": "the batch is the second argument",
-  "batch_argnames": "the batch is the second argument",
+  "tx": "it is the optimizer's",
   "rng_argnums": "random streams are part of the model",
   "rng_argnames": "random streams are part of the model",
   "carry_argnum": "what the loss changes in the model is threaded",
@@ -88,12 +85,7 @@ def nnx_train_step(
     >>> losses[2] < losses[0], int(optimizer.step[...])
     (True, 3)
   """
-  names = inspect.signature(make_train_step).parameters
-  for name in options:
-    if name in _DECIDED:
-      raise TypeError(f"nnx_train_step takes no {name}: {_DECIDED[name]}.")
-    if name not in names:
-      raise TypeError(f"nnx_train_step has no option {name!r}: see those of make_train_step.")
+  step_options.check("nnx_train_step", options, _DECIDED)
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
@@ -108,9 +100,8 @@ class NnxTrainStep:
     self._train_step(loss_fn, optax.identity(), True)  # checks the options
 
   def __repr__(self) -> str:
-    loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
-    named = [f"{name}={value!r}" for name, value in self._options.items()]
-    return f"nnx_train_step({', '.join([loss, *named])})"
+    given = {"wrt": _shown(self._wrt), "has_aux": self._has_aux or None, **self._options}
+    return step_options.shown("nnx_train_step", self._loss_fn, given)
 
   def __call__(
     self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any
