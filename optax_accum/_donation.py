@@ -27,7 +27,7 @@ def check_alive(leaves: Leaves, arguments: Mapping[str, Any]) -> None:
       if _has_buffers(x) and x.is_deleted():
         raise RuntimeError(
           f"{name} has been deleted: a step updates parameters and state in place, and deletes what"
-          " it is given: use what that step returned, or donate=False."
+          " it is given. Use what that step returned, or donate=False."
         )
 
 

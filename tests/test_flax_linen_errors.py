@@ -129,7 +129,7 @@ def test_what_the_loss_returned(returned, options, error, match):
       lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)),
       {},
       TypeError,
-      r"state\.tx is an optax\.MultiSteps.*accumulate\(optimizer, every_k\), or its gradient_tr",
+      r"state\.tx is an optax\.MultiSteps.*takes it as it is; a loop",
     ),
     (
       lambda: make_state(train_state.TrainState),

@@ -330,6 +330,22 @@ def test_a_step_keeps_no_model_alive():
   assert dead() is None
 
 
+def test_the_best_model_is_kept_and_put_back():
+  batch, step = make_batch(), nnx_train_step(loss_fn, num_microbatches=2)
+  model, optimizer = make(Model())
+  step(model, optimizer, batch)
+  best, expected = jax.tree.map(jnp.copy, nnx.state(model)), arrays(model)
+  for _ in range(2):
+    step(model, optimizer, batch)
+    nnx.update(model, jax.tree.map(jnp.copy, best))
+    trees.assert_close(arrays(model), expected, 0)
+  nnx.update(model, best)
+  step(model, optimizer, batch)
+  nnx.update(model, best)  # which the step has deleted
+  with pytest.raises(RuntimeError, match=r"model\.first\.bias has been deleted: .* put in copies"):
+    step(model, optimizer, batch)
+
+
 def test_over_a_mesh_gradients_are_reduced_once():
   mesh = make_mesh(8)
   model, optimizer = make(Model(nnx.LayerNorm, rate=0.5), optax.sgd(0.1))
@@ -434,6 +450,16 @@ def test_a_step_shows_its_options():
 def test_options_are_checked_at_once():
   with pytest.raises(ValueError, match="num_microbatches=0 must be at least 1"):
     nnx_train_step(loss_fn, num_microbatches=0)
+  with pytest.raises(TypeError, match=r"wrt is a Model; it must be a filter, such as nnx\.Param"):
+    nnx_train_step(loss_fn, num_microbatches=2, wrt=Model())
+
+
+def test_an_optimizer_of_the_model_as_it_was():
+  model, optimizer = make(Model())
+  model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"opt_state.*late.* is missing") as error:
+    nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
+  assert "make the optimizer again" in " ".join(error.value.__notes__)
 
 
 def test_other_objects_are_refused():

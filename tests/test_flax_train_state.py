@@ -97,11 +97,17 @@ def test_it_is_flax_s_where_nothing_accumulates():
 
 def test_multi_steps_is_refused():
   tx = optax.MultiSteps(optax.sgd(0.1), 2)
-  state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
-  with pytest.raises(
-    TypeError, match=r"tx is an optax.MultiSteps.*accumulate\(optimizer, every_k\)"
-  ):
-    state.apply_gradients(grads={"w": jnp.ones(2)})
+  match = r"tx is an optax.MultiSteps.*accumulate\(optimizer, every_k\)"
+  with pytest.raises(TypeError, match=match):
+    TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+
+
+def test_a_misspelt_argument_is_refused():
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=accumulate(optax.sgd(0.1), 2)
+  )
+  with pytest.raises(TypeError, match="apply_gradients takes no weights, and TrainState has no"):
+    state.apply_gradients(grads={"w": jnp.ones(2)}, weights=2.0)
 
 
 def test_further_fields_are_replaced_and_what_is_overwritten_is():

@@ -3,12 +3,16 @@
 Those of PyTorch are in tests/peers.
 """
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from support import migrating, trees
 from support.migrating import Pair
+
+from optax_accum import from_multi_steps
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +31,29 @@ def test_multi_steps():
   trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
   pair = Pair("`optax.MultiSteps`", trained, linear, optax.adam(0.01))
   migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def linen_weights(names):
+  params = names["state"].params if "state" in names else names["params"]
+  return [params["w"], params["b"]]
+
+
+def test_a_linen_train_state():
+  pair = Pair("A linen `TrainState`", linen_weights, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_a_linen_train_state_goes_on_in_mid_cycle():
+  section = "A linen `TrainState`"
+  before, after = migrating.PAGE.blocks(section)
+  [code] = re.findall(r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section])
+  old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])["state"]
+  names = migrating.PAGE.run(after, batches=[])
+  names["state"] = eval(code, {**names, "old": old, "from_multi_steps": from_multi_steps})
+  for batch in migrating.EVEN[6:]:
+    names["state"] = names["mini_step"](names["state"], batch, False)
+  expected = linen_weights(migrating.PAGE.run(before, batches=migrating.EVEN))
+  trees.assert_close(linen_weights(names), expected, 1e-6)
 
 
 def test_flax():

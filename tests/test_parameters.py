@@ -176,7 +176,7 @@ def test_parameters_that_an_earlier_step_was_donated(mesh):
   step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh)
   params, state, _ = step(params, TX.init(params), X)
   step(params, state, X)
-  message = r"argument 0\['w'\] has been deleted: .* use what that step returned, or donate=False"
+  message = r"argument 0\['w'\] has been deleted: .* Use what that step returned, or donate=False"
   with pytest.raises(RuntimeError, match=message):  # over a mesh, XLA would end the process
     step(params, state, X)
   step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False)

@@ -59,7 +59,9 @@ def linen_train_step(
   With batch normalisation the step is not that of the whole batch. A microbatch is normalised by
   its own statistics (over a mesh, its rows on one device), so the gradients are others: in
   float64, for 4 microbatches of 6 rows, the first step of SGD was off by 0.39 of its length. With
-  group or layer norm it was off by 2e-15. The running statistics are updated once a microbatch.
+  group or layer norm it was off by 2e-15. The running statistics are updated once a microbatch, and
+  left alone by one of weight zero. Padded rows enter them, whatever `weight_fn` says: give
+  `nn.BatchNorm` a ``mask=``.
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
   it in ``variables``, whole, and no gradient is taken of it: statistics in use, or the frozen
@@ -74,9 +76,9 @@ def linen_train_step(
 
     state = LoraState.create(apply_fn=None, params=adapters, base=params, tx=optax.adamw(1e-3))
 
-  Do not close over such arrays: they would be constants of the program. And if the adapters are
-  among the parameters, `optax.partition` with `optax.set_to_zero` saves the moments alone: all
-  gradients are accumulated. (For `accumulate`, see `TrainState`.)
+  Do not close over such arrays: they would be constants of the program. Where adapters are among
+  the parameters, `optax.partition` with `optax.set_to_zero` saves only moments: the gradients of
+  all parameters are still added up. (For `accumulate`, see `TrainState`.)
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -94,8 +96,8 @@ def linen_train_step(
 
   Returns:
     A `LinenTrainStep`. The state is donated unless ``donate=False``: parameters, optimizer state,
-    `mutable` collections and ``step``. All other fields are as they were (over a mesh, collections
-    are put there), also where they are the same arrays. ``state.step`` counts optimizer steps: it
+    `mutable` collections and ``step``. All other fields live on, even if they are the same arrays
+    (an EMA that starts as the parameters). ``state.step`` counts optimizer steps: it
     stays where nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs`` are
     folded with the index of each microbatch, and of each device, so give a new key in each step.
     ``metrics`` is as of `make_train_step`. ``lower``, ``trace`` and ``eval_shape`` are too.

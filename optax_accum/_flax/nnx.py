@@ -17,6 +17,17 @@ from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh import DataParallel
 from optax_accum._train_step import make_train_step, TrainStep
 
+_DELETED = (
+  "model.{} has been deleted: a step updates model and optimizer in place, and deletes the arrays"
+  " that they held. If these were put in from elsewhere, put in copies,"
+  " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, copy.deepcopy it; or"
+  " pass donate=False."
+)
+_OTHER_MODEL = (
+  "If the model changed after nnx.Optimizer was made (adapters were added, a layer was replaced),"
+  " make the optimizer again: nnx.Optimizer(model, tx, wrt=...)."
+)
+
 _DECIDED = {
   "tx": "it is the optimizer's",
   "rng_argnums": "random streams are part of the model",
@@ -44,7 +55,9 @@ def nnx_train_step(
   with what each device counted, and of integers the largest is taken (`carry_reduction`).
 
   Batch statistics are those of microbatches, each of which updates the running ones: the gradients
-  of a model with batch normalisation are not the whole batch's. With group or layer norm they are.
+  of a model with batch normalisation are not the whole batch's (`linen_train_step` says by how
+  much). With group or layer norm they are. A microbatch of weight zero leaves the model alone, and
+  padded rows in others enter the statistics: give `nnx.BatchNorm` a ``mask=``.
 
   For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer. Only adapters have accumulators
   and moments; the other parameters are neither copied nor donated.
@@ -54,11 +67,13 @@ def nnx_train_step(
       `has_aux`. It may change values of Variables, but for those that `wrt` selects. It may add
       none: of `nnx.Module.sow` take ``nnx.pop(model, nnx.Intermediate)``, and return it as aux.
     wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. The
-      optimizer was made with the same.
+      optimizer was made with the same, from the model as it is: adapters are added before.
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
-      arrays that parameters and optimizer held are deleted by a step. `nnx.clone` and `nnx.state`
-      copy none: keep ``jax.tree.map(jnp.copy, nnx.state(model))``, or pass ``donate=False``.
+      arrays that parameters and optimizer held are deleted by a step. An `nnx.clone` shares them,
+      and an `nnx.state` follows the model. To keep the best model, and put it back as often as you
+      like: ``best = jax.tree.map(jnp.copy, nnx.state(model))``, and
+      ``nnx.update(model, jax.tree.map(jnp.copy, best))``. Or pass ``donate=False``.
 
   Returns:
     An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
@@ -86,6 +101,8 @@ def nnx_train_step(
     (True, 3)
   """
   step_options.check("nnx_train_step", options, _DECIDED)
+  if isinstance(wrt, nnx.Pytree):
+    raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
@@ -120,6 +137,15 @@ class NnxTrainStep:
       view = self._view(model, optimizer)
       try:
         return view, method(view.step, *view.arguments(batch))
+      except RuntimeError as error:
+        for name, x in graph.named(nnx.state(model)).items():
+          if isinstance(held := graph.value(x), jax.Array) and held.is_deleted():
+            raise RuntimeError(_DELETED.format(name)) from error
+        raise
+      except ValueError as error:
+        if str(error).startswith("opt_state"):
+          error.add_note(_OTHER_MODEL)
+        raise
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
         known = self._changed.get(view.graphdef, frozenset())
         self._changed[view.graphdef] = known | found.names

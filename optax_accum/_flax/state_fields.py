@@ -127,6 +127,8 @@ def counted(step: Any) -> Any:
 
   What flax's ``create`` gives, an int, would have the program made twice.
   """
+  if not jnp.issubdtype(getattr(step, "dtype", type(step)), jnp.integer):
+    raise TypeError(f"state.step is {_called(step)}; it must be an integer: it counts steps.")
   if shape := getattr(step, "shape", ()):
     raise ValueError(
       f"state.step has shape {shape}, as of a state that is replicated for pmap: pass the state of"

@@ -1,5 +1,6 @@
 """A `TrainState` for a loop that has one microbatch at a time."""
 
+import dataclasses
 from typing import Any, Self
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
@@ -39,6 +40,12 @@ class TrainState(train_state.TrainState):
     )
   """
 
+  @classmethod
+  def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
+    """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
+    _validate.transformation(tx, "tx")
+    return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+
   @property
   def gradient_step(self) -> jax.Array:
     """Optimizer steps so far, an int32 scalar: those of the first `accumulate` in the state."""
@@ -64,9 +71,14 @@ class TrainState(train_state.TrainState):
 
     Raises:
       ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.
-      TypeError: ``tx`` is no optax transformation, such as an `optax.MultiSteps`.
+      TypeError: An argument is no field of the state.
     """
-    _validate.transformation(self.tx, "tx")
+    fields = {field.name for field in dataclasses.fields(self)}
+    if unknown := sorted(kwargs.keys() - fields):
+      raise TypeError(
+        f"apply_gradients takes no {unknown[0]}, and {type(self).__name__} has no such field: it"
+        " takes grads, weight, flush, and fields to replace."
+      )
     plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
     if not plain and not states_in(self.opt_state):
       raise ValueError(
