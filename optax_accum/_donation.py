@@ -58,23 +58,22 @@ class Donation:
 
   def distinct(self, donated: Placed, others: Placed, goes_on: bool) -> Leaves:
     """What is to be donated, with a copy of each array that is passed a second time."""
-    new = _new(others, self._others)
-    if goes_on and not any(_has_buffers(x) for x, _ in new):
+    new = [x for x, _ in _new(others, self._others) if _has_buffers(x)]
+    if goes_on and not new:
       return donated[1]  # soon found: every call comes here
-    new += [] if goes_on else _new(donated, self._returned)
+    new += [] if goes_on else [y for _, y in _new(donated, self._returned) if _has_buffers(y)]
     ids = list(map(id, _arrays([*donated[0], *others[0]])))
-    twice = len(set(ids)) < len(ids)
-    # Rows that are spread over devices are in new buffers: their shards are of another shape.
-    suspects = {_one_shard(x) for x, y in new if _has_buffers(x) and _one_shard(x) == _one_shard(y)}
-    if not twice and not _may_have(donated[1], suspects):
+    # What is donated is what was placed. Others live on as they were passed.
+    suspects = _possible(set(map(_one_shard, new)), donated[1])
+    if not suspects and len(set(ids)) == len(ids):
       return donated[1]
 
-    def marks(x: Any, y: Any) -> set[Any]:
+    def marks(x: Any, held: Any) -> set[Any]:
       if not _has_buffers(x):
         return set()
-      return {id(x), *(_buffers(y) if _one_shard(y) in suspects else ())}
+      return {id(x), *(_buffers(held) if _one_shard(held) in suspects else ())}
 
-    used = set[Any]().union(*map(marks, *others))
+    used = set[Any]().union(*(marks(x, x) for x in others[0]))
     leaves = []
     for x, y in zip(*donated, strict=True):
       mine = marks(x, y)
@@ -120,8 +119,8 @@ def _one_shard(x: jax.Array) -> tuple[Any, ...]:
   return x.sharding.shard_shape(x.shape), x.dtype
 
 
-def _may_have(leaves: Leaves, shards: set[Any]) -> bool:
-  """Whether a leaf may be of such shards, which then divide it."""
+def _possible(shards: set[Any], leaves: Leaves) -> set[Any]:
+  """Those of the shards that a leaf may be of, which they then divide."""
   kinds = {x.aval for x in _arrays(leaves)} if shards else ()
 
   def divide(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
@@ -129,7 +128,10 @@ def _may_have(leaves: Leaves, shards: set[Any]) -> bool:
       part == n or (part and n % part == 0) for part, n in zip(shape, whole, strict=True)
     )
 
-  return any(a.dtype == dtype and divide(shape, a.shape) for a in kinds for shape, dtype in shards)
+  def is_possible(shape: tuple[int, ...], dtype: Any) -> bool:
+    return any(a.dtype == dtype and divide(shape, a.shape) for a in kinds)
+
+  return {shard for shard in shards if is_possible(*shard)}
 
 
 def _buffers(x: jax.Array) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ class PreparedCall(NamedTuple):
   jitted: Any
   args: tuple[Any, ...]
   kwargs: Mapping[str, Any]
-  others: list[Any] | None  # the leaves that were passed and not donated, where they are known
+  others: list[Any]  # the leaves that were passed and not donated
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -47,16 +47,12 @@ class StepProgram:
     self._donation = Donation()
 
   def prepare(
-    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = (), goes_on: bool = False
+    self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()
   ) -> PreparedCall:
     """Checks the arguments, puts them on the mesh, and sees that nothing is donated twice.
 
-    `kept` are arrays that are not passed, and that the caller has further use for. `goes_on` says
-    that these, and what is donated, are what the last call returned or left alone. On one device
-    then no leaf is looked at: to do that takes a fifth of a call's time.
+    `kept` are arrays that are not passed, and that the caller has further use for.
     """
-    if goes_on and self.loss is self.local:
-      return PreparedCall(self._jitted[self.local], *self.local.place(args, kwargs)[1:], None)
     donated, others = before = self._leaves(args, kwargs)
     goes_on = self._donation.goes_on(donated)  # told from the arrays
     told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
@@ -88,7 +84,7 @@ class StepProgram:
       if "deleted" in str(error):
         check_alive(jax.tree.leaves((call.args, call.kwargs)), self.names(call.args, call.kwargs))
       raise
-    if self.donated and call.others is not None:
+    if self.donated:
       self._donation.remember(jax.tree.leaves(out[: len(self.donated)]), call.others)
     return out
 

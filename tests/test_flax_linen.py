@@ -14,7 +14,7 @@ from support.compiled import compilations
 from support.devices import make_mesh
 from support.linen import make_batch, make_state, mean_loss, Model, total
 
-from optax_accum import _step_program, accumulate
+from optax_accum import accumulate
 from optax_accum.flax import linen_train_step
 
 
@@ -360,17 +360,32 @@ def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest()
   trees.assert_close(state.opt_state, whole.opt_state, 1e-5)
 
 
-def test_a_call_that_goes_on_looks_at_no_leaf(monkeypatch):
-  step, batch = linen_train_step(linear, num_microbatches=2), make_batch(np.float32)
-  state, _ = step(linear_state(optax.sgd(0.1)), batch)
-  looked = []
-  monkeypatch.setattr(_step_program.StepProgram, "_leaves", lambda *_: looked.append(1) or ([], []))
-  state, _ = step(state, batch)
-  assert looked == []
-  monkeypatch.undo()
-  teacher = state.replace(params=jax.tree.map(jnp.copy, state.params))
-  kept = Kept(**vars(teacher), ema=teacher.params, key=None, counts=None)
-  for _ in range(3):  # the teacher starts as the parameters in each of these
-    kept = kept.replace(ema=kept.params)
-    before, (kept, _) = jax.device_get(kept.params), step(kept, batch)
-    trees.assert_close(jax.device_get(kept.ema), before, 0)
+class Holding(train_state.TrainState):
+  rng: Any = None
+  kept: Any = None
+
+
+def test_arrays_that_are_held_or_passed_twice_are_noticed_in_every_step():
+  def loss_fn(variables, batch, rngs):
+    key, _ = jax.random.split(variables["rng"]["dropout"])
+    noise = jax.random.normal(rngs["dropout"], ())
+    loss = jnp.mean((batch["x"] * batch["row"] * variables["params"]["w"]) ** 2 + 0 * noise)
+    return loss, {"rng": {"dropout": key}}
+
+  step = linen_train_step(loss_fn, mutable="rng", num_microbatches=2)
+  state = Holding.create(
+    apply_fn=None,
+    params={"w": jnp.ones(4)},
+    tx=optax.sgd(0.1),
+    rng={"dropout": jax.random.key(0)},
+    kept=[None],
+  )
+  for _ in range(3):
+    before = np.array(state.params["w"])
+    state.kept[0] = state.params["w"]  # a list in a state can change beneath it
+    batch = {"x": jnp.ones((4, 1)), "row": state.params["w"][:, None] * 0 + 1}
+    batch["same"] = state.params["w"]
+    state, _ = step(state, batch, state.rng)
+    np.testing.assert_array_equal(state.kept[0], before)
+    np.testing.assert_array_equal(batch["same"], before)
+    assert not np.array_equal(state.params["w"], before)

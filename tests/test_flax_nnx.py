@@ -205,16 +205,60 @@ def test_transforms_of_nnx_within_the_loss(devices):
     trees.assert_close(arrays(model), arrays(expected), 1e-5)
 
 
+@nnx.custom_vjp
+def with_its_own_derivative(layer, x):
+  return layer(x)
+
+
+def forward(layer, x):
+  return with_its_own_derivative(layer, x), (layer, x)
+
+
+def backward(kept, cotangents):
+  graphdef, state = nnx.split(kept[0])
+  _, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1])
+  return vjp(cotangents[1])
+
+
+with_its_own_derivative.defvjp(forward, backward)
+
+
+class SecondAxis(nnx.Module):
+  """Parameters of layers that are stacked on their second axis."""
+
+  def __init__(self):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=(0,), out_axes=axes))
+    self.layers, self.head = stacked(nnx.Rngs(0)), nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1))
+
+  def __call__(self, x):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    layer = lambda x, layer: nnx.tanh(layer(x))  # noqa: E731
+    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
+    return with_its_own_derivative(self.head, x)
+
+
+def test_transforms_that_give_parameters_back_in_other_words():
+  batch = make_batch()
+  (model, optimizer), (expected, other) = (make(SecondAxis(), optax.sgd(0.1)) for _ in range(2))
+  nnx_train_step(loss_fn, num_microbatches=2, weight_fn=total)(model, optimizer, batch)
+  hand_written(expected, other, strided(batch, 2))
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
 def test_what_a_program_gives_back():
-  def program(a, b, c):
+  def program(a, b, c, d):
     (kept, _), stacked = jax.lax.scan(lambda s, x: ((s[0], s[1] + x.sum()), x), (a, b), c)
     given = jax.checkpoint(lambda x, y: (y, x + 1.0))(a, c)
     either = jax.lax.cond(b > 0, lambda x, y: (x, y), lambda x, y: (x, y + 1.0), a, b)
     looped = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b))
-    return kept, stacked, *given, *either, *looped, 1.0
+    turned = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1]
+    back = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1].transpose(0, 2, 1)
+    return kept, stacked, *given, *either, *looped, 1.0, turned, back, d.T, d.T.T
 
-  jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3)).jaxpr
-  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, 0, None, None]
+  jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))).jaxpr
+  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, 0, None, None, None, 3, None, 3]
 
 
 class Adapted(nnx.Module):
@@ -452,6 +496,35 @@ def test_options_are_checked_at_once():
     nnx_train_step(loss_fn, num_microbatches=0)
   with pytest.raises(TypeError, match=r"wrt is a Model; it must be a filter, such as nnx\.Param"):
     nnx_train_step(loss_fn, num_microbatches=2, wrt=Model())
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
+  batch = make_batch()
+  tx = optax.inject_hyperparams(optax.adam)(0.1)
+  step = nnx_train_step(loss_fn, num_microbatches=1, weight_fn=total, donate=donate)
+  (model, optimizer), (expected, other) = make(Model(), tx), make(Model(), tx)
+  for rate in (None, 0.01, None):
+    if rate is not None:
+      for each in (optimizer, other):
+        each.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+    step(model, optimizer, batch)
+    hand_written(expected, other, [batch])
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  assert int(optimizer.opt_state.count[...]) == 3
+
+
+def test_an_array_that_wrt_selects_is_refused():
+  model = Model()
+  model.table = nnx.data(jnp.ones(2))
+  with pytest.raises(ValueError, match=r"selects model\.table, an array that is no Variable"):
+    nnx_train_step(loss_fn, wrt=everything, num_microbatches=2)(
+      *make(model, wrt=everything), make_batch()
+    )
+
+
+def everything(path, x):
+  return not isinstance(x, nnx.RngState)
 
 
 def test_an_optimizer_of_the_model_as_it_was():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
-import weakref
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
@@ -145,7 +144,6 @@ class LinenTrainStep:
     self._options = options
     self._plain = self._made()  # refuses options that cannot work
     self._programs: dict[Any, StateProgram] = {}
-    self._last: Callable[[], Any] = lambda: None  # the state of the last call
     self.__name__ = "linen_train_step"
 
   def __call__(
@@ -153,9 +151,7 @@ class LinenTrainStep:
   ) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch: the new state, and the metrics."""
     program, call = self._prepare(state, batch, rngs)
-    new, metrics = self._replaced(state, call, program.run(call))
-    self._last = weakref.ref(new)
-    return new, metrics
+    return self._replaced(state, call, program.run(call))
 
   def lower(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives. Shapes will do."""
@@ -189,7 +185,7 @@ class LinenTrainStep:
     args = (state.params, state.opt_state, batch, fields.constant, rngs, *mutable)
     program = self._program(state)
     args = (*args, counted(state.step))
-    return program, program.prepare(args, {}, fields.others, state is self._last())
+    return program, program.prepare(args, {}, fields.others)
 
   def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, dict[str, Any]]:
     """The state after a step, and the metrics."""

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _validate, _versions
-from optax_accum._flax import graph, step_options
+from optax_accum._flax import graph, objects, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh import DataParallel
@@ -117,7 +116,7 @@ class NnxTrainStep:
     self._train_step(loss_fn, optax.identity(), True)  # checks the options
 
   def __repr__(self) -> str:
-    given = {"wrt": _shown(self._wrt), "has_aux": self._has_aux or None, **self._options}
+    given = {"wrt": objects.shown(self._wrt), "has_aux": self._has_aux or None, **self._options}
     return step_options.shown("nnx_train_step", self._loss_fn, given)
 
   def __call__(
@@ -164,10 +163,11 @@ class NnxTrainStep:
     return view
 
   def _look_at(self, model: Any, optimizer: Any) -> "_View":
-    _check_objects(model, optimizer)
+    objects.check_objects(model, optimizer)
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
-    _check_wrt(self._wrt, params, model, optimizer)
+    objects.wrap_arrays(optimizer)
+    objects.check_wrt(self._wrt, params, model, optimizer)
     if (mesh := self._options.get("mesh")) is not None:
       parallel = DataParallel(mesh, self._options.get("data_axis", "data"), False)
       for name, tree in (("model", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
@@ -251,50 +251,3 @@ def _counting(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     return updates, (new, state[1] + has_stepped(state[0], new).astype(state[1].dtype))
 
   return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _check_objects(model: Any, optimizer: Any) -> None:
-  if isinstance(model, nnx.Optimizer):
-    raise TypeError("The order is step(model, optimizer, batch), and the first is an optimizer.")
-  if not isinstance(model, nnx.Module):
-    raise TypeError(
-      f"model is a {type(model).__name__}; nnx_train_step takes an nnx module. For linen there is"
-      " linen_train_step, and for parameters make_train_step."
-    )
-  if not isinstance(optimizer, nnx.Optimizer):
-    raise TypeError(
-      f"optimizer is a {type(optimizer).__name__}; nnx_train_step takes an nnx.Optimizer:"
-      " nnx.Optimizer(model, tx, wrt=nnx.Param)."
-    )
-  _validate.transformation(optimizer.tx, "optimizer.tx")
-  for name, x in graph.named(nnx.state(model)).items():
-    if graph.is_variable(x) and any(
-      x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES
-    ):
-      raise TypeError(
-        f"model.{name} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
-        " a step cannot take apart: make the model without."
-      )
-
-
-def _check_wrt(wrt: Any, params: Any, model: Any, optimizer: Any) -> None:
-  """Checks that `wrt` selects something, and what the optimizer has moments of."""
-  names = list(graph.named(params))
-  if not names:
-    kinds = sorted({type(x).__name__ for x in graph.named(nnx.state(model)).values()})
-    raise ValueError(
-      f"wrt={_shown(wrt)} selects nothing in {type(model).__name__}, which has {', '.join(kinds)}."
-    )
-  if optimizer.wrt is wrt:
-    return
-  theirs = list(graph.named(nnx.state(model, optimizer.wrt)))
-  if differ := sorted(set(names) ^ set(theirs)):
-    which = "the step" if differ[0] in names else "the optimizer"
-    raise ValueError(
-      f"wrt={_shown(wrt)}, and the optimizer was made with wrt={_shown(optimizer.wrt)}: only"
-      f" {which} has model.{differ[0]}. Pass the same to both."
-    )
-
-
-def _shown(wrt: Any) -> str:
-  return getattr(wrt, "__name__", repr(wrt))

@@ -83,7 +83,8 @@ class PureLoss:
     if of_params := sorted(changed & graph.named(params).keys()):
       raise ValueError(
         f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
-        " in a Variable of another type, or change it before the step."
+        " in a Variable of another type, or change it before the step. (A transform that gives it"
+        " back as it was, in a way that the program does not show, is taken for a change.)"
       )
     arrays = {n for n, x in graph.named(nnx.state(model)).items() if not graph.is_variable(x)}
     if lost := sorted(changed & arrays):
