@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from optax_accum import _check_call, _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, states_in, stored
+from optax_accum._accumulate_state import AccumulateState, states_in
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
+from optax_accum._device_state import stored
 from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._other_state import check_kept, explained
 from optax_accum._reductions import REDUCTIONS
