@@ -127,7 +127,7 @@ def discard_cycle(opt_state: State) -> State:
     if not is_state(x):
       return x
     names = ("mini_step", "acc_weight", "weight_rest")
-    return x._replace(**{name: jnp.zeros_like(getattr(x, name)) for name in names})
+    return x._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names})
 
   required("discard_cycle", opt_state)
   return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
@@ -143,7 +143,8 @@ def from_multi_steps(
   the same `inner`, with the same `skip_fn`.
 
   Args:
-    state: what `optax.MultiSteps` returned, also as restored from a checkpoint. May be traced.
+    state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
+      ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
       ``accumulate(..., reduction="sum")`` goes on with it.
 
@@ -174,22 +175,25 @@ def from_multi_steps(
       " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
       " and is_leaf."
     )
-  mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
+  own = ("mini_step", "gradient_step", "acc_grads")
+  state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
+  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
+  [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
+  boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
 
   def summed(x: jax.Array) -> jax.Array:
-    x = jnp.asarray(x)
     x = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
     return x * mini_step.astype(x.dtype) if use_grad_mean else x
 
   return AccumulateState(
-    mini_step=mini_step,
-    gradient_step=gradient_step,
+    mini_step=state.mini_step,
+    gradient_step=state.gradient_step,
     inner_opt_state=state.inner_opt_state,
     acc_grads=jax.tree.map(summed, state.acc_grads),
     skip_state=state.skip_state,
-    acc_weight=mini_step.astype(jnp.result_type(float)),
-    has_updated=(mini_step == 0) & (gradient_step > 0),
-    weight_rest=jnp.zeros((), jnp.result_type(float)),
+    acc_weight=boxed([mini_step.astype(jnp.result_type(float))]),
+    has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
+    weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
   )
 
 

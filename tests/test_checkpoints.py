@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 
+from flax import nnx
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
@@ -239,7 +240,7 @@ def test_a_checkpoint_of_multisteps(tmp_path):
 
 def code_of_docs():
   blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
-  assert len(blocks) == 2
+  assert len(blocks) == 3
   return blocks
 
 
@@ -254,6 +255,34 @@ def test_the_docs_save_and_restore(tmp_path):
   np.testing.assert_array_equal(rows, again)
   assert key == key_again
   assert not np.array_equal(rows, names["rows_and_key"](6)[0])
+
+
+def test_the_docs_save_and_restore_nnx(tmp_path):
+  @nnx.jit
+  def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model))
+
+  model, tx = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), accumulate(INNER, K)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  names = {"model": model, "optimizer": optimizer, "tx": tx, "folder": tmp_path, "ocp": ocp}
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    step(model, optimizer, ROWS[0])
+    exec(code_of_docs()[1], names)
+    for x in ROWS[1:K]:
+      step(model, optimizer, x)
+      step(names["model"], names["optimizer"], x)
+  assert has_updated(optimizer.opt_state)
+  np.testing.assert_array_equal(names["model"].kernel[...], model.kernel[...])
+
+  # As outside nnx: the leaves stay what they are, nnx Variables.
+  step(model, optimizer, ROWS[0] * np.nan)
+  before = jax.tree.structure(optimizer.opt_state)
+  optimizer.opt_state = discard_cycle(optimizer.opt_state)
+  assert jax.tree.structure(optimizer.opt_state) == before
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    for x in ROWS[:K]:
+      step(model, optimizer, x)
+  assert np.all(np.isfinite(model.kernel[...]))
 
 
 VALUES = np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100  # of 8 rows, three times
@@ -281,7 +310,7 @@ def test_restored_on_other_devices_as_the_docs_say(before, now, tmp_path):
   _, state = step(np.float32(0), state, VALUES[0])
   state = saved_and_restored(tmp_path, jax.device_get(state))
   names = {"jax": jax}
-  exec(code_of_docs()[1], names)
+  exec(code_of_docs()[2], names)
 
   def ends(moved):
     params, (like, step) = np.float32(0), begun_and_stepped(now)
