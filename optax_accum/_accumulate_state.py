@@ -46,11 +46,13 @@ class AccumulateState(NamedTuple):
     `mini_step` as large as the new one or larger.
   - `every_k` from 1 to more: ``state._replace(acc_grads=tx.init(params).acc_grads)``. From more to
     1: the same, at the end of a cycle. In mid-cycle ``lambda _: 1`` ends it with the next call.
-  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``.
+  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``. Here and
+    above, with `axis_name` in place of ``tx.init(params)`` what init returns in `jax.shard_map`.
   - `accumulator_dtype`: nothing, and the accumulators stay as they are. (But Orbax casts to the
     dtypes of the tree that it restores into.)
   - other devices with `axis_name`: only the sum of ``acc_grads`` over the devices counts. So give
-    one of the new devices that sum, and the others zeros. All else stays.
+    one of the new devices that sum, and the others zeros. Default weights count devices. So, with
+    as many rows in all, multiply `acc_grads`, `acc_weight` and `weight_rest` by new / old devices.
   - a cycle that cannot go on: `discard_cycle`.
 
   The state of another model is refused with the first leaf that differs, and so is that of another
