@@ -279,7 +279,7 @@ class _Accumulation(MiniSteps):
       restored = ("inner_opt_state", self.inner.init, like, inner_state)
       with explained(*restored), weight_is_sent(sends):
         new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
-      check_kept(*restored, (new, new_state), (like, inner_state))
+      check_kept(*restored, new, new_state)
     return new, same_types("inner_opt_state", new_state, inner_state)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:

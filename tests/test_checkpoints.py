@@ -441,6 +441,30 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
     step(PARAMS, state, ROWS[0])
 
 
+def test_a_state_that_grows_is_not_one_of_another_model():
+  updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
+  longer = lambda g, s, p=None: (updates(g), jnp.append(s, 1.0))  # noqa: E731
+  filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
+  for init, update in [(lambda _: jnp.zeros(0), longer), (lambda _: None, filled)]:
+    tx = optax.GradientTransformation(init, update)
+    step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+    held = (PARAMS, tx.init(PARAMS))
+    for x in ROWS[:3]:
+      held = step(*held, x)[:2]
+    assert [x.shape for x in jax.tree.leaves(held[1])] in ([(3,)], [(3,), (8, 3)])
+
+
+def test_an_error_of_an_optimizer_whose_state_is_filled_later_stays():
+  def update(grads, state, params=None):
+    raise RuntimeError("mine")
+
+  tx = optax.GradientTransformation(lambda _: None, update)
+  with pytest.raises(RuntimeError, match="mine") as error:
+    make_train_step(loss_fn, tx, num_microbatches=2)(PARAMS, PARAMS, ROWS[0])
+  [note] = [note for note in error.value.__notes__ if note.startswith("opt_state['b'] is there")]
+  assert f". If it was restored: {OF_OTHERS[:20]}" in note
+
+
 def test_other_errors_of_an_optimizer_stay_as_they_are():
   def update(grads, state, params=None):
     raise KeyError("mine")
