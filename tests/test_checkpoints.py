@@ -256,6 +256,15 @@ def test_the_docs_save_and_restore(tmp_path):
   assert key == key_again
   assert not np.array_equal(rows, names["rows_and_key"](6)[0])
 
+  other = jax.eval_shape(lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)})
+  with ocp.StandardCheckpointer() as checkpointer:
+    stored = checkpointer.metadata(tmp_path / "1").item_metadata.tree
+  other_params = {"params": OTHER, "opt_state": opt_state}
+  at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
+  for leaf, like in at.items():
+    with pytest.raises(ValueError, match=rf"^{leaf} has shape .*\(3,\) in the .*here \(4,\)\.$"):
+      names["check_shapes"](stored, like)
+
 
 def test_the_docs_save_and_restore_nnx(tmp_path):
   @nnx.jit
@@ -491,6 +500,9 @@ def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
     held = resume.train("streaming", 1, 1, 2, tmp_path)
   like = abstract(held)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)
+  wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"])
+  with pytest.raises(ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"):
+    resume.load(tmp_path, 2, {**like, "params": wide})
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert len(files) > 5
   for path in files:
