@@ -105,6 +105,15 @@ def last_sealed(folder):
   return max((int(path.stem) for path in folder.glob("*.json")), default=0)
 
 
+def check_shapes(stored, like):
+  """Names the first leaf of another shape. Orbax names the shapes that differ, but no leaf."""
+  shapes = {x.name: x.shape for x in jax.tree.leaves(stored)}
+  for keys, x in jax.tree.leaves_with_path(like):
+    name = jax.tree_util.keystr(keys, simple=True, separator=".")
+    if shapes.get(name, x.shape) != x.shape:
+      raise ValueError(f"{name} has shape {shapes[name]} in the checkpoint, and here {x.shape}.")
+
+
 def load(folder, number, like):
   """A checkpoint in the types and the shardings of `like`. Refused if a byte of it is missing."""
   try:
@@ -114,6 +123,7 @@ def load(folder, number, like):
   if sealed != checksums(folder / str(number)):
     raise ValueError(f"{folder / str(number)} is not what was saved, so it is not used: delete it.")
   with ocp.StandardCheckpointer() as checkpointer:
+    check_shapes(checkpointer.metadata(folder / str(number)).item_metadata.tree, like)
     return checkpointer.restore(folder / str(number), like)
 
 

@@ -6,7 +6,6 @@ Usage:
 """
 
 from optax_accum._accumulate import accumulate as accumulate
-from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
 from optax_accum._accumulate_state import discard_cycle as discard_cycle
 from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
@@ -16,6 +15,7 @@ from optax_accum._check_split.report import LeafComparison as LeafComparison
 from optax_accum._check_split.report import SplitReport as SplitReport
 from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives
+from optax_accum._device_state import accumulate_specs as accumulate_specs
 from optax_accum._microbatch import microbatch as microbatch
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
 from optax_accum._scan import MicrobatchStats as MicrobatchStats

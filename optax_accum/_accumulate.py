@@ -11,9 +11,10 @@ import numpy as np
 import optax
 
 from optax_accum import _check_call, _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, states_in, stored
+from optax_accum._accumulate_state import AccumulateState, states_in
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
+from optax_accum._device_state import stored
 from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._other_state import check_kept, explained
 from optax_accum._reductions import REDUCTIONS
@@ -278,7 +279,7 @@ class _Accumulation(MiniSteps):
       restored = ("inner_opt_state", self.inner.init, like, inner_state)
       with explained(*restored), weight_is_sent(sends):
         new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
-      check_kept(*restored, (new, new_state), (like, inner_state))
+      check_kept(*restored, new, new_state)
     return new, same_types("inner_opt_state", new_state, inner_state)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:

@@ -108,7 +108,8 @@ def check_info(info: Any, skip_state: Any) -> None:
     raise ValueError(
       f"skip_fn returned an info of {trees[0]}, and the state's skip_state is {trees[1]}, because"
       " it was made without skip_fn or with another: go on with"
-      " state._replace(skip_state=tx.init(params).skip_state)."
+      " state._replace(skip_state=tx.init(params).skip_state), with axis_name from an init in"
+      " shard_map."
     )
 
 

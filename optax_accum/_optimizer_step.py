@@ -34,7 +34,7 @@ def optimizer_step(
     with explained(*restored), weight_is_sent(sent):
       updates, new_state = tx.update(grads, opt_state, params, **accepted)
       new = optax.apply_updates(params, updates)
-    check_kept(*restored, (new, new_state), held)
+    check_kept(*restored, new, new_state)
     if counted is True:
       return new, new_state
     return same_types("params", new, params), same_types("opt_state", new_state, opt_state)

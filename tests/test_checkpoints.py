@@ -6,6 +6,7 @@ import pathlib
 import re
 import shutil
 
+from flax import nnx
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
@@ -201,7 +202,7 @@ def test_restored_with_and_without_skip_fn(tmp_path):
     folder = tmp_path / str(i)
     _, state = after(old, [1])
     restored = saved_and_restored(folder, state)
-    with pytest.raises(ValueError, match=r"made with(out)? "):
+    with pytest.raises(ValueError, match=r"made with a|made without .* from an init in shard_map"):
       new.apply(jnp.float32(3), restored, jnp.float32(0))
     with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="skip_state"):
       checkpointer.restore(folder / "saved", jax.eval_shape(new.init, jnp.float32(0)))
@@ -239,7 +240,7 @@ def test_a_checkpoint_of_multisteps(tmp_path):
 
 def code_of_docs():
   blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
-  assert len(blocks) == 2
+  assert len(blocks) == 3
   return blocks
 
 
@@ -255,14 +256,51 @@ def test_the_docs_save_and_restore(tmp_path):
   assert key == key_again
   assert not np.array_equal(rows, names["rows_and_key"](6)[0])
 
+  other = jax.eval_shape(lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)})
+  with ocp.StandardCheckpointer() as checkpointer:
+    stored = checkpointer.metadata(tmp_path / "1").item_metadata.tree
+  other_params = {"params": OTHER, "opt_state": opt_state}
+  at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
+  for leaf, like in at.items():
+    with pytest.raises(ValueError, match=rf"^{leaf} has shape .*\(3,\) in the .*here \(4,\)\.$"):
+      names["check_shapes"](stored, like)
+
+
+def test_the_docs_save_and_restore_nnx(tmp_path):
+  @nnx.jit
+  def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model))
+
+  model, tx = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), accumulate(INNER, K)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  names = {"model": model, "optimizer": optimizer, "tx": tx, "folder": tmp_path, "ocp": ocp}
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    step(model, optimizer, ROWS[0])
+    exec(code_of_docs()[1], names)
+    for x in ROWS[1:K]:
+      step(model, optimizer, x)
+      step(names["model"], names["optimizer"], x)
+  assert has_updated(optimizer.opt_state)
+  np.testing.assert_array_equal(names["model"].kernel[...], model.kernel[...])
+
+  # As outside nnx: the leaves stay what they are, nnx Variables.
+  step(model, optimizer, ROWS[0] * np.nan)
+  before = jax.tree.structure(optimizer.opt_state)
+  optimizer.opt_state = discard_cycle(optimizer.opt_state)
+  assert jax.tree.structure(optimizer.opt_state) == before
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    for x in ROWS[:K]:
+      step(model, optimizer, x)
+  assert np.all(np.isfinite(model.kernel[...]))
+
 
 VALUES = np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100  # of 8 rows, three times
 
 
 @functools.cache
-def begun_and_stepped(devices):
+def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
   """A state of `accumulate` with `axis_name`, and a mini step on 8 rows that all devices share."""
-  tx = accumulate(SGD, 3, axis_name="data", skip_fn=optax.skip_not_finite)
+  tx = accumulate(SGD, 3, axis_name="data", skip_fn=skip_fn)
   mesh = make_mesh(devices)
   specs = accumulate_specs(jax.eval_shape(tx.init, jnp.float32(0)), "data")
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
@@ -270,38 +308,53 @@ def begun_and_stepped(devices):
   @jax.jit
   @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
   def step(params, state, rows):
-    return tx.apply(jnp.mean(rows), state, params, weight=float(len(rows)))
+    weight = {"weight": float(len(rows))} if rows_weigh else {}
+    return tx.apply(jnp.mean(rows), state, params, **weight)
 
   return jax.jit(init)(jnp.float32(0)), step
 
 
+@pytest.mark.parametrize("rows_weigh", [True, False])
 @pytest.mark.parametrize(("before", "now"), [(8, 2), (1, 8)])
-def test_restored_on_other_devices_as_the_docs_say(before, now, tmp_path):
-  state, step = begun_and_stepped(before)
+def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_path):
+  state, step = begun_and_stepped(before, rows_weigh)
   _, state = step(np.float32(0), state, VALUES[0])
   state = saved_and_restored(tmp_path, jax.device_get(state))
   names = {"jax": jax}
-  exec(code_of_docs()[1], names)
+  exec(code_of_docs()[2], names)
 
   def ends(moved):
-    params, (like, step) = np.float32(0), begun_and_stepped(now)
+    params, (like, step) = np.float32(0), begun_and_stepped(now, rows_weigh)
     assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, like)
     for rows in VALUES[1:]:
       params, moved = jax.device_get(step(params, moved, rows))
     assert moved.has_updated
     return params
 
-  moved = jax.device_get(names["onto"](now, state))
+  factors = [1, now / before] if rows_weigh else [now / before, 1]
+  moved, wrong = (jax.device_get(names["onto"](now, state, factor)) for factor in factors)
   assert ends(moved) == pytest.approx(-VALUES.mean(), rel=1e-5)
-  # One device's gradients in the place of all.
-  lost = moved._replace(acc_grads=np.broadcast_to(state.acc_grads[:1], now))
-  assert abs(ends(lost) + VALUES.mean()) > 0.01
+  assert abs(ends(wrong) + VALUES.mean()) > 0.01
+  if rows_weigh or before > now:  # one device's gradients in the place of all
+    lost = moved._replace(acc_grads=np.broadcast_to(state.acc_grads[:1], now))
+    assert abs(ends(lost) + VALUES.mean()) > 0.01
   # The present cycle given up: then the accumulators may be any.
-  fresh = begun_and_stepped(now)[0]
+  fresh, step = begun_and_stepped(now, rows_weigh)
   other = discard_cycle(state)._replace(acc_grads=fresh.acc_grads, skip_state=fresh.skip_state)
   params = np.float32(0)
   for rows in VALUES:
-    params, other = jax.device_get(begun_and_stepped(now)[1](params, other, rows))
+    params, other = jax.device_get(step(params, other, rows))
+  assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
+
+
+def test_restored_on_devices_with_another_skip_fn():
+  (old, plain), (new, skips) = (
+    begun_and_stepped(2, skip_fn=f) for f in (None, optax.skip_not_finite)
+  )
+  params, state = plain(np.float32(0), old, VALUES[0])
+  state = state._replace(skip_state=new.skip_state)
+  for rows in VALUES[1:]:
+    params, state = skips(params, state, rows)
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
@@ -397,6 +450,30 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
     step(PARAMS, state, ROWS[0])
 
 
+def test_a_state_that_grows_is_not_one_of_another_model():
+  updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
+  longer = lambda g, s, p=None: (updates(g), jnp.append(s, 1.0))  # noqa: E731
+  filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
+  for init, update in [(lambda _: jnp.zeros(0), longer), (lambda _: None, filled)]:
+    tx = optax.GradientTransformation(init, update)
+    step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+    held = (PARAMS, tx.init(PARAMS))
+    for x in ROWS[:3]:
+      held = step(*held, x)[:2]
+    assert [x.shape for x in jax.tree.leaves(held[1])] in ([(3,)], [(3,), (8, 3)])
+
+
+def test_an_error_of_an_optimizer_whose_state_is_filled_later_stays():
+  def update(grads, state, params=None):
+    raise RuntimeError("mine")
+
+  tx = optax.GradientTransformation(lambda _: None, update)
+  with pytest.raises(RuntimeError, match="mine") as error:
+    make_train_step(loss_fn, tx, num_microbatches=2)(PARAMS, PARAMS, ROWS[0])
+  [note] = [note for note in error.value.__notes__ if note.startswith("opt_state['b'] is there")]
+  assert f". If it was restored: {OF_OTHERS[:20]}" in note
+
+
 def test_other_errors_of_an_optimizer_stay_as_they_are():
   def update(grads, state, params=None):
     raise KeyError("mine")
@@ -423,6 +500,9 @@ def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
     held = resume.train("streaming", 1, 1, 2, tmp_path)
   like = abstract(held)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)
+  wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"])
+  with pytest.raises(ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"):
+    resume.load(tmp_path, 2, {**like, "params": wide})
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert len(files) > 5
   for path in files:

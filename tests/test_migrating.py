@@ -62,6 +62,23 @@ def test_flax():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
+def test_flax_goes_on_in_mid_cycle():
+  section = "Flax's cookbook"
+  shared, before, after = migrating.PAGE.blocks(section)
+  [code] = re.findall(r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section])
+  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
+  old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:6])
+  # The loop after, around the model that the loop before has trained.
+  names = migrating.PAGE.run(
+    shared, "model = trained_model", after, batches=[], trained_model=old["model"]
+  )
+  exec(code, {**names, "old": old["optimizer"]})
+  for batch in migrating.EVEN[6:]:
+    names["mini_step"](names["model"], names["optimizer"], batch, False)
+  expected = trained(migrating.PAGE.run(shared, before, batches=migrating.EVEN))
+  trees.assert_close(trained(names), expected, 1e-6)
+
+
 def keras_weights(names):
   return [variable.value for variable in names["model"].trainable_variables]
 
