@@ -113,6 +113,18 @@ def test_half_precision_skips_what_overflows_and_finds_a_scale():
   assert skipped == [True] * 2 + ([False] * 3 + [True]) * 2 + [False] * 2
 
 
+@pytest.mark.parametrize(("scale", "value"), [(1.0, jnp.nan), (2.0**24, 1.0)])
+def test_the_scale_of_half_precision_has_bounds(scale, value):
+  names = PAGE.run(PAGE.blocks("Half precision")[0], mean_loss=small_loss)
+  names["GROW_AFTER"] = 1
+  tx, batch = names["tx"], names["batches"][0]
+  params = {"w": jnp.zeros((64, 10), jnp.float32), "b": jnp.zeros(10, jnp.float32)}
+  scaling, batch = (jnp.float32(scale), jnp.int32(0)), {**batch, "x": value * batch["x"]}
+  _, state, (new_scale, _), _ = names["step"](params, tx.init(params), scaling, batch)
+  assert state[0].count == (0 if scale == 1 else 1)
+  assert float(new_scale) == scale
+
+
 def test_the_log_has_every_loss(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   PAGE.run(*PAGE.blocks("Logging"))
