@@ -2,6 +2,7 @@
 
 import csv
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,24 @@ def test_state_is_that_of_a_loop_over_microbatches(section):
     actual = PAGE.run(model + "step = " + loop)
     found = jax.tree.leaves((actual["params"], actual["state"]))
     trees.assert_close(found, jax.tree.leaves((params, state)), 1e-10)
+
+
+def test_nnx_keeps_the_best_model_and_pads():
+  names = PAGE.run(*PAGE.blocks("Flax nnx"))
+  model, evaluate, held_out = (names[name] for name in ("model", "evaluate", "held_out"))
+  assert float(evaluate(model, held_out)) == pytest.approx(names["least"], rel=1e-6)
+  assert names["least"] < 2.3
+  # What the mask is for: padding, and what is in it, changes nothing.
+  results = []
+  for fill in 0.0, 100.0:
+    nnx.update(model, jax.tree.map(jnp.copy, names["best"]))
+    optimizer = nnx.Optimizer(model, names["tx"], wrt=nnx.Param)
+    batch = names["pad"](names["batches"][0], 80)
+    batch["x"] = jnp.where(batch["mask"][:, None], batch["x"], fill)
+    model.train()
+    names["step"](model, optimizer, batch)
+    results.append(jax.tree.leaves(nnx.state(model)))
+  trees.assert_close(*results, 1e-6)
 
 
 # A loss whose gradients float16 does not have, and steps that are as large as ever.
@@ -129,7 +148,9 @@ def test_the_scale_of_half_precision_has_bounds(scale, value):
 
 def test_the_log_has_every_loss(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  PAGE.run(*PAGE.blocks("Logging"))
+  names = PAGE.run(*PAGE.blocks("Logging"))
+  assert int(names["metrics"]["aux"]["rows"]) == 64
+  assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   with open("losses.csv") as file:
     rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
   assert [i for i, _ in rows] == [0, 1, 2]
