@@ -111,8 +111,8 @@ class LocalLoss:
       yield
     except (TypeError, ValueError) as error:
       note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if isinstance(error, _settings.VALUE_WANTED):
-        note = _settings.note(self.fun, roles.shared)
+      if _settings.wants_value(error):
+        note = _settings.note(error, self.fun, roles.shared)
       elif self.split.batch_argnums is None:
         note = _roles.note(roles)
       if note is not None:

@@ -177,7 +177,7 @@ def make_train_step(
       for "concat", the order of the batch. Sharded parameters stay so under an outer `jax.jit` and
       in a scan over steps if the axes are explicit. Over automatic axes a tracer has no sharding,
       and parameters are held whole there: call the step itself, which is jitted, or use an
-      explicit mesh.
+      explicit mesh. (optax's `lbfgs` fails on parameters that are sharded over explicit axes.)
     data_axis: The axis of the mesh that the rows are spread over. Or several, as in
       ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
       faster. Gradients are summed over all of them at once; those of a parameter that is sharded

@@ -108,3 +108,14 @@ def test_keras_with_other_optimizers(in_keras, in_optax, same):
   after = after.replace("sgd(0.5, momentum=0.9", in_optax)
   before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
   assert (trees.largest_difference(after, before) < 2e-6) == same
+
+
+def test_keras_dropout_draws_anew_in_each_microbatch():
+  shared, _, after = migrating.PAGE.blocks("Keras")
+  dense = 'keras.layers.Dense(16, "tanh"), '
+  assert dense in shared
+  layers = f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
+  names = migrating.PAGE.run(shared.replace(dense, layers), after)
+  seeds, mean, _ = (variable.value for variable in names["model"].non_trainable_variables)
+  assert seeds[1] == len(names["batches"])  # how often it was drawn from
+  assert jnp.any(mean != 0)

@@ -2,6 +2,7 @@
 
 import csv
 
+from flax import nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,9 +34,10 @@ def test_both_ways_end_as_whole_batches_do(section):
       trees.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 1e-10)
 
 
-def test_haiku_state_is_that_of_a_loop_over_microbatches():
+@pytest.mark.parametrize("section", ["Equinox, with state", "Haiku, with state"])
+def test_state_is_that_of_a_loop_over_microbatches(section):
   with jax.enable_x64(True):
-    model, _, loop = PAGE.blocks("Haiku, with state")[0].rpartition("step = ")
+    model, _, loop = PAGE.blocks(section)[0].rpartition("step = ")
     start = PAGE.run(model)
     params, state, loss_fn, tx = (start[name] for name in ("params", "state", "loss_fn", "tx"))
     opt_state = tx.init(params)
@@ -48,7 +50,26 @@ def test_haiku_state_is_that_of_a_loop_over_microbatches():
       updates, opt_state = tx.update(total, opt_state, params)
       params = optax.apply_updates(params, updates)
     actual = PAGE.run(model + "step = " + loop)
-    trees.assert_close((actual["params"], actual["state"]), (params, state), 1e-10)
+    found = jax.tree.leaves((actual["params"], actual["state"]))
+    trees.assert_close(found, jax.tree.leaves((params, state)), 1e-10)
+
+
+def test_nnx_keeps_the_best_model_and_pads():
+  names = PAGE.run(*PAGE.blocks("Flax nnx"))
+  model, evaluate, held_out = (names[name] for name in ("model", "evaluate", "held_out"))
+  assert float(evaluate(model, held_out)) == pytest.approx(names["least"], rel=1e-6)
+  assert names["least"] < 2.3
+  # What the mask is for: padding, and what is in it, changes nothing.
+  results = []
+  for fill in 0.0, 100.0:
+    nnx.update(model, jax.tree.map(jnp.copy, names["best"]))
+    optimizer = nnx.Optimizer(model, names["tx"], wrt=nnx.Param)
+    batch = names["pad"](names["batches"][0], 80)
+    batch["x"] = jnp.where(batch["mask"][:, None], batch["x"], fill)
+    model.train()
+    names["step"](model, optimizer, batch)
+    results.append(jax.tree.leaves(nnx.state(model)))
+  trees.assert_close(*results, 1e-6)
 
 
 # A loss whose gradients float16 does not have, and steps that are as large as ever.
@@ -113,9 +134,23 @@ def test_half_precision_skips_what_overflows_and_finds_a_scale():
   assert skipped == [True] * 2 + ([False] * 3 + [True]) * 2 + [False] * 2
 
 
+@pytest.mark.parametrize(("scale", "value"), [(1.0, jnp.nan), (2.0**24, 1.0)])
+def test_the_scale_of_half_precision_has_bounds(scale, value):
+  names = PAGE.run(PAGE.blocks("Half precision")[0], mean_loss=small_loss)
+  names["GROW_AFTER"] = 1
+  tx, batch = names["tx"], names["batches"][0]
+  params = {"w": jnp.zeros((64, 10), jnp.float32), "b": jnp.zeros(10, jnp.float32)}
+  scaling, batch = (jnp.float32(scale), jnp.int32(0)), {**batch, "x": value * batch["x"]}
+  _, state, (new_scale, _), _ = names["step"](params, tx.init(params), scaling, batch)
+  assert state[0].count == (0 if scale == 1 else 1)
+  assert float(new_scale) == scale
+
+
 def test_the_log_has_every_loss(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  PAGE.run(*PAGE.blocks("Logging"))
+  names = PAGE.run(*PAGE.blocks("Logging"))
+  assert int(names["metrics"]["aux"]["rows"]) == 64
+  assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   with open("losses.csv") as file:
     rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
   assert [i for i, _ in rows] == [0, 1, 2]

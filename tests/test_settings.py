@@ -10,7 +10,7 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 
-from optax_accum import make_train_step, microbatch_value_and_grad
+from optax_accum import _settings, make_train_step, microbatch_value_and_grad
 
 PARAMS, BATCH = jnp.arange(3.0), jnp.ones((8, 3))
 MESHES = pytest.mark.parametrize("count", [None, 8])
@@ -54,7 +54,7 @@ def test_a_branch_on_an_argument_names_it(args, kwargs, names, count):
     take_step(flagged, *args, count=count, **kwargs)
   described = " or ".join(f"argument {name!r}" for name in names)
   fix = ", ".join(f"{name}=..." for name in names)
-  assert f"If the loss branches on {described}: a step traces" in notes(error)
+  assert f"If the loss takes the value of {described}, as a branch does: a step" in notes(error)
   assert f"functools.partial(loss_fn, {fix})" in notes(error)
 
 
@@ -81,8 +81,8 @@ def test_a_branch_on_something_else_names_nothing():
 def test_a_string_is_refused(count, named):
   args, kwargs = ((), {"mode": "train"}) if named else (("train",), {})
   message = (
-    r"^argument 'mode' is 'train', of type str, and a step takes arrays\. A setting is fixed in the"
-    r" loss, functools.partial\(loss_fn, mode='train'\), and what is none left out\.$"
+    r"^argument 'mode' is 'train', of type str, and a step takes arrays of numbers\. A setting is"
+    r" fixed in the loss, functools.partial\(loss_fn, mode='train'\), and what is none left out\.$"
   )
   with pytest.raises(TypeError, match=message):
     take_step(in_mode, *args, count=count, **kwargs)
@@ -94,6 +94,64 @@ def test_strings_in_a_batch_are_refused():
   batch = {"x": BATCH, "name": ["a"]}
   with pytest.raises(TypeError, match=r"argument 'batch'\['name'\]\[0\] is 'a', of type str, "):
     step.lower(PARAMS, tx.init(PARAMS), batch)
+
+
+def zeros(count):
+  return jnp.zeros(count)
+
+
+@pytest.mark.parametrize(
+  ("take", "value", "name"),
+  [
+    (zeros, 2, "'n'"),
+    (np.sqrt, 4, "'n'"),
+    (float, 0.5, "'n'"),
+    (lambda n: 1.0 if n["train"] else 2.0, {"rate": 0.5, "train": True}, "'n'['train']"),
+  ],
+)
+def test_whatever_takes_a_value_names_it(take, value, name):
+  def loss_fn(params, batch, n):
+    return jnp.mean(batch @ params) * jnp.sum(take(n))
+
+  with pytest.raises(TypeError) as error:
+    take_step(loss_fn, value)
+  assert f"If the loss takes the value of argument {name}, as a branch does" in notes(error)
+  assert "functools.partial(loss_fn, n=...)" in notes(error)
+
+
+@pytest.mark.parametrize(
+  ("value", "kind"),
+  [
+    (jnp.bfloat16, "_ScalarMeta"),
+    (np.float32, "type"),
+    (np.dtype(np.float32), "Float32DType"),
+    (np.str_("train"), "str_"),
+    (np.datetime64("2020-01-01"), "datetime64"),
+    (np.array(["a"]), "ndarray and dtype <U1"),
+    (np.array([None]), "ndarray and dtype object"),
+  ],
+)
+def test_what_holds_no_numbers_is_refused(value, kind):
+  with pytest.raises(
+    TypeError, match=f"^argument 'mode'.* is .*, of type {kind}, and a step takes"
+  ):
+    take_step(in_mode, value)
+
+
+def test_numbers_of_every_kind_are_data():
+  dtypes = [np.bool_, np.uint8, np.int64, np.complex64, jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn]
+  keys = jax.random.split(jax.random.key(0))
+  data = [*(np.ones(2, d) for d in dtypes), keys, np.float32(1), 1j, None]
+  data.append(np.zeros(2, jax.dtypes.float0))
+  shapes = jax.eval_shape(lambda: keys)
+
+  class Holder:
+    def __jax_array__(self):
+      return jnp.ones(2)
+
+  others = [shapes, Holder()]
+  _settings.refuse(jax.tree.leaves([data, others]), flagged, (data, others), {})
+  jax.jit(lambda data: 0.0)(data)  # which JAX takes too
 
 
 @MESHES
