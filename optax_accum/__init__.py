@@ -6,8 +6,8 @@ Usage:
 """
 
 from optax_accum._accumulate import accumulate as accumulate
-from optax_accum._accumulate_state import accumulate_specs as accumulate_specs
 from optax_accum._accumulate_state import AccumulateState as AccumulateState
+from optax_accum._accumulate_state import discard_cycle as discard_cycle
 from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
 from optax_accum._accumulate_state import has_updated as has_updated
 from optax_accum._check_split import check_split as check_split
@@ -15,9 +15,12 @@ from optax_accum._check_split.report import LeafComparison as LeafComparison
 from optax_accum._check_split.report import SplitReport as SplitReport
 from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives
+from optax_accum._device_state import accumulate_specs as accumulate_specs
 from optax_accum._microbatch import microbatch as microbatch
 from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
 from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep
 from optax_accum._transformation import AccumulateTransformation as AccumulateTransformation
+
+__version__ = "0.1.0"

@@ -11,10 +11,12 @@ import numpy as np
 import optax
 
 from optax_accum import _check_call, _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, states_in, stored
+from optax_accum._accumulate_state import AccumulateState, states_in
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
+from optax_accum._device_state import stored
 from optax_accum._mini_step import MiniSteps, weight_is_sent
+from optax_accum._other_state import check_kept, explained
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._same_types import same_types
 from optax_accum._transformation import AccumulateTransformation, Params
@@ -128,7 +130,8 @@ def accumulate(
       one would lose something. An extra argument is nearly ``weight`` or ``flush``.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
       parameters in tree or shape, ``weight`` is negative or out of range, `axis_name` is not
-      bound, or the state is not an `AccumulateState`, or not of these options. With
+      bound, or the state is not an `AccumulateState`, or not of these options, or of another
+      model (a checkpoint: see `AccumulateState` for what can be restored into what). With
       ``check_vma=True`` also: a gradient was summed over `axis_name` already.
 
   Examples:
@@ -272,8 +275,11 @@ class _Accumulation(MiniSteps):
       sends = kind.name == "mean" and bool(states_in(inner_state))
       if sends:
         extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
-      with weight_is_sent(sends):
+      like = updates if params is None else params
+      restored = ("inner_opt_state", self.inner.init, like, inner_state)
+      with explained(*restored), weight_is_sent(sends):
         new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
+      check_kept(*restored, new, new_state)
     return new, same_types("inner_opt_state", new_state, inner_state)
 
   def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:

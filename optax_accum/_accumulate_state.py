@@ -1,17 +1,16 @@
-"""`AccumulateState`, and what is done with one; and what of it is each device's."""
+"""`AccumulateState`, and what is done with one."""
 
-from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
-from optax_accum import _across_devices, _weighted_mean
-from optax_accum._across_devices import AxisName
+from optax_accum import _weighted_mean
+
+State = TypeVar("State")
 
 
 class AccumulateState(NamedTuple):
@@ -39,6 +38,25 @@ class AccumulateState(NamedTuple):
   ``jax.device_get(state)``, and restore it on as many devices. ``flax.jax_utils.unreplicate`` keeps
   one device's gradients: in mid-cycle those of the others are lost. Use it only while `mini_step`
   is 0.
+
+  A state that is restored in mid-cycle, into ``jax.eval_shape(tx.init, params)``, goes on to the
+  bit. Where the options have changed, restore it into the tree of the old ones. Then:
+
+  - another `every_k` above 1, or a schedule: nothing. The cycle ends with the call that makes
+    `mini_step` as large as the new one or larger.
+  - `every_k` from 1 to more: ``state._replace(acc_grads=tx.init(params).acc_grads)``. From more to
+    1: the same, at the end of a cycle. In mid-cycle ``lambda _: 1`` ends it with the next call.
+  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``. Here and
+    above, with `axis_name` in place of ``tx.init(params)`` what init returns in `jax.shard_map`.
+  - `accumulator_dtype`: nothing, and the accumulators stay as they are. (But Orbax casts to the
+    dtypes of the tree that it restores into.)
+  - other devices with `axis_name`: only the sum of ``acc_grads`` over the devices counts. So give
+    one of the new devices that sum, and the others zeros. Default weights count devices. So, with
+    as many rows in all, multiply `acc_grads`, `acc_weight` and `weight_rest` by new / old devices.
+  - a cycle that cannot go on: `discard_cycle`.
+
+  The state of another model is refused with the first leaf that differs, and so is that of another
+  `inner`, unless the new one runs on it, as SGD without momentum does.
   """
 
   mini_step: jax.Array
@@ -74,8 +92,47 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     True
     False
   """
-  states = _required("has_updated", opt_state)
+  states = required("has_updated", opt_state)
   return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+
+
+def discard_cycle(opt_state: State) -> State:
+  """The state with its present cycle begun anew: what was accumulated is dropped.
+
+  For a cycle that shall not or cannot go on: the data have changed, or a checkpoint in mid-cycle is
+  to be restored where its accumulators do not fit. These are not read again, so that others may
+  stand in their place: ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
+      May be traced.
+
+  Returns:
+    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: steps
+    that were taken stay, and so does what an `accumulate` within ``inner_opt_state`` has added up.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx, params = optax_accum.accumulate(optax.sgd(1.0), every_k=2), jnp.zeros(2)
+    >>> _, state = tx.update(jnp.full(2, 100.0), tx.init(params))
+    >>> state = optax_accum.discard_cycle(state)
+    >>> for _ in range(2):
+    ...   params, state = tx.apply(jnp.ones(2), state, params)
+    >>> print(params)
+    [-1. -1.]
+  """
+
+  def begun_anew(x: Any) -> Any:
+    if not is_state(x):
+      return x
+    names = ("mini_step", "acc_weight", "weight_rest")
+    return x._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names})
+
+  required("discard_cycle", opt_state)
+  return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
 def from_multi_steps(
@@ -88,7 +145,8 @@ def from_multi_steps(
   the same `inner`, with the same `skip_fn`.
 
   Args:
-    state: what `optax.MultiSteps` returned, also as restored from a checkpoint. May be traced.
+    state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
+      ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
       ``accumulate(..., reduction="sum")`` goes on with it.
 
@@ -119,86 +177,26 @@ def from_multi_steps(
       " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
       " and is_leaf."
     )
-  mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
+  own = ("mini_step", "gradient_step", "acc_grads")
+  state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
+  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
+  [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
+  boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
 
   def summed(x: jax.Array) -> jax.Array:
-    x = jnp.asarray(x)
     x = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
     return x * mini_step.astype(x.dtype) if use_grad_mean else x
 
   return AccumulateState(
-    mini_step=mini_step,
-    gradient_step=gradient_step,
+    mini_step=state.mini_step,
+    gradient_step=state.gradient_step,
     inner_opt_state=state.inner_opt_state,
     acc_grads=jax.tree.map(summed, state.acc_grads),
     skip_state=state.skip_state,
-    acc_weight=mini_step.astype(jnp.result_type(float)),
-    has_updated=(mini_step == 0) & (gradient_step > 0),
-    weight_rest=jnp.zeros((), jnp.result_type(float)),
+    acc_weight=boxed([mini_step.astype(jnp.result_type(float))]),
+    has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
+    weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
   )
-
-
-def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
-  """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
-
-  What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
-  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices:
-  ``PartitionSpec()``. Use them wherever the state enters or leaves `shard_map`, ``init`` included.
-  Axes that `shard_map` leaves to the partitioner are not in them.
-
-  Differentiate each device's own loss, without `lax.pmean`, and with respect to parameters cast
-  to varying, as below. Otherwise JAX sums the gradients in every microbatch, or scales them down.
-
-  Args:
-    opt_state: ``jax.eval_shape(tx.init, params)`` where `tx` is an `accumulate` with `axis_name`,
-      or any pytree that holds such a state: of a `chain`, a train state.
-    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
-
-  Returns:
-    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
-    and ``out_specs``, with ``check_vma=True`` or ``False``.
-
-  Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
-      `axis_name`.
-
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax, optax_accum
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2, axis_name="data")
-    >>> params, rows = jnp.zeros(2), jnp.ones((len(jax.devices()), 2))
-    >>> specs = optax_accum.accumulate_specs(jax.eval_shape(tx.init, params), "data")
-    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
-    >>> @jax.jit
-    ... @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
-    ... def step(params, state, rows):
-    ...   local = jax.lax.pcast(params, "data", to="varying")
-    ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
-    ...   return tx.apply(grads, state, params)
-    >>> for _ in range(2):
-    ...   params, state = step(params, state, rows)
-    ...   print(params)
-    [0. 0.]
-    [1. 1.]
-  """
-  axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
-
-  def specs(x: Any) -> Any:
-    if not is_state(x):
-      return PartitionSpec()
-    local = jax.tree.leaves((x.acc_grads, x.skip_state))
-    if shapes := [leaf.shape for leaf in local if leaf.shape[:1] != (1,)]:
-      raise ValueError(
-        f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
-        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
-        " jax.eval_shape(tx.init, params) returns."
-      )
-    same = jax.tree.map(lambda _: PartitionSpec(), x)
-    return _map_local(lambda _: PartitionSpec(axis_name), same)
-
-  _required("accumulate_specs", opt_state)
-  return jax.tree.map(specs, opt_state, is_leaf=is_state)
 
 
 def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
@@ -206,7 +204,8 @@ def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
 
 
-def _required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+def required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+  """As `states_in`, and at least one."""
   states = states_in(opt_state)
   if not states:
     raise ValueError(
@@ -219,24 +218,3 @@ def _required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
 def is_state(x: Any) -> bool:
   """Whether `x` is a state of `accumulate`."""
   return isinstance(x, AccumulateState)
-
-
-def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
-  """A device's state as it is kept between calls: an axis of devices before what is its own."""
-  if axis_name is None:
-    return state
-  state = _map_local(lambda x: jnp.expand_dims(x, 0), state)
-  if not _across_devices.is_bound(axis_name):
-    return state
-  return _map_local(lambda x: _across_devices.varying(x, axis_name), state)
-
-
-def loaded(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
-  """The state of a device, from the one that was stored."""
-  return state if axis_name is None else _map_local(lambda x: jnp.squeeze(x, 0), state)
-
-
-def _map_local(fun: Callable[[Any], Any], state: AccumulateState) -> AccumulateState:
-  """`state`, with `fun` applied to what `axis_name` leaves to each device."""
-  acc_grads, skip_state = jax.tree.map(fun, (state.acc_grads, state.skip_state))
-  return state._replace(acc_grads=acc_grads, skip_state=skip_state)

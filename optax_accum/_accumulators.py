@@ -164,7 +164,11 @@ def _check_every_k(updates: Any, acc_grads: Any, every_k: str, accumulates: bool
 def _check_gradients(updates: Any, acc_grads: Any, requested: DTypeLike | None) -> None:
   """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
   leaves, accs = (dict(_validate.named_leaves("updates", tree)) for tree in (updates, acc_grads))
-  fix = "updates must have the tree and the shapes of the parameters that init was given."
+  fix = (
+    "updates must have the tree and the shapes of the parameters that init was given. (A state that"
+    " was restored has those of its own model: restore a checkpoint of this one, or begin with"
+    " tx.init(params).)"
+  )
   for name in accs:
     if name not in leaves:
       raise ValueError(f"{name} is missing: {fix}")

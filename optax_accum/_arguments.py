@@ -58,6 +58,12 @@ def only(option: str, slots: Sequence[Slot]) -> tuple[Slot, ...]:
   return tuple(slots)
 
 
+def name_of(fun: Callable[..., Any], slot: Slot) -> str:
+  """What `fun` calls an argument: "..." where it has no name."""
+  names = _positional_names(fun)
+  return slot if isinstance(slot, str) else (names[slot:] or [""])[0] or "..."
+
+
 def _positional_names(fun: Callable[..., Any]) -> list[str]:
   try:
     parameters = inspect.signature(fun).parameters.values()

@@ -35,13 +35,13 @@ def on_device(carry: Any, axis_name: AxisName | None) -> Any:
     return carry
   carry = _across_devices.varying(carry, axis_name)
   index = lax.axis_index(axis_name)
-  return jax.tree.map(lambda x: fold_in(x, index) if _is_key(x) else x, carry)
+  return jax.tree.map(lambda x: fold_in(x, index) if is_key(x) else x, carry)
 
 
 def fold_in(keys: jax.Array, number: Any) -> jax.Array:
   """An array of keys, typed or raw, with a number folded into each."""
   fold = jax.random.fold_in
-  for _ in range(jnp.ndim(keys) - (0 if _is_key(keys) else 1)):
+  for _ in range(jnp.ndim(keys) - (0 if is_key(keys) else 1)):
     fold = jax.vmap(fold, (0, None))
   return fold(keys, number)
 
@@ -77,7 +77,7 @@ def _together(
   name: str, word: Any, x: jax.Array, start: Any, weight: Weight, total: Weight, axis_name: AxisName
 ) -> jax.Array:
   """One leaf of the carries of all devices."""
-  if _is_key(x):
+  if is_key(x):
     return _across_devices.of_first(x, axis_name)
   if word is None and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
@@ -103,7 +103,7 @@ def _together(
   return _weighted_mean.select(_weighted_mean.counts(total), mean, start)
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
   return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

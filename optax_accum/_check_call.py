@@ -95,8 +95,9 @@ def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
         f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
         " devices, of length 1 on each, as init makes it. In jax.shard_map, run init and update"
         " with the specs of optax_accum.accumulate_specs. Restore a state on as many devices as it"
-        " was saved from, and save it whole, e.g. by jax.device_get(state): flax's unreplicate"
-        " drops that axis, and the gradients of all devices but one."
+        " was saved from (for others see AccumulateState), and save it whole, e.g. by"
+        " jax.device_get(state): flax's unreplicate drops that axis, and the gradients of all"
+        " devices but one."
       )
 
 
@@ -107,7 +108,8 @@ def check_info(info: Any, skip_state: Any) -> None:
     raise ValueError(
       f"skip_fn returned an info of {trees[0]}, and the state's skip_state is {trees[1]}, because"
       " it was made without skip_fn or with another: go on with"
-      " state._replace(skip_state=tx.init(params).skip_state)."
+      " state._replace(skip_state=tx.init(params).skip_state), with axis_name from an init in"
+      " shard_map."
     )
 
 

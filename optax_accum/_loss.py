@@ -1,6 +1,6 @@
 """A loss run in microbatches: its value, or value and gradient, on one device or over a mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from optax_accum import (
   _roles,
   _rows,
   _scan,
+  _settings,
   _validate,
 )
 from optax_accum._arguments import Slot
@@ -103,10 +104,20 @@ class LocalLoss:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
 
-  def _explained(self, args: Any, kwargs: Any) -> contextlib.AbstractContextManager[None]:
-    if self.split.batch_argnums is not None:
-      return contextlib.nullcontext()
-    return _roles.explained(lambda: self.split.roles(self.fun, args, kwargs, self._positions(args)))
+  @contextlib.contextmanager
+  def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+    """Adds to an error of the user's function what its arguments were."""
+    try:
+      yield
+    except (TypeError, ValueError) as error:
+      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
+      if _settings.wants_value(error):
+        note = _settings.note(error, self.fun, roles.shared)
+      elif self.split.batch_argnums is None:
+        note = _roles.note(roles)
+      if note is not None:
+        error.add_note(note)
+      raise
 
   def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
@@ -119,7 +130,7 @@ class LocalLoss:
       )
     return self, args, kwargs
 
-  out_shardings = None  # of what a step returns: left to the compiler
+  out_shardings = None  # of what a step returns first: left to the compiler
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -175,10 +186,9 @@ class _PlacedLoss(NamedTuple):
   @property
   def out_shardings(self) -> Any:
     """As the parameters and the state came; left to choose, XLA may shard them otherwise."""
-    others = [None] * (1 if self.local.split.carry_argnum is None else 2)
     # A tracer's, over an abstract mesh, does not tell about automatic axes.
     known = [s if s is None or isinstance(s.mesh, Mesh) else None for s in self.shardings]
-    return *self.treedef.unflatten(known), *others
+    return self.treedef.unflatten(known)
 
   @property
   def _shards(self) -> Sharded:

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 
 from optax_accum import (
-  _accumulate_state,
   _across_devices,
   _check_call,
+  _device_state,
   _skip,
   _validate,
   _weighted_mean,
@@ -57,7 +57,7 @@ class MiniSteps:
     if self.axis_name is not None:
       _check_not_reduced(updates, self.axis_name)
       _check_call.check_device_axis(state, updates)
-    state = _accumulate_state.loaded(state, self.axis_name)
+    state = _device_state.loaded(state, self.axis_name)
     if _weight_is_sent.get() and isinstance(weight, float):
       raise ValueError(
         "accumulate did not get the weight that was passed to the optimizer. If a transformation"

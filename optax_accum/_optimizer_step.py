@@ -1,7 +1,6 @@
 """One step of an optimizer by the gradients of a batch, of which nothing may have counted."""
 
-from collections.abc import Callable, Iterator
-import contextlib
+from collections.abc import Callable
 import inspect
 from typing import Any, TypeAlias
 
@@ -12,6 +11,7 @@ from optax_accum import _weighted_mean
 from optax_accum._accumulate_state import is_state, states_in
 from optax_accum._inplace import Flag, update_if
 from optax_accum._mini_step import weight_is_sent
+from optax_accum._other_state import check_kept, explained
 from optax_accum._same_types import same_types
 
 Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
@@ -30,9 +30,11 @@ def optimizer_step(
     params, opt_state = held
     accepted = _accepted(tx.update, extra_args)
     sent = not isinstance(extra_args["weight"], float)
-    with _explained(tx, params, opt_state), weight_is_sent(sent):
+    restored = ("opt_state", tx.init, params, opt_state)
+    with explained(*restored), weight_is_sent(sent):
       updates, new_state = tx.update(grads, opt_state, params, **accepted)
-    new = optax.apply_updates(params, updates)
+      new = optax.apply_updates(params, updates)
+    check_kept(*restored, new, new_state)
     if counted is True:
       return new, new_state
     return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
@@ -42,22 +44,6 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held)
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
-
-
-@contextlib.contextmanager
-def _explained(tx: optax.GradientTransformation, params: Any, opt_state: Any) -> Iterator[None]:
-  """Adds to an error of `tx` that the state is of another transformation, if it is."""
-  try:
-    yield
-  except Exception as error:
-    wanted: Any = jax.tree.structure(jax.eval_shape(tx.init, params))
-    got: Any = jax.tree.structure(opt_state)
-    if wanted != got:
-      error.add_note(
-        f"opt_state is {got}, and tx.init(params) makes {wanted}: pass what tx.init(params)"
-        " returned, or the last step."
-      )
-    raise
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:

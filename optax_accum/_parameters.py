@@ -73,14 +73,16 @@ def _instead(tree: Any) -> str | None:
   name = type(tree).__name__
   if all(hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")):
     return (
-      f"a {name}, which holds more than parameters: pass its parts, state.params and"
+      f"a {name}, which holds more than parameters: optax_accum.flax.linen_train_step takes it."
+      " Or pass its parts, state.params and"
       " state.opt_state, and put what comes back in its place with state.replace(params=params,"
       " opt_state=opt_state)."
     )
   classes = [(c.__module__, c.__name__) for c in type(tree).__mro__]
   if any(c == "Module" and module.startswith("flax.nnx") for module, c in classes):
     return (
-      f"{name}, an nnx module, which holds more than parameters: take them out with graphdef,"
+      f"{name}, an nnx module, which holds more than parameters: optax_accum.flax.nnx_train_step"
+      " takes it. Or take them out with graphdef,"
       " params, rest = nnx.split(model, nnx.Param, ...), pass params, and have the loss use"
       " nnx.merge(graphdef, params, rest, copy=True). nnx.update(model, params) puts them back."
     )

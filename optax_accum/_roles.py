@@ -4,8 +4,7 @@ Two mistakes are made with an argument that is shared: its rows were to be split
 and all microbatches have the same noise. Neither changes a shape, so the defaults refuse both.
 """
 
-from collections.abc import Collection, Iterator
-import contextlib
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -88,25 +87,20 @@ def _is_key(leaf: Any) -> bool:
   return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-@contextlib.contextmanager
-def explained(roles: Any) -> Iterator[None]:
-  """Adds to an error of a loss what was not split; `roles()` is called if there is one."""
-  try:
-    yield
-  except (TypeError, ValueError) as error:
-    found = roles()
-    arrays = [
-      _describe(slot)
-      for slot, tree in found.shared.items()
-      if any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))
-    ]
-    if arrays:
-      error.add_note(
-        f"In each microbatch, {' and '.join(map(_describe, found.batch))} alone has the rows of"
-        f" that microbatch (batch_argnums=None), and {' and '.join(arrays)} is whole. If shapes"
-        " disagree because it has rows too, name it in batch_argnums (or batch_argnames)."
-      )
-    raise
+def note(roles: Roles) -> str | None:
+  """What to say of an error of a loss: what was not split."""
+  arrays = [
+    _describe(slot)
+    for slot, tree in roles.shared.items()
+    if any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))
+  ]
+  if not arrays:
+    return None
+  return (
+    f"In each microbatch, {' and '.join(map(_describe, roles.batch))} alone has the rows of"
+    f" that microbatch (batch_argnums=None), and {' and '.join(arrays)} is whole. If shapes"
+    " disagree because it has rows too, name it in batch_argnums (or batch_argnames)."
+  )
 
 
 def _describe(slot: Slot) -> str:

@@ -1,29 +1,24 @@
 """`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
 
 from collections.abc import Callable, Sequence
-import functools
 import inspect
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _parameters, _validate
+from optax_accum import _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._donation import check_alive, Donation
 from optax_accum._loss import local_loss, LocalLoss, MeshLoss
 from optax_accum._mesh import DataParallel
-from optax_accum._optimizer_step import optimizer_step
 from optax_accum._reduction_trees import GradReductionTree, ReductionTree
 from optax_accum._split import Split, WeightFn
-from optax_accum._value_fn import loss_elsewhere
-from optax_accum._weighted_mean import accumulator_dtype
+from optax_accum._step_program import StepProgram
 
 Params = TypeVar("Params", bound=Any)
 OptState = TypeVar("OptState", bound=Any)
 Args = ParamSpec("Args")
-Transform: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 class TrainStep(Generic[Params, Args]):
@@ -34,62 +29,41 @@ class TrainStep(Generic[Params, Args]):
   carry comes before the metrics, a dict that `make_train_step` describes.
   """
 
-  def __init__(self, local: LocalLoss, loss: LocalLoss | MeshLoss, tx: Transform, donate: bool):
-    self._local, self._loss, self._tx, self._donate = local, loss, tx, donate
-    self._jitted: dict[Any, Any] = {}
-    self._donation = Donation()
-    self.__name__, self.__signature__ = "train_step", _signature(local.fun)
+  def __init__(self, program: StepProgram):
+    self._program = program
+    self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
 
   def __call__(
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
-    out = jitted(*called, **named)
-    if self._donate:
-      self._donation.remember(out[:2], (args, kwargs))
-    return out
+    return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function; `jax.ShapeDtypeStruct`s will do as arguments.
 
     ``step.lower(...).compile().memory_analysis()`` tells the memory before anything runs.
     """
-    jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
-    return jitted.lower(*called, **named)
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.lower(*call.args, **call.kwargs)
 
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
-    return jitted.trace(*called, **named)
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.trace(*call.args, **call.kwargs)
 
   def eval_shape(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    jitted, called, named = self._prepare((params, opt_state, *args), kwargs)
-    return jitted.eval_shape(*called, **named)
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.eval_shape(*call.args, **call.kwargs)
 
   def __repr__(self) -> str:
-    split, loss = self._local.split, self._loss
+    split, loss = self._program.local.split, self._program.loss
     size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
     mesh = f", mesh={loss.parallel.mesh}" if isinstance(loss, MeshLoss) else ""
-    name = getattr(self._local.fun, "__name__", repr(self._local.fun))
-    return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={self._donate})"
-
-  def _prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """The jitted function for such arguments, and the arguments as it takes them."""
-    check_alive(args, kwargs)
-    _parameters.check_step(*args)
-    loss, placed, named = self._loss.place(args, kwargs)
-    if loss not in self._jitted:
-      self._jitted[loss] = jax.jit(
-        _step_function(self._local, loss, self._tx),
-        donate_argnums=(0, 1) if self._donate else (),
-        out_shardings=loss.out_shardings,
-      )
-    if self._donate:
-      before, after = (args[:2], (args[2:], kwargs)), (placed[:2], (placed[2:], named))
-      placed = (*self._donation.distinct(before, after), *placed[2:])
-    return self._jitted[loss], placed, named
+    name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
+    donate = bool(self._program.donated)
+    return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
 
 
 def make_train_step(
@@ -203,7 +177,7 @@ def make_train_step(
       for "concat", the order of the batch. Sharded parameters stay so under an outer `jax.jit` and
       in a scan over steps if the axes are explicit. Over automatic axes a tracer has no sharding,
       and parameters are held whole there: call the step itself, which is jitted, or use an
-      explicit mesh.
+      explicit mesh. (optax's `lbfgs` fails on parameters that are sharded over explicit axes.)
     data_axis: The axis of the mesh that the rows are spread over. Or several, as in
       ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
       faster. Gradients are summed over all of them at once; those of a parameter that is sharded
@@ -222,17 +196,18 @@ def make_train_step(
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
     without those whose `grad_reduction` is not `reduction`, which are no derivatives;
     ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
-    which is there only with `has_aux` or `carry_argnum`. All arguments are traced: close over a
-    flag. Reverse-mode differentiation passes through a step unless something, `weight_fn` or
-    `skip_nonfinite`, can have it move nothing; forward mode always does.
+    which is there only with `has_aux` or `carry_argnum`. All arguments are traced; fix a setting
+    by ``functools.partial(loss_fn, train=True)``. Reverse-mode differentiation passes through a
+    step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
-      are in another order; with `mesh`, the loss was reduced over the devices already;
-      `data_axis` is no axis of the mesh; `mesh` and `axis_name` are both given; the devices do not
-      divide the rows; arrays are on another mesh; the step is called inside `pmap` or `shard_map`
-      without `axis_name`, or with `mesh`.
+      are in another order; the state is that of other parameters or of another optimizer; with
+      `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh;
+      `mesh` and `axis_name` are both given; the devices do not divide the rows; arrays are on
+      another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`, or with
+      `mesh`.
     RuntimeError: An array was donated to an earlier step, which deleted it.
 
   Examples:
@@ -256,34 +231,9 @@ def make_train_step(
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
-  return TrainStep(local, loss, optax.with_extra_args_support(tx), donate)
-
-
-def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., Any]:
-  """What a `TrainStep` compiles: one step of `tx` by the gradient of `loss`."""
-
-  def train_step(params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    reduced = loss.value_and_grad(None, params, *args, **kwargs)
-    out, stats = reduced.outputs, reduced.stats
-    counted = stats.total_weight != 0
-    averages = local.reduction.name == "mean"  # a sum is not to be weighed again
-    weight = stats.total_weight
-    if not averages:
-      weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-    value_fn = functools.partial(loss_elsewhere, loss, reduced.weights, args, kwargs)
-    extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
-
-    with jax.named_scope("optimizer"):
-      moves = counted if local.split.weighs else True
-      new = optimizer_step(tx, out.grads, (params, opt_state), extra_args, moves)
-    derivatives = local.derivatives(out.grads)
-    wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), derivatives)
-    metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
-    if local.has_aux or reduced.carry:
-      metrics["aux"] = out.aux
-    return *new, *reduced.carry, metrics
-
-  return train_step
+  donated, results = (0, 1) if donate else (), 3 if carry_argnum is None else 4
+  tx = optax.with_extra_args_support(tx)
+  return TrainStep(StepProgram(local, loss, tx, donated, results))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

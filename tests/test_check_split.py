@@ -238,8 +238,13 @@ def test_parameters_in_several_arguments_and_further_ones():
   assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
 
 
-@pytest.mark.parametrize("given", [None, {"params": "mean", "_overwrite_with_gradient": "max"}])
-@pytest.mark.parametrize("name", ["NANOOFp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
+@pytest.mark.parametrize(
+  ("name", "given"),
+  [
+    ("NANOOFp8DotGeneralOp", None),
+    ("Fp8DirectDotGeneralOp", {"params": "mean", "_overwrite_with_gradient": "max"}),
+  ],
+)
 def test_scales_of_fp8_are_overwritten(name, given):
   dense = functools.partial(flax.linen.Dense, dot_general_cls=getattr(flax.linen.fp8_ops, name))
   model = flax.linen.Sequential([dense(4), flax.linen.relu, dense(2)])

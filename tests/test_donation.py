@@ -147,6 +147,21 @@ def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypat
   assert looked_at == []
 
 
+def test_a_batch_that_shares_a_buffer_with_the_state_lives_on():
+  mesh, tx = make_mesh(4), optax.sgd(0.1, momentum=0.9)
+
+  def fun(params, batch):
+    return jnp.mean(batch["x"]) * jnp.sum(params**2)
+
+  step = make_train_step(fun, tx, num_microbatches=2, mesh=mesh)
+  x = jax.device_put(jnp.arange(8.0), jax.devices()[0])
+  trace = devices.put(x, mesh)  # whose part on the first device may be the buffer of x
+  state = tx.init(jnp.ones(8))
+  state = jax.tree.map(lambda s: trace if s.shape == (8,) else s, state)
+  step(jnp.ones(8), state, {"x": x})
+  np.testing.assert_array_equal(x, np.arange(8.0))
+
+
 REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
 
 

@@ -1,6 +1,7 @@
 """Every example, run as a user runs it: a small one to its end, and input that cannot work."""
 
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -26,7 +27,7 @@ def run(script, *arguments, cwd):
   # programs that are optimised as ever: train_lm.py then takes less than half as long.
   flags = "--xla_backend_optimization_level=0"
   return subprocess.run(
-    [sys.executable, ROOT / script, *arguments],
+    [sys.executable, *([script] if script == "-c" else [ROOT / script]), *arguments],
     cwd=cwd,
     env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
     capture_output=True,
@@ -44,6 +45,12 @@ SUCCEEDS = [
     r"held-out bits per byte: \d+\.\d+ before",
   ),
   ("streaming.py", (), r"skipped microbatches:  1\n"),
+  (
+    "flax_linen.py",
+    ("--epochs", "5"),
+    r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps",
+  ),
+  ("flax_linen.py", ("--epochs", "5", "--mesh"), r"test accuracy: 0\.9\d+ after 35 steps"),
   ("data_parallel.py", (), r"per_cycle saves 1\.53 MiB a step and device\n"),
   ("multi_process.py", (), r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch"),
   (
@@ -56,15 +63,26 @@ SUCCEEDS = [
     ("--steps", "5", "--batch", "256", "--microbatch", "8"),
     r"held-out bits per letter: 5\.\d+ before, 4\.\d+ after 5 steps",
   ),
+  ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
     "influence.py",
     ("--epochs", "5", "--planted", "10"),
     r"planted rows among the 10 of most influence: \d+%",
   ),
+  (
+    "resume.py",
+    ("--cycle", "2"),
+    r"(?s)streaming, from call 4 on: done\nstreaming: the same bits.*whole-cycle: the same bits",
+  ),
 ]
 
 # An example, its arguments, and the one line that it must answer with.
 FAILS = [
+  (
+    "flax_linen.py",
+    ("--epochs", "4"),
+    "argument --epochs: must be 5 or more, to reach 0.95, got 4",
+  ),
   (
     "train_lm.py",
     ("--steps", "ten"),
@@ -114,6 +132,8 @@ FAILS = [
     ("--planted", "90"),
     "--planted 90 is more than half of the 1[34].* to train on",
   ),
+  ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
+  ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
 ]
 
 
@@ -193,16 +213,44 @@ def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
   assert all(float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels())
 
 
-@pytest.mark.parametrize(("example", "arguments", "message"), FAILS)
-def test_bad_input_is_one_line(example, arguments, message, folder):
-  done = run(f"examples/{example}", *arguments, cwd=folder)
-  assert done.returncode == 2
-  assert "Traceback" not in done.stderr
-  assert re.fullmatch(f"{example}: error: {message}", done.stderr.splitlines()[-1])
-  assert done.stdout == ""
+# Runs a script once for each list of arguments, in one process, which imports JAX once.
+DRIVER = """
+import contextlib, io, json, runpy, sys, traceback
+script, calls = sys.argv[1], json.loads(sys.argv[2])
+sys.path.insert(0, script.rpartition("/")[0])
+results = []
+for arguments in calls:
+  sys.argv, status = [script, *arguments], 0
+  with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stderr(io.StringIO()) as err:
+      try:
+        runpy.run_path(script, run_name="__main__")
+      except SystemExit as stopped:
+        status = stopped.code
+      except BaseException:
+        traceback.print_exc()
+  results.append([status, out.getvalue(), err.getvalue()])
+print(json.dumps(results))
+"""
 
 
-@pytest.mark.parametrize("benchmark", ["whole_cycle.py", "streaming.py", "collectives.py"])
+@pytest.mark.parametrize("example", sorted({example for example, *_ in FAILS}))
+def test_bad_input_is_one_line(example, folder):
+  bad = [(arguments, message) for name, arguments, message in FAILS if name == example]
+  calls = json.dumps([arguments for arguments, _ in bad])
+  done = run("-c", DRIVER, str(ROOT / "examples" / example), calls, cwd=folder)
+  assert done.returncode == 0, done.stderr
+  for (arguments, message), result in zip(bad, json.loads(done.stdout), strict=True):
+    status, out, err = result
+    assert status == 2, (arguments, err)
+    assert "Traceback" not in err
+    assert re.fullmatch(f"{example}: error: {message}", err.splitlines()[-1])
+    assert out == ""
+
+
+@pytest.mark.parametrize(
+  "benchmark", ["whole_cycle.py", "streaming.py", "collectives.py", "host_time.py"]
+)
 def test_benchmarks_find_what_they_import(benchmark, tmp_path):
   done = run(f"benchmarks/{benchmark}", "--help", cwd=tmp_path)
   assert done.returncode == 0, done.stderr

@@ -12,8 +12,14 @@ import jax
 import pytest
 
 import optax_accum
+import optax_accum.flax
 
-PUBLIC = {name: value for name, value in vars(optax_accum).items() if not name.startswith("_")}
+PUBLIC = {
+  name: value
+  for module in (optax_accum, optax_accum.flax)
+  for name, value in vars(module).items()
+  if not name.startswith("_") and not inspect.ismodule(value)
+}
 FUNCTIONS = [value for value in PUBLIC.values() if inspect.isfunction(value)]
 MODULES = ["optax_accum"] + [
   module.name

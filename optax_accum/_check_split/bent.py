@@ -13,6 +13,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import jax.numpy as jnp
 
+from optax_accum import _versions
 from optax_accum._check_split import dependence
 from optax_accum._check_split.dependence import Step
 from optax_accum._check_split.probes import Arguments, Probe
@@ -86,8 +87,7 @@ def _bound(eqn: Any, given: Sequence[tuple[Any, Any]]) -> list[Any]:
     return _evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), given)
   values = [x for x, _ in given]
   depends = frozenset[str]().union(*(d for _, d in given))
-  params = eqn.primitive.get_bind_params(eqn.params)
-  functions, params = params if isinstance(params, tuple) else ((), params)  # JAX 0.8 gives both
+  functions, params = _versions.bind_arguments(eqn)
   with eqn.ctx.manager:
     out = eqn.primitive.bind(*functions, *values, **params)
   out = list(out) if eqn.primitive.multiple_results else [out]

@@ -21,6 +21,7 @@ from optax_accum import (
   check_split,
   CollectiveReport,
   count_collectives,
+  discard_cycle,
   has_updated,
   make_train_step,
   microbatch,
@@ -200,6 +201,7 @@ def stream(params: Params, batches: list[Batch]) -> Params:
     last = i == len(batches) - 1
     applied = tx.apply(grads, state, params, weight=valid_tokens(batch), flush=last)
     assert_type(applied, tuple[Params, AccumulateState])
+    assert_type(discard_cycle(applied[1]), AccumulateState)
     params, state = applied
     assert_type(has_updated(state), jax.Array)
     print(f"mini step {int(state.mini_step)}, updated {bool(has_updated(state))}")

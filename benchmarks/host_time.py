@@ -1,0 +1,145 @@
+"""What a call of a step takes on the host: ours beside the same step written by hand.
+
+    python benchmarks/host_time.py [--layers 250] [--rounds 60]
+
+A model of 500 arrays of four numbers each, Adam, one microbatch: next to no arithmetic, so the
+time is that of JAX's and flax's Python. A call is timed until it returns, not until it is computed.
+The two of a row take turns; times are medians, the ratio is that within a round.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+
+from flax import linen, nnx
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import measure
+import optax
+import paths  # noqa: F401
+
+import optax_accum
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+WIDTH = 2
+
+
+class Linen(linen.Module):
+  layers: int
+
+  @linen.compact
+  def __call__(self, x):
+    for _ in range(self.layers):
+      x = x + 0.01 * linen.Dense(WIDTH)(x)
+    return x
+
+
+class Nnx(nnx.Module):
+  def __init__(self, layers, rngs):
+    self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
+
+  def __call__(self, x):
+    for layer in self.layers:
+      x = x + 0.01 * layer(x)
+    return x
+
+
+def mean_square(y):
+  return jnp.mean(y**2)
+
+
+def stepping(step, *held):
+  """A call that steps what the last one returned, and returns what it computed."""
+  box = [jax.tree.map(jnp.copy, held)]
+
+  def call():
+    *box[0], out = step(*box[0])
+    return out
+
+  return call
+
+
+def of_parameters(layers, x):
+  model, tx = Linen(layers), optax.adam(1e-3)
+  params = model.init(jax.random.key(0), x)["params"]
+  loss_fn = lambda params, x: mean_square(model.apply({"params": params}, x))  # noqa: E731
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def by_hand(params, opt_state):
+    loss, grads = jax.value_and_grad(loss_fn)(params, x)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+  ours = optax_accum.make_train_step(loss_fn, tx, num_microbatches=1)
+  held = params, tx.init(params)
+  return stepping(by_hand, *held), stepping(lambda *held: ours(*held, x), *held)
+
+
+def of_train_state(layers, x):
+  model = Linen(layers)
+  params = model.init(jax.random.key(0), x)["params"]
+  state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+  loss_fn = lambda variables, x, rngs=None: mean_square(model.apply(variables, x))  # noqa: E731
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def by_hand(state):
+    loss, grads = jax.value_and_grad(lambda params: loss_fn({"params": params}, x))(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+  ours = linen_train_step(loss_fn, num_microbatches=1)
+  return stepping(by_hand, state), stepping(lambda state: ours(state, x), state)
+
+
+def of_nnx(layers, x):
+  loss_fn = lambda model, x: mean_square(model(x))  # noqa: E731
+
+  @nnx.jit
+  def by_hand(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(loss_fn)(model, x)
+    optimizer.update(model, grads)
+    return loss
+
+  def held():
+    model = Nnx(layers, nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), x
+
+  ours = nnx_train_step(loss_fn, num_microbatches=1)
+  return functools.partial(by_hand, *held()), functools.partial(ours, *held())
+
+
+def host_ms(calls, rounds):
+  """Milliseconds until every call returned, in every round."""
+  times = {name: [] for name in calls}
+  for i in range(rounds + 3):
+    for name in list(calls)[:: 1 if i % 2 else -1]:
+      start = time.perf_counter()
+      out = calls[name]()
+      times[name].append(1e3 * (time.perf_counter() - start))
+      jax.block_until_ready(out)
+  return {name: each[3:] for name, each in times.items()}
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--layers", type=int, default=250, help="two arrays each")
+  parser.add_argument("--rounds", type=int, default=60)
+  settings = parser.parse_args()
+  x = jnp.ones((8, WIDTH))
+  rows = {
+    "make_train_step": (of_parameters, "jax.jit"),
+    "linen_train_step": (of_train_state, "jax.jit of apply_gradients"),
+    "nnx_train_step": (of_nnx, "nnx.jit"),
+  }
+  print(f"host time of a call, {2 * settings.layers} arrays, Adam, {jax.default_backend()}")
+  for name, (make, peer) in rows.items():
+    calls = dict(zip((peer, name), make(settings.layers, x), strict=True))
+    times = host_ms(calls, settings.rounds)
+    hand, ours = (statistics.median(times[key]) for key in (peer, name))
+    ratio = measure.ratio(times, name, peer)
+    print(f"{name:<18}{ours:6.1f} ms   {peer:<28}{hand:6.1f} ms   ratio {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,1 @@
+"""Flax: linen, nnx, and a `TrainState`. `optax_accum.flax` says what is public."""

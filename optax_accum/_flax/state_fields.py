@@ -1,0 +1,174 @@
+"""What a step is given of a `TrainState`, and what a model is applied to: checked, by field."""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+from typing import Any, NamedTuple, NoReturn
+
+from flax.core import FrozenDict, unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _validate
+
+_OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
+
+
+class Fields(NamedTuple):
+  """The fields that a subclass of `TrainState` adds, by what they are to a step."""
+
+  mutable: dict[str, Any]
+  constant: dict[str, Any]  # collections that are not mutable
+  others: dict[str, Any]
+
+
+def check_mutable(mutable: Any) -> tuple[str, ...]:
+  """The names in `mutable`, of fields that a step may thread through microbatches."""
+  names = (mutable,) if isinstance(mutable, str) else mutable
+  if not isinstance(names, (tuple, list)) or not all(isinstance(name, str) for name in names):
+    raise TypeError(
+      f'mutable={mutable!r} must name collections, fields of the state, as in ("batch_stats",).'
+    )
+  if own := sorted(_OWN.intersection(names)):
+    raise ValueError(
+      f"mutable={mutable!r} names {own[0]!r}, which the optimizer's step updates: name collections"
+      ' alone, such as "batch_stats".'
+    )
+  return tuple(dict.fromkeys(names))
+
+
+def fields_of(state: train_state.TrainState, mutable: tuple[str, ...]) -> Fields:
+  """The fields of a state that are not flax's own."""
+  type_: Any = type(state)
+  kind = type_.__name__
+  for name in mutable:
+    if not hasattr(state, name):
+      raise ValueError(
+        f"mutable names {name!r}, and {kind} has no such field: declare it, `class"
+        f" TrainState(train_state.TrainState): {name}: Any`, and pass {name}= to create. What the"
+        " state is not to keep, return as aux."
+      )
+    if not isinstance(getattr(state, name), (dict, FrozenDict)):
+      raise ValueError(
+        f"mutable names {name!r}, and state.{name} is {getattr(state, name)!r}, no collection: pass"
+        f" {name}=variables[{name!r}] to {kind}.create, with the variables of model.init."
+      )
+  rest = {name: getattr(state, name) for name in _added(type_) if name not in mutable}
+  constant = {name: x for name, x in rest.items() if isinstance(x, (dict, FrozenDict))}
+  return Fields(
+    {name: getattr(state, name) for name in mutable},
+    constant,
+    {name: x for name, x in rest.items() if name not in constant},
+  )
+
+
+@functools.cache
+def _added(kind: Any) -> tuple[str, ...]:
+  fields = dataclasses.fields(kind)
+  nodes = [field.name for field in fields if field.metadata.get("pytree_node", True)]
+  return tuple(name for name in nodes if name not in _OWN)
+
+
+def variables_of(params: Any) -> dict[str, Any]:
+  """What a model is applied to: flax keeps what is overwritten beside the parameters."""
+  is_split = isinstance(params, Mapping) and OVERWRITTEN in params
+  return dict(params) if is_split else {"params": params}
+
+
+def holds_keys(collection: Any) -> bool:
+  """Whether there is a typed key in it."""
+  leaves = jax.tree.leaves(collection)
+  return any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves)
+
+
+def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
+  """The collections that a loss returned: those that the state holds, in the same trees."""
+  names = tuple(held)
+  fix = f"return what model.apply(..., mutable={list(names)!r}) gives"
+  if not isinstance(updates, Mapping):
+    raise TypeError(
+      f"The loss returned a {type(updates).__name__} as the updates of mutable={names!r}: {fix},"
+      " as (loss, updates), or with has_aux=True as (loss, (updates, aux))."
+    )
+  if set(updates) != set(names):
+    raise ValueError(
+      f"The loss returned the collections {sorted(updates)}, and mutable={names!r}: {fix}. A"
+      " collection that the state keeps is named in mutable, and one that it does not is aux."
+    )
+  return {name: _like(name, updates[name], held[name]) for name in names}
+
+
+def _like(name: str, new: Any, old: Any) -> Any:
+  """A collection in the tree that it had: flax takes a `FrozenDict` and gives a dict."""
+  got, had = (dict(_validate.named_leaves(name, unfreeze(x))) for x in (new, old))
+  for leaf in (*got, *had):
+    if leaf not in had:
+      _differs(f"returned {leaf}, which the state lacks", name)
+    if leaf not in got:
+      _differs(f"did not return {leaf}, which the state has", name)
+    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (got[leaf], had[leaf])]
+    if kinds[0] != kinds[1]:
+      after, before = (f"shape {shape} and dtype {dtype}" for shape, dtype in kinds)
+      _differs(f"returned {leaf} of {after}, and the state has it of {before}", name)
+  return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(unfreeze(new)))
+
+
+def _differs(how: str, name: str) -> NoReturn:
+  raise ValueError(
+    f"The loss {how}: give create {name}=variables[{name!r}], of the model.init of the model that"
+    " the loss applies, in the shapes and dtypes that it is updated in."
+  )
+
+
+def counted(step: Any) -> Any:
+  """How many steps a state has taken: an array that is not weakly typed, as a step returns it.
+
+  What flax's ``create`` gives, an int, would have the program made twice.
+  """
+  if not jnp.issubdtype(getattr(step, "dtype", type(step)), jnp.integer):
+    raise TypeError(f"state.step is {_called(step)}; it must be an integer: it counts steps.")
+  if shape := getattr(step, "shape", ()):
+    raise ValueError(
+      f"state.step has shape {shape}, as of a state that is replicated for pmap: pass the state of"
+      " one device, flax.jax_utils.unreplicate(state), and mesh= to linen_train_step."
+    )
+  if not getattr(step, "weak_type", True):
+    return step
+  if isinstance(step, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct((), step.dtype, sharding=step.sharding)
+  if isinstance(step, int):
+    return jnp.asarray(step, jnp.int32)
+  return jnp.asarray(step, step.dtype) if isinstance(step, jax.Array) else jnp.asarray(step)
+
+
+def check_rngs(rngs: Any) -> None:
+  """Checks that keys come by name, one for each."""
+  fix = 'pass a dict of keys by name, as in rngs={"dropout": jax.random.key(0)}'
+  if rngs is None:
+    return
+  if not isinstance(rngs, Mapping):
+    raise TypeError(f"rngs is {_called(rngs)}: {fix}.")
+  for name, key in rngs.items():
+    if not _is_one_key(key):
+      raise TypeError(
+        f"rngs[{name!r}] is {_called(key)}, and must be one key, of jax.random.key(seed) or"
+        f" jax.random.PRNGKey(seed): {fix}. The step folds it for each microbatch and device."
+      )
+
+
+def _called(x: Any) -> str:
+  """A value, as messages call it."""
+  if hasattr(x, "dtype") and hasattr(x, "shape"):
+    return f"an array of shape {x.shape} and dtype {x.dtype}"
+  word = type(x).__name__
+  return f"{word} {x!r}" if isinstance(x, (bool, int, float, str)) else f"a {word}"
+
+
+def _is_one_key(x: Any) -> bool:
+  if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+    return False
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    return x.shape == ()
+  return x.dtype == jnp.uint32 and len(x.shape) == 1

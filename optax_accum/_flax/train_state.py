@@ -1,0 +1,100 @@
+"""A `TrainState` for a loop that has one microbatch at a time."""
+
+import dataclasses
+from typing import Any, Self
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
+from flax.training import train_state
+import jax
+import optax
+
+from optax_accum import _validate
+from optax_accum._accumulate_state import states_in
+from optax_accum._flax.state_fields import variables_of
+from optax_accum._transformation import AccumulateTransformation
+
+
+class TrainState(train_state.TrainState):
+  """Flax's `TrainState` for a loop that has one microbatch at a time.
+
+  ``tx`` is an `accumulate`, or holds one. `apply_gradients` takes the microbatch's `weight`, and
+  `flush` to step before the cycle is full. Where ``tx`` is an `accumulate`, parameters and
+  optimizer state are updated in place, by its `apply`, once the state is donated::
+
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=accumulate(tx, 8))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def mini_step(state, batch):
+      grads = jax.grad(loss_fn)(state.params, batch)
+      return state.apply_gradients(grads=grads, weight=batch["mask"].sum())
+
+  ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
+
+  Of adapters (LoRA) among frozen parameters, accumulate within what leaves these out, and the
+  accumulator is the adapters'; ``accumulate(optax.partition(...), k)`` adds all gradients up::
+
+    tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
+    tx = optax.chain(
+      optax.masked(accumulate(adamw, 8), is_adapter),
+      optax.masked(optax.set_to_zero(), is_frozen),
+    )
+  """
+
+  @classmethod
+  def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
+    """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
+    _validate.transformation(tx, "tx")
+    return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+
+  @property
+  def gradient_step(self) -> jax.Array:
+    """Optimizer steps so far, an int32 scalar: those of the first `accumulate` in the state."""
+    states = states_in(self.opt_state)
+    if not states:
+      raise ValueError(f"{_NOT_ACCUMULATING}, and has no gradient_step: use state.step.")
+    return states[0].gradient_step
+
+  def apply_gradients(
+    self, *, grads: Any, weight: Any = 1.0, flush: Any = False, **kwargs: Any
+  ) -> Self:
+    """Adds gradients up, and steps at the end of a cycle.
+
+    Args:
+      grads: Gradients of one microbatch, like `params`. What flax keeps under
+        ``"_overwrite_with_gradient"`` is overwritten in every call.
+      weight: How much the microbatch counts, as in `accumulate`. Default: 1.
+      flush: Whether to step now. Default: no.
+      **kwargs: Further fields to replace.
+
+    Returns:
+      The next state, whose `step` is one more.
+
+    Raises:
+      ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.
+      TypeError: An argument is no field of the state.
+    """
+    fields = {field.name for field in dataclasses.fields(self)}
+    if unknown := sorted(kwargs.keys() - fields):
+      raise TypeError(
+        f"apply_gradients takes no {unknown[0]}, and {type(self).__name__} has no such field: it"
+        " takes grads, weight, flush, and fields to replace."
+      )
+    plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
+    if not plain and not states_in(self.opt_state):
+      raise ValueError(
+        f"{_NOT_ACCUMULATING}, and would ignore weight={weight!r} and flush={flush!r}: wrap it,"
+        " accumulate(tx, every_k), or leave them out."
+      )
+    params, own = variables_of(self.params)["params"], variables_of(grads)["params"]
+    if isinstance(self.tx, AccumulateTransformation):
+      params, state = self.tx.apply(own, self.opt_state, params, weight=weight, flush=flush)
+    else:
+      tx = optax.with_extra_args_support(self.tx)
+      updates, state = tx.update(own, self.opt_state, params, weight=weight, flush=flush)
+      params = optax.apply_updates(params, updates)
+    if own is not grads:
+      params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}
+    return self.replace(step=self.step + 1, params=params, opt_state=state, **kwargs)
+
+
+_NOT_ACCUMULATING = "tx is no accumulate and holds none"

@@ -1,0 +1,21 @@
+"""What differs between the versions of JAX and flax that are allowed. Nothing else asks for one."""
+
+from typing import Any
+
+# The metadata by which an nnx Variable is a reference: to flax 0.12.2, and since.
+NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
+
+
+def bind_arguments(eqn: Any) -> tuple[Any, Any]:
+  """What a primitive is bound to again, to run an equation: functions and parameters."""
+  params = eqn.primitive.get_bind_params(eqn.params)
+  return params if isinstance(params, tuple) else ((), params)  # JAX 0.8 gives both
+
+
+def scan_inputs(eqn: Any) -> tuple[int, int]:
+  """How many inputs of a scan are constants, and how many are carried."""
+  params = eqn.params
+  if "num_consts" in params:
+    return params["num_consts"], params["num_carry"]
+  consts, carried, _ = map(len, params["ft_in"].unpack())  # JAX 0.12
+  return consts, carried

@@ -1,0 +1,39 @@
+"""The pairs of docs/migrating.md that need PyTorch, which is too large for the `test` extra."""
+
+import jax
+import optax
+import pytest
+from support import migrating
+from support.migrating import Pair
+
+TX = optax.sgd(0.5, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """What a page shows is for JAX as it comes."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def linear(params, x):
+  w, b = params
+  return x @ w + b
+
+
+def trained(names):
+  """The parameters of the loop that ran: PyTorch's, once its loss has been called."""
+  model, params = names["model"], names["params"]
+  if "opt_state" in names:
+    return [params["w"], params["b"]]
+  return [model.weight.detach().numpy().T, model.bias.detach().numpy()]
+
+
+def test_pytorch():
+  pair = Pair("PyTorch", trained, linear, TX)
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_accelerate():
+  pair = Pair("`accelerate`", trained, linear, TX, shared=migrating.PAGE.blocks("PyTorch")[:1])
+  migrating.assert_a_pair(pair, "uneven", "cut short")

@@ -1,0 +1,64 @@
+"""A small linen model, its `TrainState`, and a weighted batch."""
+
+from typing import Any
+
+import flax.linen as nn
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+ROWS, WIDTH, CLASSES = 24, 6, 3
+
+
+class TrainState(train_state.TrainState):
+  batch_stats: Any = None
+
+
+class Model(nn.Module):
+  norm: str = ""
+  rate: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    kind = {"param_dtype": x.dtype, "dtype": x.dtype}
+    x = nn.Dense(8, **kind)(x)
+    if self.norm == "batch":
+      x = nn.BatchNorm(use_running_average=not train, momentum=0.9, **kind)(x)
+    elif self.norm == "layer":
+      x = nn.LayerNorm(**kind)(x)
+    elif self.norm == "group":
+      x = nn.GroupNorm(num_groups=2, **kind)(x)
+    x = nn.Dropout(self.rate, deterministic=not train)(nn.tanh(x))
+    return nn.Dense(CLASSES, **kind)(x)
+
+
+def make_batch(dtype=np.float64):
+  rng = np.random.default_rng(0)
+  return {
+    "x": rng.normal(size=(ROWS, WIDTH)).astype(dtype),
+    "y": rng.integers(CLASSES, size=ROWS),
+    "weight": rng.integers(0, 3, ROWS).astype(dtype),
+  }
+
+
+def make_state(model, batch, tx=None, freeze=lambda x: x):
+  variables = jax.jit(model.init, static_argnames="train")(
+    jax.random.key(0), batch["x"], train=False
+  )
+  return TrainState.create(
+    apply_fn=model.apply,
+    params=freeze(variables["params"]),
+    tx=tx or optax.adam(0.1),
+    batch_stats=freeze(variables.get("batch_stats", {})),
+  )
+
+
+def mean_loss(logits, batch):
+  each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+  return jnp.sum(each * batch["weight"]) / jnp.maximum(jnp.sum(batch["weight"]), 1)
+
+
+def total(batch):
+  return jnp.sum(batch["weight"])

@@ -1,0 +1,521 @@
+"""Checkpoints in mid-cycle: saved by orbax, they go on to the bit, or are refused by name."""
+
+import functools
+import importlib.util
+import pathlib
+import re
+import shutil
+
+from flax import nnx
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from support import trees
+from support.devices import make_mesh, put
+from support.optimizers import FORMS, mini_step, relaxed
+
+from optax_accum import (
+  accumulate,
+  accumulate_specs,
+  discard_cycle,
+  from_multi_steps,
+  has_updated,
+  make_train_step,
+)
+import optax_accum.flax
+
+ROOT = pathlib.Path(__file__).parents[1]
+PARAMS = {"b": jnp.ones(3), "w": jnp.zeros((8, 3))}
+K = 3
+INNER = optax.chain(optax.clip_by_global_norm(2.0), relaxed(optax.adam(0.1)))
+ROWS = np.random.default_rng(0).normal(size=(2 * K, 16, 8)).astype(np.float32)
+
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+def loss_fn(params, x):
+  return jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)
+
+
+def abstract(tree):
+  return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)
+
+
+def saved_and_restored(folder, held, like=None):
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(folder / "saved", held)
+  with ocp.StandardCheckpointer() as checkpointer:
+    return checkpointer.restore(folder / "saved", abstract(held) if like is None else like)
+
+
+def streaming(**options):
+  tx = accumulate(INNER, K, **options)
+
+  @jax.jit
+  def step(held, x):
+    params, state = held
+    # Sums of such weights are rounded, so the rest that `weight_rest` keeps is saved too.
+    return tx.apply(jax.grad(loss_fn)(params, x), state, params, weight=x[0, 0] ** 2)
+
+  return (PARAMS, tx.init(PARAMS)), step
+
+
+def streaming_over_devices():
+  mesh, tx = make_mesh(8), accumulate(INNER, K, axis_name="data", skip_fn=optax.skip_not_finite)
+  params = put(PARAMS, mesh)
+  specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+
+  @jax.jit
+  @jax.shard_map(mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs))
+  def step(held, x):
+    params, state = held
+    local = jax.lax.pcast(params, "data", to="varying")
+    return tx.apply(jax.grad(loss_fn)(local, x), state, params)
+
+  return (params, jax.jit(init)(params)), step
+
+
+def whole_cycles(every_k=1):
+  """Over a mesh, with parameters that are sharded (FSDP)."""
+  tx = accumulate(INNER, every_k) if every_k > 1 else INNER
+  mesh = make_mesh(4)
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
+  params = put(PARAMS, mesh, {"b": P(), "w": P("data")})
+  return (params, jax.jit(tx.init)(params)), lambda held, x: step(*held, x)[:2]
+
+
+def streaming_train_state():
+  state = optax_accum.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
+
+  @jax.jit
+  def step(state, x):
+    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x), weight=2.0)
+
+  return state.replace(step=jnp.zeros((), jnp.int32)), step
+
+
+def linen_train_state():
+  state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
+  step = optax_accum.flax.linen_train_step(
+    lambda variables, x, rngs: loss_fn(variables["params"], x), num_microbatches=2, donate=False
+  )
+  return state.replace(step=jnp.zeros((), jnp.int32)), lambda state, x: step(state, x)[0]
+
+
+LOOPS = {
+  "accumulate": streaming,
+  "accumulate with skip_fn": functools.partial(streaming, skip_fn=optax.skip_not_finite),
+  "accumulate over devices": streaming_over_devices,
+  "make_train_step": whole_cycles,
+  "make_train_step of accumulate": functools.partial(whole_cycles, every_k=K),
+  "TrainState": streaming_train_state,
+  "linen_train_step": linen_train_state,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
+  held, step = LOOPS[loop]()
+  for x in ROWS[: K - 1]:
+    held = step(held, x)
+  restored = saved_and_restored(tmp_path, held)
+  shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)  # noqa: E731
+  assert shardings(restored) == shardings(held)
+  start = held
+  for x in ROWS[K - 1 :]:
+    held, restored = step(held, x), step(restored, x)
+  trees.assert_close(jax.device_get(restored), jax.device_get(held), 0)
+  assert trees.largest_difference(jax.tree.leaves(held), jax.tree.leaves(start)) > 0.01
+
+
+def test_an_abstract_tree_of_shapes_will_do(tmp_path):
+  held, step = streaming()
+  held = step(held, ROWS[0])
+  tx = accumulate(INNER, K)
+  like = jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS)))
+  trees.assert_close(saved_and_restored(tmp_path, held, like), held, 0)
+
+
+# Gradients 1, 2, 3, ... under SGD: parameters are minus their mean.
+def after(tx, calls, params=0.0, state=None):
+  params = jnp.float32(params)
+  state = tx.init(params) if state is None else state
+  for g in calls:
+    params, state = jax.jit(tx.apply)(jnp.float32(g), state, params)
+  return params, state
+
+
+SGD = optax.sgd(1.0)
+
+
+@pytest.mark.parametrize(
+  ("before", "calls", "now", "ends_with"),
+  [
+    (5, 4, 3, 5),  # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
+    (5, 4, lambda _: 2, 5),
+    (3, 2, 5, 5),
+    (lambda _: 4, 2, 3, 3),
+    (4, 2, lambda _: 1, 3),
+  ],
+)
+def test_restored_under_another_k_nothing_is_lost(before, calls, now, ends_with):
+  _, state = after(accumulate(SGD, before), range(1, calls + 1))
+  tx = accumulate(SGD, now)
+  params, state = after(tx, range(calls + 1, ends_with), state=state)
+  assert (params, int(state.mini_step)) == (0, ends_with - 1)
+  params, state = after(tx, [ends_with], state=state)
+  assert params == -np.mean(range(1, ends_with + 1))
+  assert params != -ends_with  # the cycle begun anew
+  assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
+
+
+def test_k_of_1_and_more_as_the_message_says():
+  params, one = jnp.float32(0), accumulate(SGD, 1)
+  four = accumulate(SGD, 4)
+  state = one.init(params)
+  message = r"every_k=4, and the state lacks an accumulator, .*replace acc_grads by that of a new"
+  with pytest.raises(ValueError, match=message):
+    four.apply(params, state, params)
+  state = after(one, [7])[1]._replace(acc_grads=four.init(params).acc_grads)
+  assert after(four, [1, 2, 3, 4], state=state)[0] == -2.5
+
+  _, state = after(four, [1, 2])
+  with pytest.raises(
+    ValueError, match=r"every_k=1, and the state has an .*flush=True, and replace"
+  ):
+    one.apply(params, state, params)
+  params, state = four.apply(params, state, params, weight=0.0, flush=True)
+  assert params == -1.5
+  state = state._replace(acc_grads=one.init(params).acc_grads)
+  assert after(one, [5], state=state)[0] == -5
+
+
+def test_restored_with_and_without_skip_fn(tmp_path):
+  plain, skips = accumulate(SGD, 2), accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
+  for i, (old, new) in enumerate([(plain, skips), (skips, plain)]):
+    folder = tmp_path / str(i)
+    _, state = after(old, [1])
+    restored = saved_and_restored(folder, state)
+    with pytest.raises(ValueError, match=r"made with a|made without .* from an init in shard_map"):
+      new.apply(jnp.float32(3), restored, jnp.float32(0))
+    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="skip_state"):
+      checkpointer.restore(folder / "saved", jax.eval_shape(new.init, jnp.float32(0)))
+    restored = restored._replace(skip_state=new.init(jnp.float32(0)).skip_state)
+    assert after(new, [3], state=restored)[0] == -2
+
+
+def test_another_accumulator_dtype(tmp_path):
+  wide, narrow = accumulate(SGD, 2), accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16)
+  fine = 1 + 2.0**-12  # bfloat16 has 8 bits
+  _, state = after(wide, [fine])
+  params, state_narrow = after(narrow, [1], state=state)
+  assert (params, state_narrow.acc_grads.dtype) == (-(1 + fine) / 2, jnp.float32)
+  # What our docstring says of orbax:
+  cast = saved_and_restored(tmp_path, state, jax.eval_shape(narrow.init, jnp.float32(0)))
+  assert (cast.acc_grads, cast.acc_grads.dtype) == (1, jnp.bfloat16)
+  assert after(narrow, [1], state=cast)[0] == -1
+  with pytest.raises(TypeError, match=r"updates has dtype float32 and its accumulator bfloat16"):
+    wide.apply(jnp.float32(1), cast, jnp.float32(0))
+
+
+def test_a_checkpoint_of_multisteps(tmp_path):
+  theirs, ours = optax.MultiSteps(SGD, 3), accumulate(SGD, 3)
+  params, state = jnp.zeros(2), theirs.init(jnp.zeros(2))
+  for g in (1.0, 2.0):
+    with jax.numpy_dtype_promotion("standard"):
+      _, state = jax.jit(theirs.update)(jnp.full(2, g), state, params)
+  state = saved_and_restored(tmp_path, state, jax.eval_shape(theirs.init, params))
+  params, state = ours.apply(jnp.full(2, 6.0), from_multi_steps(state), params)
+  np.testing.assert_array_equal(params, [-3, -3])
+  # Read as if it were ours, it lacks the weights, so its mean is not taken for a sum.
+  with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="acc_weight"):
+    checkpointer.restore(tmp_path / "saved", jax.eval_shape(ours.init, params))
+
+
+def code_of_docs():
+  blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
+  assert len(blocks) == 3
+  return blocks
+
+
+def test_the_docs_save_and_restore(tmp_path):
+  (params, opt_state), step = streaming()
+  params, opt_state = step((params, opt_state), ROWS[0])
+  names = {"params": params, "opt_state": opt_state, "tx": accumulate(INNER, K), "number": 1}
+  names |= {"folder": tmp_path, "data": ROWS[0]}
+  exec(code_of_docs()[0], names)
+  trees.assert_close(names["restored"], {"params": params, "opt_state": opt_state}, 0)
+  (rows, key), (again, key_again) = names["rows_and_key"](5), names["rows_and_key"](5)
+  np.testing.assert_array_equal(rows, again)
+  assert key == key_again
+  assert not np.array_equal(rows, names["rows_and_key"](6)[0])
+
+  other = jax.eval_shape(lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)})
+  with ocp.StandardCheckpointer() as checkpointer:
+    stored = checkpointer.metadata(tmp_path / "1").item_metadata.tree
+  other_params = {"params": OTHER, "opt_state": opt_state}
+  at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
+  for leaf, like in at.items():
+    with pytest.raises(ValueError, match=rf"^{leaf} has shape .*\(3,\) in the .*here \(4,\)\.$"):
+      names["check_shapes"](stored, like)
+
+
+def test_the_docs_save_and_restore_nnx(tmp_path):
+  @nnx.jit
+  def step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model))
+
+  model, tx = nnx.Linear(8, 3, rngs=nnx.Rngs(0)), accumulate(INNER, K)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  names = {"model": model, "optimizer": optimizer, "tx": tx, "folder": tmp_path, "ocp": ocp}
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    step(model, optimizer, ROWS[0])
+    exec(code_of_docs()[1], names)
+    for x in ROWS[1:K]:
+      step(model, optimizer, x)
+      step(names["model"], names["optimizer"], x)
+  assert has_updated(optimizer.opt_state)
+  np.testing.assert_array_equal(names["model"].kernel[...], model.kernel[...])
+
+  # As outside nnx: the leaves stay what they are, nnx Variables.
+  step(model, optimizer, ROWS[0] * np.nan)
+  before = jax.tree.structure(optimizer.opt_state)
+  optimizer.opt_state = discard_cycle(optimizer.opt_state)
+  assert jax.tree.structure(optimizer.opt_state) == before
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    for x in ROWS[:K]:
+      step(model, optimizer, x)
+  assert np.all(np.isfinite(model.kernel[...]))
+
+
+VALUES = np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100  # of 8 rows, three times
+
+
+@functools.cache
+def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
+  """A state of `accumulate` with `axis_name`, and a mini step on 8 rows that all devices share."""
+  tx = accumulate(SGD, 3, axis_name="data", skip_fn=skip_fn)
+  mesh = make_mesh(devices)
+  specs = accumulate_specs(jax.eval_shape(tx.init, jnp.float32(0)), "data")
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+
+  @jax.jit
+  @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+  def step(params, state, rows):
+    weight = {"weight": float(len(rows))} if rows_weigh else {}
+    return tx.apply(jnp.mean(rows), state, params, **weight)
+
+  return jax.jit(init)(jnp.float32(0)), step
+
+
+@pytest.mark.parametrize("rows_weigh", [True, False])
+@pytest.mark.parametrize(("before", "now"), [(8, 2), (1, 8)])
+def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_path):
+  state, step = begun_and_stepped(before, rows_weigh)
+  _, state = step(np.float32(0), state, VALUES[0])
+  state = saved_and_restored(tmp_path, jax.device_get(state))
+  names = {"jax": jax}
+  exec(code_of_docs()[2], names)
+
+  def ends(moved):
+    params, (like, step) = np.float32(0), begun_and_stepped(now, rows_weigh)
+    assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, like)
+    for rows in VALUES[1:]:
+      params, moved = jax.device_get(step(params, moved, rows))
+    assert moved.has_updated
+    return params
+
+  factors = [1, now / before] if rows_weigh else [now / before, 1]
+  moved, wrong = (jax.device_get(names["onto"](now, state, factor)) for factor in factors)
+  assert ends(moved) == pytest.approx(-VALUES.mean(), rel=1e-5)
+  assert abs(ends(wrong) + VALUES.mean()) > 0.01
+  if rows_weigh or before > now:  # one device's gradients in the place of all
+    lost = moved._replace(acc_grads=np.broadcast_to(state.acc_grads[:1], now))
+    assert abs(ends(lost) + VALUES.mean()) > 0.01
+  # The present cycle given up: then the accumulators may be any.
+  fresh, step = begun_and_stepped(now, rows_weigh)
+  other = discard_cycle(state)._replace(acc_grads=fresh.acc_grads, skip_state=fresh.skip_state)
+  params = np.float32(0)
+  for rows in VALUES:
+    params, other = jax.device_get(step(params, other, rows))
+  assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
+
+
+def test_restored_on_devices_with_another_skip_fn():
+  (old, plain), (new, skips) = (
+    begun_and_stepped(2, skip_fn=f) for f in (None, optax.skip_not_finite)
+  )
+  params, state = plain(np.float32(0), old, VALUES[0])
+  state = state._replace(skip_state=new.skip_state)
+  for rows in VALUES[1:]:
+    params, state = skips(params, state, rows)
+  assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_discard_cycle(jitted):
+  tx = optax.chain(accumulate(optax.sgd(1.0, momentum=0.5), 2), optax.scale(1.0))
+  held = (PARAMS, tx.init(PARAMS))
+  ones = jax.tree.map(jnp.ones_like, PARAMS)
+  step = jax.jit(lambda held, g: mini_step(tx)(*held, g))
+  held = expected = step(step(held, ones), ones)
+  bad = jax.tree.map(lambda x: x * jnp.nan, ones)
+  params, state = step(held, bad)
+  dropped = (jax.jit(discard_cycle) if jitted else discard_cycle)(state)
+  assert jax.tree.structure(dropped) == jax.tree.structure(state)
+  kept = dropped[0]._replace(
+    mini_step=state[0].mini_step, acc_weight=state[0].acc_weight, weight_rest=state[0].weight_rest
+  )
+  np.testing.assert_equal(jax.device_get((kept, *dropped[1:])), jax.device_get(state))
+  held = params, dropped
+  for _ in range(2):
+    held, expected = step(held, ones), step(expected, ones)
+  trees.assert_close(held, expected, 0)
+  assert has_updated(held[1])
+  with pytest.raises(ValueError, match="discard_cycle got a dict without an AccumulateState in it"):
+    discard_cycle(PARAMS)
+
+
+OTHER = {"b": jnp.ones(4), "w": jnp.zeros((8, 4))}
+ADAM = relaxed(optax.adam(0.1))
+OF_OTHERS = r"it is the state of other parameters, or of another optimizer\. Restore"
+
+
+@forms
+@pytest.mark.parametrize(
+  ("every_k", "message"),
+  [
+    (2, r"updates\['b'\] has shape \(3,\), not \(4,\): .* restore a checkpoint of this one"),
+    (1, rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), and init .* \(3,\): {OF_OTHERS}"),
+  ],
+)
+def test_a_streaming_state_of_another_model(form, every_k, message):
+  tx = accumulate(ADAM, every_k)
+  with pytest.raises(ValueError, match=message):
+    jax.jit(mini_step(tx, form))(PARAMS, tx.init(OTHER), PARAMS)
+
+
+def other_inner(change):
+  """The state of `accumulate`, with another one within."""
+  return accumulate(ADAM, 2).init(PARAMS)._replace(inner_opt_state=change)
+
+
+@forms
+@pytest.mark.parametrize(
+  ("inner_state", "message"),
+  [
+    (ADAM.init(OTHER), r"\[0\]\.mu\['b'\] has shape \(4,\), and init makes it of shape \(3,\)"),
+    (ADAM.init({"w": PARAMS["w"]}), r"\[0\]\.mu\['b'\] is missing, and init makes it, of shape"),
+    (ADAM.init({**PARAMS, "c": 0.0}), r"\[0\]\.mu\['c'\] is there, and init makes no such leaf"),
+    (SGD.init(PARAMS), r"\[0\]\.count is missing"),
+    # JAX broadcasts these, and would step by them.
+    (ADAM.init({**PARAMS, "b": jnp.ones(1)}), r"\[0\]\.mu\['b'\] has shape \(1,\)"),
+    (ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"\[0\]\.mu\['b'\] has shape \(2, 3\)"),
+  ],
+)
+def test_an_inner_state_of_another_model(form, inner_state, message):
+  tx, step = accumulate(ADAM, 2), make_train_step(loss_fn, ADAM, num_microbatches=2)
+  with jax.numpy_rank_promotion("allow"):
+    with pytest.raises(ValueError, match=rf"^inner_opt_state{message}.*: {OF_OTHERS}"):
+      jax.eval_shape(mini_step(tx, form), PARAMS, other_inner(inner_state), PARAMS)
+    with pytest.raises(ValueError, match=rf"^opt_state{message}.*: {OF_OTHERS}"):
+      step.eval_shape(PARAMS, inner_state, ROWS[0])
+
+
+def test_train_states_of_another_model():
+  grads = PARAMS
+  for tx, message in [(accumulate(ADAM, 1), "inner_opt_state"), (accumulate(ADAM, 2), "updates")]:
+    state = optax_accum.flax.TrainState.create(apply_fn=None, params=OTHER, tx=tx)
+    with pytest.raises(ValueError, match=rf"{message}.*\['b'\] has shape"):
+      jax.eval_shape(lambda s: s.replace(params=PARAMS).apply_gradients(grads=grads), state)
+  state = train_state.TrainState.create(apply_fn=None, params=OTHER, tx=ADAM).replace(params=PARAMS)
+  step = optax_accum.flax.linen_train_step(
+    lambda variables, x, rngs: loss_fn(variables["params"], x), num_microbatches=2
+  )
+  with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['b'\] has shape \(4,\)"):
+    step(state, ROWS[0])
+
+
+def test_an_accumulation_in_a_chain_speaks_for_itself():
+  tx = optax.chain(accumulate(SGD, 2), ADAM)
+  step = make_train_step(loss_fn, tx, num_microbatches=2)
+  state = (optax.MultiSteps(SGD, 2).init(PARAMS), ADAM.init(PARAMS))
+  with pytest.raises(ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state\)"):
+    step(PARAMS, state, ROWS[0])
+
+
+def test_a_state_that_grows_is_not_one_of_another_model():
+  updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
+  longer = lambda g, s, p=None: (updates(g), jnp.append(s, 1.0))  # noqa: E731
+  filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
+  for init, update in [(lambda _: jnp.zeros(0), longer), (lambda _: None, filled)]:
+    tx = optax.GradientTransformation(init, update)
+    step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+    held = (PARAMS, tx.init(PARAMS))
+    for x in ROWS[:3]:
+      held = step(*held, x)[:2]
+    assert [x.shape for x in jax.tree.leaves(held[1])] in ([(3,)], [(3,), (8, 3)])
+
+
+def test_an_error_of_an_optimizer_whose_state_is_filled_later_stays():
+  def update(grads, state, params=None):
+    raise RuntimeError("mine")
+
+  tx = optax.GradientTransformation(lambda _: None, update)
+  with pytest.raises(RuntimeError, match="mine") as error:
+    make_train_step(loss_fn, tx, num_microbatches=2)(PARAMS, PARAMS, ROWS[0])
+  [note] = [note for note in error.value.__notes__ if note.startswith("opt_state['b'] is there")]
+  assert f". If it was restored: {OF_OTHERS[:20]}" in note
+
+
+def test_other_errors_of_an_optimizer_stay_as_they_are():
+  def update(grads, state, params=None):
+    raise KeyError("mine")
+
+  tx = optax.GradientTransformation(ADAM.init, update)
+  with pytest.raises(KeyError, match="mine"):
+    make_train_step(loss_fn, tx, num_microbatches=2)(PARAMS, tx.init(PARAMS), ROWS[0])
+  no_init = optax.GradientTransformation(None, update)
+  with pytest.raises(KeyError, match="mine"):
+    make_train_step(loss_fn, no_init, num_microbatches=2)(PARAMS, (), ROWS[0])
+
+
+@pytest.fixture
+def resume(monkeypatch):
+  spec = importlib.util.spec_from_file_location("resume", ROOT / "examples/resume.py")
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # conftest's devices
+  return module
+
+
+def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    held = resume.train("streaming", 1, 1, 2, tmp_path)
+  like = abstract(held)
+  assert resume.same_bits(resume.load(tmp_path, 2, like), held)
+  wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"])
+  with pytest.raises(ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"):
+    resume.load(tmp_path, 2, {**like, "params": wide})
+  files = [path for path in tmp_path.rglob("*") if path.is_file()]
+  assert len(files) > 5
+  for path in files:
+    whole = path.read_bytes()
+    cuts = range(len(whole)) if len(whole) < 200 else {0, 1, len(whole) // 2, len(whole) - 1}
+    for cut in cuts:
+      path.write_bytes(whole[:cut])
+      with pytest.raises(ValueError, match="2 is not what was saved, so it is not used: delete it"):
+        resume.load(tmp_path, 2, like)
+    path.write_bytes(whole)
+  assert resume.same_bits(resume.load(tmp_path, 2, like), held)
+  shutil.rmtree(tmp_path / "2" / "d")
+  with pytest.raises(ValueError, match="2 is not what was saved"):
+    resume.load(tmp_path, 2, like)
+  (tmp_path / "2.json").unlink()  # a write that did not come to its end
+  assert resume.last_sealed(tmp_path) == 0

@@ -1,0 +1,391 @@
+"""`linen_train_step`: a `TrainState` in, the whole batch's `TrainState` and metrics out."""
+
+from typing import Any
+
+import flax.core
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import linen, trees
+from support.compiled import compilations
+from support.devices import make_mesh
+from support.linen import make_batch, make_state, mean_loss, Model, total
+
+from optax_accum import accumulate
+from optax_accum.flax import linen_train_step
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """JAX's usual promotion, which flax relies on."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def steps_of_flax(state, loss_fn, batch, count):
+  for _ in range(count):
+    state = state.apply_gradients(grads=jax.grad(loss_fn)(state.params, batch))
+  return state
+
+
+@pytest.mark.parametrize("size", [24, 8, 5, 1])
+@pytest.mark.parametrize("count", [None, 8])
+def test_steps_are_those_of_the_whole_batch(size, count):
+  model = Model()
+  mesh = None if count is None else make_mesh(count)
+  if mesh is not None and size in (5, 1):
+    size = 16 if size == 5 else 8
+
+  def loss_fn(variables, batch, rngs):
+    assert rngs is None
+    return mean_loss(model.apply(variables, batch["x"]), batch)
+
+  with jax.enable_x64(True):
+    batch = make_batch()
+    state = make_state(model, batch)
+    plain = lambda params, batch: loss_fn({"params": params}, batch, None)  # noqa: E731
+    expected = steps_of_flax(state, plain, batch, 3)
+    step = linen_train_step(loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh)
+    for _ in range(3):
+      state, metrics = step(state, batch)
+    trees.assert_close(jax.device_get(state.params), expected.params, 1e-10)
+    assert int(state.step) == 3
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches"}
+
+
+def with_statistics(model):
+  def loss_fn(variables, batch, rngs):
+    logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    return mean_loss(logits, batch), updates
+
+  return loss_fn
+
+
+def looped(model, state, batch, count):
+  """The statistics of a plain loop over `count` microbatches."""
+  stats = state.batch_stats
+  for part in trees.strided(batch, count):
+    variables = {"params": state.params, "batch_stats": stats}
+    stats = model.apply(variables, part["x"], mutable=["batch_stats"])[1]["batch_stats"]
+  return stats
+
+
+def test_statistics_are_those_of_a_loop_over_microbatches():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  state = make_state(model, batch)
+  expected = looped(model, state, batch, 4)
+  step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=4)
+  state, metrics = step(state, batch)
+  trees.assert_close(state.batch_stats, expected, 1e-5)
+  assert "aux" not in metrics
+
+
+def test_statistics_over_devices_are_weighted_by_what_each_counted():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  batch["weight"] = np.repeat(np.arange(8.0, dtype=np.float32), 3)  # the first device has none
+  state = make_state(model, batch)
+  parts = [trees.index(batch, slice(3 * i, 3 * i + 3)) for i in range(8)]
+  each = [looped(model, state, part, 3) for part in parts]
+  weights = [float(part["weight"].sum()) for part in parts]
+
+  def mean(weights):
+    return jax.tree.map(lambda *x: np.average(x, 0, weights).astype(np.float32), *each)
+
+  step = linen_train_step(
+    with_statistics(model),
+    mutable=("batch_stats",),
+    num_microbatches=3,
+    weight_fn=total,
+    mesh=make_mesh(8),
+  )
+  state, _ = step(state, batch)
+  actual = jax.device_get(state.batch_stats)
+  trees.assert_close(actual, mean(weights), 1e-5)
+  assert trees.largest_difference(actual, mean([1.0] * 8)) > 1e-3
+
+
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
+  model = Model(rate=0.5)
+
+  def loss_fn(variables, batch, rngs):
+    logits = model.apply(variables, batch["x"], rngs=rngs)
+    return mean_loss(logits, batch), logits
+
+  batch = make_batch(np.float32)
+  batch["x"] = np.repeat(batch["x"][:1], linen.ROWS, 0)
+  step = linen_train_step(
+    loss_fn, has_aux=True, num_microbatches=2, aux_reduction="stack", donate=False, mesh=mesh
+  )
+  state = make_state(model, batch)
+  runs = [step(state, batch, {"dropout": make_key(seed)}) for seed in (1, 1, 2)]
+  params = [jax.device_get(run[0].params) for run in runs]
+  trees.assert_close(params[0], params[1], 0)
+  assert trees.largest_difference(params[0], params[2]) > 1e-3
+  logits = np.asarray(runs[0][1]["aux"])  # the microbatches of one device, then of the next
+  noises = [x[0] for x in logits]
+  assert len(noises) == (2 if mesh is None else 4)
+  assert len({x.tobytes() for x in noises}) == len(noises)
+
+
+# The distance from the step of the whole batch is in the docstring of linen_train_step.
+@pytest.mark.parametrize("norm", ["batch", "layer", "group"])
+def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
+  model = Model(norm=norm)
+
+  def loss_fn(variables, batch, rngs):
+    logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    return mean_loss(logits, batch), {"batch_stats": updates.get("batch_stats", {})}
+
+  with jax.enable_x64(True):
+    batch = make_batch()
+    batch = {**batch, "weight": np.ones_like(batch["weight"])}
+    state = make_state(model, batch, optax.sgd(0.1))
+    state = state.replace(batch_stats=jax.tree.map(np.float64, state.batch_stats))
+    after = {}
+    for count in (1, 4):
+      step = linen_train_step(loss_fn, mutable="batch_stats", num_microbatches=count, donate=False)
+      after[count] = step(state, batch)[0].params
+    way = optax.tree.norm(optax.tree.sub(after[1], state.params))
+    distance = float(optax.tree.norm(optax.tree.sub(after[4], after[1])) / way)
+  assert 0.38 < distance < 0.39 if norm == "batch" else distance < 1e-10
+
+
+def linear(variables, batch, rngs):
+  return jnp.mean(batch["x"] @ variables["params"]["w"])
+
+
+def linear_state(tx, kind=train_state.TrainState, **fields):
+  return kind.create(apply_fn=None, params={"w": jnp.ones(linen.WIDTH)}, tx=tx, **fields)
+
+
+def test_steps_are_counted():
+  padding = make_batch(np.float32) | {"weight": np.zeros(linen.ROWS, np.float32)}
+  batch = {**padding, "weight": np.ones(linen.ROWS, np.float32)}
+  schedule = optax.sgd(lambda count: jnp.where(count == 0, 1.0, 10.0))
+  step = linen_train_step(linear, num_microbatches=2, weight_fn=total)
+  for tx, calls, counts in [
+    (schedule, [batch, padding, batch], [1, 1, 2]),
+    (accumulate(schedule, 2), [batch, padding, batch, batch], [0, 0, 1, 1]),
+    (optax.chain(accumulate(schedule, 2), optax.identity()), [batch, padding, batch], [0, 0, 1]),
+    (optax.MultiSteps(schedule, 2).gradient_transformation(), [batch, batch, batch], [0, 1, 1]),
+  ]:
+    state = linear_state(tx)
+    assert state.step == 0
+    for part, count in zip(calls, counts, strict=True):
+      state, _ = step(state, part)
+      assert (int(state.step), state.step.dtype) == (count, jnp.int32)
+  expected = jnp.ones(linen.WIDTH) - np.mean(batch["x"], 0)
+  trees.assert_close(state.params["w"], expected, 1e-5)
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_it_compiles_once_and_donates_the_state(mesh):
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  step = linen_train_step(
+    with_statistics(model), mutable="batch_stats", num_microbatches=2, mesh=mesh
+  )
+  state = make_state(model, batch, optax.sgd(0.1, momentum=0.9))
+  with compilations() as programs:
+    old = state
+    for _ in range(3):
+      old, (state, _) = state, step(state, batch)
+  assert sum("linen_train_step" in line for line in programs) == 1
+  assert all(x.is_deleted() for x in jax.tree.leaves(old))
+  with pytest.raises(RuntimeError, match=r"state\.params.* has been deleted: a step updates"):
+    step(old, batch)
+  state, _ = step(state.replace(step=np.int32(7)), batch)
+  assert int(state.step) == 8
+
+
+def test_a_step_goes_on_where_another_stopped():
+  first, second = (linen_train_step(linear, num_microbatches=2) for _ in range(2))
+  batch, stale = make_batch(np.float32), None
+  state, _ = first(linear_state(optax.sgd(0.1)), batch)
+  stale, (state, _) = state, second(state, batch)
+  with pytest.raises(RuntimeError, match=r"state\.params\['w'\] has been deleted: a step updates"):
+    first(stale, batch)
+  state, _ = first(state, batch)
+  assert int(state.step) == 3
+
+
+def test_one_step_serves_several_optimizers():
+  batch = make_batch(np.float32)
+  step = linen_train_step(linear, num_microbatches=2)
+  states = [linear_state(optax.sgd(rate)) for rate in (0.1, 1.0)]
+  for _ in range(2):
+    states = [step(state, batch)[0] for state in states]
+  moved = [float(jnp.sum(1 - state.params["w"])) for state in states]
+  assert moved[1] == pytest.approx(10 * moved[0], rel=1e-4)
+
+
+class Kept(train_state.TrainState):
+  ema: Any
+  key: Any
+  counts: Any
+  note: Any = flax.struct.field(pytree_node=False, default=None)
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_what_the_step_does_not_touch_is_kept(mesh):
+  state = linear_state(
+    optax.sgd(0.1), Kept, ema=None, key=jax.random.key(0), counts=(jnp.int32(3),), note="fine"
+  )
+  state = state.replace(ema=state.params, step=state.counts[0])  # the same arrays
+  step = linen_train_step(linear, num_microbatches=2, mesh=mesh)
+  new, batch = state, make_batch(np.float32)
+  for _ in range(2):
+    new, _ = step(new, batch)
+  assert new.key is state.key
+  assert new.counts is state.counts
+  assert (new.note, int(new.step), int(new.counts[0])) == ("fine", 5, 3)
+  trees.assert_close(jax.device_get(new.ema), {"w": np.ones(linen.WIDTH, np.float32)}, 0)
+  assert not state.ema["w"].is_deleted()
+  assert mesh is not None or new.ema["w"] is state.ema["w"]
+  assert float(jnp.max(jnp.abs(jax.device_get(new.params["w"]) - 1))) > 1e-3
+
+
+def test_without_donation_the_state_lives_on():
+  batch, state = make_batch(np.float32), linear_state(optax.sgd(0.1))
+  step = linen_train_step(linear, num_microbatches=2, donate=False)
+  first, second = step(state, batch)[0], step(state, batch)[0]
+  trees.assert_close(first.params, second.params, 0)
+  assert state.params["w"].tolist() == [1.0] * linen.WIDTH
+
+
+def test_positions_and_names_and_what_a_jitted_function_has():
+  def loss_fn(variables, batch, rngs):
+    noise = jax.random.normal(rngs["noise"]) if rngs else 0.0
+    return linear(variables, batch, rngs) + noise
+
+  step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
+  state, batch, rngs = linear_state(optax.sgd(0.1)), make_batch(np.float32), {}
+  rngs = {"noise": jax.random.key(0)}
+  expected = step(state, batch, rngs)
+  for actual in (
+    step(state, batch, rngs=rngs),
+    step(state, batch=batch, rngs=rngs),
+    step(rngs=rngs, batch=batch, state=state),
+  ):
+    trees.assert_close(actual[0].params, expected[0].params, 0)
+  assert float(step(state, batch)[1]["loss"]) == pytest.approx(
+    float(step(state, batch, {})[1]["loss"])
+  )
+  shapes = jax.eval_shape(lambda: linear_state(state.tx))
+  made = step.eval_shape(shapes.replace(tx=state.tx), batch, rngs)
+  assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, expected)
+  assert "linen_train_step" in step.lower(state, batch).compile().as_text()
+  assert step.trace(state, batch, rngs=rngs).jaxpr.out_avals
+  assert repr(step) == "linen_train_step(loss_fn, num_microbatches=2, donate=False)"
+
+
+def test_inside_jit_and_a_scan_over_steps():
+  batch = make_batch(np.float32)
+  step = linen_train_step(linear, num_microbatches=2)
+  state = linear_state(optax.sgd(0.1))
+  expected = state
+  for _ in range(3):
+    expected, _ = linen_train_step(linear, num_microbatches=2, donate=False)(expected, batch)
+
+  @jax.jit
+  def loop(state):
+    return jax.lax.scan(lambda state, _: step(state, batch), state, None, length=3)
+
+  scanned, metrics = loop(state)
+  assert metrics["loss"].shape == (3,)
+  trees.assert_close(scanned.params, expected.params, 1e-6)
+  once, _ = jax.jit(step)(state, batch)
+  assert (int(scanned.step), int(once.step)) == (3, 1)
+
+
+def test_frozen_dicts():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+  results = []
+  for freeze in (lambda x: x, flax.core.freeze):
+    state = make_state(model, batch, optax.sgd(0.1, momentum=0.9), freeze)
+    kind = type(state.params), type(state.batch_stats)
+    step = linen_train_step(with_statistics(model), mutable="batch_stats", num_microbatches=2)
+    for _ in range(2):
+      state, _ = step(state, batch)
+    assert (type(state.params), type(state.batch_stats)) == kind
+    results.append([flax.core.unfreeze(x) for x in (state.params, state.batch_stats)])
+  trees.assert_close(*results, 0)
+
+
+def test_statistics_that_are_not_mutable_reach_the_loss():
+  model, batch = Model(norm="batch"), make_batch(np.float32)
+
+  def loss_fn(variables, batch, rngs):
+    return mean_loss(model.apply(variables, batch["x"], train=False), batch)
+
+  with jax.enable_x64(True):
+    batch = make_batch()
+    state = make_state(model, batch, optax.sgd(0.1))
+    state = state.replace(batch_stats=jax.tree.map(lambda x: x + 0.5, state.batch_stats))
+    variables = lambda params: {"params": params, "batch_stats": state.batch_stats}  # noqa: E731
+    expected = steps_of_flax(state, lambda p, b: loss_fn(variables(p), b, None), batch, 2)
+    for mesh in (None, make_mesh(8)):
+      new = state
+      step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, weight_fn=total, donate=False)
+      for _ in range(2):
+        new, _ = step(new, batch)
+      trees.assert_close(jax.device_get(new.params), expected.params, 1e-10)
+      trees.assert_close(jax.device_get(new.batch_stats), jax.device_get(state.batch_stats), 0)
+
+
+def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest():
+  @jax.custom_vjp
+  def record(x, amax):
+    return x
+
+  record.defvjp(lambda x, amax: (x, jnp.max(jnp.abs(x))), lambda amax, g: (g, amax))
+
+  def loss_fn(variables, batch, rngs):
+    x = record(batch["x"], variables["_overwrite_with_gradient"]["amax"])
+    return jnp.mean(x @ variables["params"]["w"])
+
+  batch = make_batch(np.float32)
+  params = {
+    "params": {"w": jnp.ones(linen.WIDTH)},
+    "_overwrite_with_gradient": {"amax": jnp.ones(())},
+  }
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+  whole = state.apply_gradients(grads=jax.grad(lambda p: loss_fn(p, batch, None))(params))
+  state, _ = linen_train_step(loss_fn, num_microbatches=4)(state, batch)
+  trees.assert_close(state.params, whole.params, 1e-5)
+  trees.assert_close(state.opt_state, whole.opt_state, 1e-5)
+
+
+class Holding(train_state.TrainState):
+  rng: Any = None
+  kept: Any = None
+
+
+def test_arrays_that_are_held_or_passed_twice_are_noticed_in_every_step():
+  def loss_fn(variables, batch, rngs):
+    key, _ = jax.random.split(variables["rng"]["dropout"])
+    noise = jax.random.normal(rngs["dropout"], ())
+    loss = jnp.mean((batch["x"] * batch["row"] * variables["params"]["w"]) ** 2 + 0 * noise)
+    return loss, {"rng": {"dropout": key}}
+
+  step = linen_train_step(loss_fn, mutable="rng", num_microbatches=2)
+  state = Holding.create(
+    apply_fn=None,
+    params={"w": jnp.ones(4)},
+    tx=optax.sgd(0.1),
+    rng={"dropout": jax.random.key(0)},
+    kept=[None],
+  )
+  for _ in range(3):
+    before = np.array(state.params["w"])
+    state.kept[0] = state.params["w"]  # a list in a state can change beneath it
+    batch = {"x": jnp.ones((4, 1)), "row": state.params["w"][:, None] * 0 + 1}
+    batch["same"] = state.params["w"]
+    state, _ = step(state, batch, state.rng)
+    np.testing.assert_array_equal(state.kept[0], before)
+    np.testing.assert_array_equal(batch["same"], before)
+    assert not np.array_equal(state.params["w"], before)

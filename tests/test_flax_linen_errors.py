@@ -1,0 +1,200 @@
+"""What `linen_train_step` refuses, in its own words."""
+
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.linen import make_batch, TrainState
+
+from optax_accum.flax import linen_train_step
+
+STATS = {"norm": {"mean": jnp.zeros(2)}}
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """JAX's usual promotion, which flax relies on."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def make_state(kind=TrainState, tx=None, **fields):
+  params = fields.pop("params", {"w": jnp.ones(())})
+  if kind is TrainState:
+    fields = {"batch_stats": STATS} | fields
+  return kind.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **fields)
+
+
+def returning(*rest):
+  def loss_fn(variables, batch, rngs):
+    loss = jnp.mean(batch["x"]) * variables["params"]["w"]
+    return (loss, *rest) if rest else loss
+
+  return loss_fn
+
+
+STATS_ALONE = {"mutable": ("batch_stats",)}
+WITH_AUX = {**STATS_ALONE, "has_aux": True}
+GOOD = {"batch_stats": STATS}
+
+
+@pytest.mark.parametrize(
+  ("options", "error", "match"),
+  [
+    ({"rng_argnums": 2}, TypeError, "takes no rng_argnums: pass keys as rngs"),
+    ({"carry_argnum": 2}, TypeError, "takes no carry_argnum: name collections in mutable"),
+    ({"tx": optax.sgd(0.1)}, TypeError, "takes no tx: it is the state's"),
+    ({"microbatches": 2}, TypeError, "has no option 'microbatches': see those of make_train_step"),
+    ({"mutable": True}, TypeError, r'mutable=True must name collections, .*\("batch_stats",\)'),
+    ({"mutable": ("params",)}, ValueError, "names 'params', which the optimizer's step updates"),
+    ({"carry_reduction": "max"}, ValueError, r"mutable collections, and mutable=\(\) names none"),
+    ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),
+    ({"num_microbatches": None}, ValueError, "give exactly one of the two"),
+  ],
+)
+def test_options(options, error, match):
+  with pytest.raises(error, match=match):
+    linen_train_step(returning(), **{"num_microbatches": 2, **options})
+
+
+@pytest.mark.parametrize(
+  ("returned", "options", "error", "match"),
+  [
+    (
+      (),
+      STATS_ALONE,
+      TypeError,
+      r"a single value; with mutable=\('batch_stats',\) it returns \(loss, up",
+    ),
+    (
+      (GOOD,),
+      WITH_AUX,
+      TypeError,
+      r"with mutable=.* and has_aux=True it returns \(loss, \(updates, aux",
+    ),
+    ((GOOD, 1.0), STATS_ALONE, TypeError, r"a tuple of length 3; with mutable="),
+    (
+      ((GOOD, 1.0),),
+      STATS_ALONE,
+      TypeError,
+      r"a tuple as the updates of mutable=.*with has_aux=True",
+    ),
+    ((GOOD,), {}, TypeError, r"a tuple of length 2, and without .* name them, mutable=\("),
+    ((), {"has_aux": True}, TypeError, r"with has_aux=True it must return \(loss, aux\)"),
+    (
+      ({},),
+      STATS_ALONE,
+      ValueError,
+      r"returned the collections \[\], and mutable=\('batch_stats',",
+    ),
+    (({**GOOD, "cache": {}},), STATS_ALONE, ValueError, r"\['batch_stats', 'cache'\], and mutable"),
+    (
+      ({"batch_stats": {"norm": {"var": jnp.ones(2)}}},),
+      STATS_ALONE,
+      ValueError,
+      r"returned batch_stats\['norm'\]\['var'\], which the state lacks: give create batch_stats=",
+    ),
+    (
+      ({"batch_stats": {}},),
+      STATS_ALONE,
+      ValueError,
+      r"did not return batch_stats\['norm'\]\['mean'\], which the state has",
+    ),
+    (
+      ({"batch_stats": {"norm": {"mean": jnp.zeros(3)}}},),
+      STATS_ALONE,
+      ValueError,
+      r"\['mean'\] of shape \(3,\) and dtype float32, and the state has it of shape \(2,\)",
+    ),
+  ],
+)
+def test_what_the_loss_returned(returned, options, error, match):
+  step = linen_train_step(returning(*returned), num_microbatches=2, **options)
+  with pytest.raises(error, match=match):
+    step(make_state(), make_batch(np.float32))
+
+
+@pytest.mark.parametrize(
+  ("make", "options", "error", "match"),
+  [
+    (
+      lambda: {"w": 1.0},
+      {},
+      TypeError,
+      "state is a dict; linen_train_step takes a flax TrainState",
+    ),
+    (
+      lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)),
+      {},
+      TypeError,
+      r"state\.tx is an optax\.MultiSteps.*takes it as it is; a loop",
+    ),
+    (
+      lambda: make_state(train_state.TrainState),
+      STATS_ALONE,
+      ValueError,
+      "names 'batch_stats', and TrainState has no such field: declare it",
+    ),
+    (
+      lambda: make_state(batch_stats=None),
+      STATS_ALONE,
+      ValueError,
+      r"state\.batch_stats is None, no collection: pass batch_stats=variables\['batch_stats'\]",
+    ),
+    (
+      lambda: make_state().replace(step=np.zeros(8, np.int32)),
+      {},
+      ValueError,
+      r"state\.step has shape \(8,\), as of a state that is replicated for pmap: .*unreplicate",
+    ),
+    (
+      lambda: make_state().replace(params={"w": jnp.int32(1)}),
+      {},
+      TypeError,
+      r"state\.params\['w'\] has dtype int32 and cannot be differentiated",
+    ),
+  ],
+)
+def test_states(make, options, error, match):
+  step = linen_train_step(returning(), num_microbatches=2, **options)
+  with pytest.raises(error, match=match):
+    step(make(), make_batch(np.float32))
+
+
+@pytest.mark.parametrize(
+  ("rngs", "match"),
+  [
+    (jax.random.key(0), r"rngs is an array of shape \(\) and dtype key<fry>: pass a dict of keys"),
+    (jax.random.PRNGKey(0), r"rngs is an array of shape \(2,\) and dtype uint32: pass a dict"),
+    ([{"dropout": jax.random.key(0)}], "rngs is a list: pass a dict of keys by name"),
+    (0, "rngs is int 0: pass a dict"),
+    ({"dropout": 0}, r"rngs\['dropout'\] is int 0, and must be one key, of jax.random.key"),
+    ({"dropout": jnp.float32(1)}, r"\['dropout'\] is an array of shape \(\) and dtype float32"),
+    (
+      {"dropout": jax.random.split(jax.random.key(0), 8)},
+      r"shape \(8,\) .*folds it for each micro",
+    ),
+    (
+      {"dropout": {"a": jax.random.key(0)}},
+      r"rngs\['dropout'\] is a dict, and must be one key",
+    ),
+  ],
+)
+def test_rngs_that_are_no_keys(rngs, match):
+  step = linen_train_step(returning(), num_microbatches=2)
+  with pytest.raises(TypeError, match=match):
+    step(make_state(), make_batch(np.float32), rngs)
+
+
+def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():
+  step = linen_train_step(returning(), num_microbatches=5)
+  with pytest.raises(ValueError, match=r"num_microbatches=5 does not divide .*24 rows"):
+    step(make_state(), make_batch(np.float32))
+  state = make_state().replace(opt_state=optax.adam(0.1).init({"w": jnp.ones(())}))
+  state = state.replace(tx=optax.sgd(0.1, momentum=0.9))
+  with pytest.raises(
+    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing, and init makes it"
+  ):
+    linen_train_step(returning(), num_microbatches=4)(state, make_batch(np.float32))

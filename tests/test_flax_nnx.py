@@ -1,0 +1,548 @@
+"""`nnx_train_step`: model and optimizer stepped in place, as by the whole batch."""
+
+import gc
+import weakref
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.compiled import compilations
+from support.devices import make_mesh
+
+from optax_accum import accumulate, count_collectives
+from optax_accum._flax import graph
+from optax_accum._flax.forwarded import forwarded
+from optax_accum.flax import nnx_train_step
+
+ROWS, WIDTH, CLASSES = 24, 6, 3
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """JAX's usual promotion, which flax relies on."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+class Model(nnx.Module):
+  def __init__(self, norm=None, rate=0.0, seed=0):
+    rngs, dtype = nnx.Rngs(seed), jnp.result_type(float)
+    self.first = nnx.Linear(WIDTH, 8, param_dtype=dtype, rngs=rngs)
+    self.norm = norm and norm(8, param_dtype=dtype, rngs=rngs)
+    self.dropout = nnx.Dropout(rate, rngs=rngs)
+    self.last = nnx.Linear(8, CLASSES, param_dtype=dtype, rngs=rngs)
+
+  def __call__(self, x):
+    x = self.first(x)
+    x = self.norm(x) if self.norm else x
+    return self.last(self.dropout(nnx.tanh(x)))
+
+
+def make_batch():
+  rng, dtype = np.random.default_rng(0), jnp.result_type(float)
+  return {
+    "x": rng.normal(size=(ROWS, WIDTH)).astype(dtype),
+    "y": rng.integers(CLASSES, size=ROWS).astype(np.int32),
+    "weight": rng.integers(0, 3, ROWS).astype(dtype),
+  }
+
+
+def loss_fn(model, batch):
+  each = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  return jnp.sum(each * batch["weight"]) / jnp.sum(batch["weight"])
+
+
+def total(batch):
+  return jnp.sum(batch["weight"])
+
+
+def make(model, tx=None, wrt=nnx.Param):
+  return model, nnx.Optimizer(model, tx or optax.adam(0.1), wrt=wrt)
+
+
+def arrays(x):
+  """What an nnx object holds, by name, keys as numbers."""
+  is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+  found = jax.tree_util.tree_leaves_with_path(nnx.state(x), is_leaf=is_variable)
+  named = {jax.tree_util.keystr(path): x.get_raw_value() for path, x in found}
+  is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+  return {n: np.asarray(jax.random.key_data(x) if is_key(x) else x) for n, x in named.items()}
+
+
+@nnx.jit
+def hand_written(model, optimizer, parts):
+  """A loop over the microbatches, and a step by the weighted mean of their gradients."""
+  grads = [nnx.grad(loss_fn)(model, part) for part in parts]
+  weights = [total(part) for part in parts]
+  mean = jax.tree.map(lambda *g: sum(map(jnp.multiply, g, weights)) / sum(weights), *grads)
+  optimizer.update(model, mean)
+
+
+def strided(batch, count):
+  return [jax.tree.map(lambda x, i=i: x[i::count], batch) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+  ("size", "devices"), [(24, None), (8, None), (5, None), (1, None), (24, 8), (8, 8)]
+)
+def test_steps_are_those_of_the_whole_batch(size, devices):
+  mesh = devices and make_mesh(devices)
+  with jax.enable_x64(True):
+    batch = make_batch()
+    model, optimizer = make(Model(nnx.LayerNorm))
+    expected, other = make(Model(nnx.LayerNorm))
+    step = nnx_train_step(loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh)
+    for _ in range(3):
+      metrics = step(model, optimizer, batch)
+      hand_written(expected, other, [batch])
+    trees.assert_close(arrays(model), arrays(expected), 1e-10)
+    trees.assert_close(arrays(optimizer), arrays(other), 1e-10)
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches"}
+
+
+def test_the_model_ends_as_after_a_loop_over_the_microbatches():
+  batch = make_batch()  # in float32, as nnx keeps running statistics
+  model, optimizer = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
+  expected, other = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
+  step = nnx_train_step(loss_fn, num_microbatches=4, weight_fn=total)
+  for _ in range(2):
+    step(model, optimizer, batch)
+    hand_written(expected, other, strided(batch, 4))
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  assert arrays(model)["['dropout']['rngs']['count']"] == 8
+
+
+def test_over_devices_statistics_are_averaged_with_what_each_counted():
+  batch = make_batch()
+  model, optimizer = make(Model(nnx.BatchNorm), optax.sgd(0.1))
+  step = nnx_train_step(loss_fn, microbatch_size=8, weight_fn=total, mesh=make_mesh(4))
+  step(model, optimizer, batch)
+  means, weights = [], []
+  for rows in np.split(np.arange(ROWS), 4):  # a device has rows that follow one another
+    part = jax.tree.map(lambda x: x[rows], batch)  # noqa: B023
+    alone = Model(nnx.BatchNorm)
+    for micro in strided(part, 3):
+      if total(micro):  # one that counts nothing leaves the model as it was
+        alone(micro["x"])
+    means.append(arrays(alone)["['norm']['mean']"])
+    weights.append(total(part))
+  expected = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(weights)
+  trees.assert_close(arrays(model)["['norm']['mean']"], np.asarray(expected), 1e-6)
+  assert np.abs(np.mean(means, 0) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_noise_repeats_and_differs_between_microbatches_and_devices(devices):
+  def noise(model, batch):
+    return jnp.mean(model(batch)), model.dropout(jnp.ones(64))
+
+  mesh = devices and make_mesh(devices)
+  step = nnx_train_step(noise, num_microbatches=2, has_aux=True, aux_reduction="stack", mesh=mesh)
+  runs = []
+  for _ in range(2):
+    model, optimizer = make(Model(rate=0.5))
+    runs += [step(model, optimizer, jnp.ones((8, WIDTH)))["aux"] for _ in range(2)]
+  trees.assert_close(runs[:2], runs[2:], 0)
+  rows = np.concatenate([np.asarray(x) for x in runs[:2]])
+  assert len(np.unique(rows, axis=0)) == len(rows) == 4 * (devices or 1)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), accumulate(optax.adam(0.1), 2)])
+def test_a_batch_of_padding_is_no_step(tx):
+  batch = make_batch()
+  model, optimizer = make(Model(nnx.BatchNorm), tx)
+  step = nnx_train_step(loss_fn, num_microbatches=2, weight_fn=total)
+  step(model, optimizer, batch)
+  before = arrays(model), arrays(optimizer)
+  step(model, optimizer, {**batch, "weight": np.zeros_like(batch["weight"])})
+  after = arrays(model), arrays(optimizer)
+  trees.assert_close(after[0], before[0], 0)
+  assert after[1]["['step']"] == before[1]["['step']"] == (0 if hasattr(tx, "apply") else 1)
+
+
+class Block(nnx.Module):
+  def __init__(self, rngs):
+    self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+  def __call__(self, x):
+    return x + self.dropout(self.norm(self.layer(x)))
+
+
+class Transformed(nnx.Module):
+  """Transforms of nnx give back every Variable as a new value, changed or not."""
+
+  def __init__(self):
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))
+    self.blocks, self.block = stacked(nnx.Rngs(0)), Block(nnx.Rngs(1))
+    self.head = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(2))
+
+  def __call__(self, x):
+    over_layers = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
+    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(self.blocks, x)
+    run = lambda block, x: block(x)  # noqa: E731
+    x = nnx.cond(jnp.sum(x) < 1e9, run, run, self.block, x)
+    x = nnx.fori_loop(0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x))[1]
+    return self.head(x)
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_transforms_of_nnx_within_the_loss(devices):
+  batch = make_batch()
+  model, optimizer = make(Transformed(), optax.sgd(0.1))
+  mesh = devices and make_mesh(devices)
+  step = nnx_train_step(loss_fn, num_microbatches=2, weight_fn=total, mesh=mesh)
+  step(model, optimizer, batch)
+  assert arrays(model)["['block']['dropout']['rngs']['count']"] == 2 * 3
+  if devices is None:
+    expected, other = make(Transformed(), optax.sgd(0.1))
+    hand_written(expected, other, strided(batch, 2))
+    trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
+@nnx.custom_vjp
+def with_its_own_derivative(layer, x):
+  return layer(x)
+
+
+def forward(layer, x):
+  return with_its_own_derivative(layer, x), (layer, x)
+
+
+def backward(kept, cotangents):
+  graphdef, state = nnx.split(kept[0])
+  _, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1])
+  return vjp(cotangents[1])
+
+
+with_its_own_derivative.defvjp(forward, backward)
+
+
+class SecondAxis(nnx.Module):
+  """Parameters of layers that are stacked on their second axis."""
+
+  def __init__(self):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
+    stacked = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=(0,), out_axes=axes))
+    self.layers, self.head = stacked(nnx.Rngs(0)), nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1))
+
+  def __call__(self, x):
+    axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
+    layer = lambda x, layer: nnx.tanh(layer(x))  # noqa: E731
+    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
+    return with_its_own_derivative(self.head, x)
+
+
+def test_transforms_that_give_parameters_back_in_other_words():
+  batch = make_batch()
+  (model, optimizer), (expected, other) = (make(SecondAxis(), optax.sgd(0.1)) for _ in range(2))
+  nnx_train_step(loss_fn, num_microbatches=2, weight_fn=total)(model, optimizer, batch)
+  hand_written(expected, other, strided(batch, 2))
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
+def test_what_a_program_gives_back():
+  def program(a, b, c, d):
+    (kept, _), stacked = jax.lax.scan(lambda s, x: ((s[0], s[1] + x.sum()), x), (a, b), c)
+    given = jax.checkpoint(lambda x, y: (y, x + 1.0))(a, c)
+    either = jax.lax.cond(b > 0, lambda x, y: (x, y), lambda x, y: (x, y + 1.0), a, b)
+    looped = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b))
+    turned = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1]
+    back = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1].transpose(0, 2, 1)
+    return kept, stacked, *given, *either, *looped, 1.0, turned, back, d.T, d.T.T
+
+  jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))).jaxpr
+  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, 0, None, None, None, 3, None, 3]
+
+
+class Adapted(nnx.Module):
+  """A large matrix, and an adapter of rank 1 for it."""
+
+  def __init__(self):
+    self.base = nnx.Linear(512, 512, rngs=nnx.Rngs(0))
+    self.adapter = nnx.LoRA(512, 1, 512, rngs=nnx.Rngs(1))
+
+  def __call__(self, x):
+    return self.base(x) + self.adapter(x)
+
+
+def squares(model, x):
+  return jnp.mean(model(x) ** 2)
+
+
+def size(tree):
+  return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_only_adapters_accumulate_and_have_moments():
+  x = np.ones((4, 512), np.float32)
+  temp = {}
+  for wrt in (nnx.LoRAParam, nnx.Param):  # the second selects all: an adapter is a parameter too
+    model, optimizer = make(Adapted(), wrt=wrt)
+    step = nnx_train_step(squares, wrt=wrt, num_microbatches=2)
+    memory = step.lower(model, optimizer, x).compile().memory_analysis()
+    temp[wrt] = memory.temp_size_in_bytes
+  adapter, matrix = 4 * 2 * 512, 4 * 512**2
+  assert temp[nnx.LoRAParam] < 8 * adapter < matrix < temp[nnx.Param]
+
+  model, optimizer = make(Adapted(), wrt=nnx.LoRAParam)
+  assert size(arrays(optimizer)) == 2 * adapter + 4 + 4  # two moments, and two counts
+  kernel, before = model.base.kernel[...], arrays(model)
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(model, optimizer, x)
+  assert model.base.kernel[...] is kernel  # not copied, and not donated
+  moved = {name for name, x in arrays(model).items() if (x != before[name]).any()}
+  assert moved == {"['adapter']['lora_b']"}  # lora_a has no gradient while lora_b is zero
+
+
+def test_adapters_stream_too():
+  model, optimizer = make(Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam)
+  adapter = 4 * 2 * 512
+  assert 3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64  # two moments, an accumulator
+
+  @nnx.jit
+  def mini_step(model, optimizer, x):
+    grads = nnx.grad(squares, argnums=nnx.DiffState(0, nnx.LoRAParam))(model, x)
+    optimizer.update(model, grads, weight=jnp.float32(len(x)))
+
+  expected, other = make(Adapted(), wrt=nnx.LoRAParam)
+  x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
+  for rows in (x[:1], x[1:]):
+    mini_step(model, optimizer, rows)
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=1)(expected, other, x)
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
+def test_an_unchanged_model_is_split_once(monkeypatch):
+  batch, (model, optimizer) = make_batch(), make(Model(nnx.BatchNorm, rate=0.5))
+  step = nnx_train_step(loss_fn, num_microbatches=2)
+  step(model, optimizer, batch)
+  split, calls = nnx.split, []
+  monkeypatch.setattr(nnx, "split", lambda *args: calls.append(1) or split(*args))
+  with compilations() as compiled:
+    for _ in range(3):
+      step(model, optimizer, batch)
+  assert not calls
+  assert not compiled
+  model.eval()  # another structure: no statistics, no noise
+  count = arrays(model)["['dropout']['rngs']['count']"]
+  step(model, optimizer, batch)
+  assert calls
+  assert arrays(model)["['dropout']['rngs']['count']"] == count
+  model.train()
+  with compilations() as compiled:
+    step(model, optimizer, batch)
+  assert not compiled
+  assert arrays(model)["['dropout']['rngs']['count']"] == count + 2
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    lambda model: setattr(model.dropout, "rate", 0.9),
+    lambda model: setattr(model, "last", nnx.Linear(8, CLASSES, rngs=nnx.Rngs(5))),
+    lambda model: model.blocks.append(nnx.Linear(8, 8, rngs=nnx.Rngs(5))),
+    lambda model: model.named.update(b=nnx.Param(jnp.ones(()))),
+    lambda model: delattr(model, "norm"),
+    lambda model: model.first.bias.set_metadata(frozen=True),
+    lambda model: setattr(model, "dropout", nnx.clone(model.dropout)),
+  ],
+)
+def test_every_change_of_structure_is_seen(change):
+  model = Model()
+  model.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0))])
+  model.named = nnx.data({"a": nnx.Param(jnp.ones(()))})
+  snapshot = graph.Snapshot(model)
+  model.first.kernel[...] += 1.0
+  model.named["a"][...] += 1.0
+  assert snapshot.holds(model)
+  change(model)
+  assert not snapshot.holds(model)
+
+
+def test_a_step_keeps_no_model_alive():
+  model, optimizer = make(Model())
+  step, dead = nnx_train_step(loss_fn, num_microbatches=2), weakref.ref(model.first)
+  step(model, optimizer, make_batch())
+  del model, optimizer
+  gc.collect()
+  assert dead() is None
+
+
+def test_the_best_model_is_kept_and_put_back():
+  batch, step = make_batch(), nnx_train_step(loss_fn, num_microbatches=2)
+  model, optimizer = make(Model())
+  step(model, optimizer, batch)
+  best, expected = jax.tree.map(jnp.copy, nnx.state(model)), arrays(model)
+  for _ in range(2):
+    step(model, optimizer, batch)
+    nnx.update(model, jax.tree.map(jnp.copy, best))
+    trees.assert_close(arrays(model), expected, 0)
+  nnx.update(model, best)
+  step(model, optimizer, batch)
+  nnx.update(model, best)  # which the step has deleted
+  with pytest.raises(RuntimeError, match=r"model\.first\.bias has been deleted: .* put in copies"):
+    step(model, optimizer, batch)
+
+
+def test_over_a_mesh_gradients_are_reduced_once():
+  mesh = make_mesh(8)
+  model, optimizer = make(Model(nnx.LayerNorm, rate=0.5), optax.sgd(0.1))
+  step = nnx_train_step(loss_fn, num_microbatches=3, mesh=mesh)
+  report = count_collectives(step.lower(model, optimizer, make_batch()).compile())
+  assert not report.inside
+  assert report.outside["all-reduce"].operations >= 1
+  step(model, optimizer, make_batch())
+  assert {x.sharding.mesh for x in jax.tree.leaves(nnx.state(model))} == {mesh}
+
+
+def test_batch_norm_over_devices():
+  class Synced(Model):
+    def __init__(self):
+      super().__init__(lambda n, **kw: nnx.BatchNorm(n, axis_name="data", **kw))
+
+  batch = make_batch()
+  model, optimizer = make(Synced(), optax.sgd(0.1))
+  expected, other = make(Model(nnx.BatchNorm), optax.sgd(0.1))
+  plain = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
+  nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(model, optimizer, batch)
+  nnx_train_step(plain, num_microbatches=1)(expected, other, batch)
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+
+
+def sows(model, batch):
+  model.hidden = nnx.Intermediate(model.first(batch["x"]))
+  return loss_fn(model, batch)
+
+
+def counts(model, batch):
+  model.calls = getattr(model, "calls", 0) + 1
+  return loss_fn(model, batch)
+
+
+def normalises(model, batch):
+  model.last.kernel[...] /= 2.0
+  return loss_fn(model, batch)
+
+
+def remembers(model, batch):
+  model.table += 1.0
+  return loss_fn(model, batch)
+
+
+def forgets(model, batch):
+  del model.last.bias
+  return jnp.mean(model.first(batch["x"]))
+
+
+@pytest.mark.parametrize(
+  ("loss", "options", "error", "match"),
+  [
+    (sows, {}, ValueError, r"loss_fn added model\.hidden, .* nnx\.pop\(model, nnx\.Int"),
+    (
+      counts,
+      {},
+      ValueError,
+      r"loss_fn changed model\.calls, .* keep numbers that change in an",
+    ),
+    (normalises, {}, ValueError, r"loss_fn changed model\.last\.kernel, which wrt selects: only"),
+    (
+      forgets,
+      {},
+      ValueError,
+      r"loss_fn removed model\.last\.bias, which the next microbatch",
+    ),
+    (loss_fn, {"has_aux": True}, TypeError, r"has_aux=True it must return \(loss, aux\)"),
+    (
+      loss_fn,
+      {"wrt": nnx.LoRAParam},
+      ValueError,
+      "wrt=LoRAParam selects nothing in Model",
+    ),
+    (
+      loss_fn,
+      {"wrt": nnx.PathContains("last")},
+      ValueError,
+      "only the optimizer has model.first",
+    ),
+    (
+      loss_fn,
+      {"carry_argnum": 2},
+      TypeError,
+      "takes no carry_argnum: what the loss changes",
+    ),
+    (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
+  ],
+)
+def test_what_cannot_work(loss, options, error, match):
+  model, optimizer = make(Model())
+  model.table = nnx.data(jnp.ones(2))
+  with pytest.raises(error, match=match):
+    nnx_train_step(loss, **{"num_microbatches": 2, **options})(model, optimizer, make_batch())
+
+
+def test_a_step_shows_its_options():
+  step = nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)
+  assert repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
+
+
+def test_options_are_checked_at_once():
+  with pytest.raises(ValueError, match="num_microbatches=0 must be at least 1"):
+    nnx_train_step(loss_fn, num_microbatches=0)
+  with pytest.raises(TypeError, match=r"wrt is a Model; it must be a filter, such as nnx\.Param"):
+    nnx_train_step(loss_fn, num_microbatches=2, wrt=Model())
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
+  batch = make_batch()
+  tx = optax.inject_hyperparams(optax.adam)(0.1)
+  step = nnx_train_step(loss_fn, num_microbatches=1, weight_fn=total, donate=donate)
+  (model, optimizer), (expected, other) = make(Model(), tx), make(Model(), tx)
+  for rate in (None, 0.01, None):
+    if rate is not None:
+      for each in (optimizer, other):
+        each.opt_state.hyperparams["learning_rate"] = jnp.float32(rate)
+    step(model, optimizer, batch)
+    hand_written(expected, other, [batch])
+  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  assert int(optimizer.opt_state.count[...]) == 3
+
+
+def test_an_array_that_wrt_selects_is_refused():
+  model = Model()
+  model.table = nnx.data(jnp.ones(2))
+  with pytest.raises(ValueError, match=r"selects model\.table, an array that is no Variable"):
+    nnx_train_step(loss_fn, wrt=everything, num_microbatches=2)(
+      *make(model, wrt=everything), make_batch()
+    )
+
+
+def everything(path, x):
+  return not isinstance(x, nnx.RngState)
+
+
+def test_an_optimizer_of_the_model_as_it_was():
+  model, optimizer = make(Model())
+  model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+  with pytest.raises(ValueError, match=r"opt_state.*late.* is missing") as error:
+    nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
+  assert "make the optimizer again" in " ".join(error.value.__notes__)
+
+
+def test_other_objects_are_refused():
+  step = nnx_train_step(loss_fn, num_microbatches=2)
+  model, optimizer = make(Model())
+  with pytest.raises(TypeError, match=r"order is step\(model, optimizer, batch\)"):
+    step(optimizer, model, make_batch())
+  with pytest.raises(TypeError, match="model is a dict; nnx_train_step takes an nnx module"):
+    step({}, optimizer, make_batch())
+  with pytest.raises(TypeError, match=r"optimizer is a GradientTransf\w+; .*nnx\.Optimizer"):
+    step(model, optax.adam(0.1), make_batch())
+  with pytest.raises(TypeError, match=r"optimizer\.tx is an optax\.MultiSteps"):
+    step(*make(model, optax.MultiSteps(optax.adam(0.1), 2)), make_batch())

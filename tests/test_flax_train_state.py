@@ -1,0 +1,120 @@
+"""`optax_accum.flax.TrainState`: flax's, in a loop that has one microbatch at a time."""
+
+import functools
+
+import flax.core
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.compiled import copies_of
+from support.linen import make_batch, make_state, mean_loss, Model, total
+
+from optax_accum import accumulate
+from optax_accum.flax import TrainState
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """JAX's usual promotion, which flax relies on."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+@pytest.mark.parametrize("freeze", [lambda x: x, flax.core.freeze], ids=["dict", "frozen"])
+@pytest.mark.parametrize("outermost", [True, False])
+def test_it_steps_as_the_whole_batch(outermost, freeze):
+  model = Model()
+
+  def loss_fn(params, batch):
+    return mean_loss(model.apply({"params": params}, batch["x"]), batch)
+
+  with jax.enable_x64(True):
+    batch, tx = make_batch(), optax.adam(0.1)
+    params = make_state(model, batch, freeze=freeze).params
+    expected = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    for _ in range(3):
+      grads = jax.grad(loss_fn)(expected.params, batch)
+      expected = expected.apply_gradients(grads=grads)
+    streaming = accumulate(tx, 4)
+    streaming = streaming if outermost else optax.chain(streaming, optax.scale(1.0))
+    state = TrainState.create(apply_fn=None, params=params, tx=streaming)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def mini_step(state, part, flush):
+      grads = jax.grad(loss_fn)(state.params, part)
+      return state.apply_gradients(grads=grads, weight=total(part), flush=flush)
+
+    for i in range(8):
+      state = mini_step(state, trees.index(batch, slice(i % 4, None, 4)), False)
+    for i in range(2):  # an epoch that ends in mid-cycle
+      state = mini_step(state, trees.index(batch, slice(i, None, 2)), i == 1)
+    trees.assert_close(state.params, expected.params, 1e-10)
+    assert (int(state.step), int(state.gradient_step)) == (10, 3)
+    assert isinstance(state, TrainState)
+    assert state.gradient_step.dtype == jnp.int32
+
+
+LARGE = {name: jax.ShapeDtypeStruct((512, 512), jnp.float32) for name in "abcd"}
+LARGE_BYTES = 4 * 512 * 512 * len(LARGE)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parameters_and_state_are_updated_in_place(nested):
+  tx = accumulate(optax.adamw(0.1), 8)
+  tx = optax.chain(tx, optax.identity()) if nested else tx
+  state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), LARGE)
+
+  def mini_step(state, grads, weight, flush):
+    return state.apply_gradients(grads=grads, weight=weight, flush=flush)
+
+  jitted = jax.jit(mini_step, donate_argnums=0)
+  executable = jitted.lower(state, LARGE, jnp.float32(2), jnp.bool_(False)).compile()
+  memory = executable.memory_analysis()
+  assert memory.temp_size_in_bytes < 0.01 * LARGE_BYTES
+  assert memory.alias_size_in_bytes == pytest.approx(4 * LARGE_BYTES, rel=0.01)
+  assert copies_of(executable.as_text(), 512 * 512) == 0
+
+
+def test_it_is_flax_s_where_nothing_accumulates():
+  grads = {"w": jnp.ones(2)}
+  make = lambda kind: kind.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))  # noqa: E731
+  ours, theirs = (
+    make(kind).apply_gradients(grads=grads) for kind in (TrainState, train_state.TrainState)
+  )
+  trees.assert_close(ours.params, theirs.params, 0)
+  assert ours.step == theirs.step == 1
+  state = make(TrainState)
+  for given in ({"weight": 2.0}, {"flush": True}, {"weight": jnp.float32(1)}):
+    with pytest.raises(ValueError, match=r"tx is no accumulate and holds none, and would ignore"):
+      state.apply_gradients(grads=grads, **given)
+  with pytest.raises(ValueError, match=r"has no gradient_step: use state\.step"):
+    state.gradient_step  # noqa: B018
+
+
+def test_multi_steps_is_refused():
+  tx = optax.MultiSteps(optax.sgd(0.1), 2)
+  match = r"tx is an optax.MultiSteps.*accumulate\(optimizer, every_k\)"
+  with pytest.raises(TypeError, match=match):
+    TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
+
+
+def test_a_misspelt_argument_is_refused():
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones(2)}, tx=accumulate(optax.sgd(0.1), 2)
+  )
+  with pytest.raises(TypeError, match="apply_gradients takes no weights, and TrainState has no"):
+    state.apply_gradients(grads={"w": jnp.ones(2)}, weights=2.0)
+
+
+def test_further_fields_are_replaced_and_what_is_overwritten_is():
+  params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.ones(())}}
+  grads = jax.tree.map(lambda x: 3 * x, params)
+  state = TrainState.create(apply_fn=None, params=params, tx=accumulate(optax.sgd(1.0), 2))
+  state = state.replace(step=np.int32(5)).apply_gradients(grads=grads, apply_fn=len)
+  assert (int(state.step), state.apply_fn) == (6, len)
+  assert float(state.params["_overwrite_with_gradient"]["amax"]) == 3
+  assert state.params["params"]["w"].tolist() == [1, 1]

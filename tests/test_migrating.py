@@ -1,0 +1,121 @@
+"""docs/migrating.md is true: each loop and the one that takes its place end alike.
+
+Those of PyTorch are in tests/peers.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support import migrating, trees
+from support.migrating import Pair
+
+from optax_accum import from_multi_steps
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+  """What a page shows is for JAX as it comes."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
+def linear(params, x):
+  w, b = params
+  return x @ w + b
+
+
+def test_multi_steps():
+  trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
+  pair = Pair("`optax.MultiSteps`", trained, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def linen_weights(names):
+  params = names["state"].params if "state" in names else names["params"]
+  return [params["w"], params["b"]]
+
+
+def test_a_linen_train_state():
+  pair = Pair("A linen `TrainState`", linen_weights, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_a_linen_train_state_goes_on_in_mid_cycle():
+  section = "A linen `TrainState`"
+  before, after = migrating.PAGE.blocks(section)
+  [code] = re.findall(r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section])
+  old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])["state"]
+  names = migrating.PAGE.run(after, batches=[])
+  names["state"] = eval(code, {**names, "old": old, "from_multi_steps": from_multi_steps})
+  for batch in migrating.EVEN[6:]:
+    names["state"] = names["mini_step"](names["state"], batch, False)
+  expected = linen_weights(migrating.PAGE.run(before, batches=migrating.EVEN))
+  trees.assert_close(linen_weights(names), expected, 1e-6)
+
+
+def test_flax():
+  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
+  pair = Pair("Flax's cookbook", trained, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_flax_goes_on_in_mid_cycle():
+  section = "Flax's cookbook"
+  shared, before, after = migrating.PAGE.blocks(section)
+  [code] = re.findall(r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section])
+  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
+  old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:6])
+  # The loop after, around the model that the loop before has trained.
+  names = migrating.PAGE.run(
+    shared, "model = trained_model", after, batches=[], trained_model=old["model"]
+  )
+  exec(code, {**names, "old": old["optimizer"]})
+  for batch in migrating.EVEN[6:]:
+    names["mini_step"](names["model"], names["optimizer"], batch, False)
+  expected = trained(migrating.PAGE.run(shared, before, batches=migrating.EVEN))
+  trees.assert_close(trained(names), expected, 1e-6)
+
+
+def keras_weights(names):
+  return [variable.value for variable in names["model"].trainable_variables]
+
+
+def test_keras():
+  def logits(params, x):
+    w1, b1, w2, b2 = params
+    return jnp.tanh(x @ w1 + b1) @ w2 + b2
+
+  pair = Pair("Keras", keras_weights, logits, optax.sgd(0.5, momentum=0.9))
+  migrating.assert_a_pair(pair, "cut short")
+
+
+@pytest.mark.parametrize(
+  ("in_keras", "in_optax", "same"),
+  [
+    ("SGD(0.5", "sgd(0.5", True),
+    ("Adam(0.01, epsilon=1e-12", "adam(0.01, eps=1e-12", True),
+    ("Adam(0.01", "adam(0.01, eps=1e-7", False),
+  ],
+)
+def test_keras_with_other_optimizers(in_keras, in_optax, same):
+  *shared, before, after = migrating.PAGE.blocks("Keras")
+  assert "SGD(0.5, momentum=0.9" in before
+  assert "sgd(0.5, momentum=0.9" in after
+  before = before.replace("SGD(0.5, momentum=0.9", in_keras)
+  after = after.replace("sgd(0.5, momentum=0.9", in_optax)
+  before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
+  assert (trees.largest_difference(after, before) < 2e-6) == same
+
+
+def test_keras_dropout_draws_anew_in_each_microbatch():
+  shared, _, after = migrating.PAGE.blocks("Keras")
+  dense = 'keras.layers.Dense(16, "tanh"), '
+  assert dense in shared
+  layers = f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
+  names = migrating.PAGE.run(shared.replace(dense, layers), after)
+  seeds, mean, _ = (variable.value for variable in names["model"].non_trainable_variables)
+  assert seeds[1] == len(names["batches"])  # how often it was drawn from
+  assert jnp.any(mean != 0)
