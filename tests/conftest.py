@@ -1,24 +1,22 @@
 """Eight CPU devices and strict promotion; warnings are errors (pyproject.toml)."""
 
-from importlib import metadata
 import os
 
-# Code for the CPU is not optimised (the programs are), which compiles a third faster.
+from support import fast_compile
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
   os.environ.get("XLA_FLAGS", "")
-  + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+  + f" --xla_force_host_platform_device_count=8 {fast_compile.FLAGS}"
 )
 
 import hypothesis
 import jax
 import pytest
 
-# Half the time to compile. Newer versions have one way to emit loops, and no such flag; libtpu,
-# which reads the variable later, never had it.
+# libtpu, which reads the variable later, never had this flag.
 flags = os.environ["XLA_FLAGS"]
-if tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11):
-  os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{flags} {fast_compile.EMITTERS}"
 jax.devices()
 os.environ["XLA_FLAGS"] = flags
 
