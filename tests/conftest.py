@@ -29,6 +29,13 @@ if os.environ.get("CI"):
   hypothesis.settings.load_profile("ci")
 
 
+@pytest.fixture
+def usual_promotion():
+  """JAX as it comes, for flax and for what a page shows."""
+  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    yield
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
   report = yield

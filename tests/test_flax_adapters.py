@@ -18,12 +18,7 @@ from optax_accum.flax import linen_train_step
 
 WIDTH, RANK, ROWS = 128, 2, 16
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """JAX's usual promotion, which flax relies on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
 class LoraState(train_state.TrainState):

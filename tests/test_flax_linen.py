@@ -17,12 +17,7 @@ from support.linen import make_batch, make_state, mean_loss, Model, total
 from optax_accum import accumulate
 from optax_accum.flax import linen_train_step
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """JAX's usual promotion, which flax relies on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
 def steps_of_flax(state, loss_fn, batch, count):

@@ -12,12 +12,7 @@ from optax_accum.flax import linen_train_step
 
 STATS = {"norm": {"mean": jnp.zeros(2)}}
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """JAX's usual promotion, which flax relies on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
 def make_state(kind=TrainState, tx=None, **fields):

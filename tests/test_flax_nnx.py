@@ -20,12 +20,7 @@ from optax_accum.flax import nnx_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """JAX's usual promotion, which flax relies on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
 class Model(nnx.Module):
@@ -387,6 +382,18 @@ def test_the_best_model_is_kept_and_put_back():
   step(model, optimizer, batch)
   nnx.update(model, best)  # which the step has deleted
   with pytest.raises(RuntimeError, match=r"model\.first\.bias has been deleted: .* put in copies"):
+    step(model, optimizer, batch)
+
+
+def test_an_optimizer_whose_arrays_were_deleted_is_named():
+  model, optimizer = make(Model(), optax.adam(0.1))
+  step, batch = nnx_train_step(loss_fn, num_microbatches=2), make_batch()
+  saved = nnx.state(optimizer, nnx.OptState)
+  saved = jax.tree.map(lambda x: x, saved)
+  step(model, optimizer, batch)
+  nnx.update(optimizer, saved)
+  message = r"optimizer\.opt_state\.0\.\w+.* has been deleted: .* nnx\.update\(optimizer, "
+  with pytest.raises(RuntimeError, match=message):
     step(model, optimizer, batch)
 
 

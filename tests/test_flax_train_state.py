@@ -16,12 +16,7 @@ from support.linen import make_batch, make_state, mean_loss, Model, total
 from optax_accum import accumulate
 from optax_accum.flax import TrainState
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """JAX's usual promotion, which flax relies on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
 @pytest.mark.parametrize("freeze", [lambda x: x, flax.core.freeze], ids=["dict", "frozen"])

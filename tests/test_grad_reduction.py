@@ -48,13 +48,6 @@ def fp8_batches(rows=16):
     yield {"x": x, "y": rng.normal(size=rows).astype(np.float32)}
 
 
-@pytest.fixture
-def usual_promotion():
-  """JAX's usual promotion, which flax's fp8 layers rely on."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
-
-
 def fp8_statistics(of, make_step):
   """What the layer holds after three steps."""
 

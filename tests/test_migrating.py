@@ -5,7 +5,6 @@ Those of PyTorch are in tests/peers.
 
 import re
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -14,12 +13,7 @@ from support.migrating import Pair
 
 from optax_accum import from_multi_steps
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """What a page shows is for JAX as it comes."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
 
 def linear(params, x):

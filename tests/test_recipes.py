@@ -14,12 +14,7 @@ from support.pages import Page
 PAGE = Page("recipes.md")
 CYCLE, STREAM = PAGE.blocks("Both ways in")
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """What a page shows is for JAX as it comes."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
 
 @pytest.mark.parametrize("section", ["Plain pytrees", "Equinox", "Haiku", "A setting of the loss"])

@@ -35,8 +35,8 @@ def name(path: tuple[Any, ...]) -> str:
 
 def partition(state: Any, names: Collection[str]) -> tuple[Any, Any]:
   """The Variables of a `State` that have these names, and the others."""
-  named = nnx.filter_state(state, lambda path, _: name(path) in names)
-  return named, nnx.filter_state(state, lambda path, _: name(path) not in names)
+  selected = nnx.filter_state(state, lambda path, _: name(path) in names)
+  return selected, nnx.filter_state(state, lambda path, _: name(path) not in names)
 
 
 class Slots:

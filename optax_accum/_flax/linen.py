@@ -25,6 +25,7 @@ from optax_accum._train_step import make_train_step
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs = Mapping[str, jax.Array]
 
+# Options of `make_train_step` that are not the user's here, and why.
 _DECIDED = {
   "tx": "it is the state's",
   "rng_argnums": "pass keys as rngs",
@@ -96,9 +97,9 @@ def linen_train_step(
   Returns:
     A `LinenTrainStep`. The state is donated unless ``donate=False``: parameters, optimizer state,
     `mutable` collections and ``step``. All other fields live on, even if they are the same arrays
-    (an EMA that starts as the parameters). ``state.step`` counts optimizer steps: it
-    stays where nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs`` are
-    folded with the index of each microbatch, and of each device, so give a new key in each step.
+    (an EMA that starts as the parameters). ``state.step`` counts optimizer steps: it stays where
+    nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs`` are folded with
+    the index of each microbatch, and of each device, so give a new key in each step.
     ``metrics`` is as of `make_train_step`. ``lower``, ``trace`` and ``eval_shape`` are too.
 
   Raises:

@@ -17,16 +17,17 @@ from optax_accum._mesh import DataParallel
 from optax_accum._train_step import make_train_step, TrainStep
 
 _DELETED = (
-  "model.{} has been deleted: a step updates model and optimizer in place, and deletes the arrays"
-  " that they held. If these were put in from elsewhere, put in copies,"
-  " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, copy.deepcopy it; or"
-  " pass donate=False."
+  "{root}.{name} has been deleted: a step updates model and optimizer in place, and deletes the"
+  " arrays that they held. If these were put in from elsewhere, put in copies,"
+  " nnx.update({root}, jax.tree.map(jnp.copy, saved)); if the model is a clone, copy.deepcopy it;"
+  " or pass donate=False."
 )
 _OTHER_MODEL = (
   "If the model changed after nnx.Optimizer was made (adapters were added, a layer was replaced),"
   " make the optimizer again: nnx.Optimizer(model, tx, wrt=...)."
 )
 
+# Options of `make_train_step` that are not the user's here, and why.
 _DECIDED = {
   "tx": "it is the optimizer's",
   "rng_argnums": "random streams are part of the model",
@@ -84,6 +85,7 @@ def nnx_train_step(
       Otherwise as `make_train_step`.
     ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
       removed Variables, changed one that `wrt` selects, or an attribute that is none.
+    RuntimeError: The model or the optimizer holds an array that an earlier step deleted.
 
   Examples:
     >>> from flax import nnx
@@ -137,9 +139,10 @@ class NnxTrainStep:
       try:
         return view, method(view.step, *view.arguments(batch))
       except RuntimeError as error:
-        for name, x in graph.named(nnx.state(model)).items():
-          if isinstance(held := graph.value(x), jax.Array) and held.is_deleted():
-            raise RuntimeError(_DELETED.format(name)) from error
+        for root, held in (("model", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
+          for name, x in graph.named(held).items():
+            if isinstance(array := graph.value(x), jax.Array) and array.is_deleted():
+              raise RuntimeError(_DELETED.format(root=root, name=name)) from error
         raise
       except ValueError as error:
         if str(error).startswith("opt_state"):

@@ -24,6 +24,7 @@ def wrap_arrays(optimizer: Any) -> None:
 
 
 def check_objects(model: Any, optimizer: Any) -> None:
+  """Checks that these are an nnx module and an nnx optimizer, in this order."""
   if isinstance(model, nnx.Optimizer):
     raise TypeError("The order is step(model, optimizer, batch), and the first is an optimizer.")
   if not isinstance(model, nnx.Module):
@@ -73,4 +74,5 @@ def check_wrt(wrt: Any, params: Any, model: Any, optimizer: Any) -> None:
 
 
 def shown(wrt: Any) -> str:
+  """A filter, as in the code that made it: ``Param``."""
   return getattr(wrt, "__name__", repr(wrt))

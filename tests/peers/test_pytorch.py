@@ -1,6 +1,5 @@
 """The pairs of docs/migrating.md that need PyTorch, which is too large for the `test` extra."""
 
-import jax
 import optax
 import pytest
 from support import migrating
@@ -8,12 +7,7 @@ from support.migrating import Pair
 
 TX = optax.sgd(0.5, momentum=0.9)
 
-
-@pytest.fixture(autouse=True)
-def usual_promotion():
-  """What a page shows is for JAX as it comes."""
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    yield
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
 
 def linear(params, x):
