@@ -24,7 +24,7 @@ class RecomputedCall(Call):
   def __init__(self, *args: Any, collected: bool) -> None:
     super().__init__(*args)
     self._guards = self.split.weighs and not collected
-    self._traced: dict[int, _Traced] = {}
+    self._jaxprs: dict[int, _Traced] = {}
     self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     if not self.is_whole:
       shared = self._roles.shared.items()
@@ -48,7 +48,7 @@ class RecomputedCall(Call):
     tail_rows = self.rows - full * self.size
     for rows, batch in ((self.size, take(0)), (tail_rows, tail)):
       if rows:
-        self._traced[rows] = self._trace(batch, rows)
+        self._jaxprs[rows] = self._trace(batch, rows)
     return take, tail
 
   def _trace(self, batch: tuple[Any, ...], rows: int) -> "_Traced":
@@ -86,7 +86,7 @@ class RecomputedCall(Call):
         return x
       return jnp.where(counted, x, lax.stop_gradient(x))
 
-    traced = self._traced[rows]
+    traced = self._jaxprs[rows]
     held = [x.value() if isinstance(x, _Linked) else x for x in traced.held]
     held, batch = jax.tree.map(guarded, (held, batch))
     fun = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, held))

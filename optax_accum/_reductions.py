@@ -99,12 +99,13 @@ class Sum(Reduction):
     return _across_devices.full_like(leaf, 0, _weighted_mean.accumulator_dtype(leaf.dtype, dtype))
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    """What one microbatch adds."""
-    counted = _weighted_mean.counts(weight)
-    return _weighted_mean.select(counted, value, jnp.zeros_like(value)).astype(dtype)
+    """What one microbatch adds if it counts."""
+    return value.astype(dtype)
 
   def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
-    return held + self.term(value, weight, held.dtype)
+    # XLA for GPU keeps a second gradient where the term is selected and not the sum.
+    total = held + self.term(value, weight, held.dtype)
+    return _weighted_mean.select(_weighted_mean.counts(weight), total, held)
 
   def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
     return self.over_devices(held, axis_name)
@@ -138,7 +139,7 @@ class Mean(Sum):
     super().check(name, leaf, rows, dtype)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    return _weighted_mean.weigh(value, weight, dtype)
+    return _weighted_mean.product(value, weight, dtype)
 
   def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
     return _weighted_mean.mean(held, weight, dtype)
@@ -162,9 +163,10 @@ class SumInLoop(Reduction):
     return _across_devices.full_like(held, 0)
 
   def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
-    term = self._reduced(self.of.term(value, weight, held.dtype))
+    term = self.of.term(value, weight, held.dtype)
+    term = _weighted_mean.select(_weighted_mean.counts(weight), term, jnp.zeros_like(term))
     # Without the barrier XLA for TPU adds up whole values and reduces after the loop.
-    return held + lax.optimization_barrier(term)
+    return held + lax.optimization_barrier(self._reduced(term))
 
   def _reduced(self, value: jax.Array) -> jax.Array:
     return self.of.across_devices(value, self.axis_name, True)

@@ -204,10 +204,9 @@ class Call:
     """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
     batch = take()
     weight: Any = self.weight(index, batch, rows) if self.split.weighs else None
-    inputs = self._inputs(index, batch, weight)
-    inputs.update(zip(self._roles.carry, carry, strict=True))
-    named = {slot: x for slot, x in inputs.items() if isinstance(slot, str)}
-    new_carry, outputs = self._run_fun(*(inputs[i] for i in range(self._num_args)), **named)
+    keys = [self._fold_keys(slot, index) for slot in self._roles.rng]
+    run_fun = self._call if self.is_whole else self._traced
+    new_carry, outputs = run_fun(*batch, *keys, *carry)
     new_carry = (new_carry,) if self._roles.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
@@ -218,12 +217,17 @@ class Call:
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
     return Microbatch(new_carry, outputs, *counted)
 
-  def _inputs(self, index: ArrayLike, batch: tuple[Any, ...], weight: Any) -> dict[Slot, Any]:
-    """The arguments of one microbatch of this weight, but for a threaded one."""
-    inputs = dict(self._arguments)
-    inputs.update(zip(self._roles.batch, batch, strict=True))
-    inputs.update((slot, self._fold_keys(slot, index)) for slot in self._roles.rng)
-    return inputs
+  def _call(self, *inputs: Any) -> tuple[Any, Any]:
+    """What runs, given the arguments that differ between microbatches."""
+    slots = (*self._roles.batch, *self._roles.rng, *self._roles.carry)
+    arguments = self._arguments | dict(zip(slots, inputs, strict=True))
+    named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
+    return self._run_fun(*(arguments[i] for i in range(self._num_args)), **named)
+
+  @functools.cached_property
+  def _traced(self) -> Callable[..., tuple[Any, Any]]:
+    """`_call`, which is traced once for each size of a microbatch, however often it is called."""
+    return jax.jit(self._call, inline=True)
 
   def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
     """How much a microbatch counts, before it has run."""

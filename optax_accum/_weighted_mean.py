@@ -4,8 +4,9 @@ Streaming, scan, ragged, weighted and multi-device accumulation are all
 
     sum_i w_i g_i / sum_i w_i
 
-and all of them add with `weigh` and divide with `mean`. The loop holds the plain sum. Dividing
-once, after it, rounds as the whole batch does, and lets devices be reduced over once per cycle.
+and all of them multiply with `product` and divide with `mean`. The loop holds the plain sum.
+Dividing once, after it, rounds as the whole batch does, and lets devices be reduced over once per
+cycle.
 """
 
 from typing import Any, NamedTuple
@@ -126,19 +127,25 @@ def select(counted: bool | jax.Array, value: jax.Array, other: jax.Array) -> jax
   return jnp.where(counted, value, other)
 
 
-def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN.
+def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  """``weight * value`` in `dtype`.
 
-  The value is selected before it is multiplied, because ``0 * nan`` is ``nan``: an
-  all-padding microbatch has a loss of 0/0. The product is taken in float32 or better,
-  because bfloat16 cannot hold every count of tokens above 256.
+  It is taken in float32 or better, because bfloat16 cannot hold every count of tokens above 256.
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return value.astype(dtype)
   wide = promote(value.dtype, promote(dtype, jnp.float32))
-  value = value.astype(wide)
-  value = select(counts(weight), value, jnp.zeros_like(value))
-  return (value * (weight.astype(wide) if isinstance(weight, jax.Array) else weight)).astype(dtype)
+  factor = weight.astype(wide) if isinstance(weight, jax.Array) else weight
+  return (value.astype(wide) * factor).astype(dtype)
+
+
+def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN.
+
+  The value is selected before it is multiplied, because ``0 * nan`` is ``nan``: an
+  all-padding microbatch has a loss of 0/0.
+  """
+  return product(select(counts(weight), value, jnp.zeros_like(value)), weight, dtype)
 
 
 def usable(weight: jax.Array) -> jax.Array:

@@ -689,8 +689,8 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
   assert ragged < 1.1 * even
 
 
-def test_the_loss_is_traced_once_a_compilation_and_once_for_its_shapes():
-  @chex.assert_max_traces(n=2)
+def test_the_loss_is_traced_once_a_compilation():
+  @chex.assert_max_traces(n=1)
   def loss_fn(params, batch):
     return masked_mean_loss(params, batch)
 

@@ -1,0 +1,70 @@
+"""How often a loss is traced, which takes seconds for a large model in a Python loop over layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import relaxed
+
+from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
+
+ROWS = 16
+
+
+def rows_of(batch):
+  return jnp.sum(batch["mask"])
+
+
+class Counted:
+  """A loss that counts its traces, by the rows that it saw."""
+
+  def __init__(self):
+    self.rows = []
+
+  def __call__(self, params, batch):
+    self.rows.append(len(batch["x"]))
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def arguments():
+  rng = np.random.default_rng(0)
+  batch = {"x": rng.normal(size=(ROWS, 4)), "y": rng.normal(size=ROWS), "mask": np.ones(ROWS)}
+  return {"w": jnp.zeros(4)}, jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+
+
+@pytest.mark.parametrize("mesh", [None, AUTO, EXPLICIT])
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"weight_fn": rows_of}, {"skip_nonfinite": True}, {"weight_fn": rows_of, "skip_empty": True}],
+  ids=["plain", "weights", "skip_nonfinite", "skip_empty"],
+)
+def test_equal_microbatches_are_traced_once(options, mesh):
+  (params, batch), loss, tx = arguments(), Counted(), relaxed(optax.adam(0.1))
+  mesh = mesh and make_mesh(2, kind=mesh)
+  step = make_train_step(loss, tx, num_microbatches=4, mesh=mesh, **options)
+  step(params, tx.init(params), batch)
+  assert loss.rows == [2 if mesh else 4]
+
+
+def test_a_ragged_batch_is_traced_once_for_each_size():
+  (params, batch), loss, tx = arguments(), Counted(), relaxed(optax.adam(0.1))
+  step = make_train_step(loss, tx, microbatch_size=5)
+  step(params, tx.init(params), batch)
+  assert sorted(loss.rows) == [1, 5]
+
+
+def test_a_line_search_traces_it_for_the_gradient_the_value_and_their_search():
+  (params, batch), loss, tx = arguments(), Counted(), relaxed(optax.lbfgs())
+  step = make_train_step(loss, tx, num_microbatches=4)
+  step(params, tx.init(params), batch)
+  assert len(loss.rows) <= 3
+
+
+def test_other_functions_are_traced_once():
+  (params, batch), loss = arguments(), Counted()
+  options = {"batch_argnums": 1, "num_microbatches": 4}
+  jax.grad(microbatch(loss, reduction="mean", **options))(params, batch)
+  microbatch_value_and_grad(loss, **options)(params, batch)
+  assert loss.rows == [4, 4]
