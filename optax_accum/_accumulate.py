@@ -1,8 +1,9 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,15 @@ from optax_accum import _check_call, _inplace, _skip, _validate
 from optax_accum._accumulate_state import AccumulateState, states_in
 from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
 from optax_accum._across_devices import AxisName
-from optax_accum._device_state import stored
+from optax_accum._device_state import stored, with_device_axis, without_device_axis
 from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._other_state import check_kept, explained
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._same_types import same_types
 from optax_accum._transformation import AccumulateTransformation, Params
 from optax_accum._weighted_mean import as_weight
+
+Held = TypeVar("Held")
 
 
 def accumulate(
@@ -215,23 +218,23 @@ class _Accumulation(MiniSteps):
     step = self.add(updates, state, params, weight, flush)
     run = functools.partial(self._run_inner, step, updates, extra_args, params)
     if step.emit is True:
-      updates, inner_state = run(step.total, state.inner_opt_state)
-      return updates, self._next(step, inner_state)
+      updates, total, inner_state = run(step.total, state.inner_opt_state)
+      return updates, self._next(step, total, inner_state)
 
-    like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
+    # `inner` is traced once, for the types of its updates and for the conditional.
+    traced = jax.jit(run, inline=True)
+    like = jax.eval_shape(traced, step.total, state.inner_opt_state)[0]
     # Where they can, sums go in and updates come out in the same buffers.
     shared = _inplace.OutputBuffers(step.total, like)
 
-    def emitted(operand: tuple[list[jax.Array], Any]) -> tuple[list[jax.Array], Any]:
-      new, inner_state = run(shared.sums(operand[0]), operand[1])
-      return shared.filled(new), inner_state
+    def emitted(total: Any, held: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+      new, total, inner_state = traced(total, held[1])
+      total, spare = shared.filled(new, total)
+      return total, (spare, inner_state)
 
-    buffers, inner_state = _inplace.update_if(
-      step.emit, emitted, (shared.buffers, state.inner_opt_state), self.differentiable
-    )
-    if step.state.acc_grads is step.total:  # the sums are kept for the next call
-      step = step._replace(state=step.state._replace(acc_grads=shared.sums(buffers)))
-    return shared.updates(buffers, step.emit), self._next(step, inner_state)
+    held = (shared.spare, state.inner_opt_state)
+    total, (spare, inner_state) = self._if_it_emits(step, emitted, held)
+    return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
 
   def apply(
     self,
@@ -249,21 +252,37 @@ class _Accumulation(MiniSteps):
     updates = _check_call.checked("apply", updates, state, params, extra_args)
     step = self.add(updates, state, params, weight, flush)
 
-    def emitted(operand: tuple[Params, Any]) -> tuple[Params, Any]:
-      params, inner_state = operand
+    def emitted(total: Any, held: tuple[Params, Any]) -> tuple[Any, tuple[Params, Any]]:
       run = functools.partial(self._run_inner, step, updates, extra_args)
-      new, inner_state = run(params, step.total, inner_state)
-      return same_types("params", optax.apply_updates(params, new), params), inner_state
+      new, total, inner_state = run(held[0], total, held[1])
+      return total, (same_types("params", optax.apply_updates(held[0], new), params), inner_state)
 
-    params, inner_state = _inplace.update_if(
-      step.emit, emitted, (params, state.inner_opt_state), self.differentiable
-    )
-    return params, self._next(step, inner_state)
+    held = (params, state.inner_opt_state)
+    total, (params, inner_state) = self._if_it_emits(step, emitted, held)
+    return params, self._next(step, total, inner_state)
+
+  def _if_it_emits(
+    self, step: MiniStep, fun: Callable[[Any, Held], tuple[Any, Held]], held: Held
+  ) -> tuple[Any, Held]:
+    """``fun(step.total, held)`` where the cycle emits, and else the two, in the same buffers."""
+
+    def run(operand: tuple[Any, Held]) -> tuple[Any, Held]:
+      total, held = fun(without_device_axis(operand[0], self.axis_name), operand[1])
+      return with_device_axis(total, self.axis_name), held
+
+    # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
+    operand = (with_device_axis(step.total, self.axis_name), held)
+    total, held = _inplace.update_if(step.emit, run, operand, self.differentiable)
+    return without_device_axis(total, self.axis_name), held
 
   def _run_inner(
     self, step: MiniStep, updates: Any, extra_args: Any, params: Any, total: Any, inner_state: Any
-  ) -> tuple[optax.Updates, optax.OptState]:
-    """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
+  ) -> tuple[optax.Updates, optax.Updates, optax.OptState]:
+    """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's.
+
+    Sums over devices are given out in place of `total`, which nothing reads again: the next mini
+    step overwrites it. So they are made in its buffers.
+    """
     kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
@@ -280,7 +299,8 @@ class _Accumulation(MiniSteps):
       with explained(*restored), weight_is_sent(sends):
         new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
       check_kept(*restored, new, new_state)
-    return new, same_types("inner_opt_state", new_state, inner_state)
+    return new, total, same_types("inner_opt_state", new_state, inner_state)
 
-  def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:
-    return stored(step.state._replace(inner_opt_state=inner_state), self.axis_name)
+  def _next(self, step: MiniStep, total: Any, inner_state: optax.OptState) -> AccumulateState:
+    state = step.state._replace(acc_grads=self.cycle.kept(total), inner_opt_state=inner_state)
+    return stored(state, self.axis_name)
