@@ -269,19 +269,29 @@ def counted_traces(inner):
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_inner_is_traced_once(form, every_k, differentiable):
   inner, calls = counted_traces(OPTIMIZERS["clip_adamw"])
-  tx = accumulate(
-    inner, every_k, skip_fn=optax.skip_not_finite, differentiable=differentiable, axis_name="data"
-  )
-  params = {"w": jnp.ones((8, 3))}
-  call = jax.vmap(mini_step(tx, form), axis_name="data")
-  jax.jit(call).lower(params, jax.vmap(tx.init)(params), params)
-  assert len(calls) == 1
-  tx = accumulate(inner, every_k, differentiable=differentiable)
-  for traced in (True, False):
+  params = {"w": jnp.ones(3)}
+
+  def traces(run, **kwargs):
+    tx = accumulate(
+      inner, every_k, skip_fn=optax.skip_not_finite, differentiable=differentiable, **kwargs
+    )
     calls.clear()
-    run = jax.jit(mini_step(tx, form)) if traced else mini_step(tx, form)
-    run(params, tx.init(params), params)
-    assert len(calls) == 1
+    run(lambda params, grads: mini_step(tx, form)(params, tx.init(params), grads)[0])
+    return len(calls)
+
+  def over_devices(kind, step):
+    def of_own(params, grads):
+      return step(params, jax.lax.pcast(grads, "data", to="varying"))
+
+    mesh = make_mesh(8, kind=kind)
+    mapped = jax.shard_map(of_own, mesh=mesh, in_specs=P(), out_specs=P())
+    jax.jit(mapped).lower(*devices.put((params, params), mesh))
+
+  assert traces(lambda step: jax.jit(step).lower(params, params)) == 1
+  assert traces(lambda step: step(params, params)) == 1
+  assert traces(lambda step: jax.vmap(step)(*trees.stack([(params, params)] * 2))) == 1
+  for kind in (AUTO, EXPLICIT):
+    assert traces(functools.partial(over_devices, kind), axis_name="data") == 1
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
