@@ -1,26 +1,18 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
-import dataclasses
-import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _check_call, _inplace, _skip, _validate
-from optax_accum._accumulate_state import AccumulateState, states_in
-from optax_accum._accumulators import Cycle, EveryCall, gradients_like, MiniStep, Schedule
+from optax_accum import _skip, _validate
+from optax_accum._accumulation import Accumulation
+from optax_accum._accumulators import Cycle, EveryCall, Schedule
 from optax_accum._across_devices import AxisName
-from optax_accum._device_state import stored
-from optax_accum._mini_step import MiniSteps, weight_is_sent
-from optax_accum._other_state import check_kept, explained
 from optax_accum._reductions import REDUCTIONS
-from optax_accum._same_types import same_types
-from optax_accum._transformation import AccumulateTransformation, Params
-from optax_accum._weighted_mean import as_weight
+from optax_accum._transformation import AccumulateTransformation
 
 
 def accumulate(
@@ -112,7 +104,10 @@ def accumulate(
       this call out. ``info`` is kept in the state's ``skip_state``.
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients. They are summed over the axis
-      once, when the cycle emits. With `skip_fn` or a traced ``weight`` or ``flush`` every call
+      once, when the cycle emits. ``apply`` does that in the accumulators: on GPUs and TPUs it needs
+      no memory and no copies, as on one device. ``update`` needs a buffer as large as the updates
+      where `shard_map` checks types: they are the same on all devices, and accumulators are not. So
+      prefer ``apply``. With `skip_fn` or a traced ``weight`` or ``flush`` every call
       exchanges up to three numbers: any device that skips or flushes does so for all. `shard_map`
       needs specs for the state: `accumulate_specs`. A checkpoint in mid-cycle holds the state of
       all devices (see `AccumulateState`): flax's ``unreplicate`` drops all gradients but one
@@ -160,7 +155,7 @@ def accumulate(
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = _validate.accumulator_dtype(accumulator_dtype)
   cycle = EveryCall(reduction, dtype, axis_name) if every_k == 1 else Cycle(every_k, dtype)
-  accumulation = _Accumulation(
+  accumulation = Accumulation(
     inner=optax.with_extra_args_support(inner),
     cycle=cycle,
     reduction=kind,
@@ -169,118 +164,3 @@ def accumulate(
     differentiable=differentiable,
   )
   return AccumulateTransformation(accumulation.init, accumulation.update)
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class _Accumulation(MiniSteps):
-  """The functions that `accumulate` returns: they add up, and run `inner` when a cycle ends."""
-
-  inner: optax.GradientTransformationExtraArgs
-  reduction: Any  # over the cycle's microbatches and the devices
-  differentiable: bool
-
-  def init(self, params: optax.Params) -> AccumulateState:
-    """An empty cycle, and `inner`'s own state."""
-    # One array a field: a state in which one zero stands twice cannot be donated.
-    gradient_step = jnp.zeros((), jnp.int32)
-    skip_state: Any = ()
-    if self.skip_fn is not None:
-      asked = functools.partial(_skip.asked, self.skip_fn)
-      info = jax.eval_shape(asked, gradients_like(params), gradient_step, params)[1]
-      skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info)
-    state = AccumulateState(
-      mini_step=jnp.zeros((), jnp.int32),
-      gradient_step=gradient_step,
-      inner_opt_state=self.inner.init(params),
-      acc_grads=self.cycle.init(params),
-      skip_state=skip_state,
-      acc_weight=jnp.zeros((), jnp.result_type(float)),
-      has_updated=jnp.zeros((), jnp.bool_),
-      weight_rest=jnp.zeros((), jnp.result_type(float)),
-    )
-    return stored(state, self.axis_name)
-
-  def update(
-    self,
-    updates: optax.Updates,
-    state: AccumulateState,
-    params: optax.Params | None = None,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[optax.Updates, AccumulateState]:
-    """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
-    updates = _check_call.checked("update", updates, state, params, extra_args)
-    step = self.add(updates, state, params, weight, flush)
-    run = functools.partial(self._run_inner, step, updates, extra_args, params)
-    if step.emit is True:
-      updates, inner_state = run(step.total, state.inner_opt_state)
-      return updates, self._next(step, inner_state)
-
-    like, _ = jax.eval_shape(run, step.total, state.inner_opt_state)
-    # Where they can, sums go in and updates come out in the same buffers.
-    shared = _inplace.OutputBuffers(step.total, like)
-
-    def emitted(operand: tuple[list[jax.Array], Any]) -> tuple[list[jax.Array], Any]:
-      new, inner_state = run(shared.sums(operand[0]), operand[1])
-      return shared.filled(new), inner_state
-
-    buffers, inner_state = _inplace.update_if(
-      step.emit, emitted, (shared.buffers, state.inner_opt_state), self.differentiable
-    )
-    if step.state.acc_grads is step.total:  # the sums are kept for the next call
-      step = step._replace(state=step.state._replace(acc_grads=shared.sums(buffers)))
-    return shared.updates(buffers, step.emit), self._next(step, inner_state)
-
-  def apply(
-    self,
-    updates: optax.Updates,
-    state: AccumulateState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[Params, AccumulateState]:
-    """`update` and `optax.apply_updates`, with both inside the conditional."""
-    if params is None:
-      raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
-    updates = _check_call.checked("apply", updates, state, params, extra_args)
-    step = self.add(updates, state, params, weight, flush)
-
-    def emitted(operand: tuple[Params, Any]) -> tuple[Params, Any]:
-      params, inner_state = operand
-      run = functools.partial(self._run_inner, step, updates, extra_args)
-      new, inner_state = run(params, step.total, inner_state)
-      return same_types("params", optax.apply_updates(params, new), params), inner_state
-
-    params, inner_state = _inplace.update_if(
-      step.emit, emitted, (params, state.inner_opt_state), self.differentiable
-    )
-    return params, self._next(step, inner_state)
-
-  def _run_inner(
-    self, step: MiniStep, updates: Any, extra_args: Any, params: Any, total: Any, inner_state: Any
-  ) -> tuple[optax.Updates, optax.OptState]:
-    """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's."""
-    kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
-    with jax.named_scope("optimizer"):
-      if axis_name is not None:
-        total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
-      reduced = jax.tree.map(
-        lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
-      )
-      # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
-      sends = kind.name == "mean" and bool(states_in(inner_state))
-      if sends:
-        extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
-      like = updates if params is None else params
-      restored = ("inner_opt_state", self.inner.init, like, inner_state)
-      with explained(*restored), weight_is_sent(sends):
-        new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
-      check_kept(*restored, new, new_state)
-    return new, same_types("inner_opt_state", new_state, inner_state)
-
-  def _next(self, step: MiniStep, inner_state: optax.OptState) -> AccumulateState:
-    return stored(step.state._replace(inner_opt_state=inner_state), self.axis_name)

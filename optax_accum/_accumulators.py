@@ -34,7 +34,7 @@ class MiniStep(NamedTuple):
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
   emit: Flag  # whether the cycle ends with this call
-  state: AccumulateState  # the next state but for `inner_opt_state`
+  state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -77,6 +77,10 @@ class EveryCall:
 
     total = jax.tree.map(weighed, updates)
     return MiniStep(total, weights.over_devices, counted, emit, state)
+
+  def kept(self, total: optax.Updates) -> Any:
+    """The accumulators for the next call, from the buffers of the sums of this one."""
+    return ()
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -127,11 +131,14 @@ class Cycle:
     kept = jax.tree.map(lambda x: jnp.where(emit, jnp.zeros_like(x), x), weight_sum)
     state = state._replace(
       mini_step=jnp.where(emit, 0, mini_step),
-      acc_grads=total,
       acc_weight=kept.total,
       weight_rest=kept.rest,
     )
     return MiniStep(total, weight_sum.total, weight_sum.total, emit, state)
+
+  def kept(self, total: optax.Updates) -> Any:
+    """The accumulators for the next call."""
+    return total
 
 
 def gradients_like(params: optax.Params) -> optax.Updates:

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _weighted_mean
 
@@ -53,7 +53,7 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 
 
 def full_like(
-  like: jax.ShapeDtypeStruct, value: float | int | bool, dtype: DTypeLike | None = None
+  like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
 ) -> jax.Array:
   """An array of one value with the type of `like`, whose dtype may be another.
 

@@ -78,17 +78,25 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
 
 def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
   """A device's state as it is kept between calls: an axis of devices before what is its own."""
-  if axis_name is None:
-    return state
-  state = _map_local(lambda x: jnp.expand_dims(x, 0), state)
-  if not _across_devices.is_bound(axis_name):
+  state = _map_local(lambda x: with_device_axis(x, axis_name), state)
+  if axis_name is None or not _across_devices.is_bound(axis_name):
     return state
   return _map_local(lambda x: _across_devices.varying(x, axis_name), state)
 
 
 def loaded(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
   """The state of a device, from the one that was stored."""
-  return state if axis_name is None else _map_local(lambda x: jnp.squeeze(x, 0), state)
+  return _map_local(lambda x: without_device_axis(x, axis_name), state)
+
+
+def with_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+  """What is a device's own, as it is stored."""
+  return tree if axis_name is None else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def without_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+  """What is a device's own, from what was stored."""
+  return tree if axis_name is None else jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 def _map_local(fun: Callable[[Any], Any], state: AccumulateState) -> AccumulateState:

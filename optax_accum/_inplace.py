@@ -49,37 +49,53 @@ class OutputBuffers:
   """Buffers that updates like `like` come out of a conditional in; those of `total` where they can.
 
   An accumulator can serve if it has the shape, holds the dtype without rounding and, in
-  `shard_map`, is as varying (after a reduction over devices it is more so).
+  `shard_map`, is as varying (after a reduction over devices it is more so). The others get `spare`
+  buffers.
   """
 
-  def __init__(self, total: optax.Updates, like: optax.Updates):
-    self._sums, self._like = jax.tree.leaves(total), jax.tree.leaves(like)
-    self._trees: list[Any] = [jax.tree.structure(total), jax.tree.structure(like)]
-    same = self._trees[0] == self._trees[1]
-    self._shared = [same and _holds(x, y) for x, y in zip(self._sums, self._like, strict=False)]
-    zeros = [_across_devices.vary_like(jnp.zeros_like(x), x) for x in self._like]
-    self.buffers = self._choose(self._sums, zeros) if same else zeros
+  def __init__(self, total: optax.Updates, like: Any):
+    sums, treedef = _flat(total)
+    self._like, self._treedef = _flat(like)
+    if treedef == self._treedef:
+      self._shared = [_holds(x, y) for x, y in zip(sums, self._like, strict=True)]
+    else:
+      self._shared = [False] * len(self._like)
+    pairs = zip(self._like, self._shared, strict=True)
+    self.spare = _zeros([x for x, shared in pairs if not shared])
 
-  def _choose(self, shared: list[jax.Array], others: list[jax.Array]) -> list[jax.Array]:
-    return [x if here else y for x, y, here in zip(shared, others, self._shared, strict=True)]
+  def filled(
+    self, updates: optax.Updates, total: optax.Updates
+  ) -> tuple[optax.Updates, list[jax.Array]]:
+    """`total` and the spare buffers, with `updates` in them where they come out."""
+    sums, treedef = _flat(total)
+    spare = []
+    for i, update in enumerate(jax.tree.leaves(updates)):
+      if self._shared[i]:
+        sums[i] = jnp.asarray(update).astype(sums[i].dtype)
+      else:
+        spare.append(update)
+    return treedef.unflatten(sums), spare
 
-  def sums(self, buffers: list[jax.Array]) -> optax.Updates:
-    """`total`, with the buffers instead of those of its leaves that they share."""
-    sums = self._choose(buffers, self._sums) if any(self._shared) else self._sums
-    return self._trees[0].unflatten(sums)
+  def updates(self, total: optax.Updates, spare: list[jax.Array], emit: Flag) -> optax.Updates:
+    """What `filled` put there where the cycle emits, and else zeros."""
+    sums, others = jax.tree.leaves(total), iter(spare)
+    return self._treedef.unflatten(
+      _weighted_mean.select(emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype))
+      if self._shared[i]
+      else next(others)
+      for i, x in enumerate(self._like)
+    )
 
-  def filled(self, updates: optax.Updates) -> list[jax.Array]:
-    """The buffers with `updates` in them, in the dtypes of the buffers, which hold theirs."""
-    leaves = jax.tree.leaves(updates)
-    return [jnp.asarray(x).astype(b.dtype) for x, b in zip(leaves, self.buffers, strict=True)]
 
-  def updates(self, buffers: list[jax.Array], emit: Flag) -> optax.Updates:
-    """What is in the buffers where the cycle emits, and else zeros."""
-    updates = [
-      _weighted_mean.select(emit, buffer.astype(x.dtype), jnp.zeros_like(buffer, x.dtype))
-      for buffer, x in zip(buffers, self._like, strict=True)
-    ]
-    return self._trees[1].unflatten(updates)
+def _zeros(likes: list[Any]) -> list[jax.Array]:
+  """Zeros with the types of `likes`, each in a buffer of its own."""
+  # XLA makes one array of constants that are the same, and copies it.
+  numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in likes])
+  return [_across_devices.full_like(x, n) for x, n in zip(likes, numbers, strict=True)]
+
+
+def _flat(tree: Any) -> tuple[list[Any], Any]:
+  return jax.tree.flatten(tree)
 
 
 def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:

@@ -7,14 +7,16 @@ import re
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
-from support import trees
+from support import devices, trees
 from support.compiled import compilations, copies_of
+from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import FORMS, mini_step
 
-from optax_accum import accumulate
+from optax_accum import accumulate, accumulate_specs
 
 LEAF = 1 << 20
 LARGE = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in "abcd"}
@@ -75,6 +77,51 @@ def test_the_conditional_costs_no_memory_and_no_copies(name, form):
     assert temp(ours) < 0.005
   if name != "lion":
     assert copies_of(ours.as_text(), LEAF) == 0
+
+
+def compiled_over_devices(tx, form, mesh, params, check_vma=True, weighted=False):
+  """The accumulation alone, in shard_map: each device's gradients are arguments."""
+  specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
+  shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma)
+
+  def step(params, state, grads, weight, flush):
+    grads = jax.tree.map(lambda x: x[0], grads)
+    kwargs = {"weight": weight[0], "flush": flush} if weighted else {}
+    return mini_step(tx, form)(params, state, grads, **kwargs)
+
+  init = shard_map(tx.init, in_specs=P(), out_specs=specs)
+  grads = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), params)
+  held = devices.abstract(params, mesh)
+  more = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((), jnp.bool_)
+  args = (params, jax.eval_shape(init, held), grads, *more)
+  in_specs = (P(), specs, P("data"), P("data"), P())
+  step = shard_map(step, in_specs=in_specs, out_specs=(P(), specs))
+  args = devices.abstract(args, mesh, in_specs)
+  return jax.jit(step, donate_argnums=(0, 1)).lower(*args).compile()
+
+
+@forms
+@pytest.mark.parametrize(
+  ("kind", "weighted", "check_vma"),
+  [(AUTO, True, True), (EXPLICIT, False, True), (AUTO, False, False)],
+)
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_devices_reduce_in_the_accumulators(platform, kind, weighted, check_vma, form):
+  # What is small stays on the chip of a TPU, where it is not counted.
+  side = {"cpu": 512, "tpu": 8192}[platform]
+  params = {name: jax.ShapeDtypeStruct((side, side), jnp.float32) for name in "ab"}
+  tx = accumulate(OPTIMIZERS["adamw"], 8, axis_name="data")
+  mesh = make_mesh(8, kind=kind, platform=platform)
+  step = compiled_over_devices(tx, form, mesh, params, check_vma, weighted)
+  # Updates that are typed as the same on all devices cannot be in an accumulator, which differs.
+  # And XLA for CPU does not reduce in place.
+  own_buffer = (form == "update" and check_vma) or platform == "cpu"
+  in_params = step.memory_analysis().temp_size_in_bytes / (4 * side**2 * len(params))
+  assert in_params == pytest.approx(int(own_buffer), abs=0.005)
+  if platform == "tpu":
+    assert copies_of(step.as_text(), side**2) == 0
+  elif form == "apply":  # but in the calls that do not emit
+    assert copies_of(step.as_text().split("\nENTRY ")[1], side**2) == 0
 
 
 @pytest.mark.optax_bug
@@ -204,6 +251,47 @@ def test_which_conditional_is_in_the_program():
     tx = accumulate(optax.sgd(0.1), 2, differentiable=differentiable)
     jaxpr = str(jax.make_jaxpr(mini_step(tx, form))(params, tx.init(params), params))
     assert ("while[" in jaxpr, "cond[" in jaxpr) == (not differentiable, differentiable)
+
+
+def counted_traces(inner):
+  """`inner`, and a list that grows with every call of its update."""
+  calls = []
+
+  def update(updates, state, params=None, **extra_args):
+    calls.append(None)
+    return optax.with_extra_args_support(inner).update(updates, state, params, **extra_args)
+
+  return optax.GradientTransformationExtraArgs(inner.init, update), calls
+
+
+@forms
+@pytest.mark.parametrize("differentiable", [False, True])
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_inner_is_traced_once(form, every_k, differentiable):
+  inner, calls = counted_traces(OPTIMIZERS["clip_adamw"])
+  params = {"w": jnp.ones(3)}
+
+  def traces(run, **kwargs):
+    tx = accumulate(
+      inner, every_k, skip_fn=optax.skip_not_finite, differentiable=differentiable, **kwargs
+    )
+    calls.clear()
+    run(lambda params, grads: mini_step(tx, form)(params, tx.init(params), grads)[0])
+    return len(calls)
+
+  def over_devices(kind, step):
+    def of_own(params, grads):
+      return step(params, jax.lax.pcast(grads, "data", to="varying"))
+
+    mesh = make_mesh(8, kind=kind)
+    mapped = jax.shard_map(of_own, mesh=mesh, in_specs=P(), out_specs=P())
+    jax.jit(mapped).lower(*devices.put((params, params), mesh))
+
+  assert traces(lambda step: jax.jit(step).lower(params, params)) == 1
+  assert traces(lambda step: step(params, params)) == 1
+  assert traces(lambda step: jax.vmap(step)(*trees.stack([(params, params)] * 2))) == 1
+  for kind in (AUTO, EXPLICIT):
+    assert traces(functools.partial(over_devices, kind), axis_name="data") == 1
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
