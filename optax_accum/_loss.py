@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from optax_accum import (
   _rows,
   _scan,
   _settings,
+  _state_shards,
   _validate,
 )
 from optax_accum._arguments import Slot
@@ -26,6 +27,9 @@ from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Sharded, Whole
 from optax_accum._split import Call, Split
+
+
+Update: TypeAlias = Callable[[Any], Any]  # of parameters and optimizer state
 
 
 class Outputs(NamedTuple):
@@ -132,6 +136,14 @@ class LocalLoss:
 
   out_shardings = None  # of what a step returns first: left to the compiler
 
+  def beside(self, params: Any, opt_state: Any) -> "LocalLoss":
+    """The loss whose gradients come sharded as a step with this state wants them."""
+    return self
+
+  def stepped(self, update: Update, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile."""
+    return update((params, opt_state))
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class MeshLoss:
@@ -182,6 +194,7 @@ class _PlacedLoss(NamedTuple):
   batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
+  moved: Any = None  # a spec for each gradient that is not sharded as its parameter, else None
 
   @property
   def out_shardings(self) -> Any:
@@ -191,9 +204,34 @@ class _PlacedLoss(NamedTuple):
     return self.treedef.unflatten(known)
 
   @property
+  def _specs(self) -> list[PartitionSpec]:
+    return list(map(self.parallel.shard_spec, self.shardings))
+
+  @property
   def _shards(self) -> Sharded:
-    specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
-    return Sharded(specs[0], self.parallel.axes, self.parallel.reduce_in_loop)
+    specs = self.treedef.unflatten(self._specs)[0]
+    of_gradients = jax.tree.map(lambda own, moved: moved or own, specs, self.moved)
+    return Sharded(specs, of_gradients, self.parallel.axes, self.parallel.reduce_in_loop)
+
+  def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
+    """The loss whose gradients come sharded as the state, where that follows the parameters."""
+    moved = _state_shards.gradient_specs(params, opt_state, self._specs)
+    return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
+
+  def stepped(self, update: Update, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile.
+
+    Each device takes its part of those that it has in whole, and in the end they are gathered.
+    """
+
+    def as_before(new: Any, x: Any, spec: PartitionSpec | None) -> Any:
+      return new if spec is None else _across_devices.sharded_like(new, x)
+
+    def part(x: Any, spec: PartitionSpec | None) -> Any:
+      return x if spec is None else self.parallel.spread(x, spec)
+
+    new, new_state = update((jax.tree.map(part, params, self.moved), opt_state))
+    return jax.tree.map(as_before, new, params, self.moved), new_state
 
   def derivatives(self, grads: Any) -> Any:
     """As that of the loss of one device."""
@@ -204,13 +242,14 @@ class _PlacedLoss(NamedTuple):
     return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
 
   def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
-    """The loss and its gradients, which are sharded as the parameters."""
+    """The loss and its gradients, which are sharded as the parameters, or as `moved` says."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
     devices_own = PartitionSpec(self.parallel.axes)
-    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same, devices_own)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
-    grads = self.parallel.like(out.outputs.grads, self.treedef.unflatten(self.shardings)[0])
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    grads = self.parallel.like(out.outputs.grads, args[0], shardings, self.moved)
     kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))

@@ -110,20 +110,40 @@ class DataParallel:
   def _spec_at(self, dimension: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dimension, self.axes)
 
-  def like(self, grads: Any, shardings: Any) -> Any:
-    """Gradients with the shardings of their parameters, which explicit axes insist on."""
+  def like(self, grads: Any, params: Any, shardings: Any, specs: Any) -> Any:
+    """Gradients that are sharded as `spread` has their parameters, which explicit axes insist on.
 
-    def reshard(g: Any, sharding: Any) -> Any:
+    `shardings` are those of the parameters, and None where they are not known.
+    """
+
+    def reshard(g: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
+      if spec is not None:
+        return self._move(g, self._over_data(x, spec))
       return g if sharding is None else self._move(g, [_names(names) for names in sharding.spec])
 
-    return jax.tree.map(reshard, grads, shardings)
+    return jax.tree.map(reshard, grads, params, shardings, specs)
+
+  def spread(self, x: Any, spec: PartitionSpec) -> Any:
+    """An array of which each device takes its part over the data axes, as `spec` says."""
+    x, auto = self.reshard(x, spec), self._of_kind(AxisType.Auto)
+    dims = [tuple(name for name in _names(names) if name in auto) for names in spec]
+    if not any(dims):
+      return x
+    free = PartitionSpec.UNCONSTRAINED
+    dims = [*dims, *[()] * (x.ndim - len(dims))]
+    target = NamedSharding(self.mesh, PartitionSpec(*[names or free for names in dims]))
+    return jax.lax.with_sharding_constraint(x, target)
 
   def reshard(self, x: Any, spec: PartitionSpec) -> Any:
     """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
+    return self._move(x, self._over_data(x, spec))
+
+  def _over_data(self, x: Any, spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The axes of each dimension: those of `spec`, after those that are no data axes."""
     now = [_names(names) for names in jax.typeof(x).sharding.spec]
     kept = [tuple(name for name in names if name not in self.axes) for names in now]
     ours = [*map(_names, spec), *[()] * (len(kept) - len(spec))]
-    return self._move(x, [a + b for a, b in zip(kept, ours, strict=True)])
+    return [a + b for a, b in zip(kept, ours, strict=True)]
 
   def _move(self, x: Any, dims: list[tuple[str, ...]]) -> Any:
     """Moves an array to a sharding over the explicit axes; over the others XLA does."""
