@@ -224,14 +224,15 @@ class _PlacedLoss(NamedTuple):
     Each device takes its part of those that it has in whole, and in the end they are gathered.
     """
 
-    def as_before(new: Any, x: Any, spec: PartitionSpec | None) -> Any:
-      return new if spec is None else _across_devices.sharded_like(new, x)
+    def whole(new: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
+      return new if spec is None else self.parallel.gather(new, x, sharding)
 
     def part(x: Any, spec: PartitionSpec | None) -> Any:
       return x if spec is None else self.parallel.spread(x, spec)
 
     new, new_state = update((jax.tree.map(part, params, self.moved), opt_state))
-    return jax.tree.map(as_before, new, params, self.moved), new_state
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    return jax.tree.map(whole, new, params, shardings, self.moved), new_state
 
   def derivatives(self, grads: Any) -> Any:
     """As that of the loss of one device."""

@@ -1,6 +1,6 @@
 """Data parallelism: how arrays are placed on a mesh, and the batch spread over its data axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum import _validate
+from optax_accum import _across_devices, _validate
 from optax_accum._reductions import Reduction
 from optax_accum._split import Split
 
@@ -125,14 +125,26 @@ class DataParallel:
 
   def spread(self, x: Any, spec: PartitionSpec) -> Any:
     """An array of which each device takes its part over the data axes, as `spec` says."""
-    x, auto = self.reshard(x, spec), self._of_kind(AxisType.Auto)
-    dims = [tuple(name for name in _names(names) if name in auto) for names in spec]
-    if not any(dims):
+    ours = [_names(names) or None for names in spec]
+    return self._constrain(self.reshard(x, spec), [*ours, *[None] * (x.ndim - len(ours))])
+
+  def gather(self, new: Any, x: Any, sharding: NamedSharding) -> Any:
+    """What became of the parts that `spread` made of `x`, sharded as `x` was."""
+    new = _across_devices.sharded_like(new, x)
+    dims = [_names(names) for names in sharding.spec]
+    new = self._constrain(new, [*dims, *[()] * (x.ndim - len(dims))])
+    # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as soon
+    # as the program starts, and keeps both.
+    return jax.lax.optimization_barrier((new, x))[0]
+
+  def _constrain(self, x: Any, dims: Sequence[tuple[str, ...] | None]) -> Any:
+    """Has XLA shard an array so over automatic axes, where the data axes are; None is left to it."""
+    auto = self._of_kind(AxisType.Auto)
+    if set(self.axes).isdisjoint(auto):
       return x
     free = PartitionSpec.UNCONSTRAINED
-    dims = [*dims, *[()] * (x.ndim - len(dims))]
-    target = NamedSharding(self.mesh, PartitionSpec(*[names or free for names in dims]))
-    return jax.lax.with_sharding_constraint(x, target)
+    spec = [free if d is None else tuple(name for name in d if name in auto) for d in dims]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
   def reshard(self, x: Any, spec: PartitionSpec) -> Any:
     """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
