@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum import (
@@ -22,14 +21,12 @@ from optax_accum import (
   _validate,
 )
 from optax_accum._arguments import Slot
+from optax_accum._check_loss import check_loss
 from optax_accum._mesh import DataParallel
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Sharded, Whole
 from optax_accum._split import Call, Split
-
-
-Update: TypeAlias = Callable[[Any], Any]  # of parameters and optimizer state
 
 
 class Outputs(NamedTuple):
@@ -103,7 +100,7 @@ class LocalLoss:
     with self._explained(args, kwargs):
       out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
-    _check_loss(out, self.has_aux or carries, carries)
+    check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
@@ -140,7 +137,7 @@ class LocalLoss:
     """The loss whose gradients come sharded as a step with this state wants them."""
     return self
 
-  def stepped(self, update: Update, params: Any, opt_state: Any) -> tuple[Any, Any]:
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
 
@@ -215,24 +212,20 @@ class _PlacedLoss(NamedTuple):
 
   def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
-    moved = _state_shards.gradient_specs(params, opt_state, self._specs)
+    specs = _state_shards.gradient_specs(params, opt_state, self._specs)
+    # Without `strict`: the shardings of the state come after.
+    moved = [None if s is None else spec for s, spec in zip(self.shardings, specs, strict=False)]
     return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
 
-  def stepped(self, update: Update, params: Any, opt_state: Any) -> tuple[Any, Any]:
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
     """What `update` makes of parameters that are sharded as the gradients meanwhile.
 
     Each device takes its part of those that it has in whole, and in the end they are gathered.
     """
-
-    def whole(new: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
-      return new if spec is None else self.parallel.gather(new, x, sharding)
-
-    def part(x: Any, spec: PartitionSpec | None) -> Any:
-      return x if spec is None else self.parallel.spread(x, spec)
-
-    new, new_state = update((jax.tree.map(part, params, self.moved), opt_state))
+    parts = jax.tree.map(self.parallel.spread, params, self.moved)
+    new, new_state = update((parts, opt_state))
     shardings = self.treedef.unflatten(self.shardings)[0]
-    return jax.tree.map(whole, new, params, shardings, self.moved), new_state
+    return jax.tree.map(self.parallel.gather, new, params, shardings, self.moved), new_state
 
   def derivatives(self, grads: Any) -> Any:
     """As that of the loss of one device."""
@@ -303,35 +296,3 @@ def local_loss(
   grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
   aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split)
-
-
-def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
-  """Checks what a loss function returned: a real scalar, with the aux that was announced."""
-  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
-
-  def is_pair(x: Any) -> bool:
-    return isinstance(x, (tuple, list)) and len(x) == 2
-
-  def describe(x: Any) -> str:
-    several = isinstance(x, (tuple, list, dict))
-    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
-
-  if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
-    raise TypeError(
-      f"The function returned {describe(out)}; with"
-      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
-    )
-  value, wrong = out[0] if has_aux else out, None
-  if isinstance(value, (tuple, list, dict)):
-    wrong = (
-      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
-      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
-    )
-  elif value is None:
-    wrong = f"function returned None; it must return {wanted}."
-  elif shape := jnp.shape(value):
-    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
-  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
-    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
-  if wrong:
-    raise TypeError(f"The {wrong}")

@@ -123,22 +123,26 @@ class DataParallel:
 
     return jax.tree.map(reshard, grads, params, shardings, specs)
 
-  def spread(self, x: Any, spec: PartitionSpec) -> Any:
-    """An array of which each device takes its part over the data axes, as `spec` says."""
+  def spread(self, x: Any, spec: PartitionSpec | None) -> Any:
+    """An array of which each device takes its part over the data axes; with None, all as it is."""
+    if spec is None:
+      return x
     ours = [_names(names) or None for names in spec]
     return self._constrain(self.reshard(x, spec), [*ours, *[None] * (x.ndim - len(ours))])
 
-  def gather(self, new: Any, x: Any, sharding: NamedSharding) -> Any:
+  def gather(self, new: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
     """What became of the parts that `spread` made of `x`, sharded as `x` was."""
-    new = _across_devices.sharded_like(new, x)
+    if spec is None:
+      return new
     dims = [_names(names) for names in sharding.spec]
+    new = _across_devices.sharded_like(new, x)
     new = self._constrain(new, [*dims, *[()] * (x.ndim - len(dims))])
     # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as soon
     # as the program starts, and keeps both.
     return jax.lax.optimization_barrier((new, x))[0]
 
   def _constrain(self, x: Any, dims: Sequence[tuple[str, ...] | None]) -> Any:
-    """Has XLA shard an array so over automatic axes, where the data axes are; None is left to it."""
+    """Has XLA shard an array so, if data axes are automatic. A None among `dims` is left to it."""
     auto = self._of_kind(AxisType.Auto)
     if set(self.axes).isdisjoint(auto):
       return x
