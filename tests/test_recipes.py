@@ -29,6 +29,7 @@ def test_both_ways_end_as_whole_batches_do(section):
       trees.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:The default axis_types:DeprecationWarning")  # jax 0.8
 def test_a_state_in_shards_ends_as_whole_batches_do():
   with jax.enable_x64(True):
     names = PAGE.run(*PAGE.blocks("The optimizer's state in shards"))
