@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum import (
@@ -18,9 +17,11 @@ from optax_accum import (
   _rows,
   _scan,
   _settings,
+  _state_shards,
   _validate,
 )
 from optax_accum._arguments import Slot
+from optax_accum._check_loss import check_loss
 from optax_accum._mesh import DataParallel
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
@@ -99,7 +100,7 @@ class LocalLoss:
     with self._explained(args, kwargs):
       out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
-    _check_loss(out, self.has_aux or carries, carries)
+    check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
@@ -131,6 +132,14 @@ class LocalLoss:
     return self, args, kwargs
 
   out_shardings = None  # of what a step returns first: left to the compiler
+
+  def beside(self, params: Any, opt_state: Any) -> "LocalLoss":
+    """The loss whose gradients come sharded as a step with this state wants them."""
+    return self
+
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile."""
+    return update((params, opt_state))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -182,6 +191,7 @@ class _PlacedLoss(NamedTuple):
   batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
+  moved: Any = None  # a spec for each gradient that is not sharded as its parameter, else None
 
   @property
   def out_shardings(self) -> Any:
@@ -191,9 +201,31 @@ class _PlacedLoss(NamedTuple):
     return self.treedef.unflatten(known)
 
   @property
+  def _specs(self) -> list[PartitionSpec]:
+    return list(map(self.parallel.shard_spec, self.shardings))
+
+  @property
   def _shards(self) -> Sharded:
-    specs = self.treedef.unflatten([self.parallel.shard_spec(s) for s in self.shardings])
-    return Sharded(specs[0], self.parallel.axes, self.parallel.reduce_in_loop)
+    specs = self.treedef.unflatten(self._specs)[0]
+    of_gradients = jax.tree.map(lambda own, moved: moved or own, specs, self.moved)
+    return Sharded(specs, of_gradients, self.parallel.axes, self.parallel.reduce_in_loop)
+
+  def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
+    """The loss whose gradients come sharded as the state, where that follows the parameters."""
+    specs = _state_shards.gradient_specs(params, opt_state, self._specs)
+    # Without `strict`: the shardings of the state come after.
+    moved = [None if s is None else spec for s, spec in zip(self.shardings, specs, strict=False)]
+    return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
+
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile.
+
+    Each device takes its part of those that it has in whole, and in the end they are gathered.
+    """
+    parts = jax.tree.map(self.parallel.spread, params, self.moved)
+    new, new_state = update((parts, opt_state))
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    return jax.tree.map(self.parallel.gather, new, params, shardings, self.moved), new_state
 
   def derivatives(self, grads: Any) -> Any:
     """As that of the loss of one device."""
@@ -204,13 +236,14 @@ class _PlacedLoss(NamedTuple):
     return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
 
   def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
-    """The loss and its gradients, which are sharded as the parameters."""
+    """The loss and its gradients, which are sharded as the parameters, or as `moved` says."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
     devices_own = PartitionSpec(self.parallel.axes)
-    specs = Reduced(same, Outputs(same, aux, self._shards.specs), same, devices_own)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
-    grads = self.parallel.like(out.outputs.grads, self.treedef.unflatten(self.shardings)[0])
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    grads = self.parallel.like(out.outputs.grads, args[0], shardings, self.moved)
     kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
@@ -263,35 +296,3 @@ def local_loss(
   grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
   aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split)
-
-
-def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
-  """Checks what a loss function returned: a real scalar, with the aux that was announced."""
-  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
-
-  def is_pair(x: Any) -> bool:
-    return isinstance(x, (tuple, list)) and len(x) == 2
-
-  def describe(x: Any) -> str:
-    several = isinstance(x, (tuple, list, dict))
-    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
-
-  if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
-    raise TypeError(
-      f"The function returned {describe(out)}; with"
-      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
-    )
-  value, wrong = out[0] if has_aux else out, None
-  if isinstance(value, (tuple, list, dict)):
-    wrong = (
-      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
-      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
-    )
-  elif value is None:
-    wrong = f"function returned None; it must return {wanted}."
-  elif shape := jnp.shape(value):
-    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
-  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
-    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
-  if wrong:
-    raise TypeError(f"The {wrong}")

@@ -1,6 +1,6 @@
 """Data parallelism: how arrays are placed on a mesh, and the batch spread over its data axis."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum import _validate
+from optax_accum import _across_devices, _validate
 from optax_accum._reductions import Reduction
 from optax_accum._split import Split
 
@@ -110,20 +110,56 @@ class DataParallel:
   def _spec_at(self, dimension: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dimension, self.axes)
 
-  def like(self, grads: Any, shardings: Any) -> Any:
-    """Gradients with the shardings of their parameters, which explicit axes insist on."""
+  def like(self, grads: Any, params: Any, shardings: Any, specs: Any) -> Any:
+    """Gradients that are sharded as `spread` has their parameters, which explicit axes insist on.
 
-    def reshard(g: Any, sharding: Any) -> Any:
+    `shardings` are those of the parameters, and None where they are not known.
+    """
+
+    def reshard(g: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
+      if spec is not None:
+        return self._move(g, self._over_data(x, spec))
       return g if sharding is None else self._move(g, [_names(names) for names in sharding.spec])
 
-    return jax.tree.map(reshard, grads, shardings)
+    return jax.tree.map(reshard, grads, params, shardings, specs)
+
+  def spread(self, x: Any, spec: PartitionSpec | None) -> Any:
+    """An array of which each device takes its part over the data axes; with None, all as it is."""
+    if spec is None:
+      return x
+    ours = [_names(names) or None for names in spec]
+    return self._constrain(self.reshard(x, spec), [*ours, *[None] * (x.ndim - len(ours))])
+
+  def gather(self, new: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
+    """What became of the parts that `spread` made of `x`, sharded as `x` was."""
+    if spec is None:
+      return new
+    dims = [_names(names) for names in sharding.spec]
+    new = _across_devices.sharded_like(new, x)
+    new = self._constrain(new, [*dims, *[()] * (x.ndim - len(dims))])
+    # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as soon
+    # as the program starts, and keeps both.
+    return jax.lax.optimization_barrier((new, x))[0]
+
+  def _constrain(self, x: Any, dims: Sequence[tuple[str, ...] | None]) -> Any:
+    """Has XLA shard an array so, if data axes are automatic. A None among `dims` is left to it."""
+    auto = self._of_kind(AxisType.Auto)
+    if set(self.axes).isdisjoint(auto):
+      return x
+    free = PartitionSpec.UNCONSTRAINED
+    spec = [free if d is None else tuple(name for name in d if name in auto) for d in dims]
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
   def reshard(self, x: Any, spec: PartitionSpec) -> Any:
     """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
+    return self._move(x, self._over_data(x, spec))
+
+  def _over_data(self, x: Any, spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The axes of each dimension: those of `spec`, after those that are no data axes."""
     now = [_names(names) for names in jax.typeof(x).sharding.spec]
     kept = [tuple(name for name in names if name not in self.axes) for names in now]
     ours = [*map(_names, spec), *[()] * (len(kept) - len(spec))]
-    return self._move(x, [a + b for a, b in zip(kept, ours, strict=True)])
+    return [a + b for a, b in zip(kept, ours, strict=True)]
 
   def _move(self, x: Any, dims: list[tuple[str, ...]]) -> Any:
     """Moves an array to a sharding over the explicit axes; over the others XLA does."""

@@ -20,9 +20,9 @@ Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
 def optimizer_step(
   tx: optax.GradientTransformationExtraArgs,
   grads: Any,
-  held: Held,
   extra_args: dict[str, Any],
   counted: Flag,
+  held: Held,
 ) -> Held:
   """A step of `tx`. Where nothing was counted, no parameter moves."""
 

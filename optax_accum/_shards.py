@@ -33,6 +33,7 @@ class Sharded(Whole):
   """Parameters that are sharded over mesh axes, or replicated, leaf by leaf."""
 
   specs: Any  # a PartitionSpec for each parameter, over the data axes alone
+  gradient_specs: Any  # the same for each gradient
   axis_name: tuple[str, ...]  # the data axes
   in_loop: bool  # are parameters gathered, and gradients reduced, in every microbatch?
 
@@ -61,5 +62,6 @@ class Sharded(Whole):
       kind = kind.scattered(spec) if spec else kind
       return kind.in_loop(self.axis_name) if self.in_loop else kind
 
-    each = _reduction_trees.match("grad_reduction", reductions, self.specs, "gradients")
-    return jax.tree.map(placed, each, self.specs)
+    specs = self.gradient_specs
+    each = _reduction_trees.match("grad_reduction", reductions, specs, "gradients")
+    return jax.tree.map(placed, each, specs)

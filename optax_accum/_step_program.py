@@ -115,10 +115,11 @@ class StepProgram:
     return tuple(new.get(i, x) for i, x in enumerate(args))
 
 
-def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., Any]:
-  """One step of `tx` by the gradient of `loss`."""
+def _step_function(local: LocalLoss, placed: Any, tx: Transform) -> Callable[..., Any]:
+  """One step of `tx` by the gradient of a loss."""
 
   def train_step(params: Any, opt_state: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    loss = placed.beside(params, opt_state)
     reduced = loss.value_and_grad(None, params, *args, **kwargs)
     out, stats = reduced.outputs, reduced.stats
     counted = stats.total_weight != 0
@@ -131,7 +132,8 @@ def _step_function(local: LocalLoss, loss: Any, tx: Transform) -> Callable[..., 
 
     with jax.named_scope("optimizer"):
       moves = counted if local.split.weighs else True
-      new = optimizer_step(tx, out.grads, (params, opt_state), extra_args, moves)
+      update = functools.partial(optimizer_step, tx, out.grads, extra_args, moves)
+      new = loss.stepped(update, params, opt_state)
     derivatives = local.derivatives(out.grads)
     wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), derivatives)
     metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}

@@ -188,7 +188,12 @@ def make_train_step(
       microbatch, and holds only shards of them and of their gradients in between. "per_cycle"
       gathers them once, and holds both whole until the cycle ends. Either way parameters and
       optimizer state come out sharded as they came. A dimension that is sharded over data axes
-      and a further axis together is held whole.
+      and a further axis together is held whole. Parameters in whole whose optimizer state is
+      sharded (ZeRO-1): gradients are scattered to the state's shards, each device steps its part of
+      the parameters, and these are gathered once. So it is for each parameter of which all that the
+      state has, numbers apart, has its shape and one sharding over the data axes. Of others, such
+      as with Adafactor's factors or moments that disagree, the gradient is summed whole. It is also
+      summed whole, and then cut, where further axes of the mesh are explicit.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With

@@ -29,6 +29,22 @@ def test_both_ways_end_as_whole_batches_do(section):
       trees.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:The default axis_types:DeprecationWarning")  # jax 0.8
+def test_a_state_in_shards_ends_as_whole_batches_do():
+  with jax.enable_x64(True):
+    names = PAGE.run(*PAGE.blocks("The optimizer's state in shards"))
+    tx, batches = names["tx"], names["batches"]
+    start = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
+    step = oracle.whole_batch_step(names["loss_fn"], tx)
+    expected, *_ = oracle.take_steps(step, tx, start, batches)
+    trees.assert_close(jax.device_get(names["params"]), expected, 1e-10)
+    moments = names["opt_state"][0].mu
+    assert moments["w"].addressable_shards[0].data.shape == (8, 10)
+    assert names["params"]["w"].sharding.is_fully_replicated
+    program = names["step"].lower(names["params"], names["opt_state"], batches[0]).as_text()
+    assert program.count("reduce_scatter") == 1
+
+
 @pytest.mark.parametrize("section", ["Equinox, with state", "Haiku, with state"])
 def test_state_is_that_of_a_loop_over_microbatches(section):
   with jax.enable_x64(True):

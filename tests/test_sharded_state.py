@@ -1,0 +1,371 @@
+"""A state that is sharded (ZeRO-1): gradients are scattered to it, and parameters gathered."""
+
+import functools
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import devices, oracle, trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import loss_elsewhere, relaxed
+
+from optax_accum import accumulate, count_collectives, make_train_step
+from optax_accum.flax import nnx_train_step
+
+ROWS = 32
+kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+when = pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+
+
+def init_params(dtype=np.float64):
+  rng = np.random.default_rng(0)
+  shapes = {"w": (16, 8), "b": (8,), "three": (3,)}
+  return {name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+
+
+def make_batch(dtype=np.float64):
+  """Padded rows: the last ones, and so the last devices, hold far fewer valid numbers."""
+  rng = np.random.default_rng(1)
+  valid = rng.random((ROWS, 8)) < np.linspace(1.0, 0.2, ROWS)[:, None]
+  return {"x": np.asarray(rng.normal(size=(ROWS, 16)), dtype), "valid": np.asarray(valid, dtype)}
+
+
+def loss_fn(params, batch):
+  scale = jnp.sum(params["three"] ** 2)
+  out = (batch["x"] @ params["w"] + params["b"][None]) ** 2
+  return scale * jnp.sum(out * batch["valid"]) / jnp.sum(batch["valid"])
+
+
+def valid(batch):
+  return jnp.sum(batch["valid"])
+
+
+def optimizer():
+  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+
+
+@functools.cache
+def expected_steps():
+  """Three steps on one device with the whole batch at once, and the norm of the last gradient."""
+  with jax.enable_x64(True):
+    tx, batch = optimizer(), jax.tree.map(jnp.asarray, make_batch())
+    params = jax.tree.map(jnp.asarray, init_params())
+    step = oracle.whole_batch_step(loss_fn, tx)
+    two, *_ = oracle.take_steps(step, tx, params, [batch] * 2)
+    norm = optax.tree.norm(jax.grad(loss_fn)(jax.tree.map(jnp.asarray, two), batch))
+    return *oracle.take_steps(step, tx, params, [batch] * 3), float(norm)
+
+
+def sharded(tx, params, mesh, specs):
+  """The state of `tx`: what follows a parameter is sharded as `specs` say."""
+  shardings = devices.shardings(params, mesh, specs)
+  state = trees.strong(tx.init(params))
+  state = optax.tree_utils.tree_map_params(tx, jax.device_put, state, shardings)
+  return jax.tree.map(lambda x: x if x.ndim else devices.put(x, mesh), state)
+
+
+def scatters(step, *args):
+  """Of how many parameters the gradients are scattered."""
+  return str(step.trace(*args).jaxpr).count("reduce_scatter[")
+
+
+STATE = {"w": P("data"), "b": P("data"), "three": P()}
+ALL = {"w": P(), "b": P(), "three": P()}
+
+
+@when
+@kinds
+def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(8, kind=kind), optimizer()
+    step = make_train_step(
+      loss_fn,
+      tx,
+      mesh=mesh,
+      num_microbatches=2,
+      weight_fn=valid,
+      reduce_gradients=reduce_gradients,
+    )
+    params = devices.put(init_params(), mesh)
+    state = sharded(tx, params, mesh, STATE)
+    if reduce_gradients == "per_cycle":
+      assert scatters(step, params, state, make_batch()) == 2
+    for _ in range(3):
+      params, state, metrics = step(params, state, make_batch())
+    *expected, norm = expected_steps()
+    trees.assert_close(jax.device_get((params, state, metrics["loss"])), tuple(expected), 1e-10)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-10)
+    assert norm > 1  # it was clipped
+    for name, spec in STATE.items():
+      sharding = NamedSharding(mesh, spec)
+      assert params[name].sharding.is_fully_replicated
+      for x in (state[1][0].mu[name], state[1][0].nu[name]):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+
+
+# On meshes of two axes: of the parameters, of the state, and of how many the state decides.
+BESIDE = {
+  "tensor parallel": ({"w": P(None, "model"), "b": P("model"), "three": P()},
+                      {"w": P("data", "model"), "b": P("model"), "three": P()}, 1),
+  "not told to be": ({"w": P(None, "model"), "b": P(), "three": P()},
+                     {"w": P("data"), "b": P("data"), "three": P()}, 2),
+  "one dimension over both": (ALL, {"w": P(("data", "model")), "b": P("data"), "three": P()}, 1),
+  "along another dimension": ({"w": P("data"), "b": P(), "three": P()},
+                              {"w": P(None, "data"), "b": P(), "three": P()}, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("case", "types"),
+  [
+    ("tensor parallel", (AUTO, AUTO)),
+    ("tensor parallel", (EXPLICIT, AUTO)),
+    ("not told to be", (AUTO, EXPLICIT)),
+    ("one dimension over both", (EXPLICIT, EXPLICIT)),
+    ("along another dimension", (AUTO, AUTO)),
+  ],
+)
+def test_beside_a_second_axis(types, case):
+  specs, state_specs, count = BESIDE[case]
+
+  def fun(params, batch):
+    if types[1] == EXPLICIT:  # explicit axes want to be told where a product goes
+      params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
+    return loss_fn(params, batch)
+
+  with jax.enable_x64(True):
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types)
+    tx = optimizer()
+    step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    params = devices.put(init_params(), mesh, specs)
+    state = sharded(tx, params, mesh, state_specs)
+    # JAX cannot scatter where another axis is explicit: the sum is taken, and a part of it kept.
+    assert scatters(step, params, state, make_batch()) == (0 if types[1] == EXPLICIT else count)
+    for _ in range(3):
+      params, state, metrics = step(params, state, make_batch())
+    held = jax.device_get((params, state, metrics["loss"]))
+    trees.assert_close(held, expected_steps()[:3], 1e-10)
+    for name, spec in state_specs.items():
+      at, of_state = NamedSharding(mesh, specs[name]), NamedSharding(mesh, spec)
+      assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
+      assert state[1][0].nu[name].sharding.is_equivalent_to(of_state, params[name].ndim)
+
+
+def test_over_two_data_axes():
+  with jax.enable_x64(True):
+    mesh = make_mesh(4, 2, axes=("data", "fsdp"), kind=EXPLICIT)
+    tx, axes = optimizer(), ("data", "fsdp")
+    step = make_train_step(
+      loss_fn, tx, mesh=mesh, data_axis=axes, num_microbatches=2, weight_fn=valid
+    )
+    # Sharded over one axis, and the state over both.
+    params = devices.put(init_params(), mesh, {"w": P("fsdp"), "b": P(), "three": P()})
+    state = sharded(tx, params, mesh, {"w": P(("fsdp", "data")), "b": P(axes), "three": P()})
+    for _ in range(3):
+      params, state, metrics = step(params, state, make_batch())
+    held = jax.device_get((params, state, metrics["loss"]))
+    trees.assert_close(held, expected_steps()[:3], 1e-10)
+
+
+def mixed(params, mesh, tx):
+  """Adam's first moments sharded and its second ones not."""
+  state = sharded(tx, params, mesh, STATE)
+  adam = state[0]._replace(nu=devices.put(state[0].nu, mesh))
+  return adam, *state[1:]
+
+
+def put_all(params, mesh, tx):
+  """Every leaf sharded that can be."""
+  spec = lambda x: P("data") if x.ndim and x.shape[0] % 8 == 0 else P()  # noqa: E731
+  return jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), trees.strong(tx.init(params)))
+
+
+# How the state is made, and how many gradients are scattered to it.
+OPTIMIZERS = {
+  "moments disagree": (optax.adam(0.1), mixed, 0),
+  "no moments": (optax.sgd(0.1), put_all, 0),
+  "of other shapes": (optax.adafactor(0.1, min_dim_size_to_factor=2), put_all, 0),
+  "momentum": (optax.sgd(0.1, momentum=0.9), put_all, 2),
+  "some have moments": (
+    optax.partition(
+      {"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "b": "s", "three": "s"}
+    ),
+    put_all,
+    1,
+  ),
+  "masked": (
+    optax.masked(optax.sgd(0.1, momentum=0.9), {"w": False, "b": True, "three": True}),
+    put_all,
+    1,
+  ),
+  "accumulate": (accumulate(optax.adam(0.1), 2), put_all, 2),
+  "multi steps": (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), put_all, 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_which_gradients_are_scattered(name):
+  tx, make_state, count = OPTIMIZERS[name]
+  tx = relaxed(tx)
+  with jax.enable_x64(True):
+    mesh = make_mesh(8)
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    params = devices.put(init_params(), mesh)
+    state = make_state(params, mesh, tx)
+    assert scatters(step, params, state, make_batch()) == count
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    for _ in range(2):
+      params, state, metrics = step(params, state, make_batch())
+    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+      assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    start = jax.tree.map(jnp.asarray, init_params())
+    whole_batch_step = oracle.whole_batch_step(loss_fn, tx)
+    expected = oracle.take_steps(whole_batch_step, tx, start, [make_batch()] * 2)
+    held = jax.device_get((params, state, metrics["loss"]))
+    trees.assert_close(held, expected, 1e-8)
+
+
+def test_names_that_end_alike_and_parameters_without_a_name():
+  def fun(params, batch):
+    return jnp.mean(sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch)
+
+  mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
+  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1)
+  batch, ones = np.ones(8, np.float32), np.ones(8, np.float32)
+  for tree, specs, count in (
+    ({"w": ones, "deep": {"w": ones}}, {"w": P("data"), "deep": {"w": P()}}, 1),
+    ({"w": ones, "deep": {"w": ones}}, {"w": P(), "deep": {"w": P("data")}}, 1),
+    ([ones, [ones]], [P("data"), [P("data")]], 2),
+    (ones, P("data"), 1),
+  ):
+    params = devices.put(tree, mesh)
+    assert scatters(step, params, sharded(tx, params, mesh, specs), batch) == count
+
+
+@pytest.mark.parametrize(
+  ("kind", "reduce_gradients"), [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")]
+)
+def test_value_fn_is_given_shards(kind, reduce_gradients):
+  with jax.enable_x64(True):
+    mesh, batch = make_mesh(8, kind=kind), make_batch()
+    tx = optax.chain(loss_elsewhere(), optax.sgd(0.1, momentum=0.9))
+    step = make_train_step(
+      loss_fn,
+      tx,
+      mesh=mesh,
+      num_microbatches=2,
+      weight_fn=valid,
+      reduce_gradients=reduce_gradients,
+    )
+    params = devices.put(init_params(), mesh)
+    _, (elsewhere, _), _ = step(params, sharded(tx, params, mesh, STATE), batch)
+    twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())
+    expected = loss_fn(twice, jax.tree.map(jnp.asarray, batch))
+    np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
+
+
+def test_a_batch_of_padding_moves_nothing():
+  mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid, donate=False)
+  params = devices.put(init_params(np.float32), mesh)
+  batch = make_batch(np.float32)
+  batch["valid"][:] = 0
+  new, state, _ = step(params, sharded(tx, params, mesh, STATE), batch)
+  trees.assert_close(jax.device_get(new), init_params(np.float32), 0)
+  assert int(state[0].count) == 0
+
+
+def test_in_a_scan_over_steps_of_an_explicit_mesh():
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
+    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    params = devices.put(init_params(), mesh)
+    batch = devices.put(make_batch(), mesh, P("data"))
+
+    @jax.jit
+    def three(held, batch):
+      return jax.lax.scan(lambda held, _: (step(*held, batch)[:2], None), held, length=3)[0]
+
+    held = params, sharded(tx, params, mesh, STATE)
+    assert str(jax.make_jaxpr(three)(held, batch)).count("reduce_scatter[") == 2
+    trees.assert_close(jax.device_get(three(held, batch)), expected_steps()[:2], 1e-10)
+
+
+def test_traced_parameters_of_which_no_sharding_is_known():
+  mesh, tx = make_mesh(8), relaxed(optax.adam(0.1))
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False)
+  params = devices.put(init_params(np.float32), mesh)
+  state, batch = sharded(tx, params, mesh, STATE), make_batch(np.float32)
+  program = jax.make_jaxpr(lambda params: step(params, state, batch))(params)
+  assert str(program).count("reduce_scatter[") == 0
+
+
+WIDTH = 8192
+
+
+def squares(params, batch):
+  return jnp.mean((batch @ params["w"] @ params["v"]) ** 2)
+
+
+def compiled_for_tpus(reduce_gradients):
+  """A step of 8 chips, of parameters that do not fit in the memory on a chip."""
+  mesh, tx = make_mesh(8, platform="tpu"), optimizer()
+  shapes = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"}
+  state = jax.tree.map(
+    lambda x: devices.abstract(x, mesh, P("data") if x.ndim else P()),
+    jax.eval_shape(tx.init, shapes),
+  )
+  step = make_train_step(
+    squares, tx, mesh=mesh, num_microbatches=4, reduce_gradients=reduce_gradients
+  )
+  batch = jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
+  return step.lower(devices.abstract(shapes, mesh), state, batch).compile()
+
+
+def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
+  size = 2 * 4 * WIDTH**2
+  program = compiled_for_tpus("per_cycle")
+  report = count_collectives(program).at_least(1024)
+  assert report.inside == {}
+  once = {"reduce-scatter": size, "all-gather": size}
+  assert {kind: x.bytes for kind, x in report.outside.items()} == once
+  # Without the tie to what they take the place of, it is 2.5 times the parameters.
+  assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
+  report = count_collectives(compiled_for_tpus("per_microbatch")).at_least(1024)
+  assert {kind: x.bytes for kind, x in report.inside.items()} == {"reduce-scatter": 4 * size}
+  assert {kind: x.bytes for kind, x in report.outside.items()} == {"all-gather": size}
+
+
+def shard_state(optimizer, mesh):
+  state = nnx.state(optimizer, nnx.OptState)
+  spec = lambda x: P("data") if x.ndim else P()  # noqa: E731
+  nnx.update(optimizer, jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), state))
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_nnx_with_a_sharded_state():
+  def fun(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+  rng = np.random.default_rng(0)
+  batch = {"x": rng.normal(size=(16, 8)), "y": rng.normal(size=(16, 16))}
+  results, mesh = [], make_mesh(8)
+  with jax.enable_x64(True):
+    for over in (None, mesh):
+      model = nnx.Linear(8, 16, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+      optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+      step = nnx_train_step(fun, num_microbatches=2, mesh=over)
+      if over is not None:
+        shard_state(optimizer, mesh)
+        assert step.lower(model, optimizer, batch).as_text().count("reduce_scatter") == 2
+      for _ in range(2):
+        step(model, optimizer, batch)
+      results.append(jax.tree.leaves(jax.device_get((nnx.state(model), nnx.state(optimizer)))))
+    trees.assert_close(*results, 1e-10)
+    kernel = optimizer.opt_state[0].mu["kernel"][...]
+    assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
