@@ -41,17 +41,17 @@ class Shards:
     self._known: set[Shard] = set()
     self._whole: set[Shard] = set()
 
-  def add(self, leaves: Leaves, shardings: Sequence[Any] | None) -> None:
+  def add(self, leaves: Leaves, shardings: Sequence[Any]) -> None:
     """Adds arrays. One whose sharding is None is sharded as XLA chooses."""
-    for x, sharding in zip(leaves, shardings or [None] * len(leaves), strict=True):
+    for x, sharding in zip(leaves, shardings, strict=True):
       if sharding is None:
         self._whole.add((jnp.shape(x), jnp.result_type(x)))
       else:
         self._known.add((sharding.shard_shape(jnp.shape(x)), jnp.result_type(x)))
 
-  def among(self, shards: set[Shard]) -> set[Shard]:
-    """Those of the `shards` that may be a part of an array that a step returned."""
-    return {shard for shard in shards if shard in self._known or self._divides(shard)}
+  def may_have(self, leaves: Leaves) -> bool:
+    """Whether one of the `leaves` may share a buffer with what a step returned, before or since."""
+    return any(shard in self._known or self._divides(shard) for shard in _shards(leaves))
 
   def _divides(self, shard: Shard) -> bool:
     def divides(part: int, n: int) -> bool:
@@ -64,7 +64,7 @@ class Shards:
     )
 
 
-def distinct(donated: Placed, others: Leaves, new: Leaves, shards: Shards | None) -> Leaves:
+def distinct(donated: Placed, others: Leaves, new: Leaves) -> Leaves:
   """What is to be donated, with a copy of each array that is passed a second time.
 
   XLA wants to be donated a buffer once, and over several devices JAX ends the process if it is
@@ -79,18 +79,9 @@ def distinct(donated: Placed, others: Leaves, new: Leaves, shards: Shards | None
     donated: Parameters and state, as they were passed and as they were put on the mesh.
     others: All other arrays that the step is passed, and that live on as they were passed.
     new: Those of all these that are not of the last call.
-    shards: Of what a call returns, if that is what is donated.
   """
   passed, placed = donated
-  new = arrays(new)
-  if shards is not None and not new:
-    return placed  # soon found: every call comes here
-  suspects = set(map(_one_shard, new))
-  suspects = (
-    shards.among(suspects)
-    if shards is not None
-    else suspects & set(map(_one_shard, arrays(placed)))
-  )
+  suspects = _shards(new) & _shards(placed)
   ids = list(map(id, arrays([*passed, *others])))
   if not suspects and len(set(ids)) == len(ids):
     return placed
@@ -125,6 +116,10 @@ def _has_buffers(x: Any) -> bool:
 def _is_array(kind: type) -> bool:
   # Tracers are copied by the compiler where they must be.
   return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+
+
+def _shards(leaves: Leaves) -> set[Shard]:
+  return set(map(_one_shard, arrays(leaves)))
 
 
 def _one_shard(x: jax.Array) -> Shard:

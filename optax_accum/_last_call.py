@@ -1,6 +1,7 @@
 """What a step knows from its last call: what it returned, and what else it was passed."""
 
 from collections.abc import Mapping, Sequence, Set
+import itertools
 import operator
 from typing import Any, NamedTuple, TypeAlias
 import weakref
@@ -55,7 +56,7 @@ class LastCall:
 
 def joined(parts: Any) -> Leaves:
   """The leaves of several trees."""
-  return [x for part in parts for x in part]
+  return list(itertools.chain.from_iterable(parts))
 
 
 def _references(leaves: Leaves) -> list[Any]:

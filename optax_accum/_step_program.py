@@ -73,7 +73,8 @@ class StepProgram:
     goes_on, new = last.returned(held), last.new(others)
     self._check(args, kwargs, held, others, new, goes_on)
 
-    before = last.loss if goes_on and last.had_trees(updated) else None
+    on_mesh = self.loss is not self.local
+    before = last.loss if on_mesh and goes_on and last.had_trees(updated) else None
     same = last.there - new.keys()
     loss, placed, named = self.loss.place(args, kwargs, before, same)
     there = {slot for slot, x in self._others(placed, named).items() if x is given[slot]}
@@ -117,11 +118,13 @@ class StepProgram:
     self, args: Any, held: Leaves, updated: list[Flattened], others: Arguments, goes_on: bool
   ) -> tuple[Any, list[Flattened]]:
     """The arguments, and those that are updated, with a copy of what is passed a second time."""
-    new, placed = joined(self._last.new(others).values()), joined(x.leaves for x in updated)
+    new = joined(self._last.new(others).values())
+    if goes_on and not self._shards.may_have(new):
+      return args, updated  # soon found: every call comes here
+    placed = joined(x.leaves for x in updated)
     if not goes_on:
       new += self._last.not_returned(held, placed)
-    shards = self._shards if goes_on else None
-    leaves = distinct((held, placed), joined(others.values()), new, shards)
+    leaves = distinct((held, placed), joined(others.values()), new)
     if leaves is placed:
       return args, updated
     rest = iter(leaves)
@@ -150,16 +153,13 @@ class StepProgram:
     def flat(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
       out = function(*[x.tree() if isinstance(x, Flattened) else x for x in args], **kwargs)
       new = [*map(Flattened.of, out[: len(self.updated)])]
-      for x, shardings in itertools.zip_longest(new, flat_known):
-        self._shards.add(x.leaves, shardings and shardings.leaves)
+      for x, like in itertools.zip_longest(new, flat_known):
+        self._shards.add(x.leaves, like.leaves if like else [None] * len(x.leaves))
       return (*new, *out[len(new) :])
 
-    if not known:
-      return tuple(jax.jit(f, donate_argnums=donated) for f in (function, flat))
-    return (
-      jax.jit(function, donate_argnums=donated, out_shardings=(*known, *rest)),
-      jax.jit(flat, donate_argnums=donated, out_shardings=(*flat_known, *rest)),
-    )
+    shardings = ((*known, *rest), (*flat_known, *rest)) if known else (None, None)
+    jitted = functools.partial(jax.jit, donate_argnums=donated)
+    return jitted(function, out_shardings=shardings[0]), jitted(flat, out_shardings=shardings[1])
 
   def function(self, loss: Any) -> Callable[..., Any]:
     """What is compiled."""
