@@ -1,22 +1,34 @@
-"""What a call of a step takes on the host: ours beside the same step written by hand.
+"""What a call of a step takes on the host: ours beside the same function jitted, and by hand.
 
-    python benchmarks/host_time.py [--layers 250] [--rounds 60]
+    python benchmarks/host_time.py [--arrays 50 500 2000] [--layers 250] [--rounds 60]
 
-A model of 500 arrays of four numbers each, Adam, one microbatch: next to no arithmetic, so the
-time is that of JAX's and flax's Python. A call is timed until it returns, not until it is computed.
-The two of a row take turns; times are medians, the ratio is that within a round.
+Arrays of two or four numbers, Adam, one microbatch: next to no arithmetic, so the time is that of
+JAX's and flax's Python. A call is timed until it returns, not until it is computed.
+
+The first table calls `make_train_step`'s step, and the very function that it has jitted, with the
+same arguments, on one device and over a mesh of 8 (of CPUs, where there are no others). Every ratio
+is taken twice, in a process each, by which of the two ran first. The second table has the same
+steps written by hand. The two of a row take turns; times are medians, the ratio is that within a
+round. On a machine with other work the ratio of the fastest tenth tells more.
 """
 
 import argparse
 import functools
+import itertools
+import os
 import statistics
+import subprocess
+import sys
 import time
 
 from flax import linen, nnx
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 import measure
+import numpy as np
 import optax
 import paths  # noqa: F401
 
@@ -59,6 +71,23 @@ def stepping(step, *held):
     return out
 
   return call
+
+
+def of_its_jitted(arrays, devices):
+  """A step, and the function that it has jitted. Each gets another batch in every call."""
+  mesh = jax.make_mesh((devices,), ("data",)) if devices > 1 else None
+  place = lambda x, *spec: jax.device_put(x, mesh and NamedSharding(mesh, P(*spec)))  # noqa: E731
+  pair = {"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}
+  params, tx = place({f"layer_{i}": pair for i in range(arrays // 2)}), optax.adam(1e-3)
+  held = params, place(tx.init(params))
+  batches = itertools.cycle([place(jnp.full((8, WIDTH), float(i)), "data") for i in range(2)])
+
+  def loss_fn(params, x):
+    return jnp.mean(x) * sum(map(jnp.sum, jax.tree.leaves(params)))
+
+  ours = optax_accum.make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh)
+  jitted = ours._program.prepare((*jax.tree.map(jnp.copy, held), next(batches)), {}).jitted
+  return [stepping(lambda *held, f=f: f(*held, next(batches)), *held) for f in (jitted, ours)]
 
 
 def of_parameters(layers, x):
@@ -121,11 +150,48 @@ def host_ms(calls, rounds):
   return {name: each[3:] for name, each in times.items()}
 
 
+def print_ratio(arrays, devices, first, rounds):
+  """The ratio of a step's host time to that of its jitted function, one of which runs first."""
+  calls = dict(zip(("jitted", "ours"), of_its_jitted(arrays, devices), strict=True))
+  times = host_ms({first: calls[first], **calls}, rounds)
+  least = {name: float(np.quantile(each, 0.1)) for name, each in times.items()}
+  ratio = measure.ratio(times, "ours", "jitted")
+  where = "one device" if devices == 1 else f"{devices} devices"
+  print(
+    f"{arrays:6} arrays, {where:<12}{first + ' first':<14}jitted {least['jitted']:7.2f} ms   ours"
+    f" {least['ours']:7.2f} ms   ratio {least['ours'] / least['jitted']:.2f}, median {ratio:.2f}",
+    flush=True,
+  )
+
+
+def print_ratios(arrays, rounds):
+  """All ratios, each in a process of its own: what ran before changes the times."""
+  print("host time of a call, Adam: make_train_step beside the function that it has jitted")
+  flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+  for each in itertools.product((1, 8), arrays, ("jitted", "ours")):
+    one = ",".join(map(str, each))
+    command = [sys.executable, __file__, "--one", one, "--rounds", str(rounds)]
+    subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}, check=True)
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--layers", type=int, default=250, help="two arrays each")
+  parser.add_argument("--arrays", type=int, nargs="*", default=[50, 500, 2000], help="parameters")
+  parser.add_argument("--layers", type=int, default=250, help="two arrays each; 0: no such table")
   parser.add_argument("--rounds", type=int, default=60)
+  parser.add_argument("--one", help="devices,arrays,first: one ratio alone")
   settings = parser.parse_args()
+  if settings.one:
+    devices, arrays, first = settings.one.split(",")
+    print_ratio(int(arrays), int(devices), first, settings.rounds)
+    return
+  print_ratios(settings.arrays, settings.rounds)
+  if settings.layers:
+    print_by_hand(settings)
+
+
+def print_by_hand(settings):
+  """Steps beside the same steps written by hand."""
   x = jnp.ones((8, WIDTH))
   rows = {
     "make_train_step": (of_parameters, "jax.jit"),

@@ -1,10 +1,9 @@
 """Which arrays a step can be donated: those that are there, and are not given a second time."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import operator
 from typing import Any, TypeAlias
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,18 @@ import jax.numpy as jnp
 from optax_accum import _validate
 
 Leaves: TypeAlias = list[Any]
+Shard: TypeAlias = tuple[Any, Any]  # shape and dtype
 Placed: TypeAlias = tuple[Leaves, Leaves]  # as they were passed, and as they were put on a mesh
 
 
-def check_alive(leaves: Leaves, arguments: Mapping[str, Any]) -> None:
+def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Any]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process.
 
   `leaves` are those of the `arguments`, which messages call by these names.
   """
-  if not any(map(operator.methodcaller("is_deleted"), _arrays(leaves))):
+  if not any(map(operator.methodcaller("is_deleted"), arrays(leaves))):
     return
-  for argument, tree in arguments.items():
+  for argument, tree in arguments().items():
     for name, x in _validate.named_leaves(argument, tree):
       if _has_buffers(x) and x.is_deleted():
         raise RuntimeError(
@@ -31,8 +31,41 @@ def check_alive(leaves: Leaves, arguments: Mapping[str, Any]) -> None:
         )
 
 
-class Donation:
-  """What a step is donated, call after call: arrays whose buffers nothing else has.
+class Shards:
+  """Shapes and dtypes of what one device has of the arrays that a step returns.
+
+  They are known when the step is traced, so that no call has to ask every array.
+  """
+
+  def __init__(self) -> None:
+    self._known: set[Shard] = set()
+    self._whole: set[Shard] = set()
+
+  def add(self, leaves: Leaves, shardings: Sequence[Any]) -> None:
+    """Adds arrays. One whose sharding is None is sharded as XLA chooses."""
+    for x, sharding in zip(leaves, shardings, strict=True):
+      if sharding is None:
+        self._whole.add((jnp.shape(x), jnp.result_type(x)))
+      else:
+        self._known.add((sharding.shard_shape(jnp.shape(x)), jnp.result_type(x)))
+
+  def may_have(self, leaves: Leaves) -> bool:
+    """Whether one of the `leaves` may share a buffer with what a step returned, before or since."""
+    return any(shard in self._known or self._divides(shard) for shard in _shards(leaves))
+
+  def _divides(self, shard: Shard) -> bool:
+    def divides(part: int, n: int) -> bool:
+      return part == n or (part != 0 and n % part == 0)
+
+    shape, dtype = shard
+    return any(
+      dtype == kind and len(shape) == len(whole) and all(map(divides, shape, whole))
+      for whole, kind in self._whole
+    )
+
+
+def distinct(donated: Placed, others: Leaves, new: Leaves) -> Leaves:
+  """What is to be donated, with a copy of each array that is passed a second time.
 
   XLA wants to be donated a buffer once, and over several devices JAX ends the process if it is
   used twice. A state of optax's `lbfgs` is such a case, and a teacher that starts as the
@@ -41,62 +74,33 @@ class Donation:
   Two arrays can share a buffer: `jax.device_put` puts an array on a mesh without a copy for the
   device that has it (with ``may_alias=False`` too). To look at buffers is slow. What a step
   returned is in buffers that nothing else had then, so only arrays that are new are looked at.
+
+  Args:
+    donated: Parameters and state, as they were passed and as they were put on the mesh.
+    others: All other arrays that the step is passed, and that live on as they were passed.
+    new: Those of all these that are not of the last call.
   """
+  passed, placed = donated
+  suspects = _shards(new) & _shards(placed)
+  ids = list(map(id, arrays([*passed, *others])))
+  if not suspects and len(set(ids)) == len(ids):
+    return placed
 
-  def __init__(self) -> None:
-    self._returned: list[Any] = []
-    self._others: list[Any] = []
+  def marks(x: Any, held: Any) -> set[Any]:
+    if not _has_buffers(x):
+      return set()
+    return {id(x), *(_buffers(held) if _one_shard(held) in suspects else ())}
 
-  def remember(self, returned: Leaves, others: Leaves) -> None:
-    """Remembers a call: what it returned in place of what it was donated, and what else it took."""
-    self._returned, self._others = _references(returned), _references(others)
-
-  def goes_on(self, donated: Leaves) -> bool:
-    """Whether these are the arrays that the last call returned, each in its place."""
-    held = [reference() for reference in self._returned]
-    return bool(held) and len(held) == len(donated) and all(map(operator.is_, donated, held))
-
-  def distinct(self, donated: Placed, others: Placed, goes_on: bool) -> Leaves:
-    """What is to be donated, with a copy of each array that is passed a second time."""
-    new = [x for x, _ in _new(others, self._others) if _has_buffers(x)]
-    if goes_on and not new:
-      return donated[1]  # soon found: every call comes here
-    new += [] if goes_on else [y for _, y in _new(donated, self._returned) if _has_buffers(y)]
-    ids = list(map(id, _arrays([*donated[0], *others[0]])))
-    # What is donated is what was placed. Others live on as they were passed.
-    suspects = _possible(set(map(_one_shard, new)), donated[1])
-    if not suspects and len(set(ids)) == len(ids):
-      return donated[1]
-
-    def marks(x: Any, held: Any) -> set[Any]:
-      if not _has_buffers(x):
-        return set()
-      return {id(x), *(_buffers(held) if _one_shard(held) in suspects else ())}
-
-    used = set[Any]().union(*(marks(x, x) for x in others[0]))
-    leaves = []
-    for x, y in zip(*donated, strict=True):
-      mine = marks(x, y)
-      leaves.append(y if used.isdisjoint(mine) else _copied(y))
-      used |= mine
-    return leaves
+  used = set[Any]().union(*(marks(x, x) for x in others))
+  leaves = []
+  for x, y in zip(passed, placed, strict=True):
+    mine = marks(x, y)
+    leaves.append(y if used.isdisjoint(mine) else _copied(y))
+    used |= mine
+  return leaves
 
 
-def _references(leaves: Leaves) -> list[Any]:
-  """Weak references to the arrays. An id alone may be another array's, later."""
-  if len(_arrays(leaves)) == len(leaves):
-    return list(map(weakref.ref, leaves))
-  return [weakref.ref(x) if _has_buffers(x) else lambda: None for x in leaves]
-
-
-def _new(leaves: Placed, known: list[Any]) -> list[tuple[Any, Any]]:
-  """The leaves that are not those that are known in their places, as passed and as placed."""
-  if len(known) != len(leaves[0]):
-    return list(zip(*leaves, strict=True))
-  return [(x, y) for x, y, was in zip(*leaves, known, strict=True) if x is not was()]
-
-
-def _arrays(leaves: Leaves) -> Leaves:
+def arrays(leaves: Leaves) -> Leaves:
   """Those that have buffers."""
   if all(map(_is_array, set(map(type, leaves)))):
     return leaves
@@ -114,24 +118,13 @@ def _is_array(kind: type) -> bool:
   return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
-def _one_shard(x: jax.Array) -> tuple[Any, ...]:
+def _shards(leaves: Leaves) -> set[Shard]:
+  return set(map(_one_shard, arrays(leaves)))
+
+
+def _one_shard(x: jax.Array) -> Shard:
   """Shape and dtype of what one device has. Arrays that share a buffer are alike in both."""
   return x.sharding.shard_shape(x.shape), x.dtype
-
-
-def _possible(shards: set[Any], leaves: Leaves) -> set[Any]:
-  """Those of the shards that a leaf may be of, which they then divide."""
-  kinds = {x.aval for x in _arrays(leaves)} if shards else ()
-
-  def divide(shape: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    return len(shape) == len(whole) and all(
-      part == n or (part and n % part == 0) for part, n in zip(shape, whole, strict=True)
-    )
-
-  def is_possible(shape: tuple[int, ...], dtype: Any) -> bool:
-    return any(a.dtype == dtype and divide(shape, a.shape) for a in kinds)
-
-  return {shard for shard in shards if is_possible(*shard)}
 
 
 def _buffers(x: jax.Array) -> tuple[int, ...]:

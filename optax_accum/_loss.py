@@ -1,6 +1,6 @@
 """A loss run in microbatches: its value, or value and gradient, on one device or over a mesh."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 import contextlib
 import dataclasses
 from typing import Any, NamedTuple
@@ -120,7 +120,9 @@ class LocalLoss:
         error.add_note(note)
       raise
 
-  def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
+  def place(
+    self, args: Any, kwargs: Any, last: Any = None, there: Any = ()
+  ) -> tuple["LocalLoss", Any, Any]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and self.split.axis_name is None:
@@ -150,15 +152,22 @@ class MeshLoss:
   parallel: DataParallel
 
   def __post_init__(self) -> None:
+    self._axes: dict[tuple[Slot, ...], dict[Slot, int]] = {}
     if (axis := self.local.split.axis_name) is not None:
       raise ValueError(
         f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
         " one that is called outside: give one of the two."
       )
 
-  def place(self, args: Any, kwargs: Any) -> tuple["_PlacedLoss", Any, Any]:
-    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
-    split, parallel = self.local.split, self.parallel
+  def place(
+    self, args: Any, kwargs: Any, last: "_PlacedLoss | None" = None, there: Set[Slot] = frozenset()
+  ) -> tuple["_PlacedLoss", Any, Any]:
+    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied.
+
+    `last` is the loss of a step that returned these parameters and this state. The arguments in
+    `there` were passed to that step, and are where they should be. None is looked at again.
+    """
+    parallel = self.parallel
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
       raise ValueError(
         f"The step is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
@@ -166,21 +175,41 @@ class MeshLoss:
         " it outside."
       )
     params, opt_state, *others = args
-    roles = split.roles(self.local.fun, (params, *others), kwargs, (0,))
-    axes, arguments = roles.batch, {**dict(enumerate((params, *others))), **kwargs}
-    parallel.check_rows(_rows.batch_rows(axes, arguments))
+    axes, arguments = self._batch(params, others, kwargs)
+    batch = tuple(axes.items())
+    if last is None or batch != last.batch:
+      there = frozenset()
+    if not there >= axes.keys():
+      parallel.check_rows(_rows.batch_rows(axes, arguments))
 
     def put(slot: Slot, x: Any) -> Any:
+      if slot in there:
+        return x
       if slot in axes:
         return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
       return parallel.place(f"argument {slot!r}", x)
 
-    held = parallel.place("params", params), parallel.place("opt_state", opt_state)
+    held = params, opt_state
+    if last is None:
+      held = parallel.place("params", params), parallel.place("opt_state", opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
+    named = {name: put(name, x) for name, x in kwargs.items()}
+    if last is not None:
+      loss = last if batch == last.batch else last._replace(batch=batch)
+      return loss, (*held, *others), named
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(map(parallel.sharding, leaves))
-    loss = _PlacedLoss(self.local, parallel, tuple(axes.items()), treedef, shardings)
-    return loss, (*held, *others), {name: put(name, x) for name, x in kwargs.items()}
+    loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings)
+    return loss, (*held, *others), named
+
+  def _batch(self, params: Any, others: Any, kwargs: Any) -> tuple[dict[Slot, int], Any]:
+    """The axis of rows of each batch argument; all arguments, by where the loss has them."""
+    arguments: dict[Slot, Any] = {**dict(enumerate((params, *others))), **kwargs}
+    slots = tuple(arguments)
+    if slots not in self._axes:
+      roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
+      self._axes[slots] = roles.batch
+    return self._axes[slots], arguments
 
 
 class _PlacedLoss(NamedTuple):

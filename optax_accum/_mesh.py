@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import math
+import operator
 from typing import Any
 
 import jax
@@ -177,6 +178,8 @@ class DataParallel:
     By default that is a copy on every device. Shapes are placed as arrays, Python numbers as the
     weakly typed arrays that `jax.jit` makes of them; tracers stay.
     """
+    if self._has(jax.tree.leaves(tree)):
+      return tree
 
     def put(path: Any, x: Any) -> Any:
       sharding = self.sharding(x)
@@ -195,6 +198,15 @@ class DataParallel:
       return jax.device_put(x, target)
 
     return jax.tree_util.tree_map_with_path(put, tree)
+
+  def _has(self, leaves: list[Any]) -> bool:
+    """Whether all are arrays on this mesh, told from the few shardings that they share."""
+    if not all(issubclass(kind, jax.Array) for kind in set(map(type, leaves))):
+      return False
+    if any(isinstance(x, jax.core.Tracer) for x in leaves):
+      return False
+    shardings = {id(s): s for s in map(operator.attrgetter("sharding"), leaves)}.values()
+    return all(isinstance(s, NamedSharding) and s.mesh == self.mesh for s in shardings)
 
   def sharding(self, x: Any) -> NamedSharding | None:
     """How an array, a shape or a tracer is sharded over a mesh, where that can be told.

@@ -3,28 +3,37 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 
 from optax_accum import _parameters, _settings
-from optax_accum._donation import check_alive, Donation
+from optax_accum._donation import check_alive, distinct, Shards
+from optax_accum._flattened import Flattened
+from optax_accum._last_call import joined, LastCall, Passed
 from optax_accum._loss import LocalLoss, MeshLoss
 from optax_accum._optimizer_step import optimizer_step
 from optax_accum._value_fn import loss_elsewhere
 from optax_accum._weighted_mean import accumulator_dtype
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
+Leaves: TypeAlias = list[Any]
+Arguments: TypeAlias = dict[Any, Leaves]  # their leaves, by where the loss has them
+
+_KEPT = None  # where what is kept is among arguments
 
 
 class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 
   jitted: Any
+  flat: Any  # the same, with what is updated `Flattened`, in and out
   args: tuple[Any, ...]
   kwargs: Mapping[str, Any]
-  others: list[Any]  # the leaves that were passed and not donated
+  updated: list[Flattened]
+  passed: Passed
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -34,17 +43,22 @@ class StepProgram:
   Its arguments are the parameters, the optimizer state, and all others of the loss. It returns the
   first two anew, the carry if there is one, and the metrics. A step of another signature is one
   with another `function`, whose arguments begin alike, and with its own words for them.
+
+  What the last call returned, and what else it was passed, is not looked at again.
   """
 
   local: LocalLoss
   loss: LocalLoss | MeshLoss
   tx: Transform
-  donated: tuple[int, ...]  # the positions of what the first results replace, in their order
+  updated: tuple[int, ...]  # the positions of what the first results replace, in their order
   results: int  # how many there are
+  donate: bool  # whether what is updated is donated
 
   def __post_init__(self) -> None:
-    self._jitted: dict[Any, Any] = {}
-    self._donation = Donation()
+    self._jitted: dict[Any, tuple[Any, Any]] = {}
+    self._recent: tuple[Any, Any] = None, None  # a loss and its functions: a loss is long to hash
+    self._shards = Shards()
+    self._last = LastCall([], Passed({}, frozenset(), None))
 
   def prepare(
     self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()
@@ -53,40 +67,99 @@ class StepProgram:
 
     `kept` are arrays that are not passed, and that the caller has further use for.
     """
-    donated, others = before = self._leaves(args, kwargs)
-    goes_on = self._donation.goes_on(donated)  # told from the arrays
-    told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
-    check_alive(others if told_by_jax else [*donated, *others], self.names(args, kwargs))
-    if not goes_on:
-      self.check(*args)
-    _settings.refuse(others, self.local.fun, args[2:], kwargs)
-    loss, placed, named = self.loss.place(args, kwargs)
-    after = before if placed is args else self._leaves(placed, named)
-    if loss not in self._jitted:
-      shardings = loss.out_shardings and (*loss.out_shardings, *[None] * (self.results - 2))
-      self._jitted[loss] = jax.jit(
-        self.function(loss), donate_argnums=self.donated, out_shardings=shardings
-      )
-    elsewhere = jax.tree.leaves(kept)
-    others = [*others, *elsewhere]
-    if self.donated:
-      both = (donated, after[0]), (others, [*after[1], *elsewhere])
-      distinct = self._donation.distinct(*both, goes_on)
-      if distinct is not after[0]:
-        placed = self._with_donated(placed, distinct)
-    return PreparedCall(self._jitted[loss], placed, named, others)
+    last, updated = self._last, [Flattened.of(args[i]) for i in self.updated]
+    held, given = joined(x.leaves for x in updated), self._others(args, kwargs)
+    others = {slot: jax.tree.leaves(x) for slot, x in given.items()}
+    goes_on, new = last.returned(held), last.new(others)
+    self._check(args, kwargs, held, others, new, goes_on)
+
+    on_mesh = self.loss is not self.local
+    before = last.loss if on_mesh and goes_on and last.had_trees(updated) else None
+    same = last.there - new.keys()
+    loss, placed, named = self.loss.place(args, kwargs, before, same)
+    there = {slot for slot, x in self._others(placed, named).items() if x is given[slot]}
+    if placed is not args:
+      moves = zip(self.updated, updated, strict=True)
+      updated = [x if placed[i] is args[i] else Flattened.of(placed[i]) for i, x in moves]
+    others[_KEPT] = jax.tree.leaves(kept)
+    passed = Passed(others, there, loss)
+    if self.donate:
+      placed, updated = self._distinct(placed, held, updated, others, goes_on)
+    return PreparedCall(*self._functions(loss, updated), placed, named, updated, passed)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
+    args = [*call.args]
+    for i, x in zip(self.updated, call.updated, strict=True):
+      args[i] = x
     try:
-      out = call.jitted(*call.args, **call.kwargs)
+      out = call.flat(*args, **call.kwargs)
     except (RuntimeError, ValueError) as error:
       if "deleted" in str(error):
-        check_alive(jax.tree.leaves((call.args, call.kwargs)), self.names(call.args, call.kwargs))
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        check_alive(leaves, lambda: self.names(call.args, call.kwargs))
       raise
-    if self.donated:
-      self._donation.remember(jax.tree.leaves(out[: len(self.donated)]), call.others)
-    return out
+    count = len(self.updated)
+    self._last = LastCall(out[:count], call.passed)
+    return (*[x.tree() for x in out[:count]], *out[count:])
+
+  def _check(
+    self, args: Any, kwargs: Any, held: Leaves, others: Arguments, new: Arguments, goes_on: bool
+  ) -> None:
+    """Checks what a call is passed: that it was not donated before, and what is new."""
+    told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
+    leaves = joined([[] if told_by_jax else held, *others.values()])
+    check_alive(leaves, lambda: self.names(args, kwargs))
+    if not goes_on:
+      self.check(*args)
+    _settings.refuse(joined(new.values()), self.local.fun, args[2:], kwargs)
+
+  def _distinct(
+    self, args: Any, held: Leaves, updated: list[Flattened], others: Arguments, goes_on: bool
+  ) -> tuple[Any, list[Flattened]]:
+    """The arguments, and those that are updated, with a copy of what is passed a second time."""
+    new = joined(self._last.new(others).values())
+    if goes_on and not self._shards.may_have(new):
+      return args, updated  # soon found: every call comes here
+    placed = joined(x.leaves for x in updated)
+    if not goes_on:
+      new += self._last.not_returned(held, placed)
+    leaves = distinct((held, placed), joined(others.values()), new)
+    if leaves is placed:
+      return args, updated
+    rest = iter(leaves)
+    updated = [Flattened([next(rest) for _ in x.leaves], x.treedef) for x in updated]
+    trees = dict(zip(self.updated, (x.tree() for x in updated), strict=True))
+    return tuple(trees.get(i, x) for i, x in enumerate(args)), updated
+
+  def _others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[Any, Any]:
+    """What is not updated, by where the loss has it."""
+    return {i - 1: x for i, x in enumerate(args) if i not in self.updated} | dict(kwargs)
+
+  def _functions(self, loss: Any, updated: list[Flattened]) -> tuple[Any, Any]:
+    """The jitted function for a loss, and the same with what is updated `Flattened`."""
+    if loss is not self._recent[0]:
+      if loss not in self._jitted:
+        self._jitted[loss] = self._made(loss, updated)
+      self._recent = loss, self._jitted[loss]
+    return self._recent[1]
+
+  def _made(self, loss: Any, updated: list[Flattened]) -> tuple[Any, Any]:
+    function, known = self.function(loss), list(loss.out_shardings or ())
+    donated, rest = self.updated if self.donate else (), [None] * (self.results - len(known))
+    flat_known = [x.alike(tree) for x, tree in zip(updated, known, strict=False)]
+
+    @functools.wraps(function)
+    def flat(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+      out = function(*[x.tree() if isinstance(x, Flattened) else x for x in args], **kwargs)
+      new = [*map(Flattened.of, out[: len(self.updated)])]
+      for x, like in itertools.zip_longest(new, flat_known):
+        self._shards.add(x.leaves, like.leaves if like else [None] * len(x.leaves))
+      return (*new, *out[len(new) :])
+
+    shardings = ((*known, *rest), (*flat_known, *rest)) if known else (None, None)
+    jitted = functools.partial(jax.jit, donate_argnums=donated)
+    return jitted(function, out_shardings=shardings[0]), jitted(flat, out_shardings=shardings[1])
 
   def function(self, loss: Any) -> Callable[..., Any]:
     """What is compiled."""
@@ -99,20 +172,6 @@ class StepProgram:
   def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, by the names that messages have for them."""
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
-
-  def _leaves(
-    self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-  ) -> tuple[list[Any], list[Any]]:
-    """The leaves of what is donated, and of what is not."""
-    others = [x for i, x in enumerate(args) if i not in self.donated]
-    donated = [args[i] for i in self.donated]
-    return jax.tree.leaves(donated), jax.tree.leaves((others, kwargs))
-
-  def _with_donated(self, args: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
-    """The arguments, with other leaves in what is donated."""
-    treedef: Any = jax.tree.structure([args[i] for i in self.donated])
-    new = dict(zip(self.donated, treedef.unflatten(leaves), strict=True))
-    return tuple(new.get(i, x) for i, x in enumerate(args))
 
 
 def _step_function(local: LocalLoss, placed: Any, tx: Transform) -> Callable[..., Any]:

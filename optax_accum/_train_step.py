@@ -62,7 +62,7 @@ class TrainStep(Generic[Params, Args]):
     size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
     mesh = f", mesh={loss.parallel.mesh}" if isinstance(loss, MeshLoss) else ""
     name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
-    donate = bool(self._program.donated)
+    donate = self._program.donate
     return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
 
 
@@ -236,9 +236,9 @@ def make_train_step(
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:
     loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
-  donated, results = (0, 1) if donate else (), 3 if carry_argnum is None else 4
+  results = 3 if carry_argnum is None else 4
   tx = optax.with_extra_args_support(tx)
-  return TrainStep(StepProgram(local, loss, tx, donated, results))
+  return TrainStep(StepProgram(local, loss, tx, (0, 1), results, donate))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

@@ -210,8 +210,9 @@ class LinenTrainStep:
         plain.local,
         plain.loss,
         of_parameters(state.tx),
-        updated if plain.donated else (),
+        updated,
         len(updated) + 1,
+        plain.donate,
       )
     return self._programs[key]
 

@@ -1,0 +1,170 @@
+"""What a step knows from its last call is not looked at again, and nothing else passes for it."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import devices, trees
+from support.devices import AUTO, EXPLICIT, make_mesh
+from support.optimizers import relaxed
+
+from optax_accum import _mesh, make_train_step
+from optax_accum._flattened import Flattened
+from optax_accum._last_call import LastCall, Passed
+
+TX = relaxed(optax.adam(0.1))
+X = np.linspace(1, 2, 32, dtype=np.float32).reshape(16, 2)
+
+
+def init_params():
+  return {"w": jnp.arange(1.0, 3.0), "b": jnp.float32(0.5)}
+
+
+def loss_fn(params, batch, offset):
+  return jnp.mean((batch["x"] @ params["w"] + params["b"] - offset["a"]) ** 2)
+
+
+def offset():
+  return {"a": jnp.float32(3.0)}
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+  """The arguments that are put on a mesh, and the arrays whose sharding is asked for."""
+  seen = {"place": [], "sharding": []}
+  for method, log in seen.items():
+    real = getattr(_mesh.DataParallel, method)
+
+    def wrapper(self, x, *args, real=real, log=log):
+      log.append(x)
+      return real(self, x, *args)
+
+    monkeypatch.setattr(_mesh.DataParallel, method, wrapper)
+  return seen
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_what_was_returned_is_not_looked_at_again(kind, looked_at):
+  mesh = make_mesh(8, kind=kind)
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
+  params, other = init_params(), devices.put(offset(), mesh)
+  state, batch = TX.init(params), {"x": devices.put(X, mesh, P("data"))}
+  params, state, _ = step(params, state, batch, other)
+  assert looked_at["place"] == ["params", "opt_state", "batch argument 1", "argument 2"]
+  assert len(looked_at["sharding"]) >= len(jax.tree.leaves((params, state)))
+  for new in (batch, {"x": devices.put(2 * X, mesh, P("data"))}):
+    for log in looked_at.values():
+      log.clear()
+    params, state, _ = step(params, state, new, other)
+    assert looked_at["place"] == ([] if new is batch else ["batch argument 1"])
+    assert all(x is new["x"] for x in looked_at["sharding"])
+
+
+def stepped(mesh, change):
+  """Three steps; before the last, `change` puts something else in."""
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
+  params, state, batch, other = init_params(), TX.init(init_params()), {"x": X}, offset()
+  for i in range(3):
+    if i == 2:
+      params, state, batch, other = change(params, state, batch, other)
+    params, state, metrics = step(params, state, batch, other)
+  return jax.device_get((params, state, metrics))
+
+
+def one_parameter(params, state, batch, other):
+  return params | {"w": jnp.ones(2)}, state, batch, other
+
+
+def in_place(params, state, batch, other):
+  params["w"] = np.ones(2, np.float32)
+  return params, state, batch, other
+
+
+def a_part_of_a_parameter(params, state, batch, other):
+  return params, state, batch, {"a": params["b"].addressable_shards[0].data}
+
+
+def the_batch_alone(params, state, batch, other):
+  return params, state, {"x": 2 * X}, other
+
+
+def swapped(params, state, batch, other):
+  adam = state[0]
+  return params, (adam._replace(mu=adam.nu, nu=adam.mu), *state[1:]), batch, other
+
+
+CHANGES = [one_parameter, in_place, a_part_of_a_parameter, the_batch_alone, swapped]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_what_is_put_in_is_looked_at(change, kind):
+  alone = stepped(None, change)
+  trees.assert_close(stepped(make_mesh(8, kind=kind), change), alone, 1e-5)
+  unchanged = stepped(None, lambda *args: args)
+  assert trees.largest_difference(alone[0], unchanged[0]) > 1e-4
+
+
+def test_an_array_on_another_mesh_is_refused_after_a_call_too():
+  mesh, other = make_mesh(8), make_mesh(4)
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
+  params, state, _ = step(init_params(), TX.init(init_params()), {"x": X}, offset())
+  with pytest.raises(ValueError, match=r"params\['w'\] is on .*: pass the mesh that the arrays"):
+    step(params | {"w": devices.put(jnp.ones(2), other)}, state, {"x": X}, offset())
+
+
+def test_the_same_arrays_in_another_tree():
+  mesh = make_mesh(8)
+  step = make_train_step(
+    lambda p, x: jnp.mean(x) * sum(map(jnp.sum, jax.tree.leaves(p))),
+    optax.sgd(0.1),
+    num_microbatches=2,
+    mesh=mesh,
+  )
+  params, state, _ = step({"b": jnp.ones(2), "w": jnp.ones(3)}, optax.sgd(0.1).init({}), X)
+  moved, _, _ = step([params["b"], params["w"]], state, X)
+  assert isinstance(moved, list)
+  assert [x.shape for x in moved] == [(2,), (3,)]
+
+
+def test_a_call_that_failed_or_was_only_lowered_is_not_the_last():
+  mesh = make_mesh(8, kind=EXPLICIT)
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
+  args = {"x": X}, offset()
+  params, state, _ = step(init_params(), TX.init(init_params()), *args)
+  sharded = devices.put(init_params(), mesh, {"w": P(), "b": P()})
+  step.lower(sharded, TX.init(sharded), *args)
+  with pytest.raises(ValueError, match="rows"):
+    step(params, state, {"x": X[:3]}, offset())
+  alone = make_train_step(loss_fn, TX, num_microbatches=2)
+  expected = alone(*alone(init_params(), TX.init(init_params()), *args)[:2], *args)
+  trees.assert_close(jax.device_get(step(params, state, *args)), jax.device_get(expected), 1e-5)
+
+
+def test_an_array_that_is_gone_is_not_taken_for_another():
+  def make(i):
+    return jnp.full(4, float(i))
+
+  held = [make(i) for i in range(20)]
+  ids = set(map(id, held))
+  last = LastCall([Flattened.of(held)], Passed({1: held[:1]}, frozenset(), None))
+  assert last.returned(list(held))
+  assert last.new({1: held[:1]}) == {}
+  held.clear()
+  again = [make(i) for i in range(20)]
+  assert ids.intersection(map(id, again))  # an id alone would have been taken for the array
+  assert not last.returned(again)
+  assert last.not_returned(again, again) == again
+  assert list(last.new({1: again[:1]})) == [1]
+
+
+def test_leaves_have_the_names_that_they_have_in_the_tree():
+  tree = {"a": [1, None, (2,)], "b": TX.init(jnp.ones(2))}
+  flat = jax.tree_util.tree_leaves_with_path((Flattened.of(tree),))
+  names = [jax.tree_util.keystr(path) for path, _ in flat]
+  assert names == [
+    jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((tree,))
+  ]
+  assert [x for _, x in flat] == jax.tree.leaves(tree)
