@@ -13,7 +13,8 @@ from optax_accum import _parameters, _settings
 from optax_accum._donation import check_alive, distinct, Shards
 from optax_accum._flattened import Flattened
 from optax_accum._last_call import joined, LastCall, Passed
-from optax_accum._loss import LocalLoss, MeshLoss
+from optax_accum._loss import LocalLoss
+from optax_accum._mesh_loss import MeshLoss
 from optax_accum._optimizer_step import optimizer_step
 from optax_accum._value_fn import loss_elsewhere
 from optax_accum._weighted_mean import accumulator_dtype

@@ -10,8 +10,9 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._across_devices import AxisName
-from optax_accum._loss import local_loss, LocalLoss, MeshLoss
+from optax_accum._loss import local_loss, LocalLoss
 from optax_accum._mesh import DataParallel
+from optax_accum._mesh_loss import MeshLoss
 from optax_accum._reduction_trees import GradReductionTree, ReductionTree
 from optax_accum._split import Split, WeightFn
 from optax_accum._step_program import StepProgram

@@ -1,4 +1,4 @@
-"""How often a loss is traced, which takes seconds for a large model in a Python loop over layers."""
+"""How often a loss is traced: it takes seconds for a large model in a Python loop over layers."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,12 @@ def arguments():
 @pytest.mark.parametrize("mesh", [None, AUTO, EXPLICIT])
 @pytest.mark.parametrize(
   "options",
-  [{}, {"weight_fn": rows_of}, {"skip_nonfinite": True}, {"weight_fn": rows_of, "skip_empty": True}],
+  [
+    {},
+    {"weight_fn": rows_of},
+    {"skip_nonfinite": True},
+    {"weight_fn": rows_of, "skip_empty": True},
+  ],
   ids=["plain", "weights", "skip_nonfinite", "skip_empty"],
 )
 def test_equal_microbatches_are_traced_once(options, mesh):
