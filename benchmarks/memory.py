@@ -1,0 +1,125 @@
+"""Temporary memory of a training step's options, on this machine, a TPU v5e or an H100.
+
+    python benchmarks/memory.py [--platform cpu|tpu|gpu] [--forms scanned,loop]
+        [--options plain ragged] [--vocabulary 4096] [--target-config FILE] [--time]
+
+A Transformer of 16 layers (CPU: 8), float32 parameters, computed in bfloat16, AdamW, parameters and
+state donated, 8 microbatches. Nothing runs: what is printed are XLA's own figures, in units of P,
+the parameters' bytes. "tpu" and "gpu" are compiled for without a device; the first needs libtpu,
+the second jax-cuda12-plugin, jax-cuda12-pjrt (of jaxlib's version) and --target-config, XLA's
+description of the GPU. With --time the steps are run here, and their times compared.
+"""
+
+import argparse
+import os
+import pathlib
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import layers
+import measure
+import optax
+
+from optax_accum import make_train_step
+
+MICROBATCHES = 8
+SMALL = {"layers": 8, "width": 256, "rows": 32, "length": 33}  # for a CPU
+LARGE = {"layers": 16, "width": 768, "rows": 16, "length": 129}  # small TPU programs show no temp
+
+
+def valid_rows(tokens):
+  """A weight: the rows that hold something."""
+  return jnp.sum(tokens[:, 0] >= 0).astype(jnp.float32)
+
+
+OPTIONS = {
+  "plain": {},
+  "weight_fn": {"weight_fn": valid_rows},
+  "skip_nonfinite": {"skip_nonfinite": True},
+  "skip_empty": {"weight_fn": valid_rows, "skip_empty": True},
+  "ragged": {"microbatch_size": None},
+}
+
+
+def device(platform, target_config):
+  """A device to compile for, which need not be there."""
+  if platform == "cpu":
+    return jax.devices()[0]
+  # Read when the compilers are loaded: they would ask the network which devices these are.
+  for name, kind in (("TPU", "v5litepod-8"), ("GPU", "h100-8")):
+    os.environ[f"{name}_SKIP_MDS_QUERY"] = "1"
+    os.environ[f"{name}_ACCELERATOR_TYPE"] = kind
+    os.environ[f"{name}_WORKER_HOSTNAMES"] = "localhost"
+  os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+  jax.config.update("jax_platforms", "cpu")
+  if platform == "tpu":
+    return topologies.get_topology_desc("v5e:2x4", platform="tpu").devices[0]
+  target = {"topology": "1x1x8", "target_config": target_config.read_text()}
+  return topologies.get_topology_desc("", platform="cuda", **target).devices[0]
+
+
+def compiled_steps(form, names, sizes, like, state, tokens):
+  """The compiled step of each of the options."""
+  tx = optax.adamw(1e-3)
+  for name in names:
+    options = OPTIONS[name]
+    split = {"num_microbatches": MICROBATCHES}
+    if "microbatch_size" in options:
+      split = {"microbatch_size": sizes["rows"] // MICROBATCHES + 1}
+    step = make_train_step(layers.make_loss_fn(form), tx, **(options | split))
+    yield name, step.lower(like, state, tokens).compile()
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--platform", choices=("cpu", "tpu", "gpu"), default="cpu")
+  parser.add_argument("--forms", default="rematerialised", help="of layers.py, with commas")
+  parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
+  parser.add_argument("--vocabulary", type=int, default=4096, help="rows of the tied embedding")
+  parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
+  parser.add_argument("--time", action="store_true", help="run the steps too, on this machine")
+  args = parser.parse_args()
+  sizes = (SMALL if args.platform == "cpu" else LARGE) | {"vocabulary": args.vocabulary}
+  one = SingleDeviceSharding(device(args.platform, args.target_config))
+  on_device = lambda tree: jax.tree.map(lambda x: x.update(sharding=one), tree)  # noqa: E731
+  like = layers.shapes(sizes["layers"], sizes["width"], sizes["vocabulary"])
+  tokens = jax.ShapeDtypeStruct((sizes["rows"], sizes["length"]), jnp.int32)
+  like, tokens = on_device(like), on_device(tokens)
+  state = on_device(jax.eval_shape(optax.adamw(1e-3).init, like))
+  unit = sum(4 * x.size for x in jax.tree.leaves(like))
+  print(f"{args.platform}, jax {jax.__version__}, {unit / 2**20:.0f} MiB of parameters, {sizes}")
+
+  for form in args.forms.split(","):
+    steps, plain = {}, None
+    for name, compiled in compiled_steps(form, args.options, sizes, like, state, tokens):
+      steps[name] = compiled
+      temp = compiled.memory_analysis().temp_size_in_bytes / unit
+      plain = plain or temp
+      print(f"{form:15} {name:20} temp {temp:.2f} P, {temp / plain:.2f} of plain", flush=True)
+    if args.time:
+      print_times(form, steps, like, tokens)
+
+
+def print_times(form, steps, like, tokens):
+  """The time of each step over that of the plain one."""
+
+  def running(compiled):
+    params = layers.initial(jax.random.key(0), like)
+    held = [params, optax.adamw(1e-3).init(params)]
+    batch = jnp.zeros(tokens.shape, tokens.dtype)
+
+    def call():
+      *held[:], metrics = compiled(*held, batch)
+      return metrics["loss"]
+
+    return call
+
+  times = measure.paired_ms({name: running(compiled) for name, compiled in steps.items()}, 10)
+  for name in steps:
+    print(f"{form:15} {name:20} time {measure.ratio(times, name, 'plain'):.2f} of plain")
+
+
+if __name__ == "__main__":
+  main()
