@@ -78,19 +78,23 @@ STATE = {"w": P("data"), "b": P("data"), "three": P()}
 ALL = {"w": P(), "b": P(), "three": P()}
 
 
+def step_of(tx, mesh, reduce_gradients):
+  return make_train_step(
+    loss_fn,
+    tx,
+    mesh=mesh,
+    num_microbatches=2,
+    weight_fn=valid,
+    reduce_gradients=reduce_gradients,
+  )
+
+
 @when
 @kinds
 def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), optimizer()
-    step = make_train_step(
-      loss_fn,
-      tx,
-      mesh=mesh,
-      num_microbatches=2,
-      weight_fn=valid,
-      reduce_gradients=reduce_gradients,
-    )
+    step = step_of(tx, mesh, reduce_gradients)
     params = devices.put(init_params(), mesh)
     state = sharded(tx, params, mesh, STATE)
     if reduce_gradients == "per_cycle":
@@ -254,14 +258,7 @@ def test_value_fn_is_given_shards(kind, reduce_gradients):
   with jax.enable_x64(True):
     mesh, batch = make_mesh(8, kind=kind), make_batch()
     tx = optax.chain(loss_elsewhere(), optax.sgd(0.1, momentum=0.9))
-    step = make_train_step(
-      loss_fn,
-      tx,
-      mesh=mesh,
-      num_microbatches=2,
-      weight_fn=valid,
-      reduce_gradients=reduce_gradients,
-    )
+    step = step_of(tx, mesh, reduce_gradients)
     params = devices.put(init_params(), mesh)
     _, (elsewhere, _), _ = step(params, sharded(tx, params, mesh, STATE), batch)
     twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())

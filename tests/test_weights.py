@@ -357,3 +357,18 @@ def test_a_weight_that_is_lost_on_the_way(loses):
     outer.update(x[0], state, params)
   step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")  # it is 1
   step(params, tx.init(params), x)
+
+
+@pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])
+def test_sums_are_selected_and_not_gradients(options):
+  """XLA for GPU keeps a second gradient, of the parameters' size, where a gradient is selected."""
+  params, batch = jnp.ones((5, 7)), jnp.ones((4, 5))
+  run = microbatch_value_and_grad(
+    lambda params, batch: jnp.sum(batch @ params), num_microbatches=2, **options
+  )
+  eqns = jax.make_jaxpr(run)(params, batch).jaxpr.eqns
+  [body] = [eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"]
+  made_by = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
+  selects = [eqn for eqn in body.eqns if eqn.params.get("name") == "_where"]  # of jnp.where
+  of_gradients = [eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape]
+  assert [made_by[eqn.invars[1]] for eqn in of_gradients] == ["add"]
