@@ -25,7 +25,9 @@ class LastCall:
 
   def __init__(self, returned: Sequence[Flattened], passed: Passed) -> None:
     self._treedefs = [x.treedef for x in returned]
-    self._returned = _references(joined(x.leaves for x in returned))
+    leaves = joined(x.leaves for x in returned)
+    self._returned = _references(leaves)
+    self.on_one_device = all(len(x.sharding.device_set) == 1 for x in arrays(leaves)[:1])
     self._others = {slot: _references(leaves) for slot, leaves in passed.others.items()}
     self.there, self.loss = passed.there, passed.loss
 

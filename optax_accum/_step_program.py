@@ -21,7 +21,6 @@ from optax_accum._weighted_mean import accumulator_dtype
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
 Leaves: TypeAlias = list[Any]
-Arguments: TypeAlias = dict[Any, Leaves]  # their leaves, by where the loss has them
 
 _KEPT = None  # where what is kept is among arguments
 
@@ -71,11 +70,16 @@ class StepProgram:
     last, updated = self._last, [Flattened.of(args[i]) for i in self.updated]
     held, given = joined(x.leaves for x in updated), self._others(args, kwargs)
     others = {slot: jax.tree.leaves(x) for slot, x in given.items()}
-    goes_on, new = last.returned(held), last.new(others)
-    self._check(args, kwargs, held, others, new, goes_on)
+    goes_on, new = last.returned(held) and last.had_trees(updated), last.new(others)
+    told_by_jax = goes_on and last.on_one_device  # it takes a while for many leaves
+    alive = joined([[] if told_by_jax else held, *others.values()])
+    check_alive(alive, lambda: self.names(args, kwargs))
+    if not goes_on:
+      self.check(*args)
+    _settings.refuse(joined(new.values()), self.local.fun, args[2:], kwargs)
 
     on_mesh = self.loss is not self.local
-    before = last.loss if on_mesh and goes_on and last.had_trees(updated) else None
+    before = last.loss if on_mesh and goes_on else None
     same = last.there - new.keys()
     loss, placed, named = self.loss.place(args, kwargs, before, same)
     there = {slot for slot, x in self._others(placed, named).items() if x is given[slot]}
@@ -85,7 +89,7 @@ class StepProgram:
     others[_KEPT] = jax.tree.leaves(kept)
     passed = Passed(others, there, loss)
     if self.donate:
-      placed, updated = self._distinct(placed, held, updated, others, goes_on)
+      placed, updated = self._distinct(placed, held, updated, passed, last, goes_on)
     return PreparedCall(*self._functions(loss, updated), placed, named, updated, passed)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
@@ -104,28 +108,23 @@ class StepProgram:
     self._last = LastCall(out[:count], call.passed)
     return (*[x.tree() for x in out[:count]], *out[count:])
 
-  def _check(
-    self, args: Any, kwargs: Any, held: Leaves, others: Arguments, new: Arguments, goes_on: bool
-  ) -> None:
-    """Checks what a call is passed: that it was not donated before, and what is new."""
-    told_by_jax = goes_on and self.loss is self.local  # it takes a while for many leaves
-    leaves = joined([[] if told_by_jax else held, *others.values()])
-    check_alive(leaves, lambda: self.names(args, kwargs))
-    if not goes_on:
-      self.check(*args)
-    _settings.refuse(joined(new.values()), self.local.fun, args[2:], kwargs)
-
   def _distinct(
-    self, args: Any, held: Leaves, updated: list[Flattened], others: Arguments, goes_on: bool
+    self,
+    args: Any,
+    held: Leaves,
+    updated: list[Flattened],
+    passed: Passed,
+    last: LastCall,
+    goes_on: bool,
   ) -> tuple[Any, list[Flattened]]:
     """The arguments, and those that are updated, with a copy of what is passed a second time."""
-    new = joined(self._last.new(others).values())
+    new = joined(last.new(passed.others).values())
     if goes_on and not self._shards.may_have(new):
       return args, updated  # soon found: every call comes here
     placed = joined(x.leaves for x in updated)
     if not goes_on:
-      new += self._last.not_returned(held, placed)
-    leaves = distinct((held, placed), joined(others.values()), new)
+      new += last.not_returned(held, placed)
+    leaves = distinct((held, placed), joined(passed.others.values()), new)
     if leaves is placed:
       return args, updated
     rest = iter(leaves)

@@ -129,6 +129,26 @@ def test_the_same_arrays_in_another_tree():
   assert [x.shape for x in moved] == [(2,), (3,)]
 
 
+def test_what_was_returned_and_then_deleted_elsewhere_without_a_mesh_argument():
+  """On several devices a call would end the process, in JAX 0.10."""
+  mesh = make_mesh(8)
+  params, other = devices.put((init_params(), offset()), mesh)
+  state, batch = devices.put(TX.init(params), mesh), {"x": devices.put(X, mesh, P("data"))}
+  step = make_train_step(loss_fn, TX, num_microbatches=2)
+  params, state, _ = step(params, state, batch, other)
+  jax.block_until_ready(jax.jit(lambda x: 2 * x, donate_argnums=0)(params["w"]))
+  with pytest.raises(RuntimeError, match=r"argument 0\['w'\] has been deleted"):
+    step(params, state, batch, other)
+
+
+def test_arguments_that_change_places_after_a_call():
+  tx = optax.sgd(0.1)  # whose state has no leaves
+  step = make_train_step(loss_fn, tx, num_microbatches=2)
+  params, state, _ = step(init_params(), tx.init({}), {"x": X}, offset())
+  with pytest.raises(TypeError, match="and another argument is an optimizer state: the order is"):
+    step(state, params, {"x": X}, offset())
+
+
 def test_a_call_that_failed_or_was_only_lowered_is_not_the_last():
   mesh = make_mesh(8, kind=EXPLICIT)
   step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
