@@ -193,19 +193,54 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   return lax.psum(number, axis_name).astype(x.dtype)
 
 
-def sum_scattered(held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec) -> jax.Array:
-  """The sum over the devices of all axes, of which each device keeps its part as `spec` says."""
+def sum_scattered(
+  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, beside: PartitionSpec
+) -> jax.Array:
+  """The sum over the devices of all axes, of which each device keeps its part as `spec` says.
+
+  `beside` says how it is sharded over automatic axes.
+  """
   if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
     return own_part(lax.psum(held, axis_name), spec)
   parts = _sharded_dims(spec)
-  for dim, names in parts:
-    held = lax.psum_scatter(held, names, scatter_dimension=dim, tiled=True)
-  scattered = {
-    name for _, names in parts for name in ((names,) if isinstance(names, str) else names)
-  }
+
+  def scatter(x: jax.Array) -> jax.Array:
+    for dim, names in parts:
+      x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    return x
+
+  scattered = {name for _, names in parts for name in names_of(names)}
+  held = _on_shards(scatter, held, spec, beside)
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
+
+
+def gathered(x: jax.Array, spec: PartitionSpec, beside: PartitionSpec) -> jax.Array:
+  """The whole array of which each device has its part as `spec` says; `beside` as above."""
+
+  def gather(x: jax.Array) -> jax.Array:
+    for dim, names in _sharded_dims(spec):
+      x = lax.all_gather(x, names, axis=dim, tiled=True)
+    return x
+
+  return _on_shards(gather, x, spec, beside)
+
+
+def _on_shards(
+  fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, beside: PartitionSpec
+) -> jax.Array:
+  """`fun` of the shards of `x` that `beside` says.
+
+  XLA would gather `x` over automatic axes before it is sent over others.
+  """
+  sent = {dim for dim, _ in _sharded_dims(spec)}
+  dims = [None if dim in sent else names for dim, names in enumerate(beside)]
+  axes = {name for names in dims for name in names_of(names)}
+  if not axes:
+    return fun(x)
+  shards = PartitionSpec(*dims)
+  return jax.shard_map(fun, in_specs=shards, out_specs=shards, axis_names=axes)(x)
 
 
 def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -214,6 +249,11 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     size = x.shape[dim] // lax.axis_size(names)
     x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
   return x
+
+
+def names_of(names: Any) -> tuple[str, ...]:
+  """The axes that a `PartitionSpec` has for one dimension."""
+  return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:

@@ -1,18 +1,27 @@
 """Data parallelism: how arrays are placed on a mesh, and the batch spread over its data axis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 import dataclasses
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _across_devices, _validate
+from optax_accum._across_devices import names_of
 from optax_accum._reductions import Reduction
 from optax_accum._split import Split
+from optax_accum._state_shards import Dims
+
+
+class Move(NamedTuple):
+  """Where a gradient goes that is not sharded as its parameter."""
+
+  spec: PartitionSpec  # over the data axes: what each device keeps when gradients are summed
+  dims: Dims  # over explicit axes, on which sharding is part of the type
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -94,11 +103,36 @@ class DataParallel:
     A dimension that is sharded over other axes too is not among what is sharded: every device
     has it in whole while the step runs.
     """
-    dims = [_names(names) for names in getattr(sharding, "spec", ())]
+    return self._spec_over_data(self.dims(sharding, 0))
+
+  def _spec_over_data(self, dims: Dims) -> PartitionSpec:
+    """The data axes alone."""
     ours = [names if set(names) <= set(self.axes) else () for names in dims]
     while ours and not ours[-1]:
       ours.pop()
     return PartitionSpec(*ours)
+
+  def dims(self, sharding: Any, ndim: int) -> Dims:
+    """The axes that each dimension of an array of this sharding is spread over."""
+    named = [names_of(names) for names in getattr(sharding, "spec", ())]
+    return (*named, *[()] * (ndim - len(named)))
+
+  def move(self, own: Dims, state: Dims) -> Move | None:
+    """Where the gradient goes of a parameter that is spread so, and its state so."""
+    spec, own_spec = (self._spec_over_data(dims) for dims in (state, own))
+    explicit = set(self._of_kind(AxisType.Explicit))
+    types = zip(_only(own, explicit), _only(state, explicit), strict=True)
+    clash = any(a and b and a != b for a, b in types)  # JAX adds no such two arrays
+    if not clash and (not spec or spec == own_spec):
+      return None
+    taken = {*self.axes, *(name for names in state for name in names)}
+    kept = _only(own, set(self.mesh.axis_names) - taken)
+    return Move(spec, tuple(b or a for a, b in zip(kept, state, strict=True)))
+
+  def automatic_spec(self, sharding: Any) -> PartitionSpec:
+    """How an array of this sharding is spread over automatic axes that are no data axes."""
+    auto = set(self._of_kind(AxisType.Auto)) - set(self.axes)
+    return PartitionSpec(*_only(self.dims(sharding, 0), auto))
 
   def batch_spec(self, x: Any, batch_axis: int) -> PartitionSpec:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
@@ -111,33 +145,32 @@ class DataParallel:
   def _spec_at(self, dimension: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dimension, self.axes)
 
-  def like(self, grads: Any, params: Any, shardings: Any, specs: Any) -> Any:
+  def like(self, grads: Any, shardings: Any, moves: Any) -> Any:
     """Gradients that are sharded as `spread` has their parameters, which explicit axes insist on.
 
     `shardings` are those of the parameters, and None where they are not known.
     """
 
-    def reshard(g: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
-      if spec is not None:
-        return self._move(g, self._over_data(x, spec))
-      return g if sharding is None else self._move(g, [_names(names) for names in sharding.spec])
+    def reshard(g: Any, sharding: Any, move: Move | None) -> Any:
+      if move is not None:
+        return self._move(g, move.dims)
+      return g if sharding is None else self._move(g, self.dims(sharding, g.ndim))
 
-    return jax.tree.map(reshard, grads, params, shardings, specs)
+    return jax.tree.map(reshard, grads, shardings, moves)
 
-  def spread(self, x: Any, spec: PartitionSpec | None) -> Any:
+  def spread(self, x: Any, move: Move | None) -> Any:
     """An array of which each device takes its part over the data axes; with None, all as it is."""
-    if spec is None:
+    if move is None:
       return x
-    ours = [_names(names) or None for names in spec]
-    return self._constrain(self.reshard(x, spec), [*ours, *[None] * (x.ndim - len(ours))])
+    ours = [names_of(names) or None for names in move.spec]
+    return self._constrain(self._move(x, move.dims), [*ours, *[None] * (x.ndim - len(ours))])
 
-  def gather(self, new: Any, x: Any, sharding: Any, spec: PartitionSpec | None) -> Any:
+  def gather(self, new: Any, x: Any, sharding: Any, move: Move | None) -> Any:
     """What became of the parts that `spread` made of `x`, sharded as `x` was."""
-    if spec is None:
+    if move is None:
       return new
-    dims = [_names(names) for names in sharding.spec]
     new = _across_devices.sharded_like(new, x)
-    new = self._constrain(new, [*dims, *[()] * (x.ndim - len(dims))])
+    new = self._constrain(new, self.dims(sharding, x.ndim))
     # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as soon
     # as the program starts, and keeps both.
     return jax.lax.optimization_barrier((new, x))[0]
@@ -153,21 +186,17 @@ class DataParallel:
 
   def reshard(self, x: Any, spec: PartitionSpec) -> Any:
     """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
-    return self._move(x, self._over_data(x, spec))
+    now = self.dims(jax.typeof(x).sharding, x.ndim)
+    kept = _only(now, set(self.mesh.axis_names) - set(self.axes))
+    ours = [*map(names_of, spec), *[()] * (len(kept) - len(spec))]
+    return self._move(x, [a + b for a, b in zip(kept, ours, strict=True)])
 
-  def _over_data(self, x: Any, spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """The axes of each dimension: those of `spec`, after those that are no data axes."""
-    now = [_names(names) for names in jax.typeof(x).sharding.spec]
-    kept = [tuple(name for name in names if name not in self.axes) for names in now]
-    ours = [*map(_names, spec), *[()] * (len(kept) - len(spec))]
-    return [a + b for a, b in zip(kept, ours, strict=True)]
-
-  def _move(self, x: Any, dims: list[tuple[str, ...]]) -> Any:
+  def _move(self, x: Any, dims: Sequence[tuple[str, ...]]) -> Any:
     """Moves an array to a sharding over the explicit axes; over the others XLA does."""
     explicit = self._of_kind(AxisType.Explicit)
     if not explicit:
       return x
-    spec = PartitionSpec(*[tuple(name for name in names if name in explicit) for names in dims])
+    spec = PartitionSpec(*_only(dims, set(explicit)))
     return jax.reshard(x, NamedSharding(self.mesh, spec))
 
   def place(
@@ -226,7 +255,7 @@ class DataParallel:
     tree = self.place(name, tree, lambda x: self.batch_spec(x, batch_axis))
     for leaf, x in _validate.named_leaves(name, tree):
       sharding, rows = self.sharding(x), batch_axis % x.ndim
-      names = _names(sharding.spec[rows]) if sharding and rows < len(sharding.spec) else ()
+      names = names_of(sharding.spec[rows]) if sharding and rows < len(sharding.spec) else ()
       if not set(names) <= set(self.axes):
         raise ValueError(
           f"{leaf} has its rows sharded over {_shown(names)}: shard them over"
@@ -235,9 +264,9 @@ class DataParallel:
     return tree
 
 
-def _names(names: Any) -> tuple[str, ...]:
-  """The axes that a `PartitionSpec` has for one dimension."""
-  return (names,) if isinstance(names, str) else tuple(names or ())
+def _only(dims: Sequence[tuple[str, ...]], axes: Set[str]) -> list[tuple[str, ...]]:
+  """The same dimensions, over no further axes than these."""
+  return [tuple(name for name in names if name in axes) for names in dims]
 
 
 def _shown(names: tuple[str, ...]) -> str:

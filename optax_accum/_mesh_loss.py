@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum import _rows, _state_shards
@@ -91,7 +92,7 @@ class _PlacedLoss(NamedTuple):
   batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
-  moved: Any = None  # a spec for each gradient that is not sharded as its parameter, else None
+  moved: Any = None  # a `Move` for each gradient that is not sharded as its parameter, else None
 
   @property
   def out_shardings(self) -> Any:
@@ -107,14 +108,21 @@ class _PlacedLoss(NamedTuple):
   @property
   def _shards(self) -> Sharded:
     specs = self.treedef.unflatten(self._specs)[0]
-    of_gradients = jax.tree.map(lambda own, moved: moved or own, specs, self.moved)
-    return Sharded(specs, of_gradients, self.parallel.axes, self.parallel.reduce_in_loop)
+    of_gradients = jax.tree.map(lambda own, move: (move and move.spec) or own, specs, self.moved)
+    beside = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
+    axes, in_loop = self.parallel.axes, self.parallel.reduce_in_loop
+    return Sharded(specs, of_gradients, beside, axes, in_loop)
 
   def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
-    specs = _state_shards.gradient_specs(params, opt_state, self._specs)
-    # Without `strict`: the shardings of the state come after.
-    moved = [None if s is None else spec for s, spec in zip(self.shardings, specs, strict=False)]
+    leaves = jax.tree.leaves((params, opt_state))
+    dims = [self.parallel.dims(s, jnp.ndim(x)) for s, x in zip(self.shardings, leaves, strict=True)]
+    of_state = _state_shards.of_parameters(params, opt_state, dims)
+    # Without `strict`: those of the state come after.
+    moved = [
+      None if sharding is None or state is None else self.parallel.move(own, state)
+      for sharding, own, state in zip(self.shardings, dims, of_state, strict=False)
+    ]
     return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
 
   def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
@@ -143,7 +151,7 @@ class _PlacedLoss(NamedTuple):
     specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     shardings = self.treedef.unflatten(self.shardings)[0]
-    grads = self.parallel.like(out.outputs.grads, args[0], shardings, self.moved)
+    grads = self.parallel.like(out.outputs.grads, shardings, self.moved)
     kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))

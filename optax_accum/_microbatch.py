@@ -255,7 +255,8 @@ def microbatch_value_and_grad(
     accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
       dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-      "stack" and "concat" still have its values.
+      "stack" and "concat" still have its values, and reverse-mode derivatives of the result are
+      NaN where one was left out.
     skip_empty: Whether a microbatch of weight zero is not run at all, so that a batch that is
       padded to a fixed number of microbatches costs what it holds. Needs `weight_fn`. Row r is in
       microbatch ``r % N``, so padding at the end of a batch is in all of them. Deal the rows out

@@ -1,6 +1,7 @@
 """One step of an optimizer by the gradients of a batch, of which nothing may have counted."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
 import inspect
 from typing import Any, TypeAlias
 
@@ -31,7 +32,7 @@ def optimizer_step(
     accepted = _accepted(tx.update, extra_args)
     sent = not isinstance(extra_args["weight"], float)
     restored = ("opt_state", tx.init, params, opt_state)
-    with explained(*restored), weight_is_sent(sent):
+    with explained(*restored), weight_is_sent(sent), _explicit_axes_named(held):
       updates, new_state = tx.update(grads, opt_state, params, **accepted)
       new = optax.apply_updates(params, updates)
     check_kept(*restored, new, new_state)
@@ -44,6 +45,23 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held)
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
+
+
+@contextlib.contextmanager
+def _explicit_axes_named(held: Held) -> Iterator[None]:
+  """Says of an error about shardings what it comes from: not all optimizers know of such types."""
+  try:
+    yield
+  except Exception as error:
+    if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+      meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(held)}
+      axes = {name for mesh in meshes for name in mesh.explicit_axes}
+      error.add_note(
+        f"The optimizer computes on parameters and a state that are sharded over {sorted(axes)},"
+        " explicit axes of the mesh, where JAX leaves no sharding to the compiler. Over automatic"
+        " axes it works: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,))."
+      )
+    raise
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:

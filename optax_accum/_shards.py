@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum import _reduction_trees
+from optax_accum import _across_devices, _reduction_trees
 from optax_accum._reductions import Reduction
 
 
@@ -34,16 +34,12 @@ class Sharded(Whole):
 
   specs: Any  # a PartitionSpec for each parameter, over the data axes alone
   gradient_specs: Any  # the same for each gradient
+  beside: Any  # for each, over axes that are left to the compiler
   axis_name: tuple[str, ...]  # the data axes
   in_loop: bool  # are parameters gathered, and gradients reduced, in every microbatch?
 
   def _gather(self, params: Any) -> Any:
-    def whole(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-      for dim, names in enumerate(spec):
-        x = x if names is None else lax.all_gather(x, names, axis=dim, tiled=True)
-      return x
-
-    return jax.tree.map(whole, params, self.specs)
+    return jax.tree.map(_across_devices.gathered, params, self.specs, self.beside)
 
   def gather_before_scan(self, params: Any) -> Any:
     return params if self.in_loop else self._gather(params)
@@ -58,10 +54,10 @@ class Sharded(Whole):
     return self._gather(lax.optimization_barrier((params, numbers))[0])
 
   def gradients(self, reductions: Any) -> Any:
-    def placed(kind: Reduction, spec: PartitionSpec) -> Reduction:
-      kind = kind.scattered(spec) if spec else kind
+    def placed(kind: Reduction, spec: PartitionSpec, beside: PartitionSpec) -> Reduction:
+      kind = kind.scattered(spec, beside) if spec else kind
       return kind.in_loop(self.axis_name) if self.in_loop else kind
 
     specs = self.gradient_specs
     each = _reduction_trees.match("grad_reduction", reductions, specs, "gradients")
-    return jax.tree.map(placed, each, specs)
+    return jax.tree.map(placed, each, specs, self.beside)

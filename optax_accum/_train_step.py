@@ -178,7 +178,8 @@ def make_train_step(
       for "concat", the order of the batch. Sharded parameters stay so under an outer `jax.jit` and
       in a scan over steps if the axes are explicit. Over automatic axes a tracer has no sharding,
       and parameters are held whole there: call the step itself, which is jitted, or use an
-      explicit mesh. (optax's `lbfgs` fails on parameters that are sharded over explicit axes.)
+      explicit mesh. Optimizers that multiply or flatten arrays (muon, adafactor, lbfgs, prodigy)
+      fail in optax on parameters or a state that are sharded over explicit axes.
     data_axis: The axis of the mesh that the rows are spread over. Or several, as in
       ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
       faster. Gradients are summed over all of them at once; those of a parameter that is sharded
@@ -194,7 +195,8 @@ def make_train_step(
       the parameters, and these are gathered once. So it is for each parameter of which all that the
       state has, numbers apart, has its shape and one sharding over the data axes. Of others, such
       as with Adafactor's factors or moments that disagree, the gradient is summed whole. It is also
-      summed whole, and then cut, where further axes of the mesh are explicit.
+      summed whole, and then cut, where further axes of the mesh are explicit, or where the state
+      has a dimension over data axes and further axes together.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With

@@ -1,6 +1,7 @@
 """A state that is sharded (ZeRO-1): gradients are scattered to it, and parameters gathered."""
 
 import functools
+import re
 
 from flax import nnx
 import jax
@@ -121,6 +122,10 @@ BESIDE = {
   "one dimension over both": (ALL, {"w": P(("data", "model")), "b": P("data"), "three": P()}, 1),
   "along another dimension": ({"w": P("data"), "b": P(), "three": P()},
                               {"w": P(None, "data"), "b": P(), "three": P()}, 1),
+  "a dimension divided further": ({"w": P(None, "model"), "b": P("model"), "three": P()},
+    {"w": P(None, ("model", "data")), "b": P(("data", "model")), "three": P()}, 0),
+  "one dimension over another axis": ({"w": P(None, "model"), "b": P("model"), "three": P()},
+                                      {"w": P(None, "data"), "b": P("data"), "three": P()}, 2),
 }  # fmt: skip
 
 
@@ -132,6 +137,10 @@ BESIDE = {
     ("not told to be", (AUTO, EXPLICIT)),
     ("one dimension over both", (EXPLICIT, EXPLICIT)),
     ("along another dimension", (AUTO, AUTO)),
+    ("a dimension divided further", (EXPLICIT, EXPLICIT)),
+    ("a dimension divided further", (AUTO, AUTO)),
+    ("one dimension over another axis", (EXPLICIT, EXPLICIT)),
+    ("one dimension over another axis", (AUTO, AUTO)),
   ],
 )
 def test_beside_a_second_axis(types, case):
@@ -158,6 +167,41 @@ def test_beside_a_second_axis(types, case):
       at, of_state = NamedSharding(mesh, specs[name]), NamedSharding(mesh, spec)
       assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
       assert state[1][0].nu[name].sharding.is_equivalent_to(of_state, params[name].ndim)
+
+
+@pytest.mark.parametrize("parameters", ["replicated", "sharded"])
+def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
+  """XLA would gather parameters and gradients over the other axis to send them over this one."""
+  mesh, tx = make_mesh(4, 2, axes=("data", "model"), kind=AUTO), optimizer()
+  specs = {"v": P("data", "model"), "w": P("model", "data")}
+  of_params = specs if parameters == "sharded" else {"v": P(None, "model"), "w": P("model", None)}
+  like = {name: jax.ShapeDtypeStruct((128, 128), jnp.float32) for name in "vw"}
+  params = devices.abstract(like, mesh, of_params)
+  state = jax.tree.map(lambda x: devices.abstract(x, mesh), jax.eval_shape(tx.init, like))
+  state = optax.tree_utils.tree_map_params(
+    tx, lambda _, x, spec: devices.abstract(x, mesh, spec), state, like, specs
+  )
+  step = make_train_step(squares, tx, mesh=mesh, num_microbatches=2)
+  batch = jax.ShapeDtypeStruct((16, 128), jnp.float32)
+  report = count_collectives(step.lower(params, state, batch).compile()).at_least(1024)
+  local = 4 * 2 * 128**2 // 2
+  sent = {kind: x.bytes for kind, x in report.outside.items()}
+  assert sent == {"reduce-scatter": local, "all-gather": local}
+
+
+def test_an_optimizer_that_multiplies_explicitly_sharded_moments():
+  mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.contrib.muon(1e-3))
+  params = devices.put({"w": np.ones((16, 8), np.float32)}, mesh)
+  state = put_all(params, mesh, tx)
+  step = make_train_step(
+    lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh=mesh, num_microbatches=2
+  )
+  with pytest.raises(Exception, match="are sharded") as error:
+    step(params, state, np.ones((16, 16), np.float32))
+  message = (
+    r"over \['data'\], explicit axes of the mesh, .* Over automatic axes it works: jax\.make_m"
+  )
+  assert re.search(message, "\n".join(error.value.__notes__))
 
 
 def test_over_two_data_axes():
