@@ -1,7 +1,7 @@
 """Temporary memory of a training step's options, on this machine, a TPU v5e or an H100.
 
     python benchmarks/memory.py [--platform cpu|tpu|gpu] [--forms scanned,loop]
-        [--options plain ragged] [--vocabulary 4096] [--target-config FILE] [--time]
+        [--options plain in_place] [--vocabulary 4096] [--target-config FILE] [--time]
 
 A Transformer of 16 layers (CPU: 8), float32 parameters, computed in bfloat16, AdamW, parameters and
 state donated, 8 microbatches. Nothing runs: what is printed are XLA's own figures, in units of P,
@@ -40,6 +40,9 @@ OPTIONS = {
   "skip_nonfinite": {"skip_nonfinite": True},
   "skip_empty": {"weight_fn": valid_rows, "skip_empty": True},
   "ragged": {"microbatch_size": None},
+  "in_place": {"in_place": True},
+  "in_place, weight_fn": {"in_place": True, "weight_fn": valid_rows},
+  "in_place, ragged": {"in_place": True, "microbatch_size": None},
 }
 
 
@@ -61,15 +64,18 @@ def device(platform, target_config):
 
 
 def compiled_steps(form, names, sizes, like, state, tokens):
-  """The compiled step of each of the options."""
+  """The compiled step of each of the options, or why there is none."""
   tx = optax.adamw(1e-3)
   for name in names:
     options = OPTIONS[name]
     split = {"num_microbatches": MICROBATCHES}
     if "microbatch_size" in options:
       split = {"microbatch_size": sizes["rows"] // MICROBATCHES + 1}
-    step = make_train_step(layers.make_loss_fn(form), tx, **(options | split))
-    yield name, step.lower(like, state, tokens).compile()
+    try:
+      step = make_train_step(layers.make_loss_fn(form), tx, **(options | split))
+      yield name, step.lower(like, state, tokens).compile(), None
+    except NotImplementedError as error:
+      yield name, None, str(error).split(":")[0]
 
 
 def main():
@@ -93,7 +99,10 @@ def main():
 
   for form in args.forms.split(","):
     steps, plain = {}, None
-    for name, compiled in compiled_steps(form, args.options, sizes, like, state, tokens):
+    for name, compiled, reason in compiled_steps(form, args.options, sizes, like, state, tokens):
+      if compiled is None:
+        print(f"{form:15} {name:20} refused: {reason}")
+        continue
       steps[name] = compiled
       temp = compiled.memory_analysis().temp_size_in_bytes / unit
       plain = plain or temp

@@ -17,10 +17,10 @@ from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives
 from optax_accum._device_state import accumulate_specs as accumulate_specs
 from optax_accum._microbatch import microbatch as microbatch
-from optax_accum._microbatch import microbatch_value_and_grad as microbatch_value_and_grad
 from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep
 from optax_accum._transformation import AccumulateTransformation as AccumulateTransformation
+from optax_accum._value_and_grad import microbatch_value_and_grad as microbatch_value_and_grad
 
 __version__ = "0.1.0"

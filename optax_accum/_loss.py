@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,13 @@ from optax_accum import (
   _settings,
   _validate,
 )
+from optax_accum._backward import Accumulators, check_options
 from optax_accum._check_loss import check_loss
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Whole
 from optax_accum._split import Call, Split
+from optax_accum._unmapped import refuse_vmap
 
 
 class Outputs(NamedTuple):
@@ -60,8 +63,14 @@ class LocalLoss:
       _parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    call = Call(self.fun, self._differentiate, self.split, args, kwargs, positions, weights)
-    grads = self.shards.gradients(self.grad_reduction)
+    grads, accumulators = self.shards.gradients(self.grad_reduction), None
+    if self.split.in_place:
+      args, kwargs = refuse_vmap((args, kwargs))
+      dtype = self.split.accumulator_dtype
+      accumulators = Accumulators(args, self.argnums, grads, dtype)
+      grads = accumulators.reductions
+    differentiate = functools.partial(self._differentiate, accumulators)
+    call = Call(self.fun, differentiate, self.split, args, kwargs, positions, weights)
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
 
   def derivatives(self, grads: Any) -> Any:
@@ -75,15 +84,20 @@ class LocalLoss:
     wanted = _arguments.names_or_positions("argnums", self.argnums, int)
     return _arguments.find_slots("argnums", wanted, self.fun, args, {})
 
-  def _evaluate(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _evaluate(self, _: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
     loss, (carry, _) = self._run(self.shards.gather_in_scan(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
-  def _differentiate(self, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _differentiate(
+    self, accumulators: Accumulators | None, factor: Any, /, *args: Any, **kwargs: Any
+  ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     params = self.shards.gather_in_scan(*args)
     value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
+    if accumulators is not None and factor is not None:  # None: the only microbatch
+      factor = factor if self.reduction.name == "mean" else 1.0
+      value_and_grad = accumulators.value_and_grad(self._run, factor)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
     _across_devices.check_own_loss(loss, params, self.split.axis_name)
     _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
@@ -154,6 +168,7 @@ def local_loss(
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  check_options(split, grad_reduction)
   grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
   aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split)

@@ -30,6 +30,11 @@ class MeshLoss:
         f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
         " one that is called outside: give one of the two."
       )
+    if self.local.split.in_place and self.parallel.reduce_in_loop:
+      raise ValueError(
+        "in_place=True keeps a whole sum of the gradients on each device until the cycle ends, and"
+        ' reduce_gradients="per_microbatch" only shards of it: pass in_place=False, or "per_cycle".'
+      )
 
   def place(
     self, args: Any, kwargs: Any, last: "_PlacedLoss | None" = None, there: Set[Slot] = frozenset()

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from optax_accum import _across_devices, _weighted_mean
 from optax_accum._split import Call, Microbatch, Take
+from optax_accum._weighted_mean import Weight
 
 
 class RecomputedCall(Call):
@@ -67,7 +68,9 @@ class RecomputedCall(Call):
       return x
     return _Linked(self._links[id(x)] if id(x) in self._links else self._wide(x), x.dtype)
 
-  def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
+  def run(
+    self, index: ArrayLike, carry: Any, take: Take, rows: int, factor: Weight | None = None
+  ) -> Microbatch:
     """The function on one microbatch."""
     if self.is_whole:
       return super().run(index, carry, take, rows)

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
 from optax_accum._inplace import update_if
-from optax_accum._split import Call, Take
+from optax_accum._split import Call, Microbatch, Take
 from optax_accum._weighted_mean import Weight, WeightSum
 
 
@@ -67,25 +67,35 @@ class _Loop:
     self.call = call
     self.full, self.tail_rows = divmod(call.rows, call.size)
     self.take, self.tail = call.cut(self.full)
-    self.start = start = _carry.on_device(call.carry, call.split.axis_name)
-    self.like = jax.eval_shape(lambda: call.run(0, start, lambda: self.take(0), call.size))
+    self.start = _carry.on_device(call.carry, call.split.axis_name)
+    self.like = self._like(lambda: self.take(0), call.size)
     # Leaves and not trees, because what is static in a tree may be another object in every trace.
     matched = _matched(reductions, self.like.outputs, root, call)
     self.reductions, self.leaves, self.treedef = matched
     if self.tail_rows:
-      smaller = jax.eval_shape(lambda: call.run(0, start, lambda: self.tail, self.tail_rows))
+      smaller = self._like(lambda: self.tail, self.tail_rows)
       names = [name for name, _ in _validate.named_leaves(root, self.like.outputs)]
       self.tail_leaves = jax.tree.leaves(smaller.outputs)
       both = zip(names, self.leaves, self.tail_leaves, strict=True)
       for reduction, (name, x, y) in zip(self.reductions, both, strict=True):
         reduction.check_tail(name, x, y)
 
-    self.agrees = call.split.skip_empty and self._communicates()
+    self.agrees = call.split.leaves_out and self._communicates()
+
+  def _like(self, take: Take, rows: int) -> Microbatch:
+    """What a microbatch gives, in shapes and dtypes."""
+
+    def run() -> Microbatch:
+      weight = self._weight_before(0, take, rows)
+      factor = rows / self.call.size if weight is None and self.call.split.in_place else weight
+      return self.call.run(0, self.start, take, rows, factor)
+
+    return jax.eval_shape(run)
 
   def run(self) -> Reduced:
     """All microbatches."""
     call, held = self.call, self._empty()
-    add = self._add_unless_empty if call.split.skip_empty else self._add
+    add = self._add_unless_empty if call.split.leaves_out else self._add
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory beside that of a sum of gradients.
     tail_first = not call.carry and not any(r.ordered for r in self.reductions)
@@ -120,17 +130,14 @@ class _Loop:
 
   def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Any]:
     """What is held after one more microbatch, and what is kept of each."""
-    new = self.call.run(index, held.carry, take, rows)
+    factor: Weight | None = None
+    if self.call.split.in_place:
+      _, factor = self._in_units(held.unit, self._weight_before(index, take, rows), rows)
+    new = self.call.run(index, held.carry, take, rows, factor)
     outputs = jax.tree.leaves(new.outputs)
-    # A weight that is known when tracing is counted in microbatches, so that most are 1.
-    weight: Weight = rows / self.call.size
-    weights, unit = held.weights, held.unit
     with jax.named_scope("accumulate"):
-      if weights is not None:
-        weights = weights.add(new.weight)
-        unit = _weighted_mean.first_unit(unit, new.weight)
-        in_units = _weighted_mean.in_units(new.weight, unit)
-        weight = _weighted_mean.still_counting(in_units, new.weight)
+      weights = held.weights and held.weights.add(new.weight)
+      unit, weight = self._in_units(held.unit, new.weight, rows)
       both = zip(self.reductions, held.outputs, outputs, strict=True)
       reduced = [r.add(h, x, weight) for r, h, x in both]
       keep = functools.partial(_weighted_mean.select, _weighted_mean.counts(weight))
@@ -140,6 +147,18 @@ class _Loop:
     collected = [x if r.collected else None for r, x in each]
     recorded = None if new.skipped is None else new.weight
     return _Held(carry, reduced, weights, unit, skipped), (collected, recorded)
+
+  def _weight_before(self, index: ArrayLike, take: Take, rows: int) -> jax.Array | None:
+    """A microbatch's weight before it has run, where it is asked for and not known when tracing."""
+    split = self.call.split
+    return self.call.weight(index, take(), rows) if split.in_place and split.weighs else None
+
+  def _in_units(self, unit: Any, weight: Any, rows: int) -> tuple[Any, Weight]:
+    """The unit that weights are counted in, and a microbatch's weight in it."""
+    if weight is None:  # known when tracing, and counted in microbatches, so that most are 1
+      return unit, rows / self.call.size
+    unit = _weighted_mean.first_unit(unit, weight)
+    return unit, _weighted_mean.still_counting(_weighted_mean.in_units(weight, unit), weight)
 
   def _add_unless_empty(
     self, held: _Held, index: ArrayLike, take: Take, rows: int
@@ -165,11 +184,17 @@ class _Loop:
     add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: self.take(0), call.size))()
     if not _across_devices.communicates(add.jaxpr):
       return False
+    option = "in_place=True with weight_fn" if call.split.in_place else "skip_empty=True"
     if call.split.axis_name is None:
       raise ValueError(
-        "skip_empty=True lets every device skip microbatches by itself, and the function sends"
-        " something to other devices, which would wait for it: give axis_name, and what any device"
-        " counts is run by all."
+        f"{option} lets every device skip microbatches by itself, and the function sends something"
+        " to other devices, which would wait for it: give axis_name, and what any device counts is"
+        " run by all."
+      )
+    if call.split.in_place:
+      raise ValueError(
+        f"{option} leaves microbatches of weight zero out by not running them, and the function"
+        " sends something to other devices, which would wait for it: pass in_place=False."
       )
     return True
 

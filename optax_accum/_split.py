@@ -22,6 +22,7 @@ from optax_accum import (
 )
 from optax_accum._arguments import Slot
 from optax_accum._roles import Roles
+from optax_accum._weighted_mean import Weight
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
@@ -44,6 +45,7 @@ class Split:
   accumulator_dtype: Any = None
   skip_nonfinite: bool = False
   skip_empty: bool = False
+  in_place: bool = False
   axis_name: Any = None
   unroll: int | bool = 1
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
@@ -90,6 +92,11 @@ class Split:
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
+
+  @property
+  def leaves_out(self) -> bool:
+    """Whether a microbatch of weight zero is not run."""
+    return self.skip_empty or (self.in_place and self.weighs)
 
   @property
   def batch_positions(self) -> tuple[int, ...]:
@@ -160,8 +167,9 @@ class Call:
   """One call of a function that is run in microbatches, and what each of them is given.
 
   `fun` is the user's function, whose signature says what the arguments are called. `run_fun` is
-  what runs: it takes the same arguments, and returns ``(new_carry, outputs)``. `weights` are those
-  of the microbatches, where they are known from a call before.
+  what runs: it takes a factor for the gradients, None where they are weighed later, and the same
+  arguments, and returns ``(new_carry, outputs)``. `weights` are those of the microbatches, where
+  they are known from a call before.
   """
 
   def __init__(
@@ -175,6 +183,7 @@ class Call:
     weights: jax.Array | None = None,
   ):
     self._run_fun, self._num_args, self.split, self.weights = run_fun, len(args), split, weights
+    self._functions: dict[float | None, Any] = {}
     self._arguments: dict[Slot, Any] = dict(enumerate(args))
     self._arguments.update(kwargs)
     self._roles = roles = split.roles(fun, args, kwargs, differentiated)
@@ -200,13 +209,15 @@ class Call:
     split = self.split
     return self.rows == self.size and not split.weighs and split.axis_name is None
 
-  def run(self, index: ArrayLike, carry: Any, take: Take, rows: int) -> Microbatch:
+  def run(
+    self, index: ArrayLike, carry: Any, take: Take, rows: int, factor: Weight | None = None
+  ) -> Microbatch:
     """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
     batch = take()
     weight: Any = self.weight(index, batch, rows) if self.split.weighs else None
     keys = [self._fold_keys(slot, index) for slot in self._roles.rng]
     run_fun = self._call if self.is_whole else self._traced
-    new_carry, outputs = run_fun(*batch, *keys, *carry)
+    new_carry, outputs = run_fun(factor, *batch, *keys, *carry)
     new_carry = (new_carry,) if self._roles.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
@@ -217,17 +228,24 @@ class Call:
     counted = _skip.leave_out(weight, (outputs.loss, outputs.grads))
     return Microbatch(new_carry, outputs, *counted)
 
-  def _call(self, *inputs: Any) -> tuple[Any, Any]:
+  def _call(self, factor: Weight | None, *inputs: Any) -> tuple[Any, Any]:
     """What runs, given the arguments that differ between microbatches."""
     slots = (*self._roles.batch, *self._roles.rng, *self._roles.carry)
     arguments = self._arguments | dict(zip(slots, inputs, strict=True))
     named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
-    return self._run_fun(*(arguments[i] for i in range(self._num_args)), **named)
+    return self._run_fun(factor, *(arguments[i] for i in range(self._num_args)), **named)
 
-  @functools.cached_property
-  def _traced(self) -> Callable[..., tuple[Any, Any]]:
+  def _traced(self, factor: Weight | None, *inputs: Any) -> tuple[Any, Any]:
     """`_call`, which is traced once for each size of a microbatch, however often it is called."""
-    return jax.jit(self._call, inline=True)
+    if isinstance(factor, jax.Array):
+      return self._jitted(None)(factor, *inputs)
+    return self._jitted(factor)(None, *inputs)
+
+  def _jitted(self, known: float | None) -> Callable[..., tuple[Any, Any]]:
+    def call(factor: jax.Array | None, *inputs: Any) -> tuple[Any, Any]:
+      return self._call(known if factor is None else factor, *inputs)
+
+    return self._functions.setdefault(known, jax.jit(call, inline=True))
 
   def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
     """How much a microbatch counts, before it has run."""

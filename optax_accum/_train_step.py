@@ -89,6 +89,7 @@ def make_train_step(
   accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
   skip_empty: bool = False,
+  in_place: bool = False,
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
   donate: bool = True,
@@ -161,6 +162,8 @@ def make_train_step(
     accumulator_dtype: The dtype that losses and gradients are added up in.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
     skip_empty: Whether a microbatch of weight zero is not run at all.
+    in_place: Whether gradients are added up within the backward pass, as in
+      `microbatch_value_and_grad`.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are

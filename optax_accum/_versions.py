@@ -19,3 +19,9 @@ def scan_inputs(eqn: Any) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
   consts, carried, _ = map(len, params["ft_in"].unpack())  # JAX 0.12
   return consts, carried
+
+
+def primitive_name(eqn: Any) -> str:
+  """What an equation calls: in a backward pass JAX 0.12 calls some by another name."""
+  name: str = eqn.primitive.name
+  return name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name

@@ -29,6 +29,11 @@ if os.environ.get("CI"):
   hypothesis.settings.load_profile("ci")
 
 
+# Before 0.10 a backward pass cannot add to references; test_in_place_errors.py asserts which can.
+version = tuple(map(int, jax.__version__.split(".")[:2]))
+collect_ignore = ["test_in_place.py"] if version < (0, 10) else []
+
+
 @pytest.fixture
 def usual_promotion():
   """JAX as it comes, for flax and for what a page shows."""

@@ -23,8 +23,8 @@ from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
-from optax_accum._microbatch import microbatch_value_and_grad
 from optax_accum._split import Split
+from optax_accum._value_and_grad import microbatch_value_and_grad
 
 
 class Call:

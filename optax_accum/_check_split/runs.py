@@ -12,7 +12,7 @@ from optax_accum._check_split import loss_facts
 from optax_accum._check_split.fixed_noise import is_key
 from optax_accum._check_split.probes import Arguments, nudge, Probe
 from optax_accum._check_split.report import LeafComparison
-from optax_accum._microbatch import microbatch_value_and_grad
+from optax_accum._value_and_grad import microbatch_value_and_grad
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.
 _OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")

@@ -1,0 +1,326 @@
+"""``in_place=True``: the backward pass adds gradients to their accumulators (from JAX 0.10 on)."""
+
+from flax import nnx
+import flax.linen as nn
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.compiled import temp_bytes
+from support.devices import AUTO, EXPLICIT, make_mesh, put
+from support.optimizers import relaxed
+
+import optax_accum
+from optax_accum import (
+  _backward_refs,
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
+
+
+@pytest.fixture(autouse=True)
+def float64():
+  with jax.enable_x64(True):
+    yield
+
+
+def normed(x):
+  return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+@jax.custom_vjp
+def doubled_back(x):
+  return x
+
+
+doubled_back.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+def scanned(params, batch, rematerialised=True):
+  """A tied embedding, scanned layers, and a function with a backward pass of its own."""
+
+  def layer(x, w):
+    h = jnp.tanh(normed(x) @ w["up"])
+    return x + doubled_back(h) @ w["down"], None
+
+  x = params["embedding"][batch["tokens"]]
+  body = jax.checkpoint(layer) if rematerialised else layer
+  x, _ = jax.lax.scan(body, x, params["layers"])
+  logits = normed(x) @ params["embedding"].T
+  nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+  return jnp.sum(nats * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def convolution(params, batch):
+  x, layout = jax.nn.one_hot(batch["tokens"], WIDTH), ("NWC", "WIO", "NWC")
+  for _ in range(2):  # shared
+    x = jax.lax.conv_general_dilated(x, params["kernel"], (1,), "SAME", None, None, layout)
+    x = jnp.tanh(x)
+  return jnp.sum(jnp.mean(x**2, -1) * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def params_of(loss_fn):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape))  # noqa: E731
+  if loss_fn is convolution:
+    return {"kernel": normal(3, WIDTH, WIDTH)}
+  layers = {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, 2 * WIDTH, WIDTH)}
+  return {"embedding": normal(VOCABULARY, WIDTH), "layers": layers}
+
+
+def make_batch(rows=24, padded=False):
+  """Rows of tokens; padded, some rows count nothing, and in some microbatches all do."""
+  rng = np.random.default_rng(1)
+  tokens = rng.integers(0, WIDTH, size=(2, rows, LENGTH))
+  mask = np.ones((rows, LENGTH))
+  if padded:
+    mask *= rng.uniform(size=(rows, LENGTH)) < 0.6
+    mask[::4] = mask[4:9] = 0
+  return jax.tree.map(jnp.asarray, {"tokens": tokens[0], "labels": tokens[1], "mask": mask})
+
+
+def tokens_in(batch):
+  return jnp.sum(batch["mask"])
+
+
+SPLITS = [{"num_microbatches": n} for n in (1, 2, 4, 24)] + [{"microbatch_size": n} for n in (5, 7)]
+LOSSES = pytest.mark.parametrize("loss_fn", [scanned, convolution])
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+@LOSSES
+def test_the_whole_batch(loss_fn, padded, split):
+  params, batch = params_of(loss_fn), make_batch(padded=padded)
+  options = split | ({"weight_fn": tokens_in} if padded else {})
+  expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
+  run = jax.jit(microbatch_value_and_grad(loss_fn, in_place=True, **options))
+  trees.assert_close(run(params, batch), expected, 1e-10)
+
+
+def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
+  def loss_fn(params, batch, seen, key):
+    noise = jax.random.normal(key, batch["tokens"].shape)
+    loss = scanned(params, batch) * (1 + 0.1 * jnp.sum(noise)) + seen["rows"] * 1e-3
+    return loss, ({"rows": seen["rows"] + len(noise)}, {"first": batch["tokens"][:, 0]})
+
+  args = params_of(scanned), make_batch(10), {"rows": jnp.zeros(())}, jax.random.key(3)
+  for reduction in ("mean", "sum"):
+    options = {"microbatch_size": 4, "reduction": reduction, "aux_reduction": "concat"}
+    options |= {"carry_argnum": 2, "rng_argnums": 3}
+    ours, plain = (
+      jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
+      for x in (True, False)
+    )
+    trees.assert_close(ours, plain, 1e-12)
+
+
+def test_outside_jit_and_by_several_arguments():
+  def loss_fn(scale, batch, params):
+    return scale * scanned(params, batch)
+
+  args = jnp.asarray(1.5), make_batch(6), params_of(scanned)
+  run = microbatch_value_and_grad(loss_fn, (2, 0), in_place=True, num_microbatches=3)
+  trees.assert_close(run(*args), jax.value_and_grad(loss_fn, (2, 0))(*args), 1e-10)
+
+
+def test_padding_that_is_not_a_number_stays_out():
+  params, batch = params_of(scanned), make_batch(8, padded=True)
+  batch["mask"] = batch["mask"].at[:2].set(0)  # rows 0 and 1 are microbatches, of 0/0
+  batch = jax.tree.map(lambda x: x[:4], batch) | {"mask": batch["mask"][:4].at[2:].set(1)}
+  options = {"num_microbatches": 4, "weight_fn": tokens_in}
+  _, grads = jax.jit(microbatch_value_and_grad(scanned, in_place=True, **options))(params, batch)
+  trees.assert_close(grads, jax.grad(scanned)(params, batch), 1e-10)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("specs", ["replicated", "sharded"])
+def test_over_devices_each_adds_its_own_and_they_are_reduced_once(kind, padded, specs):
+  mesh = make_mesh(4, kind=kind)
+  params, batch, tx = params_of(scanned), make_batch(24, padded), optax.sgd(1.0)
+  _, grads = jax.value_and_grad(scanned)(params, batch)
+  expected = jax.tree.map(jnp.subtract, params, grads)
+  spec = {"embedding": P("data"), "layers": P(None, "data")} if specs == "sharded" else P()
+  placed = put(params, mesh, spec)
+  weighs = {"weight_fn": tokens_in} if padded else {}
+  step = make_train_step(
+    scanned, tx, num_microbatches=3, mesh=mesh, in_place=True, donate=False, **weighs
+  )
+  new, *_ = step(placed, tx.init(placed), batch)
+  trees.assert_close(jax.device_get(new), jax.device_get(expected), 1e-10)
+  report = count_collectives(step.lower(placed, tx.init(placed), batch).compile())
+  assert not report.inside
+
+
+def test_optimizers_that_accumulate_or_search_a_line():
+  params, batch = params_of(scanned), make_batch(12)
+  halves = [jax.tree.map(lambda x, i=i: x[i::2], batch) for i in range(2)]
+  for tx, batches in (
+    (optax_accum.accumulate(relaxed(optax.adam(0.1)), 2), halves),
+    (relaxed(optax.lbfgs(0.1)), [batch]),
+  ):
+    results = []
+    for in_place in (True, False):
+      step = make_train_step(scanned, tx, num_microbatches=3, in_place=in_place, donate=False)
+      new, state = params, tx.init(params)
+      for part in batches:
+        new, state, _ = step(new, state, part)
+      results.append(new)
+    trees.assert_close(*results, 1e-8)
+
+
+class Scanned(nn.Module):
+  """Layers of flax that are scanned and rematerialised, stacked parameters and all."""
+
+  @nn.compact
+  def __call__(self, x):
+    layer = nn.scan(
+      nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+    )
+    return layer()(x, None)[0]
+
+
+class Block(nn.Module):
+  @nn.compact
+  def __call__(self, x, _):
+    return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(jnp.tanh(x)), None
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_flax():
+  rng = np.random.default_rng(0)
+  batch = {k: jnp.asarray(rng.normal(size=(12, WIDTH))) for k in "xy"}
+  model = Scanned()
+  variables = model.init(jax.random.key(0), batch["x"])
+
+  def linen_loss(variables, batch, rngs):
+    return jnp.mean((model.apply(variables, batch["x"]) - batch["y"]) ** 2)
+
+  def nnx_loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+  results = []
+  for in_place in (True, False):
+    options = {"num_microbatches": 3, "in_place": in_place}
+    state = train_state.TrainState.create(
+      apply_fn=model.apply, params=jax.tree.map(jnp.copy, variables["params"]), tx=optax.adam(0.1)
+    )
+    state, _ = linen_train_step(linen_loss, **options)(state, batch)
+    mlp = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    optimizer = nnx.Optimizer(mlp, optax.adam(0.1), wrt=nnx.Param)
+    nnx_train_step(nnx_loss, **options)(mlp, optimizer, batch)
+    results.append((state.params, nnx.to_pure_dict(nnx.state(mlp))))
+  trees.assert_close(*results, 1e-10)
+
+
+def test_memory():
+  """Layers that are scanned and rematerialised: at most 0.75 of the plain scan's temp."""
+  like = jax.eval_shape(lambda: params_of(scanned))
+  like["layers"] = {
+    "up": jax.ShapeDtypeStruct((8, 128, 512), jnp.float32),
+    "down": jax.ShapeDtypeStruct((8, 512, 128), jnp.float32),
+  }
+  like["embedding"] = jax.ShapeDtypeStruct((WIDTH, 128), jnp.float32)
+  batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(16)))
+  batch["mask"] = jax.ShapeDtypeStruct((16, LENGTH), jnp.float32)
+  tx = relaxed(optax.adamw(1e-3))
+  state = jax.eval_shape(tx.init, like)
+  temp = [
+    temp_bytes(make_train_step(scanned, tx, num_microbatches=4, in_place=x), like, state, batch)
+    for x in (True, False)
+  ]
+  assert temp[0] < 0.75 * temp[1]
+
+
+def test_the_loss_is_traced_once():
+  rows = []
+
+  def counted(params, batch):
+    rows.append(len(batch["tokens"]))
+    return scanned(params, batch)
+
+  params, batch, tx = params_of(scanned), make_batch(9, padded=True), optax.sgd(0.1)
+  for options in ({}, {"weight_fn": tokens_in}):
+    step = make_train_step(counted, tx, microbatch_size=4, in_place=True, donate=False, **options)
+    step(params, tx.init(params), batch)
+  assert sorted(rows) == [1, 1, 4, 4]
+
+
+def beside_a_value(params, batch):
+  """A scan over a parameter, and over what was computed from one."""
+
+  def layer(x, ws):
+    return jnp.tanh(x * ws[0][None] + ws[1][None]), None
+
+  w = jnp.sin(params["layers"]["down"])[:, 0]
+  x, _ = jax.lax.scan(layer, batch["mask"] @ jnp.ones((LENGTH, WIDTH)), (w, params["bias"]))
+  return jnp.mean(x**2)
+
+
+def test_a_scan_that_some_versions_mix_up():
+  params, batch = params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)}, make_batch(8)
+  expected = jax.value_and_grad(beside_a_value)(params, batch)
+  run = jax.jit(microbatch_value_and_grad(beside_a_value, in_place=True, num_microbatches=4))
+  trees.assert_close(run(params, batch), expected, 1e-10)
+
+
+def clamped(params, batch):
+  """A slice that starts before its array, for which JAX reads from its start."""
+  start = batch["tokens"][0, 0].astype(jnp.int32) - 2 * VOCABULARY
+  w = jax.lax.dynamic_slice_in_dim(params["embedding"], start, LENGTH)
+  return jnp.mean((batch["mask"] @ w) ** 2)
+
+
+def twice(params, batch):
+  """One parameter that goes into an inner function twice."""
+  w = params["embedding"]
+  return jnp.mean((batch["mask"] @ jax.jit(lambda a, b: a[:LENGTH] * b[-LENGTH:])(w, w)) ** 2)
+
+
+def before_the_array(params, batch):
+  """An index that is out of range, for which a row of zeros is read."""
+  rows = (
+    params["embedding"]
+    .at[batch["tokens"] - 3]
+    .get(mode="fill", fill_value=0, wrap_negative_indices=False)
+  )
+  return jnp.mean(rows**2)
+
+
+def behind_a_barrier(params, batch):
+  return jnp.mean(jax.lax.optimization_barrier(params["embedding"]) ** 2) * jnp.mean(batch["mask"])
+
+
+@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])
+def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
+  params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
+  expected = jax.grad(loss_fn)(params, batch)
+
+  def grads():
+    run = microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4)
+    return jax.jit(run)(params, batch)[1]
+
+  trees.assert_close(grads(), expected, 1e-10)
+  monkeypatch.setattr(_backward_refs, "kept_apart", lambda fun, leaves: set())
+  if loss_fn is clamped:
+    assert not np.allclose(grads()["embedding"], expected["embedding"])
+
+
+def test_derivatives_of_a_step():
+  params, batch = params_of(scanned), make_batch(4)
+
+  def norm(in_place):
+    run = microbatch_value_and_grad(scanned, in_place=in_place, num_microbatches=2)
+    return lambda params: optax.tree.norm(run(params, batch)[1])
+
+  ours, plain = (jax.jit(jax.grad(norm(x)))(params) for x in (True, False))
+  trees.assert_close(ours, plain, 1e-10)

@@ -1,0 +1,132 @@
+"""What ``in_place=True`` cannot do, said in words."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from support.devices import make_mesh
+
+from optax_accum import _backward_refs, make_train_step, microbatch_value_and_grad
+
+
+def loss_fn(params, batch):
+  return jnp.mean((batch @ params) ** 2)
+
+
+def rows_of(batch):
+  return jnp.float32(1) * len(batch)
+
+
+PARAMS, BATCH = jnp.ones(3), jnp.ones((8, 3))
+
+
+@pytest.fixture
+def supported(monkeypatch):
+  """As a JAX that can."""
+  monkeypatch.setattr(_backward_refs, "is_right", lambda: True)
+
+
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    (
+      {"skip_nonfinite": True},
+      r"all of it is known, so skip_nonfinite=True cannot leave it out\. Pass in_place=False",
+    ),
+    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more\. Pass in_place=False"),
+    (
+      {"mesh": make_mesh(2), "reduce_gradients": "per_microbatch"},
+      r'"per_microbatch" only shards of it: pass in_place=False, or "per_cycle"',
+    ),
+  ],
+)
+def test_options_that_it_does_not_go_with(options, message):
+  with pytest.raises(ValueError, match=message):
+    make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, in_place=True, **options)
+
+
+@pytest.mark.parametrize("value", [1, "yes", None])
+def test_what_is_no_bool(value):
+  with pytest.raises(TypeError, match=rf"in_place={value!r} must be True or False\."):
+    microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=value)
+
+
+def test_a_jax_that_cannot_is_refused(monkeypatch):
+  monkeypatch.setattr(_backward_refs, "is_right", lambda: False)
+  message = (
+    rf"in JAX {jax.__version__} a backward pass cannot add .* Use in_place=False, or a newer"
+  )
+  with pytest.raises(NotImplementedError, match=message):
+    microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
+
+
+def test_this_jax_is_tried():
+  """Before 0.10 it cannot, because of `jax.checkpoint`."""
+  version = tuple(map(int, jax.__version__.split(".")[:2]))
+  assert _backward_refs.is_right() is (version >= (0, 10))
+
+
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_parameters_whose_accumulators_have_another_dtype(dtype):
+  run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
+  message = rf"argument 0 has dtype {jnp.dtype(dtype)}, and its gradients .* added up in float32;"
+  with pytest.raises(TypeError, match=message + r".*Keep parameters in float32"):
+    run(PARAMS.astype(dtype), BATCH.astype(dtype))
+  run = microbatch_value_and_grad(
+    loss_fn, num_microbatches=2, in_place=True, accumulator_dtype=jnp.bfloat16
+  )
+  with pytest.raises(TypeError, match=r"argument 0 has dtype float32, .* added up in bfloat16"):
+    run(PARAMS, BATCH)
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_narrow_loss_that_is_weighed():
+  def narrow(params, batch):
+    return loss_fn(params, batch).astype(jnp.bfloat16)
+
+  run = microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)
+  message = r"The loss has dtype bfloat16.*return the loss in the parameters' dtype"
+  with pytest.raises(TypeError, match=message):
+    run(PARAMS, BATCH)
+
+
+def each_of_several(run):
+  return jax.vmap(run, (None, 0))(PARAMS, jnp.stack([BATCH, BATCH]))
+
+
+@pytest.mark.usefixtures("supported")
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize(
+  "mapped",
+  [
+    each_of_several,
+    lambda run: jax.jacfwd(lambda x: run(x, BATCH)[1])(PARAMS),
+    lambda run: jax.jacrev(lambda x: run(x, BATCH)[1])(PARAMS),
+    lambda run: jax.hessian(lambda x: run(x, BATCH)[0])(PARAMS),
+  ],
+  ids=["vmap", "jacfwd", "jacrev", "hessian"],
+)
+def test_vmap(mapped, jit):
+  run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
+  message = r"jax\.vmap cannot give .* jax\.jacrev and jax\.hessian call it: pass in_place=False"
+  with pytest.raises(NotImplementedError, match=message):
+    mapped(jax.jit(run) if jit else run)
+
+
+@pytest.mark.usefixtures("supported")
+def test_weights_and_a_loss_that_communicates():
+  def together(params, batch):
+    return loss_fn(params, batch) + 0 * jax.lax.psum(jnp.sum(batch), "data")
+
+  step = make_train_step(
+    together,
+    optax.sgd(0.1),
+    num_microbatches=2,
+    mesh=make_mesh(2),
+    in_place=True,
+    weight_fn=rows_of,
+  )
+  with pytest.raises(ValueError, match=r"in_place=True with weight_fn leaves.*pass in_place=False"):
+    step(PARAMS, (), BATCH)
