@@ -8,8 +8,9 @@ JAX's and flax's Python. A call is timed until it returns, not until it is compu
 The first table calls `make_train_step`'s step, and the very function that it has jitted, with the
 same arguments, on one device and over a mesh of 8 (of CPUs, where there are no others). Every ratio
 is taken twice, in a process each, by which of the two ran first. The second table has the same
-steps written by hand. The two of a row take turns; times are medians, the ratio is that within a
-round. On a machine with other work the ratio of the fastest tenth tells more.
+steps written by hand; --layers 0 leaves it out. The two of a row take turns. In the first table
+times are those of the fastest tenth, which tells more on a machine with other work; in the second
+they are medians. A median ratio is that within a round.
 """
 
 import argparse
@@ -159,7 +160,8 @@ def print_ratio(arrays, devices, first, rounds):
   where = "one device" if devices == 1 else f"{devices} devices"
   print(
     f"{arrays:6} arrays, {where:<12}{first + ' first':<14}jitted {least['jitted']:7.2f} ms   ours"
-    f" {least['ours']:7.2f} ms   ratio {least['ours'] / least['jitted']:.2f}, median {ratio:.2f}",
+    f" {least['ours']:7.2f} ms   ratio of the fastest tenth {least['ours'] / least['jitted']:.2f},"
+    f" median ratio {ratio:.2f}",
     flush=True,
   )
 

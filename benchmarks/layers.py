@@ -34,11 +34,16 @@ def initial(key: jax.Array, like: dict[str, Any]) -> dict[str, Any]:
   return params | ones
 
 
+FORMS = ("scanned", "rematerialised", "cast", "whole", "loop")
+
+
 def make_loss_fn(form: str, heads: int = 8, dtype: Any = jnp.bfloat16) -> Any:
   """``loss_fn(params, tokens)``, the mean over rows, computed in `dtype`.
 
-  `form`: "scanned"; "rematerialised" (scanned, and each layer is); "whole" (the scan of all layers
-  is rematerialised); "loop" (a Python loop over the stacked parameters). The embedding is tied.
+  `form`: "scanned"; "rematerialised" (scanned, and each layer is); "cast" (the same, but all
+  parameters are cast before the scan, and not a layer's in its body); "whole" (the scan of all
+  layers is rematerialised); "loop" (a Python loop over the stacked parameters). The embedding is
+  tied.
   """
 
   def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -60,7 +65,9 @@ def make_loss_fn(form: str, heads: int = 8, dtype: Any = jnp.bfloat16) -> Any:
       for i in range(count):
         x = layer(x, {name: w[i] for name, w in stacked.items()})
       return x
-    body = jax.checkpoint(layer) if form == "rematerialised" else layer
+    body = jax.checkpoint(layer) if form in ("rematerialised", "cast") else layer
+    if form == "cast":
+      stacked = jax.tree.map(lambda w: w.astype(dtype), stacked)
     return jax.lax.scan(lambda x, p: (body(x, p), None), x, stacked)[0]
 
   def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:

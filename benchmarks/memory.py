@@ -1,13 +1,15 @@
 """Temporary memory of a training step's options, on this machine, a TPU v5e or an H100.
 
-    python benchmarks/memory.py [--platform cpu|tpu|gpu] [--forms scanned,loop]
-        [--options plain in_place] [--vocabulary 4096] [--target-config FILE] [--time]
+    python benchmarks/memory.py [--platform cpu|tpu|gpu] [--forms rematerialised ...]
+        [--options plain in_place ...] [--vocabulary 4096] [--target-config FILE] [--time]
 
 A Transformer of 16 layers (CPU: 8), float32 parameters, computed in bfloat16, AdamW, parameters and
-state donated, 8 microbatches. Nothing runs: what is printed are XLA's own figures, in units of P,
-the parameters' bytes. "tpu" and "gpu" are compiled for without a device; the first needs libtpu,
-the second jax-cuda12-plugin, jax-cuda12-pjrt (of jaxlib's version) and --target-config, XLA's
-description of the GPU. With --time the steps are run here, and their times compared.
+state donated, 8 microbatches. Its layers are written in the ways of `layers.make_loss_fn`; without
+--forms they are scanned and rematerialised, and all options are compiled in half a minute. Nothing
+runs: what is printed are XLA's own figures, in units of P, the parameters' bytes. "tpu" and "gpu"
+are compiled for without a device; the first needs libtpu, the second jax-cuda12-plugin,
+jax-cuda12-pjrt (of jaxlib's version) and --target-config, XLA's description of the GPU. With --time
+the steps are run here, and their times compared.
 """
 
 import argparse
@@ -41,8 +43,8 @@ OPTIONS = {
   "skip_empty": {"weight_fn": valid_rows, "skip_empty": True},
   "ragged": {"microbatch_size": None},
   "in_place": {"in_place": True},
-  "in_place, weight_fn": {"in_place": True, "weight_fn": valid_rows},
-  "in_place, ragged": {"in_place": True, "microbatch_size": None},
+  "in_place+weight_fn": {"in_place": True, "weight_fn": valid_rows},
+  "in_place+ragged": {"in_place": True, "microbatch_size": None},
 }
 
 
@@ -81,12 +83,16 @@ def compiled_steps(form, names, sizes, like, state, tokens):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--platform", choices=("cpu", "tpu", "gpu"), default="cpu")
-  parser.add_argument("--forms", default="rematerialised", help="of layers.py, with commas")
+  parser.add_argument("--forms", nargs="+", choices=layers.FORMS, default=["rematerialised"])
   parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
   parser.add_argument("--vocabulary", type=int, default=4096, help="rows of the tied embedding")
   parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
   parser.add_argument("--time", action="store_true", help="run the steps too, on this machine")
   args = parser.parse_args()
+  if args.platform == "gpu" and args.target_config is None:
+    parser.error(
+      "--platform gpu compiles without a GPU, for the one that --target-config describes"
+    )
   sizes = (SMALL if args.platform == "cpu" else LARGE) | {"vocabulary": args.vocabulary}
   one = SingleDeviceSharding(device(args.platform, args.target_config))
   on_device = lambda tree: jax.tree.map(lambda x: x.update(sharding=one), tree)  # noqa: E731
@@ -97,7 +103,7 @@ def main():
   unit = sum(4 * x.size for x in jax.tree.leaves(like))
   print(f"{args.platform}, jax {jax.__version__}, {unit / 2**20:.0f} MiB of parameters, {sizes}")
 
-  for form in args.forms.split(","):
+  for form in args.forms:
     steps, plain = {}, None
     for name, compiled, reason in compiled_steps(form, args.options, sizes, like, state, tokens):
       if compiled is None:

@@ -127,12 +127,17 @@ def _check_dtype(name: str, x: Any, requested: DTypeLike | None) -> None:
   """Checks that a parameter's gradients are added up in their own dtype."""
   dtype = jnp.result_type(x)
   wide = _weighted_mean.accumulator_dtype(dtype, requested)
-  if wide != dtype:
-    raise TypeError(
-      f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
-      f" them as they come out of the backward pass. Keep parameters in {wide} and cast them in the"
-      " loss (in the body of a scan over layers), or pass in_place=False."
-    )
+  if wide == dtype:
+    return
+  fix = (
+    f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
+    if requested is None
+    else f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
+  )
+  raise TypeError(
+    f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
+    f" them as they come out of the backward pass. {fix}, or pass in_place=False."
+  )
 
 
 def _cotangent(loss: jax.Array, leaves: list[jax.Array], factor: Weight) -> jax.Array:

@@ -220,6 +220,7 @@ def make_train_step(
       another mesh; the step is called inside `pmap` or `shard_map` without `axis_name`, or with
       `mesh`.
     RuntimeError: An array was donated to an earlier step, which deleted it.
+    NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum

@@ -76,21 +76,24 @@ def microbatch_value_and_grad(
   carry of a microbatch left out  the carry of the microbatch before is kept
   ==============================  ====================================================
 
-  With ``in_place=True`` a Transformer's AdamW step in 8 microbatches has this temporary memory, in
-  parameters' bytes, plain and in place (v5e and H100 as compiled), and this share of the time:
+  What ``in_place=True`` saves: temporary memory of a Transformer's AdamW step in 8 microbatches, in
+  parameters' bytes, plain to in place (v5e and H100 as compiled), and the time in place over the
+  plain time. Parameters and state are donated. If they are not, XLA puts gradients where the
+  outputs go, and ``in_place=True`` may save nothing.
 
   ==============================  ============  ============  ============  ========
   layers                          TPU v5e       H100          CPU           CPU time
   ==============================  ============  ============  ============  ========
-  scanned                         3.24, 2.33    3.07, 2.16    3.26, 2.51    0.86
-  scanned and rematerialised      2.48, 1.35    2.07, 1.10    2.23, 1.57    0.97
-  `jax.checkpoint` of the scan    3.24, 3.24    3.07, 3.07    3.26, 3.26    0.98
-  in a Python loop                1.85, 1.79    1.85, 1.85    2.48, 2.48    0.94
-  rematerialised, tied embedding  2.29, 1.63    1.92, 1.39
+  scanned                         3.24 to 2.33  3.07 to 2.16  3.26 to 2.51  0.86
+  scanned and rematerialised      2.48 to 1.35  2.07 to 1.10  2.23 to 1.57  0.97
+  parameters cast before that     1.85 to 1.85  2.05 to 2.05  2.22 to 2.22  1
+  `jax.checkpoint` of the scan    3.24 to 3.24  3.07 to 3.07  3.26 to 3.26  0.98
+  in a Python loop                1.85 to 1.79  1.85 to 1.85  2.48 to 2.48  0.94
+  rematerialised, tied embedding  2.29 to 1.63  1.92 to 1.39
   of 50,000 words
   ==============================  ============  ============  ============  ========
 
-  (JAX 0.12; H100 0.10.)
+  (With JAX 0.12; for the H100 with JAX 0.10.)
 
   Args:
     fun: Returns a real scalar loss, or ``(loss, aux)`` with `has_aux`, or
@@ -161,18 +164,20 @@ def microbatch_value_and_grad(
       reverse-mode differentiation cannot pass, and TPUs hold 0.2 of the parameters more.
     in_place: Whether the backward pass adds gradients to their accumulators, layer by layer, so
       that a microbatch's whole gradient never exists. It saves memory where layers are scanned
-      (``jax.lax.scan`` over stacked parameters): see the table. Gradients are those of the plain
-      scan but for rounding: what a parameter used twice adds up associates otherwise. Where JAX is
-      not known to add a parameter's gradient rightly, as in a `jax.lax.dynamic_slice` of it, the
-      whole gradient is made and then added.
-      The weight multiplies the loss, which must be as wide as the parameters then. A microbatch of
-      weight zero is not run: "stack" and "concat" have zeros for it, and with weights reverse-mode
-      differentiation cannot pass. Parameters must have the dtype of their accumulators: float32,
-      and not bfloat16. Not for `skip_nonfinite`, for `grad_reduction`, under `jax.checkpoint` or
-      `jax.vmap` (which `jax.jacfwd`, `jax.jacrev` and `jax.hessian` call), or for a loss with
-      weights that sends something to other devices. JAX before 0.10 cannot; whether this one can is
-      tried once in a process (half a second). Default: False, because it saves nothing where layers
-      are not scanned.
+      (``jax.lax.scan`` over stacked parameters) and a layer's parameters are cast, if at all, in
+      the scan's body: see the table. Gradients are those of the plain scan but for rounding: what a
+      parameter used twice adds up associates otherwise, and a weight is in the cotangents before
+      they are rounded (in bfloat16 compute gradients differ by 1%, as either does from float32).
+      Where JAX is not known to add a parameter's gradient rightly, as in a `jax.lax.dynamic_slice`
+      of it, the whole gradient is made and then added.
+      With weights, or a smaller last microbatch, the loss must be as wide as the parameters: it is
+      multiplied by the weight. A microbatch of weight zero is not run: "stack" and "concat"
+      have zeros for it, and with weights reverse-mode differentiation cannot pass. Parameters must
+      have the dtype of their accumulators, as they have by default if they are float32. Not for
+      `skip_nonfinite`, for `grad_reduction`, under `jax.vmap` (which `jax.jacfwd`, `jax.jacrev` and
+      `jax.hessian` call), differentiated under `jax.checkpoint`, or for a loss with weights that
+      sends something to other devices. Not before JAX 0.10; the JAX that is installed is tried once
+      in a process (half a second). Default: False, because it saves little elsewhere.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
       types.) Gradients stay on their device during the scan. Gradients and weights are reduced
@@ -190,6 +195,7 @@ def microbatch_value_and_grad(
     ValueError: A count, a name, an argument or a shape cannot work.
     TypeError: A value has the wrong type: an integer parameter, a loss that is not a
       real scalar, a return that does not fit `has_aux`, an integer aux under "mean".
+    NotImplementedError: With `in_place`, JAX is older than 0.10, or `jax.vmap` is around it.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_accum

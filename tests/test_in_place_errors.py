@@ -77,7 +77,8 @@ def test_parameters_whose_accumulators_have_another_dtype(dtype):
   run = microbatch_value_and_grad(
     loss_fn, num_microbatches=2, in_place=True, accumulator_dtype=jnp.bfloat16
   )
-  with pytest.raises(TypeError, match=r"argument 0 has dtype float32, .* added up in bfloat16"):
+  message = r"argument 0 has dtype float32, .* in bfloat16; .* Leave accumulator_dtype=bfloat16 out"
+  with pytest.raises(TypeError, match=message):
     run(PARAMS, BATCH)
 
 

@@ -5,6 +5,7 @@ import csv
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -29,10 +30,9 @@ def test_both_ways_end_as_whole_batches_do(section):
       trees.assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:The default axis_types:DeprecationWarning")  # jax 0.8
 def test_a_state_in_shards_ends_as_whole_batches_do():
   with jax.enable_x64(True):
-    names = PAGE.run(*PAGE.blocks("The optimizer's state in shards"))
+    names = PAGE.run(PAGE.blocks("The optimizer's state in shards")[0])
     tx, batches = names["tx"], names["batches"]
     start = {"w": jnp.zeros((64, 10)), "b": jnp.zeros(10)}
     step = oracle.whole_batch_step(names["loss_fn"], tx)
@@ -43,6 +43,21 @@ def test_a_state_in_shards_ends_as_whole_batches_do():
     assert names["params"]["w"].sharding.is_fully_replicated
     program = names["step"].lower(names["params"], names["opt_state"], batches[0]).as_text()
     assert program.count("reduce_scatter") == 1
+
+
+def test_a_state_in_shards_beside_tensor_parallel_parameters():
+  first, second = PAGE.blocks("The optimizer's state in shards")
+  one, two = '((jax.device_count(),), ("data",)', '((4, 2), ("data", "model")'
+  first = first.replace(one, two).replace("(AxisType.Auto,)", "(AxisType.Auto,) * 2")
+  names = PAGE.run(first, second, specs={"w": P(None, "model"), "b": P("model")})
+  assert names["mesh"].size == 8
+  adam = names["shardings"][0]
+  assert adam.count.spec == P()
+  for moments in (adam.mu, adam.nu):
+    assert {name: s.spec for name, s in moments.items()} == {
+      "w": P("data", "model"),
+      "b": P("model"),
+    }
 
 
 @pytest.mark.parametrize("section", ["Equinox, with state", "Haiku, with state"])
