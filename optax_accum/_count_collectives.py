@@ -66,7 +66,8 @@ class CollectiveReport:
       lines.append(f"{kind:<22}" + "".join(f"{ops:>8,}{size:>18,}" for ops, size in totals))
     if not self.operations:
       lines = ["no collectives"]
-    lines += [f"counted once, trip count unknown: {name}" for name in self.unknown_trip_counts]
+    names = self.unknown_trip_counts  # accumulate's conditional is compiled to a loop
+    lines += [f"counted once, a loop of unknown count or accumulate's step: {x}" for x in names]
     return "\n".join(lines)
 
 

@@ -505,7 +505,7 @@ def test_the_report_prints_as_a_table():
     "                           ops             bytes     ops             bytes\n"
     "all-reduce                   4             1,024       0                 0\n"
     "all-gather                   0                 0       1             2,048\n"
-    f"counted once, trip count unknown: {name}"
+    f"counted once, a loop of unknown count or accumulate's step: {name}"
   )
 
 
