@@ -86,7 +86,7 @@ def microbatch_value_and_grad(
   ==============================  ============  ============  ============  ========
   scanned                         3.24 to 2.33  3.07 to 2.16  3.26 to 2.51  0.86
   scanned and rematerialised      2.48 to 1.35  2.07 to 1.10  2.23 to 1.57  0.97
-  parameters cast before that     1.85 to 1.85  2.05 to 2.05  2.22 to 2.22  1
+  parameters cast before that     1.85 to 1.85  2.05 to 2.05  2.22 to 2.22  1.05
   `jax.checkpoint` of the scan    3.24 to 3.24  3.07 to 3.07  3.26 to 3.26  0.98
   in a Python loop                1.85 to 1.79  1.85 to 1.85  2.48 to 2.48  0.94
   rematerialised, tied embedding  2.29 to 1.63  1.92 to 1.39
