@@ -218,6 +218,8 @@ def sum_scattered(
 
 def gathered(x: jax.Array, spec: PartitionSpec, beside: PartitionSpec) -> jax.Array:
   """The whole array of which each device has its part as `spec` says; `beside` as above."""
+  if not _sharded_dims(spec):
+    return x
 
   def gather(x: jax.Array) -> jax.Array:
     for dim, names in _sharded_dims(spec):

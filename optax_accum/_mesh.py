@@ -97,6 +97,18 @@ class DataParallel:
         " would have to be replicated, and every device to compute all of them.)"
       )
 
+  def check_alone(self, shardings: Sequence[Any]) -> None:
+    """Checks that arrays of such shardings can be reduced over the data axes beside others."""
+    if self._devices > 1:
+      return
+    named = {name for s in shardings for names in self.dims(s, 0) for name in names}
+    if beside := [x for x in sorted(named - set(self.axes)) if self.mesh.shape[x] > 1]:
+      raise ValueError(
+        f"data_axis={_shown(self.axes)} is one device, and parameters or state are sharded over"
+        f" {_shown(tuple(beside))}: XLA cannot reduce over such an axis beside others. Leave mesh="
+        " out: the step then follows the shardings of its arguments."
+      )
+
   def shard_spec(self, sharding: Any) -> PartitionSpec:
     """How a parameter of this sharding is spread over the data axes alone.
 
@@ -121,8 +133,11 @@ class DataParallel:
     """Where the gradient goes of a parameter that is spread so, and its state so."""
     spec, own_spec = (self._spec_over_data(dims) for dims in (state, own))
     explicit = set(self._of_kind(AxisType.Explicit))
-    types = zip(_only(own, explicit), _only(state, explicit), strict=True)
-    clash = any(a and b and a != b for a, b in types)  # JAX adds no such two arrays
+    ours, others = _only(own, explicit), _only(state, explicit)
+    # Of two such arrays JAX adds none where a dimension is over other axes in each, nor where an
+    # axis is on other dimensions.
+    clash = any(a and b and a != b for a, b in zip(ours, others, strict=True))
+    clash |= any(_where(others).get(name, dim) != dim for name, dim in _where(ours).items())
     if not clash and (not spec or spec == own_spec):
       return None
     taken = {*self.axes, *(name for names in state for name in names)}
@@ -267,6 +282,11 @@ class DataParallel:
 def _only(dims: Sequence[tuple[str, ...]], axes: Set[str]) -> list[tuple[str, ...]]:
   """The same dimensions, over no further axes than these."""
   return [tuple(name for name in names if name in axes) for names in dims]
+
+
+def _where(dims: Sequence[tuple[str, ...]]) -> dict[str, int]:
+  """The dimension that each axis is on."""
+  return {name: dim for dim, names in enumerate(dims) for name in names}
 
 
 def _shown(names: tuple[str, ...]) -> str:

@@ -76,6 +76,7 @@ class MeshLoss:
       return loss, (*held, *others), named
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(map(parallel.sharding, leaves))
+    parallel.check_alone(shardings)
     loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings)
     return loss, (*held, *others), named
 

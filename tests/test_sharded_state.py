@@ -126,6 +126,8 @@ BESIDE = {
     {"w": P(None, ("model", "data")), "b": P(("data", "model")), "three": P()}, 0),
   "one dimension over another axis": ({"w": P(None, "model"), "b": P("model"), "three": P()},
                                       {"w": P(None, "data"), "b": P("data"), "three": P()}, 2),
+  "an axis on another dimension": ({"w": P(None, "model"), "b": P("model"), "three": P()},
+    {"w": P("model"), "b": P(("model", "data")), "three": P()}, 0),
 }  # fmt: skip
 
 
@@ -141,6 +143,8 @@ BESIDE = {
     ("a dimension divided further", (AUTO, AUTO)),
     ("one dimension over another axis", (EXPLICIT, EXPLICIT)),
     ("one dimension over another axis", (AUTO, AUTO)),
+    ("an axis on another dimension", (EXPLICIT, EXPLICIT)),
+    ("an axis on another dimension", (AUTO, AUTO)),
   ],
 )
 def test_beside_a_second_axis(types, case):
@@ -187,6 +191,19 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   local = 4 * 2 * 128**2 // 2
   sent = {kind: x.bytes for kind, x in report.outside.items()}
   assert sent == {"reduce-scatter": local, "all-gather": local}
+
+
+def test_a_data_axis_of_one_device_beside_tensor_parallel_parameters():
+  mesh, tx = make_mesh(1, 8, axes=("data", "model"), kind=AUTO), relaxed(optax.adam(0.1))
+  params = devices.put({"w": np.ones((16, 8), np.float32)}, mesh, {"w": P(None, "model")})
+  state, batch = tx.init(params), np.ones((16, 16), np.float32)
+  fun = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
+  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2)
+  message = r"data_axis='data' is one device, .* sharded over 'model': .* Leave mesh= out"
+  with pytest.raises(ValueError, match=message):
+    step(params, state, batch)
+  _, _, metrics = make_train_step(fun, tx, num_microbatches=2)(params, state, batch)
+  assert float(metrics["loss"]) == 256
 
 
 def test_an_optimizer_that_multiplies_explicitly_sharded_moments():
