@@ -194,11 +194,11 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
 
 
 def sum_scattered(
-  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, beside: PartitionSpec
+  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, automatic: PartitionSpec
 ) -> jax.Array:
   """The sum over the devices of all axes, of which each device keeps its part as `spec` says.
 
-  `beside` says how it is sharded over automatic axes.
+  `automatic` says how it is sharded over automatic axes.
   """
   if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
@@ -211,13 +211,13 @@ def sum_scattered(
     return x
 
   scattered = {name for _, names in parts for name in names_of(names)}
-  held = _on_shards(scatter, held, spec, beside)
+  held = _on_shards(scatter, held, spec, automatic)
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
 
 
-def gathered(x: jax.Array, spec: PartitionSpec, beside: PartitionSpec) -> jax.Array:
-  """The whole array of which each device has its part as `spec` says; `beside` as above."""
+def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
+  """The whole array of which each device has its part as `spec` says; `automatic` as above."""
   if not _sharded_dims(spec):
     return x
 
@@ -226,18 +226,18 @@ def gathered(x: jax.Array, spec: PartitionSpec, beside: PartitionSpec) -> jax.Ar
       x = lax.all_gather(x, names, axis=dim, tiled=True)
     return x
 
-  return _on_shards(gather, x, spec, beside)
+  return _on_shards(gather, x, spec, automatic)
 
 
 def _on_shards(
-  fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, beside: PartitionSpec
+  fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec
 ) -> jax.Array:
-  """`fun` of the shards of `x` that `beside` says.
+  """`fun` of the shards of `x` over the axes of `automatic`.
 
   XLA would gather `x` over automatic axes before it is sent over others.
   """
   sent = {dim for dim, _ in _sharded_dims(spec)}
-  dims = [None if dim in sent else names for dim, names in enumerate(beside)]
+  dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
   axes = {name for names in dims for name in names_of(names)}
   if not axes:
     return fun(x)

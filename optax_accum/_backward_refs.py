@@ -5,9 +5,9 @@
 and the backward pass of a scan mixes up gradients that have references and those that have not (jax
 pull request 38929). To 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere
 than it read, an optimization barrier fails, and in 0.12 an index before the array, which reads
-nothing, adds to another row. So a parameter has its gradient added within only where all that it
-goes into is known to be right. Of the others the whole gradient exists before it is added, as in a
-plain scan.
+nothing, adds to another row. So a parameter has its gradient added within only where it goes into
+none of these, nor into an inner function of a kind that is not listed here. Of the others the whole
+gradient exists before it is added, as in a plain scan.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from optax_accum import _versions
 
-# What has a backward pass of its own for references that is wrong, or not known to be right.
+# What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
 # What runs an inner function of the same operands in the same order; of a cond after the first.
 _INNER = {

@@ -115,9 +115,9 @@ class _PlacedLoss(NamedTuple):
   def _shards(self) -> Sharded:
     specs = self.treedef.unflatten(self._specs)[0]
     of_gradients = jax.tree.map(lambda own, move: (move and move.spec) or own, specs, self.moved)
-    beside = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
+    automatic = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
     axes, in_loop = self.parallel.axes, self.parallel.reduce_in_loop
-    return Sharded(specs, of_gradients, beside, axes, in_loop)
+    return Sharded(specs, of_gradients, automatic, axes, in_loop)
 
   def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""

@@ -68,8 +68,8 @@ class Reduction:
     """The reduced value where there is one microbatch, which counts."""
     return value
 
-  def scattered(self, spec: PartitionSpec, beside: PartitionSpec) -> "Reduction":
-    """The same, of which each device keeps its part, as `spec` says; `beside`: on other axes."""
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
+    """The same, of which each device keeps its part, as `spec` says."""
     raise NotImplementedError  # what is collected is no gradient
 
   def in_loop(self, axis_name: AxisName) -> "Reduction":
@@ -117,8 +117,8 @@ class Sum(Reduction):
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
     return value if inexact else value.astype(_weighted_mean.accumulator_dtype(value.dtype))
 
-  def scattered(self, spec: PartitionSpec, beside: PartitionSpec) -> Reduction:
-    scatter = functools.partial(_across_devices.sum_scattered, spec=spec, beside=beside)
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
+    scatter = functools.partial(_across_devices.sum_scattered, spec=spec, automatic=automatic)
     return dataclasses.replace(self, over_devices=scatter)
 
   def in_loop(self, axis_name: AxisName) -> Reduction:
@@ -181,7 +181,7 @@ class Choice(Reduction):
 
   over_devices: Callable[..., jax.Array]
 
-  def scattered(self, spec: PartitionSpec, beside: PartitionSpec) -> Reduction:
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
     def own_part(*args: Any) -> jax.Array:
       return _across_devices.own_part(self.over_devices(*args), spec)
 

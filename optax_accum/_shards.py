@@ -34,12 +34,12 @@ class Sharded(Whole):
 
   specs: Any  # a PartitionSpec for each parameter, over the data axes alone
   gradient_specs: Any  # the same for each gradient
-  beside: Any  # for each, over axes that are left to the compiler
+  automatic: Any  # the same, over further axes, that are left to the compiler
   axis_name: tuple[str, ...]  # the data axes
   in_loop: bool  # are parameters gathered, and gradients reduced, in every microbatch?
 
   def _gather(self, params: Any) -> Any:
-    return jax.tree.map(_across_devices.gathered, params, self.specs, self.beside)
+    return jax.tree.map(_across_devices.gathered, params, self.specs, self.automatic)
 
   def gather_before_scan(self, params: Any) -> Any:
     return params if self.in_loop else self._gather(params)
@@ -54,10 +54,10 @@ class Sharded(Whole):
     return self._gather(lax.optimization_barrier((params, numbers))[0])
 
   def gradients(self, reductions: Any) -> Any:
-    def placed(kind: Reduction, spec: PartitionSpec, beside: PartitionSpec) -> Reduction:
-      kind = kind.scattered(spec, beside) if spec else kind
+    def placed(kind: Reduction, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
+      kind = kind.scattered(spec, automatic) if spec else kind
       return kind.in_loop(self.axis_name) if self.in_loop else kind
 
     specs = self.gradient_specs
     each = _reduction_trees.match("grad_reduction", reductions, specs, "gradients")
-    return jax.tree.map(placed, each, specs, self.beside)
+    return jax.tree.map(placed, each, specs, self.automatic)
