@@ -52,6 +52,15 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
+def types(fun: Callable[[], Any]) -> Any:
+  """The types of what `fun` returns.
+
+  `jax.eval_shape` leaves out an explicit sharding where other axes of the mesh are automatic.
+  """
+  closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
+  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+
+
 def full_like(
   like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
 ) -> jax.Array:

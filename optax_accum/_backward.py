@@ -35,7 +35,10 @@ class Accumulators:
     for i in self._positions:
       for name, x in _validate.named_leaves(f"argument {i}", args[i]):
         _check_dtype(name, x, dtype)
-    zero = lambda x: _across_devices.full_like(jax.eval_shape(lambda: jnp.asarray(x)), 0)  # noqa: E731
+
+    def zero(x: Any) -> jax.Array:
+      return _across_devices.full_like(_across_devices.types(lambda: jnp.asarray(x)), 0)
+
     self._refs = [jax.tree.map(lambda x: jax.new_ref(zero(x)), args[i]) for i in self._positions]
     refs = self._like_gradients(self._refs)
     each = _reduction_trees.match("grad_reduction", reductions, refs, "gradients")

@@ -159,7 +159,7 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
-    held = jax.eval_shape(lambda: self._reduced(self.of.start(leaf, dtype)))
+    held = _across_devices.types(lambda: self._reduced(self.of.start(leaf, dtype)))
     return _across_devices.full_like(held, 0)
 
   def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:

@@ -90,7 +90,7 @@ class _Loop:
       factor = rows / self.call.size if weight is None and self.call.split.in_place else weight
       return self.call.run(0, self.start, take, rows, factor)
 
-    return jax.eval_shape(run)
+    return _across_devices.types(run)
 
   def run(self) -> Reduced:
     """All microbatches."""

@@ -99,6 +99,30 @@ def test_parameters_sharded_over_some_of_the_data_axes(kind, specs, reduce_gradi
     assert abs(wrong - expected[1]) > 1e-3
 
 
+@pytest.mark.parametrize("data_kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+  "options",
+  [{}, {"reduce_gradients": "per_microbatch"}, {"microbatch_size": 20}],
+  ids=["plain", "per microbatch", "ragged"],
+)
+def test_explicit_and_automatic_axes_beside_the_data_axis(options, data_kind):
+  with jax.enable_x64(True):
+    mesh = Mesh(
+      np.array(jax.devices()).reshape(2, 2, 2),
+      ("data", "explicit", "auto"),
+      axis_types=(data_kind, EXPLICIT, AUTO),
+    )
+    tx, count = optimizer(), None if "microbatch_size" in options else 4
+    step = make_train_step(
+      loss_fn, tx, num_microbatches=count, weight_fn=valid, mesh=mesh, donate=False, **options
+    )
+    specs = {"w": P("data" if "reduce_gradients" in options else None, "explicit"), "b": P()}
+    params = devices.put(init_params(), mesh, specs)
+    new, _, metrics = step(params, tx.init(params), make_batch())
+    trees.assert_close(jax.device_get((new, metrics["loss"])), whole_batch_step(), 1e-12)
+    assert jax.tree.map(lambda x: x.sharding.spec, new) == specs
+
+
 @when
 def test_value_fn_gathers_over_both_axes(reduce_gradients):
   with jax.enable_x64(True):
