@@ -29,11 +29,11 @@ import measure
 import optax
 import paths  # noqa: F401
 from support import devices, trees
-from support.compiled import dot_flops
 from support.optimizers import mini_step
 import train_lm
 
 import optax_accum
+from optax_accum._matrix_flops import matrix_flops
 
 
 def approaches(loss_fn, tx, mesh, n):
@@ -117,7 +117,7 @@ def main():
   params = placed(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"])
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)  # the partitioner gives each its share
-  share = dot_flops(whole.compile().as_text())
+  share = matrix_flops(whole.compile().as_text())
   print(
     f"{mesh.size} devices ({'TPU v5e' if args.tpu else 'CPU'}), {args.microbatches} microbatches,"
   )
@@ -131,8 +131,7 @@ def main():
     for part in (report.inside, report.outside):
       operations, bytes_ = map(sum, zip((0, 0), *part.values(), strict=True))
       cells.append(f"{operations:4d} {bytes_ / 2**20:6.1f} MiB")
-    # XLA for TPU makes convolutions of matrix products: there is nothing to count then.
-    work = f"{dot_flops(compiled.program) / share:7.2f}" if share else f"{'':7}"
+    work = f"{matrix_flops(compiled.program) / share:7.2f}"
     print(
       f"{name:36}{cells[0]:>16}{cells[1]:>16}{work}{compiled.temp_bytes / 2**20:6.1f} MiB",
       flush=True,

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from support import devices, oracle, trees
-from support.compiled import compilations, dot_flops
+from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
@@ -21,6 +21,7 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
 )
+from optax_accum._matrix_flops import matrix_flops
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -407,7 +408,7 @@ def test_every_device_computes_its_share():
   mesh = make_mesh(8)
   params = devices.put(init_params(np.float32, 64), mesh)
   batch = devices.put(make_batch(256, np.float32), mesh, P("data"))
-  whole = dot_flops(
+  whole = matrix_flops(
     jax.jit(jax.value_and_grad(loss_fn))
     .lower(jax.device_get(params), jax.device_get(batch))
     .compile()
@@ -416,12 +417,12 @@ def test_every_device_computes_its_share():
 
   def share(fun):
     program = jax.jit(fun).lower(params, batch).compile().as_text()
-    return dot_flops(program) / whole * mesh.size
+    return matrix_flops(program) / whole * mesh.size
 
   assert share(microbatch_value_and_grad(loss_fn, num_microbatches=8)) == pytest.approx(1, abs=0.02)
   assert share(oracle.hand_written(loss_fn, 8)) > 2  # blocks of rows: parallelism is lost
   compiled, _ = compiled_step(mesh, num_microbatches=8)
-  assert dot_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
+  assert matrix_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
 
 
 def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():

@@ -1,4 +1,4 @@
-"""What a compiled program does: its memory, its copies, its work, and how often one is made."""
+"""What a compiled program does: its memory, its copies, and how often one is made."""
 
 import contextlib
 import logging
@@ -6,10 +6,6 @@ import math
 import re
 
 import jax
-
-# The one private module that is used outside the package: to count the operations inside loops
-# as often as they run takes the parser of HLO that count_collectives has, which is not public.
-from optax_accum import _hlo
 
 
 def temp_bytes(jitted, *args, **kwargs):
@@ -29,25 +25,6 @@ def copies_of(program, elements):
     for types, dims in copies
     if "S(1)" not in types
   )
-
-
-def dot_flops(program):
-  """Floating-point operations of the matrix products of a program's text, on one device.
-
-  Two for each multiplication and addition, times the trip counts of the loops around them.
-  """
-  total = 0
-  for run in _hlo.Module(program).runs(lambda op: op.opcode == "dot"):
-    lhs = run.computation.operations[run.operation.operands[0]]
-    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", run.operation.attributes)
-    dims = [int(d) for d in contracted[1].split(",")] if contracted else []
-    sizes = [_dims(lhs.shape)[d] for d in dims]
-    total += 2 * math.prod(_dims(run.operation.shape)) * math.prod(sizes) * run.executions
-  return total
-
-
-def _dims(shape):
-  return [int(n) for n in re.search(r"\[([\d,]*)\]", shape)[1].split(",") if n]
 
 
 @contextlib.contextmanager
