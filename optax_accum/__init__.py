@@ -17,6 +17,9 @@ from optax_accum._count_collectives import CollectiveReport as CollectiveReport
 from optax_accum._count_collectives import count_collectives as count_collectives
 from optax_accum._device_state import accumulate_specs as accumulate_specs
 from optax_accum._microbatch import microbatch as microbatch
+from optax_accum._noise_scale import gradient_noise_scale as gradient_noise_scale
+from optax_accum._noise_scale import GradientNoiseScale as GradientNoiseScale
+from optax_accum._noise_scale import NoiseScaleTerms as NoiseScaleTerms
 from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep

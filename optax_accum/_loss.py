@@ -11,6 +11,7 @@ import jax
 from optax_accum import (
   _across_devices,
   _arguments,
+  _noise_scale,
   _parameters,
   _reduction_trees,
   _roles,
@@ -33,6 +34,7 @@ class Outputs(NamedTuple):
   loss: Any
   aux: Any
   grads: Any
+  noise: Any = None  # a `Noise`, where it is asked for
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -46,6 +48,7 @@ class LocalLoss:
   grad_reduction: Any  # a prefix tree of reductions
   aux_reduction: Any  # a prefix tree of reductions
   split: Split
+  noise_scale: bool = False
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
@@ -71,7 +74,11 @@ class LocalLoss:
       grads = accumulators.reductions
     differentiate = functools.partial(self._differentiate, accumulators)
     call = Call(self.fun, differentiate, self.split, args, kwargs, positions, weights)
-    return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads), root="")
+    noise = None
+    if self.noise_scale:
+      _noise_scale.check_several(call.microbatches)
+      noise = _noise_scale.Noise(REDUCTIONS["mean"], REDUCTIONS["sum"])
+    return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads, noise), root="")
 
   def derivatives(self, grads: Any) -> Any:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -102,7 +109,8 @@ class LocalLoss:
     _across_devices.check_own_loss(loss, params, self.split.axis_name)
     _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
     _reduction_trees.match("grad_reduction", self.grad_reduction, grads, "gradients")
-    return carry, Outputs(loss, aux, grads)
+    noise = _noise_scale.of_microbatch(self.derivatives(grads)) if self.noise_scale else None
+    return carry, Outputs(loss, aux, grads, noise)
 
   def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
@@ -162,13 +170,15 @@ def local_loss(
   aux_reduction: Any,
   concat_axis: int | None,
   split: Split,
+  noise_scale: bool = False,
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   positions = _arguments.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  _noise_scale.check_options(noise_scale, split, reduction)
   check_options(split, grad_reduction)
   grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
   aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
-  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split)
+  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale)

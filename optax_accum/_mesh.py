@@ -57,16 +57,17 @@ class DataParallel:
     return [name for name, type_ in types if type_ == kind]
 
   @property
-  def _devices(self) -> int:
+  def devices(self) -> int:
+    """How many the rows are spread over."""
     return math.prod(self.mesh.shape[name] for name in self.axes)
 
   def __str__(self) -> str:
     word = "axis" if len(self.axes) == 1 else "axes"
-    return f"the {self._devices} devices of {word} {_shown(self.axes)}"
+    return f"the {self.devices} devices of {word} {_shown(self.axes)}"
 
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
-    count, size, devices = split.num_microbatches, split.microbatch_size, self._devices
+    count, size, devices = split.num_microbatches, split.microbatch_size, self.devices
     self.check_rows(rows)
     if count is not None and (rows // devices) % count:
       fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
@@ -89,7 +90,7 @@ class DataParallel:
 
   def check_rows(self, rows: int) -> None:
     """Checks that the devices divide the rows of the global batch."""
-    devices = self._devices
+    devices = self.devices
     if rest := rows % devices:
       raise ValueError(
         f"The batch has {rows} rows, which {self} do not divide: use {rows - rest or devices} or"
@@ -99,7 +100,7 @@ class DataParallel:
 
   def check_alone(self, shardings: Sequence[Any]) -> None:
     """Checks that arrays of such shardings can be reduced over the data axes beside others."""
-    if self._devices > 1:
+    if self.devices > 1:
       return
     named = {name for s in shardings for names in self.dims(s, 0) for name in names}
     if beside := [x for x in sorted(named - set(self.axes)) if self.mesh.shape[x] > 1]:

@@ -154,7 +154,7 @@ class _PlacedLoss(NamedTuple):
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
     devices_own = PartitionSpec(self.parallel.axes)
-    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs), same, devices_own)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs, same), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     shardings = self.treedef.unflatten(self.shardings)[0]
     grads = self.parallel.like(out.outputs.grads, shardings, self.moved)

@@ -204,6 +204,12 @@ class Call:
     return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
   @property
+  def microbatches(self) -> int:
+    """How many there are, on all devices together."""
+    axis_name = self.split.axis_name
+    return -(-self.rows // self.size) * (1 if axis_name is None else lax.axis_size(axis_name))
+
+  @property
   def is_whole(self) -> bool:
     """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
     split = self.split

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
-from optax_accum import _parameters, _settings
+from optax_accum import _noise_scale, _parameters, _settings
 from optax_accum._donation import check_alive, distinct, Shards
 from optax_accum._flattened import Flattened
 from optax_accum._last_call import joined, LastCall, Passed
@@ -17,7 +17,6 @@ from optax_accum._loss import LocalLoss
 from optax_accum._mesh_loss import MeshLoss
 from optax_accum._optimizer_step import optimizer_step
 from optax_accum._value_fn import loss_elsewhere
-from optax_accum._weighted_mean import accumulator_dtype
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
 Leaves: TypeAlias = list[Any]
@@ -59,6 +58,11 @@ class StepProgram:
     self._recent: tuple[Any, Any] = None, None  # a loss and its functions: a loss is long to hash
     self._shards = Shards()
     self._last = LastCall([], Passed({}, frozenset(), None))
+
+  @property
+  def parallel(self) -> Any:
+    """The `DataParallel` that rows are spread by; None on one device."""
+    return getattr(self.loss, "parallel", None)
 
   def prepare(
     self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()
@@ -193,9 +197,10 @@ def _step_function(local: LocalLoss, placed: Any, tx: Transform) -> Callable[...
       moves = counted if local.split.weighs else True
       update = functools.partial(optimizer_step, tx, out.grads, extra_args, moves)
       new = loss.stepped(update, params, opt_state)
-    derivatives = local.derivatives(out.grads)
-    wide = jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), derivatives)
-    metrics = {"loss": out.loss, "grad_norm": optax.tree.norm(wide), **stats._asdict()}
+    norm = _noise_scale.norm(local.derivatives(out.grads))
+    metrics = {"loss": out.loss, "grad_norm": norm, **stats._asdict()}
+    if local.noise_scale:
+      metrics["noise_scale"] = _noise_scale.terms(out.noise, norm, stats.total_weight)
     if local.has_aux or reduced.carry:
       metrics["aux"] = out.aux
     return *new, *reduced.carry, metrics

@@ -31,7 +31,7 @@ class TrainStep(Generic[Params, Args]):
   """
 
   def __init__(self, program: StepProgram):
-    self._program = program
+    self._program, self._parallel = program, program.parallel
     self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
 
   def __call__(
@@ -59,9 +59,9 @@ class TrainStep(Generic[Params, Args]):
     return call.jitted.eval_shape(*call.args, **call.kwargs)
 
   def __repr__(self) -> str:
-    split, loss = self._program.local.split, self._program.loss
+    split = self._program.local.split
     size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
-    mesh = f", mesh={loss.parallel.mesh}" if isinstance(loss, MeshLoss) else ""
+    mesh = f", mesh={self._parallel.mesh}" if self._parallel else ""
     name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
     donate = self._program.donate
     return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
@@ -92,6 +92,7 @@ def make_train_step(
   in_place: bool = False,
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
+  noise_scale: bool = False,
   donate: bool = True,
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
@@ -166,6 +167,12 @@ def make_train_step(
       `microbatch_value_and_grad`.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
+    noise_scale: Whether to estimate what batch is worth having, from how much the gradients of the
+      microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
+      `gradient_noise_scale`. It keeps no gradient, and the parameters are the same to the bit.
+      Needs two microbatches or more, on all devices together, and neither `in_place` nor
+      ``reduction="sum"``. Sharded over other axes than data axes, a microbatch's norm is one scalar
+      more to send.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
       passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
       again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
@@ -206,17 +213,19 @@ def make_train_step(
     `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
     ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
     without those whose `grad_reduction` is not `reduction`, which are no derivatives;
-    ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); and ``aux``,
-    which is there only with `has_aux` or `carry_argnum`. All arguments are traced; fix a setting
-    by ``functools.partial(loss_fn, train=True)``. Reverse-mode differentiation passes through a
-    step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
+    ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); ``aux``, which
+    is there only with `has_aux` or `carry_argnum`; and ``noise_scale``, if asked for. All arguments
+    are traced; fix a setting by ``functools.partial(loss_fn, train=True)``. Reverse-mode
+    differentiation passes through a step unless `weight_fn` or `skip_nonfinite` can have it move
+    nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
       are in another order; the state is that of other parameters or of another optimizer; with
       `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh, or
-      one device beside axes that arrays are sharded over; `mesh` and `axis_name` are both given;
+      one device beside axes that arrays are sharded over; there is one microbatch, with
+      `noise_scale`; `mesh` and `axis_name` are both given;
       the devices do not divide the rows; arrays are on another mesh; the step is called inside
       `pmap` or `shard_map` without `axis_name`, or with `mesh`.
     RuntimeError: An array was donated to an earlier step, which deleted it.
@@ -238,7 +247,7 @@ def make_train_step(
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   split = Split.of(locals(), default_argnum=1)
   local = local_loss(
-    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split
+    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split, noise_scale
   )
   loss: LocalLoss | MeshLoss = local
   if mesh is not None:

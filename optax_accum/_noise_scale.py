@@ -1,0 +1,193 @@
+"""What batch is worth having: the noise scale, from the gradients of the microbatches of a step."""
+
+from collections.abc import Callable
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _weighted_mean
+
+
+class NoiseScaleTerms(NamedTuple):
+  """The two parts of the noise scale, estimated from one step alone.
+
+  ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are scalars,
+  float32 (float64 where x64 is enabled), and unbiased: right on average, far off in one step. Their
+  ratio is biased: smooth them first, by `gradient_noise_scale`. Both are 0 in a step of which fewer
+  than two microbatches counted, which tells nothing.
+
+  Attributes:
+    squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
+    trace: An estimate of the trace of the covariance of the gradients of single rows. With a
+      `weight_fn` a row is one unit of weight, such as a token.
+  """
+
+  squared_norm: jax.Array
+  trace: jax.Array
+
+
+class GradientNoiseScale(NamedTuple):
+  """The pair of functions that `gradient_noise_scale` returns.
+
+  Attributes:
+    init: ``init() -> state``.
+    update: ``update(terms, state) -> (noise_scale, state)``.
+  """
+
+  init: Callable[[], Any]
+  update: Callable[[NoiseScaleTerms, Any], tuple[jax.Array, Any]]
+
+
+def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
+  r"""The simple noise scale: about how many rows a batch should have.
+
+  .. math:: B_{simple} = \mathrm{tr}(\Sigma) / |G|^2
+
+  where G is the gradient of all data, and :math:`\Sigma` the covariance of the gradients of single
+  rows. A batch of this many rows has as much noise as signal. Steps of much smaller batches are
+  mostly noise: twice the rows save almost half of the steps. Steps of much larger ones hardly
+  improve. By SGD, a batch of B rows needs :math:`1 + B_{simple} / B` times the steps of a very
+  large one. It is counted in what weights count: in rows, or by a `weight_fn` in tokens.
+
+  Numerator and denominator are averaged over steps, each by itself, and then divided.
+
+  What it cannot tell: it is derived for plain SGD on a locally quadratic loss. Adam and momentum
+  follow it in trend only. It is small in the first steps, and grows by a factor of ten and more in
+  training, so what is measured early says nothing about the end. Rows of one batch must be drawn
+  independently: several windows of one document count as fewer.
+
+  Args:
+    decay: Of the moving averages: 0.99 is about the last 100 steps, as one step tells little. At
+      least 0, below 1.
+
+  Returns:
+    A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
+    of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
+    ``(noise_scale, state)``. ``noise_scale`` is a scalar, and inf as long as the averaged
+    ``|G|^2`` is not above 0: then batches have been too small, or steps too few, to tell. Terms
+    that are not finite are left out.
+
+  Raises:
+    ValueError: `decay` is below 0, or not below 1.
+    TypeError: ``update`` got no `NoiseScaleTerms`, or `decay` is no number.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+    >>> x = jax.random.normal(jax.random.key(0), (64, 2))
+    >>> batch = {"x": x, "y": x.sum(1) + jax.random.normal(jax.random.key(1), (64,))}
+    >>> tx = optax.sgd(0.01)
+    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
+    >>> estimate = optax_accum.gradient_noise_scale(decay=0.9)
+    >>> params, noise_state = jnp.zeros(2), estimate.init()
+    >>> opt_state = tx.init(params)
+    >>> for _ in range(10):
+    ...   params, opt_state, metrics = step(params, opt_state, batch)
+    ...   noise_scale, noise_state = estimate.update(metrics["noise_scale"], noise_state)
+    >>> bool(1 < noise_scale < 64)
+    True
+
+  References:
+    McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, equations 2.7 to 2.9 and appendix A,
+    which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
+  """
+  number: Any = decay
+  if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    raise TypeError(f"decay={decay!r} must be a number of at least 0 and below 1, such as 0.99.")
+  if not 0 <= decay < 1:
+    raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.99.")
+  # Dividing cancels what debiasing would do.
+  average = optax.ema(float(decay), debias=False)
+
+  def init() -> optax.EmaState:
+    zero = jnp.zeros((), jnp.result_type(float))
+    return average.init(NoiseScaleTerms(zero, zero))
+
+  def update(terms: NoiseScaleTerms, state: optax.EmaState) -> tuple[jax.Array, optax.EmaState]:
+    if not isinstance(terms, NoiseScaleTerms):
+      raise TypeError(
+        f"update(terms, state) got terms of type {type(terms).__name__}: pass"
+        ' metrics["noise_scale"] of make_train_step(..., noise_scale=True), and the state second.'
+      )
+    terms = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(float)), terms)
+    finite = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
+    kept = jax.tree.map(lambda x: jnp.where(finite, x, 0), terms)
+    smoothed, new_state = average.update(kept, state)
+    return _ratio(smoothed), new_state
+
+  return GradientNoiseScale(init, update)
+
+
+def _ratio(terms: NoiseScaleTerms) -> jax.Array:
+  told = terms.squared_norm > 0
+  scale = terms.trace / jnp.where(told, terms.squared_norm, 1)
+  return jnp.where(told, scale, jnp.inf)
+
+
+class Noise(NamedTuple):
+  """What the scan reduces of each microbatch. Messages call it by these names."""
+
+  squared_norm: Any  # of the gradient: the weighted mean
+  count: Any  # 1: the sum is how many counted
+
+
+def of_microbatch(derivatives: Any) -> Noise:
+  """What one microbatch's gradient tells."""
+  squared_norm = norm(derivatives) ** 2
+  return Noise(squared_norm, jnp.ones_like(squared_norm))
+
+
+def norm(derivatives: Any) -> jax.Array:
+  """The global norm of gradients, in float32 or better."""
+  wide = lambda x: x.astype(_weighted_mean.accumulator_dtype(x.dtype))  # noqa: E731
+  return optax.tree.norm(jax.tree.map(wide, derivatives))
+
+
+def terms(noise: Noise, grad_norm: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
+  r"""The estimates of one step, from its microbatches' norms and that of their weighted mean.
+
+  With weights :math:`w_i` that sum to S, and :math:`E g_i = G`, :math:`cov(g_i) = \Sigma / w_i`,
+
+  .. math::
+    E \sum_i w_i |g_i|^2 = S |G|^2 + n\, tr \Sigma, \qquad E S |\bar g|^2 = S |G|^2 + tr \Sigma.
+  """
+  dtype = jnp.result_type(float)
+  each, of_mean = noise.squared_norm.astype(dtype), grad_norm.astype(dtype) ** 2
+  total, others = total_weight.astype(dtype), noise.count.astype(dtype) - 1
+  tells = (others > 0) & (total != 0)
+  trace = total * (each - of_mean) / jnp.where(tells, others, 1)
+  squared_norm = of_mean - trace / jnp.where(tells, total, 1)
+  return NoiseScaleTerms(*(jnp.where(tells, x, 0) for x in (squared_norm, trace)))
+
+
+def check_options(noise_scale: Any, split: Any, reduction: str) -> None:
+  """Checks what `noise_scale` is given with."""
+  if type(noise_scale) is not bool:
+    raise TypeError(
+      f"noise_scale={noise_scale!r} must be True or False. (A decay is for gradient_noise_scale.)"
+    )
+  if not noise_scale:
+    return
+  if reduction != "mean":
+    raise ValueError(
+      'noise_scale=True compares means over rows, and with reduction="sum" a loss is no mean: pass'
+      ' noise_scale=False, or a loss that is a mean and reduction="mean".'
+    )
+  if split.in_place:
+    raise ValueError(
+      "noise_scale=True takes the norm of each microbatch's gradient, and in_place=True never has"
+      " one: leave one of the two out."
+    )
+
+
+def check_several(microbatches: int) -> None:
+  """Checks that there are microbatches to compare, on all devices together."""
+  if microbatches < 2:
+    raise ValueError(
+      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
+      " smaller microbatch_size, or a mesh of several devices."
+    )
