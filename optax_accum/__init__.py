@@ -20,6 +20,9 @@ from optax_accum._microbatch import microbatch as microbatch
 from optax_accum._noise_scale import gradient_noise_scale as gradient_noise_scale
 from optax_accum._noise_scale import GradientNoiseScale as GradientNoiseScale
 from optax_accum._noise_scale import NoiseScaleTerms as NoiseScaleTerms
+from optax_accum._plan import plan_microbatches as plan_microbatches
+from optax_accum._plan.candidate import PlanCandidate as PlanCandidate
+from optax_accum._plan.report import MicrobatchPlan as MicrobatchPlan
 from optax_accum._scan import MicrobatchStats as MicrobatchStats
 from optax_accum._train_step import make_train_step as make_train_step
 from optax_accum._train_step import TrainStep as TrainStep

@@ -115,7 +115,8 @@ class NnxTrainStep:
     self._views: dict[Any, _View] = {}
     self._steps: dict[Any, TrainStep[Any, ...]] = {}
     self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
-    self._train_step(loss_fn, optax.identity(), True)  # checks the options
+    # Checks the options.
+    self._parallel = self._train_step(loss_fn, optax.identity(), True)._parallel
 
   def __repr__(self) -> str:
     given = {"wrt": objects.shown(self._wrt), "has_aux": self._has_aux or None, **self._options}

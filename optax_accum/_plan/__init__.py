@@ -1,0 +1,171 @@
+"""`plan_microbatches`: which microbatch fits, by compiling and never by running out of memory."""
+
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+from typing import Any
+
+from optax_accum import _validate
+from optax_accum._plan import sizes
+from optax_accum._plan.candidate import Builder, check_choices, PlanCandidate
+from optax_accum._plan.report import does_not_fit, MicrobatchPlan
+from optax_accum._plan.search import Search
+
+
+def plan_microbatches(
+  build_step: Callable[..., Any],
+  args: Sequence[Any],
+  *,
+  batch_size: int,
+  memory_limit: int | str | None = None,
+  choices: Mapping[str, Sequence[Any]] | None = None,
+) -> MicrobatchPlan:
+  """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
+
+  Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
+  compared with the limit. Memory grows with the microbatch nearly along a straight line, so three
+  or four programs are enough where a batch has 20 divisors. The answer itself is among them.
+  Nothing runs, and no out-of-memory error is caught. ::
+
+    def build_step(num_microbatches, remat=False):
+      loss_fn = make_loss_fn(remat=remat)
+      return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+
+    plan = optax_accum.plan_microbatches(
+        build_step, (params, opt_state, batch), batch_size=256, memory_limit="16GiB",
+        choices={"remat": [False, True]})
+    print(plan)
+    step = build_step(plan.num_microbatches, **plan.choice)
+
+  What counts is what the program reserves on one device: arguments, outputs that are not written
+  into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
+  the next batches, are not in it. Set them off against `memory_limit`.
+
+  **For devices that are not there**, `args` are shapes with shardings over a described topology.
+  For 8 or 64 chips of a TPU v5e (with libtpu installed; pass the mesh to `make_train_step`)::
+
+    from jax.experimental import topologies
+    topology = topologies.get_topology_desc("v5e:8x8", platform="tpu")
+    mesh = topologies.make_mesh(topology, (64,), ("data",))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    like = lambda tree, sharding: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    args = like(params, whole), like(opt_state, whole), like(batch, rows)
+
+  One chip is ``SingleDeviceSharding(topology.devices[0])``. Off a TPU, libtpu wants the environment
+  variables ``TPU_SKIP_MDS_QUERY=1``, ``TPU_ACCELERATOR_TYPE=v5litepod-8`` and
+  ``TPU_WORKER_HOSTNAMES=localhost``. For a GPU (with jax-cuda12-plugin and jax-cuda12-pjrt)::
+
+    topologies.get_topology_desc(
+        "", platform="cuda", topology="1x1x8", target_config=open("h100.txtpb").read())
+
+  where the file is XLA's description of the GPU (``xla/backends/gpu/target_config/specs`` in its
+  source).
+
+  Args:
+    build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
+      `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
+    args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`s, with shardings if
+      any. `jax.eval_shape` makes such shapes of a model that is too large to be made here. They are
+      not donated.
+    batch_size: The rows of the batch in `args`, on all devices together. With a step of
+      ``mesh=``, those of one device are split. Where a step of another kind splits only the rows of
+      a device, as inside `shard_map`, give those.
+    memory_limit: Bytes of one device, as an int or a string such as ``"16GiB"`` or ``"80 GB"``.
+      Default: what the device may allocate, its ``memory_stats()["bytes_limit"]``, less 5% for
+      fragmentation. (On a GPU that is 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
+      otherwise.)
+    choices: Further options of `build_step`, each with the values to try. All combinations are.
+
+  Returns:
+    A `MicrobatchPlan`, whose ``num_microbatches``, ``microbatch_size`` and ``choice`` are, for each
+    choice, those of its largest microbatch that fits, and of these the cheapest in floating-point
+    operations. (Rematerialised layers need a third more: they are chosen where nothing else fits.
+    Of choices within 1%, the one with the largest microbatch.) It prints as a table.
+
+  Raises:
+    ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
+      `memory_limit` is no size or not above 0; or it is None, and the device does not say; or
+      `build_step` makes the same program whatever it is given.
+    TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
+      has; an argument has the wrong type.
+    Exception: Whatever compiling raises, with a note that says which step it was.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean(jnp.tanh(jnp.tanh(batch @ params) @ params) ** 2)
+    >>> tx = optax.sgd(0.1)
+    >>> def build_step(num_microbatches):
+    ...   return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+    >>> params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    >>> plan = optax_accum.plan_microbatches(
+    ...   build_step, (params, tx.init(params), batch), batch_size=4096, memory_limit="2MiB")
+    >>> plan.num_microbatches * plan.microbatch_size, plan.peak_bytes <= 2 * 2**20
+    (4096, True)
+
+  References:
+    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Others find a batch by running out of
+    memory: Lightning's batch size finder, accelerate's ``find_executable_batch_size``.
+  """
+  rows = _validate.positive_int("batch_size", batch_size)
+  check_choices(build_step, choices := {} if choices is None else choices)
+  if not isinstance(args, (tuple, list)):
+    raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
+  args = tuple(args)
+  limit = (
+    sizes.of_device(args) if memory_limit is None else sizes.parse("memory_limit", memory_limit)
+  )
+
+  products = itertools.product(*choices.values())
+  combinations = [dict(zip(choices, each, strict=True)) for each in products]
+  builder = Builder(build_step, args, rows, limit)
+  step = builder.step(1, combinations[0])
+  counts = _divisors(_rows_that_are_split(step, rows))
+  row_bytes = sizes.of_rows(args, rows) / (rows // max(counts))
+  found: list[PlanCandidate] = []
+  with _progress() as bar:
+    for choice in combinations:
+      compile_size = _compiler(builder, rows, choice, bar)
+      search = Search([rows // n for n in counts], limit, row_bytes, compile_size)
+      search.run()
+      found += search.known.values()
+      builder.check_used(counts, choice)
+  plan = MicrobatchPlan.of(found, rows, limit)
+  if not plan.candidates[0].fits:
+    raise ValueError(does_not_fit(plan, step, args))
+  return plan
+
+
+def _rows_that_are_split(step: Any, rows: int) -> int:
+  """The rows that are split into microbatches: with a step over a mesh, those of one device."""
+  parallel = getattr(step, "_parallel", None)
+  if parallel is None:
+    return rows
+  parallel.check_rows(rows)
+  return rows // parallel.devices
+
+
+def _divisors(rows: int) -> list[int]:
+  """The numbers of microbatches, the largest first."""
+  return [n for n in range(rows, 0, -1) if rows % n == 0]
+
+
+def _compiler(
+  builder: Builder, rows: int, choice: Mapping[str, Any], bar: Any
+) -> Callable[[int], PlanCandidate]:
+  """Compiles the step of a microbatch of so many rows."""
+
+  def compile_size(size: int) -> PlanCandidate:
+    bar.set_postfix(microbatch=size, **choice)
+    candidate = builder.compile(rows // size, choice)
+    bar.update()
+    return candidate
+
+  return compile_size
+
+
+def _progress() -> Any:
+  import tqdm  # takes a while to import
+
+  return tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=None)

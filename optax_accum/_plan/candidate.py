@@ -1,0 +1,169 @@
+"""A step that was compiled for a plan, and what XLA says of it."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import hashlib
+import inspect
+import re
+from typing import Any
+
+import jax
+
+from optax_accum._count_collectives import count_collectives
+from optax_accum._matrix_flops import matrix_flops
+
+# XLA for TPU says so of a program when it has analysed its memory, and before anything runs.
+_LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanCandidate:
+  """One step that `plan_microbatches` compiled. All numbers are per call and per device.
+
+  Attributes:
+    num_microbatches: What `build_step` was given.
+    microbatch_size: The rows of one microbatch, on all devices together.
+    choice: The further options that `build_step` was given.
+    argument_bytes: Of the arguments: parameters, optimizer state, batch.
+    output_bytes: Of what is returned, but for what is returned in donated arguments.
+    temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
+    code_bytes: Of the program. (0 on CPU, where XLA does not say.)
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, which is less where buffers are not in use at
+      the same time; on CPU it leaves temporary buffers out. None where this JAX has no such number.
+    flops: Floating-point operations in matrix products and convolutions.
+    collectives: How many run.
+    collective_bytes: What they return.
+    fits: Whether `peak_bytes` is within the limit.
+    analysed: Whether there are such numbers. XLA for TPU compiles no program that is larger than
+      the chip's memory, and says so: it does not fit, and its numbers are 0.
+  """
+
+  num_microbatches: int
+  microbatch_size: int
+  choice: Mapping[str, Any]
+  argument_bytes: int = 0
+  output_bytes: int = 0
+  temp_bytes: int = 0
+  code_bytes: int = 0
+  xla_peak_bytes: int | None = None
+  flops: int = 0
+  collectives: int = 0
+  collective_bytes: int = 0
+  fits: bool = False
+  analysed: bool = True
+
+  @property
+  def peak_bytes(self) -> int:
+    """What is reserved: arguments, outputs that are not in their place, temp, and code."""
+    return self.fixed_bytes + self.temp_bytes
+
+  @property
+  def fixed_bytes(self) -> int:
+    """All but temporary buffers."""
+    return self.argument_bytes + self.output_bytes + self.code_bytes
+
+
+class Builder:
+  """Compiles the steps that a user's `build_step` makes, for these arguments."""
+
+  def __init__(self, build_step: Callable[..., Any], args: tuple[Any, ...], rows: int, limit: int):
+    self._build_step, self._args, self._rows, self._limit = build_step, args, rows, limit
+    self._programs: dict[tuple[Any, int], str] = {}
+
+  def step(self, num_microbatches: int, choice: Mapping[str, Any]) -> Any:
+    """What `build_step` makes, which can be lowered."""
+    step = self._build_step(num_microbatches, **choice)
+    if not callable(getattr(step, "lower", None)):
+      raise TypeError(
+        f"{call_of(num_microbatches, choice)} returned {step!r:.80}, which has no lower(): return"
+        " what make_train_step returns, or a function that jax.jit has wrapped."
+      )
+    return step
+
+  def compile(self, num_microbatches: int, choice: Mapping[str, Any]) -> PlanCandidate:
+    """Compiles one step. Nothing runs."""
+    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, dict(choice))
+    try:
+      compiled = self._lowered(num_microbatches, choice).compile()
+    except Exception as error:
+      if _LARGER_THAN_THE_CHIP.search(str(error)):
+        return dataclasses.replace(candidate, analysed=False)
+      error.add_note(
+        f"This is {call_of(num_microbatches, choice)}, which plan_microbatches lowers and compiles"
+        " with args. A program that does not compile is not one that does not fit."
+      )
+      raise
+    memory, report = compiled.memory_analysis(), count_collectives(compiled)
+    if memory is None:
+      raise ValueError("This backend's compiler does not say how much memory a program needs.")
+    total = [*report.inside.values(), *report.outside.values()]
+    candidate = dataclasses.replace(
+      candidate,
+      argument_bytes=memory.argument_size_in_bytes,
+      output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+      temp_bytes=memory.temp_size_in_bytes,
+      code_bytes=memory.generated_code_size_in_bytes,
+      xla_peak_bytes=getattr(memory, "peak_memory_in_bytes", None),
+      flops=matrix_flops(compiled.as_text() or ""),
+      collectives=sum(kind.operations for kind in total),
+      collective_bytes=sum(kind.bytes for kind in total),
+    )
+    return dataclasses.replace(candidate, fits=candidate.peak_bytes <= self._limit)
+
+  def check_used(self, counts: list[int], choice: Mapping[str, Any]) -> None:
+    """Checks that another `num_microbatches` gives another program."""
+    known = [n for n in counts if (n, _key(choice)) in self._programs]
+    others = [n for n in counts if n not in known]
+    if len(known) == 1 and others:
+      self._lowered(others[0], choice)
+      known.append(others[0])
+    if len({self._programs[n, _key(choice)] for n in known}) < len(known):
+      raise ValueError(
+        f"build_step made the same program for num_microbatches={known[0]} and {known[1]}: it must"
+        " split the batch into as many microbatches as it is given, as in make_train_step(...,"
+        " num_microbatches=num_microbatches)."
+      )
+
+  def _lowered(self, num_microbatches: int, choice: Mapping[str, Any]) -> jax.stages.Lowered:
+    lowered = self.step(num_microbatches, choice).lower(*self._args)
+    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    self._programs[num_microbatches, _key(choice)] = digest
+    return lowered
+
+
+def call_of(num_microbatches: int, choice: Mapping[str, Any]) -> str:
+  """A call of `build_step`, as a user would write it."""
+  options = [f"{name}={value!r}" for name, value in choice.items()]
+  return f"build_step({', '.join([str(num_microbatches), *options])})"
+
+
+def check_choices(build_step: Callable[..., Any], choices: Any) -> None:
+  """Checks that `choices` are options, with values, that `build_step` takes."""
+  if not callable(build_step) or hasattr(build_step, "lower"):
+    raise TypeError(
+      f"build_step={build_step!r:.80} must be a function build_step(num_microbatches, **choice)"
+      " that returns a jitted step."
+    )
+  if not isinstance(choices, Mapping):
+    raise TypeError(
+      f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
+      ' such as {"remat": [False, True]}.'
+    )
+  for name, values in choices.items():
+    if not isinstance(values, (list, tuple)) or not values:
+      raise TypeError(f"choices[{name!r}]={values!r} must be a list of one value or more to try.")
+  try:
+    inspect.signature(build_step).bind(1, **dict.fromkeys(choices))
+  except TypeError as error:
+    takes = f"build_step{inspect.signature(build_step)}"
+    given = ", ".join(["num_microbatches", *choices])
+    raise TypeError(
+      f"build_step is called with ({given}), and is {takes}: {error}. Give it these parameters, or"
+      " leave them out of choices."
+    ) from None
+  except ValueError:
+    pass  # a builtin, which has no signature
+
+
+def _key(choice: Mapping[str, Any]) -> Any:
+  return tuple((name, repr(value)) for name, value in choice.items())

@@ -1,0 +1,152 @@
+"""`plan_microbatches` from the command line."""
+
+import argparse
+from collections.abc import Callable, Sequence
+import importlib.util
+import inspect
+import json
+import pathlib
+import sys
+import traceback
+from typing import Any
+
+from optax_accum._plan import plan_microbatches
+from optax_accum._plan.report import new_figure
+
+_DESCRIPTION = """\
+Says which microbatch fits, by compiling some and reading XLA's own memory analysis. Nothing runs.
+
+FILE.py:NAME is a function without arguments that returns (build_step, args, batch_size), as
+optax_accum.plan_microbatches takes them:
+
+  def build():
+    def build_step(num_microbatches, remat=False):
+      loss_fn = make_loss_fn(remat=remat)
+      return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+
+    return build_step, (params, tx.init(params), batch), 256
+"""
+_EXAMPLE = """\
+example:
+  python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
+"""
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs a command; returns the exit status: 1 where nothing fits or the user's code fails."""
+  parser = argparse.ArgumentParser(prog="python -m optax_accum")
+  command = parser.add_subparsers(required=True, metavar="plan").add_parser(
+    "plan",
+    help="which microbatch fits",
+    description=_DESCRIPTION,
+    epilog=_EXAMPLE,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  command.add_argument("target", metavar="FILE.py:NAME", help="what makes the step")
+  command.add_argument("--memory", help="of one device, e.g. 16GiB; default: what the device has")
+  command.add_argument(
+    "--choice",
+    action="append",
+    default=[],
+    metavar="NAME=VALUE,...",
+    help="an option of build_step and the values to try (JSON, or a word); may be given again",
+  )
+  command.add_argument("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
+  options = parser.parse_args(argv)
+  try:
+    choices = dict(map(_choice, options.choice))
+    if options.plot:  # what cannot be written should be known before
+      _check_writable(options.plot)
+    build_step, args, batch_size = _built(options.target)
+    plan = plan_microbatches(
+      build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
+    )
+    print(plan)
+    if options.plot:
+      plan.plot().figure.savefig(options.plot)
+  except Exception as error:
+    print(_explained(error), file=sys.stderr)
+    return 1
+  return 0
+
+
+def _check_writable(file: str) -> None:
+  try:
+    new_figure().savefig(file)
+  except (OSError, ValueError) as error:
+    raise ValueError(f"--plot {file}: {error}") from None
+
+
+def _choice(text: str) -> tuple[str, list[Any]]:
+  """``remat=false,true`` as a name and values."""
+  name, equals, values = text.partition("=")
+  if not equals or not name.isidentifier() or not values:
+    raise ValueError(f"--choice {text}: give NAME=VALUE,VALUE,..., such as remat=false,true.")
+  return name, [_value(word) for word in values.split(",")]
+
+
+def _value(word: str) -> Any:
+  try:
+    return json.loads(word)
+  except json.JSONDecodeError:
+    return word
+
+
+def _built(target: str) -> tuple[Any, Any, Any]:
+  """What the user's function returns."""
+  build = _function(target)
+  built = build()
+  if not isinstance(built, tuple) or len(built) != 3:
+    raise TypeError(
+      f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), as"
+      " optax_accum.plan_microbatches takes them."
+    )
+  return built
+
+
+def _function(target: str) -> Callable[[], Any]:
+  file, _, name = target.rpartition(":")
+  path = pathlib.Path(file)
+  if not file or path.suffix != ".py":
+    raise ValueError(f"{target}: give FILE.py:NAME, such as train.py:build.")
+  if not path.is_file():
+    there = sorted(x.name for x in path.parent.glob("*.py")) if path.parent.is_dir() else []
+    listed = (
+      f"{path.parent}/ has {', '.join(there)}" if there else f"{path.parent}/ has no .py file"
+    )
+    raise ValueError(f"{path} is no file; {listed}.")
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules.setdefault(path.stem, module)
+  sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` has it
+  spec.loader.exec_module(module)
+  function = getattr(module, name, None)
+  if not callable(function):
+    own = [
+      key
+      for key, value in vars(module).items()
+      if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    raise ValueError(
+      f"{path} has no function {name!r}; it has {', '.join(own) if own else 'none'}."
+    )
+  return function
+
+
+def _explained(error: Exception) -> str:
+  """The message of an error of ours; of others the traceback, within the user's own files."""
+  frames = traceback.extract_tb(error.__traceback__)
+  ours = [frame.filename.startswith(_PACKAGE) for frame in frames]
+  notes = getattr(error, "__notes__", [])
+  if ours[-1]:
+    return "\n".join([f"{type(error).__name__}: {error}", *notes])
+  users = [
+    frame
+    for frame, own in zip(frames, ours, strict=True)
+    if not own and "site-packages" not in frame.filename and "<frozen" not in frame.filename
+  ]
+  lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
+  return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

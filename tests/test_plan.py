@@ -1,0 +1,478 @@
+"""`plan_microbatches`: the answer that compiling everything gives, by compiling little."""
+
+import functools
+import pathlib
+import re
+import subprocess
+import sys
+
+from flax import linen
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+import optax
+import pytest
+from support import devices
+from support.devices import AUTO, EXPLICIT, make_mesh
+
+from optax_accum import make_train_step, plan_microbatches
+from optax_accum.flax import linen_train_step
+
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
+
+ROWS = 96  # with 12 divisors
+COUNTS = [n for n in range(1, ROWS + 1) if ROWS % n == 0]
+TX = optax.adamw(1e-3)
+
+
+def mlp_loss(params, batch):
+  for w in params:
+    batch = jnp.tanh(batch @ w)
+  return jnp.mean(batch**2)
+
+
+def convolutional_loss(params, batch):
+  x = jax.lax.conv_general_dilated(
+    batch["x"], params["kernel"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+  )
+  return cross_entropy(jnp.maximum(x, 0).mean((1, 2)) @ params["head"], batch["y"])
+
+
+def transformer_loss(params, batch):
+  x = params["embedding"][batch["x"]]
+  query, key, value = (x @ params[name] for name in ("query", "key", "value"))
+  scores = query @ key.swapaxes(1, 2)
+  x = x + jax.nn.softmax(scores) @ value
+  x = x + jnp.tanh(x @ params["up"]) @ params["up"].T
+  return cross_entropy(x @ params["embedding"].T, batch["y"])
+
+
+def cross_entropy(logits, labels):
+  return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def shape(*dims, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def integers(*dims):
+  return shape(*dims, dtype=jnp.int32)
+
+
+MODELS = {
+  "mlp": (mlp_loss, [shape(64, 64)] * 4, shape(ROWS, 16, 64)),
+  "convolutional": (
+    convolutional_loss,
+    {"kernel": shape(3, 3, 3, 16), "head": shape(16, 10)},
+    {"x": shape(ROWS, 16, 16, 3), "y": integers(ROWS)},
+  ),
+  "transformer": (
+    transformer_loss,
+    {
+      "embedding": shape(64, 32),
+      "up": shape(32, 128),
+      **dict.fromkeys(("query", "key", "value"), shape(32, 32)),
+    },
+    {"x": integers(ROWS, 32), "y": integers(ROWS, 32)},
+  ),
+}
+
+
+def arguments(params, batch):
+  return params, jax.eval_shape(TX.init, params), batch
+
+
+class Compilations:
+  """Steps that are compiled once, however often they are asked for, and that say which were."""
+
+  def __init__(self, loss_fn, args):
+    self._loss_fn, self._args, self.asked = loss_fn, args, []
+    self._compiled = functools.cache(self._compile)
+
+  def _compile(self, count):
+    step = make_train_step(self._loss_fn, TX, num_microbatches=count)
+    return step.lower(*self._args).compile()
+
+  def memory(self, count):
+    stats = self._compiled(count).memory_analysis()
+    given = stats.argument_size_in_bytes + stats.generated_code_size_in_bytes
+    out = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return given + out + stats.temp_size_in_bytes
+
+  def build_step(self, count):
+    def compiled():
+      self.asked.append(count)
+      return self._compiled(count)
+
+    lowered = Step(as_text=lambda: str(count), compile=compiled)
+    return Step(lower=lambda *args: lowered)
+
+
+class Step:
+  def __init__(self, **methods):
+    self.__dict__.update(methods)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_answer_of_exhaustive_compilation(name):
+  loss_fn, params, batch = MODELS[name]
+  args = arguments(params, batch)
+  steps = Compilations(loss_fn, args)
+  memory = {n: steps.memory(n) for n in COUNTS}
+  # The three, and every boundary: exactly what one microbatch needs, and a byte less.
+  limits = [memory[1] // part for part in (2, 4, 10)]
+  limits += [memory[n] + by for n in COUNTS for by in (0, -1)]
+  found = 0
+  for i, limit in enumerate(limits):
+    steps.asked.clear()
+    expected = min((n for n in COUNTS if memory[n] <= limit), default=None)
+    if expected is None:
+      continue
+    plan = plan_microbatches(steps.build_step, args, batch_size=ROWS, memory_limit=limit)
+    assert plan.num_microbatches == expected, (limit, memory)
+    assert plan.peak_bytes == memory[expected] <= plan.limit_bytes == limit
+    # A third, for what people ask; the boundaries are hard to guess.
+    assert len(steps.asked) == len(set(steps.asked)) <= len(COUNTS) // 3 + (i >= 3)
+    assert expected in steps.asked
+    found += i < 3
+  assert found >= 2
+
+
+def build_mlp(num_microbatches, remat=False, mesh=None):
+  loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
+  return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, mesh=mesh)
+
+
+def mlp_args(width=64, rows=ROWS * 8):
+  return arguments([shape(width, width)] * 4, shape(rows, width))
+
+
+def test_the_cheapest_choice_that_fits():
+  args, rows = arguments(shape(8, 64, 64), shape(ROWS * 8, 64)), ROWS * 8
+
+  def build_step(num_microbatches, layers_kept):
+    layer = lambda x, w: (jnp.tanh(jnp.tanh(x @ w) @ w), None)  # noqa: E731
+    layer = layer if layers_kept else jax.checkpoint(layer)
+
+    def loss_fn(params, batch):
+      return jnp.mean(jax.lax.scan(layer, batch, params)[0] ** 2)
+
+    return make_train_step(loss_fn, TX, num_microbatches=num_microbatches)
+
+  choices = {"layers_kept": [False, True]}
+  whole = plan_microbatches(build_step, args, batch_size=rows, memory_limit="1 GB", choices=choices)
+  assert (whole.num_microbatches, whole.choice) == (1, {"layers_kept": True})
+  again = [c for c in whole.candidates if not c.choice["layers_kept"]]
+  assert max(c.flops for c in again) > 1.2 * whole.candidates[0].flops
+  # Where only the layers that are computed again fit, they are what is planned.
+  least = {
+    kept: min(
+      c.peak_bytes
+      for c in plan_microbatches(
+        build_step,
+        args,
+        batch_size=2,
+        memory_limit="1 GB",
+        choices={"layers_kept": [kept]},
+      ).candidates
+    )
+    for kept in (False, True)
+  }
+  assert least[False] < least[True]
+  plan = plan_microbatches(
+    build_step, args, batch_size=2, memory_limit=least[True] - 1, choices=choices
+  )
+  assert plan.choice == {"layers_kept": False}
+  assert [c.fits for c in plan.candidates] == sorted(c.fits for c in plan.candidates)[::-1]
+
+
+def test_it_prints_as_a_table_and_draws_itself(tmp_path):
+  plan = plan_microbatches(
+    build_mlp, mlp_args(), batch_size=ROWS * 8, memory_limit="1MiB", choices={"remat": [False]}
+  )
+  lines = str(plan).splitlines()
+  assert lines[0] == "a batch of 768 rows, within 1.0 MiB on each device"
+  head = "microbatch N remat arguments outputs temp code total XLA peak matrix FLOPs"
+  assert " ".join(lines[1].split()) == head + " collectives fits"
+  first = lines[2].split()
+  assert first[:3] == [str(plan.microbatch_size), str(plan.num_microbatches), "False"]
+  assert [line.split()[-1] for line in lines[2:-1]] == [
+    "yes" if c.fits else "no" for c in plan.candidates
+  ]
+  assert lines[-1] == (
+    f"best: num_microbatches={plan.num_microbatches} (of {plan.microbatch_size} rows), remat=False"
+  )
+  figure = plan.plot().figure
+  figure.savefig(tmp_path / "plan.png")
+  assert (tmp_path / "plan.png").stat().st_size > 5000
+  lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+  assert list(lines["limit"].get_ydata()) == [1, 1]
+  x, y = lines["remat=False"].get_data()
+  assert dict(zip(x, y, strict=True)) == {
+    c.microbatch_size: c.peak_bytes / 2**20 for c in plan.candidates
+  }
+  ax = plan.plot(figure.axes[0])
+  assert ax is figure.axes[0]
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
+  mesh = make_mesh(8, kind=kind)
+  params, state, batch = mlp_args(rows=512)
+  args = (*devices.abstract((params, state), mesh), devices.abstract(batch, mesh, jax.P("data")))
+  build_step = functools.partial(build_mlp, mesh=mesh)
+  plan = plan_microbatches(build_step, args, batch_size=512, memory_limit="1GiB")
+  assert (plan.num_microbatches, plan.microbatch_size) == (1, 512)
+  least = min(plan.candidates, key=lambda c: c.microbatch_size)
+  plan = plan_microbatches(build_step, args, batch_size=512, memory_limit=least.peak_bytes)
+  assert 64 % plan.num_microbatches == 0
+  assert plan.microbatch_size * plan.num_microbatches == 512
+  assert plan.candidates[0].collectives >= 1
+  assert f"{plan.candidates[0].collectives}, " in str(plan)
+  # Arrays that are not on the mesh yet are put there.
+  unplaced = plan_microbatches(
+    build_step, (params, state, batch), batch_size=512, memory_limit="1GiB"
+  )
+  assert (
+    unplaced.peak_bytes
+    == plan_microbatches(build_step, args, batch_size=512, memory_limit="1GiB").peak_bytes
+  )
+  with pytest.raises(ValueError, match="The batch has 500 rows, which the 8 devices"):
+    plan_microbatches(build_step, args, batch_size=500, memory_limit="1GiB")
+
+
+def test_chips_that_are_not_there():
+  one = SingleDeviceSharding(devices.tpu_topology().devices[0])
+  params, state, batch = mlp_args(256, 4096)
+  args = jax.tree.map(lambda x: x.update(sharding=one), (params, state, batch))
+  with pytest.raises(ValueError, match=r"TPU.* does not say: give memory_limit, such as"):
+    plan_microbatches(build_mlp, args, batch_size=16)
+  steps = Compilations(mlp_loss, args)
+  counts = [16, 8, 4, 2, 1]
+  memory = {n: steps.memory(n) for n in counts}
+  for limit in (memory[1] - 1, memory[8]):
+    steps.asked.clear()
+    plan = plan_microbatches(steps.build_step, args, batch_size=16, memory_limit=limit)
+    assert plan.num_microbatches == min(n for n in counts if memory[n] <= limit)
+    assert len(steps.asked) <= 3
+    assert plan.candidates[0].code_bytes > 0
+
+
+def test_steps_of_flax():
+  model = linen.Dense(8)
+  params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8)))["params"]
+
+  def loss_fn(variables, batch, rngs):
+    return jnp.mean(model.apply(variables, batch) ** 2)
+
+  state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=TX), params)
+  for mesh, most in ((None, 32), (make_mesh(4), 8)):
+    asked = []
+
+    def build_step(num_microbatches, mesh=mesh, asked=asked):
+      asked.append(num_microbatches)
+      return linen_train_step(loss_fn, num_microbatches=num_microbatches, mesh=mesh)
+
+    plan = plan_microbatches(build_step, (state, shape(32, 8)), batch_size=32, memory_limit="1GiB")
+    assert plan.num_microbatches == 1
+    assert max(asked) <= most
+
+
+LARGE = 3 * 2**18  # rows, so that the program's code and threads are little beside them
+ALLOCATION = """
+import sys
+import jax, jax.numpy as jnp, optax
+from test_plan import build_mlp, LARGE, mlp_args
+
+def status(name):
+  lines = open("/proc/self/status").read().splitlines()
+  return 1024 * int(next(x for x in lines if x.startswith(name)).split()[1])
+
+args = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), mlp_args(64, LARGE))
+held = sum(x.nbytes for x in jax.tree.leaves(args))
+compiled = build_mlp(int(sys.argv[1])).lower(*args).compile()
+jax.block_until_ready(args)
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
+jax.block_until_ready(compiled(*args))
+print(held + status("VmHWM") - before)
+"""
+
+
+def test_what_is_allocated_is_within_the_limit():
+  args, rows = mlp_args(64, LARGE), LARGE
+  steps = Compilations(mlp_loss, args)
+  limit = (steps.memory(8) + steps.memory(6)) // 2
+  plan = plan_microbatches(steps.build_step, args, batch_size=rows, memory_limit=limit)
+  assert plan.num_microbatches == 8
+  allocated = {}
+  for count in (8, 6):
+    command = [sys.executable, "-c", ALLOCATION, str(count)]
+    here = pathlib.Path(__file__).parent
+    run = subprocess.run(command, cwd=here, stdout=subprocess.PIPE, text=True, check=True)
+    allocated[count] = int(run.stdout)
+  assert allocated[8] <= limit < allocated[6], (plan, allocated)
+
+
+def test_nothing_fits():
+  with pytest.raises(ValueError, match="Nothing fits") as caught:
+    plan_microbatches(build_mlp, mlp_args(), batch_size=ROWS * 8, memory_limit="100KiB")
+  text = str(caught.value)
+  assert text.startswith("Nothing fits: microbatches of 1 row need ")
+  assert "on each device, and the limit is 100.0 KiB. Most of it is batch:" in text
+  for part in ("64.0 KiB  params", "128.0 KiB  opt_state", "192.0 KiB  batch", "accumulators"):
+    assert part in text
+  assert "XLA peak" in text  # the table
+
+
+@pytest.mark.parametrize("limit", [0, -1, "0GiB", "16", "GiB", "16 giga", "", "1e3GiB"])
+def test_limits_that_are_no_size(limit):
+  match = rf"memory_limit={limit!r} (is no size|must be at least 1 byte).*\"16GiB\""
+  with pytest.raises(ValueError, match=match):
+    plan_microbatches(build_mlp, mlp_args(), batch_size=768, memory_limit=limit)
+
+
+@pytest.mark.parametrize("limit", [1e9, True, [1]])
+def test_limits_of_another_type(limit):
+  with pytest.raises(TypeError, match=r"memory_limit=.* is no size: give bytes as an int, or"):
+    plan_microbatches(build_mlp, mlp_args(), batch_size=768, memory_limit=limit)
+
+
+def test_sizes():
+  def limit(size):
+    return plan_microbatches(build_mlp, mlp_args(), batch_size=1, memory_limit=size).limit_bytes
+
+  sizes = {"1.5GiB": 3 * 2**29, "80 GB": 80 * 10**9, "900000KB": 9 * 10**8, 2**30: 2**30}
+  assert {size: limit(size) for size in sizes} == sizes
+
+
+def test_bad_input():
+  plan = functools.partial(plan_microbatches, args=mlp_args(), batch_size=768, memory_limit="1GiB")
+  with pytest.raises(ValueError, match=r"memory_limit=None asks the device .*give memory_limit"):
+    plan(build_mlp, memory_limit=None)
+  with pytest.raises(TypeError, match=r"build_step\(1\) returned .*which has no lower\(\): return"):
+    plan(lambda num_microbatches: mlp_loss)
+  with pytest.raises(ValueError, match=r"the same program for num_microbatches=\d+ and \d+: it"):
+    plan(lambda num_microbatches: build_mlp(4))
+  with pytest.raises(ValueError, match=r"the same program for num_microbatches=2 and 1: it"):
+    plan(lambda num_microbatches: build_mlp(2), batch_size=2, memory_limit="1GiB")
+  with pytest.raises(
+    TypeError, match=r"build_step is called with \(num_microbatches, rematt\), and"
+  ):
+    plan(build_mlp, choices={"rematt": [True]})
+  for choices, match in [
+    ({"remat": True}, r"choices\['remat'\]=True must be a list"),
+    ({"remat": []}, r"choices\['remat'\]=\[\] must be a list of one value or more"),
+    (["remat"], r"choices=\['remat'\] must be a dict"),
+  ]:
+    with pytest.raises(TypeError, match=match):
+      plan(build_mlp, choices=choices)
+  with pytest.raises(TypeError, match=r"build_step=.* must be a function build_step\(num_micro"):
+    plan(build_mlp(4))
+  with pytest.raises(TypeError, match=r"args must be a tuple"):
+    plan(build_mlp, args=mlp_args()[0][0])
+  with pytest.raises(ValueError, match=r"batch_size=0 must be at least 1"):
+    plan(build_mlp, batch_size=0)
+  # What does not compile is an error of its own, which says which step it was.
+  with pytest.raises(ValueError, match="does not divide") as caught:
+    plan(build_mlp, batch_size=500)
+  note = r"This is build_step\(\d+\), which plan_microbatches lowers and compiles with args. A prog"
+  assert any(re.match(note, x) for x in caught.value.__notes__), caught.value.__notes__
+
+
+FILE = """
+import jax, jax.numpy as jnp, optax
+import optax_accum
+
+def loss_fn(params, batch):
+  return jnp.mean(jnp.tanh(batch @ params) ** 2)
+
+def build():
+  def build_step(num_microbatches, remat=False, word="x"):
+    assert isinstance(remat, bool) and isinstance(word, str)
+    loss = jax.checkpoint(loss_fn) if remat else loss_fn
+    return optax_accum.make_train_step(loss, optax.sgd(0.1), num_microbatches=num_microbatches)
+
+  params = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+  batch = jax.ShapeDtypeStruct((6, 8), jnp.float32)
+  return build_step, (params, optax.sgd(0.1).init(params), batch), 6
+
+def broken():
+  return inner()
+
+def inner():
+  return jnp.ones(3) @ jnp.ones(4)
+
+def two():
+  return 1, 2
+"""
+
+
+@pytest.fixture
+def command(tmp_path, capsys):
+  """Runs the command line in this process, which saves the imports."""
+  (tmp_path / "job.py").write_text(FILE)
+
+  def run(target, *options):
+    from optax_accum._plan.command import main
+
+    status = main(["plan", str(tmp_path / target), *options])
+    return status, *capsys.readouterr()
+
+  path, modules = [*sys.path], {*sys.modules}
+  yield run
+  sys.path[:] = path
+  for name in {*sys.modules} - modules:
+    if name == "job":
+      del sys.modules[name]
+
+
+def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
+  status, out, _ = command(
+    "job.py:build",
+    *("--memory", "1GiB", "--choice", "remat=false,true", "--choice", "word=per_cycle"),
+    *("--plot", str(tmp_path / "plan.svg")),
+  )
+  assert status == 0
+  assert out.splitlines()[0] == "a batch of 6 rows, within 1.0 GiB on each device"
+  assert "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
+  assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+@pytest.mark.parametrize(
+  ("target", "options", "message"),
+  [
+    ("jop.py:build", [], r"ValueError: .*jop.py is no file; .* has job.py."),
+    ("job.py:bild", [], r"has no function 'bild'; it has loss_fn, build, broken, inner, two."),
+    ("job.py", [], r"give FILE.py:NAME, such as train.py:build"),
+    ("job.py:two", [], r"returned \(1, 2\); it must return \(build_step, args, batch_size\)"),
+    ("job.py:build", ["--choice", "remat"], r"--choice remat: give NAME=VALUE"),
+    ("job.py:build", ["--choice", "remt=true"], r"TypeError: build_step is called with \(num_m"),
+    ("job.py:build", ["--memory", "much"], r"memory_limit='much' is no size"),
+    ("job.py:build", ["--memory", "1KiB"], r"Nothing fits: microbatches of 1 row need"),
+    ("job.py:build", ["--memory", "1GiB", "--plot", "no/such/x.png"], r"No such file"),
+    ("job.py:build", ["--memory", "1GiB", "--plot", "x.pgn"], r"'pgn' is not supported"),
+  ],
+)
+def test_bad_input_of_the_command_is_a_message(command, target, options, message):
+  status, out, err = command(target, *options)
+  assert (status, out) == (1, "")
+  assert "Traceback" not in err
+  assert re.search(message, err), err
+
+
+def test_an_error_of_the_file_is_its_own_traceback_shortened(command):
+  status, _, err = command("job.py:broken")
+  assert status == 1
+  places = [line.strip() for line in err.splitlines() if line.startswith("  File")]
+  assert [line.rsplit(" ", 1)[1] for line in places] == ["broken", "inner"]
+  assert err.splitlines()[0] == "Traceback (most recent call last):"
+  assert "TypeError: dot_general requires contracting dimensions" in err
+  assert "optax_accum/" not in err
+
+
+def test_help_has_an_example():
+  command = [sys.executable, "-m", "optax_accum", "plan", "--help"]
+  run = subprocess.run(command, capture_output=True, text=True, check=True)
+  assert "python -m optax_accum plan train.py:build --memory 16GiB --choice" in run.stdout
