@@ -77,7 +77,7 @@ class LocalLoss:
     noise = None
     if self.noise_scale:
       _noise_scale.check_several(call.microbatches)
-      noise = _noise_scale.Noise(REDUCTIONS["mean"], REDUCTIONS["sum"])
+      noise = _noise_scale.REDUCTIONS
     return _scan.run(call, Outputs(self.reduction, self.aux_reduction, grads, noise), root="")
 
   def derivatives(self, grads: Any) -> Any:

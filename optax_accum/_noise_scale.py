@@ -1,28 +1,36 @@
 """What batch is worth having: the noise scale, from the gradients of the microbatches of a step."""
 
 from collections.abc import Callable
+import functools
 import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
 import optax
 
 from optax_accum import _weighted_mean
+from optax_accum._reductions import Leaf, Mean, Sum
 
 
 class NoiseScaleTerms(NamedTuple):
   """The two parts of the noise scale, estimated from one step alone.
 
   ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are scalars,
-  float32 (float64 where x64 is enabled), and unbiased: right on average, far off in one step. Their
-  ratio is biased: smooth them first, by `gradient_noise_scale`. Both are 0 in a step of which fewer
-  than two microbatches counted, which tells nothing.
+  float32 (float64 where x64 is enabled). They are right on average over steps, and far off in one.
+  Their ratio is not even that: smooth them first, by `gradient_noise_scale`. Both are 0 in a step
+  in which fewer than two microbatches counted. Such a step tells nothing.
 
   Attributes:
     squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
     trace: An estimate of the trace of the covariance of the gradients of single rows. With a
-      `weight_fn` a row is one unit of weight, such as a token.
+      `weight_fn`, of single units of weight: the variance of a microbatch's gradient is taken to
+      fall as 1 / weight. That is so where the weight counts rows or tokens that are drawn
+      independently. It is not so where rows have weights of their own, as in importance sampling.
+      With half-precision parameters the rounding of the mean gradient is in it, which shows where
+      the noise scale is far below the rows of a microbatch.
   """
 
   squared_norm: jax.Array
@@ -47,10 +55,10 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   .. math:: B_{simple} = \mathrm{tr}(\Sigma) / |G|^2
 
   where G is the gradient of all data, and :math:`\Sigma` the covariance of the gradients of single
-  rows. A batch of this many rows has as much noise as signal. Steps of much smaller batches are
-  mostly noise: twice the rows save almost half of the steps. Steps of much larger ones hardly
-  improve. By SGD, a batch of B rows needs :math:`1 + B_{simple} / B` times the steps of a very
-  large one. It is counted in what weights count: in rows, or by a `weight_fn` in tokens.
+  rows. The gradient of a batch of this many rows has as much noise as signal. If batches are much
+  smaller, twice the rows need almost half the steps. If they are much larger, more rows save few
+  steps. With SGD, batches of B rows need :math:`1 + B_{simple} / B` times the steps that very large
+  ones need. The unit is that of weights: rows, or what a `weight_fn` counts, such as tokens.
 
   Numerator and denominator are averaged over steps, each by itself, and then divided.
 
@@ -60,19 +68,20 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   independently: several windows of one document count as fewer.
 
   Args:
-    decay: Of the moving averages: 0.99 is about the last 100 steps, as one step tells little. At
-      least 0, below 1.
+    decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps,
+      because one step tells little.
 
   Returns:
     A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
     of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
-    ``(noise_scale, state)``. ``noise_scale`` is a scalar, and inf as long as the averaged
-    ``|G|^2`` is not above 0: then batches have been too small, or steps too few, to tell. Terms
-    that are not finite are left out.
+    ``(noise_scale, state)``. ``noise_scale`` is a scalar. It is inf as long as the averaged
+    ``|G|^2`` is not above 0: batches have been too small, or steps too few, to tell. A step that
+    tells nothing, or whose terms are not finite, leaves the state as it is.
 
   Raises:
-    ValueError: `decay` is below 0, or not below 1.
-    TypeError: ``update`` got no `NoiseScaleTerms`, or `decay` is no number.
+    ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
+      steps.
+    TypeError: `decay` is no number; ``update`` got no `NoiseScaleTerms`, or no state of ``init()``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -98,7 +107,7 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   number: Any = decay
   if isinstance(number, bool) or not isinstance(number, numbers.Real):
     raise TypeError(f"decay={decay!r} must be a number of at least 0 and below 1, such as 0.99.")
-  if not 0 <= decay < 1:
+  if not 0 <= np.float32(decay) < 1:
     raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.99.")
   # Dividing cancels what debiasing would do.
   average = optax.ema(float(decay), debias=False)
@@ -108,47 +117,81 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     return average.init(NoiseScaleTerms(zero, zero))
 
   def update(terms: NoiseScaleTerms, state: optax.EmaState) -> tuple[jax.Array, optax.EmaState]:
-    if not isinstance(terms, NoiseScaleTerms):
-      raise TypeError(
-        f"update(terms, state) got terms of type {type(terms).__name__}: pass"
-        ' metrics["noise_scale"] of make_train_step(..., noise_scale=True), and the state second.'
-      )
+    _check_update(terms, state)
     terms = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(float)), terms)
-    finite = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
-    kept = jax.tree.map(lambda x: jnp.where(finite, x, 0), terms)
-    smoothed, new_state = average.update(kept, state)
-    return _ratio(smoothed), new_state
+    tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
+    tells &= (terms.squared_norm != 0) | (terms.trace != 0)
+    new = average.update(terms, state)[1]
+    new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
+    return _ratio(new.ema), new
 
   return GradientNoiseScale(init, update)
 
 
+def _check_update(terms: Any, state: Any) -> None:
+  """Checks the arguments of ``update``."""
+  if not isinstance(terms, NoiseScaleTerms):
+    raise TypeError(
+      f"update(terms, state) got terms of type {type(terms).__name__}: pass"
+      ' metrics["noise_scale"] of make_train_step(..., noise_scale=True), and the state second.'
+    )
+  if not isinstance(state, optax.EmaState):
+    raise TypeError(
+      f"update(terms, state) got a state of type {type(state).__name__}: pass what init() returned,"
+      " or the last update; restore a checkpoint into the tree that init() returns."
+    )
+  for name, x in terms._asdict().items():
+    if jnp.shape(x) != ():
+      raise ValueError(
+        f"terms.{name} has shape {jnp.shape(x)}, and update takes the scalars of one step: call it"
+        " in the scan over steps, or scan it over the stacked terms."
+      )
+
+
 def _ratio(terms: NoiseScaleTerms) -> jax.Array:
   told = terms.squared_norm > 0
-  scale = terms.trace / jnp.where(told, terms.squared_norm, 1)
+  scale = jnp.maximum(terms.trace, 0) / jnp.where(told, terms.squared_norm, 1)
   return jnp.where(told, scale, jnp.inf)
 
 
 class Noise(NamedTuple):
-  """What the scan reduces of each microbatch. Messages call it by these names."""
+  """What the scan reduces of each microbatch."""
 
   squared_norm: Any  # of the gradient: the weighted mean
   count: Any  # 1: the sum is how many counted
 
 
+class _WideMean(Mean):
+  """The mean in float32 or better, whatever gradients are added up in."""
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return super().start(leaf, None)
+
+
+class _WideSum(Sum):
+  """The sum, likewise."""
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return super().start(leaf, None)
+
+
+REDUCTIONS = Noise(_WideMean(), _WideSum())
+
+
 def of_microbatch(derivatives: Any) -> Noise:
   """What one microbatch's gradient tells."""
-  squared_norm = norm(derivatives) ** 2
-  return Noise(squared_norm, jnp.ones_like(squared_norm))
+  squared = squared_norm(derivatives)
+  return Noise(squared, jnp.ones_like(squared))
 
 
-def norm(derivatives: Any) -> jax.Array:
-  """The global norm of gradients, in float32 or better."""
+def squared_norm(derivatives: Any) -> jax.Array:
+  """The square of the global norm of gradients, in float32 or better."""
   wide = lambda x: x.astype(_weighted_mean.accumulator_dtype(x.dtype))  # noqa: E731
-  return optax.tree.norm(jax.tree.map(wide, derivatives))
+  return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
 
 
-def terms(noise: Noise, grad_norm: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
-  r"""The estimates of one step, from its microbatches' norms and that of their weighted mean.
+def terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
+  r"""The estimates of one step, from the squared norms of its microbatches and of their mean.
 
   With weights :math:`w_i` that sum to S, and :math:`E g_i = G`, :math:`cov(g_i) = \Sigma / w_i`,
 
@@ -156,7 +199,7 @@ def terms(noise: Noise, grad_norm: jax.Array, total_weight: jax.Array) -> NoiseS
     E \sum_i w_i |g_i|^2 = S |G|^2 + n\, tr \Sigma, \qquad E S |\bar g|^2 = S |G|^2 + tr \Sigma.
   """
   dtype = jnp.result_type(float)
-  each, of_mean = noise.squared_norm.astype(dtype), grad_norm.astype(dtype) ** 2
+  each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)
   total, others = total_weight.astype(dtype), noise.count.astype(dtype) - 1
   tells = (others > 0) & (total != 0)
   trace = total * (each - of_mean) / jnp.where(tells, others, 1)

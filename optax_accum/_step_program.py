@@ -1,12 +1,13 @@
 """N backward passes and one optimizer step as one program: its arguments, placed and donated."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_accum import _noise_scale, _parameters, _settings
@@ -63,6 +64,12 @@ class StepProgram:
   def parallel(self) -> Any:
     """The `DataParallel` that rows are spread by; None on one device."""
     return getattr(self.loss, "parallel", None)
+
+  def batch(self, args: Sequence[Any]) -> tuple[dict[Any, int], dict[Any, Any]]:
+    """The axis of the rows of each batch argument; all arguments, by where the loss has them."""
+    arguments = {0: args[0], **self._others(tuple(args), {})}
+    roles = self.local.split.roles(self.local.fun, tuple(arguments.values()), {}, (0,))
+    return roles.batch, arguments
 
   def prepare(
     self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()
@@ -197,10 +204,10 @@ def _step_function(local: LocalLoss, placed: Any, tx: Transform) -> Callable[...
       moves = counted if local.split.weighs else True
       update = functools.partial(optimizer_step, tx, out.grads, extra_args, moves)
       new = loss.stepped(update, params, opt_state)
-    norm = _noise_scale.norm(local.derivatives(out.grads))
-    metrics = {"loss": out.loss, "grad_norm": norm, **stats._asdict()}
+    squared_norm = _noise_scale.squared_norm(local.derivatives(out.grads))
+    metrics = {"loss": out.loss, "grad_norm": jnp.sqrt(squared_norm), **stats._asdict()}
     if local.noise_scale:
-      metrics["noise_scale"] = _noise_scale.terms(out.noise, norm, stats.total_weight)
+      metrics["noise_scale"] = _noise_scale.terms(out.noise, squared_norm, stats.total_weight)
     if local.has_aux or reduced.carry:
       metrics["aux"] = out.aux
     return *new, *reduced.carry, metrics

@@ -31,7 +31,7 @@ class TrainStep(Generic[Params, Args]):
   """
 
   def __init__(self, program: StepProgram):
-    self._program, self._parallel = program, program.parallel
+    self._program = program
     self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
 
   def __call__(
@@ -59,9 +59,9 @@ class TrainStep(Generic[Params, Args]):
     return call.jitted.eval_shape(*call.args, **call.kwargs)
 
   def __repr__(self) -> str:
-    split = self._program.local.split
+    split, parallel = self._program.local.split, self._program.parallel
     size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
-    mesh = f", mesh={self._parallel.mesh}" if self._parallel else ""
+    mesh = f", mesh={parallel.mesh}" if parallel else ""
     name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
     donate = self._program.donate
     return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
@@ -169,10 +169,11 @@ def make_train_step(
     unroll: As in `jax.lax.scan`.
     noise_scale: Whether to estimate what batch is worth having, from how much the gradients of the
       microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
-      `gradient_noise_scale`. It keeps no gradient, and the parameters are the same to the bit.
+      `gradient_noise_scale`. It keeps no gradient, and parameters are the same to the bit, but for
+      those that the loss indexes (embeddings): XLA then adds their gradients up in another order.
       Needs two microbatches or more, on all devices together, and neither `in_place` nor
-      ``reduction="sum"``. Sharded over other axes than data axes, a microbatch's norm is one scalar
-      more to send.
+      ``reduction="sum"``. Beside tensor parallelism each microbatch has one more all-reduce, of one
+      number for each parameter.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
       passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
       again, as a teacher that starts as the parameters is, is donated as a copy and lives on.

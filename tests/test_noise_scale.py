@@ -276,8 +276,12 @@ def test_smoothed_apart_and_then_divided():
   for broken in ((np.nan, 1), (1, np.inf)):
     scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, broken)), state)
     assert float(scale) == 2
+  assert state.ema == NoiseScaleTerms(1.0, 2.0)
+  assert int(state.count) == 2
   scale, _ = estimate.update(NoiseScaleTerms(*map(jnp.float32, (-9, 1))), state)
   assert float(scale) == np.inf
+  scale, _ = estimate.update(NoiseScaleTerms(*map(jnp.float32, (9, -9))), state)
+  assert float(scale) == 0  # rounding
   scale, _ = estimate.update(NoiseScaleTerms(*map(jnp.float32, (0, 0))), estimate.init())
   assert float(scale) == np.inf
 
@@ -294,7 +298,7 @@ def test_bad_input():
     step = make(**{"num_microbatches": None if "microbatch_size" in options else 1, **options})
     with pytest.raises(ValueError, match=r"there is one: use num_microbatches=2 or more"):
       step(params, state, batch)
-  for decay in (1, 1.5, -0.1, float("nan")):
+  for decay in (1, 1.5, -0.1, float("nan"), 1 - 1e-10):
     with pytest.raises(ValueError, match=r"decay=.* must be at least 0 and below 1"):
       gradient_noise_scale(decay)
   for decay in (True, "0.9", None):
@@ -303,6 +307,65 @@ def test_bad_input():
   estimate = gradient_noise_scale()
   with pytest.raises(TypeError, match=r'got terms of type dict: pass metrics\["noise_scale"\]'):
     estimate.update({}, estimate.init())
+  terms = NoiseScaleTerms(jnp.ones(3), jnp.ones(3))
+  with pytest.raises(
+    ValueError, match=r"terms.squared_norm has shape \(3,\), and update takes the"
+  ):
+    estimate.update(terms, estimate.init())
+  with pytest.raises(TypeError, match=r"got a state of type dict: pass what init\(\) returned"):
+    estimate.update(NoiseScaleTerms(*map(jnp.float32, (1, 1))), {})
+
+
+def test_embeddings_are_added_up_in_another_order():
+  """XLA adds what a gather's gradient is to the accumulator at once, if nothing else reads it."""
+  words = np.random.default_rng(0).integers(0, 16, (64, 33)).astype(np.int32)
+  table, tx = jax.random.normal(jax.random.key(0), (16, 32)), optax.sgd(1.0)
+
+  def new_table(noise_scale):
+    step = make_train_step(
+      lambda table, words: jnp.mean(jnp.tanh(table[words]) ** 3),
+      tx,
+      num_microbatches=4,
+      noise_scale=noise_scale,
+      donate=False,
+    )
+    return step(table, tx.init(table), words)[0]
+
+  np.testing.assert_allclose(new_table(True), new_table(False), rtol=0, atol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_terms_are_added_up_in_full(dtype):
+  """Whatever the accumulators of gradients hold: counts stop at 256 in bfloat16."""
+  x = np.random.default_rng(0).normal(0.3, 1, (1024, 64)).astype(np.float32)
+  step = make_train_step(
+    lambda params, x: 0.5 * jnp.mean(jnp.sum((params[None] - x) ** 2, 1)),
+    optax.sgd(0.1),
+    num_microbatches=1024,
+    noise_scale=True,
+    accumulator_dtype=dtype,
+  )
+  terms = step(jnp.zeros(64), optax.sgd(0.1).init(jnp.zeros(64)), x)[-1]["noise_scale"]
+  np.testing.assert_allclose(terms.trace, np.var(x, 0, ddof=1).sum(), rtol=0.02)
+
+
+def test_forward_derivatives_where_a_gradient_is_zero():
+  params, batch = make_data(np.float32)
+  batch["mask"] = np.ones(32, bool)
+  batch["mask"][1::4] = False
+
+  def of(params):
+    step = make_train_step(
+      lambda p, b: jnp.mean(jnp.sum((b["x"] @ p["w"]) ** 2, 1) * b["mask"].astype(jnp.float32)),
+      optax.sgd(0.1),
+      num_microbatches=4,
+      noise_scale=True,
+      donate=False,
+    )
+    return step(params, optax.sgd(0.1).init(params), batch)[-1]["noise_scale"]
+
+  tangents = jax.jvp(of, (params,), (params,))[1]
+  assert all(np.isfinite(x) for x in tangents)
 
 
 def test_in_place_is_refused():

@@ -11,12 +11,14 @@ from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
+import numpy as np
 import optax
 import pytest
 from support import devices
 from support.devices import AUTO, EXPLICIT, make_mesh
 
 from optax_accum import make_train_step, plan_microbatches
+from optax_accum._plan import sizes
 from optax_accum.flax import linen_train_step
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
@@ -166,22 +168,19 @@ def test_the_cheapest_choice_that_fits():
   again = [c for c in whole.candidates if not c.choice["layers_kept"]]
   assert max(c.flops for c in again) > 1.2 * whole.candidates[0].flops
   # Where only the layers that are computed again fit, they are what is planned.
+  pair = arguments(shape(8, 64, 64), shape(2, ROWS * 8, 64))  # no smaller than two microbatches
   least = {
     kept: min(
       c.peak_bytes
       for c in plan_microbatches(
-        build_step,
-        args,
-        batch_size=2,
-        memory_limit="1 GB",
-        choices={"layers_kept": [kept]},
+        build_step, pair, batch_size=2, memory_limit="1 GB", choices={"layers_kept": [kept]}
       ).candidates
     )
     for kept in (False, True)
   }
   assert least[False] < least[True]
   plan = plan_microbatches(
-    build_step, args, batch_size=2, memory_limit=least[True] - 1, choices=choices
+    build_step, pair, batch_size=2, memory_limit=least[True] - 1, choices=choices
   )
   assert plan.choice == {"layers_kept": False}
   assert [c.fits for c in plan.candidates] == sorted(c.fits for c in plan.candidates)[::-1]
@@ -238,8 +237,23 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
     unplaced.peak_bytes
     == plan_microbatches(build_step, args, batch_size=512, memory_limit="1GiB").peak_bytes
   )
+  odd = params, state, shape(500, 64)
   with pytest.raises(ValueError, match="The batch has 500 rows, which the 8 devices"):
-    plan_microbatches(build_step, args, batch_size=500, memory_limit="1GiB")
+    plan_microbatches(build_step, odd, batch_size=500, memory_limit="1GiB")
+  # Nothing fits: what is not on the mesh yet is not counted in whole.
+  with pytest.raises(ValueError, match=r"128.0 KiB  opt_state\n"):
+    plan_microbatches(build_step, args, batch_size=512, memory_limit="10KiB")
+  with pytest.raises(ValueError, match=r"Most of it is arguments:\n"):
+    plan_microbatches(build_step, (*odd[:2], batch), batch_size=512, memory_limit="10KiB")
+  # A choice may change what is split.
+  plan = plan_microbatches(
+    lambda n, on_mesh: build_mlp(n, mesh=mesh if on_mesh else None),
+    (params, state, batch),
+    batch_size=512,
+    memory_limit="1GiB",
+    choices={"on_mesh": [False, True]},
+  )
+  assert {c.choice["on_mesh"] for c in plan.candidates} == {False, True}
 
 
 def test_chips_that_are_not_there():
@@ -341,7 +355,8 @@ def test_limits_of_another_type(limit):
 
 def test_sizes():
   def limit(size):
-    return plan_microbatches(build_mlp, mlp_args(), batch_size=1, memory_limit=size).limit_bytes
+    args = mlp_args(8, rows=1)
+    return plan_microbatches(build_mlp, args, batch_size=1, memory_limit=size).limit_bytes
 
   sizes = {"1.5GiB": 3 * 2**29, "80 GB": 80 * 10**9, "900000KB": 9 * 10**8, 2**30: 2**30}
   assert {size: limit(size) for size in sizes} == sizes
@@ -356,7 +371,7 @@ def test_bad_input():
   with pytest.raises(ValueError, match=r"the same program for num_microbatches=\d+ and \d+: it"):
     plan(lambda num_microbatches: build_mlp(4))
   with pytest.raises(ValueError, match=r"the same program for num_microbatches=2 and 1: it"):
-    plan(lambda num_microbatches: build_mlp(2), batch_size=2, memory_limit="1GiB")
+    plan(lambda num_microbatches: build_mlp(2), args=mlp_args(rows=2), batch_size=2)
   with pytest.raises(
     TypeError, match=r"build_step is called with \(num_microbatches, rematt\), and"
   ):
@@ -374,10 +389,14 @@ def test_bad_input():
     plan(build_mlp, args=mlp_args()[0][0])
   with pytest.raises(ValueError, match=r"batch_size=0 must be at least 1"):
     plan(build_mlp, batch_size=0)
+  with pytest.raises(ValueError, match=r"batch_size=384, and the batch in args has 768 rows: give"):
+    plan(build_mlp, batch_size=384)
+  with pytest.raises(ValueError, match=r"batch_size=500, and no array in args has so many rows"):
+    plan(lambda n: jax.jit(lambda *args: args), batch_size=500)
   # What does not compile is an error of its own, which says which step it was.
   with pytest.raises(ValueError, match="does not divide") as caught:
-    plan(build_mlp, batch_size=500)
-  note = r"This is build_step\(\d+\), which plan_microbatches lowers and compiles with args. A prog"
+    plan(lambda n: build_mlp(5 * n))
+  note = r"This is build_step\(\d+\), which plan_microbatches lowers and compiles with args. It is"
   assert any(re.match(note, x) for x in caught.value.__notes__), caught.value.__notes__
 
 
@@ -406,6 +425,12 @@ def inner():
 
 def two():
   return 1, 2
+
+def ends():
+  raise SystemExit(0)
+
+def wrong():
+  return optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=-3)
 """
 
 
@@ -431,28 +456,42 @@ def command(tmp_path, capsys):
 def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
   status, out, _ = command(
     "job.py:build",
-    *("--memory", "1GiB", "--choice", "remat=false,true", "--choice", "word=per_cycle"),
+    *("--memory", str(2**30), "--choice", "remat=False", "--choice", "word=per_cycle"),
+    *("--choice", "remat=true"),
     *("--plot", str(tmp_path / "plan.svg")),
   )
   assert status == 0
   assert out.splitlines()[0] == "a batch of 6 rows, within 1.0 GiB on each device"
   assert "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
-  assert "<svg" in (tmp_path / "plan.svg").read_text()
+  drawn = (tmp_path / "plan.svg").read_text()
+  assert "<svg" in drawn
+  options = ("--memory", "1KiB", "--plot", str(tmp_path / "plan.svg"))
+  assert command("job.py:build", *options)[0] == 1
+  assert (tmp_path / "plan.svg").read_text() == drawn  # what is there stays, if nothing fits
 
 
 @pytest.mark.parametrize(
   ("target", "options", "message"),
   [
     ("jop.py:build", [], r"ValueError: .*jop.py is no file; .* has job.py."),
-    ("job.py:bild", [], r"has no function 'bild'; it has loss_fn, build, broken, inner, two."),
+    ("job.py:bild", [], r"has no function 'bild'; it has loss_fn, build, broken, inner, two,"),
     ("job.py", [], r"give FILE.py:NAME, such as train.py:build"),
     ("job.py:two", [], r"returned \(1, 2\); it must return \(build_step, args, batch_size\)"),
     ("job.py:build", ["--choice", "remat"], r"--choice remat: give NAME=VALUE"),
     ("job.py:build", ["--choice", "remt=true"], r"TypeError: build_step is called with \(num_m"),
     ("job.py:build", ["--memory", "much"], r"memory_limit='much' is no size"),
     ("job.py:build", ["--memory", "1KiB"], r"Nothing fits: microbatches of 1 row need"),
-    ("job.py:build", ["--memory", "1GiB", "--plot", "no/such/x.png"], r"No such file"),
-    ("job.py:build", ["--memory", "1GiB", "--plot", "x.pgn"], r"'pgn' is not supported"),
+    (
+      "job.py:build",
+      ["--memory", "1GiB", "--plot", "no/such/x.png"],
+      r"--plot no/such/x.png: no file can",
+    ),
+    (
+      "job.py:build",
+      ["--memory", "1GiB", "--plot", "x.pgn"],
+      r"--plot x.pgn: a name that ends in one of",
+    ),
+    ("job.py:ends", [], r"job.py:ends ended by itself, with sys.exit\(0\): put what a script"),
   ],
 )
 def test_bad_input_of_the_command_is_a_message(command, target, options, message):
@@ -470,6 +509,97 @@ def test_an_error_of_the_file_is_its_own_traceback_shortened(command):
   assert err.splitlines()[0] == "Traceback (most recent call last):"
   assert "TypeError: dot_general requires contracting dimensions" in err
   assert "optax_accum/" not in err
+  assert "JAX has removed" not in err
+  _, _, err = command("job.py:wrong")  # refused by us, and where
+  assert "in wrong" in err
+  assert "num_microbatches=-3 must be at least 1" in err
+
+
+def test_outputs_that_grow_with_the_microbatch():
+  """What does not depend on rows is not the same in all programs."""
+
+  def build_step(num_microbatches):
+    size = 64 // num_microbatches
+
+    def step(x):
+      return jnp.tanh(x[:size]).sum() + jnp.zeros((size, 128))
+
+    return jax.jit(step)
+
+  plan = functools.partial(plan_microbatches, build_step, (shape(64, 16),), batch_size=64)
+  for size in (1, 2, 4, 8, 16, 32, 64):
+    limit = 4 * (64 * 16 + size * 128 + size)
+    found = plan(memory_limit=limit)
+    assert found.microbatch_size <= size
+    assert len(found.candidates) <= 4
+
+
+def test_one_row_on_a_device_is_not_taken_for_less_work():
+  """XLA writes products of one row as sums, which are not counted."""
+
+  def build_step(num_microbatches, kept):
+    def loss_fn(params, batch):
+      first = jax.lax.scan(lambda x, _: (jnp.sin(x), None), batch @ params[0], None, length=kept)
+      return mlp_loss(params[1:], first[0])
+
+    return make_train_step(loss_fn, TX, num_microbatches=num_microbatches)
+
+  def plan(limit, kept):
+    return plan_microbatches(
+      build_step, mlp_args(128, 16), batch_size=16, memory_limit=limit, choices={"kept": kept}
+    )
+
+  with pytest.raises(ValueError, match="microbatches of 1 row need") as caught:
+    plan("1KiB", [1024])
+  need = re.search(r"\n +1 +16 .*? ([\d.]+ MiB) +776", str(caught.value))[1].replace(" ", "")
+  limit = sizes.parse("", need) + 2**17  # the table rounds
+  found = plan(limit, [1024, 1])
+  assert found.choice == {"kept": 1}
+  assert found.microbatch_size == 16
+  work = {(c.choice["kept"], c.microbatch_size): c.flops for c in found.candidates}
+  assert work[1024, 1] < 0.8 * work[1, 16]
+
+
+def test_a_step_that_needs_two_microbatches():
+  def build_step(num_microbatches):
+    return make_train_step(mlp_loss, TX, num_microbatches=num_microbatches, noise_scale=True)
+
+  plan = plan_microbatches(build_step, mlp_args(rows=8), batch_size=8, memory_limit="1GiB")
+  assert plan.num_microbatches == 2
+  with pytest.raises(ValueError, match="a step with noise_scale=True needs 2 rows or more"):
+    plan_microbatches(build_step, mlp_args(rows=1), batch_size=1, memory_limit="1GiB")
+
+
+def test_after_a_step_that_deleted_its_arguments():
+  shapes = mlp_args(rows=8)
+  params, state, batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+  build_mlp(2)(params, state, batch)
+  deleted = plan_microbatches(build_mlp, (params, state, batch), batch_size=8, memory_limit="1GiB")
+  assert (
+    deleted.candidates
+    == plan_microbatches(build_mlp, shapes, batch_size=8, memory_limit="1GiB").candidates
+  )
+
+
+def test_values_of_choices_of_any_kind():
+  def build_step(num_microbatches, microbatch, scale):
+    return make_train_step(
+      lambda params, batch: scale[0] * mlp_loss(params, microbatch(batch)),
+      TX,
+      num_microbatches=num_microbatches,
+    )
+
+  plan = plan_microbatches(
+    build_step,
+    mlp_args(rows=8),
+    batch_size=8,
+    memory_limit="1GiB",
+    choices={"microbatch": [jnp.sin, jnp.cos], "scale": [np.ones(2), [1.0]]},
+  )
+  assert len(plan.candidates) == 4 * len({c.num_microbatches for c in plan.candidates})
+  assert plan.choice["microbatch"] is jnp.sin
+  assert "microbatch=sin, scale=array([1., 1.])" in str(plan)
+  plan.plot()
 
 
 def test_help_has_an_example():

@@ -144,7 +144,6 @@ class LinenTrainStep:
     self._loss_fn, self._mutable, self._has_aux = loss_fn, mutable, has_aux
     self._options = options
     self._plain = self._made()  # refuses options that cannot work
-    self._parallel = self._plain.parallel
     self._programs: dict[Any, StateProgram] = {}
     self.__name__ = "linen_train_step"
 

@@ -115,8 +115,8 @@ class NnxTrainStep:
     self._views: dict[Any, _View] = {}
     self._steps: dict[Any, TrainStep[Any, ...]] = {}
     self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
-    # Checks the options.
-    self._parallel = self._train_step(loss_fn, optax.identity(), True)._parallel
+    # Refuses options that cannot work.
+    self._plain = self._train_step(loss_fn, optax.identity(), True)._program
 
   def __repr__(self) -> str:
     given = {"wrt": objects.shown(self._wrt), "has_aux": self._has_aux or None, **self._options}

@@ -1,12 +1,15 @@
 """`plan_microbatches`: which microbatch fits, by compiling and never by running out of memory."""
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import itertools
 from typing import Any
 
+import jax
+
 from optax_accum import _validate
-from optax_accum._plan import sizes
-from optax_accum._plan.candidate import Builder, check_choices, PlanCandidate
+from optax_accum._plan import counts, sizes
+from optax_accum._plan.candidate import Builder, call_of, check_choices, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 from optax_accum._plan.search import Search
 
@@ -67,14 +70,15 @@ def plan_microbatches(
     args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`s, with shardings if
       any. `jax.eval_shape` makes such shapes of a model that is too large to be made here. They are
       not donated.
-    batch_size: The rows of the batch in `args`, on all devices together. With a step of
-      ``mesh=``, those of one device are split. Where a step of another kind splits only the rows of
-      a device, as inside `shard_map`, give those.
+    batch_size: The rows of the batch in `args`, on all devices together. The numbers of
+      microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
+      function of your own that splits the rows of one device, inside `shard_map`, give those.
     memory_limit: Bytes of one device, as an int or a string such as ``"16GiB"`` or ``"80 GB"``.
       Default: what the device may allocate, its ``memory_stats()["bytes_limit"]``, less 5% for
       fragmentation. (On a GPU that is 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
       otherwise.)
-    choices: Further options of `build_step`, each with the values to try. All combinations are.
+    choices: Further options of `build_step`, each with the values to try. All combinations are
+      tried.
 
   Returns:
     A `MicrobatchPlan`, whose ``num_microbatches``, ``microbatch_size`` and ``choice`` are, for each
@@ -85,7 +89,7 @@ def plan_microbatches(
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
       `memory_limit` is no size or not above 0; or it is None, and the device does not say; or
-      `build_step` makes the same program whatever it is given.
+      `build_step` makes the same program whatever it is given; or the batch has other rows.
     TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
       has; an argument has the wrong type.
     Exception: Whatever compiling raises, with a note that says which step it was.
@@ -112,57 +116,50 @@ def plan_microbatches(
   check_choices(build_step, choices := {} if choices is None else choices)
   if not isinstance(args, (tuple, list)):
     raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
-  args = tuple(args)
-  limit = (
-    sizes.of_device(args) if memory_limit is None else sizes.parse("memory_limit", memory_limit)
-  )
-
+  args = tuple(map(_without_deleted, args))
   products = itertools.product(*choices.values())
   combinations = [dict(zip(choices, each, strict=True)) for each in products]
+  limit = 0 if memory_limit is None else sizes.parse("memory_limit", memory_limit)
   builder = Builder(build_step, args, rows, limit)
-  step = builder.step(1, combinations[0])
-  counts = _divisors(_rows_that_are_split(step, rows))
-  row_bytes = sizes.of_rows(args, rows) / (rows // max(counts))
-  found: list[PlanCandidate] = []
+  steps = [builder.step(1, choice) for choice in combinations]
+  builder.limit = limit or sizes.of_device(args, steps[0])
+  found: list[list[PlanCandidate]] = []
   with _progress() as bar:
-    for choice in combinations:
-      compile_size = _compiler(builder, rows, choice, bar)
-      search = Search([rows // n for n in counts], limit, row_bytes, compile_size)
+    for choice, step in zip(combinations, steps, strict=True):
+      possible = counts.possible(step, args, rows)
+      row_bytes = sizes.of_rows(args, rows) * possible[0] / rows  # on one device
+      compile_size = functools.partial(_compile, builder, rows, choice, bar)
+      search = Search([rows // n for n in possible], rows, builder.limit, row_bytes, compile_size)
       search.run()
-      found += search.known.values()
-      builder.check_used(counts, choice)
-  plan = MicrobatchPlan.of(found, rows, limit)
+      found.append([*search.known.values()])
+      builder.check_used(possible, choice)
+  plan = MicrobatchPlan.of(found, rows, builder.limit)
   if not plan.candidates[0].fits:
-    raise ValueError(does_not_fit(plan, step, args))
+    raise ValueError(does_not_fit(plan, steps[0], args))
   return plan
 
 
-def _rows_that_are_split(step: Any, rows: int) -> int:
-  """The rows that are split into microbatches: with a step over a mesh, those of one device."""
-  parallel = getattr(step, "_parallel", None)
-  if parallel is None:
-    return rows
-  parallel.check_rows(rows)
-  return rows // parallel.devices
-
-
-def _divisors(rows: int) -> list[int]:
-  """The numbers of microbatches, the largest first."""
-  return [n for n in range(rows, 0, -1) if rows % n == 0]
-
-
-def _compiler(
-  builder: Builder, rows: int, choice: Mapping[str, Any], bar: Any
-) -> Callable[[int], PlanCandidate]:
+def _compile(
+  builder: Builder, rows: int, choice: Mapping[str, Any], bar: Any, size: int
+) -> PlanCandidate:
   """Compiles the step of a microbatch of so many rows."""
+  bar.set_postfix_str(call_of(rows // size, choice))
+  candidate = builder.compile(rows // size, choice)
+  bar.update()
+  return candidate
 
-  def compile_size(size: int) -> PlanCandidate:
-    bar.set_postfix(microbatch=size, **choice)
-    candidate = builder.compile(rows // size, choice)
-    bar.update()
-    return candidate
 
-  return compile_size
+def _without_deleted(tree: Any) -> Any:
+  """The same, with shapes in the place of arrays that a step before has deleted."""
+  leaves = jax.tree.leaves(tree)
+  if not any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves):
+    return tree
+
+  def shape(x: Any) -> Any:
+    deleted = isinstance(x, jax.Array) and x.is_deleted()
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if deleted else x
+
+  return jax.tree.map(shape, tree)
 
 
 def _progress() -> Any:

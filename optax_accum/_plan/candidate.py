@@ -28,9 +28,11 @@ class PlanCandidate:
     output_bytes: Of what is returned, but for what is returned in donated arguments.
     temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Of the program. (0 on CPU, where XLA does not say.)
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, which is less where buffers are not in use at
-      the same time; on CPU it leaves temporary buffers out. None where this JAX has no such number.
-    flops: Floating-point operations in matrix products and convolutions.
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. It is less than what is
+      reserved where buffers are not in use at the same time. On CPU it leaves temporary buffers
+      out, and on TPUs it may be more. None where this JAX has no such number.
+    flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
+      one row of each microbatch: XLA writes such products as sums, which are not counted.)
     collectives: How many run.
     collective_bytes: What they return.
     fits: Whether `peak_bytes` is within the limit.
@@ -54,7 +56,7 @@ class PlanCandidate:
 
   @property
   def peak_bytes(self) -> int:
-    """What is reserved: arguments, outputs that are not in their place, temp, and code."""
+    """What is reserved: arguments, outputs, temporary buffers, and code."""
     return self.fixed_bytes + self.temp_bytes
 
   @property
@@ -67,8 +69,8 @@ class Builder:
   """Compiles the steps that a user's `build_step` makes, for these arguments."""
 
   def __init__(self, build_step: Callable[..., Any], args: tuple[Any, ...], rows: int, limit: int):
-    self._build_step, self._args, self._rows, self._limit = build_step, args, rows, limit
-    self._programs: dict[tuple[Any, int], str] = {}
+    self._build_step, self._args, self._rows, self.limit = build_step, args, rows, limit
+    self._programs: dict[tuple[int, int], str] = {}  # by the choice's id and num_microbatches
 
   def step(self, num_microbatches: int, choice: Mapping[str, Any]) -> Any:
     """What `build_step` makes, which can be lowered."""
@@ -82,7 +84,7 @@ class Builder:
 
   def compile(self, num_microbatches: int, choice: Mapping[str, Any]) -> PlanCandidate:
     """Compiles one step. Nothing runs."""
-    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, dict(choice))
+    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, choice)
     try:
       compiled = self._lowered(num_microbatches, choice).compile()
     except Exception as error:
@@ -90,7 +92,7 @@ class Builder:
         return dataclasses.replace(candidate, analysed=False)
       error.add_note(
         f"This is {call_of(num_microbatches, choice)}, which plan_microbatches lowers and compiles"
-        " with args. A program that does not compile is not one that does not fit."
+        " with args. It is an error, and not a step that does not fit."
       )
       raise
     memory, report = compiled.memory_analysis(), count_collectives(compiled)
@@ -108,16 +110,16 @@ class Builder:
       collectives=sum(kind.operations for kind in total),
       collective_bytes=sum(kind.bytes for kind in total),
     )
-    return dataclasses.replace(candidate, fits=candidate.peak_bytes <= self._limit)
+    return dataclasses.replace(candidate, fits=candidate.peak_bytes <= self.limit)
 
   def check_used(self, counts: list[int], choice: Mapping[str, Any]) -> None:
     """Checks that another `num_microbatches` gives another program."""
-    known = [n for n in counts if (n, _key(choice)) in self._programs]
+    known = [n for n in counts if (id(choice), n) in self._programs]
     others = [n for n in counts if n not in known]
     if len(known) == 1 and others:
       self._lowered(others[0], choice)
       known.append(others[0])
-    if len({self._programs[n, _key(choice)] for n in known}) < len(known):
+    if len({self._programs[id(choice), n] for n in known}) < len(known):
       raise ValueError(
         f"build_step made the same program for num_microbatches={known[0]} and {known[1]}: it must"
         " split the batch into as many microbatches as it is given, as in make_train_step(...,"
@@ -127,7 +129,7 @@ class Builder:
   def _lowered(self, num_microbatches: int, choice: Mapping[str, Any]) -> jax.stages.Lowered:
     lowered = self.step(num_microbatches, choice).lower(*self._args)
     digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    self._programs[num_microbatches, _key(choice)] = digest
+    self._programs[id(choice), num_microbatches] = digest
     return lowered
 
 
@@ -144,7 +146,7 @@ def check_choices(build_step: Callable[..., Any], choices: Any) -> None:
       f"build_step={build_step!r:.80} must be a function build_step(num_microbatches, **choice)"
       " that returns a jitted step."
     )
-  if not isinstance(choices, Mapping):
+  if not isinstance(choices, Mapping) or not all(isinstance(name, str) for name in choices):
     raise TypeError(
       f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
       ' such as {"remat": [False, True]}.'
@@ -158,12 +160,8 @@ def check_choices(build_step: Callable[..., Any], choices: Any) -> None:
     takes = f"build_step{inspect.signature(build_step)}"
     given = ", ".join(["num_microbatches", *choices])
     raise TypeError(
-      f"build_step is called with ({given}), and is {takes}: {error}. Give it these parameters, or"
-      " leave them out of choices."
+      f"build_step is called with ({given}), and is {takes}: {error}. It must take num_microbatches"
+      " as its first positional parameter, and the names of choices as others."
     ) from None
   except ValueError:
     pass  # a builtin, which has no signature
-
-
-def _key(choice: Mapping[str, Any]) -> Any:
-  return tuple((name, repr(value)) for name, value in choice.items())

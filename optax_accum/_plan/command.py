@@ -1,10 +1,12 @@
 """`plan_microbatches` from the command line."""
 
 import argparse
+import ast
 from collections.abc import Callable, Sequence
 import importlib.util
 import inspect
 import json
+import os
 import pathlib
 import sys
 import traceback
@@ -55,16 +57,22 @@ def main(argv: Sequence[str]) -> int:
   command.add_argument("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   try:
-    choices = dict(map(_choice, options.choice))
+    choices: dict[str, list[Any]] = {}
+    for name, values in map(_choice, options.choice):
+      choices.setdefault(name, []).extend(values)
     if options.plot:  # what cannot be written should be known before
       _check_writable(options.plot)
     build_step, args, batch_size = _built(options.target)
+    memory = options.memory
+    limit = int(memory) if memory and memory.isdecimal() else memory
     plan = plan_microbatches(
-      build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
+      build_step, args, batch_size=batch_size, memory_limit=limit, choices=choices
     )
     print(plan)
     if options.plot:
       plan.plot().figure.savefig(options.plot)
+  except KeyboardInterrupt:
+    return 130
   except Exception as error:
     print(_explained(error), file=sys.stderr)
     return 1
@@ -72,10 +80,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_writable(file: str) -> None:
-  try:
-    new_figure().savefig(file)
-  except (OSError, ValueError) as error:
-    raise ValueError(f"--plot {file}: {error}") from None
+  path = pathlib.Path(file)
+  known = new_figure().canvas.get_supported_filetypes()
+  if path.suffix[1:].lower() not in known:
+    raise ValueError(f"--plot {file}: a name that ends in one of {', '.join(sorted(known))}.")
+  if not path.parent.is_dir() or path.is_dir() or not os.access(path.parent, os.W_OK):
+    raise ValueError(f"--plot {file}: no file can be written there.")
 
 
 def _choice(text: str) -> tuple[str, list[Any]]:
@@ -87,16 +97,23 @@ def _choice(text: str) -> tuple[str, list[Any]]:
 
 
 def _value(word: str) -> Any:
-  try:
-    return json.loads(word)
-  except json.JSONDecodeError:
-    return word
+  for parse in (json.loads, ast.literal_eval):  # true, and True
+    try:
+      return parse(word)
+    except (ValueError, SyntaxError):
+      pass
+  return word
 
 
 def _built(target: str) -> tuple[Any, Any, Any]:
   """What the user's function returns."""
-  build = _function(target)
-  built = build()
+  try:
+    built = _function(target)()
+  except SystemExit as error:
+    raise ValueError(
+      f"{target} ended by itself, with sys.exit({error.code!r}): put what a script runs below"
+      ' if __name__ == "__main__", and have the function return.'
+    ) from None
   if not isinstance(built, tuple) or len(built) != 3:
     raise TypeError(
       f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), as"
@@ -116,11 +133,12 @@ def _function(target: str) -> Callable[[], Any]:
       f"{path.parent}/ has {', '.join(there)}" if there else f"{path.parent}/ has no .py file"
     )
     raise ValueError(f"{path} is no file; {listed}.")
-  spec = importlib.util.spec_from_file_location(path.stem, path)
+  # A name that no other module has: the file may be called as one of Python's own.
+  spec = importlib.util.spec_from_file_location(f"planned_{path.stem}", path)
   assert spec is not None
   assert spec.loader is not None
   module = importlib.util.module_from_spec(spec)
-  sys.modules.setdefault(path.stem, module)
+  sys.modules[spec.name] = module
   sys.path.insert(0, str(path.parent.resolve()))  # as `python file.py` has it
   spec.loader.exec_module(module)
   function = getattr(module, name, None)
@@ -137,16 +155,21 @@ def _function(target: str) -> Callable[[], Any]:
 
 
 def _explained(error: Exception) -> str:
-  """The message of an error of ours; of others the traceback, within the user's own files."""
-  frames = traceback.extract_tb(error.__traceback__)
-  ours = [frame.filename.startswith(_PACKAGE) for frame in frames]
-  notes = getattr(error, "__notes__", [])
-  if ours[-1]:
-    return "\n".join([f"{type(error).__name__}: {error}", *notes])
-  users = [
-    frame
-    for frame, own in zip(frames, ours, strict=True)
-    if not own and "site-packages" not in frame.filename and "<frozen" not in frame.filename
-  ]
-  lines = ["Traceback (most recent call last):\n", *traceback.format_list(users)]
-  return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()
+  """The message of an error, with where the user's own files come to it, if they do."""
+  shown = traceback.TracebackException.from_exception(error)
+  link: traceback.TracebackException | None = shown
+  from_users = False
+  while link is not None:
+    link.stack = traceback.StackSummary.from_list([f for f in link.stack if _is_users(f)])
+    notes = getattr(link, "__notes__", None) or []
+    link.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
+    from_users |= bool(link.stack)
+    link = link.__cause__
+  lines = [*shown.format(chain=from_users)] if from_users else [*shown.format_exception_only()]
+  return "".join(lines).rstrip()
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+  """Whether a frame is in neither this package nor an installed one nor Python's own."""
+  others = (_PACKAGE, "<frozen", os.path.dirname(os.__file__))
+  return not frame.filename.startswith(others) and "site-packages" not in frame.filename

@@ -1,6 +1,6 @@
 """`MicrobatchPlan`: what was compiled, which of it fits, and what takes the memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import inspect
 import math
@@ -31,31 +31,21 @@ class MicrobatchPlan:
   candidates: tuple[PlanCandidate, ...]
 
   @classmethod
-  def of(cls, candidates: Iterable[PlanCandidate], rows: int, limit: int) -> "MicrobatchPlan":
-    """The plan of what was compiled, in order."""
-    candidates = list(candidates)
-    choices: list[Mapping[str, Any]] = []
-    for each in candidates:
-      choices += [] if each.choice in choices else [each.choice]
-    best = {}
-    for i, choice in enumerate(choices):
-      fitting = [c for c in candidates if c.choice == choice and c.fits]
-      best[i] = max(fitting, key=lambda c: c.microbatch_size, default=None)
-    found = [c for c in best.values() if c is not None]
-    least = min((c.flops for c in found), default=0)
+  def of(cls, found: Sequence[Sequence[PlanCandidate]], rows: int, limit: int) -> "MicrobatchPlan":
+    """The plan of what was compiled of each choice."""
+    best = [max((c for c in each if c.fits), key=_size, default=None) for each in found]
+    works = [_work(c, each) for c, each in zip(best, found, strict=True) if c is not None]
+    least = min(works, default=0)
 
-    def cost(i: int) -> tuple[Any, ...]:
+    def cost(i: int) -> tuple[float, ...]:
       """Of a choice: by its largest microbatch that fits."""
       if (c := best[i]) is None:
         return (math.inf,)
-      same = c.flops <= least * (1 + _SAME_WORK)
-      return (0 if same else c.flops, -c.microbatch_size, i)
+      work = _work(c, found[i])
+      return (0 if work <= least * (1 + _SAME_WORK) else work, -c.microbatch_size, i)
 
-    ordered = sorted(
-      candidates,
-      key=lambda c: (not c.fits, cost(choices.index(c.choice)), -c.microbatch_size),
-    )
-    return cls(rows, limit, tuple(ordered))
+    each = [(not c.fits, cost(i), -c.microbatch_size, c) for i, x in enumerate(found) for c in x]
+    return cls(rows, limit, tuple(c for *_, c in sorted(each, key=lambda row: row[:3])))
 
   @property
   def num_microbatches(self) -> int:
@@ -79,9 +69,9 @@ class MicrobatchPlan:
 
   def __str__(self) -> str:
     limit = sizes.shown(self.limit_bytes)
-    lines = [f"a batch of {self.batch_size} rows, within {limit} on each device", *self._table()]
+    lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
     if self.candidates[0].fits:
-      chosen = "".join(f", {name}={value!r}" for name, value in self.choice.items())
+      chosen = "".join(f", {name}={_named(value)}" for name, value in self.choice.items())
       split = f"num_microbatches={self.num_microbatches} (of {_rows(self.microbatch_size)})"
       lines.append(f"best: {split}{chosen}")
     return "\n".join(lines)
@@ -98,11 +88,11 @@ class MicrobatchPlan:
       sent = (
         f"{each.collectives}, {sizes.shown(each.collective_bytes)}" if each.collectives else "-"
       )
-      options = [str(each.choice[name]) for name in names]
+      options = [_named(each.choice[name]) for name in names]
       split = [str(each.microbatch_size), str(each.num_microbatches)]
       fits = "yes" if each.fits else "no"
       if not each.analysed:
-        memory, sent = ["-"] * len(memory), "larger than the chip"
+        memory, fits = ["-"] * len(memory), "no, larger than the chip"
       rows.append([*split, *options, *memory, sent, fits])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -122,28 +112,43 @@ class MicrobatchPlan:
       ImportError: matplotlib is not there: ``pip install "optax-accum[plot]"``.
     """
     ax = new_figure().subplots() if ax is None else ax
-    mib = 2**20
-    choices = list(dict.fromkeys(tuple(c.choice.items()) for c in self.candidates))
-    for choice in choices:
-      points = [c for c in self.candidates if tuple(c.choice.items()) == choice and c.analysed]
-      points.sort(key=lambda c: c.microbatch_size)
-      label = ", ".join(f"{name}={value}" for name, value in choice) or "compiled"
-      x, y = [c.microbatch_size for c in points], [c.peak_bytes / mib for c in points]
-      ax.plot(x, y, "o-", label=label)
-    ax.axhline(self.limit_bytes / mib, color="black", linestyle="--", label="limit")
-    fixed = self.candidates[0].fixed_bytes / mib
-    ax.axhspan(0, fixed, color="0.9", label="arguments, outputs, code")
-    if self.candidates[0].fits:
-      best = f"best: {self.microbatch_size} rows"
-      ax.plot(self.microbatch_size, self.peak_bytes / mib, "*", markersize=16, label=best)
+    analysed = [c for c in self.candidates if c.analysed]
+    most = max([self.limit_bytes, *(c.peak_bytes for c in analysed)])
+    name, unit = ("GiB", 2**30) if most >= 2**31 else ("MiB", 2**20)
+    for i, choice in enumerate({id(c.choice): c.choice for c in self.candidates}.values()):
+      points = sorted((c for c in analysed if c.choice is choice), key=_size)
+      label = ", ".join(f"{key}={_named(value)}" for key, value in choice.items()) or "compiled"
+      # Choices may need the same memory, so later ones are drawn smaller, on top.
+      style = {"markersize": max(9 - 2 * i, 3), "linewidth": max(3 - i, 1)}
+      ax.plot(
+        [*map(_size, points)], [c.peak_bytes / unit for c in points], "o-", label=label, **style
+      )
+    ax.axhline(self.limit_bytes / unit, color="black", linestyle="--", label="limit")
+    larger = [c.microbatch_size for c in self.candidates if not c.analysed]
+    if larger:
+      ax.plot(larger, [1.1 * most / unit] * len(larger), "kx", label="larger than the chip")
+    first = self.candidates[0]
+    if first.fits:
+      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="its arguments, outputs, code")
+      label = f"best: {_rows(first.microbatch_size)}"
+      ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
     ax.set_xscale("log", base=2)
-    ticks = sorted({c.microbatch_size for c in self.candidates})
-    ax.set_xticks(ticks, [str(tick) for tick in ticks])
+    ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
-    ax.set_ylabel("memory of a device, MiB")
+    ax.set_ylabel(f"memory of a device, {name}")
     ax.legend()
     return ax
+
+
+def _size(candidate: PlanCandidate) -> int:
+  return candidate.microbatch_size
+
+
+def _work(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> int:
+  """The work of a choice. That of one row on a device XLA writes in a way that is not counted."""
+  smallest = best.microbatch_size == min(map(_size, candidates))
+  return max(c.flops for c in candidates) if smallest else best.flops
 
 
 def new_figure() -> Any:
@@ -165,24 +170,24 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
       " chip's memory. Shard parameters or state over more devices, or take a smaller model."
     )
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
-  alike = [c for c in analysed if c.choice == least.choice and c.num_microbatches > 1]
   parts = _arguments(step, args)
+  if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
+    parts = {"arguments": least.argument_bytes}  # the step places them otherwise
   if least.output_bytes:
     parts["outputs that no argument was donated for"] = least.output_bytes
   if least.code_bytes:
     parts["code"] = least.code_bytes
-  a, b = min(alike, key=lambda c: c.microbatch_size, default=least), least
-  others = sorted((c for c in alike if c is not a), key=lambda c: c.microbatch_size)
-  if others:
-    b = others[0]
-    per_row = max(b.temp_bytes - a.temp_bytes, 0) / (b.microbatch_size - a.microbatch_size)
-    of_rows = min(int(per_row * a.microbatch_size), a.temp_bytes)
-    parts["activations of a microbatch"] = of_rows
-    parts["gradients, their accumulators and what else does not grow with it"] = (
-      a.temp_bytes - of_rows
+  scans = [c for c in analysed if c.choice is least.choice and c.num_microbatches > 1]
+  largest = max(scans, key=_size, default=least)
+  if largest.microbatch_size > least.microbatch_size:
+    a_row = (largest.temp_bytes - least.temp_bytes) / (
+      largest.microbatch_size - least.microbatch_size
     )
+    of_rows = min(max(int(a_row * least.microbatch_size), 0), least.temp_bytes)
+    parts["activations and what else grows with the microbatch"] = of_rows
+    parts["gradients, accumulators and what else stays the same"] = least.temp_bytes - of_rows
   else:
-    parts["temporary buffers (activations, gradients, accumulators)"] = a.temp_bytes
+    parts["temporary buffers: activations, gradients, accumulators"] = least.temp_bytes
   most = max(parts, key=lambda name: parts[name])
   listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items())
   needs = sizes.shown(least.peak_bytes)
@@ -192,6 +197,11 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
     "Give a larger memory_limit, shard parameters or state over more devices, have steps donate"
     f" them, use in_place=True or rematerialisation, or a smaller model.\n{plan}"
   )
+
+
+def _named(value: Any) -> str:
+  """A value of a choice, in a table."""
+  return getattr(value, "__name__", None) or repr(value)
 
 
 def _rows(number: int) -> str:

@@ -4,6 +4,10 @@ from collections.abc import Callable
 
 from optax_accum._plan.candidate import PlanCandidate
 
+_NEARLY = (
+  1.05  # times the limit: where nothing fits, and the smallest does nearly, one more is tried
+)
+
 
 class Search:
   """The search among `sizes`, the possible microbatches in rows, the smallest first.
@@ -14,20 +18,22 @@ class Search:
   a third of the sizes. (On TPUs the line has steps, of twice the memory and more, where a layout
   changes.)
 
-  The whole batch, the last of the sizes, is a program without a scan: without accumulators, and
-  without a copy of a microbatch's rows, each of `row_bytes`. It is predicted without these, and may
-  fit where half of it does not.
+  Where the last of the sizes is the `whole` batch, it is a program without a scan: without
+  accumulators, and without a copy of a microbatch's rows, each of `row_bytes`. It is predicted
+  without these, and may fit where half of it does not.
   """
 
   def __init__(
     self,
     sizes: list[int],
+    whole: int,
     limit: int,
     row_bytes: float,
     compile_size: Callable[[int], PlanCandidate],
   ):
     self._sizes, self._limit, self._row_bytes = sizes, limit, row_bytes
-    self._compile, self._whole = compile_size, len(sizes) - 1
+    self._compile = compile_size
+    self._whole = len(sizes) - 1 if sizes[-1] == whole else None
     self._budget = max(len(sizes) // 3, len(sizes).bit_length())
     self.known: dict[int, PlanCandidate] = {}
 
@@ -35,49 +41,51 @@ class Search:
     """Compiles until the largest one that fits is known."""
     low, high = -1, len(self._sizes)  # the largest that fits, the smallest that does not
     while high - low > 1:
-      guess = self._guess(low, high)
+      guess = self._guess(range(low + 1, high))
       if self._measure(guess).fits:
         low = guess
       else:
         high = guess
-    if self._whole not in self.known and self._predicted(self._whole) <= self._limit:
-      self._measure(self._whole)
+    for index in {self._whole, 1 if low < 0 else None} - {None} - self.known.keys():
+      assert index is not None
+      if index < len(self._sizes) and self._may_fit(index):
+        self._measure(index)
 
   def _measure(self, index: int) -> PlanCandidate:
     self.known[index] = self._compile(self._sizes[index])
     return self.known[index]
 
-  def _guess(self, low: int, high: int) -> int:
-    """What to compile next, between the two."""
-    between = range(low + 1, high)
+  def _may_fit(self, index: int) -> bool:
+    if index == self._whole:
+      return self._predicted(index) <= self._limit
+    return self.known[0].analysed and self.known[0].peak_bytes <= _NEARLY * self._limit
+
+  def _guess(self, between: range) -> int:
+    """What to compile next, of some that follow one another."""
+    middle = between[(len(between) - 1) // 2]
     if not self.known:
-      return between[(len(between) - 1) // 2]
-    if self._limit < self._fixed:
-      return 0  # nothing will fit
-    fitting = [i for i in between if self._predicted(i) <= self._limit]
+      return middle
+    analysed = [each for each in self.known.values() if each.analysed]
+    if analysed and self._limit < min(each.fixed_bytes for each in analysed):
+      return between[0]  # nothing will fit
+    fitting = [i for i in between if analysed and self._predicted(i) <= self._limit]
     guess = fitting[-1] if fitting else between[0]
     # Either side of the guess must be small enough to be bisected with what is left.
     most = 2 ** max(self._budget - len(self.known) - 1, 0) - 1
-    least, largest = high - 1 - most, low + 1 + most
-    return min(max(guess, least), largest) if least <= largest else between[len(between) // 2]
-
-  @property
-  def _fixed(self) -> int:
-    """What does not depend on how the batch is split."""
-    return max((each.fixed_bytes for each in self._analysed.values()), default=0)
-
-  @property
-  def _analysed(self) -> dict[int, PlanCandidate]:
-    """Those of which XLA has told the memory."""
-    return {i: each for i, each in self.known.items() if each.analysed}
+    least, largest = between[-1] - most, between[0] + most
+    return min(max(guess, least), largest) if least <= largest else middle
 
   def _predicted(self, index: int) -> float:
     """The memory of one that was not compiled."""
-    scans = sorted(self._analysed.keys() - {self._whole}, key=lambda i: abs(i - index))
+    scans = [i for i, each in self.known.items() if each.analysed and i != self._whole]
+    if not scans:
+      return 0  # nothing is known
+    scans.sort(key=lambda i: abs(i - index))
+    fixed = self.known[scans[0]].fixed_bytes
     points = [(self._sizes[i], self.known[i].peak_bytes) for i in scans[:2]]
-    points += [(0, self._fixed)] * (2 - len(points))  # accumulators count as if they were of rows
+    points += [(0, fixed)] * (2 - len(points))  # accumulators count as if they were of rows
     (x1, y1), (x2, y2) = points
-    slope = max((y2 - y1) / (x2 - x1), 0) if x2 != x1 else 0
+    slope = max((y2 - y1) / (x2 - x1), 0)
     if index == self._whole:
-      return self._fixed + max(slope - self._row_bytes, 0) * self._sizes[index]
+      return fixed + max(slope - self._row_bytes, 0) * self._sizes[index]
     return y1 + slope * (self._sizes[index] - x1)

@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 
-# Of what a device may allocate, kept for fragmentation and for small arrays of other programs.
+from optax_accum._plan import counts
+
+# The part of what a device may allocate that is left free, because free memory is in pieces.
 MARGIN = 0.05
 
 _UNITS = {"B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse(name: str, value: Any) -> int:
@@ -38,11 +40,15 @@ def parse(name: str, value: Any) -> int:
   return number
 
 
-def of_device(args: Any) -> int:
-  """What arrays may take on the device that `args` are on, less a margin."""
-  shardings: Any = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-  devices = [d for s in shardings if s is not None for d in getattr(s, "device_set", ())]
-  device = min(devices, key=lambda d: d.id) if devices else jax.devices()[0]
+def of_device(args: Any, step: Any) -> int:
+  """What arrays may take on the device that a step runs on, less a margin."""
+  program = counts.program_of(step)
+  if program is not None and program.parallel is not None:
+    devices = [*program.parallel.mesh.devices.flat]
+  else:
+    shardings: Any = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+    devices = [d for s in shardings if s is not None for d in getattr(s, "device_set", ())]
+  device = min(devices or jax.devices(), key=lambda d: d.id)
   try:
     stats = device.memory_stats() or {}
   except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device to compile for

@@ -1,0 +1,105 @@
+"""Which microbatch fits: the main job planned for this machine, and for a TPU that is not there.
+
+The model of train_lm.py. `build` and `build_for_tpu` return what `plan_microbatches` takes, so the
+command line can plan them too:
+
+    python -m optax_accum plan examples/plan.py:build --memory 64MiB --choice remat=false,true
+
+Run:      python examples/plan.py [--memory SIZE] [--tpu-memory SIZE] [--plot FILE]
+          The TPU is compiled for with libtpu: pip install ".[bench]". On a TPU or GPU leave
+          --memory out, and the device says how much it has.
+Expected: EXPECTED
+"""
+
+import argparse
+import importlib.util
+import os
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from train_lm import make_loss_fn, make_optimizer, Transformer
+
+import optax_accum
+
+CHOICES = {"remat": [False, True]}
+
+
+def planned(layers: int, width: int, rows: int, length: int, device: Any = None) -> tuple[Any, ...]:
+  """The step, its arguments as shapes, and the rows of the batch."""
+  tx = make_optimizer(steps=250)
+
+  def build_step(num_microbatches, remat=False):
+    loss_fn = make_loss_fn(
+      Transformer(layers, width, jnp.bfloat16 if device else jnp.float32, remat)
+    )
+    return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+
+  model, tokens = Transformer(layers, width), jax.ShapeDtypeStruct((1, length), jnp.int32)
+  params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
+  batch = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
+  args = params, jax.eval_shape(tx.init, params), batch
+  if device is not None:
+    one = SingleDeviceSharding(device)
+    args = jax.tree.map(lambda x: x.update(sharding=one), args)
+  return build_step, args, rows
+
+
+def build() -> tuple[Any, ...]:
+  """The main job as it is: 64 rows of 64 bytes."""
+  return planned(layers=3, width=128, rows=64, length=64)
+
+
+def build_for_tpu() -> tuple[Any, ...]:
+  """A larger one, in bfloat16: 1,024 rows of 512 bytes, for one chip of a TPU v5e."""
+  # What libtpu would ask the network, where it is not on a TPU.
+  os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+  os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+  os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+  chip = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices[0]
+  return planned(layers=8, width=512, rows=1024, length=512, device=chip)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  on_cpu = jax.default_backend() == "cpu"
+  flag = parser.add_argument
+  flag("--memory", default="64MiB" if on_cpu else None, metavar="SIZE", help="of this machine")
+  flag("--tpu-memory", default="15GiB", metavar="SIZE", help="of a chip (default: 15GiB)")
+  flag("--plot", metavar="FILE", help="draw both plans; needs matplotlib")
+  args = parser.parse_args()
+  jobs = {"this machine": (build, args.memory)}
+  if importlib.util.find_spec("libtpu"):
+    jobs["one chip of a TPU v5e"] = build_for_tpu, args.tpu_memory
+  else:
+    print('libtpu is not installed, so no TPU is planned for: pip install ".[bench]"')
+  figure = None
+  if args.plot:
+    try:
+      from matplotlib.figure import Figure
+
+      figure = Figure(figsize=(6 * len(jobs), 4), layout="constrained")
+      figure.savefig(args.plot)  # a name that cannot be written should be known before
+    except (ImportError, OSError, ValueError) as error:
+      parser.error(f"--plot {args.plot}: {error}")
+
+  for i, (where, (job, memory)) in enumerate(jobs.items(), 1):
+    build_step, step_args, rows = job()
+    try:
+      plan = optax_accum.plan_microbatches(
+        build_step, step_args, batch_size=rows, memory_limit=memory, choices=CHOICES
+      )
+    except ValueError as error:  # nothing fits, or a size that is none
+      raise SystemExit(f"{where}: {error}") from None
+    print(f"{where}: {plan}\n", flush=True)
+    if figure:
+      axes = figure.add_subplot(1, len(jobs), i)
+      plan.plot(axes).set_title(where)
+  if figure:
+    figure.savefig(args.plot)
+
+
+if __name__ == "__main__":
+  main()
