@@ -63,6 +63,9 @@ def main():
   plain = jax.value_and_grad(loss_fn)
   steps = {
     f"optax_accum, N={n}": optax_accum.make_train_step(loss_fn, tx, num_microbatches=n),
+    f"... noise_scale=True, N={n}": optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=n, noise_scale=True
+    ),
     f"hand-written scan, N={n}": with_optimizer(hand_written(loss_fn, n), tx),
     f"optax.microbatching, N={n}": with_optimizer(optax_microbatch(loss_fn, n), tx),
     f"Python loop, N={n}": with_optimizer(python_loop(loss_fn, n), tx),

@@ -69,6 +69,16 @@ SUCCEEDS = [
     r"planted rows among the 10 of most influence: \d+%",
   ),
   (
+    "plan.py",
+    ("--plot", "figure.png"),
+    r"within 64.0 MiB on each device\n(.*\n)+best: num_microbatches=8 \(of 8 rows\), remat=False",
+  ),
+  (
+    "noise_scale.py",
+    ("--target", "4.5", "--batches", "8", "32", "--plot", "figure.png"),
+    r"the noise scale at the target is \d+ rows",
+  ),
+  (
     "resume.py",
     ("--cycle", "2"),
     r"(?s)streaming, from call 4 on: done\nstreaming: the same bits.*whole-cycle: the same bits",
@@ -131,6 +141,14 @@ FAILS = [
     ("--planted", "90"),
     "--planted 90 is more than half of the 1[34].* to train on",
   ),
+  ("plan.py", ("--memory", "much"), "this machine: memory_limit='much' is no size: .*"),
+  ("plan.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
+  (
+    "noise_scale.py",
+    ("--batches", "8"),
+    "--batches takes two sizes or more, multiples of 4 above it",
+  ),
+  ("noise_scale.py", ("--plot", "no/x.png"), "--plot no/x.png: .*No such file.*"),
   ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
   ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
 ]

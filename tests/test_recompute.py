@@ -195,8 +195,9 @@ def test_padding_that_is_not_finite_adds_nothing():
     trees.assert_close(tangent, jax.jvp(lambda p: fun(p, batch), (params,), (params,))[1], 1e-10)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("looped", [False, True], ids=["once", "in a loop"])
+@pytest.mark.parametrize(
+  ("weighted", "looped"), [(False, False), (True, True)], ids=["once", "weighted, in a loop"]
+)
 def test_second_derivatives(weighted, looped):
   """Of a step in a loop, as in meta-learning; forward and reverse mode around reverse mode."""
   weight_fn = (lambda x: jnp.sum(x[:, 0] ** 2)) if weighted else None
