@@ -42,6 +42,7 @@ OPTIONS = {
   "skip_nonfinite": {"skip_nonfinite": True},
   "skip_empty": {"weight_fn": valid_rows, "skip_empty": True},
   "ragged": {"microbatch_size": None},
+  "noise_scale": {"noise_scale": True},
   "in_place": {"in_place": True},
   "in_place+weight_fn": {"in_place": True, "weight_fn": valid_rows},
   "in_place+ragged": {"in_place": True, "microbatch_size": None},

@@ -3,7 +3,7 @@
 The job of train_lm.py, smaller. For several batch sizes it is trained until the loss of held-out
 text has fallen to a target, with several learning rates, of which the one that takes the fewest
 steps counts. From these steps follows the batch beyond which more rows save few steps (McCandlish
-et al. 2018, arXiv:1812.06162, equation 2.7): steps = least * (1 + critical / batch). The noise
+et al. 2018, arXiv:1812.06162, section 2): steps = least * (1 + critical / batch). The noise
 scale tells it from one training alone.
 
 Run:      python examples/noise_scale.py [--target NATS] [--batches N ...] [--plot FILE]

@@ -101,7 +101,7 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     True
 
   References:
-    McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, equations 2.7 to 2.9 and appendix A,
+    McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2 and appendix A.1,
     which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
   """
   number: Any = decay

@@ -129,9 +129,9 @@ class MicrobatchPlan:
       ax.plot(larger, [1.1 * most / unit] * len(larger), "kx", label="larger than the chip")
     first = self.candidates[0]
     if first.fits:
-      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="its arguments, outputs, code")
       label = f"best: {_rows(first.microbatch_size)}"
       ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
+      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="all but temporary buffers")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set_ylim(bottom=0)

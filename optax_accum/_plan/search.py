@@ -82,7 +82,8 @@ class Search:
       return 0  # nothing is known
     scans.sort(key=lambda i: abs(i - index))
     fixed = self.known[scans[0]].fixed_bytes
-    points = [(self._sizes[i], self.known[i].peak_bytes) for i in scans[:2]]
+    two = scans[:2] if index != self._whole else [scans[0], *scans[:0:-1]][:2]  # far apart
+    points = [(self._sizes[i], self.known[i].peak_bytes) for i in two]
     points += [(0, fixed)] * (2 - len(points))  # accumulators count as if they were of rows
     (x1, y1), (x2, y2) = points
     slope = max((y2 - y1) / (x2 - x1), 0)
