@@ -62,10 +62,20 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
 
   Numerator and denominator are averaged over steps, each by itself, and then divided.
 
+  So a batch of :math:`B_{simple}` rows needs twice the least steps, and twice the least rows in
+  all, and is a usual choice. One of four times that needs 1.25 times the least steps, and one of a
+  quarter 1.25 times the least rows. How many microbatches it is measured with hardly matters.
+
   What it cannot tell: it is derived for plain SGD on a locally quadratic loss. Adam and momentum
   follow it in trend only. It is small in the first steps, and grows by a factor of ten and more in
-  training, so what is measured early says nothing about the end. Rows of one batch must be drawn
-  independently: several windows of one document count as fewer.
+  training, so what is measured early says nothing about the end; and as long as it grows, the
+  averages lag behind. Rows of one batch must be drawn independently: several windows of one
+  document count as fewer. Dropout counts as noise. Where rows meet within a microbatch, as in batch
+  normalisation and contrastive losses, it means nothing.
+
+  It is there with `make_train_step`, `linen_train_step` and `nnx_train_step`, also where `tx` is an
+  `accumulate`: then each call has its own terms. The state is saved and restored as any tree of
+  arrays, into the tree that ``init()`` returns.
 
   Args:
     decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps,

@@ -518,7 +518,13 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
     ("jop.py:build", [], r"ValueError: .*jop.py is no file; .* has job.py."),
     ("job.py:bild", [], r"has no function 'bild'; it has loss_fn, build, broken, inner, two,"),
     ("job.py", [], r"give FILE.py:NAME, such as train.py:build"),
-    ("job.py:two", [], r"returned \(1, 2\); it must return \(build_step, args, batch_size\)"),
+    ("job.py:two", [], r"returned \(int, int\); it must return the three \(build_step, args"),
+    (
+      "job.py:loss_fn",
+      [],
+      r"is loss_fn\(params, batch\), and it is called without arguments: name",
+    ),
+    ("job.py:build", ["--choice", "remat=true,"], r"--choice remat=true,: give NAME=VALUE"),
     ("job.py:build", ["--choice", "remat"], r"--choice remat: give NAME=VALUE"),
     ("job.py:build", ["--choice", "remt=true"], r"TypeError: build_step is called with \(num_m"),
     ("job.py:build", ["--memory", "much"], r"memory_limit='much' is no size"),
@@ -610,6 +616,18 @@ def test_a_step_that_needs_two_microbatches():
   assert plan.num_microbatches == 2
   with pytest.raises(ValueError, match="a step with noise_scale=True needs 2 rows or more"):
     plan_microbatches(build_step, mlp_args(rows=1), batch_size=1, memory_limit="1GiB")
+
+
+def test_a_batch_with_few_divisors():
+  args = mlp_args(rows=61 * 2)
+  least = plan_microbatches(build_mlp, args, batch_size=122, memory_limit="1GiB").candidates[-1]
+  plan = plan_microbatches(build_mlp, args, batch_size=122, memory_limit=least.peak_bytes)
+  note = "No microbatch between 2 and 61 rows divides the batch: another batch_size may have"
+  assert plan.microbatch_size == 2
+  assert str(plan).splitlines()[-1].startswith(note)
+  assert "divides the batch" not in str(
+    plan_microbatches(build_mlp, args, batch_size=122, memory_limit="1GiB")
+  )
 
 
 def test_after_a_step_that_deleted_its_arguments():

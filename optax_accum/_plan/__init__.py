@@ -26,8 +26,8 @@ def plan_microbatches(
 
   Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
   compared with the limit. Memory grows with the microbatch nearly along a straight line, so three
-  or four programs are enough where a batch has 20 divisors. The answer itself is among them.
-  Nothing runs, and no out-of-memory error is caught. ::
+  or four programs for each choice are enough where a batch has 12 divisors. The answer and the next
+  larger microbatch are among them. Nothing runs, and no out-of-memory error is caught. ::
 
     def build_step(num_microbatches, remat=False):
       loss_fn = make_loss_fn(remat=remat)
@@ -43,10 +43,17 @@ def plan_microbatches(
   into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
   the next batches, are not in it. Set them off against `memory_limit`.
 
+  Nothing is timed either. Beyond a few rows on each device a smaller microbatch may be as fast as
+  the largest, or faster: time two or three of the table. Give a batch with many divisors: of 241
+  rows there are microbatches of 1 and of 241. And plan for the device that you train on. XLA for
+  CPU may merge what rematerialised layers compute again, unless they are in a scan.
+
   **For devices that are not there**, `args` are shapes with shardings over a described topology.
-  For 8 or 64 chips of a TPU v5e (with libtpu installed; pass the mesh to `make_train_step`)::
+  For 64 chips of a TPU v5e, or 8 (``"v5e:2x4"``), with libtpu installed, and the mesh passed to
+  `make_train_step`::
 
     from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec as P
     topology = topologies.get_topology_desc("v5e:8x8", platform="tpu")
     mesh = topologies.make_mesh(topology, (64,), ("data",))
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
@@ -54,7 +61,8 @@ def plan_microbatches(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
     args = like(params, whole), like(opt_state, whole), like(batch, rows)
 
-  One chip is ``SingleDeviceSharding(topology.devices[0])``. Off a TPU, libtpu wants the environment
+  One chip is ``jax.sharding.SingleDeviceSharding(topology.devices[0])``; a program may have 15.75
+  GiB of it. Where no TPU is, libtpu wants the environment
   variables ``TPU_SKIP_MDS_QUERY=1``, ``TPU_ACCELERATOR_TYPE=v5litepod-8`` and
   ``TPU_WORKER_HOSTNAMES=localhost``. For a GPU (with jax-cuda12-plugin and jax-cuda12-pjrt)::
 
@@ -68,8 +76,8 @@ def plan_microbatches(
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
       `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
     args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`s, with shardings if
-      any. `jax.eval_shape` makes such shapes of a model that is too large to be made here. They are
-      not donated.
+      any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes of a model that is too large to be
+      made here. They are not donated.
     batch_size: The rows of the batch in `args`, on all devices together. The numbers of
       microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
       function of your own that splits the rows of one device, inside `shard_map`, give those.

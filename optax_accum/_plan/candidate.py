@@ -30,7 +30,8 @@ class PlanCandidate:
     code_bytes: Of the program. (0 on CPU, where XLA does not say.)
     xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. It is less than what is
       reserved where buffers are not in use at the same time. On CPU it leaves temporary buffers
-      out, and on TPUs it may be more. None where this JAX has no such number.
+      out. On TPUs it may be more; but what is larger than a chip's memory does not compile. None
+      where this JAX has no such number.
     flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
       one row of each microbatch: XLA writes such products as sums, which are not counted.)
     collectives: How many run.
@@ -141,7 +142,8 @@ def call_of(num_microbatches: int, choice: Mapping[str, Any]) -> str:
 
 def check_choices(build_step: Callable[..., Any], choices: Any) -> None:
   """Checks that `choices` are options, with values, that `build_step` takes."""
-  if not callable(build_step) or hasattr(build_step, "lower"):
+  is_step = hasattr(build_step, "lower") and not isinstance(build_step, type)
+  if not callable(build_step) or is_step:
     raise TypeError(
       f"build_step={build_step!r:.80} must be a function build_step(num_microbatches, **choice)"
       " that returns a jitted step."

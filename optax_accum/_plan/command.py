@@ -52,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     action="append",
     default=[],
     metavar="NAME=VALUE,...",
-    help="an option of build_step and the values to try (JSON, or a word); may be given again",
+    help="an option of build_step and the values to try: true, 8, null as in JSON or in Python,"
+    " other words as they are; may be given again",
   )
   command.add_argument("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
@@ -91,7 +92,7 @@ def _check_writable(file: str) -> None:
 def _choice(text: str) -> tuple[str, list[Any]]:
   """``remat=false,true`` as a name and values."""
   name, equals, values = text.partition("=")
-  if not equals or not name.isidentifier() or not values:
+  if not equals or not name.isidentifier() or not all(values.split(",")):
     raise ValueError(f"--choice {text}: give NAME=VALUE,VALUE,..., such as remat=false,true.")
   return name, [_value(word) for word in values.split(",")]
 
@@ -108,18 +109,32 @@ def _value(word: str) -> Any:
 def _built(target: str) -> tuple[Any, Any, Any]:
   """What the user's function returns."""
   try:
-    built = _function(target)()
+    build = _function(target)
+    _check_no_parameters(target, build)
+    built = build()
   except SystemExit as error:
     raise ValueError(
       f"{target} ended by itself, with sys.exit({error.code!r}): put what a script runs below"
       ' if __name__ == "__main__", and have the function return.'
     ) from None
   if not isinstance(built, tuple) or len(built) != 3:
+    several = isinstance(built, (tuple, list))
+    kinds = ", ".join(type(x).__name__ for x in built) if several else type(built).__name__
     raise TypeError(
-      f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), as"
+      f"{target} returned ({kinds}); it must return the three (build_step, args, batch_size), as"
       " optax_accum.plan_microbatches takes them."
     )
   return built
+
+
+def _check_no_parameters(target: str, build: Callable[..., Any]) -> None:
+  try:
+    inspect.signature(build).bind()
+  except TypeError:
+    raise TypeError(
+      f"{target} is {build.__name__}{inspect.signature(build)}, and it is called without arguments:"
+      " name a function without, which returns (build_step, args, batch_size)."
+    ) from None
 
 
 def _function(target: str) -> Callable[[], Any]:

@@ -74,6 +74,14 @@ class MicrobatchPlan:
       chosen = "".join(f", {name}={_named(value)}" for name, value in self.choice.items())
       split = f"num_microbatches={self.num_microbatches} (of {_rows(self.microbatch_size)})"
       lines.append(f"best: {split}{chosen}")
+      larger = [
+        c.microbatch_size for c in self.candidates if c.choice is self.choice and not c.fits
+      ]
+      if min(larger, default=0) >= 4 * self.microbatch_size:
+        lines.append(
+          f"No microbatch between {self.microbatch_size} and {min(larger)} rows divides the batch:"
+          " another batch_size may have a larger one that fits."
+        )
     return "\n".join(lines)
 
   def _table(self) -> list[str]:
@@ -133,10 +141,13 @@ class MicrobatchPlan:
       ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
       ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="all but temporary buffers")
     ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:.0f}")
+    ticks: list[int] = []
+    for size in sorted(map(_size, self.candidates)):
+      ticks += [size] if not ticks or size > 1.2 * ticks[-1] else []
+    ax.set_xticks(ticks, [*map(str, ticks)], minor=False)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
-    ax.set_ylabel(f"memory of a device, {name}")
+    ax.set_ylabel(f"reserved on a device, {name}")
     ax.legend()
     return ax
 
