@@ -176,6 +176,7 @@ def test_the_log_has_every_loss(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   names = PAGE.run(*PAGE.blocks("Logging"))
   assert int(names["metrics"]["aux"]["rows"]) == 64
+  assert names["rows_worth_having"] > 1
   assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   with open("losses.csv") as file:
     rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
