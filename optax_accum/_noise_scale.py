@@ -60,11 +60,12 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   steps. With SGD, batches of B rows need :math:`1 + B_{simple} / B` times the steps that very large
   ones need. The unit is that of weights: rows, or what a `weight_fn` counts, such as tokens.
 
-  Numerator and denominator are averaged over steps, each by itself, and then divided.
-
   So a batch of :math:`B_{simple}` rows needs twice the least steps, and twice the least rows in
   all, and is a usual choice. One of four times that needs 1.25 times the least steps, and one of a
-  quarter 1.25 times the least rows. How many microbatches it is measured with hardly matters.
+  quarter 1.25 times the least rows.
+
+  Numerator and denominator are averaged over steps, each by itself, and then divided. How many
+  microbatches it is measured with hardly matters.
 
   What it cannot tell: it is derived for plain SGD on a locally quadratic loss. Adam and momentum
   follow it in trend only. It is small in the first steps, and grows by a factor of ten and more in

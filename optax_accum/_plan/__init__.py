@@ -27,7 +27,8 @@ def plan_microbatches(
   Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
   compared with the limit. Memory grows with the microbatch nearly along a straight line, so three
   or four programs for each choice are enough where a batch has 12 divisors. The answer and the next
-  larger microbatch are among them. Nothing runs, and no out-of-memory error is caught. ::
+  larger microbatch are among them. Nothing runs, so nothing can run out of memory. (XLA for TPU
+  refuses to compile what is larger than the chip. Such a step does not fit.) ::
 
     def build_step(num_microbatches, remat=False):
       loss_fn = make_loss_fn(remat=remat)
@@ -62,9 +63,9 @@ def plan_microbatches(
     args = like(params, whole), like(opt_state, whole), like(batch, rows)
 
   One chip is ``jax.sharding.SingleDeviceSharding(topology.devices[0])``; a program may have 15.75
-  GiB of it. Where no TPU is, libtpu wants the environment
-  variables ``TPU_SKIP_MDS_QUERY=1``, ``TPU_ACCELERATOR_TYPE=v5litepod-8`` and
-  ``TPU_WORKER_HOSTNAMES=localhost``. For a GPU (with jax-cuda12-plugin and jax-cuda12-pjrt)::
+  GiB of it. Where no TPU is, libtpu wants the environment variables ``TPU_SKIP_MDS_QUERY=1``,
+  ``TPU_ACCELERATOR_TYPE=v5litepod-8`` and ``TPU_WORKER_HOSTNAMES=localhost``. For a GPU (with
+  jax-cuda12-plugin and jax-cuda12-pjrt)::
 
     topologies.get_topology_desc(
         "", platform="cuda", topology="1x1x8", target_config=open("h100.txtpb").read())
@@ -89,10 +90,11 @@ def plan_microbatches(
       tried.
 
   Returns:
-    A `MicrobatchPlan`, whose ``num_microbatches``, ``microbatch_size`` and ``choice`` are, for each
-    choice, those of its largest microbatch that fits, and of these the cheapest in floating-point
-    operations. (Rematerialised layers need a third more: they are chosen where nothing else fits.
-    Of choices within 1%, the one with the largest microbatch.) It prints as a table.
+    A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
+    ``microbatch_size`` and ``choice`` to use. Without `choices` that is the largest microbatch that
+    fits. With them each choice has its largest, and the choice with the fewest floating-point
+    operations is taken: rematerialised layers need up to a third more, so they are chosen where
+    nothing else fits. Where choices differ by less than 1%, the larger microbatch is taken.
 
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
