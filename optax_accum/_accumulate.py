@@ -25,16 +25,12 @@ def accumulate(
   axis_name: AxisName | None = None,
   differentiable: bool = False,
 ) -> AccumulateTransformation:
-  r"""Steps `inner` once every `every_k` calls, with the mean of their gradients.
+  """Steps `inner` once every `every_k` calls, with the mean of their gradients.
 
-  The call that ends a cycle emits
-
-  .. math::
-    \text{updates} = \text{inner}\left(\frac{\sum_i w_i g_i}{\sum_i w_i}\right)
-
-  and the calls before it emit zeros. It is the step that the whole batch would have taken:
-  `inner` sees one gradient per cycle, in a microbatch's dtype. Its moments, schedules, clipping
-  and weight decay count gradient steps.
+  The call that ends a cycle emits ``inner(sum(w * g) / sum(w))``, over the cycle's gradients ``g``
+  and weights ``w``, and the calls before it emit zeros. It is the step that the whole batch would
+  have taken: `inner` sees one gradient per cycle, in a microbatch's dtype. Its moments, schedules,
+  clipping and weight decay count gradient steps.
 
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, and faster: until the cycle ends, parameters and inner state are neither
@@ -91,8 +87,8 @@ def accumulate(
     every_k: Mini steps in a cycle: an int of at least 1, or a schedule, evaluated under jit, from
       the int32 gradient step to an integer. With 1 there is no accumulator. Without `skip_fn` or
       traced weights there is no branch either: the step is `inner`'s.
-    reduction: ``"mean"``, or ``"sum"`` for the weighted sum :math:`\sum_i w_i g_i`. Keep
-      parameters that are overwritten with their "gradient" out, such as the amax of fp8 layers,
+    reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``. Keep parameters
+      that are overwritten with their "gradient" out, such as the amax of fp8 layers,
       whose mean is silently wrong: ``optax.partition({"trained": accumulate(optimizer, every_k),
       "overwritten": overwrite}, labels)``, with ``overwrite = optax.stateless(lambda grads, params:
       jax.tree.map(jnp.subtract, grads, params))``, overwrites them in every call. (A cycle's

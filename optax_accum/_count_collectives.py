@@ -34,9 +34,16 @@ class CollectiveTotal(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CollectiveReport:
-  """What `count_collectives` found; it prints as a table."""
+  """What `count_collectives` found; it prints as a table.
 
-  operations: tuple[Collective, ...]  # every collective, once per place that it is reached from
+  Attributes:
+    operations: Every collective, once for each place that it is reached from. Each has ``kind``;
+      ``shape`` and ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``,
+      the innermost one around it, or None; ``op_name``, where JAX says it comes from; and
+      ``unknown_trip_counts``, the loops around it that count once.
+  """
+
+  operations: tuple[Collective, ...]
 
   @property
   def inside(self) -> dict[str, CollectiveTotal]:

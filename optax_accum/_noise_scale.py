@@ -50,19 +50,18 @@ class GradientNoiseScale(NamedTuple):
 
 
 def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
-  r"""The simple noise scale: about how many rows a batch should have.
+  """The simple noise scale: about how many rows a batch should have.
 
-  .. math:: B_{simple} = \mathrm{tr}(\Sigma) / |G|^2
+  It is ``trace / |G|^2``. ``G`` is the gradient of all data, and ``trace`` that of the covariance
+  of the gradients of single rows. The gradient of a batch of this many rows has as much noise as
+  signal. If batches are much smaller, twice the rows need almost half the steps. If they are much
+  larger, more rows save few steps. With SGD, batches of B rows need ``1 + noise_scale / B`` times
+  the steps that very large ones need. The unit is that of weights: rows, or what a `weight_fn`
+  counts, such as tokens.
 
-  where G is the gradient of all data, and :math:`\Sigma` the covariance of the gradients of single
-  rows. The gradient of a batch of this many rows has as much noise as signal. If batches are much
-  smaller, twice the rows need almost half the steps. If they are much larger, more rows save few
-  steps. With SGD, batches of B rows need :math:`1 + B_{simple} / B` times the steps that very large
-  ones need. The unit is that of weights: rows, or what a `weight_fn` counts, such as tokens.
-
-  So a batch of :math:`B_{simple}` rows needs twice the least steps, and twice the least rows in
-  all, and is a usual choice. One of four times that needs 1.25 times the least steps, and one of a
-  quarter 1.25 times the least rows.
+  So a batch of as many rows as the noise scale needs twice the least steps, and twice the least
+  rows in all, and is a usual choice. One of four times that needs 1.25 times the least steps, and
+  one of a quarter 1.25 times the least rows.
 
   Numerator and denominator are averaged over steps, each by itself, and then divided. How many
   microbatches it is measured with hardly matters.
@@ -202,12 +201,11 @@ def squared_norm(derivatives: Any) -> jax.Array:
 
 
 def terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
-  r"""The estimates of one step, from the squared norms of its microbatches and of their mean.
+  """The estimates of one step, from the squared norms of its microbatches and of their mean.
 
-  With weights :math:`w_i` that sum to S, and :math:`E g_i = G`, :math:`cov(g_i) = \Sigma / w_i`,
-
-  .. math::
-    E \sum_i w_i |g_i|^2 = S |G|^2 + n\, tr \Sigma, \qquad E S |\bar g|^2 = S |G|^2 + tr \Sigma.
+  Let the weights ``w`` of n microbatches sum to S, and their gradients ``g`` have the expectation
+  G and the covariance ``C / w``. Then ``E sum(w |g|^2) = S |G|^2 + n tr C`` over microbatches, and
+  ``E S |mean|^2 = S |G|^2 + tr C`` of their mean.
   """
   dtype = jnp.result_type(float)
   each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)

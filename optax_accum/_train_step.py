@@ -41,7 +41,7 @@ class TrainStep(Generic[Params, Args]):
     return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """As ``lower`` of a jitted function; `jax.ShapeDtypeStruct`s will do as arguments.
+    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`.
 
     ``step.lower(...).compile().memory_analysis()`` tells the memory before anything runs.
     """

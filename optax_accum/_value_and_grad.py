@@ -40,17 +40,13 @@ def microbatch_value_and_grad(
   axis_name: AxisName | None = None,
   unroll: int | bool = 1,
 ) -> Callable[Args, tuple[Any, ...]]:
-  r"""`jax.value_and_grad` that runs microbatch by microbatch, in one `jax.lax.scan`.
+  """`jax.value_and_grad` that runs microbatch by microbatch, in one `jax.lax.scan`.
 
-  Let :math:`w_i` be the weight of microbatch i: its rows, or what `weight_fn` counts. The value
-  and the gradients are the weighted means
-
-  .. math:: \sum_i w_i g_i \Big/ \sum_i w_i
-
-  They are those of the whole batch if the loss is itself a mean over what the weights count. A
-  loss in which rows interact is not such a mean: a contrastive loss, or one through batch
-  normalisation. No sum over microbatches gives its gradient. `check_split` says which a loss is,
-  and what to write.
+  Let ``w`` be the weight of a microbatch: its rows, or what `weight_fn` counts. The value and the
+  gradients are the weighted means, ``sum(w * g) / sum(w)`` over the microbatches. They are those of
+  the whole batch if the loss is itself a mean over what the weights count. A loss in which rows
+  interact is not such a mean: a contrastive loss, or one through batch normalisation. No sum over
+  microbatches gives its gradient. `check_split` says which a loss is, and what to write.
 
   One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
   activations and the plain sum of the gradients, which is divided once.

@@ -5,8 +5,10 @@ import importlib
 import inspect
 import pathlib
 import pkgutil
+import re
 import subprocess
 import sys
+import typing
 
 import jax
 import pytest
@@ -35,12 +37,65 @@ def test_public_names_are_functions_and_types_of_ours():
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_every_argument_is_documented(name):
+def test_every_docstring_says_all_that_a_page_needs(name):
   value = PUBLIC[name]
-  assert value.__doc__
+  assert missing_of(value) == []
+  if inspect.isclass(value):
+    for method in vars(value).values():
+      method = getattr(method, "__func__", method)
+      if inspect.isfunction(method) and not method.__name__.startswith("_"):
+        assert method.__doc__, method
+
+
+def missing_of(value):
+  """What a docstring lacks: a section, or an argument or a field under its name."""
+  doc = inspect.cleandoc(value.__doc__ or "")
   if inspect.isfunction(value):
-    for argument in inspect.signature(value).parameters:
-      assert any(f"  {stars}{argument}:" in value.__doc__ for stars in ("", "*", "**")), argument
+    sections = {"Args": inspect.signature(value).parameters, **dict.fromkeys(RESULTS, ())}
+  else:
+    sections = {"Attributes": own_fields(value)} if own_fields(value) else {}
+  missing = [] if doc else ["a docstring"]
+  for section, names in sections.items():
+    found = re.search(rf"^{section}:\n((?:[ ]+.*\n?|\n)+)", doc, re.MULTILINE)
+    if found is None:
+      missing.append(section)
+    else:
+      documented = re.findall(r"^  [*]*(\w+):", found[1], re.MULTILINE)
+      missing += [name for name in names if name not in documented]
+  return missing
+
+
+RESULTS = ("Returns", "Raises", "Examples")
+
+
+def own_fields(cls):
+  """The fields of a named tuple or a dataclass, without those that it inherits."""
+  return [name for name in inspect.get_annotations(cls) if not name.startswith("_")]
+
+
+def test_a_docstring_that_lacks_something_is_found():
+  def function(first, second):
+    """Does it.
+
+    Args:
+      first: What it is for.
+
+    Returns:
+      A number.
+    """
+
+  class Fields(typing.NamedTuple):
+    """Some.
+
+    Attributes:
+      one: It.
+    """
+
+    one: int
+    two: int
+
+  assert missing_of(function) == ["second", "Raises", "Examples"]
+  assert missing_of(Fields) == ["two"]
 
 
 def examples_of(documented):

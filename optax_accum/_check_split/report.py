@@ -21,12 +21,19 @@ class Finding(NamedTuple):
 
 
 class LeafComparison(NamedTuple):
-  """One number or array of the whole batch beside that of the microbatches."""
+  """One number or array of the whole batch beside that of the microbatches.
 
-  name: str  # "loss", "grads['w']", "aux['accuracy']"
-  size: float  # the largest absolute value
-  difference: float  # the largest absolute difference
-  tolerance: float  # how much of it may be rounding
+  Attributes:
+    name: What it is: ``"loss"``, ``"grads['w']"``, ``"aux['accuracy']"``.
+    size: The largest absolute value.
+    difference: The largest absolute difference.
+    tolerance: How much of it may be rounding.
+  """
+
+  name: str
+  size: float
+  difference: float
+  tolerance: float
 
   @property
   def agrees(self) -> bool:

@@ -76,7 +76,7 @@ def plan_microbatches(
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
       `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
-    args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`s, with shardings if
+    args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`, with shardings if
       any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes of a model that is too large to be
       made here. They are not donated.
     batch_size: The rows of the batch in `args`, on all devices together. The numbers of

@@ -22,7 +22,7 @@ class MicrobatchPlan:
   Attributes:
     batch_size: The rows of the batch.
     limit_bytes: What a program may reserve on one device.
-    candidates: The `PlanCandidate`s that were compiled. First those that fit, of the cheapest
+    candidates: Each `PlanCandidate` that was compiled. First those that fit, of the cheapest
       choice in floating-point operations first, and the largest microbatch of each choice first.
   """
 
@@ -131,10 +131,12 @@ class MicrobatchPlan:
       ax.plot(
         [*map(_size, points)], [c.peak_bytes / unit for c in points], "o-", label=label, **style
       )
-    ax.axhline(self.limit_bytes / unit, color="black", linestyle="--", label="limit")
+    ax.axhline(self.limit_bytes / unit, color="0.5", linestyle="--", label="limit")
     larger = [c.microbatch_size for c in self.candidates if not c.analysed]
     if larger:
-      ax.plot(larger, [1.1 * most / unit] * len(larger), "kx", label="larger than the chip")
+      ax.plot(
+        larger, [1.1 * most / unit] * len(larger), "x", color="0.5", label="larger than the chip"
+      )
     first = self.candidates[0]
     if first.fits:
       label = f"best: {_rows(first.microbatch_size)}"
