@@ -1,13 +1,13 @@
 """What a cycle of 8 microbatches communicates and computes, by approach, on several devices.
 
-    python benchmarks/collectives.py [--microbatches 8] [--tpu 8|64] [--two-processes]
+    python benchmarks/collectives.py [--microbatches 8] [--tpu 8|64] [--two-processes] [--save]
 
 A small Transformer (that of examples/train_lm.py), 512 rows over a mesh of 8 CPU devices, one
 clip + AdamW step. Counted from the compiled program, per device and cycle: reductions of at
 least 1 KiB, inside loops times the trip count; the work in matrix products over an even share
 of the whole batch's; temporary memory. Nothing runs. With --tpu the programs are compiled for
 8 or 64 chips of a TPU v5e without them (needs libtpu). With --two-processes the step is timed
-instead, on two processes of two CPU devices, per cycle against per microbatch.
+instead, on two processes of two CPU devices, per cycle against per microbatch, and nothing saved.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 import measure
 import optax
 import paths  # noqa: F401
+import results
 from support import devices, trees
 from support.optimizers import mini_step
 import train_lm
@@ -79,7 +80,7 @@ def approaches(loss_fn, tx, mesh, n):
   make = optax_accum.make_train_step
   found = {
     "optax_accum": (make(loss_fn, tx, num_microbatches=n, mesh=mesh), tx),
-    '  reduce_gradients="per_microbatch"': (
+    'optax_accum, reduce_gradients="per_microbatch"': (
       make(loss_fn, tx, num_microbatches=n, mesh=mesh, reduce_gradients="per_microbatch"),
       tx,
     ),
@@ -101,6 +102,7 @@ def main():
   parser.add_argument("--microbatches", type=int, default=8)
   parser.add_argument("--tpu", type=int, choices=(8, 64), help="compile for so many TPU chips")
   parser.add_argument("--two-processes", action="store_true", help="time it on two processes")
+  results.add_option(parser)
   args = parser.parse_args()
   if args.two_processes:
     example = pathlib.Path(train_lm.__file__).with_name("multi_process.py")
@@ -118,24 +120,33 @@ def main():
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)  # the partitioner gives each its share
   share = matrix_flops(whole.compile().as_text())
-  print(
-    f"{mesh.size} devices ({'TPU v5e' if args.tpu else 'CPU'}), {args.microbatches} microbatches,"
+  kind = "TPU v5e" if args.tpu else "CPU"
+  table = results.Table(
+    f"{mesh.size} devices ({kind}), {args.microbatches} microbatches,"
+    f" {size / 2**20:.1f} MiB of gradients",
+    [
+      "approach",
+      "reductions in loops",
+      "MiB in loops",
+      "reductions outside",
+      "MiB outside",
+      "work / even share",
+      "temp, MiB",
+    ],
+    text=(48,),
   )
-  print(f"{size / 2**20:.1f} MiB of gradients")
-  print(f"{'':36}{'inside loops':>16}{'outside':>16}{'work':>7}{'temp':>10}")
   for name, (step, opt) in approaches(loss_fn, tx, mesh, args.microbatches).items():
     state = placed(lambda opt=opt: opt.init(jax.tree.map(lambda x: jnp.zeros(x.shape), params)))
     compiled = measure.compile_step(step, params, state, batch, donate=(0, 1))
     report = optax_accum.count_collectives(compiled.program).at_least(1024)
-    cells = []
+    counts = []
     for part in (report.inside, report.outside):
       operations, bytes_ = map(sum, zip((0, 0), *part.values(), strict=True))
-      cells.append(f"{operations:4d} {bytes_ / 2**20:6.1f} MiB")
-    work = f"{matrix_flops(compiled.program) / share:7.2f}"
-    print(
-      f"{name:36}{cells[0]:>16}{cells[1]:>16}{work}{compiled.temp_bytes / 2**20:6.1f} MiB",
-      flush=True,
-    )
+      counts += operations, bytes_ / 2**20
+    work = matrix_flops(compiled.program) / share
+    table.add(name, *counts, work, compiled.temp_bytes / 2**20)
+  default = {None: "collectives", 8: "collectives_tpu", 64: "collectives_tpu64"}[args.tpu]
+  results.save(args.save, default, [table], "TPU v5e, compiled without one" if args.tpu else None)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a call of a step takes on the host: ours beside the same function jitted, and by hand.
 
     python benchmarks/host_time.py [--arrays 50 500 2000] [--layers 250] [--rounds 60]
+        [--save]
 
 Arrays of two or four numbers, Adam, one microbatch: next to no arithmetic, so the time is that of
 JAX's and flax's Python. A call is timed until it returns, not until it is computed.
@@ -16,6 +17,7 @@ they are medians. A median ratio is that within a round.
 import argparse
 import functools
 import itertools
+import json
 import os
 import statistics
 import subprocess
@@ -32,6 +34,7 @@ import measure
 import numpy as np
 import optax
 import paths  # noqa: F401
+import results
 
 import optax_accum
 from optax_accum.flax import linen_train_step, nnx_train_step
@@ -151,48 +154,34 @@ def host_ms(calls, rounds):
   return {name: each[3:] for name, each in times.items()}
 
 
-def print_ratio(arrays, devices, first, rounds):
-  """The ratio of a step's host time to that of its jitted function, one of which runs first."""
+def ratio_row(arrays, devices, first, rounds):
+  """A step's host time beside that of its jitted function, one of which runs first."""
   calls = dict(zip(("jitted", "ours"), of_its_jitted(arrays, devices), strict=True))
   times = host_ms({first: calls[first], **calls}, rounds)
-  least = {name: float(np.quantile(each, 0.1)) for name, each in times.items()}
+  jitted, ours = (float(np.quantile(times[name], 0.1)) for name in ("jitted", "ours"))
   ratio = measure.ratio(times, "ours", "jitted")
-  where = "one device" if devices == 1 else f"{devices} devices"
-  print(
-    f"{arrays:6} arrays, {where:<12}{first + ' first':<14}jitted {least['jitted']:7.2f} ms   ours"
-    f" {least['ours']:7.2f} ms   ratio of the fastest tenth {least['ours'] / least['jitted']:.2f},"
-    f" median ratio {ratio:.2f}",
-    flush=True,
-  )
+  return arrays, devices, first, jitted, ours, ours / jitted, ratio
 
 
-def print_ratios(arrays, rounds):
+def ratios(arrays, rounds):
   """All ratios, each in a process of its own: what ran before changes the times."""
-  print("host time of a call, Adam: make_train_step beside the function that it has jitted")
+  table = results.Table(
+    "host time of a call, Adam: make_train_step beside the function that it has jitted",
+    ["arrays", "devices", "first", "jitted, ms", "ours, ms", "ours / jitted", "median ratio"],
+    text=(8,),
+  )
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+  env = {**os.environ, "XLA_FLAGS": flags}
   for each in itertools.product((1, 8), arrays, ("jitted", "ours")):
     one = ",".join(map(str, each))
     command = [sys.executable, __file__, "--one", one, "--rounds", str(rounds)]
-    subprocess.run(command, env={**os.environ, "XLA_FLAGS": flags}, check=True)
+    table.add(
+      *json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
+    )
+  return table
 
 
-def main():
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--arrays", type=int, nargs="*", default=[50, 500, 2000], help="parameters")
-  parser.add_argument("--layers", type=int, default=250, help="two arrays each; 0: no such table")
-  parser.add_argument("--rounds", type=int, default=60)
-  parser.add_argument("--one", help="devices,arrays,first: one ratio alone")
-  settings = parser.parse_args()
-  if settings.one:
-    devices, arrays, first = settings.one.split(",")
-    print_ratio(int(arrays), int(devices), first, settings.rounds)
-    return
-  print_ratios(settings.arrays, settings.rounds)
-  if settings.layers:
-    print_by_hand(settings)
-
-
-def print_by_hand(settings):
+def by_hand(layers, rounds):
   """Steps beside the same steps written by hand."""
   x = jnp.ones((8, WIDTH))
   rows = {
@@ -200,13 +189,34 @@ def print_by_hand(settings):
     "linen_train_step": (of_train_state, "jax.jit of apply_gradients"),
     "nnx_train_step": (of_nnx, "nnx.jit"),
   }
-  print(f"host time of a call, {2 * settings.layers} arrays, Adam, {jax.default_backend()}")
+  table = results.Table(
+    f"host time of a call, {2 * layers} arrays, Adam: steps beside the same written by hand",
+    ["step", "by hand", "ours, ms", "by hand, ms", "ours / by hand"],
+    text=(18, 28),
+  )
   for name, (make, peer) in rows.items():
-    calls = dict(zip((peer, name), make(settings.layers, x), strict=True))
-    times = host_ms(calls, settings.rounds)
-    hand, ours = (statistics.median(times[key]) for key in (peer, name))
-    ratio = measure.ratio(times, name, peer)
-    print(f"{name:<18}{ours:6.1f} ms   {peer:<28}{hand:6.1f} ms   ratio {ratio:.2f}", flush=True)
+    times = host_ms(dict(zip((peer, name), make(layers, x), strict=True)), rounds)
+    ours, hand = (statistics.median(times[key]) for key in (name, peer))
+    table.add(name, peer, ours, hand, measure.ratio(times, name, peer))
+  return table
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser.add_argument("--arrays", type=int, nargs="*", default=[50, 500, 2000], help="parameters")
+  parser.add_argument("--layers", type=int, default=250, help="two arrays each; 0: no such table")
+  parser.add_argument("--rounds", type=int, default=60)
+  parser.add_argument("--one", help="devices,arrays,first: that row of the first table, as JSON")
+  results.add_option(parser)
+  args = parser.parse_args()
+  if args.one:
+    devices, arrays, first = args.one.split(",")
+    print(json.dumps(ratio_row(int(arrays), int(devices), first, args.rounds)))
+    return
+  tables = [ratios(args.arrays, args.rounds)]
+  if args.layers:
+    tables.append(by_hand(args.layers, args.rounds))
+  results.save(args.save, "host_time", tables)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Temporary memory of a training step's options, on this machine, a TPU v5e or an H100.
 
     python benchmarks/memory.py [--platform cpu|tpu|gpu] [--forms rematerialised ...]
-        [--options plain in_place ...] [--vocabulary 4096] [--target-config FILE] [--time]
+        [--options plain in_place ...] [--vocabulary 4096] [--target-config FILE] [--time] [--save]
 
 A Transformer of 16 layers (CPU: 8), float32 parameters, computed in bfloat16, AdamW, parameters and
 state donated, 8 microbatches. Its layers are written in the ways of `layers.make_loss_fn`; without
@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 import layers
 import measure
 import optax
+import results
 
 from optax_accum import make_train_step
 
@@ -89,37 +90,47 @@ def main():
   parser.add_argument("--vocabulary", type=int, default=4096, help="rows of the tied embedding")
   parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
   parser.add_argument("--time", action="store_true", help="run the steps too, on this machine")
+  results.add_option(parser)
   args = parser.parse_args()
   if args.platform == "gpu" and args.target_config is None:
     parser.error(
       "--platform gpu compiles without a GPU, for the one that --target-config describes"
     )
   sizes = (SMALL if args.platform == "cpu" else LARGE) | {"vocabulary": args.vocabulary}
-  one = SingleDeviceSharding(device(args.platform, args.target_config))
+  target = device(args.platform, args.target_config)
+  one = SingleDeviceSharding(target)
   on_device = lambda tree: jax.tree.map(lambda x: x.update(sharding=one), tree)  # noqa: E731
   like = layers.shapes(sizes["layers"], sizes["width"], sizes["vocabulary"])
   tokens = jax.ShapeDtypeStruct((sizes["rows"], sizes["length"]), jnp.int32)
   like, tokens = on_device(like), on_device(tokens)
   state = on_device(jax.eval_shape(optax.adamw(1e-3).init, like))
   unit = sum(4 * x.size for x in jax.tree.leaves(like))
-  print(f"{args.platform}, jax {jax.__version__}, {unit / 2**20:.0f} MiB of parameters, {sizes}")
-
+  where = target.device_kind
+  if args.platform != "cpu":
+    where += ", compiled without one"
+  table = results.Table(
+    f"{where}: {unit / 2**20:.0f} MiB of parameters (P),"
+    + "".join(f" {name} {size}," for name, size in sizes.items())
+    + f" {MICROBATCHES} microbatches",
+    ["layers", "option", "temp, P", "temp / plain", *(["time / plain"] if args.time else [])],
+    text=(16, 20),
+  )
+  names = dict.fromkeys(["plain", *args.options])
   for form in args.forms:
-    steps, plain = {}, None
-    for name, compiled, reason in compiled_steps(form, args.options, sizes, like, state, tokens):
+    plain = None
+    for name, compiled, reason in compiled_steps(form, names, sizes, like, state, tokens):
       if compiled is None:
-        print(f"{form:15} {name:20} refused: {reason}")
+        print(f"{form} {name} refused: {reason}")
         continue
-      steps[name] = compiled
-      temp = compiled.memory_analysis().temp_size_in_bytes / unit
-      plain = plain or temp
-      print(f"{form:15} {name:20} temp {temp:.2f} P, {temp / plain:.2f} of plain", flush=True)
-    if args.time:
-      print_times(form, steps, like, tokens)
+      plain = plain or compiled
+      temp, of_plain = (step.memory_analysis().temp_size_in_bytes for step in (compiled, plain))
+      timed = [time_ratio(compiled, plain, like, tokens)] if args.time else []
+      table.add(form, name, temp / unit, temp / of_plain, *timed)
+  results.save(args.save, f"memory_{args.platform}", [table], where)
 
 
-def print_times(form, steps, like, tokens):
-  """The time of each step over that of the plain one."""
+def time_ratio(step, plain, like, tokens):
+  """The time of a step over that of the plain one; the two take turns."""
 
   def running(compiled):
     params = layers.initial(jax.random.key(0), like)
@@ -132,9 +143,8 @@ def print_times(form, steps, like, tokens):
 
     return call
 
-  times = measure.paired_ms({name: running(compiled) for name, compiled in steps.items()}, 10)
-  for name in steps:
-    print(f"{form:15} {name:20} time {measure.ratio(times, name, 'plain'):.2f} of plain")
+  times = measure.paired_ms({"step": running(step), "plain": running(plain)}, 30)
+  return measure.ratio(times, "step", "plain")
 
 
 if __name__ == "__main__":

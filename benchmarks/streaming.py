@@ -1,6 +1,6 @@
 """Streaming accumulation beside optax.MultiSteps: time, temporary memory, copies.
 
-    python benchmarks/streaming.py [--rounds 5] [--optimizers adamw,muon] [--tpu]
+    python benchmarks/streaming.py [--rounds 5] [--optimizers adamw,muon] [--tpu] [--save]
 
 A cycle is 8 mini steps and one optimizer step, on 40 M float32 parameters in 4 arrays (Muon: 6
 matrices of 512 x 512), parameters and state donated. P is the parameters' size. "limit" adds
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import measure
 import optax
 import paths  # noqa: F401
+import results
 from support import devices
 from support.compiled import copies_of
 from support.optimizers import mini_step
@@ -116,20 +117,27 @@ def compile_all_for_tpu(inner, params):
 
 
 def report(optimizer, compiled, times, params):
+  """The table of an optimizer; without `times` of what is known from compiling."""
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   smallest = min(x.size for x in jax.tree.leaves(params))
-  print(f"\n{optimizer}: P = {size / 2**20:.0f} MiB in {len(params)} arrays")
-  head = f"{'ms a cycle':>12}{'MultiSteps /':>14}{'/ limit':>9}" if times else ""
-  print(f"{'':22}{head}{'temp':>10}{'copies':>8}")
+  timed = ["ms a cycle", "MultiSteps / this", "this / limit"] if times else []
+  table = results.Table(
+    f"{optimizer}: P = {size / 2**20:.0f} MiB in {len(params)} arrays",
+    ["step", *timed, "temp, P", "copies"],
+  )
   for name in [*compiled, *(["limit"] if times else [])]:
-    line = f"{name:22}"
+    cells = []
     if times:
-      theirs = measure.ratio(times, "MultiSteps" + ", scanned" * ("scanned" in name), name)
-      line += f"{min(times[name]):12.0f}{theirs:14.1f}{measure.ratio(times, name, 'limit'):9.2f}"
+      multi = "MultiSteps, scanned" if "scanned" in name else "MultiSteps"
+      ratios = measure.ratio(times, multi, name), measure.ratio(times, name, "limit")
+      cells += min(times[name]), *ratios
     if name in compiled:
-      copies = copies_of(compiled[name].program, smallest)
-      line += f"{compiled[name].temp_bytes / size:8.2f} P{copies:8d}"
-    print(line, flush=True)
+      temp, program = compiled[name].temp_bytes / size, compiled[name].program
+      cells += temp, copies_of(program, smallest)
+    else:
+      cells += None, None
+    table.add(name, *cells)
+  return table
 
 
 def main():
@@ -137,20 +145,25 @@ def main():
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
   parser.add_argument("--tpu", action="store_true", help="compile for a TPU, run nothing")
+  results.add_option(parser)
   args = parser.parse_args()
   if args.tpu:
     jax.config.update("jax_platforms", "cpu")
-  print("TPU v5e, compiled without one" if args.tpu else jax.devices()[0].device_kind)
+  device = "TPU v5e, compiled without one" if args.tpu else jax.devices()[0].device_kind
+  print(device)
+  tables = []
   for name in args.optimizers.split(","):
     inner = OPTIMIZERS[name]()
     keys = jax.random.split(jax.random.key(0), 8)
     shapes = SHAPES.get(name, DEFAULT_SHAPES)
     params = [0.1 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=False)]
     if args.tpu:
-      report(name, compile_all_for_tpu(inner, params), None, params)
+      measured = compile_all_for_tpu(inner, params), None
     else:
       grads = [0.01 * x + 0.001 for x in params]
-      report(name, *run_all(inner, params, grads, args.rounds), params)
+      measured = run_all(inner, params, grads, args.rounds)
+    tables.append(report(name, *measured, params))
+  results.save(args.save, "streaming_tpu" if args.tpu else "streaming", tables, device)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """The whole-cycle step beside what it replaces: time, temporary memory, compile time.
 
-    python benchmarks/whole_cycle.py [--rounds 15] [--microbatches 8]
+    python benchmarks/whole_cycle.py [--rounds 15] [--microbatches 8] [--save]
 
 Every row does the same work: loss and gradients of 64 rows of a small Transformer (that of
 examples/train_lm.py), then one clip + AdamW step, parameters and state donated. Times are
-medians of ratios within a round, in which all rows take turns.
+medians of ratios within a round, in which all rows take turns. A second table has the temporary
+memory for 1 to 32 microbatches, of steps that are compiled and not run.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import measure
 import optax
 import paths  # noqa: F401
+import results
 from support import trees
 from support.oracle import hand_written, with_optimizer
 import train_lm
@@ -44,10 +46,29 @@ def python_loop(loss_fn, n):
   return value_and_grad
 
 
+def temp_by_microbatches(loss_fn, tx, arguments, size):
+  """The temporary memory of a step that splits the same batch further and further."""
+
+  def temp(n, in_place):
+    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, in_place=in_place)
+    try:
+      return measure.compile_step(step, *arguments).temp_bytes / size
+    except NotImplementedError:  # in place with a JAX older than 0.10
+      return None
+
+  table = results.Table(
+    "temporary memory by number of microbatches", ["microbatches", "temp, P", "temp in place, P"]
+  )
+  for n in 1, 2, 4, 8, 16, 32:
+    table.add(n, temp(n, False), temp(n, True))
+  return table
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--rounds", type=int, default=15)
   parser.add_argument("--microbatches", type=int, default=8)
+  results.add_option(parser)
   args = parser.parse_args()
   n = args.microbatches
 
@@ -87,15 +108,23 @@ def main():
 
   times = measure.paired_ms({name: call(name) for name in steps}, args.rounds)
   reference = f"hand-written scan, N={n}"
-  print(f"{size / 2**20:.1f} MiB of parameters (P), batch {batch.shape}, {jax.devices()[0]}")
-  print(f"{'':28}{'time':>8}{'/ scan':>8}{'/ whole':>8}{'temp':>10}{'compile':>10}")
+  rows, length = batch.shape
+  table = results.Table(
+    f"{size / 2**20:.1f} MiB of parameters (P), {rows} rows of {length - 1} bytes",
+    ["step", "time, ms", "time / scan", "time / whole", "temp, P", "compile, s"],
+    text=(28,),
+  )
   for name, c in compiled.items():
-    print(
-      f"{name:28}{min(times[name]):5.0f} ms"
-      f"{measure.ratio(times, name, reference):8.2f}"
-      f"{measure.ratio(times, name, 'whole batch at once'):8.2f}"
-      f"{c.temp_bytes / size:8.2f} P{c.compile_s:8.1f} s"
+    table.add(
+      name,
+      min(times[name]),
+      measure.ratio(times, name, reference),
+      measure.ratio(times, name, "whole batch at once"),
+      c.temp_bytes / size,
+      c.compile_s,
     )
+  by_count = temp_by_microbatches(loss_fn, tx, (*fresh(), batch), size)
+  results.save(args.save, "whole_cycle", [table, by_count])
 
 
 if __name__ == "__main__":

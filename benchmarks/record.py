@@ -1,0 +1,52 @@
+"""Runs every benchmark and writes benchmarks/results/*.json, on CPU unless JAX_PLATFORMS is set.
+
+    python benchmarks/record.py [--target-config FILE]
+
+Half an hour on 2 cores that do nothing else. Programs for a TPU are compiled if libtpu is
+installed, and for an H100 with --target-config (see memory.py). What is timed comes last.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+
+def runs(target_config):
+  """The command lines, as lists."""
+  compiled = ["collectives.py --save"]
+  if importlib.util.find_spec("libtpu"):
+    compiled += [
+      "collectives.py --tpu 8 --save",
+      "memory.py --platform tpu --save",
+      "streaming.py --tpu --save",
+    ]
+  gpu = ["memory.py", "--platform", "gpu", "--target-config", target_config, "--save"]
+  timed = [
+    "memory.py --time --save",
+    "streaming.py --save",
+    "whole_cycle.py --save",
+    "host_time.py --arrays 50 500 --save",  # 2000 on 8 devices compile for minutes
+  ]
+  return [
+    *map(str.split, compiled),
+    *([gpu] if target_config else []),
+    *map(str.split, timed),
+  ]
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--target-config", metavar="FILE", help="of a GPU, as XLA writes it")
+  args = parser.parse_args()
+  env = {"JAX_PLATFORMS": "cpu", **os.environ}  # without it, JAX with libtpu looks for a TPU
+  for script, *options in runs(args.target_config):
+    print("\n==", script, *options, flush=True)
+    path = pathlib.Path(__file__).with_name(script)
+    subprocess.run([sys.executable, path, *options], env=env, check=True)
+
+
+if __name__ == "__main__":
+  main()
