@@ -60,18 +60,18 @@ def accumulate(
   ==========================================  ========  =============  ==========  ===========
   call                                        emits     gradient_step  mini_step   has_updated
   ==========================================  ========  =============  ==========  ===========
-  inside a cycle                              zeros     same           + 1         False
-  the last of a cycle                         a step    + 1            0           True
+  inside a cycle                              zeros     same           up by 1     False
+  the last of a cycle                         a step    up by 1        0           True
   the last, the cycle's total weight is zero  zeros     same           0           False
-  ``weight=0``: adds nothing, not even NaN    as above  as above       as above    as above
+  ``weight=0``: adds nothing, not even NaN    as usual  as usual       as usual    as usual
   `skip_fn` says skip: it never happened      zeros     same           same        False
-  ``flush``                                   a step    + 1            0           True
+  ``flush``                                   a step    up by 1        0           True
   ``flush``, but the total weight is zero     zeros     same           0           False
-  ``flush`` and skip, something accumulated   a step    + 1            0           True
+  ``flush`` and skip, something accumulated   a step    up by 1        0           True
   ``flush`` and skip, nothing accumulated     zeros     same           0           False
-  ``every_k=1``, counted, weight not zero     a step    + 1            0           True
+  ``every_k=1``, counted, weight not zero     a step    up by 1        0           True
   ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
-  an inf or NaN that is not skipped           as above  as above       as above    as above
+  an inf or NaN that is not skipped           as usual  as usual       as usual    as usual
   ==========================================  ========  =============  ==========  ===========
 
   Where no step is emitted, `inner` does not run and its state stays as it is. (So a cycle that

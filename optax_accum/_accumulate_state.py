@@ -141,8 +141,12 @@ def from_multi_steps(
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
   `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  sum. Each of the mini steps before has weight 1. Build ``accumulate(inner, every_k)`` around
-  the same `inner`, with the same `skip_fn`.
+  sum. Each of the mini steps before has weight 1. So in the cycle that goes on a weight is a part
+  of a full microbatch, such as ``batch["mask"].mean()``: rows or tokens would outweigh what came
+  before, unnoticed. If the microbatches before were uneven, their mean is wrong already. The exact
+  way is `discard_cycle`, and the last ``state.mini_step`` microbatches once more. Build
+  ``accumulate(inner, every_k)`` around the same `inner`, with the same `skip_fn`. The result shares
+  arrays with `state`: copy it if the old loop is to go on after these are donated.
 
   Args:
     state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the

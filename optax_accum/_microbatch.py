@@ -86,8 +86,8 @@ def microbatch(
       alone, those; a call in which another argument has as many rows is then an error.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch, over a mesh those of one device. The last may be
-      smaller.
+    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
+      may be smaller.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
     concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is

@@ -71,5 +71,6 @@ def check_sharding(x: jax.Array, axis: int, size: int) -> None:
     raise ValueError(
       f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
       f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
-      " batch, or make_train_step(mesh=...), which needs each device's rows alone to be split."
+      f" {rows}. Or split each device's rows alone, by axis_name= inside jax.shard_map, or by"
+      " make_train_step(mesh=...)."
     )

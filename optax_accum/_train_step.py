@@ -142,7 +142,8 @@ def make_train_step(
       microbatches are one step of k x N, in which ``value`` is that of the last call. A call of
       which nothing counted ends no cycle: the next one that counts does.
     num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
-    microbatch_size: The rows of one microbatch, on all devices, which must divide it, together.
+    microbatch_size: The rows of one microbatch, counted over all devices: a multiple of their
+      number. The last microbatch may be smaller.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.

@@ -97,7 +97,8 @@ def microbatch_value_and_grad(
     argnums: As in `jax.value_and_grad`: what to differentiate, a position or several.
     has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
-    microbatch_size: The rows of one microbatch. The last one may be smaller.
+    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
+      may be smaller.
     batch_argnums: The positions of the arguments that are split. Each is a pytree of arrays,
       and all arrays have the same number of rows. Default: 1, ``fun(params, batch)``, and a call in
       which another argument has as many rows is an error, because ``fun(params, x, y)`` may well

@@ -1,5 +1,6 @@
 """Eight CPU devices and strict promotion; warnings are errors (pyproject.toml)."""
 
+import collections
 import os
 
 from support import fast_compile
@@ -39,6 +40,28 @@ def usual_promotion():
   """JAX as it comes, for flax and for what a page shows."""
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     yield
+
+
+def pytest_addoption(parser):
+  text = "of every test that has N cases or more, each N-th case, from the I-th on"
+  parser.addoption("--share", metavar="I/N", help=text)
+
+
+def pytest_collection_modifyitems(config, items):
+  """Every test runs, but not with all of its cases: `.ci/run` does this on further versions."""
+  if config.getoption("--share") is None:
+    return
+  first, step = map(int, config.getoption("--share").split("/"))
+  cases = collections.defaultdict(list)
+  for item in items:
+    cases[item.nodeid.partition("[")[0]].append(item)
+  kept = {
+    id(item)
+    for each in cases.values()
+    for item in (each if len(each) < step else each[first - 1 :: step])
+  }
+  config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+  items[:] = [item for item in items if id(item) in kept]
 
 
 @pytest.hookimpl(wrapper=True)

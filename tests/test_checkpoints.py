@@ -18,6 +18,7 @@ import pytest
 from support import trees
 from support.devices import make_mesh, put
 from support.optimizers import FORMS, mini_step, relaxed
+from support.pages import Page
 
 from optax_accum import (
   accumulate,
@@ -239,9 +240,13 @@ def test_a_checkpoint_of_multisteps(tmp_path):
 
 
 def code_of_docs():
-  blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/checkpoints.md").read_text(), re.S)
-  assert len(blocks) == 3
-  return blocks
+  """How to save and restore, how to do so in nnx, and how a state comes onto other devices."""
+  page = Page("guides/checkpoints.md")
+  rows_and_key, _, save, _ = page.blocks("Save and restore")
+  _, of_nnx, _ = page.blocks("A model and optimizer of nnx")
+  onto, _ = page.blocks("A streaming state on other devices")
+  imports = "".join(re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE))
+  return [imports + code for code in (rows_and_key + save, of_nnx, onto)]
 
 
 def test_the_docs_save_and_restore(tmp_path):

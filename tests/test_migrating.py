@@ -27,6 +27,14 @@ def test_multi_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
+if hasattr(optax, "microbatching"):  # since optax 0.2.7
+
+  def test_optax_microbatching():
+    trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
+    pair = Pair("`optax.microbatching`", trained, linear, optax.adam(0.01))
+    migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
 def linen_weights(names):
   params = names["state"].params if "state" in names else names["params"]
   return [params["w"], params["b"]]
@@ -96,9 +104,9 @@ def test_keras():
 )
 def test_keras_with_other_optimizers(in_keras, in_optax, same):
   *shared, before, after = migrating.PAGE.blocks("Keras")
-  assert "SGD(0.5, momentum=0.9" in before
+  assert "SGD(\n  0.5, momentum=0.9" in before
   assert "sgd(0.5, momentum=0.9" in after
-  before = before.replace("SGD(0.5, momentum=0.9", in_keras)
+  before = before.replace("SGD(\n  0.5, momentum=0.9", in_keras)
   after = after.replace("sgd(0.5, momentum=0.9", in_optax)
   before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
   assert (trees.largest_difference(after, before) < 2e-6) == same

@@ -5,12 +5,18 @@ import re
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
+FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+CODE = re.compile(r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OPTIONS = re.compile(r"\A(?:---\n.*?^---\n|(?::[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+
 
 class Page:
   """A page of `docs/`: a set-up, which is code before the first section, and sections by title."""
 
   def __init__(self, name):
-    parts = re.split(r"^## (.+)$", (DOCS / name).read_text(), flags=re.MULTILINE)
+    text = FRONT_MATTER.sub("", (DOCS / name).read_text())
+    parts = SECTION.split(text)
     self.opening, self.sections = parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))
 
   def blocks(self, section):
@@ -29,4 +35,5 @@ class Page:
 
 
 def code_of(text):
-  return re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+  """The code in ```python and ```{code-cell} fences, without the options of cells."""
+  return [OPTIONS.sub("", block) for block in CODE.findall(text)]

@@ -1,0 +1,74 @@
+"""How Sphinx builds the site: `sphinx-build -W -j auto docs docs/_build`."""
+
+import os
+import pathlib
+import sys
+
+ROOT = pathlib.Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import optax_accum
+
+# Guides run on 8 devices, whatever the machine has: their processes inherit this.
+os.environ["JAX_PLATFORMS"] = "cpu"
+# Code for the CPU is not optimised, and compiles in half the time. The programs are.
+os.environ["XLA_FLAGS"] = (
+  "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+
+project, author = "optax_accum", "optax_accum authors"
+copyright = f"2026, {author}"
+release = version = optax_accum.__version__
+
+extensions = [
+  "myst_nb",
+  "sphinx.ext.autodoc",
+  "sphinx.ext.autosummary",
+  "sphinx.ext.napoleon",
+  "sphinx.ext.viewcode",
+  "sphinx_copybutton",
+  "sphinx_design",
+]
+exclude_patterns = ["_build", "_templates"]
+templates_path = ["_templates"]
+
+# Markdown. A guide is run from nothing in every build, and one that fails ends the build.
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 240
+nb_merge_streams = True
+nb_render_markdown_format = "myst"
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+# Docstrings. A name in single backticks is a link where this site has a page for it.
+default_role = "py:obj"
+add_module_names = False
+autodoc_typehints = "none"  # the signature has the names, the docstring says what they take
+autodoc_member_order = "bysource"
+autosummary_generate = True
+napoleon_google_docstring, napoleon_numpy_docstring = True, False
+napoleon_use_rtype, napoleon_use_ivar = False, True
+python_maximum_signature_line_length = 80
+
+html_theme = "furo"
+html_title = "optax_accum"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sourcelink = False
+# A summary of each hit is read over HTTP: a site that is opened from a file has none.
+html_show_search_summary = False
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+
+def skip_fields(app, what, name, value, skip, options):
+  """The fields of a named tuple are in its docstring, in better words than Python has for them."""
+  return skip or type(value).__name__ == "_tuplegetter"
+
+
+def setup(app):
+  app.connect("autodoc-skip-member", skip_fields)

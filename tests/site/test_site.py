@@ -1,0 +1,134 @@
+"""The built site: links, pages, what ran, what it fetches, and what its search finds.
+
+Run by name, after `sphinx-build -W -j auto docs docs/_build`; the suite alone does not build it.
+"""
+
+import functools
+import json
+import pathlib
+import re
+from urllib.parse import unquote, urldefrag, urlsplit
+
+from bs4 import BeautifulSoup
+import pytest
+from test_public_api import PUBLIC
+
+DOCS = pathlib.Path(__file__).parents[2] / "docs"
+SITE = DOCS / "_build"
+PAGES = sorted(SITE.rglob("*.html"))
+GUIDES = sorted(p.stem for p in (DOCS / "guides").glob("*.md") if p.stem != "index")
+EXECUTED = ["index", "how_it_works", "performance", *(f"guides/{name}" for name in GUIDES)]
+
+
+@functools.cache
+def soup(path):
+  return BeautifulSoup(path.read_text(), "html.parser")
+
+
+@functools.cache
+def anchors(path):
+  if not path.is_file():
+    return set()
+  return {tag[key] for key in ("id", "name") for tag in soup(path).find_all(attrs={key: True})}
+
+
+def references(page):
+  """What a page refers to, as it is written, and the tag."""
+  for tag in soup(page).find_all(True):
+    for key in ("href", "src", "data", "poster"):
+      if tag.get(key):
+        yield tag, tag[key]
+
+
+def outside(url):
+  return bool(urlsplit(url).scheme) or url.startswith("//")
+
+
+def broken(page):
+  """The references of a page to files and anchors that are not there."""
+  found = []
+  for _, url in references(page):
+    path, anchor = urldefrag(url)
+    if outside(url):
+      continue
+    target = (page.parent / unquote(urlsplit(path).path)).resolve() if path else page
+    lacks = anchor and target.suffix == ".html" and unquote(anchor) not in anchors(target)
+    if lacks or not target.is_file():
+      found.append(url)
+  return found
+
+
+def test_there_is_a_site():
+  assert len(PAGES) > 40, f"build it first: sphinx-build -W -j auto docs {SITE}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(SITE)))
+def test_every_link_and_anchor_within_the_site_resolves(page):
+  assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+  page = tmp_path / "page.html"
+  page.write_text('<a href="#here" id="here"></a><a href="#no"></a><img src="gone.svg">')
+  assert broken(page) == ["#no", "gone.svg"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(SITE)))
+def test_a_page_fetches_nothing_from_elsewhere(page):
+  """Links may lead outside. Scripts, styles, fonts and pictures are all in the site."""
+  kept = {tag.name for tag, url in references(page) if outside(url) and not url.startswith("data:")}
+  assert kept <= {"a"}
+  styles = "".join(tag.get_text() for tag in soup(page).find_all("style"))
+  assert fetched_by(styles) == []
+
+
+def fetched_by(style):
+  return re.findall(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\"')\s]+)", style)
+
+
+def test_a_style_fetches_nothing_from_elsewhere():
+  styles = list(SITE.rglob("*.css"))
+  assert styles
+  assert [url for path in styles for url in fetched_by(path.read_text())] == []
+  assert fetched_by("@import 'https://x/y'; a {src: url(//z)}") == ["https://x/y", "//z"]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_has_a_page(name):
+  module = ".flax" if "_flax" in PUBLIC[name].__module__ else ""
+  path = f"optax_accum{module}.{name}"
+  page = SITE / "reference" / "generated" / f"{path}.html"
+  signature = soup(page).find(id=path)
+  assert signature is not None
+  assert signature.find("a", class_="internal", string=None) is not None  # to its source
+  index = soup(SITE / "reference" / "index.html")
+  assert index.find("a", href=re.compile(f"generated/{re.escape(path)}.html")) is not None
+
+
+@pytest.mark.parametrize("name", EXECUTED)
+def test_every_snippet_of_a_guide_was_run(name):
+  source = (DOCS / f"{name}.md").read_text()
+  cells = re.findall(r"^```\{code-cell\}", source, re.MULTILINE)
+  assert cells
+  assert not re.findall(r"^```(?:python|py|\{code-block\}.*)$", source, re.MULTILINE)
+  page = soup(SITE / f"{name}.html")
+  assert len(page.select("div.cell")) == len(cells)
+  assert page.select("div.cell_output")
+  assert not page.select(".output.traceback, .stderr")
+
+
+def hits(word):
+  """The pages that the site's search finds for a word, those with it in a title first."""
+  text = (SITE / "searchindex.js").read_text()
+  index = json.loads(re.fullmatch(r"Search\.setIndex\((.*)\)\s*", text, re.DOTALL)[1])
+  numbers = []
+  for terms in (index["titleterms"], index["terms"]):
+    found = terms.get(word, [])
+    numbers += found if isinstance(found, list) else [found]
+  return [index["docnames"][i] for i in numbers]
+
+
+def test_the_search_finds_the_right_pages():
+  assert {"guides/streaming", "reference/generated/optax_accum.accumulate"} <= set(hits("flush"))
+  assert {"sharp_edges", "guides/troubleshooting"} <= set(hits("nan"))
+  assert set(hits("nan")[:2]) == {"sharp_edges", "guides/troubleshooting"}  # it is in a title
