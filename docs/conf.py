@@ -1,4 +1,4 @@
-"""How Sphinx builds the site: `sphinx-build -W -j auto docs docs/_build`."""
+"""How Sphinx builds the site: `sphinx-build -W -E -j auto docs docs/_build`. -E runs all guides."""
 
 import os
 import pathlib
@@ -30,10 +30,10 @@ extensions = [
   "sphinx_copybutton",
   "sphinx_design",
 ]
-exclude_patterns = ["_build", "_templates"]
+exclude_patterns = ["_build", "_templates", "jupyter_execute"]
 templates_path = ["_templates"]
 
-# Markdown. A guide is run from nothing in every build, and one that fails ends the build.
+# Markdown. A guide is run whenever its page is read, and one that fails ends the build.
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "force"
@@ -70,5 +70,16 @@ def skip_fields(app, what, name, value, skip, options):
   return skip or type(value).__name__ == "_tuplegetter"
 
 
+def link_of(app, env, node, contnode):
+  """A name in single backticks leads to its page from a page of the other module too."""
+  domain, target = env.domains["py"], node.get("reftarget", "")
+  for module in ("optax_accum", "optax_accum.flax"):
+    name = f"{module}.{target}"
+    if name in domain.objects:
+      return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+  return None
+
+
 def setup(app):
   app.connect("autodoc-skip-member", skip_fields)
+  app.connect("missing-reference", link_of)

@@ -29,7 +29,13 @@ class ApplyFn(Protocol):
 
 
 class AccumulateTransformation(optax.GradientTransformationExtraArgs):
-  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`."""
+  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`.
+
+  Attributes:
+    init: ``init(params) -> AccumulateState``.
+    update: ``update(updates, state, params, *, weight=1.0, flush=False, **extra_args)``, which
+      returns ``(updates, state)``: zeros, until a cycle ends.
+  """
 
   @property
   def apply(self) -> ApplyFn:

@@ -28,6 +28,8 @@ def test_the_changelog_has_the_version():
   headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
   assert headings[0] == "Unreleased"
   assert optax_accum.__version__ not in headings[2:]
+  if re.fullmatch(r"[\d.]+", optax_accum.__version__):  # no development version
+    assert headings[1] == optax_accum.__version__
   for release in headings[1:]:
     assert numbers(release) <= numbers(optax_accum.__version__)
 

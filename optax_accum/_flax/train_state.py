@@ -48,7 +48,7 @@ class TrainState(train_state.TrainState):
 
   @property
   def gradient_step(self) -> jax.Array:
-    """Optimizer steps so far, an int32 scalar: those of the first `accumulate` in the state."""
+    """Optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
     states = states_in(self.opt_state)
     if not states:
       raise ValueError(f"{_NOT_ACCUMULATING}, and has no gradient_step: use state.step.")

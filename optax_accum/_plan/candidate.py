@@ -57,7 +57,7 @@ class PlanCandidate:
 
   @property
   def peak_bytes(self) -> int:
-    """What is reserved: arguments, outputs, temporary buffers, and code."""
+    """What is reserved for arguments, outputs, temporary buffers, and code."""
     return self.fixed_bytes + self.temp_bytes
 
   @property

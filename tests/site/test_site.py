@@ -1,6 +1,6 @@
 """The built site: links, pages, what ran, what it fetches, and what its search finds.
 
-Run by name, after `sphinx-build -W -j auto docs docs/_build`; the suite alone does not build it.
+Run by name, after `sphinx-build -W -E -j auto docs docs/_build`; the suite alone does not build it.
 """
 
 import functools
@@ -29,23 +29,29 @@ def soup(path):
 def anchors(path):
   if not path.is_file():
     return set()
-  return {tag[key] for key in ("id", "name") for tag in soup(path).find_all(attrs={key: True})}
+  named = [tag["name"] for tag in soup(path).find_all("a", attrs={"name": True})]
+  return {*named, *(tag["id"] for tag in soup(path).find_all(id=True))}
 
 
 def references(page):
   """What a page refers to, as it is written, and the tag."""
   for tag in soup(page).find_all(True):
-    for key in ("href", "src", "data", "poster"):
+    for key in ("href", "xlink:href", "src", "data", "poster", "action"):
       if tag.get(key):
         yield tag, tag[key]
+    for candidate in filter(None, tag.get("srcset", "").split(",")):
+      yield tag, candidate.split()[0]
 
 
 def outside(url):
-  return bool(urlsplit(url).scheme) or url.startswith("//")
+  """Whether it leads to another site. A file or a server of this machine is no other site."""
+  parts = urlsplit(url)
+  web = parts.scheme in ("http", "https", "") and parts.hostname not in (None, "localhost")
+  return web or parts.scheme in ("mailto", "data")
 
 
-def broken(page):
-  """The references of a page to files and anchors that are not there."""
+def broken(page, root=SITE):
+  """The references of a page to files and anchors that are not in the site."""
   found = []
   for _, url in references(page):
     path, anchor = urldefrag(url)
@@ -53,7 +59,8 @@ def broken(page):
       continue
     target = (page.parent / unquote(urlsplit(path).path)).resolve() if path else page
     lacks = anchor and target.suffix == ".html" and unquote(anchor) not in anchors(target)
-    if lacks or not target.is_file():
+    elsewhere = not target.is_relative_to(page.parents[len(page.relative_to(root).parts) - 1])
+    if lacks or elsewhere or not target.is_file():
       found.append(url)
   return found
 
@@ -69,8 +76,11 @@ def test_every_link_and_anchor_within_the_site_resolves(page):
 
 def test_a_broken_link_is_found(tmp_path):
   page = tmp_path / "page.html"
-  page.write_text('<a href="#here" id="here"></a><a href="#no"></a><img src="gone.svg">')
-  assert broken(page) == ["#no", "gone.svg"]
+  (tmp_path.parent / "beside.html").write_text("")
+  wrong = ["#no", "gone.svg", "../beside.html", "file:///etc/hosts", "http://localhost/x"]
+  links = "".join(f'<a href="{url}"></a>' for url in wrong)
+  page.write_text(f'<a href="#here" id="here"></a><img srcset="a.png 2x">{links}')
+  assert sorted(broken(page, tmp_path)) == sorted([*wrong, "a.png"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(SITE)))
@@ -78,12 +88,16 @@ def test_a_page_fetches_nothing_from_elsewhere(page):
   """Links may lead outside. Scripts, styles, fonts and pictures are all in the site."""
   kept = {tag.name for tag, url in references(page) if outside(url) and not url.startswith("data:")}
   assert kept <= {"a"}
-  styles = "".join(tag.get_text() for tag in soup(page).find_all("style"))
-  assert fetched_by(styles) == []
+  assert not soup(page).find_all(["iframe", "object", "embed"])
+  styles = [tag.get_text() for tag in soup(page).find_all("style")]
+  styles += [tag["style"] for tag in soup(page).find_all(style=True)]
+  assert fetched_by("\n".join(styles)) == []
+  scripts = "\n".join(tag.get_text() for tag in soup(page).find_all("script"))
+  assert not re.search(r"\bimport\b|\bfetch\(|XMLHttpRequest|require\(|//[\w-]+\.", scripts)
 
 
 def fetched_by(style):
-  return re.findall(r"(?:@import\s+|url\(\s*)[\"']?((?:https?:)?//[^\"')\s]+)", style)
+  return re.findall(r"(?i)(?:@import\s*|(?:url|set)\(\s*)[\"']?((?:https?:)?//[^\"')\s]+)", style)
 
 
 def test_a_style_fetches_nothing_from_elsewhere():
@@ -110,11 +124,24 @@ def test_every_snippet_of_a_guide_was_run(name):
   source = (DOCS / f"{name}.md").read_text()
   cells = re.findall(r"^```\{code-cell\}", source, re.MULTILINE)
   assert cells
-  assert not re.findall(r"^```(?:python|py|\{code-block\}.*)$", source, re.MULTILINE)
+  assert other_fences(source) == []
+  assert not re.search(r"skip-execution|raises-exception|remove-stderr", source)
   page = soup(SITE / f"{name}.html")
   assert len(page.select("div.cell")) == len(cells)
   assert page.select("div.cell_output")
   assert not page.select(".output.traceback, .stderr")
+
+
+def other_fences(source):
+  """What opens a block of code that is neither run nor a shell's or plain text."""
+  found = re.findall(r"^[ ]*(`{3,}|~{3,}|:{3,})[ ]*(\S.*)$", source, re.MULTILINE)
+  allowed = r"\{code-cell\}.*|sh|text|\{(raw|toctree|admonition)\}.*"
+  return [opening for _, opening in found if not re.fullmatch(allowed, opening)]
+
+
+def test_a_snippet_that_is_not_run_is_found():
+  fences = "```python\n```\n  ~~~ py\n~~~\n:::{code-block} x\n:::\n```{code-cell}\n```\n```sh\n```"
+  assert other_fences(fences) == ["python", "py", "{code-block} x"]
 
 
 def hits(word):
