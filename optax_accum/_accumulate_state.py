@@ -5,10 +5,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _weighted_mean
+from optax_accum import _validate, _weighted_mean
 
 State = TypeVar("State")
 
@@ -136,23 +137,25 @@ def discard_cycle(opt_state: State) -> State:
 
 
 def from_multi_steps(
-  state: optax.MultiStepsState, *, use_grad_mean: bool = True
+  state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike = 1.0
 ) -> AccumulateState:
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
   `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  sum. Each of the mini steps before has weight 1. So in the cycle that goes on a weight is a part
-  of a full microbatch, such as ``batch["mask"].mean()``: rows or tokens would outweigh what came
-  before, unnoticed. If the microbatches before were uneven, their mean is wrong already. The exact
-  way is `discard_cycle`, and the last ``state.mini_step`` microbatches once more. Build
-  ``accumulate(inner, every_k)`` around the same `inner`, with the same `skip_fn`. The result shares
-  arrays with `state`: copy it if the old loop is to go on after these are donated.
+  weighted sum. Each of the mini steps before has the same `weight` in it. If those microbatches
+  were uneven, their mean is wrong already. The exact way is then `discard_cycle`, and the last
+  ``state.mini_step`` microbatches once more. Build ``accumulate(inner, every_k)`` around the same
+  `inner`, with the same `skip_fn`. The result shares arrays with `state`: copy it if the old loop
+  is to go on after these are donated.
 
   Args:
     state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
       ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
       ``accumulate(..., reduction="sum")`` goes on with it.
+    weight: how much each of the mini steps before counts, beside those that follow: a real scalar,
+      may be traced. Default 1, for loops that go on without weights. If they go on with rows or
+      tokens, those of a full microbatch: with 1 these would outweigh what came before, unnoticed.
 
   Returns:
     An `AccumulateState`. ``acc_grads`` are in float32 or better; `optax.MultiSteps` may hold them
@@ -162,17 +165,18 @@ def from_multi_steps(
     init, with ``gradient_step`` and ``inner_opt_state`` replaced.
 
   Raises:
-    TypeError: `state` is not an `optax.MultiStepsState`.
+    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
+    ValueError: `weight` is negative, out of range or no real scalar.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> old, new = optax.MultiSteps(optax.sgd(1.0), 2), optax_accum.accumulate(optax.sgd(1.0), 2)
     >>> params = jnp.zeros(2)
-    >>> _, state = old.update(jnp.array([4.0, 0.0]), old.init(params), params)
-    >>> state = optax_accum.from_multi_steps(state)
-    >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params)
+    >>> _, state = old.update(jnp.array([4.0, 0.0]), old.init(params), params)  # of 16 rows
+    >>> state = optax_accum.from_multi_steps(state, weight=16)
+    >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params, weight=48)
     >>> print(params)
-    [-2. -2.]
+    [-1. -3.]
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
@@ -181,15 +185,19 @@ def from_multi_steps(
       " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
       " and is_leaf."
     )
+  _validate.weight("The caller of from_multi_steps", weight)
   own = ("mini_step", "gradient_step", "acc_grads")
   state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
   boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
+  each = _weighted_mean.as_weight(weight)
+  total = mini_step.astype(each.dtype) * each
+  counted = total if use_grad_mean else each
 
   def summed(x: jax.Array) -> jax.Array:
     x = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
-    return x * mini_step.astype(x.dtype) if use_grad_mean else x
+    return x * counted.astype(x.dtype)
 
   return AccumulateState(
     mini_step=state.mini_step,
@@ -197,7 +205,7 @@ def from_multi_steps(
     inner_opt_state=state.inner_opt_state,
     acc_grads=jax.tree.map(summed, state.acc_grads),
     skip_state=state.skip_state,
-    acc_weight=boxed([mini_step.astype(jnp.result_type(float))]),
+    acc_weight=boxed([total]),
     has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
     weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
   )

@@ -79,6 +79,48 @@ def test_taking_the_fields_as_they_are_is_wrong():
   assert ends[1] > 0.1
 
 
+@pytest.mark.parametrize("weight", [16, 16.0, np.int64(16), jnp.float32(16)])
+def test_a_cycle_that_goes_on_with_rows(weight):
+  calls, inner, rows = gradients(K), optax.sgd(1.0), [16, 16, 16, 5]
+  params, held = begun(optax.MultiSteps(inner, K), calls[:2])
+  tx = accumulate(inner, K)
+  exact = jax.tree.map(
+    lambda *g: -np.average([np.asarray(x, np.float64) for x in g], axis=0, weights=rows), *calls
+  )
+  traced = jax.jit(lambda held, weight: from_multi_steps(held, weight=weight))(held, weight)
+  ends = []
+  for state in (from_multi_steps(held, weight=weight), traced, from_multi_steps(held)):
+    moved = params
+    for grads, n in zip(calls[2:], rows[2:], strict=True):
+      moved, state = tx.apply(grads, state, moved, weight=n)
+    ends.append(trees.largest_difference(moved, exact))
+  assert max(ends[:2]) < 1e-6
+  assert ends[2] > 0.1  # what came before would count as two rows
+
+
+def test_a_sum_that_goes_on_with_weights():
+  calls, inner = gradients(3), optax.sgd(1.0)
+  params, held = begun(optax.MultiSteps(inner, 3, use_grad_mean=False), calls[:2])
+  state = from_multi_steps(held, use_grad_mean=False, weight=2.0)
+  tx = accumulate(inner, 3, reduction="sum")
+  params, _ = tx.apply(calls[2], state, params, weight=3.0)
+  trees.assert_close(params, jax.tree.map(lambda a, b, c: -2 * a - 2 * b - 3 * c, *calls), 1e-5)
+
+
+@pytest.mark.parametrize(
+  ("weight", "error", "match"),
+  [
+    (-1, ValueError, "The caller of from_multi_steps gave the weight -1; it must be 0 or more"),
+    (np.ones(2), ValueError, r"gave a weight of shape \(2,\)"),
+    ("rows", TypeError, "gave the weight 'rows'; it must be a real scalar"),
+  ],
+)
+def test_weights_of_a_converted_state_that_are_none(weight, error, match):
+  held = optax.MultiSteps(optax.sgd(1.0), 2).init(PARAMS)
+  with pytest.raises(error, match=match):
+    from_multi_steps(held, weight=weight)
+
+
 def test_what_else_a_converted_state_holds():
   skip_fn = optax.skip_not_finite
   theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=skip_fn)
