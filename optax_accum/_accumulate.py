@@ -7,14 +7,23 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _skip, _validate
+from optax_accum import _call_hints, _skip, _validate
 from optax_accum._accumulation import Accumulation
 from optax_accum._accumulators import Cycle, EveryCall, Schedule
 from optax_accum._across_devices import AxisName
 from optax_accum._reductions import REDUCTIONS
 from optax_accum._transformation import AccumulateTransformation
 
+# What `optax.MultiSteps` calls the arguments.
+_PEERS = {
+  "every_k_schedule": "optax.MultiSteps calls every_k so: write every_k=...",
+  "use_grad_mean": 'For optax.MultiSteps(..., use_grad_mean=False) write reduction="sum"; the mean'
+  " is the default.",
+  "should_skip_update_fn": "optax.MultiSteps calls skip_fn so: write skip_fn=...",
+}
 
+
+@_call_hints.hinted(names=_PEERS)
 def accumulate(
   inner: optax.GradientTransformation,
   every_k: int | Schedule,

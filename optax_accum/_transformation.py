@@ -28,6 +28,13 @@ class ApplyFn(Protocol):
     """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
 
 
+_ABSENT = {
+  "apply": "the `update` of this transformation was replaced, so use optax.apply_updates",
+  "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
+  "gradient_transformation": "pass it as it is, which optax.MultiSteps cannot be",
+}
+
+
 class AccumulateTransformation(optax.GradientTransformationExtraArgs):
   """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`.
 
@@ -45,8 +52,11 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     owner = getattr(self.update, "__self__", None)
     apply: ApplyFn | None = getattr(owner, "apply", None)
     if not isinstance(owner, MiniSteps) or apply is None:
-      raise AttributeError(
-        "The `update` of this transformation was replaced, so it has no `apply`: use"
-        " optax.apply_updates."
-      )
+      raise AttributeError  # Python then asks __getattr__
     return apply
+
+  def __getattr__(self, name: str) -> Any:
+    """Says what to write for a name that `optax.MultiSteps` has, or had before `update` changed."""
+    reason = _ABSENT.get(name)
+    kind = type(self).__name__
+    raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")

@@ -8,6 +8,7 @@ from flax.training import train_state
 import jax
 import optax
 
+from optax_accum import _call_hints
 from optax_accum._flax import step_options
 from optax_accum._flax.state_fields import (
   check_mutable,
@@ -34,6 +35,10 @@ _DECIDED = {
 }
 
 
+@_call_hints.hinted(
+  "The loss alone goes by position, and options by name. The optimizer is the state's:"
+  " TrainState.create(apply_fn=..., params=params, tx=tx)."
+)
 def linen_train_step(
   loss_fn: Callable[..., Any],
   *,
@@ -85,7 +90,7 @@ def linen_train_step(
       `has_aux`. With `mutable` it returns ``(loss, updates)``, or ``(loss, (updates, aux))``, where
       ``updates`` is what ``model.apply(..., mutable=...)`` gives. ``variables`` is what a model is
       applied to: ``"params"``, and the collections in the state. ``rngs`` is a dict of keys, or
-      None where the call has none.
+      None where the call has none: a loss without noise takes it too.
     mutable: The collections that microbatches update, one after the other: fields of the state.
       Default: none. Over a mesh each device updates its own, and they are averaged, weighted by
       what each device counted (`carry_reduction`, a prefix tree over
@@ -103,9 +108,9 @@ def linen_train_step(
     ``metrics`` is as of `make_train_step`. ``lower``, ``trace`` and ``eval_shape`` are too.
 
   Raises:
-    TypeError: An option is unknown, or decided here; a state is no flax `TrainState`, or its ``tx``
-      no transformation, such as `optax.MultiSteps`; `rngs` are no keys by name; the loss returned
-      other things than announced.
+    TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; a state is no
+      flax `TrainState`, or its ``tx`` no transformation, such as `optax.MultiSteps`; `rngs` are no
+      keys by name; the loss returned other things than announced.
     ValueError: The state lacks a collection; the loss returned others than `mutable` names.
     RuntimeError: The state was donated to an earlier step.
 
@@ -125,6 +130,7 @@ def linen_train_step(
     (1, 4.0)
   """
   step_options.check("linen_train_step", options, _DECIDED)
+  _call_hints.check_takes("linen_train_step", loss_fn, "variables, batch, rngs")
   collections = check_mutable(mutable)
   if options.get("carry_reduction") is not None and not collections:
     raise ValueError(
@@ -147,6 +153,11 @@ class LinenTrainStep:
     self._programs: dict[Any, StateProgram] = {}
     self.__name__ = "linen_train_step"
 
+  @_call_hints.hinted(
+    "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
+    " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
+    " rows into a field of the state that is a dict."
+  )
   def __call__(
     self, state: State, batch: Any, rngs: Rngs | None = None
   ) -> tuple[State, dict[str, Any]]:

@@ -1,0 +1,142 @@
+"""Calls that do not fit a signature: what the error says to write instead."""
+
+import copy
+import functools
+import inspect
+
+from flax import nnx
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_accum import accumulate
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+SGD = optax.sgd(0.1)
+BATCH = {"x": jnp.ones((4, 2))}
+
+
+def linen_loss(variables, batch, rngs):
+  return jnp.mean((batch["x"] @ variables["params"]["w"]) ** 2)
+
+
+def nnx_loss(model, batch):
+  return jnp.mean(model(batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize(
+  ("arguments", "match"),
+  [
+    ({"every_k_schedule": 4}, "optax.MultiSteps calls every_k so: write every_k=..."),
+    (
+      {"every_k": 4, "use_grad_mean": False},
+      r'^accumulate: got an unexpected keyword argument .*write reduction="sum"; the mean is the',
+    ),
+    ({"every_k": 4, "should_skip_update_fn": None}, "calls skip_fn so: write skip_fn=..."),
+    (
+      {"every_k_schedule": 4, "use_grad_mean": True},
+      r"write every_k=\.\.\. For optax\.MultiSteps",
+    ),
+  ],
+)
+def test_names_of_multisteps(arguments, match):
+  with pytest.raises(TypeError, match=match) as caught:
+    accumulate(SGD, **arguments)
+  assert caught.value.__cause__ is caught.value.__context__ is None
+
+
+def test_a_name_that_nobody_has_is_refused_in_the_words_of_python():
+  with pytest.raises(
+    TypeError, match=r"^accumulate\(\) got an unexpected keyword argument 'steps'"
+  ):
+    accumulate(SGD, 4, steps=3)
+
+
+def test_an_error_within_a_call_that_fits_is_left_as_it_is():
+  with pytest.raises(TypeError, match=r"^every_k=2\.5 must be an int"):
+    accumulate(SGD, 2.5)
+
+
+def test_methods_of_multisteps():
+  tx = accumulate(SGD, 2)
+  with pytest.raises(
+    AttributeError, match=r"has no 'has_updated': write optax_accum.has_updated\(opt"
+  ):
+    tx.has_updated(tx.init(jnp.zeros(2)))
+  with pytest.raises(AttributeError, match=r"no 'gradient_transformation': .*pass it as it is"):
+    tx.gradient_transformation()
+  with pytest.raises(AttributeError, match="This AccumulateTransformation has no 'steps'"):
+    tx.steps()
+  assert not hasattr(tx, "has_updated")
+  assert copy.copy(tx) == tx
+  assert callable(copy.deepcopy(tx).apply)
+  with pytest.raises(
+    AttributeError, match=r"'apply': the `update` of this transformation was replaced"
+  ):
+    tx._replace(update=SGD.update).apply()
+
+
+@pytest.mark.parametrize(
+  ("make", "match"),
+  [
+    (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
+    (
+      lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2),
+      "step\\(model, optimizer, batch\\)",
+    ),
+    (
+      lambda: linen_train_step(lambda variables, batch: 0.0, num_microbatches=2),
+      r"loss_fn takes \(variables, batch\), and linen_train_step calls loss_fn\(variables, batch,"
+      r" rngs\): too many positional arguments. Let it take",
+    ),
+    (
+      lambda: linen_train_step(lambda variables, batch, rngs, train: 0.0, num_microbatches=2),
+      r"missing a required argument: 'train'.*functools.partial\(loss_fn, train=True\)",
+    ),
+    (
+      lambda: nnx_train_step(lambda model, x, y: 0.0, num_microbatches=2),
+      r"loss_fn takes \(model, x, y\), and nnx_train_step calls loss_fn\(model, batch\)",
+    ),
+  ],
+)
+def test_steps_of_flax(make, match):
+  with pytest.raises(TypeError, match=match):
+    make()
+
+
+def test_calls_of_steps_of_flax():
+  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
+  step = linen_train_step(linen_loss, num_microbatches=2)
+  with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*Fix a setting in the loss"):
+    step(state, BATCH, train=True)
+  model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+  step = nnx_train_step(nnx_loss, num_microbatches=2)
+  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .*Variables of the model"):
+    step(model, optimizer, BATCH, jnp.ones(4))
+
+
+def test_losses_that_fit_or_cannot_be_asked():
+  def with_default(variables, batch, rngs=None, train=False):
+    return linen_loss(variables, batch, rngs)
+
+  class Loss:
+    def __call__(self, *args):
+      return linen_loss(*args)
+
+  partial = functools.partial(lambda train, *args: linen_loss(*args), True)
+  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
+  losses = []
+  for loss_fn in (linen_loss, with_default, Loss(), partial, jax.jit(linen_loss)):
+    step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
+    losses.append(float(step(state, BATCH)[1]["loss"]))
+  assert losses == [4.0] * 5
+
+
+def test_signatures_are_those_of_the_functions():
+  assert list(inspect.signature(accumulate).parameters)[:2] == ["inner", "every_k"]
+  assert list(inspect.signature(linen_train_step).parameters)[:2] == ["loss_fn", "mutable"]
+  assert accumulate.__name__ == "accumulate"
+  assert accumulate.__module__ == "optax_accum._accumulate"
