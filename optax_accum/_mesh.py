@@ -1,9 +1,8 @@
-"""Data parallelism: how arrays are placed on a mesh, and the batch spread over its data axis."""
+"""Data parallelism: how the batch is spread over a mesh, and what goes where with the gradients."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 import dataclasses
 import math
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _across_devices, _validate
 from optax_accum._across_devices import names_of
+from optax_accum._placement import Placement
 from optax_accum._reductions import Reduction
 from optax_accum._split import Split
 from optax_accum._state_shards import Dims
@@ -25,10 +25,9 @@ class Move(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class DataParallel:
+class DataParallel(Placement):
   """A mesh, the axes of it that rows are spread over, and when gradients are reduced."""
 
-  mesh: Mesh
   axes: Any  # one name or several; a tuple of them once checked
   reduce_in_loop: bool
 
@@ -214,57 +213,6 @@ class DataParallel:
       return x
     spec = PartitionSpec(*_only(dims, set(explicit)))
     return jax.reshard(x, NamedSharding(self.mesh, spec))
-
-  def place(
-    self, name: str, tree: Any, spec: Callable[[Any], PartitionSpec] = lambda x: PartitionSpec()
-  ) -> Any:
-    """`tree` on this mesh: as it is where it is there, else with the `PartitionSpec` of `spec`.
-
-    By default that is a copy on every device. Shapes are placed as arrays, Python numbers as the
-    weakly typed arrays that `jax.jit` makes of them; tracers stay.
-    """
-    if self._has(jax.tree.leaves(tree)):
-      return tree
-
-    def put(path: Any, x: Any) -> Any:
-      sharding = self.sharding(x)
-      if sharding is not None and sharding.mesh == self.mesh:
-        return x
-      if sharding is not None and sharding.mesh != self.mesh.abstract_mesh:
-        raise ValueError(
-          f"{_validate.leaf_name(name, path)} is on {sharding.mesh}, and mesh= is {self.mesh}:"
-          " pass the mesh that the arrays are on, or jax.device_put them."
-        )
-      if isinstance(x, jax.core.Tracer):
-        return x
-      target = NamedSharding(self.mesh, spec(x) if sharding is None else sharding.spec)
-      if isinstance(x, jax.ShapeDtypeStruct):
-        return x.update(sharding=target)
-      return jax.device_put(x, target)
-
-    return jax.tree_util.tree_map_with_path(put, tree)
-
-  def _has(self, leaves: list[Any]) -> bool:
-    """Whether all are arrays on this mesh, told from the few shardings that they share."""
-    if not all(issubclass(kind, jax.Array) for kind in set(map(type, leaves))):
-      return False
-    if any(isinstance(x, jax.core.Tracer) for x in leaves):
-      return False
-    shardings = {id(s): s for s in map(operator.attrgetter("sharding"), leaves)}.values()
-    return all(isinstance(s, NamedSharding) and s.mesh == self.mesh for s in shardings)
-
-  def sharding(self, x: Any) -> NamedSharding | None:
-    """How an array, a shape or a tracer is sharded over a mesh, where that can be told.
-
-    Tracers, and what `jax.eval_shape` returns, have a sharding over explicit axes in their type,
-    and over an abstract mesh. Over automatic axes it is for XLA to decide, later.
-    """
-    traced = isinstance(x, jax.core.Tracer)
-    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-      return None
-    told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
-    return sharding if told else None
 
   def place_batch(self, name: str, tree: Any, batch_axis: int) -> Any:
     """A batch on this mesh, sharded by its rows."""

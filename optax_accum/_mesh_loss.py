@@ -68,7 +68,8 @@ class MeshLoss:
 
     held = params, opt_state
     if last is None:
-      held = parallel.place("params", params), parallel.place("opt_state", opt_state)
+      params = parallel.place("params", params)
+      held = params, parallel.place_state("opt_state", params, opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
     named = {name: put(name, x) for name, x in kwargs.items()}
     if last is not None:

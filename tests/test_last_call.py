@@ -34,7 +34,8 @@ def offset():
 def looked_at(monkeypatch):
   """The arguments that are put on a mesh, and the arrays whose sharding is asked for."""
   seen = {"place": [], "sharding": []}
-  for method, log in seen.items():
+  logs = seen | {"place_state": seen["place"]}
+  for method, log in logs.items():
     real = getattr(_mesh.DataParallel, method)
 
     def wrapper(self, x, *args, real=real, log=log):

@@ -405,6 +405,56 @@ def shard_state(optimizer, mesh):
   nnx.update(optimizer, jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), state))
 
 
+@kinds
+@pytest.mark.parametrize("made", ["jitted", "in a file", "in part"])
+def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
+  with jax.enable_x64(True):
+    mesh, tx, batch = make_mesh(4, kind=kind), accumulate(optimizer(), 2), make_batch()
+    specs = {"w": P(None, "data"), "b": P("data"), "three": P()}
+    placed = devices.put(init_params(), mesh, specs)
+    state = jax.jit(tx.init)(init_params())
+    if made == "in a file":
+      state = jax.device_get(state)
+    if made == "in part":  # one leaf is whole on every device, and meant to be
+      acc = {**state.acc_grads, "w": devices.put(state.acc_grads["w"], mesh)}
+      state = state._replace(acc_grads=acc)
+    step = make_train_step(
+      loss_fn, tx, weight_fn=valid, num_microbatches=2, mesh=mesh, donate=False
+    )
+    params, new, _ = step(placed, state, batch)
+    params, new, _ = step(params, new, batch)
+
+    adam = new.inner_opt_state[1][0]
+    for tree in (adam.mu, adam.nu, new.acc_grads, params):
+      for name, x in tree.items():
+        whole = made == "in part" and tree is new.acc_grads and name == "w"
+        sharding = NamedSharding(mesh, P() if whole else specs[name])
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), (name, x.sharding)
+    if made == "jitted":  # shapes are placed as arrays are
+      states = (jax.eval_shape(tx.init, init_params()), new)
+      sizes = [argument_bytes(step, placed, x, batch) for x in states]
+      assert sizes[0] == sizes[1]
+    by_hand, start = oracle.whole_batch_step(loss_fn, optimizer()), init_params()
+    expected, *_ = oracle.take_steps(by_hand, optimizer(), start, [batch])
+    trees.assert_close(params, expected, 1e-10)
+
+
+def argument_bytes(step, *args):
+  return step.lower(*args).compile().memory_analysis().argument_size_in_bytes
+
+
+def test_a_leaf_of_another_shape_than_its_parameter_is_held_whole():
+  mesh, tx = make_mesh(4), optax.adafactor(1e-2, min_dim_size_to_factor=4)
+  placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
+  state = jax.device_get(relaxed(tx).init(init_params(np.float32)))
+  step = make_train_step(loss_fn, relaxed(tx), num_microbatches=2, mesh=mesh, donate=False)
+  params, new, _ = step(placed, state, make_batch(np.float32))
+  assert params["w"].sharding.spec == P("data")
+  factors = [x for x in jax.tree.leaves(new) if x.shape in ((16,), (8,)) and x.ndim]
+  assert factors
+  assert all(x.sharding.is_fully_replicated for x in factors)
+
+
 @pytest.mark.usefixtures("usual_promotion")
 def test_nnx_with_a_sharded_state():
   def fun(model, batch):
@@ -427,3 +477,20 @@ def test_nnx_with_a_sharded_state():
     trees.assert_close(*results, 1e-10)
     kernel = optimizer.opt_state[0].mu["kernel"][...]
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
+  def fun(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+  rng, mesh = np.random.default_rng(0), make_mesh(8)
+  batch = {"x": rng.normal(size=(16, 8)), "y": rng.normal(size=(16, 16))}
+  batch = jax.tree.map(np.float32, batch)
+  model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+  model.kernel.set_value(devices.put(model.kernel[...], mesh, P("data")))
+  nnx_train_step(fun, num_microbatches=2, mesh=mesh)(model, optimizer, batch)
+  for x in (model.kernel, optimizer.opt_state[0].mu["kernel"], optimizer.opt_state[0].nu["kernel"]):
+    assert x[...].sharding.spec == P("data")
+  assert model.bias[...].sharding.is_fully_replicated

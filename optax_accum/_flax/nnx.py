@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum import _call_hints
 from optax_accum._flax import graph, objects, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
@@ -36,6 +37,10 @@ _DECIDED = {
 }
 
 
+@_call_hints.hinted(
+  "The loss alone goes by position, and options by name. Model and optimizer go into the call:"
+  " step(model, optimizer, batch)."
+)
 def nnx_train_step(
   loss_fn: Callable[..., Any],
   *,
@@ -81,7 +86,8 @@ def nnx_train_step(
     `accumulate`.
 
   Raises:
-    TypeError: An option is unknown, or decided here; the arguments are no nnx model and optimizer.
+    TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; those of a
+      call are no nnx model and optimizer.
       Otherwise as `make_train_step`.
     ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
       removed Variables, changed one that `wrt` selects, or an attribute that is none.
@@ -102,6 +108,7 @@ def nnx_train_step(
     (True, 3)
   """
   step_options.check("nnx_train_step", options, _DECIDED)
+  _call_hints.check_takes("nnx_train_step", loss_fn, "model, batch")
   if isinstance(wrt, nnx.Pytree):
     raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
@@ -122,6 +129,11 @@ class NnxTrainStep:
     given = {"wrt": objects.shown(self._wrt), "has_aux": self._has_aux or None, **self._options}
     return step_options.shown("nnx_train_step", self._loss_fn, given)
 
+  @_call_hints.hinted(
+    "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
+    " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
+    " rows into Variables of the model."
+  )
   def __call__(
     self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any
   ) -> dict[str, Any]:
@@ -174,9 +186,10 @@ class NnxTrainStep:
     objects.check_wrt(self._wrt, params, model, optimizer)
     if (mesh := self._options.get("mesh")) is not None:
       parallel = DataParallel(mesh, self._options.get("data_axis", "data"), False)
-      for name, tree in (("model", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
-        slots = graph.Slots(tree)
-        slots.write(parallel.place(name, slots.read()))
+      held, state = graph.Slots(nnx.state(model)), graph.Slots(nnx.state(optimizer))
+      held.write(parallel.place("model", held.read()))
+      parameters = graph.Slots(params).read()
+      state.write(parallel.place_state("optimizer", parameters, state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = graph.partition(rest, changed)
     key = graphdef, optimizer.tx, changed
