@@ -107,43 +107,15 @@ def make_train_step(
   `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
   flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
-  Terms that are means over different things, a token mean and a second head's, have no one weight.
-  Divided by totals of the global batch, an argument that is not split, their sums are exact::
-
-    def loss_fn(params, batch, totals):
-      terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
-      return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
-
-    make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
-
-  ``metrics["aux"]`` has the mean of each. A router's product of means is another function of sums,
-  and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch, whose
-  loss is the whole batch's, so that its `reduction` stays "mean"::
-
-    sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
-
-    def loss_fn(params, batch):
-      sums = sums_in_parts(params, batch)
-      # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
-      router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
-      return sums["nats"] / sums["tokens"] + router
-
-    make_train_step(loss_fn, tx, num_microbatches=1)
-
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
     tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
-      (give it those of `microbatch_value_and_grad`). Its extra arguments are ``value``, the loss;
-      ``grad``; ``value_fn``, the loss of this batch at other parameters, for a line search: of the
-      microbatches that counted at these, with a derivative that is as their gradient in value and
-      in memory (zero by parameters whose `grad_reduction` is not `reduction`); ``weight``, the
-      total weight (1 under ``reduction="sum"``). So with ``tx=accumulate(inner, k)`` k calls of N
-      microbatches are one step of k x N, in which ``value`` is that of the last call. A call of
-      which nothing counted ends no cycle: the next one that counts does.
-    num_microbatches: How many; must divide the rows (of each device). Or give `microbatch_size`.
-    microbatch_size: The rows of one microbatch, counted over all devices: a multiple of their
-      number. The last microbatch may be smaller.
+      (give it those of `microbatch_value_and_grad`). What it is told: "The optimizer" below.
+    num_microbatches: How many equal parts the batch is cut into. Must divide the rows (with `mesh`
+      those of each device). Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch, whatever the batch. The last microbatch may be
+      smaller. With `mesh` the rows on all devices together: a multiple of their number.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
     batch_argnames: The names of keyword arguments that are split too.
@@ -179,36 +151,12 @@ def make_train_step(
       passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
       again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
     mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
-      spread over `data_axis`; other axes are left to the compiler. Arrays that are not on the mesh
-      are put there. (Several processes: `jax.make_array_from_process_local_data`.) `loss_fn` runs
-      inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns the loss of
-      these. One that it reduced, by ``lax.pmean``, is refused; ``l.sum() / lax.psum(count, axis)``
-      is wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics
-      are those of the device's rows. A sharding constraint in it may name other axes alone, as a
-      bare `PartitionSpec`. Losses, gradients, weights and aux are reduced together, so the mean is
-      that of the global batch. "stack" and "concat" have the devices' parts one after the other:
-      for "concat", the order of the batch. Sharded parameters stay so under an outer `jax.jit` and
-      in a scan over steps if the axes are explicit. Over automatic axes a tracer has no sharding,
-      and parameters are held whole there: call the step itself, which is jitted, or use an
-      explicit mesh. Optimizers that multiply or flatten arrays (muon, adafactor, lbfgs, prodigy)
-      fail in optax on parameters or a state that are sharded over explicit axes.
-    data_axis: The axis of the mesh that the rows are spread over. Or several, as in
-      ``("data", "fsdp")``: the rows are spread over the devices of both, the second varying
-      faster. Gradients are summed over all of them at once; those of a parameter that is sharded
-      over some are scattered over these, and the shards summed over the rest.
-    reduce_gradients: When gradients are summed over the devices. ``"per_cycle"``: once, after the
-      last microbatch. ``"per_microbatch"``: after each, which communicates more. It needs less
-      memory where parameters arrive sharded over the data axis (FSDP): it gathers them in every
-      microbatch, and holds only shards of them and of their gradients in between. "per_cycle"
-      gathers them once, and holds both whole until the cycle ends. Either way parameters and
-      optimizer state come out sharded as they came. A dimension that is sharded over data axes
-      and a further axis together is held whole. Parameters in whole whose optimizer state is
-      sharded (ZeRO-1): gradients are scattered to the state's shards, each device steps its part of
-      the parameters, and these are gathered once. So it is for each parameter of which all that the
-      state has, numbers apart, has its shape and one sharding over the data axes. Of others, such
-      as with Adafactor's factors or moments that disagree, the gradient is summed whole. It is also
-      summed whole, and then cut, where further axes of the mesh are explicit, or where the state
-      has a dimension over data axes and further axes together.
+      spread over `data_axis`, and other axes are left to the compiler. Arrays that are not on the
+      mesh are put there. Default: one device. See "Over a mesh" below.
+    data_axis: The axis of the mesh that the rows are spread over, or several: ``("data", "fsdp")``.
+    reduce_gradients: When gradients are summed over the devices: ``"per_cycle"``, once, after the
+      last microbatch, or ``"per_microbatch"``, after each, which communicates more. It needs less
+      memory where parameters are sharded over the data axis. See "Shards" below.
 
   Returns:
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
@@ -244,6 +192,77 @@ def make_train_step(
     >>> params, opt_state, metrics = step(params, tx.init(params), batch)
     >>> float(metrics["loss"]), float(metrics["total_weight"])
     (4.0, 6.0)
+
+  Over a mesh:
+    `loss_fn` runs inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns
+    the loss of these. Losses, gradients, weights and aux are reduced together, so the mean is that
+    of the global batch.
+
+    - A loss that was reduced, by ``lax.pmean``, is refused. ``l.sum() / lax.psum(count, axis)`` is
+      wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count.
+    - Batch statistics are those of the device's rows.
+    - "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
+      the batch.
+    - With several data axes the rows are spread over the devices of all, the second varying faster.
+    - A sharding constraint in the loss may name other axes alone, as a bare `PartitionSpec`.
+    - Several processes make their batch with `jax.make_array_from_process_local_data`.
+
+  Shards:
+    Parameters and optimizer state come out sharded as they came.
+
+    - Parameters sharded over the data axis (FSDP): "per_cycle" gathers them once, and holds them
+      and their gradients whole until the cycle ends. "per_microbatch" gathers in every microbatch,
+      and holds only shards in between. Either way gradients are scattered to the shards. Where a
+      parameter is sharded over some of several data axes, they are scattered over these, and the
+      shards summed over the rest.
+    - Parameters in whole whose optimizer state is sharded (ZeRO-1): gradients are scattered to the
+      state's shards, each device steps its part of the parameters, and these are gathered once. So
+      it is for each parameter of which all that the state has, numbers apart, has its shape and one
+      sharding over the data axes. Of others, such as with Adafactor's factors or moments that
+      disagree, the gradient is summed whole. It is also summed whole, and then cut, where further
+      axes of the mesh are explicit, or where the state has a dimension over data axes and further
+      axes together.
+    - A dimension of a parameter that is sharded over data axes and a further axis together is held
+      whole.
+    - Under an outer `jax.jit`, and in a scan over steps, parameters stay sharded if the axes are
+      explicit. Over automatic axes a tracer has no sharding, and parameters are held whole there:
+      call the step itself, which is jitted, or use an explicit mesh.
+    - Optimizers that multiply or flatten arrays (muon, adafactor, lbfgs, prodigy) fail in optax on
+      parameters or a state that are sharded over explicit axes.
+
+  The optimizer:
+    The extra arguments of ``tx.update`` are ``value``, the loss; ``grad``; ``value_fn``, the loss
+    of this batch at other parameters, for a line search: of the microbatches that counted at these,
+    with a derivative that is as their gradient in value and in memory (zero by parameters whose
+    `grad_reduction` is not `reduction`); and ``weight``, the total weight (1 under
+    ``reduction="sum"``). So with ``tx=accumulate(inner, k)`` k calls of N microbatches are one step
+    of k x N, in which ``value`` is that of the last call. A call of which nothing counted ends no
+    cycle: the next one that counts does.
+
+  Several terms:
+    Terms that are means over different things, a token mean and a second head's, have no one
+    weight. Divided by totals of the global batch, an argument that is not split, their sums are
+    exact::
+
+      def loss_fn(params, batch, totals):
+        terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
+        return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
+
+      make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
+
+    ``metrics["aux"]`` has the mean of each. A router's product of means is another function of
+    sums, and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch,
+    whose loss is the whole batch's, so that its `reduction` stays "mean"::
+
+      sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
+
+      def loss_fn(params, batch):
+        sums = sums_in_parts(params, batch)
+        # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
+        router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
+        return sums["nats"] / sums["tokens"] + router
+
+      make_train_step(loss_fn, tx, num_microbatches=1)
   """
   _validate.transformation(tx, "tx")
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))

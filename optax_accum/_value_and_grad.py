@@ -89,7 +89,7 @@ def microbatch_value_and_grad(
   of 50,000 words
   ==============================  ============  ============  ============  ========
 
-  (With JAX 0.12; for the H100 with JAX 0.10.)
+  (Printed by ``benchmarks/memory.py --time --forms ...``, with JAX 0.12; the H100 with JAX 0.10.)
 
   Args:
     fun: Returns a real scalar loss, or ``(loss, aux)`` with `has_aux`, or
