@@ -105,7 +105,7 @@ def main():
   like, tokens = on_device(like), on_device(tokens)
   state = on_device(jax.eval_shape(optax.adamw(1e-3).init, like))
   unit = sum(4 * x.size for x in jax.tree.leaves(like))
-  where = target.device_kind
+  where = target.device_kind.replace("TPU v5 lite", "TPU v5e")
   if args.platform != "cpu":
     where += ", compiled without one"
   table = results.Table(

@@ -67,7 +67,7 @@ def save(name, default, tables, device=None):
   packages = ("jax", "jaxlib", "optax", "flax")
   found = {
     "command": _command(),
-    "date": datetime.date.today().isoformat(),
+    "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "machine": {
       "cpu": _cpu(),
       "cores": os.cpu_count(),

@@ -31,7 +31,7 @@ def show(name, *tables):
   where = f"{machine['cpu']}, {machine['cores']} cores"
   if machine["device"] != "cpu":
     where += f"; for {machine['device']}"
-  parts.append(f"*`{found['command']}`, {found['date']}: {where}; {versions}.*")
+  parts.append(f"*`{found['command']}`, {found['date'][:10]}: {where}; {versions}.*")
   return Markdown("\n\n".join(parts))
 
 

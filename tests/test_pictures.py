@@ -12,8 +12,8 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 def drawn_on(svg):
-  """The day, as matplotlib notes it."""
-  return re.search(r"<dc:date>(\d{4}-\d{2}-\d{2})", svg)[1]
+  """The second, as matplotlib notes it: of the clock of where it was drawn, so draw in UTC."""
+  return re.search(r"<dc:date>(\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2})", svg)[1]
 
 
 def older(svg, results):
@@ -27,8 +27,8 @@ def test_no_picture_is_older_than_a_result(picture):
 
 def test_an_older_picture_is_found():
   svg = "<dc:date>2026-01-31T09:00:00.1</dc:date>"
-  before, after = ({"command": day, "date": day} for day in ("2026-01-31", "2026-02-01"))
-  assert older(svg, [before, after]) == ["2026-02-01"]
+  times = ("2026-01-31T08:59:59+00:00", "2026-01-31T09:00:30+00:00", "2026-02-01T00:00:00+00:00")
+  assert older(svg, [{"command": time, "date": time} for time in times]) == list(times[1:])
 
 
 def test_there_are_pictures_and_results():
