@@ -1,5 +1,6 @@
 """What is public, that its documentation is true, and that optional packages stay optional."""
 
+import difflib
 import doctest
 import importlib
 import inspect
@@ -16,6 +17,7 @@ import pytest
 import optax_accum
 import optax_accum.flax
 
+ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
   name: value
   for module in (optax_accum, optax_accum.flax)
@@ -98,6 +100,24 @@ def test_a_docstring_that_lacks_something_is_found():
 
   assert missing_of(function) == ["second", "Raises", "Examples"]
   assert missing_of(Fields) == ["two"]
+
+
+SOURCES = [*ROOT.glob("optax_accum/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+
+
+def nearly_public(text):
+  """Names in backticks that are misspelt ones of ours."""
+  words = set(re.findall(r"`~?(?:optax_accum\.)?(?:flax\.)?(\w+)`", text)) - set(PUBLIC)
+  # `microbatches` is a name in profiles.
+  words.discard("microbatches")
+  return sorted(w for w in words if difflib.get_close_matches(w, PUBLIC, cutoff=0.9))
+
+
+def test_no_name_is_misspelt():
+  found = {str(path): nearly_public(path.read_text()) for path in SOURCES}
+  assert {path: names for path, names in found.items() if names} == {}
+  text = "`make_trian_step`, {py:func}`~optax_accum.acumulate`, `accumulate`, `make_step`"
+  assert nearly_public(text) == ["acumulate", "make_trian_step"]
 
 
 def examples_of(documented):

@@ -17,7 +17,8 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SITE = DOCS / "_build"
 PAGES = sorted(SITE.rglob("*.html"))
 GUIDES = sorted(p.stem for p in (DOCS / "guides").glob("*.md") if p.stem != "index")
-EXECUTED = ["index", "how_it_works", "performance", *(f"guides/{name}" for name in GUIDES)]
+OTHERS = ["index", "how_it_works", "performance", "reference/errors"]
+EXECUTED = [*OTHERS, *(f"guides/{name}" for name in GUIDES)]
 
 
 @functools.cache
@@ -107,6 +108,21 @@ def test_a_style_fetches_nothing_from_elsewhere():
   assert fetched_by("@import 'https://x/y'; a {src: url(//z)}") == ["https://x/y", "//z"]
 
 
+def hosts_in(script):
+  """The hosts that a script names, outside of comments."""
+  code = re.sub(r"/\*.*?\*/|(?:^|\s)//\s[^\n]*", "", script, flags=re.DOTALL | re.MULTILINE)
+  return set(re.findall(r"(?:https?:|[\"'`])//([\w.-]+\.\w+)", code))
+
+
+def test_a_script_names_no_other_host():
+  scripts = list(SITE.rglob("*.js"))
+  assert scripts
+  named = set().union(*(hosts_in(path.read_text()) for path in scripts))
+  assert named <= {"www.w3.org"}  # the name space of SVG
+  script = "/* https://a.org */ f('//cdn.b.org/x');\n// https://c.org\nfetch(`https://d.org/y`)"
+  assert hosts_in(script) == {"cdn.b.org", "d.org"}
+
+
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_every_public_name_has_a_page(name):
   module = ".flax" if "_flax" in PUBLIC[name].__module__ else ""
@@ -117,6 +133,13 @@ def test_every_public_name_has_a_page(name):
   assert signature.find("a", class_="internal", string=None) is not None  # to its source
   index = soup(SITE / "reference" / "index.html")
   assert index.find("a", href=re.compile(f"generated/{re.escape(path)}.html")) is not None
+
+
+def test_every_example_is_on_its_page():
+  page = soup(SITE / "examples.html").get_text()
+  for path in DOCS.parent.glob("examples/*.py"):
+    assert path.name in page
+    assert "".join(path.read_text().split()) in "".join(page.split()), path.name
 
 
 @pytest.mark.parametrize("name", EXECUTED)
@@ -158,4 +181,5 @@ def hits(word):
 def test_the_search_finds_the_right_pages():
   assert {"guides/streaming", "reference/generated/optax_accum.accumulate"} <= set(hits("flush"))
   assert {"sharp_edges", "guides/troubleshooting"} <= set(hits("nan"))
+  assert "reference/errors" in hits("disagre")  # as stemmed, of a message
   assert set(hits("nan")[:2]) == {"sharp_edges", "guides/troubleshooting"}  # it is in a title
