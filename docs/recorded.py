@@ -26,6 +26,11 @@ def show(name, *tables):
   found = of(name)
   numbers = tables or range(len(found["tables"]))
   parts = [_table(found["tables"][i]) for i in numbers]
+  columns = {column for i in numbers for column in found["tables"][i]["columns"]}
+  if any(" / " in column for column in columns - {"temp / plain"}):
+    parts.append(
+      "Times are medians; a ratio is the median of those within a round. Trust the ratio."
+    )
   versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
   machine = found["machine"]
   where = f"{machine['cpu']}, {machine['cores']} cores"

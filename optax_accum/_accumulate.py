@@ -16,10 +16,9 @@ from optax_accum._transformation import AccumulateTransformation
 
 # What `optax.MultiSteps` calls the arguments.
 _PEERS = {
-  "every_k_schedule": "optax.MultiSteps calls every_k so: write every_k=...",
-  "use_grad_mean": 'For optax.MultiSteps(..., use_grad_mean=False) write reduction="sum"; the mean'
-  " is the default.",
-  "should_skip_update_fn": "optax.MultiSteps calls skip_fn so: write skip_fn=...",
+  "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
+  "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
+  "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
 }
 
 
@@ -42,8 +41,8 @@ def accumulate(
   clipping and weight decay count gradient steps.
 
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
-  `optax.apply_updates`, and faster: until the cycle ends, parameters and inner state are neither
-  read nor written. Donate ``params`` and ``state`` to the jitted function around it. Let it
+  `optax.apply_updates`, and mostly faster: until the cycle ends, parameters and inner state are
+  neither read nor written. Donate ``params`` and ``state`` to the jitted function around it. Let it
   return the two in the order in which it takes them, and nothing is copied: parameters first,
   state first, a dict and flax's ``TrainState`` are all right. (JAX pairs donated inputs with
   outputs by shape, in order. With ``jax.jit(tx.apply, donate_argnums=(1, 2))``, which takes the

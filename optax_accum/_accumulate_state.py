@@ -158,11 +158,13 @@ def from_multi_steps(
       tokens, those of a full microbatch: with 1 these would outweigh what came before, unnoticed.
 
   Returns:
-    An `AccumulateState`. ``acc_grads`` are in float32 or better; `optax.MultiSteps` may hold them
-    in less. ``skip_state`` and ``inner_opt_state`` are as they were. ``has_updated`` is what
-    `optax.MultiSteps.has_updated` says: True where a cycle has just ended. With ``every_k=1``
-    replace ``acc_grads`` by ``()``. With `axis_name` take over the end of a cycle alone: a new
-    init, with ``gradient_step`` and ``inner_opt_state`` replaced.
+    An `AccumulateState`. ``acc_grads`` are in float32 or better. `optax.MultiSteps` may hold them
+    in less, and those of float64 parameters in float32: then put them into float64,
+    ``state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))``. ``skip_state`` and
+    ``inner_opt_state`` are as they were. ``has_updated`` is what `optax.MultiSteps.has_updated`
+    says: True where a cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``.
+    With `axis_name` take over the end of a cycle alone: a new init, with ``gradient_step`` and
+    ``inner_opt_state`` replaced.
 
   Raises:
     TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
@@ -180,10 +182,10 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns. Where"
-      " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
-      " and is_leaf."
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
+      " as a TrainState has it in state.opt_state. Restore a checkpoint into the tree that"
+      " optax.MultiSteps(...).init(params) returns. Where the state is part of a larger one, such"
+      " as a chain's, replace it there, with jax.tree.map and is_leaf."
     )
   _validate.weight("The caller of from_multi_steps", weight)
   own = ("mini_step", "gradient_step", "acc_grads")
@@ -196,8 +198,7 @@ def from_multi_steps(
   counted = total if use_grad_mean else each
 
   def summed(x: jax.Array) -> jax.Array:
-    x = x.astype(_weighted_mean.accumulator_dtype(x.dtype))
-    return x * counted.astype(x.dtype)
+    return _weighted_mean.weigh(x, counted, _weighted_mean.accumulator_dtype(x.dtype))
 
   return AccumulateState(
     mini_step=state.mini_step,

@@ -40,14 +40,20 @@ def hinted(
 
 def check_takes(where: str, loss_fn: Callable[..., Any], arguments: str) -> None:
   """Checks, before anything is traced, that a loss takes the positional `arguments`."""
+  own = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
+  if hasattr(own, "__wrapped__"):  # a decorator may take other arguments than what it wraps
+    return
   try:
     signature = inspect.signature(loss_fn)
-  except (TypeError, ValueError):  # builtins and some callables have none
+  except (TypeError, ValueError, NameError):  # builtins and some callables have none
     return
   if misfit := _misfit(signature, arguments.split(", "), {}):
+    fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
+    if isinstance(loss_fn, functools.partial):
+      fix = "have what functools.partial fixes by name come last, or write a lambda"
     raise TypeError(
       f"loss_fn takes {signature}, and {where} calls loss_fn({arguments}): {misfit}. Let it take"
-      " these, and fix what else it takes, as in functools.partial(loss_fn, train=True)."
+      f" these by position, and {fix}."
     )
 
 

@@ -29,6 +29,15 @@ def check_step(params: Any, opt_state: Any, *others: Any) -> None:
   check_differentiable("argument 0", params)
 
 
+def check_count(count: int) -> None:
+  """Checks that a step is given parameters, their state and a batch."""
+  if count < 3:
+    raise TypeError(
+      f"The step got {count} arguments, and so no batch or no optimizer state: the order is"
+      " step(params, opt_state, batch)."
+    )
+
+
 def _is_optax_state(tree: Any) -> bool:
   """Whether `tree` is a state that optax or this package made, or a chain of such states."""
   if not isinstance(tree, tuple):

@@ -87,6 +87,7 @@ class StepProgram:
     check_alive(alive, lambda: self.names(args, kwargs))
     if not goes_on:
       self.check(*args)
+      _parameters.check_count(len(args) + len(kwargs))
     _settings.refuse(joined(new.values()), self.local.fun, args[2:], kwargs)
 
     on_mesh = self.loss is not self.local

@@ -107,6 +107,18 @@ def make_train_step(
   `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
   flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+    >>> tx = optax.sgd(0.01)
+    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=3)
+    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6)}
+    >>> params = jnp.array([1.0, -1.0])
+    >>> params, opt_state, metrics = step(params, tx.init(params), batch)
+    >>> float(metrics["loss"]), float(metrics["total_weight"])
+    (4.0, 6.0)
+
   Args:
     loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
       in the options below, count its arguments: 0 are the parameters, 1 is the batch.
@@ -140,8 +152,8 @@ def make_train_step(
       `microbatch_value_and_grad`.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
-    noise_scale: Whether to estimate what batch is worth having, from how much the gradients of the
-      microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
+    noise_scale: Whether to estimate how large a batch is worth having, from how much the gradients
+      of the microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
       `gradient_noise_scale`. It keeps no gradient, and parameters are the same to the bit, but for
       those that the loss indexes (embeddings): XLA then adds their gradients up in another order.
       Needs two microbatches or more, on all devices together, and neither `in_place` nor
@@ -174,24 +186,12 @@ def make_train_step(
       the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
       are in another order; the state is that of other parameters or of another optimizer; with
       `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh, or
-      one device beside axes that arrays are sharded over; there is one microbatch, with
-      `noise_scale`; `mesh` and `axis_name` are both given;
-      the devices do not divide the rows; arrays are on another mesh; the step is called inside
+      has one device while arrays are sharded over other axes; there is one microbatch, with
+      `noise_scale`; `mesh` and `axis_name` are both given; the batch is missing; the devices do not
+      divide the rows; arrays are on another mesh; the step is called inside
       `pmap` or `shard_map` without `axis_name`, or with `mesh`.
     RuntimeError: An array was donated to an earlier step, which deleted it.
     NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_accum
-    >>> def loss_fn(params, batch):
-    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
-    >>> tx = optax.sgd(0.01)
-    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=3)
-    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6)}
-    >>> params = jnp.array([1.0, -1.0])
-    >>> params, opt_state, metrics = step(params, tx.init(params), batch)
-    >>> float(metrics["loss"]), float(metrics["total_weight"])
-    (4.0, 6.0)
 
   Over a mesh:
     `loss_fn` runs inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns
@@ -231,13 +231,17 @@ def make_train_step(
       parameters or a state that are sharded over explicit axes.
 
   The optimizer:
-    The extra arguments of ``tx.update`` are ``value``, the loss; ``grad``; ``value_fn``, the loss
-    of this batch at other parameters, for a line search: of the microbatches that counted at these,
-    with a derivative that is as their gradient in value and in memory (zero by parameters whose
-    `grad_reduction` is not `reduction`); and ``weight``, the total weight (1 under
-    ``reduction="sum"``). So with ``tx=accumulate(inner, k)`` k calls of N microbatches are one step
-    of k x N, in which ``value`` is that of the last call. A call of which nothing counted ends no
-    cycle: the next one that counts does.
+    The extra arguments of ``tx.update``:
+
+    - ``value``: the loss. ``grad``: the gradient.
+    - ``value_fn``: the loss of this batch at other parameters, for a line search. Microbatches that
+      did not count at the present parameters are left out. It can be differentiated, in
+      microbatches and at their memory. Its derivative is zero by parameters whose `grad_reduction`
+      is not `reduction`.
+    - ``weight``: the total weight (1 under ``reduction="sum"``). So with
+      ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
+      ``value`` is that of the last call. A call of which nothing counted ends no cycle: the next
+      one that counts does.
 
   Several terms:
     Terms that are means over different things, a token mean and a second head's, have no one

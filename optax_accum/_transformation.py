@@ -1,6 +1,6 @@
 """`AccumulateTransformation`, the type of what `accumulate` returns: an optax transformation."""
 
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TYPE_CHECKING, TypeVar
 
 import jax
 from jax.typing import ArrayLike
@@ -31,7 +31,7 @@ class ApplyFn(Protocol):
 _ABSENT = {
   "apply": "the `update` of this transformation was replaced, so use optax.apply_updates",
   "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
-  "gradient_transformation": "pass it as it is, which optax.MultiSteps cannot be",
+  "gradient_transformation": "pass it as it is",
 }
 
 
@@ -55,8 +55,10 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       raise AttributeError  # Python then asks __getattr__
     return apply
 
-  def __getattr__(self, name: str) -> Any:
-    """Says what to write for a name that `optax.MultiSteps` has, or had before `update` changed."""
-    reason = _ABSENT.get(name)
-    kind = type(self).__name__
-    raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")
+  if not TYPE_CHECKING:  # to which every name would be one that there is
+
+    def __getattr__(self, name: str) -> Any:
+      """Says what to write for a name of `optax.MultiSteps`, or of before `update` changed."""
+      reason = _ABSENT.get(name)
+      kind = type(self).__name__
+      raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")

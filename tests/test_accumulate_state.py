@@ -98,6 +98,17 @@ def test_a_cycle_that_goes_on_with_rows(weight):
   assert ends[2] > 0.1  # what came before would count as two rows
 
 
+def test_what_came_before_can_weigh_nothing():
+  calls, inner = gradients(4), optax.sgd(1.0)
+  calls[0] = jax.tree.map(lambda g: g * jnp.nan, calls[0])
+  _, held = begun(optax.MultiSteps(inner, 3), calls[:1])
+  for convert in (from_multi_steps, jax.jit(from_multi_steps)):
+    state, moved = convert(held, weight=0), PARAMS
+    for grads in calls[1:3]:
+      moved, state = accumulate(inner, 3).apply(grads, state, moved)
+    trees.assert_close(moved, jax.tree.map(lambda a, b: -(a + b) / 2, *calls[1:3]), 1e-6)
+
+
 def test_a_sum_that_goes_on_with_weights():
   calls, inner = gradients(3), optax.sgd(1.0)
   params, held = begun(optax.MultiSteps(inner, 3, use_grad_mean=False), calls[:2])

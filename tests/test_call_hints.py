@@ -29,15 +29,15 @@ def nnx_loss(model, batch):
 @pytest.mark.parametrize(
   ("arguments", "match"),
   [
-    ({"every_k_schedule": 4}, "optax.MultiSteps calls every_k so: write every_k=..."),
+    ({"every_k_schedule": 4}, "every_k_schedule= of optax.MultiSteps is every_k= here"),
     (
       {"every_k": 4, "use_grad_mean": False},
-      r'^accumulate: got an unexpected keyword argument .*write reduction="sum"; the mean is the',
+      r'^accumulate: got an unexpected keyword argument .*is reduction="sum" here, and True the',
     ),
-    ({"every_k": 4, "should_skip_update_fn": None}, "calls skip_fn so: write skip_fn=..."),
+    ({"every_k": 4, "should_skip_update_fn": None}, "should_skip_update_fn= is skip_fn= here"),
     (
       {"every_k_schedule": 4, "use_grad_mean": True},
-      r"write every_k=\.\.\. For optax\.MultiSteps",
+      r"is every_k= here\. use_grad_mean=False",
     ),
   ],
 )
@@ -96,6 +96,10 @@ def test_methods_of_multisteps():
       r"missing a required argument: 'train'.*functools.partial\(loss_fn, train=True\)",
     ),
     (
+      lambda: linen_train_step(functools.partial(linen_loss, batch=BATCH), num_microbatches=2),
+      r"have what functools\.partial fixes by name come last, or write a lambda",
+    ),
+    (
       lambda: nnx_train_step(lambda model, x, y: 0.0, num_microbatches=2),
       r"loss_fn takes \(model, x, y\), and nnx_train_step calls loss_fn\(model, batch\)",
     ),
@@ -126,13 +130,25 @@ def test_losses_that_fit_or_cannot_be_asked():
     def __call__(self, *args):
       return linen_loss(*args)
 
+  def trained(loss_fn):
+    @functools.wraps(loss_fn)
+    def wrapper(variables, batch, rngs):
+      return loss_fn(variables, batch, rngs, train=True)
+
+    return wrapper
+
+  @trained
+  def decorated(variables, batch, rngs, train):
+    return linen_loss(variables, batch, rngs)
+
   partial = functools.partial(lambda train, *args: linen_loss(*args), True)
   state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
   losses = []
-  for loss_fn in (linen_loss, with_default, Loss(), partial, jax.jit(linen_loss)):
+  jitted = jax.jit(linen_loss), jax.jit(decorated), jax.checkpoint(decorated)
+  for loss_fn in (linen_loss, with_default, Loss(), partial, decorated, *jitted):
     step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
     losses.append(float(step(state, BATCH)[1]["loss"]))
-  assert losses == [4.0] * 5
+  assert losses == [4.0] * 8
 
 
 def test_signatures_are_those_of_the_functions():

@@ -97,6 +97,15 @@ def test_multi_steps_is_refused():
     TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
 
 
+@pytest.mark.parametrize("weight", [1.0, 16.0])
+def test_a_state_of_multi_steps_is_to_be_converted(weight):
+  params, tx = {"w": jnp.ones(2)}, optax.sgd(0.1)
+  state = TrainState.create(apply_fn=None, params=params, tx=accumulate(tx, 2))
+  state = state.replace(opt_state=optax.MultiSteps(tx, 2).init(params))
+  with pytest.raises(ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state\)"):
+    state.apply_gradients(grads=params, weight=weight)
+
+
 def test_a_misspelt_argument_is_refused():
   state = TrainState.create(
     apply_fn=None, params={"w": jnp.ones(2)}, tx=accumulate(optax.sgd(0.1), 2)

@@ -148,6 +148,17 @@ def linear_loss(params, x):
 
 PARAMS = {"w": jnp.ones(3)}
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def test_a_call_without_a_state_or_a_batch():
+  step = make_train_step(lambda p, b: jnp.mean(p * b), optax.sgd(0.1), num_microbatches=2)
+  for args in ((jnp.ones(()), jnp.ones(4)), (jnp.ones(()), optax.sgd(0.1).init(jnp.ones(())))):
+    with pytest.raises(
+      TypeError, match=r"got 2 arguments.*order is step\(params, opt_state, batch"
+    ):
+      step(*args)
+
+
 ORDER = r"opt_state is a .*, and another argument is an optimizer state: the order is step\(params,"
 
 

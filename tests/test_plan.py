@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 
-from flax import linen
+from flax import linen, nnx
 from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from support.devices import AUTO, EXPLICIT, make_mesh
 from optax_accum import make_train_step, plan_microbatches, PlanCandidate
 from optax_accum._plan import sizes
 from optax_accum._plan.search import Search
-from optax_accum.flax import linen_train_step
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
 
@@ -333,6 +333,22 @@ def test_steps_of_flax():
     plan = plan_microbatches(build_step, (state, shape(32, 8)), batch_size=32, memory_limit="1GiB")
     assert plan.num_microbatches == 1
     assert max(asked) <= most
+
+  def nnx_objects():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+  def build_nnx(num_microbatches):
+    return nnx_train_step(
+      lambda model, batch: jnp.mean(model(batch) ** 2), num_microbatches=num_microbatches
+    )
+
+  objects = nnx.eval_shape(nnx_objects)
+  plan = plan_microbatches(build_nnx, (*objects, shape(32, 8)), batch_size=32, memory_limit="1GiB")
+  assert plan.num_microbatches == 1
+  for build, held in ((build_step, (state,)), (build_nnx, objects)):
+    with pytest.raises(ValueError, match=r"batch_size=16, and the batch in args has 32 rows"):
+      plan_microbatches(build, (*held, shape(32, 8)), batch_size=16, memory_limit="1GiB")
 
 
 LARGE = 3 * 2**18  # rows, so that the program's code and threads are little beside them

@@ -146,6 +146,8 @@ _CONSTANT = 3  # where a program's arguments have the constant collections
 class LinenTrainStep:
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
+  _batch_position = 1  # in a call
+
   def __init__(self, loss_fn: Any, mutable: tuple[str, ...], has_aux: bool, options: Any):
     self._loss_fn, self._mutable, self._has_aux = loss_fn, mutable, has_aux
     self._options = options

@@ -117,6 +117,8 @@ def nnx_train_step(
 class NnxTrainStep:
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
 
+  _batch_position = 2  # in a call
+
   def __init__(self, loss_fn: Any, wrt: Any, has_aux: bool, options: dict[str, Any]):
     self._loss_fn, self._wrt, self._has_aux, self._options = loss_fn, wrt, has_aux, options
     self._views: dict[Any, _View] = {}

@@ -80,13 +80,14 @@ class TrainState(train_state.TrainState):
         " takes grads, weight, flush, and fields to replace."
       )
     plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
-    if not plain and not states_in(self.opt_state):
+    accumulates = isinstance(self.tx, AccumulateTransformation)
+    if not plain and not accumulates and not states_in(self.opt_state):
       raise ValueError(
         f"{_NOT_ACCUMULATING}, and would ignore weight={weight!r} and flush={flush!r}: wrap it,"
         " accumulate(tx, every_k), or leave them out."
       )
     params, own = variables_of(self.params)["params"], variables_of(grads)["params"]
-    if isinstance(self.tx, AccumulateTransformation):
+    if accumulates:
       params, state = self.tx.apply(own, self.opt_state, params, weight=weight, flush=flush)
     else:
       tx = optax.with_extra_args_support(self.tx)

@@ -13,10 +13,8 @@ from optax_accum._train_step import TrainStep
 def possible(step: Any, args: Sequence[Any], rows: int) -> list[int]:
   """The divisors of the rows that are split, the largest first; `rows` are those of all devices."""
   program = program_of(step)
-  if isinstance(step, TrainStep):
-    found = _rows.batch_rows(*step._program.batch(args))
-    if found != rows:
-      raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
+  if (found := _batch_rows(step, program, args)) not in (None, rows):
+    raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
   dims = {n for x in jax.tree.leaves(args) for n in getattr(x, "shape", ())}
   if not any(n % rows == 0 for n in dims if n):
     raise ValueError(
@@ -32,6 +30,17 @@ def possible(step: Any, args: Sequence[Any], rows: int) -> list[int]:
   if not counts:
     raise ValueError(f"batch_size={rows}, and a step with noise_scale=True needs 2 rows or more.")
   return counts
+
+
+def _batch_rows(step: Any, program: StepProgram | None, args: Sequence[Any]) -> int | None:
+  """The rows of the batch in `args`, where the step tells which argument it is."""
+  if isinstance(step, TrainStep):
+    return _rows.batch_rows(*step._program.batch(args))
+  position = getattr(step, "_batch_position", None)  # of a step of flax
+  if program is None or position is None or len(args) <= position:
+    return None
+  [axis] = program.local.split.batch_axis
+  return _rows.batch_rows({1: axis}, {1: args[position]})
 
 
 def program_of(step: Any) -> StepProgram | None:
