@@ -153,13 +153,14 @@ def from_multi_steps(
       ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
       ``accumulate(..., reduction="sum")`` goes on with it.
-    weight: how much each of the mini steps before counts, beside those that follow: a real scalar,
-      may be traced. Default 1, for loops that go on without weights. If they go on with rows or
-      tokens, those of a full microbatch: with 1 these would outweigh what came before, unnoticed.
+    weight: how much each of the mini steps before counts: a real scalar, may be traced. Default 1,
+      for a loop that goes on without weights. Where it goes on with rows or tokens as weights, give
+      the rows or tokens that each microbatch before had. With 1 the mini steps before would hardly
+      count, unnoticed. With 0 they are left out of the mean, even NaN.
 
   Returns:
     An `AccumulateState`. ``acc_grads`` are in float32 or better. `optax.MultiSteps` may hold them
-    in less, and those of float64 parameters in float32: then put them into float64,
+    in less, and in optax 0.2.8 those of float64 parameters in float32: put them into float64,
     ``state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))``. ``skip_state`` and
     ``inner_opt_state`` are as they were. ``has_updated`` is what `optax.MultiSteps.has_updated`
     says: True where a cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``.

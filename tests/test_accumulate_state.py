@@ -166,6 +166,19 @@ def test_a_converted_state_goes_through_a_scan_in_float64():
   trees.assert_close(params, exact, 1e-5)
 
 
+def test_accumulators_of_float64_parameters_are_put_into_float64():
+  with jax.enable_x64(True):
+    wide = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float64))
+    calls, params = [wide(g) for g in gradients(K)], wide(PARAMS)
+    _, held = begun(optax.MultiSteps(optax.sgd(1.0), K), calls[:1], params)
+    state, tx = from_multi_steps(held), accumulate(optax.sgd(1.0), K)
+    state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))
+    for grads in calls[1:]:
+      params, state = tx.apply(grads, state, params)
+    exact = jax.tree.map(lambda *g: -sum(g) / K, *calls)
+  trees.assert_close(params, exact, 1e-6)  # optax 0.2.8 rounds the first to float32
+
+
 def test_a_nan_that_multisteps_keeps_ends_with_its_cycle():
   nan = jax.tree.map(lambda p: p * jnp.nan, PARAMS)
   inner = optax.apply_if_finite(optax.sgd(1.0), 5)
