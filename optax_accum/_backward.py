@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from optax_accum import (
   _across_devices,
   _backward_refs,
+  _hoisting,
   _reduction_trees,
   _validate,
   _weighted_mean,
@@ -89,6 +90,9 @@ class AddedGradients(Reduction):
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
     return None
+
+  def unhoisted(self, held: Any, shapes: _hoisting.Shapes) -> Any:
+    self.ref[...] = _hoisting.unhoisted(self.ref[...], shapes)
 
   def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
     """Its gradients are of the same parameters."""

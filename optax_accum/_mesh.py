@@ -82,7 +82,7 @@ class DataParallel(Placement):
       )
     return dataclasses.replace(
       split,
-      axis_name=self.axes,
+      axis_name=None if devices == 1 else self.axes,
       microbatch_size=None if size is None else size // devices,
       rows=rows,
     )
@@ -95,18 +95,6 @@ class DataParallel(Placement):
         f"The batch has {rows} rows, which {self} do not divide: use {rows - rest or devices} or"
         f" {rows + devices - rest} rows, or fill up with rows that weight_fn counts as 0. (They"
         " would have to be replicated, and every device to compute all of them.)"
-      )
-
-  def check_alone(self, shardings: Sequence[Any]) -> None:
-    """Checks that arrays of such shardings can be reduced over the data axes beside others."""
-    if self.devices > 1:
-      return
-    named = {name for s in shardings for names in self.dims(s, 0) for name in names}
-    if beside := [x for x in sorted(named - set(self.axes)) if self.mesh.shape[x] > 1]:
-      raise ValueError(
-        f"data_axis={_shown(self.axes)} is one device, and parameters or state are sharded over"
-        f" {_shown(tuple(beside))}: XLA cannot reduce over such an axis beside others. Leave mesh="
-        " out: the step then follows the shardings of its arguments."
       )
 
   def shard_spec(self, sharding: Any) -> PartitionSpec:

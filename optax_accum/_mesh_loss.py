@@ -1,7 +1,8 @@
 """A loss run in microbatches over a mesh: each device runs its own rows; then they are reduced."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -77,7 +78,6 @@ class MeshLoss:
       return loss, (*held, *others), named
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(map(parallel.sharding, leaves))
-    parallel.check_alone(shardings)
     loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings)
     return loss, (*held, *others), named
 
@@ -181,13 +181,34 @@ class _PlacedLoss(NamedTuple):
         return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
       return jax.tree.map(lambda _: PartitionSpec(), tree)
 
+    run = lambda weights, args, kwargs: method(local, weights, *args, **kwargs)  # noqa: E731
+    if self.parallel.devices == 1:  # nothing is reduced; XLA cannot, beside automatic axes
+      local.fun = _naming(self.parallel.axes, local.fun)
+      whole = functools.partial(self.parallel.reshard, spec=PartitionSpec())
+      with jax.sharding.use_abstract_mesh(self.parallel.mesh.abstract_mesh):
+        return run(weights, *jax.tree.map(whole, (args, kwargs)))
+
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
     mapped = jax.shard_map(
-      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
+      run,
       mesh=self.parallel.mesh,
       in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,
       axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
     )
     return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
+
+
+def _naming(axes: Sequence[str], fun: Callable[..., Any]) -> Callable[..., Any]:
+  """`fun`, which may name these axes of one device each."""
+
+  @functools.wraps(fun)
+  def naming(*args: Any, **kwargs: Any) -> Any:
+    run = lambda args, kwargs: fun(*args, **kwargs)  # noqa: E731
+    for name in axes:
+      run = jax.vmap(run, in_axes=None, axis_name=name, axis_size=1)
+    out = run(args, kwargs)
+    return jax.tree.map(lambda x: jax.lax.squeeze(x, range(len(axes))), out)
+
+  return naming

@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _weighted_mean
+from optax_accum import _across_devices, _hoisting, _weighted_mean
 from optax_accum._split import Call, Microbatch, Take
 from optax_accum._weighted_mean import Weight
 
@@ -61,7 +61,8 @@ class RecomputedCall(Call):
       return super(RecomputedCall, self).run(index, (), lambda: treedef.unflatten(leaves), rows)
 
     jaxpr, like = jax.make_jaxpr(fun, return_shape=True)(jnp.int32(0), *leaves)
-    return _Traced(jaxpr, jax.tree.structure(like), [self._linked(x) for x in jaxpr.consts])
+    held = [self._linked(x) for x in jaxpr.consts]
+    return _Traced(jaxpr, jax.tree.structure(like), held, _hoisting.shapes_in(jaxpr.jaxpr))
 
   def _linked(self, x: Any) -> Any:
     if not _may_have_tangent(x):
@@ -90,7 +91,7 @@ class RecomputedCall(Call):
       return jnp.where(counted, x, lax.stop_gradient(x))
 
     traced = self._jaxprs[rows]
-    held = [x.value() if isinstance(x, _Linked) else x for x in traced.held]
+    held = [x.value(traced.gathered) if isinstance(x, _Linked) else x for x in traced.held]
     held, batch = jax.tree.map(guarded, (held, batch))
     fun = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr.jaxpr, held))
     return traced.treedef.unflatten(fun(jnp.asarray(index, jnp.int32), *jax.tree.leaves(batch)))
@@ -102,6 +103,7 @@ class _Traced(NamedTuple):
   jaxpr: ClosedJaxpr
   treedef: Any  # of what it returns
   held: list[Any]  # what it takes from outside, parameters too
+  gathered: _hoisting.Shapes  # of the arrays that it gathers from
 
 
 class _Linked(NamedTuple):
@@ -110,9 +112,9 @@ class _Linked(NamedTuple):
   wide: jax.Array
   dtype: jnp.dtype
 
-  def value(self) -> jax.Array:
+  def value(self, gathered: _hoisting.Shapes) -> jax.Array:
     """The array: cast back in the loop's body, so that the loop adds up what is wide."""
-    return self.wide.astype(self.dtype)
+    return _hoisting.unhoisted(self.wide, gathered).astype(self.dtype)
 
 
 def _may_have_tangent(x: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from optax_accum import _across_devices, _validate, _weighted_mean
+from optax_accum import _across_devices, _hoisting, _validate, _weighted_mean
 from optax_accum._across_devices import AxisName
 from optax_accum._weighted_mean import Weight
 
@@ -47,6 +47,10 @@ class Reduction:
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
     """What is held before the first microbatch."""
     return _across_devices.full_like(leaf, 0)
+
+  def unhoisted(self, held: Any, shapes: _hoisting.Shapes) -> Any:
+    """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
+    return _hoisting.unhoisted(held, shapes)
 
   def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
     """What is held after one more microbatch. A weight of zero changes nothing."""

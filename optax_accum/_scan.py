@@ -8,7 +8,14 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _across_devices, _carry, _reduction_trees, _validate, _weighted_mean
+from optax_accum import (
+  _across_devices,
+  _carry,
+  _hoisting,
+  _reduction_trees,
+  _validate,
+  _weighted_mean,
+)
 from optax_accum._inplace import update_if
 from optax_accum._split import Call, Microbatch, Take
 from optax_accum._weighted_mean import Weight, WeightSum
@@ -80,17 +87,19 @@ class _Loop:
       for reduction, (name, x, y) in zip(self.reductions, both, strict=True):
         reduction.check_tail(name, x, y)
 
+    one = functools.partial(self._one, lambda: self.take(0), call.size)
+    self.gathered = _hoisting.gathered_shapes(one)
     self.agrees = call.split.leaves_out and self._communicates()
 
   def _like(self, take: Take, rows: int) -> Microbatch:
     """What a microbatch gives, in shapes and dtypes."""
+    return _across_devices.types(lambda: self._one(take, rows))
 
-    def run() -> Microbatch:
-      weight = self._weight_before(0, take, rows)
-      factor = rows / self.call.size if weight is None and self.call.split.in_place else weight
-      return self.call.run(0, self.start, take, rows, factor)
-
-    return _across_devices.types(run)
+  def _one(self, take: Take, rows: int) -> Microbatch:
+    """The first microbatch."""
+    weight = self._weight_before(0, take, rows)
+    factor = rows / self.call.size if weight is None and self.call.split.in_place else weight
+    return self.call.run(0, self.start, take, rows, factor)
 
   def run(self) -> Reduced:
     """All microbatches."""
@@ -130,6 +139,11 @@ class _Loop:
 
   def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Any]:
     """What is held after one more microbatch, and what is kept of each."""
+    sums = zip(self.reductions, held.outputs, strict=True)
+    held = held._replace(
+      outputs=[r.unhoisted(h, self.gathered) for r, h in sums],
+      carry=_hoisting.unhoisted(held.carry, self.gathered),
+    )
     factor: Weight | None = None
     if self.call.split.in_place:
       _, factor = self._in_units(held.unit, self._weight_before(index, take, rows), rows)

@@ -185,11 +185,10 @@ def make_train_step(
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
       are in another order; the state is that of other parameters or of another optimizer; with
-      `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh, or
-      has one device while arrays are sharded over other axes; there is one microbatch, with
-      `noise_scale`; `mesh` and `axis_name` are both given; the batch is missing; the devices do not
-      divide the rows; arrays are on another mesh; the step is called inside
-      `pmap` or `shard_map` without `axis_name`, or with `mesh`.
+      `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh;
+      there is one microbatch, with `noise_scale`; `mesh` and `axis_name` are both given; the
+      batch is missing; the devices do not divide the rows; arrays are on another mesh; the step is
+      called inside `pmap` or `shard_map` without `axis_name`, or with `mesh`.
     RuntimeError: An array was donated to an earlier step, which deleted it.
     NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 

@@ -2,8 +2,13 @@
 
 from typing import Any
 
+import jax
+
 # The metadata by which an nnx Variable is a reference: to flax 0.12.2, and since.
 NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
+
+# Whether XLA for TPU and GPU moves an all-reduce out of a loop wrongly (XLA issue 49143).
+HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 
 
 def bind_arguments(eqn: Any) -> tuple[Any, Any]:

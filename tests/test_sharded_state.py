@@ -193,17 +193,30 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   assert sent == {"reduce-scatter": local, "all-gather": local}
 
 
-def test_a_data_axis_of_one_device_beside_tensor_parallel_parameters():
-  mesh, tx = make_mesh(1, 8, axes=("data", "model"), kind=AUTO), relaxed(optax.adam(0.1))
-  params = devices.put({"w": np.ones((16, 8), np.float32)}, mesh, {"w": P(None, "model")})
-  state, batch = tx.init(params), np.ones((16, 16), np.float32)
-  fun = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
-  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2)
-  message = r"data_axis='data' is one device, .* sharded over 'model': .* Leave mesh= out"
-  with pytest.raises(ValueError, match=message):
-    step(params, state, batch)
-  _, _, metrics = make_train_step(fun, tx, num_microbatches=2)(params, state, batch)
-  assert float(metrics["loss"]) == 256
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8)])
+@kinds
+def test_a_data_axis_of_one_device(kind, shape):
+  """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
+  specs = {"w": P(None, "model"), "b": P("model"), "three": P()}
+
+  def fun(params, batch):
+    if kind == EXPLICIT:  # explicit axes want to be told where a product goes
+      params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
+    return jax.lax.pmean(loss_fn(params, batch), "data")  # its name is known to the loss
+
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(*shape, kind=kind), optimizer()
+    step = make_train_step(fun, tx, mesh=mesh, microbatch_size=24, weight_fn=valid)
+    params = devices.put(init_params(), mesh, specs)
+    state = sharded(tx, params, mesh, specs)
+    held = jax.jit(step)(params, state, make_batch())  # where the shardings are not known
+    for _ in range(2):
+      params, state, metrics = held = step(*held[:2], make_batch())
+    held = jax.device_get((params, state, metrics["loss"]))
+    trees.assert_close(held, expected_steps()[:3], 1e-10)
+    for name, spec in specs.items():
+      at = NamedSharding(mesh, spec)
+      assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
 
 
 def test_an_optimizer_that_multiplies_explicitly_sharded_moments():

@@ -1,0 +1,79 @@
+"""All-reduces that XLA must leave in a loop, because it moves them out and leaves a part behind.
+
+Where rows are sharded over automatic axes, each device adds its part of an embedding's gradient to
+``where(device == 0, accumulator, 0)``, and the parts are summed over the devices. XLA for TPU and
+GPU, as of JAX 0.10.1 to 0.11, moves that sum behind the loop and leaves the `where` in it: in each
+microbatch every device but the first forgets its sum (XLA issue 49143). So an accumulator that a
+loop may scatter to goes through a barrier, at which that move stops.
+"""
+
+from collections.abc import Callable
+import math
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+import jax.numpy as jnp
+
+from optax_accum import _versions
+
+Shapes: TypeAlias = set[tuple[int, ...]]
+
+
+def gathered_shapes(fun: Callable[[], Any]) -> Shapes:
+  """The shapes of what `fun` gathers from or scatters to; none where XLA is right.
+
+  They tell which accumulators are meant. What is cast, reshaped or transposed first is safe.
+  """
+  return shapes_in(jax.make_jaxpr(fun)().jaxpr) if _versions.HOISTS_ALL_REDUCES else set()
+
+
+def shapes_in(jaxpr: Any) -> Shapes:
+  """The same, of a function that is traced already."""
+  if not _versions.HOISTS_ALL_REDUCES:
+    return set()
+  shapes: Shapes = set()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
+      shapes.add(_squeezed(eqn.invars[0].aval.shape))
+    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+    shapes = shapes.union(*(shapes_in(x) for x in inner if hasattr(x, "eqns")))
+  return shapes
+
+
+def unhoisted(tree: Any, shapes: Shapes) -> Any:
+  """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
+
+  def behind(x: jax.Array) -> jax.Array:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return x if is_key or _squeezed(x.shape) not in shapes else _barrier_p.bind(x)
+
+  return jax.tree.map(behind, tree)
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+  return tuple(n for n in shape if n != 1)
+
+
+def _lower(ctx: Any, x: Any) -> Any:
+  """A barrier, where the partitioner has several devices to choose for."""
+  context = ctx.module_context.axis_context
+  devices, mesh = getattr(context, "num_devices", None), getattr(context, "mesh", None)
+  if mesh is not None:  # shard_map, over some axes or all
+    devices = math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
+  if devices == 1:
+    return [x]
+  return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
+
+
+# A primitive of our own: at its lowering, and not before, it is known for what is compiled.
+_barrier_p = Primitive("unhoisted")
+_barrier_p.def_impl(lambda x: x)
+_barrier_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_barrier_p, lambda ctx, x: [x])
+for platform in ("tpu", "cuda", "rocm"):
+  mlir.register_lowering(_barrier_p, _lower, platform=platform)
+ad.deflinear2(_barrier_p, lambda ct, x: [_barrier_p.bind(ct)])
+batching.primitive_batchers[_barrier_p] = lambda args, dims: (_barrier_p.bind(*args), dims[0])
