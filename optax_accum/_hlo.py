@@ -262,7 +262,7 @@ def _called(opcode: str, attributes: str) -> tuple[tuple[str, str], ...]:
   if opcode.endswith(("-done", "-update")) or not _CALLED.search(attributes):
     return ()
   # What a reduction applies (and an all-reduce is one) is arithmetic on scalars.
-  applies = opcode in ("call", "call-start", "async-start")
+  applies = opcode in ("call", "call-start")
   return tuple(
     (role, name)
     for role, names in _CALLED.findall(_QUOTED.sub("", attributes))

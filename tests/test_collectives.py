@@ -313,6 +313,11 @@ ADD = """
       {"all-to-all": (1, 16)},
     ),
     ("  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped", {"all-to-all": (1, 16)}),
+    (
+      "  %s = ((f32[4]{0}), f32[4]{0}, u32[]) call-start(%p), to_apply=%wrapped\n"
+      "  ROOT %d = f32[4]{0} call-done(%s)",
+      {"all-to-all": (1, 16)},
+    ),
     ("  ROOT %r = f32[4]{0} map(%p), to_apply=%wrapped", {}),
     (
       '  ROOT %r = f32[4]{0} custom-call(%p), custom_call_target="T",'
@@ -385,7 +390,9 @@ def test_a_reduce_scatter_that_is_a_fusion_of_an_all_reduce():
   assert report.operations[0].op_name == "jit(f)/scatter"
 
 
-def counting_text(start, direction, limit, step, limit_on_the_left=False, annotation=""):
+def counting_text(
+  start, direction, limit, step, limit_on_the_left=False, annotation="", moved="%i, %step"
+):
   """A loop that compares a counter with a limit; collectives are in its body and condition."""
   operands = "%limit, %i" if limit_on_the_left else "%i, %limit"
   computations = f"""
@@ -401,7 +408,7 @@ def counting_text(start, direction, limit, step, limit_on_the_left=False, annota
   %c = (s32[], f32[4]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%c), index=0
   %step = s32[] constant({step})
-  %moved = s32[] add(%i, %step)
+  %moved = s32[] add({moved})
   %x = f32[4]{{0}} get-tuple-element(%c), index=1
   %r = f32[4]{{0}} all-reduce(%x), channel_id=1, to_apply=%add
   ROOT %next = (s32[], f32[4]{{0}}) tuple(%moved, %r)
@@ -472,8 +479,10 @@ def test_trip_counts_of_counters_that_count_up_or_down(direction, limit_on_the_l
       return COMPARE[direction](*((limit, i) if limit_on_the_left else (i, limit)))
 
     trips = len(list(itertools.takewhile(runs, itertools.count(start, step))))
-    report = count(counting_text(start, direction, limit, step, limit_on_the_left))
-    assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (start, limit, step)
+    for moved in ("%i, %step", "%step, %i"):
+      text = counting_text(start, direction, limit, step, limit_on_the_left, moved=moved)
+      report = count(text)
+      assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (start, limit, step)
 
 
 @pytest.mark.parametrize(

@@ -107,5 +107,23 @@ def test_kernels_of_gpus():
   )
 
 
+# As XLA may write the derivative by a kernel in groups: each output feature has 2 of the 8 inputs.
+BATCH_GROUPS = """
+ENTRY %main {
+  %a = f32[8,9,9,5]{3,2,1,0} parameter(0)
+  %b = f32[3,3,5,16]{3,2,1,0} parameter(1)
+  ROOT %c = f32[2,9,9,16]{3,2,1,0} convolution(%a, %b), window={size=3x3 pad=1_1x1_1}, \
+dim_labels=b01f_01io->b01f, batch_group_count=4
+}
+"""
+
+
+def test_groups_of_the_batch():
+  options = {**CONVOLUTIONS["same"], "batch_group_count": 4}
+  once = multiplications((8, 9, 9, 5), (3, 3, 5, 16), **options)
+  assert matrix_flops(BATCH_GROUPS) == 2 * once
+
+
 def test_nothing_to_multiply():
   assert flops(jnp.sin, (8, 8)) == 0
+  assert flops(jnp.outer, (8,), (8,)) == 0  # XLA writes a product of one row as a sum
