@@ -77,7 +77,7 @@ class MicrobatchPlan:
       larger = [
         c.microbatch_size for c in self.candidates if c.choice is self.choice and not c.fits
       ]
-      if min(larger, default=0) >= 4 * self.microbatch_size:
+      if min(larger, default=0) > 2 * self.microbatch_size:
         lines.append(
           f"No microbatch between {self.microbatch_size} and {min(larger)} rows divides the batch:"
           " another batch_size may have a larger one that fits."
