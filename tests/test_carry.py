@@ -15,11 +15,16 @@ TX = optax.sgd(0.1)
 kinds = pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
 
 
-def one_step(fun, batch, carry, mesh=None, **options):
-  """The carry after a step."""
+def make_step(fun, mesh=None, **options):
+  """What takes a batch and a carry to the carry after a step."""
   options = {"num_microbatches": 1, "donate": False, "carry_argnum": 2, **options}
   step = optax_accum.make_train_step(fun, TX, mesh=mesh, **options)
-  return step(jnp.float32(1), TX.init(jnp.float32(1)), batch, carry)[2]
+  return lambda batch, carry: step(jnp.float32(1), TX.init(jnp.float32(1)), batch, carry)[2]
+
+
+def one_step(fun, batch, carry, mesh=None, **options):
+  """The carry after a step."""
+  return make_step(fun, mesh, **options)(batch, carry)
 
 
 def tokens(batch):
@@ -34,35 +39,42 @@ def statistics(p, batch, carry):
 
 
 @kinds
-@pytest.mark.parametrize(
-  "valid", [np.ones(16), np.r_[np.ones(4), np.zeros(12)], np.r_[1, 1, np.zeros(6), np.ones(8)]]
-)
-def test_floats_are_averaged_with_what_each_device_counted(valid, kind):
-  batch = {"x": np.arange(16, dtype=np.float32), "valid": valid.astype(np.float32)}
+def test_floats_are_averaged_with_what_each_device_counted(kind):
   carry = {"mean": jnp.float32(2.0), "seen": jnp.int32(3)}
   options = {"weight_fn": tokens, "carry_reduction": {"mean": "mean", "seen": "sum"}}
   mesh = make_mesh(4, kind=kind)
-  whole = one_step(statistics, batch, carry, weight_fn=tokens)
-  actual = one_step(statistics, batch, carry, mesh, **options)
-  np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
-  assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
-  counts = valid.reshape(4, 4).sum(1)
-  default = one_step(statistics, batch, carry, mesh, weight_fn=tokens)
-  assert int(default["seen"]) == 3 + counts.max()  # integers, without a word
-  if len(set(counts)) > 1:  # what a mean over devices would give
-    parts = (batch["x"] * valid).reshape(4, 4).sum(1) / np.maximum(counts, 1)
-    wrong = np.mean(np.where(counts > 0, 1 + 0.5 * parts, 2.0))
-    assert abs(wrong - whole["mean"]) > 0.1
+  on_one_device = make_step(statistics, weight_fn=tokens)
+  over_devices = make_step(statistics, mesh, **options)
+  by_default = make_step(statistics, mesh, weight_fn=tokens)
+  for valid in (np.ones(16), np.r_[np.ones(4), np.zeros(12)], np.r_[1, 1, np.zeros(6), np.ones(8)]):
+    batch = {"x": np.arange(16, dtype=np.float32), "valid": valid.astype(np.float32)}
+    whole, actual = on_one_device(batch, carry), over_devices(batch, carry)
+    np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
+    assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
+    counts = valid.reshape(4, 4).sum(1)
+    # Integers, without a word.
+    assert int(by_default(batch, carry)["seen"]) == 3 + counts.max()
+    if len(set(counts)) > 1:  # what a mean over devices would give
+      parts = (batch["x"] * valid).reshape(4, 4).sum(1) / np.maximum(counts, 1)
+      wrong = np.mean(np.where(counts > 0, 1 + 0.5 * parts, 2.0))
+      assert abs(wrong - whole["mean"]) > 0.1
 
 
 @kinds
 def test_where_nothing_counted_the_carry_stays(kind):
+  def each(p, batch, carry):
+    losses, outs = zip(*(statistics(p, batch, c) for c in carry.values()), strict=True)
+    return losses[0], (dict(zip(carry, [new for new, _ in outs], strict=True)), None)
+
   batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
   carry = {"mean": jnp.float32(0.1), "seen": jnp.int32(3)}  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
-  for word in (None, {"mean": "sum", "seen": "sum"}, {"mean": "min", "seen": "min"}):
-    options = {"weight_fn": tokens, "carry_reduction": word}
-    actual = one_step(statistics, batch, carry, make_mesh(3, kind=kind), **options)
-    assert (actual["mean"], int(actual["seen"])) == (carry["mean"], 3)
+  mesh = make_mesh(3, kind=kind)
+  actual = [one_step(statistics, batch, carry, mesh, weight_fn=tokens)]
+  words = {"sum": "sum", "min": "min"}
+  options = {"weight_fn": tokens, "carry_reduction": words}
+  actual += one_step(each, batch, dict.fromkeys(words, carry), mesh, **options).values()
+  for new in actual:
+    assert (new["mean"], int(new["seen"])) == (carry["mean"], 3)
 
 
 @kinds

@@ -22,14 +22,14 @@ def x64():
     yield
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def params():
   rng = np.random.default_rng(0)
   shapes = {"trunk": (WIDTH, WIDTH), "router": (WIDTH, EXPERTS), "second": (WIDTH,)}
   return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def batch():
   """Rows of 3 tokens, ever more of them padding; few rows have a label for the second head."""
   rng = np.random.default_rng(1)
@@ -78,83 +78,101 @@ EXACT = {"has_aux": True, "aux_reduction": AUX, "reduction": "sum"}
 MEAN_OF_MEANS = {"has_aux": True, "aux_reduction": {**AUX, "terms": "mean"}}
 
 
-def run(loss_fn, options, count, params, batch):
-  """A step on `count` devices: what it returns."""
+def make_step(loss_fn, count, **options):
+  """A step on `count` devices."""
   mesh = None if count == 1 else make_mesh(count)
-  step = make_train_step(loss_fn, TX, microbatch_size=SIZE, mesh=mesh, donate=False, **options)
-  return jax.device_get(step(params, TX.init(params), batch, counts_of(batch)))
+  return make_train_step(loss_fn, TX, mesh=mesh, donate=False, **options)
 
 
+def run(step, params, batch, totals):
+  """Parameters, loss and terms after a step, and the labelled rows of each microbatch."""
+  new, _, metrics = jax.device_get(step(params, TX.init(params), batch, totals))
+  return (new, metrics["loss"], metrics["aux"]["terms"]), metrics["aux"]["labelled"]
+
+
+@pytest.fixture(scope="module")
 def whole_batch(params, batch):
   """The same without microbatches: parameters, loss and terms."""
-  totals = counts_of(batch)
-  step = oracle.whole_batch_step(lambda *args: loss_fn(*args, totals)[0], TX)
-  new, _, metrics = step(params, TX.init(params), batch)
-  return new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"]
+  with jax.enable_x64(True):
+    totals = counts_of(batch)
+    step = oracle.whole_batch_step(lambda *args: loss_fn(*args, totals)[0], TX)
+    new, _, metrics = step(params, TX.init(params), batch)
+    return jax.device_get((new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"]))
 
 
-devices = pytest.mark.parametrize("count", [1, 2, 8])
-
-
-@devices
-def test_sums_over_totals_are_the_whole_batchs_step(count, params, batch):
-  expected = whole_batch(params, batch)
-  new, _, metrics = run(loss_fn, EXACT, count, params, batch)
-  assert 0 in metrics["aux"]["labelled"]
-  trees.assert_close((new, metrics["loss"], metrics["aux"]["terms"]), expected, 1e-12)
-
-  new, _, metrics = run(own_totals, MEAN_OF_MEANS, count, params, batch)
-  for actual, whole in zip((new, metrics["loss"], metrics["aux"]["terms"]), expected, strict=True):
-    assert trees.largest_difference(actual, whole) > 1e-2
+devices = pytest.mark.parametrize("count", [1, 8])
 
 
 @devices
-def test_a_term_without_rows_is_zero(count, params, batch):
-  """Its total is given as 1, and its parameters stay."""
-  batch = {**batch, "labelled": np.zeros(ROWS, bool)}
-  step = make_train_step(loss_fn, TX, microbatch_size=SIZE, mesh=make_mesh(count), **EXACT)
-  totals = {**counts_of(batch), "second": 1.0}
-  new, _, metrics = jax.device_get(step(params, TX.init(params), batch, totals))
-  assert metrics["aux"]["terms"]["second"] == 0
+def test_sums_over_totals_are_the_whole_batchs_step(count, params, batch, whole_batch):
+  step = make_step(loss_fn, count, microbatch_size=SIZE, **EXACT)
+  actual, labelled = run(step, params, batch, counts_of(batch))
+  assert 0 in labelled
+  trees.assert_close(actual, whole_batch, 1e-12)
+
+  # A term without rows is zero: its total is given as 1, and its parameters stay.
+  unlabelled = {**batch, "labelled": np.zeros(ROWS, bool)}
+  totals = {**counts_of(unlabelled), "second": jnp.float64(1)}
+  (new, _, terms), _ = run(step, params, unlabelled, totals)
+  assert terms["second"] == 0
   np.testing.assert_array_equal(new["second"], params["second"])
   assert np.all(np.isfinite(new["trunk"]))
+
+  wrong, _ = run(
+    make_step(own_totals, count, microbatch_size=SIZE, **MEAN_OF_MEANS),
+    params,
+    batch,
+    counts_of(batch),
+  )
+  for part, whole in zip(wrong, whole_batch, strict=True):
+    assert trees.largest_difference(part, whole) > 1e-2
 
 
 # A router's loss may be a product of means, which no sum over microbatches is.
 
 
+def sums_with_shares(params, batch):
+  probabilities, chosen = shares_of(params, batch)
+  terms = {"probabilities": probabilities, "chosen": chosen}
+  return {**sums_of(params, batch), **terms, "valid": jnp.sum(batch["valid"]).astype(jnp.float64)}
+
+
+def router_loss(sums_of_all):
+  def loss_fn(params, batch):
+    all_sums = sums_of_all(params, batch)
+    router = jnp.sum(all_sums["probabilities"] * all_sums["chosen"]) / all_sums["valid"] ** 2
+    return all_sums["tokens"] / all_sums["valid"] + router
+
+  return loss_fn
+
+
+def once(loss_fn, params, batch):
+  """A step on the whole batch."""
+  with jax.enable_x64(True):
+    return oracle.take_steps(oracle.whole_batch_step(loss_fn, TX), TX, params, [batch])
+
+
+@pytest.fixture(scope="module")
+def by_router(params, batch):
+  return once(router_loss(sums_with_shares), params, batch)
+
+
 @devices
-def test_a_router_beside_a_token_mean(count, params, batch):
+def test_a_router_beside_a_token_mean(count, params, batch, by_router):
   """All sums of the whole batch are taken first, also over devices: the loss is then a mean."""
-
-  def sums(params, batch):
-    probabilities, chosen = shares_of(params, batch)
-    terms = {"probabilities": probabilities, "chosen": chosen}
-    return {**sums_of(params, batch), **terms, "valid": jnp.sum(batch["valid"]).astype(jnp.float64)}
-
-  def loss_of(sums_of_all):
-    def loss_fn(params, batch):
-      all_sums = sums_of_all(params, batch)
-      router = jnp.sum(all_sums["probabilities"] * all_sums["chosen"]) / all_sums["valid"] ** 2
-      return all_sums["tokens"] / all_sums["valid"] + router
-
-    return loss_fn
-
-  in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=SIZE // count)
+  options = {"reduction": "sum", "batch_argnums": 1, "microbatch_size": SIZE // count}
+  in_parts = microbatch(sums_with_shares, **options)
 
   def over_devices(params, batch):
     return jax.tree.map(lambda x: lax.all_gather(x, "data").sum(0), in_parts(params, batch))
 
-  expected = oracle.take_steps(oracle.whole_batch_step(loss_of(sums), TX), TX, params, [batch])
-  loss_fn, mesh = loss_of(in_parts if count == 1 else over_devices), None
-  if count > 1:
-    mesh = make_mesh(count)
-  step = make_train_step(loss_fn, TX, num_microbatches=1, mesh=mesh, donate=False)
-  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), expected, 1e-12)
+  loss_fn = router_loss(in_parts if count == 1 else over_devices)
+  step = make_step(loss_fn, count, num_microbatches=1)
+  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), by_router, 1e-12)
   if count > 1:  # what is gathered on every device is counted by every device
-    options = {"num_microbatches": 1, "mesh": mesh, "reduction": "sum", "donate": False}
-    wrong = oracle.take_steps(make_train_step(loss_fn, TX, **options), TX, params, [batch])
-    assert trees.largest_difference(wrong[0], expected[0]) > 1e-2
+    step = make_step(loss_fn, count, num_microbatches=1, reduction="sum")
+    wrong = oracle.take_steps(step, TX, params, [batch])
+    assert trees.largest_difference(wrong[0], by_router[0]) > 1e-2
 
 
 def shares_of(params, batch):
@@ -175,15 +193,18 @@ def balance(shares_of, axis_name=None):
   return loss_fn
 
 
-@devices
-def test_a_product_of_means_is_a_function_of_sums_in_microbatches(count, params, batch):
-  expected = oracle.take_steps(oracle.whole_batch_step(balance(shares_of), TX), TX, params, [batch])
-  in_parts = microbatch(shares_of, reduction="sum", batch_argnums=1, microbatch_size=SIZE // count)
-  mesh = None if count == 1 else make_mesh(count)
-  whole = balance(in_parts, None if mesh is None else "data")
-  step = make_train_step(whole, TX, num_microbatches=1, mesh=mesh, donate=False)
-  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), expected, 1e-12)
+@pytest.fixture(scope="module")
+def by_balance(params, batch):
+  return once(balance(shares_of), params, batch)
 
-  wrong = make_train_step(balance(shares_of), TX, microbatch_size=SIZE, mesh=mesh, donate=False)
-  actual = oracle.take_steps(wrong, TX, params, [batch])
-  assert trees.largest_difference(actual[0], expected[0]) > 1e-4
+
+@devices
+def test_a_product_of_means_is_a_function_of_sums_in_microbatches(count, params, batch, by_balance):
+  options = {"reduction": "sum", "batch_argnums": 1, "microbatch_size": SIZE // count}
+  whole = balance(microbatch(shares_of, **options), None if count == 1 else "data")
+  step = make_step(whole, count, num_microbatches=1)
+  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), by_balance, 1e-12)
+  if count == 1:
+    step = make_step(balance(shares_of), count, microbatch_size=SIZE)
+    wrong = oracle.take_steps(step, TX, params, [batch])
+    assert trees.largest_difference(wrong[0], by_balance[0]) > 1e-4
