@@ -71,18 +71,13 @@ class Pair:
 def assert_a_pair(pair, *columns):
   """The loops agree; and where the first is wrong, the page says by how much."""
   trees.assert_close(pair.after(EVEN), pair.before(EVEN), 1e-6)
-  made = {"uneven": UNEVEN, "cut short": CUT_SHORT}
-  for batches in (made[column] for column in columns):
+  measured = {"uneven": "", "cut short": ""}
+  for column in columns:
+    batches = {"uneven": UNEVEN, "cut short": CUT_SHORT}[column]
     start, expected = pair.whole_batch(batches)
     assert away(pair.after(batches), expected, start) < 1e-4
-  assert told_errors(pair.section) == {
-    column: measured(pair, made[column]) if column in columns else "" for column in made
-  }
-
-
-def measured(pair, batches):
-  start, expected = pair.whole_batch(batches)
-  return f"{away(pair.before(batches), expected, start):.2f}"
+    measured[column] = f"{away(pair.before(batches), expected, start):.2f}"
+  assert told_errors(pair.section) == measured
 
 
 def told_errors(section):
