@@ -25,6 +25,25 @@ Leaves: TypeAlias = list[Any]
 _KEPT = None  # where what is kept is among arguments
 
 
+class NotPickled:
+  """A step, which compiled programs and functions belong to."""
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      f"{self!r} cannot be pickled, because it holds compiled programs and the functions of its"
+      " optimizer: pickle the parameters and the optimizer state, and make the step anew where they"
+      " are read."
+    )
+
+  def __copy__(self) -> Any:
+    copied = object.__new__(type(self))
+    vars(copied).update(vars(self))
+    return copied
+
+  def __deepcopy__(self, memo: Any) -> Any:
+    return self.__copy__()  # functions are not copied either
+
+
 class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 

@@ -15,14 +15,14 @@ from optax_accum._mesh import DataParallel
 from optax_accum._mesh_loss import MeshLoss
 from optax_accum._reduction_trees import GradReductionTree, ReductionTree
 from optax_accum._split import Split, WeightFn
-from optax_accum._step_program import StepProgram
+from optax_accum._step_program import NotPickled, StepProgram
 
 Params = TypeVar("Params", bound=Any)
 OptState = TypeVar("OptState", bound=Any)
 Args = ParamSpec("Args")
 
 
-class TrainStep(Generic[Params, Args]):
+class TrainStep(NotPickled, Generic[Params, Args]):
   """A jitted training step, made by `make_train_step`.
 
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``. From the batch on, the

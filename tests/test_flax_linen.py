@@ -1,5 +1,6 @@
 """`linen_train_step`: a `TrainState` in, the whole batch's `TrainState` and metrics out."""
 
+import pickle
 from typing import Any
 
 import flax.core
@@ -276,6 +277,10 @@ def test_positions_and_names_and_what_a_jitted_function_has():
   assert "linen_train_step" in step.lower(state, batch).compile().as_text()
   assert step.trace(state, batch, rngs=rngs).jaxpr.out_avals
   assert repr(step) == "linen_train_step(loss_fn, num_microbatches=2, donate=False)"
+  with pytest.raises(
+    TypeError, match=r"^linen_train_step\(loss_fn, .*\) cannot be pickled, because"
+  ):
+    pickle.dumps(step)
 
 
 def test_inside_jit_and_a_scan_over_steps():

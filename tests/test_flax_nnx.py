@@ -1,6 +1,7 @@
 """`nnx_train_step`: model and optimizer stepped in place, as by the whole batch."""
 
 import gc
+import pickle
 import weakref
 
 from flax import nnx
@@ -496,6 +497,8 @@ def test_what_cannot_work(loss, options, error, match):
 def test_a_step_shows_its_options():
   step = nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)
   assert repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
+  with pytest.raises(TypeError, match=r"^nnx_train_step\(squares, .*\) cannot be pickled, because"):
+    pickle.dumps(step)
 
 
 def test_options_are_checked_at_once():

@@ -20,7 +20,7 @@ from optax_accum._flax.state_fields import (
   variables_of,
 )
 from optax_accum._flax.state_program import of_parameters, StateProgram
-from optax_accum._step_program import PreparedCall, StepProgram
+from optax_accum._step_program import NotPickled, PreparedCall, StepProgram
 from optax_accum._train_step import make_train_step
 
 State = TypeVar("State", bound=train_state.TrainState)
@@ -143,7 +143,7 @@ def linen_train_step(
 _CONSTANT = 3  # where a program's arguments have the constant collections
 
 
-class LinenTrainStep:
+class LinenTrainStep(NotPickled):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
   _batch_position = 1  # in a call

@@ -15,6 +15,7 @@ from optax_accum._flax import graph, objects, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh import DataParallel
+from optax_accum._step_program import NotPickled
 from optax_accum._train_step import make_train_step, TrainStep
 
 _DELETED = (
@@ -114,7 +115,7 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-class NnxTrainStep:
+class NnxTrainStep(NotPickled):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
 
   _batch_position = 2  # in a call
