@@ -180,5 +180,5 @@ def local_loss(
   _noise_scale.check_options(noise_scale, split, reduction)
   check_options(split, grad_reduction)
   grad_kinds = _reduction_trees.named_of_gradients(grad_reduction, kind)
-  aux_kinds = _reduction_trees.named("aux_reduction", aux_reduction, concat_axis, split.batch_axis)
+  aux_kinds = _reduction_trees.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale)

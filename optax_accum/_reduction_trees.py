@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 import jax
 
 from optax_accum import _validate
-from optax_accum._reductions import Concat, Reduction, REDUCTIONS
+from optax_accum._reductions import Concat, DefaultMean, Reduction, REDUCTIONS
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
@@ -43,6 +43,14 @@ def named(
     return Concat(concat_axis or 0)
 
   return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def named_of_aux(
+  tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Any:
+  """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
+  reductions = named("aux_reduction", tree, concat_axis, batch_axis)
+  return DefaultMean() if tree is None else reductions
 
 
 def named_of_gradients(tree: Any, default: Reduction) -> Any:

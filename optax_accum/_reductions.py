@@ -28,6 +28,7 @@ class Reduction:
   name: str
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and no `held`
+  default = False  # whether nobody asked for it, so that it may be wrong for values per row
 
   def __repr__(self) -> str:
     return repr(self.name)
@@ -147,6 +148,12 @@ class Mean(Sum):
 
   def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
     return _weighted_mean.mean(held, weight, dtype)
+
+
+class DefaultMean(Mean):
+  """The weighted mean of what has no value for each row."""
+
+  default = True
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -44,12 +44,28 @@ def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
   found = []
   for slot, tree in roles.shared.items():
     for name, leaf in _validate.named_leaves(_describe(slot), tree):
-      shape = getattr(leaf, "shape", ())
-      axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
-      same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
-      if same:
-        found.append((slot, f"{name} has {shape[same[0]]} rows on axis {same[0]}"))
+      if has := _has_rows(roles, leaf, rows):
+        found.append((slot, f"{name} {has}"))
   return found
+
+
+def refuse_aux_rows(roles: Roles, name: str, leaf: Any, rows: int) -> None:
+  """Refuses an aux with a value for each of the microbatch's `rows`, if it has several."""
+  if has := _has_rows(roles, leaf, (rows,)):
+    raise ValueError(
+      f"{name} {has}, as many as a microbatch, and aux_reduction=None would average rows of"
+      ' different microbatches. If it has a value for each row, say "concat"; if it merely has'
+      ' that size, as counts of classes may, say "mean" (or "sum"). Where aux has others, name all:'
+      ' aux_reduction={"logits": "concat", "accuracy": "mean"}.'
+    )
+
+
+def _has_rows(roles: Roles, leaf: Any, rows: Collection[int]) -> str:
+  """How many rows `leaf` has, and on which axis, if they are as many as `rows` says."""
+  shape = getattr(leaf, "shape", ())
+  axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
+  same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
+  return f"has {shape[same[0]]} rows on axis {same[0]}" if same else ""
 
 
 def _naming(roles: Roles, found: list[tuple[Slot, str]], positions: tuple[int, ...]) -> str:

@@ -249,6 +249,8 @@ def _matched(reductions: Any, outputs: Any, root: str, call: Call) -> tuple[list
   each = jax.tree.leaves(_reduction_trees.match("reduction", reductions, outputs))
   named = _validate.named_leaves(root, outputs)
   for reduction, (name, leaf) in zip(each, named, strict=True):
+    if reduction.default and call.microbatches > 1:
+      call.refuse_aux_rows(name, leaf)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
   return each, [leaf for _, leaf in named], jax.tree.structure(outputs)
 

@@ -203,6 +203,10 @@ class Call:
     axis_name = self.split.axis_name
     return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
+  def refuse_aux_rows(self, name: str, leaf: Any) -> None:
+    """Refuses an aux with the rows of a microbatch, which nobody said how to reduce."""
+    _roles.refuse_aux_rows(self._roles, name, leaf, self.size)
+
   @property
   def microbatches(self) -> int:
     """How many there are, on all devices together."""

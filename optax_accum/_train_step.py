@@ -80,7 +80,7 @@ def make_train_step(
   reduction: Literal["mean", "sum"] = "mean",
   grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
-  aux_reduction: ReductionTree = "mean",
+  aux_reduction: ReductionTree = None,
   concat_axis: int | None = None,
   rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
@@ -140,6 +140,7 @@ def make_train_step(
       tree})``.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+      Default: the mean of what has no value for each row.
     concat_axis: The axis of aux that "concat" joins, 0 by default.
     rng_argnums: The positions of random keys, folded with the microbatch's index.
     rng_argnames: The names of such keyword arguments.

@@ -27,7 +27,7 @@ def microbatch_value_and_grad(
   reduction: Literal["mean", "sum"] = "mean",
   grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
-  aux_reduction: ReductionTree = "mean",
+  aux_reduction: ReductionTree = None,
   concat_axis: int | None = None,
   rng_argnums: int | Sequence[int] | None = None,
   rng_argnames: str | Sequence[str] = (),
@@ -128,7 +128,10 @@ def microbatch_value_and_grad(
       differentiate by the batch, a loss that is 0/0 in a microbatch of padding has NaN derivatives:
       guard the division. Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
-      ``"mean"`` is weighted as the loss is. Use ``"concat"`` for a value for each row.
+      ``"mean"`` is weighted as the loss is. ``"concat"`` is for values for each row. Default: the
+      mean, and an aux that has as many rows as a microbatch, along its `batch_axis`, is an error,
+      because rows of different microbatches would be averaged: say ``"concat"``, or ``"mean"`` if
+      it merely has that size. Where microbatches have one row, or there is one, it is no error.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
       given where a `batch_axis` is not 0.
     rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i

@@ -79,6 +79,12 @@ def test_options(options, error, match):
     ((GOOD,), {}, TypeError, r"a tuple of length 2, and without .* name them, mutable=\("),
     ((), {"has_aux": True}, TypeError, r"with has_aux=True it must return \(loss, aux\)"),
     (
+      ((GOOD, {"each": jnp.ones(12)}),),
+      WITH_AUX,
+      ValueError,
+      r"aux\['each'\] has .* rows on axis 0, as many as a microbatch.* say \"concat\"",
+    ),
+    (
       ({},),
       STATS_ALONE,
       ValueError,

@@ -467,6 +467,12 @@ def forgets(model, batch):
     ),
     (loss_fn, {"has_aux": True}, TypeError, r"has_aux=True it must return \(loss, aux\)"),
     (
+      lambda model, batch: (loss_fn(model, batch), jax.tree.leaves(batch)[0]),
+      {"has_aux": True},
+      ValueError,
+      'aux has .* rows on axis 0, as many as a microbatch.* say "concat"',
+    ),
+    (
       loss_fn,
       {"wrt": nnx.LoRAParam},
       ValueError,

@@ -146,6 +146,67 @@ def test_a_leaf_without_the_axis_is_looked_at_along_its_first():
   assert float(loss) == 2
 
 
+def aux_of(aux, x, **options):
+  """The aux of a cycle over the rows `x`, by default those of no word."""
+  run = microbatch_value_and_grad(lambda w, x: (jnp.mean(w * x), aux(x)), has_aux=True, **options)
+  return run(jnp.ones(()), x)[0][1]
+
+
+@pytest.mark.parametrize(
+  ("aux", "shape", "options", "where"),
+  [
+    (lambda x: x, (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
+    (lambda x: x > 1, (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
+    (lambda x: x, (3,), {"microbatch_size": 2}, "2 rows on axis 0"),
+    (lambda x: jnp.zeros(4), (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
+    (lambda x: x, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 1"),
+    (lambda x: x[0], (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 0"),
+    (lambda x: x.T, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, None),
+    (lambda x: x, (8,), {"num_microbatches": 8}, None),
+    (lambda x: x > 1, (8,), {"num_microbatches": 2, "aux_reduction": "concat"}, None),
+    (lambda x: x, (8,), {"num_microbatches": 2, "aux_reduction": "mean"}, None),
+    (lambda x: x, (8,), {"num_microbatches": 1, "weight_fn": jnp.sum}, None),
+    (lambda x: jnp.sum(x), (8,), {"num_microbatches": 2}, None),
+  ],
+)
+def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, where):
+  run = functools.partial(aux_of, lambda x: {"a": [aux(x)]}, **options)
+  if where is None:
+    jax.eval_shape(run, jnp.ones(shape))
+    return
+  match = rf"^aux\['a'\]\[0\] has {where}, as many as a microbatch.* say \"concat\".* say \"mean\""
+  with pytest.raises(ValueError, match=match):
+    jax.eval_shape(run, jnp.ones(shape))
+
+
+def test_what_an_aux_for_each_row_becomes():
+  x = jnp.arange(8.0)
+  run = functools.partial(aux_of, lambda x: {"each": x, "mean": jnp.mean(x)}, x)
+  named = run(num_microbatches=2, aux_reduction={"each": "concat", "mean": "mean"})
+  for aux in (named, run(num_microbatches=1)):
+    np.testing.assert_array_equal(aux["each"], x)
+    assert aux["mean"] == 3.5
+  averaged = run(num_microbatches=2, aux_reduction="mean")["each"]  # as was the default
+  np.testing.assert_array_equal(averaged, [0.5, 2.5, 4.5, 6.5])
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_over_a_mesh_an_aux_has_the_rows_of_one_device(rows):
+  step = make_train_step(
+    lambda w, x: (jnp.mean(w * x), x),
+    optax.sgd(0.1),
+    has_aux=True,
+    num_microbatches=1,
+    mesh=make_mesh(8),
+  )
+  w = jnp.ones(())
+  if rows == 8:  # one each
+    assert step.eval_shape(w, optax.sgd(0.1).init(w), jnp.ones(rows))[2]["aux"].shape == (1,)
+    return
+  with pytest.raises(ValueError, match=r"^aux has 2 rows on axis 0, as many as a microbatch"):
+    step.eval_shape(w, optax.sgd(0.1).init(w), jnp.ones(rows))
+
+
 def test_what_has_another_role_is_not_refused():
   def fun(w, x, carry, key, scale):
     noise = jax.vmap(jax.random.uniform)(key)

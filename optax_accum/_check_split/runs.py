@@ -172,7 +172,7 @@ class Runs:
   def aux_words(self, aux: Any) -> list[str]:
     """How each leaf of the aux is reduced."""
     given, axis = self.options["aux_reduction"], self.options["concat_axis"]
-    words = _reduction_trees.named("aux_reduction", given, axis)
+    words = _reduction_trees.named_of_aux(given, axis)
     matched = _reduction_trees.match("aux_reduction", words, aux)
     return [kind.name for kind in jax.tree.leaves(matched)]
 
