@@ -112,8 +112,6 @@ class AddedGradients(Reduction):
 
 def check_options(split: Any, grad_reduction: Any) -> None:
   """Checks what ``in_place`` is given with."""
-  if type(split.in_place) is not bool:
-    raise TypeError(f"in_place={split.in_place!r} must be True or False.")
   if not split.in_place:
     return
   without = "Pass in_place=False, or leave"

@@ -173,6 +173,7 @@ def local_loss(
   noise_scale: bool = False,
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
+  _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
   positions = _arguments.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")

@@ -218,10 +218,6 @@ def terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> NoiseSca
 
 def check_options(noise_scale: Any, split: Any, reduction: str) -> None:
   """Checks what `noise_scale` is given with."""
-  if type(noise_scale) is not bool:
-    raise TypeError(
-      f"noise_scale={noise_scale!r} must be True or False. (A decay is for gradient_noise_scale.)"
-    )
   if not noise_scale:
     return
   if reduction != "mean":

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _validate
+from optax_accum import _settings, _validate
 from optax_accum._arguments import Slot
 
 
@@ -16,6 +16,11 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Any]) -> int:
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
     for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", arguments[slot]):
+      if not _settings.is_data(leaf):
+        raise TypeError(
+          f"{_settings.described(name, leaf)}, and a batch has arrays of numbers: leave it out, or"
+          " pass it as an argument that is not split."
+        )
       shape = jnp.shape(leaf)
       if not -len(shape) <= axis < len(shape):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import functools
+import re
 from typing import Any
 
 import jax
@@ -24,22 +25,27 @@ def refuse(leaves: list[Any], fun: Callable[..., Any], args: Any, kwargs: Any) -
 
   `leaves` are all that may be none: every call comes here.
   """
-  if all(map(_holds_data, set(map(type, leaves)))) or all(map(_is_data, leaves)):
+  if all(map(_holds_data, set(map(type, leaves)))) or all(map(is_data, leaves)):
     return
   arguments: dict[Slot, Any] = dict(enumerate(args, 1))
   arguments.update(kwargs)
   for slot, tree in arguments.items():
     for name, leaf in _validate.named_leaves(_described(fun, slot), tree):
-      if _is_data(leaf):
+      if is_data(leaf):
         continue
       fix = f"{_arguments.name_of(fun, slot)}={leaf!r}" if leaf is tree else "..."
-      kind = type(leaf).__name__
       if isinstance(leaf, np.ndarray):
-        fix, kind = "...", f"{kind} and dtype {leaf.dtype}"
+        fix = "..."
       raise TypeError(
-        f"{name} is {leaf!r}, of type {kind}, and a step takes arrays of numbers. A setting is"
-        f" fixed in the loss, functools.partial(loss_fn, {fix}), and what is none left out."
+        f"{described(name, leaf)}, and a step takes arrays of numbers. A setting is fixed in the"
+        f" loss, functools.partial(loss_fn, {fix}), and what is none left out."
       )
+
+
+def described(name: str, leaf: Any) -> str:
+  """What messages say of what is no data."""
+  dtype = f" and dtype {leaf.dtype}" if isinstance(leaf, np.ndarray) else ""
+  return f"{name} is {leaf!r}, of type {type(leaf).__name__}{dtype}"
 
 
 def note(error: Exception, fun: Callable[..., Any], shared: dict[Slot, Any]) -> str | None:
@@ -54,15 +60,19 @@ def note(error: Exception, fun: Callable[..., Any], shared: dict[Slot, Any]) -> 
     return None
   fixed = ", ".join(f"{_arguments.name_of(fun, slot)}=..." for slot in found)
   return (
-    f"If the loss takes the value of {' or '.join(found.values())}, as a branch does: a step traces"
-    " all that it is passed, and Python has no value. Fix a setting in the loss,"
-    f" functools.partial(loss_fn, {fixed}), and make a step for each value."
+    f"If the loss takes the value of {' or '.join(found.values())}, as a branch, a dict's key"
+    " or a static argument does: a step traces all that it is passed, and Python has no value. Fix"
+    f" a setting in the loss, functools.partial(loss_fn, {fixed}), and make a step for each value."
   )
 
 
 def wants_value(error: Exception) -> bool:
-  """Whether Python asked for the value of something traced. Of shapes the text alone says so."""
-  return isinstance(error, VALUE_WANTED) or "sequences of concrete values" in str(error)
+  """Whether Python asked for the value of something traced.
+
+  The text alone says so of shapes, and of what is hashed: static arguments, and keys of a dict.
+  """
+  wanted = "sequences of concrete values|unhashable type: '[A-Za-z]*Tracer'"
+  return isinstance(error, VALUE_WANTED) or re.search(wanted, str(error)) is not None
 
 
 def _described(fun: Callable[..., Any], slot: Slot) -> str:
@@ -77,7 +87,8 @@ def _holds_data(kind: type) -> bool:
   return issubclass(kind, (jax.Array, *numbers)) or hasattr(kind, "__jax_array__")
 
 
-def _is_data(leaf: Any) -> bool:
+def is_data(leaf: Any) -> bool:
+  """Whether it is an array of numbers or of keys, or a number."""
   kind: Any = type(leaf)
   if _holds_data(kind):
     return True
@@ -97,7 +108,7 @@ def _may_be_setting(x: Any, alone: bool, branches: bool) -> bool:
 
   Branches on floats are mostly on what was computed from them.
   """
-  if not _is_data(x) or jnp.shape(x):
+  if not is_data(x) or jnp.shape(x):
     return False
   kinds = [jnp.bool_, *[jnp.integer] * alone, *[jnp.floating] * (alone and not branches)]
   return any(jnp.issubdtype(jnp.result_type(x), kind) for kind in kinds)

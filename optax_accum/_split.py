@@ -52,6 +52,9 @@ class Split:
   rows: int | None = None  # of the batch on all devices of a mesh, of which a call has a part
 
   def __post_init__(self) -> None:
+    _validate.booleans(
+      skip_nonfinite=self.skip_nonfinite, skip_empty=self.skip_empty, in_place=self.in_place
+    )
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       raise ValueError(
         f"Got num_microbatches={self.num_microbatches!r} and"

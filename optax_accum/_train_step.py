@@ -271,6 +271,7 @@ def make_train_step(
       make_train_step(loss_fn, tx, num_microbatches=1)
   """
   _validate.transformation(tx, "tx")
+  _validate.booleans(donate=donate)
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   split = Split.of(locals(), default_argnum=1)
   local = local_loss(

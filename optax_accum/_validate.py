@@ -44,6 +44,13 @@ def positive_int(name: str, value: Any) -> int:
   return number
 
 
+def booleans(**options: Any) -> None:
+  """Checks that options are bools: "no" would count as True."""
+  for name, value in options.items():
+    if type(value) is not bool:
+      raise TypeError(f"{name}={value!r} must be True or False.")
+
+
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
   """Checks that `value` is one of the `allowed` words."""
   if not isinstance(value, str) or value not in allowed:

@@ -65,6 +65,11 @@ def _train_step(fun, **options):
     ({"rng_argnums": 1}, ValueError, "Argument 1 is both split and a random key"),
     ({"carry_argnum": 1}, ValueError, "Argument 1 is both split and carried"),
     ({"batch_axis": 1}, ValueError, r"batch argument 1\['y'\] has shape \(6,\), without an axis 1"),
+    (
+      {"batch_axis": -3},
+      ValueError,
+      r"batch argument 1\['x'\] has shape \(6, 3\), without an axis",
+    ),
     ({"batch_axis": 0.0}, TypeError, "batch_axis=0.0 must be an int"),
     ({"reduction": "max"}, ValueError, "reduction='max' must be one of 'mean', 'sum'"),
     ({"aux_reduction": "average"}, ValueError, "aux_reduction='average' must be one of"),
@@ -85,6 +90,14 @@ def _train_step(fun, **options):
 )
 def test_options(options, error, match):
   raises(error, match, **options)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_what_is_no_bool(value):
+  options = ["has_aux", "skip_nonfinite", "skip_empty", "in_place", "noise_scale", "donate"]
+  for name in options:
+    with pytest.raises(TypeError, match=rf"^{name}={value!r} must be True or False\.$"):
+      optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, **{name: value})
 
 
 def test_argnums_out_of_range():

@@ -184,7 +184,7 @@ def test_gradients_that_are_no_derivatives_are_left_out():
 OPTIONS = {
   "plain": {},
   "weights": {"weight_fn": masked},
-  "ragged": {"num_microbatches": None, "microbatch_size": 24},
+  "ragged": {"num_microbatches": None, "microbatch_size": 48},
   "skips": {"skip_nonfinite": True},
   "skips empty": {"weight_fn": masked, "skip_empty": True},
   "automatic": {"kind": AUTO},
@@ -290,7 +290,7 @@ def test_bad_input():
   make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), noise_scale=True)
   with pytest.raises(ValueError, match=r'noise_scale=True compares means.*reduction="sum"'):
     make(num_microbatches=2, reduction="sum")
-  with pytest.raises(TypeError, match=r"noise_scale=0.99 must be True or False.*gradient_noise"):
+  with pytest.raises(TypeError, match=r"noise_scale=0.99 must be True or False"):
     make(num_microbatches=2, noise_scale=0.99)
   params, batch = make_data(np.float32)
   state = optax.sgd(0.1).init(params)

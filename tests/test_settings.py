@@ -10,7 +10,7 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 
-from optax_accum import _settings, make_train_step, microbatch_value_and_grad
+from optax_accum import _settings, make_train_step, microbatch, microbatch_value_and_grad
 
 PARAMS, BATCH = jnp.arange(3.0), jnp.ones((8, 3))
 MESHES = pytest.mark.parametrize("count", [None, 8])
@@ -54,7 +54,7 @@ def test_a_branch_on_an_argument_names_it(args, kwargs, names, count):
     take_step(flagged, *args, count=count, **kwargs)
   described = " or ".join(f"argument {name!r}" for name in names)
   fix = ", ".join(f"{name}=..." for name in names)
-  assert f"If the loss takes the value of {described}, as a branch does: a step" in notes(error)
+  assert f"If the loss takes the value of {described}, as a branch, a dict's key" in notes(error)
   assert f"functools.partial(loss_fn, {fix})" in notes(error)
 
 
@@ -94,6 +94,11 @@ def test_strings_in_a_batch_are_refused():
   batch = {"x": BATCH, "name": ["a"]}
   with pytest.raises(TypeError, match=r"argument 'batch'\['name'\]\[0\] is 'a', of type str, "):
     step.lower(PARAMS, tx.init(PARAMS), batch)
+  run = microbatch(lambda batch: batch["x"].sum(), reduction="sum", num_microbatches=2)
+  for strings, kind in (("a" * 8, "str"), (np.array(["a"] * 8), "ndarray and dtype <U1")):
+    message = rf"^batch argument 0\['name'\] is .*, of type {kind}, and a batch has arrays of"
+    with pytest.raises(TypeError, match=message):
+      run({"x": BATCH, "name": strings})
 
 
 def zeros(count):
@@ -106,6 +111,8 @@ def zeros(count):
     (zeros, 2, "'n'"),
     (np.sqrt, 4, "'n'"),
     (float, 0.5, "'n'"),
+    ({2: 1.0}.get, 2, "'n'"),
+    (jax.jit(zeros, static_argnums=0), 2, "'n'"),
     (lambda n: 1.0 if n["train"] else 2.0, {"rate": 0.5, "train": True}, "'n'['train']"),
   ],
 )
@@ -113,9 +120,11 @@ def test_whatever_takes_a_value_names_it(take, value, name):
   def loss_fn(params, batch, n):
     return jnp.mean(batch @ params) * jnp.sum(take(n))
 
-  with pytest.raises(TypeError) as error:
+  with pytest.raises((TypeError, ValueError)) as error:
     take_step(loss_fn, value)
-  assert f"If the loss takes the value of argument {name}, as a branch does" in notes(error)
+  assert f"If the loss takes the value of argument {name}, as a branch, a dict's key" in notes(
+    error
+  )
   assert "functools.partial(loss_fn, n=...)" in notes(error)
 
 

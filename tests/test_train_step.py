@@ -396,7 +396,6 @@ def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
     chex.assert_trees_all_equal_shapes_and_dtypes(shape, out)
 
 
-# Not with deepcopy and a mesh: JAX 0.8 cannot deepcopy a mesh.
 @pytest.mark.parametrize(
   ("copied", "size", "donate"), [(copy.copy, None, True), (copy.deepcopy, 8, False)]
 )
