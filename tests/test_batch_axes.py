@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import trees
+from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 
 from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
@@ -127,6 +127,16 @@ def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, concat_axis, si
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
     np.testing.assert_allclose(new, w - grads, rtol=1e-12)
     np.testing.assert_allclose(metrics["aux"]["error"], aux["error"], rtol=1e-12)
+
+
+def test_microbatches_follow_an_explicit_sharding_of_the_axis_of_rows_alone():
+  run = microbatch_value_and_grad(
+    lambda w, x: jnp.mean(w * x), microbatch_size=3, batch_axis=1, batch_argnums=1
+  )
+  mesh, x = make_mesh(2, kind=EXPLICIT), np.ones((4, 6), np.float32)
+  with pytest.raises(ValueError, match=r"6 rows are sharded over 2 devices.* of 3 rows cannot"):
+    jax.jit(run).eval_shape(jnp.float32(1), devices.put(x, mesh, jax.P(None, "data")))
+  jax.jit(run).eval_shape(jnp.float32(1), devices.put(x, mesh, jax.P("data")))
 
 
 @pytest.mark.parametrize("rows", [8, 7])

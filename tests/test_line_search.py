@@ -122,8 +122,8 @@ def test_a_line_search_does_not_leave_out_what_diverges(options, mesh_size):
 
 
 def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_the_search():
-  x = np.ones(8, np.float32)
-  x[2::4] = np.nan  # all of microbatch 2 of 4
+  x = np.ones(9, np.float32)
+  x[[2, 6]] = np.nan  # all of microbatch 2 of 4 and a smaller one
 
   def loss_fn(p, x):
     return jnp.mean((p * x - 3) ** 2)
@@ -133,7 +133,7 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
 
   tx = optax.GradientTransformationExtraArgs(lambda p: (p, p), update)
   step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=4, donate=False, skip_nonfinite=True
+    loss_fn, tx, microbatch_size=2, donate=False, skip_nonfinite=True
   )
   start = jnp.float32(0.0)
   _, seen, metrics = step(start, tx.init(start), x)

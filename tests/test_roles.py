@@ -120,6 +120,12 @@ def nested(w, x, *others, named=None):
     ),
     ((np.ones((6, 2)),), None, {"batch_axis": -1}, None),
     ((np.ones((2, 6)),), None, {"batch_axis": -1}, "argument 2 has 6 rows on axis -1"),
+    (
+      (np.ones((2, 6)),),
+      np.ones((2, 6)),
+      {"batch_argnames": "named", "batch_axis": (0, 1)},
+      "argument 2 has 6 rows on axis 1",
+    ),
     ((np.ones(()), 6, True, None, {}), None, {}, None),
   ],
 )
