@@ -20,7 +20,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   on more than the given batch:
 
   - Row 0 is changed. Masks are inverted, integers doubled, floats halved. Labels and floats become
-    0, -1, or a number that the loss compares data with, NaN included.
+    0, -1, or a number that the loss compares data with, NaN included. Masks, labels and floats are
+    changed so in row 0 and the last row too, which no split keeps together.
   - A row is empty; rows are drawn again; all floats differ; the parameters are others.
 
   A batch on which the loss is not finite is left out, and so is one on which it is zero with all
@@ -52,7 +53,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
 
   - Noise is not compared. Keys that are named in `rng_argnums`, or threaded, draw the same
     everywhere. A loss that then agrees runs again with draws that belong to rows. Rows may meet in
-    a drawn mask that the loss divides by, or in a permutation.
+    a drawn mask that the loss divides by, or in a permutation. Where it raises on as many rows as
+    that takes, the verdict is ``unknown``.
   - A loss that agrees may take a maximum or an absolute value of one number of the whole batch,
     which may be on one side of its threshold in all of these batches. It runs again with a curved
     function in that place.
@@ -84,7 +86,8 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
 
   Raises:
     ValueError: The batch has no arrays or one row, or nothing is split.
-    TypeError: An option that there is not, or traced arguments.
+    TypeError: An option that there is not, traced or abstract arguments, or parameters that cannot
+      be differentiated.
     Exception: What the loss raises, with a note that says on how many rows it did. A loss that
       takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a mend.
 

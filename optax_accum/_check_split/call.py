@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from optax_accum import _roles, _rows
+from optax_accum import _parameters, _roles, _rows, _validate
 from optax_accum._arguments import find_slots, names_or_positions, Slot
 from optax_accum._check_split import (
   bent,
@@ -31,7 +31,15 @@ class Call:
   """One call of `check_split`: the loss, its arguments and the options, put in order."""
 
   def __init__(self, loss_fn: Callable[..., Any], args: Any, options: dict[str, Any]):
-    bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
+    order = "What the loss takes comes by position: check_split(loss_fn, params, batch)."
+    if not callable(loss_fn):
+      raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, and no function. {order}")
+    try:
+      bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
+    except TypeError as error:
+      raise TypeError(
+        f"check_split {error}. Only options of microbatch_value_and_grad have names. {order}"
+      ) from None
     bound.apply_defaults()
     given = dict(bound.arguments)
     if given["axis_name"] is not None:
@@ -40,13 +48,19 @@ class Call:
       )
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
       raise TypeError("check_split got traced arguments: call it outside jax.jit, with arrays.")
+    for name, leaf in _validate.named_leaves("args", args):
+      if isinstance(leaf, jax.ShapeDtypeStruct):
+        raise TypeError(f"{name} is a ShapeDtypeStruct: check_split runs the loss; pass arrays.")
     self.sizes = {k: given.pop(k) for k in ("num_microbatches", "microbatch_size")}
     self.split = Split.of({**given, "num_microbatches": 1}, default_argnum=1)
     wanted = names_or_positions("argnums", given["argnums"], int)
     self.argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-    self.roles = self.split.roles(loss_fn, args, {}, self.argnums)
     arguments: dict[Slot, Any] = dict(enumerate(args))
-    self.rows = _rows.batch_rows(self.roles.batch, arguments)
+    with _noted(order):
+      self.roles = self.split.roles(loss_fn, args, {}, self.argnums)
+      for i in self.argnums:
+        _parameters.check_differentiable(f"argument {i}", args[i])
+      self.rows = _rows.batch_rows(self.roles.batch, arguments)
     if self.rows == 1:
       raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
     self.names = _names(loss_fn, [int(slot) for slot in self.roles.batch])
@@ -96,7 +110,7 @@ class Call:
     try:
       outcomes = case.outcomes
     except Exception as error:
-      finding = hypotheses.of_error(case)
+      finding = hypotheses.of_error(case, _counts(sizes, self.rows))
       if finding is None:
         failed = next((s for s in sizes if not case.with_sizes([s]).runs_well), sizes[0])
         size = _in_words(failed, self.rows)
@@ -113,7 +127,12 @@ class Call:
     wrong = next((c for c in compared if not agree(c[1])), None)
     if wrong is None:
       keys = [*self.keys, *map(int, self.roles.carry)]
-      for drawn in noise_of_rows.disagreements(case, keys):
+      try:
+        differ = noise_of_rows.disagreements(case, keys)
+      except Exception as error:
+        reason = mends.noise_not_run(error)
+        return SplitReport("unknown", reason, mends.DRAW_OUTSIDE, "", (), batches, left_out)
+      for drawn in differ:
         return SplitReport("coupled", mends.DRAWN, mends.DRAW_OUTSIDE, *drawn, batches, left_out)
       if facts.has_kinks and bent.disagrees(runs, args, self._kinds(), tried):
         return SplitReport("coupled", mends.BENT, mends.TWO_SUMS, "", (), batches, left_out)
@@ -124,6 +143,7 @@ class Call:
 
   def _kinds(self) -> dict[int, str]:
     kinds = dict.fromkeys(map(int, self.roles.batch), "batch")
+    kinds |= dict.fromkeys([*self.keys, *map(int, self.roles.carry)], "key")
     return {**kinds, **dict.fromkeys(self.argnums, "params")}
 
   def _prepared(self) -> tuple[Any, ...]:
@@ -148,7 +168,7 @@ class Call:
     """What is known of the arrays of the call."""
     kinds = self._kinds()
     return [
-      Value(frozenset({kind}), constant(x).numbers if kind == "other" else None)
+      Value(frozenset({kind}), constant(x).numbers if kind in ("other", "key") else None)
       for i, arg in enumerate(args)
       for kind in [kinds.get(i, "other")]
       for x in jax.tree.leaves(arg)
@@ -206,6 +226,12 @@ def _names(loss_fn: Callable[..., Any], slots: Sequence[int]) -> Mapping[int, st
   except (TypeError, ValueError):
     names = []
   return {i: names[i] if i < len(names) else f"batch_{i}" for i in slots}
+
+
+def _counts(sizes: Sequence[Mapping[str, int]], rows: int) -> set[int]:
+  """How many rows the microbatches have."""
+  given = [s.get("microbatch_size", 0) or rows // s["num_microbatches"] for s in sizes]
+  return {*given, *(rows % n for n in given if rows % n)}
 
 
 def _in_words(size: Mapping[str, int], rows: int) -> str:

@@ -15,7 +15,7 @@ CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "checkpoint", "remat2"
 class Value(NamedTuple):
   """What is known of one value."""
 
-  depends: frozenset[str] = frozenset()  # "params", "batch" or "other", of the arguments
+  depends: frozenset[str] = frozenset()  # "params", "batch", "key" or "other", of the arguments
   numbers: tuple[Any, ...] | None = None  # those of a small constant
 
 

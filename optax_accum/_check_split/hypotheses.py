@@ -1,6 +1,6 @@
 """Why microbatches of a loss do not give what the whole batch does."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,22 +30,24 @@ def explain(case: Case) -> Finding:
   """The first hypothesis that fits, and what is wrong with aux once it is mended."""
   hypotheses: list[Callable[[Case], Finding | None]] = [
     _not_a_function, unsplit, aux_words.finding, overwritten.finding, _groups, _rounding,
-    _of_places, _sum, _weighted,
+    _groups_of_neighbours, _of_places, _sum, _weighted,
   ]  # fmt: skip
   found = (finding for hypothesis in hypotheses if (finding := hypothesis(case)))
   first = next(found, None) or _coupled(case)
   return first if first.mended is None else _and(first, aux_words.finding(first.mended))
 
 
-def of_error(case: Case) -> Finding | None:
-  """Why a loss that runs on the whole batch raises in microbatches."""
+def of_error(case: Case, microbatches: Iterable[int]) -> Finding | None:
+  """Why a loss that runs on the whole batch raises in `microbatches` of so many rows."""
   if finding := unsplit(case):
     return finding
   if case.runs.options["has_aux"]:
     without_aux = case.with_loss(lambda *args: (case.runs.fun(*args)[0], None), aux_reduction="sum")
     if without_aux.runs_well and (finding := aux_words.of_error(case)):
       return _and(None if without_aux.agrees else explain(without_aux), finding)
-  return _groups(case) if case.with_sizes(case.runs.sizes[:1]).runs_well else None
+  counts = {case.cut, case.rows - case.cut, *microbatches}
+  failed = _failed(case, counts)
+  return _of_failed(case, failed) if len(failed) < len(counts) else None
 
 
 def _and(first: Finding | None, then: Finding | None) -> Finding:
@@ -61,11 +63,35 @@ def _and(first: Finding | None, then: Finding | None) -> Finding:
 
 def _groups(case: Case) -> Finding | None:
   """Whether a loss cannot be run on any number of rows."""
-  try:
-    case.parts  # noqa: B018
-  except Exception as error:
-    return Finding("coupled", mends.groups(case.rows, case.cut, error), mends.GROUPS)
-  return None
+  return _of_failed(case, _failed(case, {case.cut, case.rows - case.cut}))
+
+
+def _failed(case: Case, counts: Iterable[int]) -> dict[int, Exception]:
+  """The errors of the loss on so many rows."""
+  failed = {}
+  for count in sorted(counts):
+    try:
+      case.part(case.args, np.arange(count))
+    except Exception as error:
+      failed[count] = error
+  return failed
+
+
+def _of_failed(case: Case, failed: dict[int, Exception]) -> Finding | None:
+  if not failed:
+    return None
+  reason = mends.groups(case.rows, list(failed), next(iter(failed.values())))
+  return Finding("coupled", reason, mends.GROUPS)
+
+
+def _groups_of_neighbours(case: Case) -> Finding | None:
+  """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
+  options = case.runs.options
+  if options["reduction"] != "mean" or options["weight_fn"] is not None:
+    return None
+  if not all(_explains(case, None, p) for p in case.parts):
+    return None
+  return Finding("coupled", mends.GROUPS_OF_NEIGHBOURS, mends.GROUPS)
 
 
 def _not_a_function(case: Case) -> Finding | None:
@@ -126,7 +152,7 @@ def _of_places(case: Case) -> Finding | None:
   if keys:
     named = [*map(int, case.roles.rng), *keys]
     return Finding("random", mends.SHARED_KEY, f"rng_argnums={mends.one_or_more(named)}")
-  if case.facts.draws:
+  if case.facts.draws_from_others:
     return Finding("random", mends.SHARED_KEY, mends.PASS_A_KEY)
   return Finding("coupled", mends.PLACES, mends.NEIGHBOURS)
 

@@ -21,6 +21,7 @@ class Facts(NamedTuple):
   """What a loss does."""
 
   draws: bool  # random numbers
+  draws_from_others: bool  # than the keys that are named
   is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
   integers: tuple[int, ...]  # what may say that an entry does not count
   floats: tuple[float, ...]  # the same, in arrays of floats
@@ -35,6 +36,7 @@ class Facts(NamedTuple):
 def facts(jaxpr: Any, inputs: Sequence[Value]) -> Facts:
   """What a loss does by its jaxpr, and what that is called with."""
   steps = list(dependence.steps(jaxpr, inputs))
+  draws = [step for step in steps if step.equation.primitive.name in _DRAWS]
   dtypes = {getattr(v.aval, "dtype", None) for step in steps for v in step.equation.outvars}
   numbers = [n for pick in (_compared, _beside) for step in steps for n in pick(step)]
   integers = [n for n in numbers if type(n) is int]
@@ -42,7 +44,8 @@ def facts(jaxpr: Any, inputs: Sequence[Value]) -> Facts:
   if any(map(_finds_nan, steps)):
     floats = [np.nan, *floats]
   return Facts(
-    any(step.equation.primitive.name in _DRAWS for step in steps),
+    bool(draws),
+    not all("key" in frozenset[str]().union(*(x.depends for x in step.inputs)) for step in draws),
     any(jnp.issubdtype(d, jnp.floating) and d.itemsize < 4 for d in dtypes if d is not None),
     tuple(dict.fromkeys([*_USUAL, *integers]))[:_MANY],
     tuple(dict.fromkeys(floats))[:_MANY],

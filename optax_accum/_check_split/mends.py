@@ -102,6 +102,10 @@ ENCODE = (
   " differentiated so."
 )
 NEIGHBOURS = f"{STATISTICS}\n{ENCODE}\n{ROUTER}"
+GROUPS_OF_NEIGHBOURS = (
+  "The loss is a mean over parts whose rows follow each other, and not over the microbatches, whose"
+  " rows do not: rows belong in groups with their neighbours."
+)
 GROUPS = (
   "Where rows belong in groups, make each group one row, of shape (groups, rows of a group, ...),"
   " and flatten it inside the loss. Microbatches then hold whole groups:\n"
@@ -139,12 +143,22 @@ def split_too(slots: Sequence[int], given: Sequence[int]) -> str:
   )
 
 
-def groups(rows: int, part: int, error: Exception) -> str:
+def groups(rows: int, failed: Sequence[int], error: Exception) -> str:
   """Why rows are said to belong in groups."""
   what = str(error).strip().partition("\n")[0]
   return (
-    f"The loss runs on all {rows} rows, and not on the first {part} of them or the other"
-    f" {rows - part}: it takes rows in groups, or a certain number of them. It raises"
+    f"The loss runs on all {rows} rows, and not on {' or '.join(map(str, failed))} of them: it"
+    " takes rows in groups, or a certain number of them. It raises"
+    f" {type(error).__name__}: {what}"
+  )
+
+
+def noise_not_run(error: Exception) -> str:
+  """Why it is not known whether rows meet in noise."""
+  what = str(error).strip().partition("\n")[0]
+  return (
+    "All agree where every draw is the same. Whether rows meet in what is drawn for them was not"
+    " seen: with draws of their own, on another number of rows, the loss raises"
     f" {type(error).__name__}: {what}"
   )
 

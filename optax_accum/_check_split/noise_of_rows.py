@@ -7,7 +7,6 @@ along it: it may be another number of rows, as in pairs.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-import contextlib
 import functools
 import math
 from typing import Any, TypeAlias
@@ -39,15 +38,12 @@ def rows_of_a_half(sizes: Iterable[int]) -> int | None:
 def disagreements(case: Case, keys: Sequence[int]) -> list[Compared]:
   """Where a loss differs from two microbatches of it, with draws that follow the rows.
 
-  `keys` are the arguments whose keys are replaced. A loss that takes no other number of rows does
-  not differ.
+  `keys` are the arguments whose keys are replaced. A loss that does not take so many rows raises.
   """
   half = rows_of_a_half(case.facts.sizes)
   if not (case.facts.draws and keys and half) or case.runs.sizes == [{"num_microbatches": 1}]:
     return []
-  with contextlib.suppress(Exception):
-    return [c for c in _compared(case, keys, half) if not agree(c[1])]
-  return []
+  return [c for c in _compared(case, keys, half) if not agree(c[1])]
 
 
 def _compared(case: Case, keys: Sequence[int], half: int) -> Iterator[Compared]:

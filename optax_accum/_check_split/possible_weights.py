@@ -68,9 +68,10 @@ def _counts(x: np.ndarray, facts: Facts) -> Iterator[tuple[str, Count]]:
         yield "jnp.sum({} >= 0)", lambda x: (x >= 0).sum()
       yield f"jnp.sum({{}} != {n})", lambda x, n=n: (x != n).sum()
     for n in facts.integers:
+      # First, because n + 1, which tells it from the others, is tried unless it is what is asked.
+      yield f"jnp.sum({{}} == {n})", lambda x, n=n: (x == n).sum()
       yield f"jnp.sum({{}} >= {n})", lambda x, n=n: (x >= n).sum()
       yield f"jnp.sum({{}} > {n})", lambda x, n=n: (x > n).sum()
-      yield f"jnp.sum({{}} == {n})", lambda x, n=n: (x == n).sum()
   if not is_mask(x) and not np.iscomplexobj(x):
     yield "jnp.sum({})", lambda x: x.sum()
   if np.issubdtype(x.dtype, np.floating):

@@ -1,8 +1,9 @@
 """Batches that differ from the given one in one respect, which may have hidden a defect.
 
 A mean over a mask of ones is the plain mean, and so is a mean over valid labels where all are
-valid. Here a part of row 0 is changed, which makes microbatches uneven that were even. Nothing is
-drawn at random.
+valid. Here a part of row 0 is changed, which makes microbatches uneven that were even. A mean over
+what one row alone has adds up as a sum does. So row 0 and the last are changed too, which no split
+keeps together. Nothing is drawn at random.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,12 +100,13 @@ def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
 
 
 class Change(NamedTuple):
-  """What to change in row 0 of a leaf of the batch."""
+  """What to change in row 0 of a leaf of the batch, or in the first and the last."""
 
   name: str
   leaf: BatchLeaf
   new: Callable[[Any], Any]
   is_whole: bool = False  # all of the row, and not all but the first entry of longer ones
+  and_last: bool = False
 
 
 def of_call(
@@ -147,22 +149,28 @@ def _changes(
   if is_key(x):
     return
   if is_mask(x):
-    yield Change(f"{name} inverted in row 0", leaf, lambda x: x == 0)
+    yield from _in_one_and_two_rows(f"{name} inverted", leaf, lambda x: x == 0)
   elif np.issubdtype(x.dtype, np.inexact):
     yield Change(f"{name} halved in row 0", leaf, lambda x: x / 2)
   if is_integer(x):
     limits = np.iinfo(x.dtype)
     for integer in integers:
       if limits.min <= integer <= limits.max:
-        yield Change(f"{name} = {integer} in row 0", leaf, _constant(integer))
+        yield from _in_one_and_two_rows(f"{name} = {integer}", leaf, _constant(integer))
     if not is_mask(x):
       yield Change(f"{name} doubled in row 0", leaf, lambda x: x * 2)
   elif np.issubdtype(x.dtype, np.floating):
     for number in floats:
-      yield Change(f"{name} = {number:g} in row 0", leaf, _constant(number))
+      yield from _in_one_and_two_rows(f"{name} = {number:g}", leaf, _constant(number))
   if _has_longer_rows(leaf):
     empty = next((n for n in integers if n not in (0, -1)), 0) if is_integer(x) else 0
     yield Change(f"{name} = {empty} in all of row 0", leaf, _constant(empty), True)
+
+
+def _in_one_and_two_rows(name: str, leaf: BatchLeaf, new: Callable[[Any], Any]) -> Iterator[Change]:
+  yield Change(f"{name} in row 0", leaf, new)
+  last = leaf.value.shape[leaf.axis] - 1
+  yield Change(f"{name} in rows 0 and {last}", leaf, new, and_last=True)
 
 
 def vary(args: Arguments, batch: Mapping[int, int]) -> Arguments:
@@ -212,11 +220,12 @@ def _has_longer_rows(leaf: BatchLeaf) -> bool:
 
 
 def _changed(args: Arguments, change: Change) -> Arguments:
-  """The arguments with row 0 of a leaf changed, but for the first entry of longer rows."""
+  """The arguments with rows of a leaf changed, but for the first entry of longer rows."""
   leaf = change.leaf
   new = np.array(leaf.value)
-  row = np.moveaxis(new, leaf.axis, 0)[:1]
-  part = row[..., 1:] if _has_longer_rows(leaf) and not change.is_whole else row
+  rows = np.moveaxis(new, leaf.axis, 0)
+  rows = rows[:: len(rows) - 1] if change.and_last else rows[:1]
+  part = rows[..., 1:] if _has_longer_rows(leaf) and not change.is_whole else rows
   part[...] = change.new(part).astype(new.dtype)
   return _with_leaf(args, leaf, new)
 

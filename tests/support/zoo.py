@@ -155,6 +155,11 @@ def lengths(params, batch):
   return jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(batch["lengths"]).astype(each.dtype)
 
 
+def rare_class(params, batch):
+  """A mean over a class of which the batch has one row."""
+  return mean_where(per_row(params, batch), batch["label"] == 2, least=1)
+
+
 def class_weights(params, batch):
   weight = jnp.array([1.0, 2.0, 0.5, 3.0])[batch["label"]]
   each = cross_entropy(params, batch["x"], batch["label"])
@@ -263,6 +268,16 @@ def mixup(params, batch, key):
   return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
 
 
+def rolled(params, batch, key):
+  """Rows that meet their neighbours, in a loss that draws too."""
+  x = 0.7 * batch["x"] + 0.3 * jnp.roll(batch["x"], 1, 0)
+  return dropout(params, {**batch, "x": x}, key)
+
+
+def named_and_closed_over_key(params, batch, key):
+  return closed_over_key(params, batch) + dropout(params, batch, key)
+
+
 def noise_of_pairs(params, batch, key):
   """Each row twice, one after the other, each with noise of its own."""
   twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
@@ -334,6 +349,12 @@ def load_balance(params, batch):
 def worst_row(params, batch):
   each = per_row(params, batch)
   return each[jnp.argmax(each)]
+
+
+def groups(params, batch):
+  """Each row beside the mean of its pair (GRPO)."""
+  pairs = batch["y"].reshape(-1, 2)
+  return mean(params, {**batch, "y": (pairs - jnp.mean(pairs, 1, keepdims=True)).reshape(-1)})
 
 
 def neighbours(params, batch):
@@ -421,6 +442,7 @@ ZOO = {
   "lengths": Specimen(
     lengths, ("tokens", "targets", "lengths"), "weighted", weigh("batch['lengths']")
   ),
+  "rare class": Specimen(rare_class, (*XY, "label"), "weighted", weigh("batch['label'] == 2")),
   "focal": Specimen(focal, ("tokens", "targets"), "weighted", weigh("batch['targets'] > 1")),
   "mean of row means": Specimen(mean_of_row_means, TOKENS),
   "over batch, then time": Specimen(
@@ -450,6 +472,10 @@ ZOO = {
   "tokens drawn": Specimen(drawn_tokens, TOKENS, "coupled", "a weight_fn", **NOISY),
   "weights drawn": Specimen(drawn_weights, XY, "coupled", "before the loss", **NOISY),
   "mixup": Specimen(mixup, XY, "coupled", "the partner of each row", **NOISY),
+  "rolled": Specimen(rolled, XY, "coupled", "microbatch(encode", **NOISY),
+  "dropout, another key closed over": Specimen(
+    named_and_closed_over_key, XY, "random", "rng_argnums=2", **NOISY
+  ),
   "noise of pairs": Specimen(noise_of_pairs, XY, **NOISY),
   "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", mended=_NAMED_KEY),
   "several terms": Specimen(
@@ -465,6 +491,7 @@ ZOO = {
   "dice": Specimen(dice, ("tokens", "mask"), "coupled", "microbatch(encode"),
   "load balance": Specimen(load_balance, XY, "coupled", "microbatch(encode"),
   "worst row": Specimen(worst_row, XY, "coupled", "microbatch(encode"),
+  "groups": Specimen(groups, XY, "coupled", "x.reshape(-1, group"),
   "neighbours": Specimen(neighbours, XY, "coupled", "microbatch(encode"),
   "class weights": Specimen(class_weights, ("x", "label"), "weighted", "what the loss divides by"),
   "overwritten": Specimen(overwritten, XY, "overwritten", 'grad_reduction={"b": "mean"'),
