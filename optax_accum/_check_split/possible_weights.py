@@ -68,7 +68,7 @@ def _counts(x: np.ndarray, facts: Facts) -> Iterator[tuple[str, Count]]:
         yield "jnp.sum({} >= 0)", lambda x: (x >= 0).sum()
       yield f"jnp.sum({{}} != {n})", lambda x, n=n: (x != n).sum()
     for n in facts.integers:
-      # First, because n + 1, which tells it from the others, is tried unless it is what is asked.
+      # First: a loss that orders its labels runs on n + 1 too, which refutes it.
       yield f"jnp.sum({{}} == {n})", lambda x, n=n: (x == n).sum()
       yield f"jnp.sum({{}} >= {n})", lambda x, n=n: (x >= n).sum()
       yield f"jnp.sum({{}} > {n})", lambda x, n=n: (x > n).sum()
