@@ -5,7 +5,6 @@ import dataclasses
 from typing import Any, cast
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -19,7 +18,6 @@ from optax_accum import (
 )
 from optax_accum._across_devices import AxisName
 from optax_accum._reductions import Leaf, Reduction
-from optax_accum._unmapped import refuse_vmap
 from optax_accum._weighted_mean import Weight
 
 
@@ -38,7 +36,7 @@ class Accumulators:
         _check_dtype(name, x, dtype)
 
     def zero(x: Any) -> jax.Array:
-      return _across_devices.full_like(_across_devices.types(lambda: jnp.asarray(x)), 0)
+      return _across_devices.full_like(_across_devices.types(lambda: x), 0)
 
     self._refs = [jax.tree.map(lambda x: jax.new_ref(zero(x)), args[i]) for i in self._positions]
     refs = self._like_gradients(self._refs)
@@ -48,7 +46,7 @@ class Accumulators:
   def value_and_grad(self, fun: Callable[..., Any], factor: Weight) -> Callable[..., Any]:
     """`jax.value_and_grad` of `fun`, which has aux; but the gradients, times `factor`, are added.
 
-    In their place it returns empty arrays of their dtypes.
+    `fun` runs more than once. In their place it returns empty arrays of their dtypes.
     """
 
     def added(*args: Any, **kwargs: Any) -> Any:
@@ -59,23 +57,15 @@ class Accumulators:
         return fun(*all_args, **kwargs)
 
       params = [args[i] for i in self._positions]
-      leaves, run = _traced(of_differentiated, params)
-      run = _backward_refs.copying(run, _backward_refs.kept_apart(run, leaves))
+      treedef: Any
+      leaves, treedef = jax.tree.flatten(params)
+      of_leaves = lambda *leaves: of_differentiated(*treedef.unflatten(leaves))  # noqa: E731
+      run = _backward_refs.copying(of_leaves, _backward_refs.kept_apart(of_leaves, leaves))
       loss, backward, aux = cast(Any, jax.vjp(run, *leaves, has_aux=True))
       backward.with_refs(*jax.tree.leaves(self._refs))(_cotangent(loss, leaves, factor))
       return (loss, aux), self._like_gradients([jax.tree.map(_empty, tree) for tree in params])
 
     return added
-
-
-def _traced(fun: Callable[..., Any], args: list[Any]) -> tuple[list[jax.Array], Callable[..., Any]]:
-  """The leaves of `args`, and `fun` of these leaves, traced once and run as often as one likes."""
-  treedef: Any
-  leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, args))
-  of_leaves = lambda *leaves: fun(*treedef.unflatten(leaves))  # noqa: E731
-  closed, like = jax.make_jaxpr(of_leaves, return_shape=True)(*leaves)
-  run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, refuse_vmap(closed.consts)))
-  return leaves, lambda *leaves: jax.tree.unflatten(jax.tree.structure(like), run(*leaves))
 
 
 @dataclasses.dataclass(eq=False, repr=False)

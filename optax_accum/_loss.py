@@ -7,6 +7,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from optax_accum import (
   _across_devices,
@@ -25,7 +26,8 @@ from optax_accum._reductions import REDUCTIONS
 from optax_accum._scan import Reduced
 from optax_accum._shards import Whole
 from optax_accum._split import Call, Split
-from optax_accum._unmapped import refuse_vmap
+from optax_accum._unmapped import differentiated_as, Traced
+from optax_accum._weighted_mean import as_weight
 
 
 class Outputs(NamedTuple):
@@ -50,6 +52,7 @@ class LocalLoss:
   split: Split
   noise_scale: bool = False
   shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
+  traced: Traced | None = None  # of `_run`
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
@@ -66,14 +69,34 @@ class LocalLoss:
       _parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = _across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    grads, accumulators = self.shards.gradients(self.grad_reduction), None
-    if self.split.in_place:
-      args, kwargs = refuse_vmap((args, kwargs))
-      dtype = self.split.accumulator_dtype
-      accumulators = Accumulators(args, self.argnums, grads, dtype)
-      grads = accumulators.reductions
-    differentiate = functools.partial(self._differentiate, accumulators)
-    call = Call(self.fun, differentiate, self.split, args, kwargs, positions, weights)
+    call = self._call(None, weights, args, kwargs)
+    if not self.split.in_place or call.is_whole:
+      return self._run_call(call, self.shards.gradients(self.grad_reduction))
+    for i in positions:
+      args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
+    parts = [Traced(self._run)]
+    if self.split.weight_fn is not None:
+      parts.append(Traced(functools.partial(known_weight, self.split.weight_fn)))
+
+    def run(in_place: bool, parts: list[Traced], inputs: Any) -> Reduced:
+      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
+      loss = dataclasses.replace(self, split=split, traced=parts[0])
+      weights, args, kwargs = inputs
+      grads, accumulators = self.shards.gradients(self.grad_reduction), None
+      if in_place:
+        accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
+        grads = accumulators.reductions
+      return loss._run_call(loss._call(accumulators, weights, args, kwargs), grads)
+
+    plain, added = (functools.partial(run, in_place) for in_place in (False, True))
+    return differentiated_as(plain, added, parts, (weights, args, kwargs))
+
+  def _call(self, accumulators: Accumulators | None, weights: Any, args: Any, kwargs: Any) -> Call:
+    run = functools.partial(self._differentiate, accumulators)
+    return Call(self.fun, run, self.split, args, kwargs, self._positions(args), weights)
+
+  def _run_call(self, call: Call, grads: Any) -> Reduced:
+    """The loss and its gradients, which `grads` reduces."""
     noise = None
     if self.noise_scale:
       _noise_scale.check_several(call.microbatches)
@@ -101,10 +124,11 @@ class LocalLoss:
   ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     params = self.shards.gather_in_scan(*args)
-    value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
-    if accumulators is not None and factor is not None:  # None: the only microbatch
+    run = self.traced or self._run
+    value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
+    if accumulators is not None:
       factor = factor if self.reduction.name == "mean" else 1.0
-      value_and_grad = accumulators.value_and_grad(self._run, factor)
+      value_and_grad = accumulators.value_and_grad(run, factor)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
     _across_devices.check_own_loss(loss, params, self.split.axis_name)
     _reduction_trees.match("aux_reduction", self.aux_reduction, aux)
@@ -159,6 +183,13 @@ class LocalLoss:
   def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
+
+
+def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
+  """What `weight_fn` gives, checked while a number can be seen, as an array."""
+  value = weight_fn(*args, **kwargs)
+  _validate.weight("weight_fn", value)
+  return value if isinstance(value, jax.Array) else as_weight(value)
 
 
 def local_loss(

@@ -1,29 +1,129 @@
-"""Values that `jax.vmap` may not give a further axis, for what it would fail on further on."""
+"""A program that holds references, for JAX's transformations, which would fail within it.
 
+`jax.vmap` cannot give a reference a further axis. Reverse mode is wrong without a word, or fails,
+where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is another program's.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
+from jax.interpreters import batching, mlir
 
 
-def refuse_vmap(tree: Any) -> Any:
-  """`tree`, whose tracers, tangents and cotangents `jax.vmap` refuses, with a reason."""
-  traced = lambda x: isinstance(x, jax.core.Tracer)  # noqa: E731
-  return jax.tree.map(lambda x: _unmapped_p.bind(x) if traced(x) else x, tree)
+class Traced:
+  """A function that is traced once for each type of its arguments, with what it closes over.
+
+  Its arguments that are no arrays are the same in every call.
+  """
+
+  def __init__(self, fun: Callable[..., Any]):
+    self._fun = fun
+    self._programs: dict[Any, tuple[ClosedJaxpr, Any]] = {}
+    self._instead: dict[int, Any] = {}
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    treedef: Any
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = _arrays(leaves)
+    types = tuple((x.shape, x.dtype) for x in arrays)
+    if types not in self._programs:
+
+      def fun(*arrays: jax.Array) -> Any:
+        args, kwargs = treedef.unflatten(_put(leaves, arrays))
+        return self._fun(*args, **kwargs)
+
+      closed, like = jax.make_jaxpr(fun, return_shape=True)(*arrays)
+      self._programs[types] = closed, jax.tree.structure(like)
+    closed, out_tree = self._programs[types]
+    consts = [self._instead.get(id(x), x) for x in closed.consts]
+    return out_tree.unflatten(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays))
+
+  def tracers(self) -> dict[int, jax.core.Tracer]:
+    """The tracers that it closes over, by their ids."""
+    consts = (x for closed, _ in self._programs.values() for x in closed.consts)
+    return {id(x): x for x in consts if isinstance(x, jax.core.Tracer)}
+
+  def closing_over(self, instead: dict[int, Any]) -> "Traced":
+    """The function with other values in the place of these tracers."""
+    other = Traced(self._fun)
+    other._programs, other._instead = self._programs, instead
+    return other
+
+
+def differentiated_as(
+  other: Callable[..., Any], run: Callable[..., Any], parts: list[Traced], tree: Any
+) -> Any:
+  """``run(parts, tree)``, whose derivatives are those of ``other(parts, tree)``.
+
+  The other is traced where it is differentiated, which may be when the call is long over, and JAX
+  then knows the tangents of what it is given alone. So `parts` are all that has tracers of its own.
+  """
+  treedef: Any
+  leaves, treedef = jax.tree.flatten(tree)
+  args = _arrays(leaves)
+  program = Traced(lambda *args: run(parts, treedef.unflatten(_put(leaves, args))))
+  jax.make_jaxpr(program)(*args)
+  held = {key: x for part in (program, *parts) for key, x in part.tracers().items()}
+
+  @jax.custom_jvp
+  def call(*both: Any) -> Any:
+    def flat(*both: Any) -> Any:
+      args, values = _halves(both)
+      return program.closing_over(values)(*args)
+
+    closed, like = jax.make_jaxpr(flat, return_shape=True)(*both)
+    like_tree: Any = jax.tree.structure(like)
+    return like_tree.unflatten(_in_place_p.bind(*both, program=closed))
+
+  def _halves(both: Any) -> tuple[Any, dict[int, Any]]:
+    return both[: len(args)], dict(zip(held, both[len(args) :], strict=True))
+
+  def derivative(both: Any, tangents: Any) -> Any:
+    moves = [not isinstance(t, SymbolicZero) for t in tangents]
+
+    def of_moving(*moving: Any) -> Any:
+      new = iter(moving)
+      args, values = _halves([next(new) if m else x for m, x in zip(moves, both, strict=True)])
+      others = [part.closing_over(values) for part in parts]
+      return other(others, treedef.unflatten(_put(leaves, args)))
+
+    moved = lambda xs: [x for m, x in zip(moves, xs, strict=True) if m]  # noqa: E731
+    return jax.jvp(of_moving, moved(both), moved(tangents))
+
+  call.defjvp(derivative, symbolic_zeros=True)
+  return call(*args, *held.values())
+
+
+def _arrays(leaves: list[Any]) -> list[jax.Array]:
+  return [x for x in leaves if isinstance(x, jax.Array)]
+
+
+def _put(leaves: list[Any], arrays: Any) -> list[Any]:
+  """`leaves` with others of their arrays."""
+  new = iter(arrays)
+  return [next(new) if isinstance(x, jax.Array) else x for x in leaves]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
   raise NotImplementedError(
-    "in_place=True adds gradients to references, which jax.vmap cannot give a further axis, and"
-    " jax.jacfwd, jax.jacrev and jax.hessian call it: pass in_place=False, or take jax.lax.map."
+    "in_place=True adds gradients to references, which jax.vmap cannot give a further axis: pass"
+    " in_place=False, or take jax.lax.map."
   )
 
 
-# A primitive of our own: none of JAX's can be differentiated both ways and not be mapped.
-_unmapped_p = Primitive("unmapped")
-_unmapped_p.def_impl(lambda x: x)
-_unmapped_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_unmapped_p, lambda ctx, x: [x])
-ad.deflinear2(_unmapped_p, lambda ct, x: [_unmapped_p.bind(ct)])
-batching.primitive_batchers[_unmapped_p] = _refuse
+# A primitive of our own: what is within has effects, which JAX cannot have in a custom_jvp.
+_in_place_p = Primitive("in_place")
+_in_place_p.multiple_results = True
+
+
+@_in_place_p.def_impl
+def _run(*args: Any, program: ClosedJaxpr) -> list[Any]:
+  return jaxpr_as_fun(program)(*args)
+
+
+_in_place_p.def_abstract_eval(lambda *args, program: program.out_avals)
+mlir.register_lowering(_in_place_p, mlir.lower_fun(_run, multiple_results=True))
+batching.primitive_batchers[_in_place_p] = _refuse

@@ -172,12 +172,13 @@ def microbatch_value_and_grad(
       of it, the whole gradient is made and then added.
       With weights, or a smaller last microbatch, the loss must be as wide as the parameters: it is
       multiplied by the weight. A microbatch of weight zero is not run: "stack" and "concat"
-      have zeros for it, and with weights reverse-mode differentiation cannot pass. Parameters must
+      have zeros for it. Where the call itself is differentiated (MAML), in either mode and in a
+      loop too, the plain scan is what runs, with its memory. Parameters must
       have the dtype of their accumulators, as they have by default if they are float32. Not for
-      `skip_nonfinite`, for `grad_reduction`, under `jax.vmap` (which `jax.jacfwd`, `jax.jacrev` and
-      `jax.hessian` call), differentiated under `jax.checkpoint`, or for a loss with weights that
-      sends something to other devices. Not before JAX 0.10; the JAX that is installed is tried once
-      in a process (half a second). Default: False, because it saves little elsewhere.
+      `skip_nonfinite`, for `grad_reduction`, under `jax.vmap` (take `jax.lax.map`), or for a loss
+      with weights that sends something to other devices. Not before JAX 0.10; the JAX that is
+      installed is tried once in a process (half a second). Default: False, because it saves little
+      elsewhere.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
       types.) Gradients stay on their device during the scan. Gradients and weights are reduced

@@ -1,6 +1,7 @@
 """`microbatch` differentiated: the whole batch's derivatives, and one microbatch's memory."""
 
 import functools
+import re
 
 import jax
 from jax import lax
@@ -45,9 +46,10 @@ def in_parts(fun, **options):
   return microbatch(fun, **{"reduction": "concat", "batch_argnums": 1, **options})
 
 
-@pytest.mark.parametrize("rows", [2, 5, 8, 17])
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("shared", [True, False], ids=["one encoder", "two"])
+@pytest.mark.parametrize(
+  ("rows", "size", "shared"),
+  [(2, 1, True), (5, 3, True), (8, 8, True), (17, 8, True), (8, 1, False), (17, 3, False)],
+)
 def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
   def loss_fn(encoder, params, other, views):
     first, second = views
@@ -314,6 +316,22 @@ def test_memory_is_that_of_one_microbatch(by):
   assert temps[1] < 0.5 * temps[0]
   assert temps[2] < 0.4 * temps[0]
   assert temps[3] < 0.5 * temps[0]  # a smaller one at the end
+
+
+@pytest.mark.parametrize(
+  ("options", "kept_from_merging"),
+  [
+    ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one after it
+    ({"microbatch_size": 5}, [True, True]),  # a loop of one trip, which XLA unrolls
+    ({"microbatch_size": 4, "unroll": True}, [True]),
+  ],
+  ids=str,
+)
+def test_what_is_computed_again_is_not_merged_with_what_was(options, kept_from_merging):
+  """Or XLA would keep the intermediate values of all microbatches. In a loop it cannot."""
+  text = str(jax.make_jaxpr(in_parts(deep, **options))(*deep_case(8, 4, 1)))
+  found = [word == "True" for word in re.findall(r"prevent_cse=(\w+)", text)]
+  assert sorted(found) == kept_from_merging
 
 
 def test_nothing_is_computed_again_where_nothing_is_differentiated():
