@@ -25,7 +25,7 @@ class MeshLoss:
   parallel: DataParallel
 
   def __post_init__(self) -> None:
-    self._axes: dict[tuple[Slot, ...], dict[Slot, int]] = {}
+    self._roles: dict[tuple[Slot, ...], tuple[dict[Slot, int], tuple[Slot, ...]]] = {}
     if (axis := self.local.split.axis_name) is not None:
       raise ValueError(
         f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
@@ -53,7 +53,7 @@ class MeshLoss:
         " it outside."
       )
     params, opt_state, *others = args
-    axes, arguments = self._batch(params, others, kwargs)
+    axes, carried, arguments = self._batch(params, others, kwargs)
     batch = tuple(axes.items())
     if last is None or batch != last.batch:
       there = frozenset()
@@ -73,22 +73,26 @@ class MeshLoss:
       held = params, parallel.place_state("opt_state", params, opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
     named = {name: put(name, x) for name, x in kwargs.items()}
+    placed = {**dict(enumerate(others, 1)), **named}
+    carry, structure = jax.tree.flatten([placed[slot] for slot in carried])
+    threaded = structure, tuple(map(parallel.sharding, carry))
     if last is not None:
-      loss = last if batch == last.batch else last._replace(batch=batch)
+      same = (batch, threaded) == (last.batch, last.threaded)
+      loss = last if same else last._replace(batch=batch, threaded=threaded)
       return loss, (*held, *others), named
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(map(parallel.sharding, leaves))
-    loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings)
+    loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings, threaded)
     return loss, (*held, *others), named
 
-  def _batch(self, params: Any, others: Any, kwargs: Any) -> tuple[dict[Slot, int], Any]:
-    """The axis of rows of each batch argument; all arguments, by where the loss has them."""
+  def _batch(self, params: Any, others: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The axis of rows of each batch argument; what is carried; all, by where the loss has them."""
     arguments: dict[Slot, Any] = {**dict(enumerate((params, *others))), **kwargs}
     slots = tuple(arguments)
-    if slots not in self._axes:
+    if slots not in self._roles:
       roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
-      self._axes[slots] = roles.batch
-    return self._axes[slots], arguments
+      self._roles[slots] = roles.batch, roles.carry
+    return *self._roles[slots], arguments
 
 
 class _PlacedLoss(NamedTuple):
@@ -99,14 +103,20 @@ class _PlacedLoss(NamedTuple):
   batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
+  threaded: tuple[Any, tuple[Any, ...]]  # the structure of the carry, if any, and its shardings
   moved: Any = None  # a `Move` for each gradient that is not sharded as its parameter, else None
 
   @property
   def out_shardings(self) -> Any:
-    """As the parameters and the state came; left to choose, XLA may shard them otherwise."""
-    # A tracer's, over an abstract mesh, does not tell about automatic axes.
-    known = [s if s is None or isinstance(s.mesh, Mesh) else None for s in self.shardings]
-    return self.treedef.unflatten(known)
+    """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
+
+    def known(sharding: Any) -> Any:
+      # A tracer's, over an abstract mesh, does not tell about automatic axes.
+      return sharding if isinstance(getattr(sharding, "mesh", None), Mesh) else None
+
+    structure, carry = self.threaded
+    held = self.treedef.unflatten(map(known, self.shardings))
+    return *held, *structure.unflatten(map(known, carry))
 
   @property
   def _specs(self) -> list[PartitionSpec]:

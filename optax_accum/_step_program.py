@@ -188,7 +188,8 @@ class StepProgram:
         self._shards.add(x.leaves, like.leaves if like else [None] * len(x.leaves))
       return (*new, *out[len(new) :])
 
-    shardings = ((*known, *rest), (*flat_known, *rest)) if known else (None, None)
+    flat_rest = *known[len(flat_known) :], *rest
+    shardings = ((*known, *rest), (*flat_known, *flat_rest)) if known else (None, None)
     jitted = functools.partial(jax.jit, donate_argnums=donated)
     return jitted(function, out_shardings=shardings[0]), jitted(flat, out_shardings=shardings[1])
 

@@ -61,6 +61,23 @@ def test_floats_are_averaged_with_what_each_device_counted(kind):
 
 
 @kinds
+def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
+  mesh = make_mesh(2, 4, kind=kind)
+  params = devices.put(jnp.ones((3, 8)), mesh, P(None, "model"))
+
+  def fun(params, batch, carry):
+    activations = jnp.mean(batch @ params, 0)  # over "model", as XLA would have the carry too
+    shift = jnp.mean(batch) if kind is devices.EXPLICIT else activations
+    return jnp.sum(activations), ([carry[0] + shift, carry[1] + activations], None)
+
+  carry = devices.put([jnp.zeros(8), jnp.zeros(8)], mesh, [P("data"), P("model")])
+  options = {"num_microbatches": 2, "mesh": mesh, "donate": False}
+  step = optax_accum.make_train_step(fun, TX, carry_argnum=2, **options)
+  new = step(params, TX.init(params), jnp.ones((8, 3)), carry=carry)[2]
+  assert [x.sharding for x in new] == [x.sharding for x in carry]
+
+
+@kinds
 def test_where_nothing_counted_the_carry_stays(kind):
   def each(p, batch, carry):
     losses, outs = zip(*(statistics(p, batch, c) for c in carry.values()), strict=True)
