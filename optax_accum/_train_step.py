@@ -208,9 +208,9 @@ def make_train_step(
     - Several processes make their batch with `jax.make_array_from_process_local_data`.
 
   Shards:
-    Parameters and optimizer state come out sharded as they came. Of a state that is on no mesh yet,
-    such as one made by ``jax.jit(tx.init)`` or read from a file, what has a parameter's shape is
-    put where that parameter is.
+    Parameters, optimizer state and carry come out sharded as they came. Of a state that is on no
+    mesh yet, such as one made by ``jax.jit(tx.init)`` or read from a file, what has a parameter's
+    shape is put where that parameter is.
 
     - Parameters sharded over the data axis (FSDP): "per_cycle" gathers them once, and holds them
       and their gradients whole until the cycle ends. "per_microbatch" gathers in every microbatch,

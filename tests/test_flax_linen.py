@@ -1,8 +1,10 @@
 """`linen_train_step`: a `TrainState` in, the whole batch's `TrainState` and metrics out."""
 
 import pickle
+import re
 from typing import Any
 
+from flax import linen as nn
 import flax.core
 from flax.training import train_state
 import jax
@@ -12,7 +14,7 @@ import optax
 import pytest
 from support import linen, trees
 from support.compiled import compilations
-from support.devices import make_mesh
+from support.devices import AUTO, EXPLICIT, make_mesh
 from support.linen import make_batch, make_state, mean_loss, Model, total
 
 from optax_accum import accumulate
@@ -151,6 +153,56 @@ def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
   assert 0.38 < distance < 0.39 if norm == "batch" else distance < 1e-10
 
 
+RULES = [("rows", "data"), ("embed", "data"), ("wide", "data"), ("heads", "model")]
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+@pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
+def test_annotations_of_flax(shape, kind):
+  mesh, model = make_mesh(*shape, kind=kind), linen.Annotated()
+
+  def loss_fn(variables, batch, rngs):
+    params = variables["params"]
+    with nn.logical_axis_rules(RULES):
+      opened = nn.unbox(params)
+    assert params["fsdp"].value.shape == opened["fsdp"].shape
+    out, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    fit = jnp.sum(jnp.mean(out**2, -1) * batch["weight"]) / jnp.maximum(total(batch), 1)
+    return fit + sum(jnp.sum(x**2) for x in jax.tree.leaves(opened)), nn.unbox(updates)
+
+  with jax.enable_x64(True), nn.logical_axis_rules(RULES):
+    batch = make_batch()
+    plain = linen.make_state(model, batch)
+    expected = steps_of_flax(
+      plain,
+      lambda p, b: loss_fn({"params": p, "batch_stats": plain.batch_stats}, b, None)[0],
+      batch,
+      2,
+    )
+    specs = nn.get_partition_spec((plain.params, plain.opt_state, plain.batch_stats))
+    rules = [*RULES, ("data", "data"), ("model", "model")]
+    shardings = nn.logical_to_mesh_sharding(specs, mesh, rules)
+    params, opt_state, batch_stats = jax.device_put(
+      (plain.params, plain.opt_state, plain.batch_stats), shardings
+    )
+    state = before = plain.replace(params=params, opt_state=opt_state, batch_stats=batch_stats)
+    step = linen_train_step(
+      loss_fn, mutable="batch_stats", num_microbatches=3, weight_fn=total, mesh=mesh, donate=False
+    )
+    if (shape, kind) == ((2, 4), AUTO):  # what names an axis that is left to XLA is still told it
+      assert re.search(r'sharding_constraint .*"model"', step.lower(state, batch).as_text())
+    with compilations() as programs:
+      for _ in range(2):
+        state, _ = step(state, batch)
+    assert sum("linen_train_step" in line for line in programs) == 1
+    trees.assert_close(jax.device_get(state.params), expected.params, 1e-10)
+    trees.assert_close(jax.device_get(state.opt_state), expected.opt_state, 1e-10)
+    assert jax.tree.structure(state) == jax.tree.structure(before)
+    for new, old in zip(jax.tree.leaves(state), jax.tree.leaves(before), strict=True):
+      if isinstance(old, jax.Array):
+        assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
+
+
 def linear(variables, batch, rngs):
   return jnp.mean(batch["x"] @ variables["params"]["w"])
 
@@ -222,26 +274,34 @@ def test_one_step_serves_several_optimizers():
 class Kept(train_state.TrainState):
   ema: Any
   key: Any
+  keys: Any
   counts: Any
   note: Any = flax.struct.field(pytree_node=False, default=None)
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_what_the_step_does_not_touch_is_kept(mesh):
-  state = linear_state(
-    optax.sgd(0.1), Kept, ema=None, key=jax.random.key(0), counts=(jnp.int32(3),), note="fine"
-  )
+  def loss_fn(variables, batch, rngs):
+    assert variables.keys() == {"params", "ema"}  # neither keys nor what is static
+    return linear(variables, batch, rngs)
+
+  key, note = jax.random.key(0), {"note": "fine"}
+  fields = {"ema": None, "key": key, "keys": {"dropout": key}, "counts": (jnp.int32(3),)}
+  state = linear_state(optax.sgd(0.1), Kept, note=note, **fields)
   state = state.replace(ema=state.params, step=state.counts[0])  # the same arrays
-  step = linen_train_step(linear, num_microbatches=2, mesh=mesh)
+  step = linen_train_step(loss_fn, num_microbatches=2, mesh=mesh)
   new, batch = state, make_batch(np.float32)
   for _ in range(2):
     new, _ = step(new, batch)
   assert new.key is state.key
   assert new.counts is state.counts
-  assert (new.note, int(new.step), int(new.counts[0])) == ("fine", 5, 3)
+  assert (new.note, int(new.step), int(new.counts[0])) == (note, 5, 3)
   trees.assert_close(jax.device_get(new.ema), {"w": np.ones(linen.WIDTH, np.float32)}, 0)
   assert not state.ema["w"].is_deleted()
-  assert mesh is not None or new.ema["w"] is state.ema["w"]
+  if mesh is None:
+    assert new.ema["w"] is state.ema["w"]
+  else:  # and so the next step need not put it there
+    assert new.ema["w"].sharding.mesh == mesh
   assert float(jnp.max(jnp.abs(jax.device_get(new.params["w"]) - 1))) > 1e-3
 
 
@@ -353,7 +413,14 @@ def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest()
     "params": {"w": jnp.ones(linen.WIDTH)},
     "_overwrite_with_gradient": {"amax": jnp.ones(())},
   }
-  state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+
+  def looks_at_gradients(updates, state, params, grad=None, **others):
+    assert grad is None or jax.tree.structure(grad) == jax.tree.structure(params)
+    return updates, state
+
+  looks = optax.GradientTransformationExtraArgs(lambda params: (), looks_at_gradients)
+  tx = optax.chain(optax.adam(0.1), looks)
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
   whole = state.apply_gradients(grads=jax.grad(lambda p: loss_fn(p, batch, None))(params))
   state, _ = linen_train_step(loss_fn, num_microbatches=4)(state, batch)
   trees.assert_close(state.params, whole.params, 1e-5)

@@ -9,7 +9,7 @@ import jax
 import optax
 
 from optax_accum import _call_hints
-from optax_accum._flax import step_options
+from optax_accum._flax import boxes, step_options
 from optax_accum._flax.state_fields import (
   check_mutable,
   check_rngs,
@@ -84,6 +84,12 @@ def linen_train_step(
   Do not close over such arrays: they would be constants of the program. Where adapters are among
   the parameters, `optax.partition` with `optax.set_to_zero` saves only moments: the gradients of
   all parameters are still added up. (For `accumulate`, see `TrainState`.)
+
+  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) go in as flax gives them,
+  and come out as they came. With ``mesh=`` their constraints in the loss name automatic axes
+  alone: the data axis is manual there, each device has its own rows and whole parameters. So it is
+  with `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and not in the
+  loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -247,7 +253,9 @@ class LinenTrainStep(NotPickled):
     held = mutable[0] if mutable else {}
     # Keys are not constant: all microbatches would have the same noise.
     constant = {name: x for name, x in constant.items() if not holds_keys(x)}
-    out = self._loss_fn({**variables_of(params), **constant, **held}, batch, rngs)
+    variables = boxes.opened_on_device({**variables_of(params), **constant, **held})
+    with boxes.on_device():
+      out = self._loss_fn(variables, batch, rngs)
     if not self._mutable:
       if not self._has_aux and isinstance(out, (tuple, list)):
         raise TypeError(

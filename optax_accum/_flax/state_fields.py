@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
+from optax_accum._flax import boxes
 
 _OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
 
@@ -102,7 +103,7 @@ def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
 
 def _like(name: str, new: Any, old: Any) -> Any:
   """A collection in the tree that it had: flax takes a `FrozenDict` and gives a dict."""
-  got, had = (dict(_validate.named_leaves(name, unfreeze(x))) for x in (new, old))
+  got, had = (dict(_validate.named_leaves(name, unfreeze(boxes.bare(x)))) for x in (new, old))
   for leaf in (*got, *had):
     if leaf not in had:
       _differs(f"returned {leaf}, which the state lacks", name)

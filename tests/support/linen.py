@@ -34,6 +34,33 @@ class Model(nn.Module):
     return nn.Dense(CLASSES, **kind)(x)
 
 
+class Annotated(nn.Module):
+  """Parameters and statistics in flax's boxes, of each kind."""
+
+  def count(self, name, x, axis):
+    zeros = nn.with_partitioning(jnp.zeros, (axis,))
+    mean = self.variable("batch_stats", name, zeros, x.shape[-1:], x.dtype)
+    if not self.is_initializing():
+      mean.value = 0.9 * mean.value + 0.1 * jnp.mean(x, 0)
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    def kernel(name, box, *names, **rules):
+      init = box(nn.initializers.normal(0.3), names, **rules)
+      return self.param(name, init, (x.shape[-1], 8), x.dtype)
+
+    x = jnp.tanh(x @ kernel("fsdp", nn.with_partitioning, None, "data"))
+    x = jnp.tanh(x @ kernel("logical", nn.with_logical_partitioning, "embed", None))
+    own = {"rules": (("own", "data"),)}
+    x = jnp.tanh(x @ kernel("own", nn.with_logical_partitioning, None, "own", **own))
+    x = nn.with_logical_constraint(x, ("rows", None))
+    self.count("whole", x, None)
+    x = jnp.tanh(x @ kernel("tensor", nn.with_partitioning, None, "model"))
+    self.count("spread", x, "model")
+    ones = nn.with_logical_partitioning(nn.initializers.ones, ("heads",))
+    return x * self.param("heads", ones, x.shape[-1:], x.dtype)
+
+
 def make_batch(dtype=np.float64):
   rng = np.random.default_rng(0)
   return {
