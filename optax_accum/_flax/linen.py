@@ -88,8 +88,8 @@ def linen_train_step(
   Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) go in as flax gives them,
   and come out as they came. With ``mesh=`` their constraints in the loss name automatic axes
   alone: the data axis is manual there, each device has its own rows and whole parameters. So it is
-  with `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and not in the
-  loss.
+  with `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and
+  not in the loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
