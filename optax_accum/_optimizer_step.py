@@ -6,9 +6,10 @@ import inspect
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optax_accum import _weighted_mean
+from optax_accum import _across_devices, _weighted_mean
 from optax_accum._accumulate_state import is_state, states_in
 from optax_accum._inplace import Flag, update_if
 from optax_accum._mini_step import weight_is_sent
@@ -37,7 +38,7 @@ def optimizer_step(
       new = optax.apply_updates(params, updates)
     check_kept(*restored, new, new_state)
     if counted is True:
-      return new, new_state
+      return _sharded_as(held, (new, new_state))
     return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
 
   if counted is True or not states_in(held[1]):
@@ -45,6 +46,17 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held)
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
+
+
+def _sharded_as(old: Held, new: Held) -> Held:
+  """`new` with the explicit shardings of `old`: JAX gives a sum that of either term."""
+
+  def sharded(x: Any, before: Any) -> Any:
+    return _across_devices.sharded_like(x, before) if jnp.shape(x) == jnp.shape(before) else x
+
+  if jax.tree.structure(new) != jax.tree.structure(old):
+    return new  # a state that grows
+  return jax.tree.map(sharded, new, old)
 
 
 @contextlib.contextmanager

@@ -367,6 +367,41 @@ def test_in_a_scan_over_steps_of_an_explicit_mesh():
     trees.assert_close(jax.device_get(three(held, batch)), expected_steps()[:2], 1e-10)
 
 
+# What is sharded over explicit axes, of the parameter and of its momentum.
+APART = {
+  "whole momentum": (P("data"), P()),
+  "momentum over another axis": (P(), P("model")),
+  "each over another axis": (P("data"), P(None, "model")),
+}
+
+
+@pytest.mark.parametrize("specs", APART.values(), ids=APART)
+def test_explicit_shardings_come_out_as_they_came(specs):
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(4, 2, kind=EXPLICIT), optax.sgd(0.01, momentum=0.9)
+    fun = lambda p, x: jnp.mean((x @ p) ** 2)  # noqa: E731
+    step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, donate=False)
+    start = init_params()["w"]
+    batch = devices.put(make_batch()["x"], mesh, P("data"))
+    params, state = devices.put(start, mesh, specs[0]), tx.init(jnp.asarray(start))
+    held = params, devices.put(state, mesh, specs[1])
+
+    def scanned(held):
+      return jax.lax.scan(lambda held, _: (step(*held, batch)[:2], None), held, length=2)[0]
+
+    def called(held):
+      return step(*step(*held, batch)[:2], batch)[:2]
+
+    expected = oracle.take_steps(
+      oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [make_batch()["x"]] * 2
+    )
+    for two in (called, jax.jit(called), scanned):
+      new = two(held)
+      for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(held), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+      trees.assert_close(jax.device_get(new), expected[:2], 1e-12)
+
+
 def test_traced_parameters_of_which_no_sharding_is_known():
   mesh, tx = make_mesh(8), relaxed(optax.adam(0.1))
   step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False)
