@@ -228,16 +228,18 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
   def fun(params, batch, other):
     return jnp.mean((params * batch - other) ** 2)
 
-  tx, mesh = optax.sgd(0.25), make_mesh(8)
+  tx, mesh = optax.sgd(0.001), make_mesh(8)
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False)
   x, y = np.arange(16, dtype=np.float32), np.ones(16, np.float32)
-  expected = 2 - 0.25 * jax.grad(fun)(jnp.asarray(2.0), jnp.asarray(x), jnp.asarray(y))
-  params = jnp.asarray(2.0)
   calls = [((x, y), {}), ((x,), {"other": y}), ((), {"batch": x, "other": y}), ((x, y), {})]
-  for args, kwargs in calls:
-    new, _, metrics = step(params, tx.init(params), *args, **kwargs)
-    np.testing.assert_allclose(new, expected, rtol=1e-6)
-    assert float(metrics["total_weight"]) == 16
+  for goes_on in (False, True):  # with other parameters, or with those that the last call returned
+    params, state = jnp.asarray(2.0), tx.init(2.0)
+    for args, kwargs in calls:
+      expected = params - 0.001 * jax.grad(fun)(params, jnp.asarray(x), jnp.asarray(y))
+      new, new_state, metrics = step(params, state, *args, **kwargs)
+      np.testing.assert_allclose(new, expected, rtol=1e-6)
+      assert float(metrics["total_weight"]) == 16
+      params, state = (new, new_state) if goes_on else (params, state)
 
 
 @kinds

@@ -113,8 +113,13 @@ def test_explicit_and_automatic_axes_beside_the_data_axis(options, data_kind):
       axis_types=(data_kind, EXPLICIT, AUTO),
     )
     tx, count = optimizer(), None if "microbatch_size" in options else 4
+
+    def fun(params, batch):
+      assert jax.typeof(params["w"]).sharding.spec == P(None, "explicit")  # on each device
+      return loss_fn(params, batch)
+
     step = make_train_step(
-      loss_fn, tx, num_microbatches=count, weight_fn=valid, mesh=mesh, donate=False, **options
+      fun, tx, num_microbatches=count, weight_fn=valid, mesh=mesh, donate=False, **options
     )
     specs = {"w": P("data" if "reduce_gradients" in options else None, "explicit"), "b": P()}
     params = devices.put(init_params(), mesh, specs)
