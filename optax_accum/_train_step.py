@@ -227,8 +227,8 @@ def make_train_step(
     - A dimension of a parameter that is sharded over data axes and a further axis together is held
       whole.
     - Under an outer `jax.jit`, and in a scan over steps, parameters and state stay as they came if
-      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held whole there:
-      call the step itself, which is jitted, or use an explicit mesh.
+      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
+      whole there: call the step itself, which is jitted, or use an explicit mesh.
     - Optimizers that multiply, flatten or broadcast arrays (muon, adafactor, lbfgs, prodigy,
       `optax.adaptive_grad_clip`) fail in optax on parameters or a state that are sharded over
       explicit axes.

@@ -69,9 +69,10 @@ SPECS = {
 }
 
 
-@when
 @pytest.mark.parametrize("specs", SPECS.values(), ids=SPECS)
-@kinds
+@pytest.mark.parametrize(
+  ("kind", "reduce_gradients"), [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")]
+)
 def test_parameters_sharded_over_some_of_the_data_axes(kind, specs, reduce_gradients):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(kind, kind), optimizer()
