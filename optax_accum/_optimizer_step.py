@@ -54,7 +54,8 @@ def _sharded_as(old: Held, new: Held) -> Held:
   def sharded(x: Any, before: Any) -> Any:
     return _across_devices.sharded_like(x, before) if jnp.shape(x) == jnp.shape(before) else x
 
-  if jax.tree.structure(new) != jax.tree.structure(old):
+  trees: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
+  if trees[0] != trees[1]:
     return new  # a state that grows
   return jax.tree.map(sharded, new, old)
 

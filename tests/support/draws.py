@@ -11,7 +11,7 @@ import numpy as np
 # The first choice is the plainest: it is the default, a line leaves it out, and shrinking tries it.
 # What stands twice is drawn twice as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
-  "entry": ("step", "step", "gradient", "update", "apply", "step+accumulate"),
+  "entry": ("step", "step", "gradient", "update", "apply", "step+accumulate", "linen"),
   # "jit": arrays that are sharded over automatic axes, without a word to the library.
   "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
   "devices": (2, 1, 4, 8),
@@ -21,7 +21,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     *("auto+explicit model", "explicit+auto model", "auto+fsdp", "explicit+fsdp"),
   ),
   "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
-  "opt_state": ("like params", "data"),
+  "boxed": (False, True),  # in flax's annotations, which name the axes that `params` says
+  "opt_state": ("like params", "data", "whole"),
   "reduce_gradients": ("per_cycle", "per_microbatch"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
@@ -88,6 +89,11 @@ class Draw(_Draw):
     return self.entry in ("update", "apply")
 
   @property
+  def steps(self) -> bool:
+    """Whether a call is a train step."""
+    return self.entry in ("step", "step+accumulate", "linen")
+
+  @property
   def accumulates(self) -> bool:
     """Whether `accumulate` is part of it."""
     return self.streams or self.entry == "step+accumulate"
@@ -121,14 +127,17 @@ class Draw(_Draw):
 
 # Where a choice means something. Elsewhere it is the plainest. In order: later ones see earlier.
 MEANS = {
-  "place": lambda d: d.place != "mesh" or d.entry.startswith("step"),
+  "place": lambda d: (
+    d.place in ("one", "mesh") if d.entry == "linen" else d.place != "mesh" or d.steps
+  ),
   "devices": lambda d: d.place != "one",
   "mesh": lambda d: d.place == "mesh",
   "params": lambda d: (
     d.place == "mesh"
     or (d.place == "jit" and d.params == "data" and d.entry in ("step", "gradient"))
   ),
-  "opt_state": lambda d: d.place == "mesh" and d.params == "whole",
+  "boxed": lambda d: d.entry == "linen",
+  "opt_state": lambda d: d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data"),
   "reduce_gradients": lambda d: d.place == "mesh",
   "placed": lambda d: d.place == "mesh",
   "microbatches": lambda d: not d.streams,
@@ -145,14 +154,14 @@ MEANS = {
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
   "concat_axis": lambda d: d.aux in ("concat", "all"),
-  "carry": lambda d: not d.streams,
+  "carry": lambda d: not d.streams and d.entry != "linen",
   "carry_reduction": lambda d: d.carry and d.parts > 1,
-  "further": lambda d: not d.streams,
-  "key": lambda d: not d.streams,
-  "batch": lambda d: not d.streams,
+  "further": lambda d: not d.streams and d.entry != "linen",
+  "key": lambda d: not d.streams and d.entry != "linen",
+  "batch": lambda d: not d.streams and d.entry != "linen",
   "batch_axis": lambda d: not d.streams,
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
-  "donate": lambda d: d.entry.startswith("step") and not d.local and d.loop == "jit",
+  "donate": lambda d: d.steps and not d.local and d.loop == "jit",
   "unroll": lambda d: not d.streams,
 }
 
@@ -165,7 +174,7 @@ REFUSED = {
     axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
   ),
   "line searches need value_fn, which is a train step's": lambda d: (
-    d.optimizer in ("linesearch", "lbfgs") and not d.entry.startswith("step")
+    d.optimizer in ("linesearch", "lbfgs") and not d.steps
   ),
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
     d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh and d.params != "whole"
@@ -194,6 +203,9 @@ REFUSED = {
 KNOWN = {
   "XLA fails where rows are over one device and a second axis has several": lambda d: (
     d.place == "mesh" and d.devices == 1 and "model" in d.mesh
+  ),
+  "JAX refuses flax's annotations where a step has made the data axis manual": lambda d: (
+    d.boxed and d.place == "mesh"
   ),
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
     d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"

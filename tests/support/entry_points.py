@@ -2,10 +2,13 @@
 
 import functools
 
+from flax import linen as nn
+from flax.training.train_state import TrainState
 import jax
 import optax
 
 from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
+from optax_accum.flax import linen_train_step
 from support.model import Model
 from support.optimizers import DRAWN, GROUPS, mini_step, relaxed
 
@@ -25,7 +28,7 @@ class Training:
   def call(self):
     if self.draw.streams:
       return self.stream
-    return self.gradient if self.draw.entry == "gradient" else self.step
+    return {"gradient": self.gradient, "linen": self.linen}.get(self.draw.entry, self.step)
 
   @functools.cached_property
   def train_step(self):
@@ -34,12 +37,23 @@ class Training:
       options |= {"mesh": self.mesh, "reduce_gradients": draw.reduce_gradients}
       if "fsdp" in draw.mesh:
         options["data_axis"] = ("data", "fsdp")
+    if draw.entry == "linen":
+      return linen_train_step(self.variables_loss, donate=draw.donate, **options)
     return make_train_step(self.model.loss, self.tx, donate=draw.donate, **options)
+
+  def variables_loss(self, variables, batch, rngs):
+    return self.model.loss(nn.unbox(variables["params"]), batch)
 
   def step(self, params, state, carry, batch, key, flush):
     args, kwargs = self.model.arguments(batch, carry, key)
     params, state, *new_carry, metrics = self.train_step(params, state, *args, **kwargs)
     return params, state, new_carry[0] if new_carry else carry, metrics
+
+  def linen(self, params, state, carry, batch, key, flush):
+    (batch,), _ = self.model.arguments(batch, carry, key)
+    state = TrainState(0, self.model.loss, params, self.tx, state)
+    state, metrics = self.train_step(state, batch)
+    return state.params, state.opt_state, carry, metrics
 
   def gradient(self, params, state, carry, batch, key, flush):
     args, kwargs = self.model.arguments(batch, carry, key)

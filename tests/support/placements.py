@@ -3,6 +3,7 @@
 import functools
 import math
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -79,20 +80,35 @@ def _scanned(call, held, inputs):
 def _outside(training, params, inputs):
   """On one device, on a mesh, or with arrays that are sharded and a library that is not told."""
   draw, call = training.draw, training.call
-  if not draw.entry.startswith("step") and draw.loop != "python":
+  if not draw.steps and draw.loop != "python":
     call = jax.jit(call)
   if draw.place == "one":
+    params = _boxed(draw, params)
     return call, params, trees.strong(training.tx.init(params)), inputs, lambda held: held
   mesh = training.mesh
-  params = devices.put(params, mesh, SPECS[draw.params])
+  params = _boxed(draw, devices.put(params, mesh, SPECS[draw.params]))
   state = trees.strong(training.tx.init(params))
   if draw.opt_state == "data":
     state = jax.tree.map(lambda x: devices.put(x, mesh, _rows_of_weights(x)), state)
+  if draw.opt_state == "whole":
+    state = devices.put(state, mesh)
   if draw.place == "jit" or draw.placed:
     inputs = [(devices.put(batch, mesh, P("data")), *rest) for batch, *rest in inputs]
   if draw.place == "jit":
     state = jax.tree.map(lambda x: _on(x, mesh), state)
   return call, params, state, inputs, lambda held: held
+
+
+def _boxed(draw, params):
+  """Arrays with names for their dimensions, as a module's annotations leave them."""
+  if not draw.boxed:
+    return params
+
+  def box(x, spec):
+    names = tuple(spec) + (None,) * (x.ndim - len(spec))
+    return nn.Partitioned(x, names) if x.ndim else x
+
+  return jax.tree.map(box, params, jax.tree.broadcast(SPECS[draw.params], params))
 
 
 def _rows_of_weights(x):
