@@ -137,7 +137,7 @@ def discard_cycle(opt_state: State) -> State:
 
 
 def from_multi_steps(
-  state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike = 1.0
+  state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike | None = None
 ) -> AccumulateState:
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
@@ -153,10 +153,10 @@ def from_multi_steps(
       ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
       ``accumulate(..., reduction="sum")`` goes on with it.
-    weight: how much each of the mini steps before counts: a real scalar, may be traced. Default 1,
-      for a loop that goes on without weights. Where it goes on with rows or tokens as weights, give
-      the rows or tokens that each microbatch before had. With 1 the mini steps before would hardly
-      count, unnoticed. With 0 they are left out of the mean, even NaN.
+    weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
+      loop goes on with rows or tokens as weights, the rows or tokens that each microbatch before
+      had; where it goes on without weights, 1. With 0 they are left out of the mean, even NaN.
+      Needed unless ``state.mini_step`` is known to be 0, the end of a cycle.
 
   Returns:
     An `AccumulateState`. ``acc_grads`` are in float32 or better. `optax.MultiSteps` may hold them
@@ -169,7 +169,7 @@ def from_multi_steps(
 
   Raises:
     TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
-    ValueError: `weight` is negative, out of range or no real scalar.
+    ValueError: `weight` is negative, out of range or no real scalar, or is missing in mid-cycle.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -188,6 +188,8 @@ def from_multi_steps(
       " optax.MultiSteps(...).init(params) returns. Where the state is part of a larger one, such"
       " as a chain's, replace it there, with jax.tree.map and is_leaf."
     )
+  if weight is None:
+    weight = _weight_at_the_end(state.mini_step)
   _validate.weight("The caller of from_multi_steps", weight)
   own = ("mini_step", "gradient_step", "acc_grads")
   state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
@@ -211,6 +213,20 @@ def from_multi_steps(
     has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
     weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
   )
+
+
+def _weight_at_the_end(mini_step: Any) -> float:
+  """Any weight, if no mini step is in the cycle: else it must be said."""
+  [count] = jax.tree.leaves(mini_step)
+  traced = isinstance(count, jax.core.Tracer)
+  if traced or count != 0:
+    where = "is traced" if traced else f"is {count}"
+    raise ValueError(
+      f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the cycle"
+      " counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if these"
+      " are weighed by rows (or tokens), and weight=1 if they have no weights."
+    )
+  return 1.0
 
 
 def states_in(opt_state: optax.OptState) -> list[AccumulateState]:

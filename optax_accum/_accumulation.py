@@ -16,7 +16,7 @@ from optax_accum._accumulators import gradients_like, MiniStep
 from optax_accum._device_state import stored, with_device_axis, without_device_axis
 from optax_accum._mini_step import MiniSteps, weight_is_sent
 from optax_accum._other_state import check_kept, explained
-from optax_accum._same_types import same_types
+from optax_accum._same_types import same_types, widened
 from optax_accum._transformation import Params
 from optax_accum._weighted_mean import as_weight
 
@@ -70,9 +70,10 @@ class Accumulation(MiniSteps):
       updates, total, inner_state = run(step.total, state.inner_opt_state)
       return updates, self._next(step, total, inner_state)
 
-    # `inner` is traced once, for the types of its updates and for the conditional.
+    # `inner` is traced once, for the types of its state and updates and for the conditional.
     traced = jax.jit(run, inline=True)
-    like = jax.eval_shape(traced, step.total, state.inner_opt_state)[0]
+    old_state = widened(lambda x: traced(step.total, x)[2], state.inner_opt_state)
+    like = jax.eval_shape(traced, step.total, old_state)[0]
     # Where they can, sums go in and updates come out in the same buffers.
     shared = _inplace.OutputBuffers(step.total, like)
 
@@ -81,7 +82,7 @@ class Accumulation(MiniSteps):
       total, spare = shared.filled(new, total)
       return total, (spare, inner_state)
 
-    held = (shared.spare, state.inner_opt_state)
+    held = (shared.spare, old_state)
     total, (spare, inner_state) = self._if_it_emits(step, emitted, held)
     return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
 
@@ -119,6 +120,9 @@ class Accumulation(MiniSteps):
       total, held = fun(without_device_axis(operand[0], self.axis_name), operand[1])
       return with_device_axis(total, self.axis_name), held
 
+    if step.emit is not True:  # `fun` is traced once, for types and for the conditional
+      fun = jax.jit(fun, inline=True)
+      held = widened(lambda held: fun(step.total, held)[1], held)
     # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
     operand = (with_device_axis(step.total, self.axis_name), held)
     total, held = _inplace.update_if(step.emit, run, operand, self.differentiable)

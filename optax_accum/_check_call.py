@@ -116,7 +116,10 @@ def check_info(info: Any, skip_state: Any) -> None:
 def _fix(state: Any) -> str:
   """What to do about a state that is no `AccumulateState`."""
   if isinstance(state, optax.MultiStepsState):
-    return "convert it with optax_accum.from_multi_steps(state)."
+    return (
+      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each microbatch"
+      " so far, or weight=1 where the calls that follow have no weights."
+    )
   if states_in(state):
     return (
       "there is one in it. Call the transformation that the whole belongs to, such as the chain"

@@ -14,7 +14,7 @@ from optax_accum._accumulate_state import is_state, states_in
 from optax_accum._inplace import Flag, update_if
 from optax_accum._mini_step import weight_is_sent
 from optax_accum._other_state import check_kept, explained
-from optax_accum._same_types import same_types
+from optax_accum._same_types import in_dtype_of, same_types, widened
 
 Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
 
@@ -42,6 +42,9 @@ def optimizer_step(
     return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
 
   if counted is True or not states_in(held[1]):
+    if counted is not True:  # traced once, for types and for the conditional
+      update = jax.jit(update, inline=True)
+      held = widened(update, held)
     return update_if(counted, update, held)
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held)
@@ -81,7 +84,9 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   """`new` where something was counted, and else `old`, but for the states of `accumulate`."""
 
   def choose(x: Any, before: Any) -> Any:
-    return x if is_state(x) else _weighted_mean.select(counted, x, before)
+    if is_state(x):
+      return x
+    return _weighted_mean.select(counted, x, in_dtype_of(before, x))
 
   return jax.tree.map(choose, new, old, is_leaf=is_state)
 

@@ -1,21 +1,23 @@
-"""A new state in the types of the one before it, or an error that names the leaf that changed.
+"""A state in types that do not change from one step to the next, or an error that names the leaf.
 
-The two come out of one conditional, so a leaf has one shape, dtype and explicit sharding for ever.
+What comes out of a conditional has one shape, dtype and explicit sharding, a step taken or not.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum import _across_devices, _validate, _weighted_mean
 
+Held = TypeVar("Held")
+
 
 def same_types(name: str, new: Any, old: Any) -> Any:
-  """`new` in the dtypes and the shardings of `old`.
+  """`new` in the shardings of `old`, and in dtypes that hold both, by JAX's rules of promotion.
 
-  A change of tree, of shape, or of dtype that could lose something is an error.
-  Messages call the leaves ``name[0].mu``.
+  A change of tree or shape is an error. Messages call the leaves ``name[0].mu``.
   """
   olds, news = (dict(_validate.named_leaves(name, tree)) for tree in (old, new))
   fix = "the optimizer's init and update must return states of one tree and the same shapes."
@@ -24,7 +26,10 @@ def same_types(name: str, new: Any, old: Any) -> Any:
       raise ValueError(f"{leaf} is missing after an update: {fix}")
   for leaf in news:
     if leaf not in olds:
-      raise ValueError(f"{leaf} is new after an update: {fix}")
+      raise ValueError(
+        f"{leaf} is new after an update: {fix} (That of optax.monitor does not: optax.snapshot"
+        " keeps what it measures from the start.)"
+      )
     before, after = jnp.shape(olds[leaf]), jnp.shape(news[leaf])
     if before != after:
       raise ValueError(f"{leaf} has shape {before}, and {after} after an update: {fix}")
@@ -34,28 +39,34 @@ def same_types(name: str, new: Any, old: Any) -> Any:
   return trees[0].unflatten(_cast(leaf, news[leaf], olds[leaf]) for leaf in olds)
 
 
+def widened(update: Callable[[Held], Held], held: Held) -> Held:
+  """`held` in the dtypes in which `update` gives it back, as `same_types`, in every step.
+
+  Moments of bfloat16 parameters become float32 by the first float32 gradients. What goes into a
+  conditional is cast before it, for rounding what comes out of it would lose something in each step.
+  """
+  while True:
+    new = jax.eval_shape(update, held)
+    wide = jax.tree.map(in_dtype_of, held, new)
+    if all(x is y for x, y in zip(*map(jax.tree.leaves, (held, wide)), strict=True)):
+      return held
+    held = wide  # which the next update may make wider: dtypes end at the widest
+
+
+def in_dtype_of(x: Any, like: Any) -> Any:
+  """`x` in the dtype of `like`."""
+  return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
+
+
 def _cast(name: str, new: Any, old: Any) -> Any:
-  """One leaf in the dtype and the sharding that it had."""
-  to, dtype = jnp.result_type(old), jnp.result_type(new)
-  if dtype == to:
+  """One leaf in the sharding that it had, and a dtype that holds it before and after."""
+  before, after = jnp.result_type(old), jnp.result_type(new)
+  if before == after:
     return _across_devices.sharded_like(new, old)
-  if _holds(to, dtype):
-    return _across_devices.sharded_like(jnp.asarray(new).astype(to), old)
-  fix = f"have the optimizer's init return {dtype} there."
-  if all(jnp.issubdtype(d, jnp.inexact) for d in (to, dtype)):
-    fix = (
-      "give init parameters of the gradients' dtype, as in"
-      f" tx.init(jax.tree.map(lambda p: p.astype(jnp.{dtype}), params)), and go on with the"
-      " parameters as they are; or cast the gradients to the parameters' dtype; or use an option"
-      " of the optimizer's own, such as mu_dtype of optax.lion or accumulator_dtype of optax.sgd."
+  if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (before, after)):
+    raise TypeError(
+      f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
+      f" {after} there."
     )
-  raise TypeError(
-    f"{name} has dtype {to}, and {dtype} after an update. The state keeps its dtypes, and {to}"
-    f" would lose some of that in every step: {fix}"
-  )
-
-
-def _holds(to: Any, dtype: Any) -> bool:
-  """Whether `to` has every value of `dtype`, by JAX's rules of promotion."""
-  extended = any(jnp.issubdtype(d, jax.dtypes.extended) for d in (to, dtype))
-  return not extended and _weighted_mean.promote(to, dtype) == to
+  to = _weighted_mean.promote(before, after)
+  return _across_devices.sharded_like(jnp.asarray(new).astype(to), old)

@@ -1,16 +1,19 @@
-"""States that would change their types in an update: what could lose is refused, by name."""
+"""States that change their types in an update: they widen as in optax alone, or are refused."""
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 from support import trees
+from support.devices import make_mesh
 from support.optimizers import FORMS, mini_step
 
 from optax_accum import accumulate, make_train_step
 
 PARAMS, ONES = jnp.zeros(3), jnp.ones(3)
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 forms = pytest.mark.parametrize("form", FORMS)
 ks = pytest.mark.parametrize("every_k", [1, 2, lambda _: 1], ids=["1", "2", "schedule"])
@@ -21,41 +24,52 @@ def changing(before, after):
   return optax.GradientTransformation(lambda _: before, lambda u, s, p=None: (u, after(s)))
 
 
-@forms
-@ks
-def test_a_state_that_starts_as_an_integer(form, every_k):
-  tx = accumulate(changing(0, lambda s: s + 0.6), every_k)
-  message = r"inner_opt_state has dtype int32, and float32 after.*init return float32 there"
-  with pytest.raises(TypeError, match=message):
-    jax.eval_shape(mini_step(tx, form), PARAMS, tx.init(PARAMS), ONES)
+def dtypes(tree):
+  return jax.tree.map(jnp.result_type, tree)
+
+
+# An integer, and a leaf that another one widens once that is wider.
+WIDENING = {
+  "int": changing(0, lambda s: s + 0.6),
+  "twice": changing(
+    (jnp.ones(3, jnp.bfloat16), jnp.int8(1)), lambda s: (s[0] * s[1], s[1] * jnp.float16(1.5))
+  ),
+}
 
 
 @forms
 @ks
-def test_float32_gradients_of_bfloat16_parameters(form, every_k):
-  tx = accumulate(optax.sgd(0.1, momentum=0.9), every_k)
-  params, grads = {"w": jnp.ones(3, jnp.bfloat16)}, {"w": ONES}
-  message = r"inner_opt_state\[0\]\.trace\['w'\] has dtype bfloat16, and float32 .*jnp\.float32\)"
-  with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message):
-    jax.eval_shape(mini_step(tx, form), params, tx.init(params), grads)
+@pytest.mark.parametrize("name", WIDENING)
+def test_a_state_widens_as_in_optax_alone(name, every_k, form):
+  inner = WIDENING[name]
+  tx = accumulate(inner, every_k)
+  params, state, expected = PARAMS, tx.init(PARAMS), inner.init(PARAMS)
+  step, first = jax.jit(mini_step(tx, form)), None
+  with jax.numpy_dtype_promotion("standard"):
+    for _ in range(4):
+      for _ in range(2 if every_k == 2 else 1):
+        params, state = step(params, state, ONES)
+        first = first or dtypes(state.inner_opt_state)
+      expected = inner.update(ONES, expected)[1]
+  trees.assert_close(state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6)
+  if every_k != 1:  # known before the conditional, so that the next calls are compiled once
+    assert dtypes(state.inner_opt_state) == first
 
 
 @forms
-@pytest.mark.parametrize("way_out", ["init", "option"])
-def test_the_ways_out_are_what_optax_alone_does(form, way_out):
+@pytest.mark.parametrize("start", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_float32_gradients_of_bfloat16_parameters(form, start):
   params = jnp.ones(3, jnp.bfloat16)
-  inner = optax.sgd(0.1, momentum=0.9)
-  state_inner = inner.init(params)
-  tx, start = accumulate(inner, 2), params.astype(jnp.float32)
-  if way_out == "option":
-    tx, start = accumulate(optax.sgd(0.1, 0.9, accumulator_dtype=jnp.float32), 2), params
-  state, actual, expected = tx.init(start), params, params
+  tx, state_inner = accumulate(MOMENTUM, 2), MOMENTUM.init(params)
+  state, actual, expected = tx.init(params.astype(start)), params, params
   rounded = state_inner
   grads = jnp.asarray(np.random.default_rng(0).normal(size=(100, 3)), jnp.float32)
   grads = grads.at[:5].multiply(100)
   step = jax.jit(mini_step(tx, form))
   with jax.numpy_dtype_promotion("standard"):
-    alone = jax.jit(mini_step(inner))
+    alone = jax.jit(mini_step(MOMENTUM))
+    updates = jax.eval_shape(tx.update, grads[0], state, params)[0]
+    assert updates.dtype == jax.eval_shape(MOMENTUM.update, grads[0], state_inner)[0].dtype
     for g in grads:
       for _ in range(2):
         actual, state = step(actual, state, g)
@@ -64,19 +78,47 @@ def test_the_ways_out_are_what_optax_alone_does(form, way_out):
       rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), rounded)
   trees.assert_close(actual, expected, 0)
   trees.assert_close(state.inner_opt_state, state_inner, 1e-6)
-  assert trees.largest_difference(rounded, state_inner) > 1e-2  # what a cast would have given
+  assert trees.largest_difference(rounded, state_inner) > 1e-2  # what a cast back would have given
+
+
+def test_a_scan_over_calls_starts_with_a_state_that_is_wide():
+  params, grads = jnp.ones(3, jnp.bfloat16), jnp.ones((4, 3))
+  tx = accumulate(MOMENTUM, 2)
+
+  def scanned(start):
+    body = lambda held, g: (tx.apply(g, held[1], held[0]), None)  # noqa: E731
+    return jax.lax.scan(body, (params, tx.init(start)), grads)[0]
+
+  with jax.numpy_dtype_promotion("standard"):
+    (_, state), tx_state = scanned(params.astype(jnp.float32)), MOMENTUM.init(PARAMS)
+    for _ in range(2):
+      tx_state = MOMENTUM.update(ONES, tx_state)[1]
+    with pytest.raises(TypeError, match="carry"):
+      scanned(params)
+  trees.assert_close(state.inner_opt_state, tx_state, 1e-6)
+
+
+def test_an_accumulation_in_an_accumulation_widens():
+  tx, params = accumulate(accumulate(MOMENTUM, 2), 2), jnp.ones(3, jnp.bfloat16)
+  with jax.numpy_dtype_promotion("standard"):
+    _, state = jax.eval_shape(tx.apply, ONES, tx.init(params), params)
+  assert state.inner_opt_state.inner_opt_state[0].trace.dtype == jnp.float32
 
 
 @forms
 @ks
 def test_a_cast_that_loses_nothing_stays(form, every_k):
-  inner = changing(jnp.zeros(3), lambda s: (s + 0.5).astype(jnp.bfloat16))
-  tx = accumulate(inner, every_k)
-  params, state = PARAMS, tx.init(PARAMS)
-  for _ in range(4):
-    params, state = mini_step(tx, form)(params, state, ONES)
+  mesh = make_mesh(2, kind=AxisType.Explicit)
+  with jax.set_mesh(mesh):
+    before = jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, P("data")))
+    after = lambda s: jax.reshard((s + 0.5).astype(jnp.bfloat16), P())  # noqa: E731
+    tx = accumulate(changing(before, after), every_k)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(4):
+      params, state = jax.jit(mini_step(tx, form))(params, state, ONES)
   expected = 1 if every_k == 2 else 2
-  trees.assert_close(state.inner_opt_state, jnp.full(3, expected, jnp.float32), 0)
+  trees.assert_close(state.inner_opt_state, jnp.full(4, expected, jnp.float32), 0)
+  assert state.inner_opt_state.sharding.spec == P("data")
 
 
 @forms
@@ -89,12 +131,29 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
     ({"a": ONES}, lambda s: {**s, "b": ONES}, r"inner_opt_state\['b'\] is new after an update"),
     ([ONES], lambda s: (s[0],), r"inner_opt_state is a PyTreeDef.*, and a PyTreeDef.* after"),
     (jax.random.key(0), jax.random.key_data, r"inner_opt_state has shape \(\), and \(2,\) after"),
+    (jax.random.key(0), lambda s: jnp.uint32(0), r"dtype key<fry>, and uint32 after an update: h"),
   ],
 )
 def test_a_state_of_another_tree_or_shape(form, every_k, before, after, message):
   tx = accumulate(changing(before, after), every_k)
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((ValueError, TypeError), match=message):
     jax.eval_shape(mini_step(tx, form), PARAMS, tx.init(PARAMS), ONES)
+
+
+if hasattr(optax, "monitor"):  # since optax 0.2.7
+
+  def test_a_monitor():
+    measure = {"norm": optax.tree.norm}
+    tx = accumulate(optax.chain(optax.sgd(0.1), optax.monitor(measure)), 2)
+    message = r"measurements\['norm'\] is new after .* optax\.monitor does not: optax\.snapshot"
+    with pytest.raises(ValueError, match=message):
+      tx.apply(ONES, tx.init(PARAMS), PARAMS)
+    # As it says.
+    tx = accumulate(optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)), 2)
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(2):
+      params, state = tx.apply(ONES, state, params)
+    np.testing.assert_allclose(optax.tree.get(state, "norm"), 0.1 * 3**0.5, rtol=1e-6)
 
 
 @forms
@@ -115,21 +174,41 @@ def test_updates_that_change_the_shape_of_parameters():
     jax.eval_shape(tx.apply, ONES, tx.init(PARAMS), PARAMS)
 
 
-def weighed_step(tx):
-  def loss_fn(params, batch):
-    return jnp.mean((batch @ params) ** 2)
+def loss_fn(params, batch):
+  return jnp.mean(batch @ params)
 
-  weight_fn = {"weight_fn": lambda batch: jnp.sum(batch[:, 0])}
-  return make_train_step(loss_fn, tx, num_microbatches=2, donate=False, **weight_fn)
+
+def weighed_step(tx, **options):
+  options = {"weight_fn": lambda batch: jnp.sum(batch[:, 0])} | options
+  return make_train_step(loss_fn, tx, num_microbatches=2, **options)
+
+
+COUNTS = changing(0, lambda s: s + 0.6)
 
 
 @pytest.mark.parametrize(
-  ("before", "after", "error", "message"),
+  ("tx", "options", "held"),
   [
-    (0, lambda s: s + 0.6, TypeError, r"opt_state has dtype int32, and float32 after an update"),
-    ({"a": ONES}, lambda s: {}, ValueError, r"opt_state\['a'\] is missing after an update"),
+    (COUNTS, {}, lambda state: state),
+    (COUNTS, {"weight_fn": None}, lambda state: state),
+    (COUNTS, {"weight_fn": None, "skip_nonfinite": True}, lambda state: state),
+    (optax.chain(accumulate(COUNTS, 1), COUNTS), {}, lambda state: state[1]),
+    (accumulate(COUNTS, 1), {}, lambda state: state.inner_opt_state),
   ],
+  ids=["weights", "plain", "skips", "chain", "accumulate"],
 )
-def test_a_train_step_that_may_leave_a_batch_out(before, after, error, message):
-  with pytest.raises(error, match=message):
-    weighed_step(changing(before, after)).eval_shape(PARAMS, before, jnp.ones((4, 3)))
+def test_a_train_step_widens_what_it_is_given(tx, options, held):
+  step = weighed_step(tx, **options)
+  # It is donated too, though of another dtype than what comes out. Warnings are errors.
+  params, state = jnp.zeros(3), tx.init(PARAMS)
+  for rows in (jnp.zeros((4, 3)), jnp.ones((4, 3))):
+    params, state, _ = step(params, state, rows)
+    assert held(state).dtype == jnp.float32
+  steps = 1 if "weight_fn" not in options else 2
+  np.testing.assert_allclose(held(state), 0.6 * steps, rtol=1e-6)
+
+
+def test_a_train_step_whose_state_loses_a_leaf():
+  tx = changing({"a": ONES}, lambda s: {})
+  with pytest.raises(ValueError, match=r"opt_state\['a'\] is missing after an update"):
+    weighed_step(tx).eval_shape(PARAMS, {"a": ONES}, jnp.ones((4, 3)))
