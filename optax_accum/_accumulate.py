@@ -86,6 +86,11 @@ def accumulate(
   weighs nothing is no mini step of an `accumulate` in `inner`.) An inf or NaN that is not
   skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
 
+  The state of `inner` has the dtypes that `inner` gives it. Where float32 gradients widen moments
+  of bfloat16 parameters, the first call does. Where the state must keep its type from the start, as
+  the carry of a `lax.scan` over calls must, begin with one that is wide: ``tx.init`` of parameters
+  of the gradients' dtype, ``jax.tree.map(lambda p: p.astype(jnp.float32), params)``.
+
   What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call: each
   microbatch is clipped by itself, and what keeps moments sees zeros between the steps. The whole
   batch's step is ``accumulate(chain(clip, adam), k)``.
@@ -125,13 +130,13 @@ def accumulate(
 
   Raises:
     TypeError: `inner` is not a transformation, `every_k` is not an int, or an argument or
-      gradient has the wrong dtype. `inner` changes a dtype of its state so that keeping the old
-      one would lose something. An extra argument is nearly ``weight`` or ``flush``.
+      gradient has the wrong dtype. An extra argument is nearly ``weight`` or ``flush``.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
-      parameters in tree or shape, ``weight`` is negative or out of range, `axis_name` is not
-      bound, or the state is not an `AccumulateState`, or not of these options, or of another
-      model (a checkpoint: see `AccumulateState` for what can be restored into what). With
-      ``check_vma=True`` also: a gradient was summed over `axis_name` already.
+      parameters in tree or shape, `inner` changes the tree or a shape of its state, ``weight`` is
+      negative or out of range, `axis_name` is not bound, or the state is not an `AccumulateState`,
+      or not of these options, or of another model (a checkpoint: see `AccumulateState` for what can
+      be restored into what). With ``check_vma=True`` also: a gradient was summed over `axis_name`
+      already.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum

@@ -219,7 +219,7 @@ def _weight_at_the_end(mini_step: Any) -> float:
   """Any weight, if no mini step is in the cycle: else it must be said."""
   [count] = jax.tree.leaves(mini_step)
   traced = isinstance(count, jax.core.Tracer)
-  if traced or count != 0:
+  if traced or jnp.any(count != 0):
     where = "is traced" if traced else f"is {count}"
     raise ValueError(
       f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the cycle"

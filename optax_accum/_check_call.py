@@ -117,8 +117,8 @@ def _fix(state: Any) -> str:
   """What to do about a state that is no `AccumulateState`."""
   if isinstance(state, optax.MultiStepsState):
     return (
-      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each microbatch"
-      " so far, or weight=1 where the calls that follow have no weights."
+      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
+      " microbatch so far, or weight=1 where the calls that follow have no weights."
     )
   if states_in(state):
     return (

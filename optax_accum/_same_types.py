@@ -43,7 +43,7 @@ def widened(update: Callable[[Held], Held], held: Held) -> Held:
   """`held` in the dtypes in which `update` gives it back, as `same_types`, in every step.
 
   Moments of bfloat16 parameters become float32 by the first float32 gradients. What goes into a
-  conditional is cast before it, for rounding what comes out of it would lose something in each step.
+  conditional is cast before it: rounding what comes out would lose something in each step.
   """
   while True:
     new = jax.eval_shape(update, held)

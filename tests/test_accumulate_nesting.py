@@ -118,6 +118,26 @@ def test_around_lookahead():
   trees.assert_close(state.inner_opt_state, inner_state, 0)
 
 
+def test_a_skip_fn_around_lookahead_sees_gradients():
+  def skip_fn(grads, gradient_step, params):
+    return jnp.any(jnp.isnan(grads["w"])), {"largest": jnp.max(grads["w"])}
+
+  tx = accumulate(optax.lookahead(optax.sgd(0.1), 2, 0.5), 1, skip_fn=skip_fn)
+  params = optax.LookaheadParams.init_synced(PARAMS)
+  _, state = jax.eval_shape(tx.update, PARAMS, tx.init(params), params)
+  assert state.skip_state["largest"].shape == ()
+
+
+@pytest.mark.parametrize(("inner", "expected"), [("mean", 15.0), ("sum", 30.0)])
+def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
+  # Weighed by what the cycles weigh, 3 and 7, these would be 19 and 190.
+  tx = accumulate(accumulate(optax.sgd(-1.0), 2, reduction=inner), 2, reduction="sum")
+  params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+  for weight in (1.0, 2.0, 3.0, 4.0):
+    params, state = jax.jit(tx.apply)(weight, state, params, weight=weight)
+  assert params == expected
+
+
 def test_inside_lookahead_it_counts_calls():
   # Around it, lookahead synchronizes every so many calls; sync_period=2 steps are 2 * K calls.
   def make(inner, period):

@@ -45,7 +45,7 @@ def test_a_cycle_begun_under_multisteps(before, jitted, use_grad_mean, form):
   theirs = optax.MultiSteps(inner, K, use_grad_mean=use_grad_mean)
   params, held = begun(theirs, calls[:before])
   tx = accumulate(inner, K, reduction="mean" if use_grad_mean else "sum")
-  convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean)
+  convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean, weight=1.0)
   state = (jax.jit(convert) if jitted else convert)(held)
   assert isinstance(state, AccumulateState)
   step = jax.jit(mini_step(tx, form))
@@ -70,7 +70,7 @@ def test_taking_the_fields_as_they_are_is_wrong():
   params, held = begun(optax.MultiSteps(inner, K), calls[:2])
   copied = AccumulateState(*held, acc_weight=jnp.float32(2), has_updated=jnp.array(False))
   ends = []
-  for state in (from_multi_steps(held), copied):
+  for state in (from_multi_steps(held, weight=1), copied):
     moved = params
     for grads in calls[2:]:
       moved, state = tx.apply(grads, state, moved)
@@ -89,7 +89,7 @@ def test_a_cycle_that_goes_on_with_rows(weight):
   )
   traced = jax.jit(lambda held, weight: from_multi_steps(held, weight=weight))(held, weight)
   ends = []
-  for state in (from_multi_steps(held, weight=weight), traced, from_multi_steps(held)):
+  for state in [from_multi_steps(held, weight=weight), traced, from_multi_steps(held, weight=1)]:
     moved = params
     for grads, n in zip(calls[2:], rows[2:], strict=True):
       moved, state = tx.apply(grads, state, moved, weight=n)
@@ -132,6 +132,15 @@ def test_weights_of_a_converted_state_that_are_none(weight, error, match):
     from_multi_steps(held, weight=weight)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_in_mid_cycle_the_weight_must_be_said(jitted):
+  _, held = begun(optax.MultiSteps(optax.sgd(1.0), 3), gradients(2))
+  where = "is traced" if jitted else "is 2"
+  message = rf"state\.mini_step {where}, .* pass weight=rows, .* and weight=1 if they have no weig"
+  with pytest.raises(ValueError, match=message):
+    (jax.jit(from_multi_steps) if jitted else from_multi_steps)(held)
+
+
 def test_what_else_a_converted_state_holds():
   skip_fn = optax.skip_not_finite
   theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=skip_fn)
@@ -140,9 +149,11 @@ def test_what_else_a_converted_state_holds():
   calls = gradients(3, jnp.bfloat16)
   for count in range(4):
     _, held = begun(theirs, calls[:count], params)
-    state = from_multi_steps(held)
+    state = from_multi_steps(held, **({"weight": 1} if count % 2 else {}))
     assert bool(has_updated(state)) == bool(theirs.has_updated(held)) == (count == 2)
     assert [x.dtype for x in jax.tree.leaves(state.acc_grads)] == [jnp.float32] * 2
+    narrow = held._replace(acc_grads=optax.tree.cast(held.acc_grads, jnp.bfloat16))
+    trees.assert_close(from_multi_steps(narrow, weight=1).acc_grads, state.acc_grads, 1e-2)
     like = jax.eval_shape(tx.init, params)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
       lambda x: (x.shape, x.dtype), like
@@ -157,7 +168,7 @@ def test_a_converted_state_goes_through_a_scan_in_float64():
     params = jax.tree.map(lambda p: p.astype(jnp.float32), PARAMS)
     calls = gradients(K)
     _, held = begun(optax.MultiSteps(optax.sgd(1.0), K), calls[:1], params)
-    state, tx = from_multi_steps(held), accumulate(optax.sgd(1.0), K)
+    state, tx = from_multi_steps(held, weight=1), accumulate(optax.sgd(1.0), K)
     assert {type(x) for x in jax.tree.leaves(state)} == {type(jnp.zeros(()))}
     many = jax.tree.map(lambda *g: jnp.stack(g), *calls[1:])
     body = lambda held, g: (tx.apply(g, held[1], held[0]), None)  # noqa: E731
@@ -171,7 +182,7 @@ def test_accumulators_of_float64_parameters_are_put_into_float64():
     wide = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float64))
     calls, params = [wide(g) for g in gradients(K)], wide(PARAMS)
     _, held = begun(optax.MultiSteps(optax.sgd(1.0), K), calls[:1], params)
-    state, tx = from_multi_steps(held), accumulate(optax.sgd(1.0), K)
+    state, tx = from_multi_steps(held, weight=1), accumulate(optax.sgd(1.0), K)
     state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))
     for grads in calls[1:]:
       params, state = tx.apply(grads, state, params)

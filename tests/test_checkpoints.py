@@ -232,7 +232,7 @@ def test_a_checkpoint_of_multisteps(tmp_path):
     with jax.numpy_dtype_promotion("standard"):
       _, state = jax.jit(theirs.update)(jnp.full(2, g), state, params)
   state = saved_and_restored(tmp_path, state, jax.eval_shape(theirs.init, params))
-  params, state = ours.apply(jnp.full(2, 6.0), from_multi_steps(state), params)
+  params, state = ours.apply(jnp.full(2, 6.0), from_multi_steps(state, weight=1), params)
   np.testing.assert_array_equal(params, [-3, -3])
   # Read as if it were ours, it lacks the weights, so its mean is not taken for a sum.
   with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="acc_weight"):
@@ -365,13 +365,14 @@ def test_restored_on_devices_with_another_skip_fn():
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_discard_cycle(jitted):
-  tx = optax.chain(accumulate(optax.sgd(1.0, momentum=0.5), 2), optax.scale(1.0))
+  tx = optax.chain(accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0))
   held = (PARAMS, tx.init(PARAMS))
   ones = jax.tree.map(jnp.ones_like, PARAMS)
-  step = jax.jit(lambda held, g: mini_step(tx)(*held, g))
-  held = expected = step(step(held, ones), ones)
+  step = jax.jit(lambda held, g, weight=1.0: mini_step(tx)(*held, g, weight=weight))
+  held = expected = step(step(step(held, ones), ones), ones)
   bad = jax.tree.map(lambda x: x * jnp.nan, ones)
-  params, state = step(held, bad)
+  params, state = step(step(held, bad, np.float32(2**25)), bad)
+  assert state[0].weight_rest == 1  # float32 has no 2**25 + 1
   dropped = (jax.jit(discard_cycle) if jitted else discard_cycle)(state)
   assert jax.tree.structure(dropped) == jax.tree.structure(state)
   kept = dropped[0]._replace(
@@ -379,7 +380,7 @@ def test_discard_cycle(jitted):
   )
   np.testing.assert_equal(jax.device_get((kept, *dropped[1:])), jax.device_get(state))
   held = params, dropped
-  for _ in range(2):
+  for _ in range(3):
     held, expected = step(held, ones), step(expected, ones)
   trees.assert_close(held, expected, 0)
   assert has_updated(held[1])
@@ -451,7 +452,9 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
   tx = optax.chain(accumulate(SGD, 2), ADAM)
   step = make_train_step(loss_fn, tx, num_microbatches=2)
   state = (optax.MultiSteps(SGD, 2).init(PARAMS), ADAM.init(PARAMS))
-  with pytest.raises(ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state\)"):
+  with pytest.raises(
+    ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state, weight="
+  ):
     step(PARAMS, state, ROWS[0])
 
 

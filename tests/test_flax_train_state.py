@@ -102,7 +102,9 @@ def test_a_state_of_multi_steps_is_to_be_converted(weight):
   params, tx = {"w": jnp.ones(2)}, optax.sgd(0.1)
   state = TrainState.create(apply_fn=None, params=params, tx=accumulate(tx, 2))
   state = state.replace(opt_state=optax.MultiSteps(tx, 2).init(params))
-  with pytest.raises(ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state\)"):
+  with pytest.raises(
+    ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state, weight="
+  ):
     state.apply_gradients(grads=params, weight=weight)
 
 

@@ -1,4 +1,4 @@
-"""optax's own tests of `optax.MultiSteps`, from its wheel, on `accumulate` behind its constructor."""
+"""optax's own tests of `optax.MultiSteps`, run on `accumulate` behind its constructor."""
 
 import unittest
 
@@ -49,4 +49,3 @@ def test_multi_steps_of_optax(name, monkeypatch):
   problems = [text for _, text in result.errors + result.failures + result.skipped]
   assert not problems, "\n".join(problems)
   assert result.testsRun == 1
-

@@ -2,7 +2,8 @@
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest

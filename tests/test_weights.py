@@ -134,8 +134,7 @@ def token_counts(n, most):
 
 
 @pytest.mark.parametrize(("n", "most"), [(1024, 50_001), (20_000, 3_277)])
-@pytest.mark.parametrize("mesh_size", [None, 4])
-def test_a_sum_of_token_counts_is_rounded_once(n, most, mesh_size):
+def test_a_sum_of_token_counts_is_rounded_once(n, most):
   counts, tx = token_counts(n, most), optax.sgd(1.0)
   x = np.random.default_rng(1).uniform(0.5, 1.5, n).astype(np.float32)
   batch = {"count": counts.astype(np.int32), "x": x}
@@ -146,19 +145,54 @@ def test_a_sum_of_token_counts_is_rounded_once(n, most, mesh_size):
   step = make_train_step(
     loss_fn,
     tx,
-    microbatch_size=mesh_size or 1,
+    microbatch_size=1,
     weight_fn=lambda batch: jnp.sum(batch["count"]),
     donate=False,
-    mesh=mesh_size and make_mesh(mesh_size),
   )
   params, _, metrics = step(jnp.float32(1), tx.init(jnp.float32(1)), batch)
   exact = exact_sum(counts)
   assert exact > 2**24
   assert float(metrics["total_weight"]) == np.float32(exact)
   assert float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
-  if mesh_size is None:
-    mean = np.average(x.astype(np.float64), weights=counts)
-    np.testing.assert_allclose((metrics["loss"], 1 - params), (mean, mean), rtol=5e-6)
+  mean = np.average(x.astype(np.float64), weights=counts)
+  np.testing.assert_allclose((metrics["loss"], 1 - params), (mean, mean), rtol=5e-6)
+
+
+def test_a_sum_of_token_counts_over_devices_is_rounded_once():
+  counts = np.array([[2**24, 1], [1, 0]])  # of two devices: float32 has no 2**24 + 1
+  step = make_train_step(
+    lambda p, batch: p * jnp.mean(batch.astype(jnp.float32)),
+    optax.sgd(1.0),
+    num_microbatches=2,
+    weight_fn=jnp.sum,
+    mesh=make_mesh(2),
+  )
+  held = jnp.float32(1), optax.sgd(1.0).init(jnp.float32(1))
+  *_, metrics = step(*held, counts.reshape(4).astype(np.int32))
+  assert int(metrics["total_weight"]) == exact_sum(counts) == 2**24 + 2
+  assert np.float32(2**24 + 1) + np.float32(1) == 2**24  # each device's sum rounded by itself
+
+
+@forms
+def test_what_rounding_took_ends_with_its_cycle(form):
+  tx = accumulate(optax.sgd(1.0), 2)
+  params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+  step = jax.jit(mini_step(tx, form))
+  for weight in (2**25, 1, 1, 1):
+    before = params
+    params, state = step(params, state, jnp.ones(3), weight=np.float32(weight))
+  np.testing.assert_array_equal(params - before, -jnp.ones(3))  # and not 2 / 3
+  assert (state.acc_weight, state.weight_rest) == (0, 0)
+
+
+def test_what_a_train_step_says_of_its_weight_ends_with_it():
+  tx, params, batch = optax.sgd(1.0), jnp.float32(1), jnp.ones(2)
+  loss_fn = lambda p, batch: p * jnp.mean(batch)  # noqa: E731
+  make_train_step(loss_fn, tx, num_microbatches=2, weight_fn=jnp.sum, donate=False)(
+    params, tx.init(params), batch
+  )
+  accumulated = accumulate(tx, 2)
+  accumulated.update(params, accumulated.init(params), params)
 
 
 @pytest.mark.parametrize("weight", [51, 51.3, 1e-7])
