@@ -25,7 +25,8 @@ Shapes: TypeAlias = set[tuple[int, ...]]
 def gathered_shapes(fun: Callable[[], Any]) -> Shapes:
   """The shapes of what `fun` gathers from or scatters to; none where XLA is right.
 
-  They tell which accumulators are meant. What is cast, reshaped or transposed first is safe.
+  They tell which accumulators are meant. What is reshaped or transposed first is safe, and so is
+  what is cast, which has a barrier for nothing.
   """
   return shapes_in(jax.make_jaxpr(fun)().jaxpr) if _versions.HOISTS_ALL_REDUCES else set()
 
@@ -38,6 +39,8 @@ def shapes_in(jaxpr: Any) -> Shapes:
   for eqn in jaxpr.eqns:
     if eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
       shapes.add(_squeezed(eqn.invars[0].aval.shape))
+    if eqn.primitive.name.startswith("custom_vjp_call"):  # whose backward pass may scatter
+      shapes.update(_squeezed(x.aval.shape) for x in eqn.invars)
     inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
     shapes = shapes.union(*(shapes_in(x) for x in inner if hasattr(x, "eqns")))
   return shapes

@@ -1,8 +1,7 @@
 """A loss run in microbatches over a mesh: each device runs its own rows; then they are reduced."""
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -182,7 +181,10 @@ class _PlacedLoss(NamedTuple):
     rows = _rows.batch_rows(axes, arguments)
     split = self.parallel.local_split(self.local.split, rows)
     aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
-    local = dataclasses.replace(self.local, split=split, shards=shards, aux_reduction=aux_reduction)
+    local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
+    several = self.parallel.devices > 1
+    if several:
+      local.shards = shards
 
     def spec(slot: Slot, tree: Any) -> Any:
       if slot == 0:
@@ -191,34 +193,15 @@ class _PlacedLoss(NamedTuple):
         return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
       return jax.tree.map(lambda _: PartitionSpec(), tree)
 
-    run = lambda weights, args, kwargs: method(local, weights, *args, **kwargs)  # noqa: E731
-    if self.parallel.devices == 1:  # nothing is reduced; XLA cannot, beside automatic axes
-      local.fun = _naming(self.parallel.axes, local.fun)
-      whole = functools.partial(self.parallel.reshard, spec=PartitionSpec())
-      with jax.sharding.use_abstract_mesh(self.parallel.mesh.abstract_mesh):
-        return run(weights, *jax.tree.map(whole, (args, kwargs)))
-
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
     mapped = jax.shard_map(
-      run,
+      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
       mesh=self.parallel.mesh,
       in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,
       axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
+      # Over one device nothing is reduced, and so types would say that devices differ.
+      check_vma=several,
     )
     return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
-
-
-def _naming(axes: Sequence[str], fun: Callable[..., Any]) -> Callable[..., Any]:
-  """`fun`, which may name these axes of one device each."""
-
-  @functools.wraps(fun)
-  def naming(*args: Any, **kwargs: Any) -> Any:
-    run = lambda args, kwargs: fun(*args, **kwargs)  # noqa: E731
-    for name in axes:
-      run = jax.vmap(run, in_axes=None, axis_name=name, axis_size=1)
-    out = run(args, kwargs)
-    return jax.tree.map(lambda x: jax.lax.squeeze(x, range(len(axes))), out)
-
-  return naming

@@ -193,22 +193,33 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   assert sent == {"reduce-scatter": local, "all-gather": local}
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 8)])
+@pytest.mark.parametrize(
+  ("shape", "reduce_gradients"),
+  [((1, 1), "per_cycle"), ((1, 8), "per_cycle"), ((1, 8), "per_microbatch")],
+)
 @kinds
-def test_a_data_axis_of_one_device(kind, shape):
+def test_a_data_axis_of_one_device(kind, shape, reduce_gradients):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
-  specs = {"w": P(None, "model"), "b": P("model"), "three": P()}
+  specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
 
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
-    return jax.lax.pmean(loss_fn(params, batch), "data")  # its name is known to the loss
+    zero = jax.lax.pcast(jnp.zeros((), batch["x"].dtype), "data", to="varying")
+    return jax.lax.pmean(loss_fn(params, batch) + zero, "data")
 
   with jax.enable_x64(True):
     mesh, tx = make_mesh(*shape, kind=kind), optimizer()
-    step = make_train_step(fun, tx, mesh=mesh, microbatch_size=24, weight_fn=valid)
+    step = make_train_step(
+      fun,
+      tx,
+      mesh=mesh,
+      microbatch_size=24,
+      weight_fn=lambda batch: valid(batch) * jax.lax.axis_size("data"),
+      reduce_gradients=reduce_gradients,
+    )
     params = devices.put(init_params(), mesh, specs)
-    state = sharded(tx, params, mesh, specs)
+    state = sharded(tx, params, mesh, specs | {"three": P("data")})  # one part, of three numbers
     held = jax.jit(step)(params, state, make_batch())  # where the shardings are not known
     for _ in range(2):
       params, state, metrics = held = step(*held[:2], make_batch())

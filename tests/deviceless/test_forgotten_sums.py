@@ -79,11 +79,24 @@ def gradient(**options):
   return lambda table, ids: jax.jit(lambda *args: fun(*args)).lower(table, ids)
 
 
-def encoder(table, ids):
-  rows = microbatch(
-    lambda table, ids: table[ids], reduction="concat", batch_argnums=1, num_microbatches=4
-  )
-  return jax.jit(jax.grad(lambda *args: jnp.mean(jnp.tanh(rows(*args)) ** 2))).lower(table, ids)
+def encoder(fun):
+  def lower(table, ids):
+    rows = microbatch(fun, reduction="concat", batch_argnums=1, num_microbatches=4)
+    return jax.jit(jax.grad(lambda *args: jnp.mean(jnp.tanh(rows(*args)) ** 2))).lower(table, ids)
+
+  return lower
+
+
+@jax.custom_vjp
+def product(table, ids):
+  """An embedding that scatters on its way back alone."""
+  return jax.nn.one_hot(ids, WORDS) @ table
+
+
+product.defvjp(
+  lambda table, ids: (product(table, ids), ids),
+  lambda ids, g: (jnp.zeros((WORDS, WIDTH)).at[ids].add(g), None),
+)
 
 
 WAYS = {
@@ -91,7 +104,8 @@ WAYS = {
   "a sum": step_of(reduction="sum"),
   "under jit": step_of(outer=True),
   "the gradient": gradient(),
-  "an encoder": encoder,
+  "an encoder": encoder(lambda table, ids: table[ids]),
+  "an encoder with a backward pass of its own": encoder(product),
   "a smaller last one": step_of(microbatch_size=24),
   "counts in aux": step_of(counting, has_aux=True, aux_reduction="sum"),
   "counts in a carry": step_of(counting, carry_argnum=2),

@@ -201,12 +201,6 @@ REFUSED = {
 
 # What is known to be wrong, until it is mended: delete the line, and it is drawn.
 KNOWN = {
-  "XLA fails where rows are over one device and a second axis has several": lambda d: (
-    d.place == "mesh" and d.devices == 1 and "model" in d.mesh
-  ),
-  "JAX refuses flax's annotations where a step has made the data axis manual": lambda d: (
-    d.boxed and d.place == "mesh"
-  ),
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
     d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"
   ),
