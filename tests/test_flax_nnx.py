@@ -431,7 +431,7 @@ def test_batch_norm_over_devices():
   plain = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
   nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(model, optimizer, batch)
   nnx_train_step(plain, num_microbatches=1)(expected, other, batch)
-  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
 
 
 def sows(model, batch):
