@@ -110,7 +110,7 @@ def _put(leaves: list[Any], arrays: Any) -> list[Any]:
 def _refuse(*args: Any, **kwargs: Any) -> Any:
   raise NotImplementedError(
     "in_place=True adds gradients to references, which jax.vmap cannot give a further axis: pass"
-    " in_place=False, or take jax.lax.map."
+    " in_place=False, or take jax.lax.map (without its batch_size, which is a vmap)."
   )
 
 

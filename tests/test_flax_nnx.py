@@ -109,7 +109,7 @@ def test_the_model_ends_as_after_a_loop_over_the_microbatches():
   for _ in range(2):
     step(model, optimizer, batch)
     hand_written(expected, other, strided(batch, 4))
-  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
   assert arrays(model)["['dropout']['rngs']['count']"] == 8
 
 
