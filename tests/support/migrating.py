@@ -70,7 +70,7 @@ class Pair:
 
 def assert_a_pair(pair, *columns):
   """The loops agree; and where the first is wrong, the page says by how much."""
-  trees.assert_close(pair.after(EVEN), pair.before(EVEN), 1e-6)
+  trees.assert_close(pair.after(EVEN), pair.before(EVEN), 1e-5)
   measured = {"uneven": "", "cut short": ""}
   for column in columns:
     batches = {"uneven": UNEVEN, "cut short": CUT_SHORT}[column]
