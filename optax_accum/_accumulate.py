@@ -86,10 +86,11 @@ def accumulate(
   weighs nothing is no mini step of an `accumulate` in `inner`.) An inf or NaN that is not
   skipped reaches `inner` in the mean of its cycle. It never reaches the next cycle.
 
-  The state of `inner` has the dtypes that `inner` gives it. Where float32 gradients widen moments
-  of bfloat16 parameters, the first call does. Where the state must keep its type from the start, as
-  the carry of a `lax.scan` over calls must, begin with one that is wide: ``tx.init`` of parameters
-  of the gradients' dtype, ``jax.tree.map(lambda p: p.astype(jnp.float32), params)``.
+  The state of `inner` has the dtypes that `inner` gives it, or wider ones where an update gives
+  it narrower ones. Where float32 gradients widen moments of bfloat16 parameters, the first call
+  does. Where the state must keep its type from the start, as the carry of a `lax.scan` over calls
+  must, begin with one that is wide: ``tx.init`` of parameters of the gradients' dtype,
+  ``jax.tree.map(lambda p: p.astype(jnp.float32), params)``.
 
   What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call: each
   microbatch is clipped by itself, and what keeps moments sees zeros between the steps. The whole

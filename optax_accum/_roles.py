@@ -4,7 +4,7 @@ Two mistakes are made with an argument that is shared: its rows were to be split
 and all microbatches have the same noise. Neither changes a shape, so the defaults refuse both.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -44,14 +44,15 @@ def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
   found = []
   for slot, tree in roles.shared.items():
     for name, leaf in _validate.named_leaves(_describe(slot), tree):
-      if has := _has_rows(roles, leaf, rows):
+      if has := _has_rows(roles.batch.values(), leaf, rows):
         found.append((slot, f"{name} {has}"))
   return found
 
 
 def refuse_aux_rows(roles: Roles, name: str, leaf: Any, rows: int) -> None:
   """Refuses an aux with a value for each of the microbatch's `rows`, if it has several."""
-  if has := _has_rows(roles, leaf, (rows,)):
+  axes = (*roles.batch.values(), 0)  # rows of outputs are mostly on the first, whatever the batch's
+  if has := _has_rows(axes, leaf, (rows,)):
     raise ValueError(
       f"{name} {has}, as many as a microbatch, and aux_reduction=None would average rows of"
       ' different microbatches. If it has a value for each row, say "concat"; if it merely has'
@@ -60,10 +61,10 @@ def refuse_aux_rows(roles: Roles, name: str, leaf: Any, rows: int) -> None:
     )
 
 
-def _has_rows(roles: Roles, leaf: Any, rows: Collection[int]) -> str:
+def _has_rows(axes: Iterable[int], leaf: Any, rows: Collection[int]) -> str:
   """How many rows `leaf` has, and on which axis, if they are as many as `rows` says."""
   shape = getattr(leaf, "shape", ())
-  axes = [axis for axis in roles.batch.values() if -len(shape) <= axis < len(shape)] or [0]
+  axes = [axis for axis in axes if -len(shape) <= axis < len(shape)] or [0]
   same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
   return f"has {shape[same[0]]} rows on axis {same[0]}" if same else ""
 

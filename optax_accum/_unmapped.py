@@ -12,6 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import batching, mlir
 
+_ARRAY = object()  # in the place of one
+
 
 class Traced:
   """A function that is traced once for each type of its arguments, with what it closes over.
@@ -41,6 +43,12 @@ class Traced:
     consts = [self._instead.get(id(x), x) for x in closed.consts]
     return out_tree.unflatten(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays))
 
+  @property
+  def has_effects(self) -> bool:
+    """Whether it prints, calls back, checks, or has references from outside."""
+    effects = {e for closed, _ in self._programs.values() for e in closed.effects}
+    return any(type(e).__name__ != "NamedAxisEffect" for e in effects)  # which is a mesh axis
+
   def tracers(self) -> dict[int, jax.core.Tracer]:
     """The tracers that it closes over, by their ids."""
     consts = (x for closed, _ in self._programs.values() for x in closed.consts)
@@ -60,13 +68,18 @@ def differentiated_as(
 
   The other is traced where it is differentiated, which may be when the call is long over, and JAX
   then knows the tangents of what it is given alone. So `parts` are all that has tracers of its own.
+  Where one of them has effects, which neither JAX nor this can order, the other is run.
   """
   treedef: Any
   leaves, treedef = jax.tree.flatten(tree)
   args = _arrays(leaves)
+  leaves = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]  # JAX keeps the rule below
   program = Traced(lambda *args: run(parts, treedef.unflatten(_put(leaves, args))))
   jax.make_jaxpr(program)(*args)
+  if any(part.has_effects for part in parts):
+    return other(parts, tree)
   held = {key: x for part in (program, *parts) for key, x in part.tracers().items()}
+  count, keys = len(args), list(held)
 
   @jax.custom_jvp
   def call(*both: Any) -> Any:
@@ -79,7 +92,7 @@ def differentiated_as(
     return like_tree.unflatten(_in_place_p.bind(*both, program=closed))
 
   def _halves(both: Any) -> tuple[Any, dict[int, Any]]:
-    return both[: len(args)], dict(zip(held, both[len(args) :], strict=True))
+    return both[:count], dict(zip(keys, both[count:], strict=True))
 
   def derivative(both: Any, tangents: Any) -> Any:
     moves = [not isinstance(t, SymbolicZero) for t in tangents]
@@ -104,7 +117,7 @@ def _arrays(leaves: list[Any]) -> list[jax.Array]:
 def _put(leaves: list[Any], arrays: Any) -> list[Any]:
   """`leaves` with others of their arrays."""
   new = iter(arrays)
-  return [next(new) if isinstance(x, jax.Array) else x for x in leaves]
+  return [next(new) if x is _ARRAY or isinstance(x, jax.Array) else x for x in leaves]
 
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:

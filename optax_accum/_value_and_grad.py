@@ -129,9 +129,10 @@ def microbatch_value_and_grad(
       guard the division. Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       ``"mean"`` is weighted as the loss is. ``"concat"`` is for values for each row. Default: the
-      mean, and an aux that has as many rows as a microbatch, along its `batch_axis`, is an error,
-      because rows of different microbatches would be averaged: say ``"concat"``, or ``"mean"`` if
-      it merely has that size. Where microbatches have one row, or there is one, it is no error.
+      mean, and an aux that has as many rows as a microbatch, on a `batch_axis` or on its first
+      axis, is an error, because rows of different microbatches would be averaged: say ``"concat"``,
+      or ``"mean"`` if it merely has that size. Where microbatches have one row, or there is one, it
+      is no error.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`. Default: 0, and it must be
       given where a `batch_axis` is not 0.
     rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i
@@ -173,12 +174,12 @@ def microbatch_value_and_grad(
       With weights, or a smaller last microbatch, the loss must be as wide as the parameters: it is
       multiplied by the weight. A microbatch of weight zero is not run: "stack" and "concat"
       have zeros for it. Where the call itself is differentiated (MAML), in either mode and in a
-      loop too, the plain scan is what runs, with its memory. Parameters must
-      have the dtype of their accumulators, as they have by default if they are float32. Not for
-      `skip_nonfinite`, for `grad_reduction`, under `jax.vmap` (take `jax.lax.map`), or for a loss
-      with weights that sends something to other devices. Not before JAX 0.10; the JAX that is
-      installed is tried once in a process (half a second). Default: False, because it saves little
-      elsewhere.
+      loop too, the plain scan is what runs, with its memory. So it is where the loss prints, calls
+      back, has `checkify`'s checks, or changes a reference. Parameters must have the dtype of their
+      accumulators, as they have by default if they are float32. Not for `skip_nonfinite`, for
+      `grad_reduction`, under `jax.vmap` (take `jax.lax.map`), or for a loss with weights that sends
+      something to other devices. Not before JAX 0.10; the JAX that is installed is tried once in a
+      process (half a second). Default: False, because it saves little elsewhere.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
       the loss of its device's own rows. (One that it reduced is refused, where `shard_map` checks
       types.) Gradients stay on their device during the scan. Gradients and weights are reduced

@@ -6,6 +6,7 @@ from flax import nnx
 import flax.linen as nn
 from flax.training import train_state
 import jax
+from jax.experimental import checkify
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -411,3 +412,44 @@ def test_derivatives_of_a_step():
 
   ours, plain = (jax.jit(jax.grad(norm(x)))(params) for x in (True, False))
   trees.assert_close(ours, plain, 1e-10)
+
+
+def printing(params, x, seen):
+  jax.debug.callback(seen.append, x[0, 0], ordered=True)
+
+
+def checking(params, x, seen):
+  checkify.debug_check(jnp.all(x < 10), "too large")
+
+
+@pytest.mark.parametrize("effect", [printing, checking, None])
+def test_a_loss_with_effects_is_the_plain_scan(effect):
+  """JAX orders no effects within a derivative of our own, and drops some unseen."""
+  seen, x = [], jnp.arange(12.0).reshape(6, 2)
+
+  def fun(params, x):
+    if effect is not None:
+      effect(params, x, seen)
+    return jnp.mean((x @ params) ** 2)
+
+  run = jax.jit(microbatch_value_and_grad(fun, num_microbatches=3, in_place=True))
+  with jax.checking_leaks():
+    jaxpr = str(jax.make_jaxpr(run)(jnp.ones(2), x))
+  assert ("in_place" in jaxpr) == (effect is None)
+  error, (_, grads) = checkify.checkify(run)(jnp.ones(2), x)
+  jax.effects_barrier()
+  assert (len(seen), error.get() is None) == (3 * (effect is printing), effect is not checking)
+  np.testing.assert_allclose(grads, jax.grad(lambda p: jnp.mean((x @ p) ** 2))(jnp.ones(2)))
+
+
+def test_a_loss_that_changes_a_reference():
+  count = jax.new_ref(jnp.zeros(()))
+
+  def fun(params, x):
+    count[...] += 1
+    return jnp.mean((x @ params) ** 2)
+
+  tx = optax.sgd(0.1)
+  step = make_train_step(fun, tx, num_microbatches=3, in_place=True)
+  step(jnp.ones(2), tx.init(jnp.ones(2)), jnp.arange(12.0).reshape(6, 2))
+  assert count[...] == 3

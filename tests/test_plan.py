@@ -345,7 +345,7 @@ def test_steps_of_flax():
       plan_microbatches(build, (*held, shape(32, 8)), batch_size=16, memory_limit="1GiB")
 
 
-LARGE = 2**17  # rows, so that the program's code and threads are little beside them
+LARGE = 2**19  # rows: 130 MB between the two; the program's code and threads are little to that
 ALLOCATION = """
 import sys
 import jax, jax.numpy as jnp

@@ -167,7 +167,7 @@ def aux_of(aux, x, **options):
     (lambda x: jnp.zeros(4), (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
     (lambda x: x, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 1"),
     (lambda x: x[0], (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 0"),
-    (lambda x: x.T, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, None),
+    (lambda x: x.T, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 0"),
     (lambda x: x, (8,), {"num_microbatches": 8}, None),
     (lambda x: x > 1, (8,), {"num_microbatches": 2, "aux_reduction": "concat"}, None),
     (lambda x: x, (8,), {"num_microbatches": 2, "aux_reduction": "mean"}, None),
