@@ -34,7 +34,7 @@ from support.optimizers import mini_step
 import train_lm
 
 import optax_accum
-from optax_accum._matrix_flops import matrix_flops
+from optax_accum._compiled.matrix_flops import matrix_flops
 
 
 def approaches(loss_fn, tx, mesh, n):

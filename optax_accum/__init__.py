@@ -5,28 +5,32 @@ Usage:
   params, opt_state, metrics = step(params, opt_state, batch)
 """
 
-from optax_accum._accumulate import accumulate as accumulate
-from optax_accum._accumulate_state import AccumulateState as AccumulateState
-from optax_accum._accumulate_state import discard_cycle as discard_cycle
-from optax_accum._accumulate_state import from_multi_steps as from_multi_steps
-from optax_accum._accumulate_state import has_updated as has_updated
 from optax_accum._check_split import check_split as check_split
 from optax_accum._check_split.report import LeafComparison as LeafComparison
 from optax_accum._check_split.report import SplitReport as SplitReport
-from optax_accum._count_collectives import CollectiveReport as CollectiveReport
-from optax_accum._count_collectives import count_collectives as count_collectives
-from optax_accum._device_state import accumulate_specs as accumulate_specs
-from optax_accum._microbatch import microbatch as microbatch
-from optax_accum._noise_scale import gradient_noise_scale as gradient_noise_scale
-from optax_accum._noise_scale import GradientNoiseScale as GradientNoiseScale
-from optax_accum._noise_scale import NoiseScaleTerms as NoiseScaleTerms
+from optax_accum._compiled.collectives import CollectiveReport as CollectiveReport
+from optax_accum._compiled.collectives import count_collectives as count_collectives
+from optax_accum._microbatches.loop import MicrobatchStats as MicrobatchStats
+from optax_accum._microbatches.microbatch import microbatch as microbatch
+from optax_accum._microbatches.noise_scale import gradient_noise_scale as gradient_noise_scale
+from optax_accum._microbatches.noise_scale import GradientNoiseScale as GradientNoiseScale
+from optax_accum._microbatches.noise_scale import NoiseScaleTerms as NoiseScaleTerms
+from optax_accum._microbatches.value_and_grad import (
+  microbatch_value_and_grad as microbatch_value_and_grad,
+)
 from optax_accum._plan import plan_microbatches as plan_microbatches
 from optax_accum._plan.candidate import PlanCandidate as PlanCandidate
 from optax_accum._plan.report import MicrobatchPlan as MicrobatchPlan
-from optax_accum._scan import MicrobatchStats as MicrobatchStats
-from optax_accum._train_step import make_train_step as make_train_step
-from optax_accum._train_step import TrainStep as TrainStep
-from optax_accum._transformation import AccumulateTransformation as AccumulateTransformation
-from optax_accum._value_and_grad import microbatch_value_and_grad as microbatch_value_and_grad
+from optax_accum._streaming.accumulate import accumulate as accumulate
+from optax_accum._streaming.device_state import accumulate_specs as accumulate_specs
+from optax_accum._streaming.state import AccumulateState as AccumulateState
+from optax_accum._streaming.state import discard_cycle as discard_cycle
+from optax_accum._streaming.state import from_multi_steps as from_multi_steps
+from optax_accum._streaming.state import has_updated as has_updated
+from optax_accum._streaming.transformation import (
+  AccumulateTransformation as AccumulateTransformation,
+)
+from optax_accum._train_step.train_step import make_train_step as make_train_step
+from optax_accum._train_step.train_step import TrainStep as TrainStep
 
 __version__ = "0.1.0"

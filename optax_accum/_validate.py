@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _weighted_mean
+from optax_accum._arithmetic import weighted_mean
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
@@ -96,10 +96,10 @@ def weight(source: str, value: Any) -> None:
   number = value if isinstance(value, (int, float)) else float(value)
   if not 0 <= number < np.inf:
     raise ValueError(f"{source} gave the weight {value}; it must be 0 or more, and finite.")
-  if number and not _weighted_mean.LEAST <= number <= _weighted_mean.MOST:
+  if number and not weighted_mean.LEAST <= number <= weighted_mean.MOST:
     raise ValueError(
-      f"{source} gave the weight {value}; it must be 0, or from {_weighted_mean.LEAST} to"
-      f" {_weighted_mean.MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
+      f"{source} gave the weight {value}; it must be 0, or from {weighted_mean.LEAST} to"
+      f" {weighted_mean.MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
       " their ratios alone matter."
     )
 

@@ -155,4 +155,4 @@ def test_signatures_are_those_of_the_functions():
   assert list(inspect.signature(accumulate).parameters)[:2] == ["inner", "every_k"]
   assert list(inspect.signature(linen_train_step).parameters)[:2] == ["loss_fn", "mutable"]
   assert accumulate.__name__ == "accumulate"
-  assert accumulate.__module__ == "optax_accum._accumulate"
+  assert accumulate.__module__ == "optax_accum._streaming.accumulate"

@@ -11,7 +11,8 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-from optax_accum import _donation, make_train_step
+from optax_accum import make_train_step
+from optax_accum._train_step import donation
 
 MESHES = [None, make_mesh(1), make_mesh(8), make_mesh(4, 2, kind=EXPLICIT)]
 everywhere = pytest.mark.parametrize("mesh", MESHES, ids=["alone", "mesh1", "mesh8", "explicit"])
@@ -131,8 +132,8 @@ def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(mesh):
 
 
 def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypatch):
-  looked_at, buffers = [], _donation._buffers
-  monkeypatch.setattr(_donation, "_buffers", lambda x: looked_at.append(x) or buffers(x))
+  looked_at, buffers = [], donation._buffers
+  monkeypatch.setattr(donation, "_buffers", lambda x: looked_at.append(x) or buffers(x))
   mesh, params = make_mesh(8), init_params()
   step = make_train_step(towards, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
   state = optax.sgd(0.1).init(params)
@@ -148,8 +149,8 @@ def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypat
 
 
 def test_a_shard_of_the_parameters_without_a_mesh(monkeypatch):
-  copied, copy = [], _donation._copied
-  monkeypatch.setattr(_donation, "_copied", lambda x: copied.append(x.shape) or copy(x))
+  copied, copy = [], donation._copied
+  monkeypatch.setattr(donation, "_copied", lambda x: copied.append(x.shape) or copy(x))
   mesh, tx = make_mesh(4), optax.sgd(0.1)
   fun = lambda p, x, t: jnp.mean(x) * jnp.sum((p.reshape(4, 2) - t[None]) ** 2)  # noqa: E731
   step = make_train_step(fun, tx, num_microbatches=2)

@@ -18,12 +18,8 @@ from support.devices import AUTO, EXPLICIT, make_mesh, put
 from support.optimizers import relaxed
 
 import optax_accum
-from optax_accum import (
-  _backward_refs,
-  count_collectives,
-  make_train_step,
-  microbatch_value_and_grad,
-)
+from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum._microbatches import fit_for_references
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
@@ -319,7 +315,7 @@ def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
     return jax.jit(run)(params, batch)[1]
 
   trees.assert_close(grads(), expected, 1e-10)
-  monkeypatch.setattr(_backward_refs, "kept_apart", lambda fun, leaves: set())
+  monkeypatch.setattr(fit_for_references, "kept_apart", lambda fun, leaves: set())
   if loss_fn is clamped:
     assert not np.allclose(grads()["embedding"], expected["embedding"])
 
@@ -343,7 +339,7 @@ def test_which_parameters_are_kept_apart():
     return jnp.sum(jax.lax.scan(outer, jnp.ones((2, 3)), None, 2)[0] * b)
 
   for fun, expected in ((cond, set()), (beside_a_barrier, {0, 1}), (scan_in_a_scan, {0})):
-    found = _backward_refs.kept_apart(lambda *w, fun=fun: (fun(*w), None), [x, x])
+    found = fit_for_references.kept_apart(lambda *w, fun=fun: (fun(*w), None), [x, x])
     assert found == expected, fun
 
 

@@ -10,9 +10,10 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-from optax_accum import _mesh, make_train_step
-from optax_accum._flattened import Flattened
-from optax_accum._last_call import LastCall, Passed
+from optax_accum import make_train_step
+from optax_accum._mesh import data_parallel
+from optax_accum._train_step.flattened import Flattened
+from optax_accum._train_step.last_call import LastCall, Passed
 
 TX = relaxed(optax.adam(0.1))
 X = np.linspace(1, 2, 32, dtype=np.float32).reshape(16, 2)
@@ -36,13 +37,13 @@ def looked_at(monkeypatch):
   seen = {"place": [], "sharding": []}
   logs = seen | {"place_state": seen["place"]}
   for method, log in logs.items():
-    real = getattr(_mesh.DataParallel, method)
+    real = getattr(data_parallel.DataParallel, method)
 
     def wrapper(self, x, *args, real=real, log=log):
       log.append(x)
       return real(self, x, *args)
 
-    monkeypatch.setattr(_mesh.DataParallel, method, wrapper)
+    monkeypatch.setattr(data_parallel.DataParallel, method, wrapper)
   return seen
 
 

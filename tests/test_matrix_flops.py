@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import devices
 
-from optax_accum._matrix_flops import matrix_flops
+from optax_accum._compiled.matrix_flops import matrix_flops
 
 
 def flops(fun, *shapes, sharding=None):

@@ -15,13 +15,8 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
-from optax_accum import (
-  count_collectives,
-  make_train_step,
-  microbatch,
-  microbatch_value_and_grad,
-)
-from optax_accum._matrix_flops import matrix_flops
+from optax_accum import count_collectives, make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum._compiled.matrix_flops import matrix_flops
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
 kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])

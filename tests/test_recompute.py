@@ -14,7 +14,7 @@ from support import compiled, devices, trees
 from support.devices import make_mesh
 
 from optax_accum import count_collectives, make_train_step, microbatch
-from optax_accum._matrix_flops import matrix_flops
+from optax_accum._compiled.matrix_flops import matrix_flops
 
 WIDTH = 6
 

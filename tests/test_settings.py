@@ -10,7 +10,8 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 
-from optax_accum import _settings, make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum._microbatches import settings
 
 PARAMS, BATCH = jnp.arange(3.0), jnp.ones((8, 3))
 MESHES = pytest.mark.parametrize("count", [None, 8])
@@ -159,7 +160,7 @@ def test_numbers_of_every_kind_are_data():
       return jnp.ones(2)
 
   others = [shapes, Holder()]
-  _settings.refuse(jax.tree.leaves([data, others]), flagged, (data, others), {})
+  settings.refuse(jax.tree.leaves([data, others]), flagged, (data, others), {})
   jax.jit(lambda data: 0.0)(data)  # which JAX takes too
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-from optax_accum import _parameters, _roles, _rows, _validate
-from optax_accum._arguments import find_slots, names_or_positions, Slot
+from optax_accum import _validate
 from optax_accum._check_split import (
   bent,
   fixed_noise,
@@ -23,8 +22,11 @@ from optax_accum._check_split.dependence import constant, Value
 from optax_accum._check_split.hypotheses import Case
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
-from optax_accum._split import Split
-from optax_accum._value_and_grad import microbatch_value_and_grad
+from optax_accum._microbatches import cut, parameters
+from optax_accum._microbatches.arguments import find_slots, names_or_positions, Slot
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.roles import refuse_keys, refuse_rows, with_keys, with_rows
+from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 
 class Call:
@@ -59,8 +61,8 @@ class Call:
     with _noted(order):
       self.roles = self.split.roles(loss_fn, args, {}, self.argnums)
       for i in self.argnums:
-        _parameters.check_differentiable(f"argument {i}", args[i])
-      self.rows = _rows.batch_rows(self.roles.batch, arguments)
+        parameters.check_differentiable(f"argument {i}", args[i])
+      self.rows = cut.batch_rows(self.roles.batch, arguments)
     if self.rows == 1:
       raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
     self.names = _names(loss_fn, [int(slot) for slot in self.roles.batch])
@@ -71,17 +73,17 @@ class Call:
     """The report where the defaults refuse the call."""
     if self.split.batch_argnums is None:
       try:
-        _roles.refuse_rows(self.roles, self.split.batch_positions, {self.rows})
+        refuse_rows(self.roles, self.split.batch_positions, {self.rows})
       except ValueError as error:
-        found = _roles.with_rows(self.roles, {self.rows})
+        found = with_rows(self.roles, {self.rows})
         batch = tuple(sorted(int(slot) for slot in {*self.roles.batch, *dict(found)}))
         mend = mends.split_too(batch, [int(slot) for slot in self.roles.batch])
         return SplitReport("unsplit", str(error), mend)
     if self.split.rng_argnums is None:
       try:
-        _roles.refuse_keys(self.roles)
+        refuse_keys(self.roles)
       except ValueError as error:
-        slots = [int(slot) for slot in _roles.with_keys(self.roles)]
+        slots = [int(slot) for slot in with_keys(self.roles)]
         alone = all(map(fixed_noise.is_key, jax.tree.leaves([self.args[i] for i in slots])))
         mend = f"rng_argnums={mends.one_or_more(slots)}" if alone else mends.PASS_A_KEY
         return SplitReport("random", str(error), mend)

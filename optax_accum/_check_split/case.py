@@ -11,7 +11,7 @@ from optax_accum._check_split import probes
 from optax_accum._check_split.loss_facts import Facts
 from optax_accum._check_split.probes import Arguments, Probe
 from optax_accum._check_split.runs import Outcome, Runs
-from optax_accum._roles import Roles
+from optax_accum._microbatches.roles import Roles
 
 
 class Parts(NamedTuple):

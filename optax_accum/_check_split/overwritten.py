@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_accum import _reduction_trees
+from optax_accum._arithmetic import reduction_words
+from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._check_split import mends, probes
 from optax_accum._check_split.case import Case, Parts
 from optax_accum._check_split.report import Finding
-from optax_accum._reductions import REDUCTIONS
 
 _KEY = "_overwrite_with_gradient"  # flax names such a collection so
 _EXTREMES = ("max", "min")
@@ -64,8 +64,8 @@ def _columns(case: Case) -> list[list[Any]]:
 def _words_in_force(case: Case, grads: Any) -> list[str]:
   options = case.runs.options
   default = REDUCTIONS[options["reduction"]]
-  reductions = _reduction_trees.named_of_gradients(options["grad_reduction"], default)
-  return [kind.name for kind in jax.tree.leaves(_reduction_trees.match("", reductions, grads))]
+  reductions = reduction_words.named_of_gradients(options["grad_reduction"], default)
+  return [kind.name for kind in jax.tree.leaves(reduction_words.match("", reductions, grads))]
 
 
 def _of_a_sum(case: Case, names: Sequence[str], words: Any) -> Finding | None:

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _reduction_trees, _unsplit, _validate
+from optax_accum import _validate
+from optax_accum._arithmetic import reduction_words
 from optax_accum._check_split import loss_facts
 from optax_accum._check_split.fixed_noise import is_key
 from optax_accum._check_split.probes import Arguments, nudge, Probe
 from optax_accum._check_split.report import LeafComparison
-from optax_accum._value_and_grad import microbatch_value_and_grad
+from optax_accum._microbatches.unsplit import whole_batches
+from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.
 _OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")
@@ -78,7 +80,7 @@ class Runs:
       whole = {name: x for name, x in options.items() if name not in _OF_MICROBATCHES}
       if options["has_aux"]:  # as the loss returns it
         whole |= {"aux_reduction": "last", "concat_axis": None}
-      self._whole_fun = _unsplit.whole_batches()(self._of_arrays(num_microbatches=1, **whole))
+      self._whole_fun = whole_batches()(self._of_arrays(num_microbatches=1, **whole))
       self._whole = jax.jit(self._whole_fun)
       self._known: dict[int, tuple[Probe, Outcome]] = {}
     else:
@@ -172,8 +174,8 @@ class Runs:
   def aux_words(self, aux: Any) -> list[str]:
     """How each leaf of the aux is reduced."""
     given, axis = self.options["aux_reduction"], self.options["concat_axis"]
-    words = _reduction_trees.named_of_aux(given, axis)
-    matched = _reduction_trees.match("aux_reduction", words, aux)
+    words = reduction_words.named_of_aux(given, axis)
+    matched = reduction_words.match("aux_reduction", words, aux)
     return [kind.name for kind in jax.tree.leaves(matched)]
 
 

@@ -20,8 +20,8 @@ from optax_accum._flax.state_fields import (
   variables_of,
 )
 from optax_accum._flax.state_program import of_parameters, StateProgram
-from optax_accum._step_program import NotPickled, PreparedCall, StepProgram
-from optax_accum._train_step import make_train_step
+from optax_accum._train_step.program import NotPickled, PreparedCall, StepProgram
+from optax_accum._train_step.train_step import make_train_step
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs = Mapping[str, jax.Array]

@@ -14,9 +14,9 @@ from optax_accum import _call_hints
 from optax_accum._flax import graph, objects, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
-from optax_accum._mesh import DataParallel
-from optax_accum._step_program import NotPickled
-from optax_accum._train_step import make_train_step, TrainStep
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._train_step.program import NotPickled
+from optax_accum._train_step.train_step import make_train_step, TrainStep
 
 _DELETED = (
   "{root}.{name} has been deleted: a step updates model and optimizer in place, and deletes the"

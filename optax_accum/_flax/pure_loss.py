@@ -8,9 +8,9 @@ from typing import Any
 from flax import nnx
 import jax
 
-from optax_accum import _carry
 from optax_accum._flax import graph
 from optax_accum._flax.forwarded import forwarded
+from optax_accum._microbatches import keys_and_carry
 
 
 class ChangedByLossError(Exception):
@@ -37,7 +37,7 @@ class PureLoss:
 
   def __call__(self, params: Any, batch: Any, fixed: Any, carry: Any = None) -> Any:
     """The loss; with a carry ``(loss, (new_carry, aux))``."""
-    fixed = _carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
+    fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
     states = params, fixed, *([] if carry is None else [carry])
     model = nnx.merge(self.graphdef, *states)
     before = _held(model)

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _parameters, _validate
-from optax_accum._accumulate_state import AccumulateState
+from optax_accum import _validate
 from optax_accum._flax.state_fields import variables_of
-from optax_accum._step_program import StepProgram
+from optax_accum._microbatches import parameters
+from optax_accum._streaming.state import AccumulateState
+from optax_accum._train_step.program import StepProgram
 
 
 class StateProgram(StepProgram):
@@ -36,7 +37,7 @@ class StateProgram(StepProgram):
 
   def check(self, *args: Any) -> None:
     """Checks arguments that are not what the last call returned."""
-    _parameters.check_differentiable("state.params", args[0])
+    parameters.check_differentiable("state.params", args[0])
 
   def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, by the names that messages have for them."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 import inspect
 from typing import Any
 
-from optax_accum._train_step import make_train_step
+from optax_accum._train_step.train_step import make_train_step
 
 _DECIDED = {
   "batch_argnums": "the batch is the second argument",

@@ -9,9 +9,9 @@ import jax
 import optax
 
 from optax_accum import _validate
-from optax_accum._accumulate_state import states_in
 from optax_accum._flax.state_fields import variables_of
-from optax_accum._transformation import AccumulateTransformation
+from optax_accum._streaming.state import states_in
+from optax_accum._streaming.transformation import AccumulateTransformation
 
 
 class TrainState(train_state.TrainState):

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from optax_accum._count_collectives import count_collectives
-from optax_accum._matrix_flops import matrix_flops
+from optax_accum._compiled.collectives import count_collectives
+from optax_accum._compiled.matrix_flops import matrix_flops
 
 # XLA for TPU says so of a program when it has analysed its memory, and before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from optax_accum import _rows
-from optax_accum._step_program import StepProgram
-from optax_accum._train_step import TrainStep
+from optax_accum._microbatches import cut
+from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.train_step import TrainStep
 
 
 def possible(step: Any, args: Sequence[Any], rows: int) -> list[int]:
@@ -35,12 +35,12 @@ def possible(step: Any, args: Sequence[Any], rows: int) -> list[int]:
 def _batch_rows(step: Any, program: StepProgram | None, args: Sequence[Any]) -> int | None:
   """The rows of the batch in `args`, where the step tells which argument it is."""
   if isinstance(step, TrainStep):
-    return _rows.batch_rows(*step._program.batch(args))
+    return cut.batch_rows(*step._program.batch(args))
   position = getattr(step, "_batch_position", None)  # of a step of flax
   if program is None or position is None or len(args) <= position:
     return None
   [axis] = program.local.split.batch_axis
-  return _rows.batch_rows({1: axis}, {1: args[position]})
+  return cut.batch_rows({1: axis}, {1: args[position]})
 
 
 def program_of(step: Any) -> StepProgram | None:

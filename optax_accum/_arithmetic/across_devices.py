@@ -1,0 +1,272 @@
+"""Reductions over the devices of an axis, and the types of values that differ between devices."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+import functools
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from optax_accum._arithmetic import weighted_mean
+
+# An axis of `pmap`, `shard_map` or `vmap`, or several of them.
+AxisName: TypeAlias = Hashable | Sequence[Hashable]
+
+
+def is_bound(axis_name: AxisName) -> bool:
+  """Whether a collective over `axis_name` can run here."""
+  try:
+    lax.axis_size(axis_name)
+  except NameError:
+    return False
+  return True
+
+
+def check_bound(axis_name: AxisName) -> None:
+  """Checks that a collective over `axis_name` can run here."""
+  if not is_bound(axis_name):
+    raise ValueError(
+      f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
+      " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
+      " needs none)."
+    )
+
+
+def varying_axes(x: Any) -> frozenset[Any]:
+  """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
+  type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
+  axes = getattr(type_, "manual_axis_type", None)  # jax 0.10 and later; before that, `vma`
+  return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
+
+
+def vary_like(x: jax.Array, like: Any) -> jax.Array:
+  """`x`, typed as differing between devices over the axes over which `like` does."""
+  return _vary(x, varying_axes(like))
+
+
+def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
+  missing = tuple(set(axes) - varying_axes(x))
+  return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def types(fun: Callable[[], Any]) -> Any:
+  """The types of what `fun` returns.
+
+  `jax.eval_shape` leaves out an explicit sharding where other axes of the mesh are automatic.
+  """
+  closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
+  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+
+
+def full_like(
+  like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
+) -> jax.Array:
+  """An array of one value with the type of `like`, whose dtype may be another.
+
+  The type includes an explicit sharding and, in `shard_map`, the axes that it varies over:
+  the carry of a scan must keep all of it.
+  """
+  sharding = like.sharding
+  explicit = sharding is not None and any(
+    kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
+  )
+  full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding if explicit else None)
+  return vary_like(full, like)
+
+
+def sharded_like(x: jax.Array, like: Any) -> jax.Array:
+  """`x` with the explicit sharding of `like`, where it has one."""
+  sharding = jax.typeof(like).sharding
+  if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+    return x
+  return x if jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
+
+
+def varying(tree: Any, axis_name: AxisName | None) -> Any:
+  """`tree`, typed as differing between the devices of an axis (in `shard_map`).
+
+  The gradient of a value that is the same on all devices is summed over them by JAX,
+  once for every microbatch; the gradient of a varying one stays on its device.
+  """
+  if axis_name is None:
+    return tree
+  check_bound(axis_name)
+  manual = jax.sharding.get_abstract_mesh().manual_axes  # not those of `vmap`, which have no types
+  mapped = set(_axes(axis_name)).intersection(manual)
+  return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
+
+
+def communicates(jaxpr: Any) -> bool:
+  """Whether a traced function sends anything from one device to another."""
+  for eqn in jaxpr.eqns:
+    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+    # Numbers are axes of an array, and names that are not bound here those of a mesh within.
+    named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
+    if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+      return True
+    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
+    if any(communicates(x) for x in inner if hasattr(x, "eqns")):
+      return True
+  return False
+
+
+def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> None:
+  """Checks that a loss is each device's own, where the types of `params` say that they are."""
+  axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
+  if axis_name is None or not axes:
+    return  # types say nothing in `pmap`, nor with check_vma=False
+  if missing := axes.intersection(_axes(axis_name)).difference(varying_axes(loss)):
+    raise ValueError(
+      f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
+      " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
+      " return the loss of the device's own rows. Losses and gradients of all devices are reduced"
+      " together, weighted by rows, or by what weight_fn counts."
+    )
+
+
+def _axes(axis_name: AxisName) -> Sequence[Hashable]:
+  return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+
+
+def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The sum over devices, on all of them."""
+  return lax.psum(held, axis_name)
+
+
+def largest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The largest over devices; NaN where one device has that."""
+  return _extreme(lax.pmax, held, axis_name)
+
+
+def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
+  """The smallest over devices; NaN where one device has that."""
+  return _extreme(lax.pmin, held, axis_name)
+
+
+def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
+  if not jnp.issubdtype(held.dtype, jnp.floating):
+    return reduce(held, axis_name)
+  wide = jnp.float32 if weighted_mean.is_float8(held.dtype) else held.dtype
+  return _extreme_float(held.astype(wide), reduce, tuple(_axes(axis_name))).astype(held.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _extreme_float(held: jax.Array, reduce: Any, axis_name: Any) -> jax.Array:
+  # XLA for CPU drops what is NaN, so whether it is goes along.
+  is_nan = jnp.isnan(held)
+  flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
+  number = jnp.where(is_nan, jnp.zeros_like(held), held)
+  extreme, flag = reduce(jnp.stack([number, flag]), axis_name)
+  return jnp.where(flag != 0, jnp.full_like(extreme, jnp.nan), extreme)
+
+
+@_extreme_float.defjvp
+def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> Any:
+  """Devices that hold the extreme share its derivative, which JAX has none of."""
+  (held,), (tangent,) = primals, tangents
+  extreme = _extreme_float(held, reduce, axis_name)
+  holds = (held == extreme) | (jnp.isnan(held) & jnp.isnan(extreme))
+  holders = lax.psum(holds.astype(tangent.dtype), axis_name)
+  total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
+  return extreme, total / holders
+
+
+def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """`x`, which all devices have the same of, also in its type."""
+  return of_first(x, axis_name) if varying_axes(x) & set(_axes(axis_name)) else x
+
+
+def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:
+  """What the first device holds."""
+  return _of_one(x, axis_name, lax.axis_index(axis_name) == 0)
+
+
+def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
+  """What the last device holds that has `counted` true; zeros where none has."""
+  index = lax.axis_index(axis_name)
+  rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
+  last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
+  return _of_one(held, axis_name, last)
+
+
+def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
+  """What the device holds where `chosen` is true; zeros where none is."""
+  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    data = _of_one(jax.random.key_data(x), axis_name, chosen)
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  number = x.astype(weighted_mean.accumulator_dtype(x.dtype))
+  number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
+  return lax.psum(number, axis_name).astype(x.dtype)
+
+
+def sum_scattered(
+  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, automatic: PartitionSpec
+) -> jax.Array:
+  """The sum over the devices of all axes, of which each device keeps its part as `spec` says.
+
+  `automatic` says how it is sharded over automatic axes.
+  """
+  if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
+    # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
+    return own_part(lax.psum(held, axis_name), spec)
+  parts = _sharded_dims(spec)
+
+  def scatter(x: jax.Array) -> jax.Array:
+    for dim, names in parts:
+      x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    return x
+
+  scattered = {name for _, names in parts for name in names_of(names)}
+  held = _on_shards(scatter, held, spec, automatic)
+  rest = tuple(name for name in axis_name if name not in scattered)
+  return lax.psum(held, rest) if rest else held
+
+
+def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
+  """The whole array of which each device has its part as `spec` says; `automatic` as above."""
+  if not _sharded_dims(spec):
+    return x
+
+  def gather(x: jax.Array) -> jax.Array:
+    for dim, names in _sharded_dims(spec):
+      x = lax.all_gather(x, names, axis=dim, tiled=True)
+    return x
+
+  return _on_shards(gather, x, spec, automatic)
+
+
+def _on_shards(
+  fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec
+) -> jax.Array:
+  """`fun` of the shards of `x` over the axes of `automatic`.
+
+  XLA would gather `x` over automatic axes before it is sent over others.
+  """
+  sent = {dim for dim, _ in _sharded_dims(spec)}
+  dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
+  axes = {name for names in dims for name in names_of(names)}
+  if not axes:
+    return fun(x)
+  shards = PartitionSpec(*dims)
+  return jax.shard_map(fun, in_specs=shards, out_specs=shards, axis_names=axes)(x)
+
+
+def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """The part that a device keeps, as `spec` says, of what all devices have in whole."""
+  for dim, names in _sharded_dims(spec):
+    size = x.shape[dim] // lax.axis_size(names)
+    x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+  return x
+
+
+def names_of(names: Any) -> tuple[str, ...]:
+  """The axes that a `PartitionSpec` has for one dimension."""
+  return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:
+  """The dimensions that are sharded, each with its axes."""
+  return [(dim, names) for dim, names in enumerate(spec) if names is not None]

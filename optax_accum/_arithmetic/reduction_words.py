@@ -1,0 +1,101 @@
+"""Trees of reductions and of their names: one for each output, or for all below a node."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
+
+import jax
+
+from optax_accum import _validate
+from optax_accum._arithmetic.reductions import Concat, DefaultMean, Reduction, REDUCTIONS
+
+ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
+GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+
+
+class _Dataclass(Protocol):
+  __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+# Names at the leaves. (A `Sequence` would let any string pass a type checker.)
+_Tree: TypeAlias = Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
+ReductionTree: TypeAlias = ReductionName | _Tree
+GradReductionTree: TypeAlias = GradReductionName | _Tree
+
+
+def named(
+  option: str, tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Any:
+  """The reductions that a tree of names stands for; `batch_axis` are those of the batch."""
+  if concat_axis is not None and type(concat_axis) is not int:
+    raise TypeError(f"concat_axis={concat_axis!r} must be an int, an axis of outputs, or None.")
+
+  def find(path: Any, name: Any) -> Reduction:
+    where = _validate.leaf_name(option, path)
+    reduction = REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+    if not isinstance(reduction, Concat):
+      return reduction
+    if concat_axis is None and any(batch_axis):
+      raise ValueError(
+        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: which axis of an'
+        " output has the rows cannot be told from its shape. Give it as concat_axis, e.g."
+        " concat_axis=0."
+      )
+    return Concat(concat_axis or 0)
+
+  return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def named_of_aux(
+  tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Any:
+  """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
+  reductions = named("aux_reduction", tree, concat_axis, batch_axis)
+  return DefaultMean() if tree is None else reductions
+
+
+def named_of_gradients(tree: Any, default: Reduction) -> Any:
+  """The reductions that a `grad_reduction` stands for, by default that of the loss."""
+  if tree is None:
+    return default
+  words = get_args(GradReductionName)
+  for where, name in _validate.named_leaves("grad_reduction", tree):
+    if name in ("stack", "concat"):
+      raise ValueError(
+        f"{where}={name!r} would keep every microbatch's gradient, and they must become one: use"
+        f" one of {', '.join(map(repr, words))}. For all of them, run"
+        ' microbatch(jax.grad(loss_fn), reduction="stack").'
+      )
+    _validate.one_of(where, name, words)
+  return named("grad_reduction", tree)
+
+
+def collects(reductions: Any) -> bool:
+  """Whether some outputs are kept of every microbatch, also of one that does not count."""
+  return any(reduction.collected for reduction in jax.tree.leaves(reductions))
+
+
+def match(option: str, reductions: Any, like: Any, of: str = "outputs") -> Any:
+  """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
+  try:
+    return jax.tree.broadcast(reductions, like)
+  except ValueError as e:
+    wrong = [*_not_in(option, like, reductions, "lacks"), *_not_in(option, reductions, like, "has")]
+    what = (
+      f"it {' and '.join(wrong)}" if wrong else f"whose structure is {jax.tree.structure(like)}"
+    )
+    raise ValueError(
+      f"{option}={reductions!r} is not a prefix tree of the {of}, {what}: give one name for all,"
+      f" or a tree with a name for each {of[:-1]}, or for all that are below a node of it."
+      + (f" ({e})" if not wrong else "")
+    ) from None
+
+
+def _not_in(where: str, tree: Any, other: Any, verb: str) -> list[str]:
+  """The keys of dicts in `tree` that `other` has not at the same place."""
+  if not (isinstance(tree, Mapping) and isinstance(other, Mapping)):
+    return []
+  found = []
+  for key, below in tree.items():
+    at = f"{where}[{key!r}]"
+    found += _not_in(at, below, other[key], verb) if key in other else [f"{verb} {at}"]
+  return found

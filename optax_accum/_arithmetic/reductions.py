@@ -1,0 +1,314 @@
+"""The reductions of a function's outputs over microbatches and devices: one object for each."""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any, TypeAlias
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from optax_accum import _validate
+from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.weighted_mean import Weight
+
+Leaf: TypeAlias = jax.ShapeDtypeStruct
+
+
+class Reduction:
+  """How the microbatches' values of one output become one value.
+
+  A scan calls `start` once, `add` with every microbatch, `across_devices` if the batch is spread
+  over an axis, and `finish`. `held` is what it carries from one microbatch to the next.
+  """
+
+  name: str
+  ordered = False  # whether it matters which microbatch comes last
+  collected = False  # whether the scan keeps every value, for `join`, and no `held`
+  default = False  # whether nobody asked for it, so that it may be wrong for values per row
+
+  def __repr__(self) -> str:
+    return repr(self.name)
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    """Checks that outputs like `leaf`, of `rows` rows, can be reduced, in `dtype` if given."""
+
+  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
+    """Checks that the output of a smaller last microbatch can be reduced with the others."""
+    if leaf.shape != tail.shape:
+      raise ValueError(
+        f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
+        f' last one, so {self!r} cannot reduce it: use "concat" for values per row, or a'
+        " microbatch size that divides the batch."
+      )
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    """What is held before the first microbatch."""
+    return across_devices.full_like(leaf, 0)
+
+  def unhoisted(self, held: Any, shapes: hoisting.Shapes) -> Any:
+    """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
+    return hoisting.unhoisted(held, shapes)
+
+  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+    """What is held after one more microbatch. A weight of zero changes nothing."""
+    return held
+
+  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+    """What is held in the end; of what was collected, `tail` is the smaller last one's, or None."""
+    return held
+
+  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+    """What all devices hold together. `counted`: did this one have a microbatch that counts?"""
+    return held
+
+  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+    """The reduced value in `dtype`, that of one microbatch; `weight` is the total over devices."""
+    return held
+
+  def only(self, value: jax.Array) -> jax.Array:
+    """The reduced value where there is one microbatch, which counts."""
+    return value
+
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
+    """The same, of which each device keeps its part, as `spec` says."""
+    raise NotImplementedError  # what is collected is no gradient
+
+  def in_loop(self, axis_name: AxisName) -> "Reduction":
+    """The same, over devices in every microbatch where that leaves less to be held."""
+    return self
+
+  def rows_first(self) -> "Reduction":
+    """The same, with what is collected on the first axis: that of the devices of a mesh."""
+    return self
+
+  def rows_back(self, value: jax.Array) -> jax.Array:
+    """What `rows_first` gave, with the rows on their axis."""
+    return value
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Sum(Reduction):
+  """The plain sum. Sums over devices come before the division, as weights do."""
+
+  name = "sum"
+  over_devices: Callable[[jax.Array, AxisName], jax.Array] = across_devices.summed
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    _validate.holds_dtype(name, leaf.dtype, dtype)
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return across_devices.full_like(leaf, 0, weighted_mean.accumulator_dtype(leaf.dtype, dtype))
+
+  def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+    """What one microbatch adds if it counts."""
+    return value.astype(dtype)
+
+  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+    # XLA for GPU keeps a second gradient where the term is selected and not the sum.
+    total = held + self.term(value, weight, held.dtype)
+    return weighted_mean.select(weighted_mean.counts(weight), total, held)
+
+  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+    return self.over_devices(held, axis_name)
+
+  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+    return held.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else held
+
+  def only(self, value: jax.Array) -> jax.Array:
+    inexact = jnp.issubdtype(value.dtype, jnp.inexact)
+    return value if inexact else value.astype(weighted_mean.accumulator_dtype(value.dtype))
+
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
+    scatter = functools.partial(across_devices.sum_scattered, spec=spec, automatic=automatic)
+    return dataclasses.replace(self, over_devices=scatter)
+
+  def in_loop(self, axis_name: AxisName) -> Reduction:
+    return SumInLoop(self, axis_name)
+
+
+class Mean(Sum):
+  """The weighted mean."""
+
+  name = "mean"
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      raise TypeError(
+        f'{name} has dtype {leaf.dtype}, which "mean" cannot keep: cast it to a float in the'
+        ' function, or reduce it with "sum", "max", "min", "last" or "stack".'
+      )
+    super().check(name, leaf, rows, dtype)
+
+  def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+    return weighted_mean.product(value, weight, dtype)
+
+  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+    return weighted_mean.mean(held, weight, dtype)
+
+
+class DefaultMean(Mean):
+  """The weighted mean of what has no value for each row."""
+
+  default = True
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class SumInLoop(Reduction):
+  """The sum or mean `of` values that are reduced over devices in every microbatch."""
+
+  of: Sum
+  axis_name: AxisName
+
+  def __repr__(self) -> str:
+    return repr(self.of)
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    self.of.check(name, leaf, rows, dtype)
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    held = across_devices.types(lambda: self._reduced(self.of.start(leaf, dtype)))
+    return across_devices.full_like(held, 0)
+
+  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+    term = self.of.term(value, weight, held.dtype)
+    term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
+    # Without the barrier XLA for TPU adds up whole values and reduces after the loop.
+    return held + lax.optimization_barrier(self._reduced(term))
+
+  def _reduced(self, value: jax.Array) -> jax.Array:
+    return self.of.across_devices(value, self.axis_name, True)
+
+  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+    return self.of.finish(held, weight, dtype)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Choice(Reduction):
+  """One of the values, element by element."""
+
+  over_devices: Callable[..., jax.Array]
+
+  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
+    def own_part(*args: Any) -> jax.Array:
+      return across_devices.own_part(self.over_devices(*args), spec)
+
+    return dataclasses.replace(self, over_devices=own_part)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Extreme(Choice):
+  """The largest value, or the smallest."""
+
+  name: str
+  choose: Callable[..., jax.Array]
+  limit: str  # what `jnp.finfo` and `jnp.iinfo` call the value that all others replace
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+      raise TypeError(f'{name} has dtype {leaf.dtype}, which has no {self!r}: use "mean" or "sum".')
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    if leaf.dtype == jnp.bool_:
+      return across_devices.full_like(leaf, self.limit == "max")
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+      return across_devices.full_like(leaf, int(getattr(jnp.iinfo(leaf.dtype), self.limit)))
+    limit = jnp.inf if self.limit == "max" else -jnp.inf
+    if weighted_mean.is_float8(leaf.dtype):  # some have no infinity
+      limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
+    return across_devices.full_like(leaf, limit)
+
+  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+    return weighted_mean.select(weighted_mean.counts(weight), self.choose(held, value), held)
+
+  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+    return self.over_devices(held, axis_name)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Last(Choice):
+  """The value of the last microbatch that counts."""
+
+  over_devices: Callable[..., jax.Array] = across_devices.of_last
+  name = "last"
+  ordered = True
+
+  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+    return weighted_mean.select(weighted_mean.counts(weight), value, held)
+
+  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+    return self.over_devices(held, axis_name, counted)
+
+
+class Stack(Reduction):
+  """Every microbatch's value, on a new leading axis."""
+
+  name = "stack"
+  collected = True
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return None
+
+  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+    return collected if tail is None else jnp.concatenate([collected, tail[None]])
+
+  def only(self, value: jax.Array) -> jax.Array:
+    return value[None]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Concat(Stack):
+  """Every row's value, in the order of the batch, along an axis of the output."""
+
+  axis: int = 0
+  name = "concat"
+
+  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+    ndim, where = len(leaf.shape), f"axis {self.axis}" if self.axis else "leading axis"
+    if not -ndim <= self.axis < ndim or leaf.shape[self.axis] != rows:
+      raise ValueError(
+        f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
+        f' {where}: use "stack" for one value per microbatch, or give concat_axis.'
+      )
+
+  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
+    """Its rows are fewer."""
+
+  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+    # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
+    axis = self.axis % (collected.ndim - 1)
+    rows = jnp.moveaxis(collected, 0, axis + 1)
+    rows = lax.collapse(rows, axis, axis + 2)
+    return rows if tail is None else jnp.concatenate([rows, tail], axis)
+
+  def only(self, value: jax.Array) -> jax.Array:
+    return value
+
+  def rows_first(self) -> Reduction:
+    return _RowsFirst(self.axis) if self.axis else self
+
+  def rows_back(self, value: jax.Array) -> jax.Array:
+    return jnp.moveaxis(value, 0, self.axis) if self.axis else value
+
+
+class _RowsFirst(Concat):
+  """One device's part of a concatenation along another axis than the first."""
+
+  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+    return jnp.moveaxis(super().join(held, collected, tail), self.axis, 0)
+
+
+_ALL = (
+  Mean(),
+  Sum(),
+  Extreme(across_devices.largest, "max", jnp.maximum, "min"),
+  Extreme(across_devices.smallest, "min", jnp.minimum, "max"),
+  Last(),
+  Stack(),
+  Concat(),
+)
+REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}

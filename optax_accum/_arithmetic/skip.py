@@ -1,0 +1,53 @@
+"""Microbatches that are left out, such as those with a NaN: `skip_nonfinite` and `skip_fn`."""
+
+from typing import Any, Protocol, TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum._arithmetic import weighted_mean
+
+if TYPE_CHECKING:
+  import chex  # for types alone: importing it takes longer than all of optax_accum
+
+
+class SkipFn(Protocol):
+  """The type of `accumulate`'s `skip_fn`, which `optax.ShouldSkipUpdateFunction` is one of."""
+
+  def __call__(self, updates: Any, gradient_step: Any, params: Any, /) -> tuple[Any, Any]:
+    """``(should_skip, info)`` of one call's gradients, before they are added up.
+
+    `should_skip` is a bool scalar. True leaves the gradients out, as if the call had not been
+    made. `info` is any pytree of arrays, for the state's ``skip_state``. `gradient_step` is an
+    int32 scalar; `params` is None where `update` got none.
+    """
+
+
+def asks_to_skip(
+  skip_fn: SkipFn, updates: optax.Updates, gradient_step: jax.Array, params: optax.Params | None
+) -> tuple[jax.Array, Any]:
+  """What `skip_fn` says of these gradients, checked."""
+  result = skip_fn(updates, gradient_step, params)
+  if not isinstance(result, tuple) or len(result) != 2:
+    raise TypeError(
+      f"skip_fn returned {result!r}; it must return the pair (should_skip, info), e.g."
+      " `return should_skip, ()`."
+    )
+  should_skip, info = result
+  shape, dtype = jnp.shape(should_skip), jnp.result_type(should_skip)
+  if shape != () or dtype != jnp.bool_:
+    raise TypeError(
+      f"skip_fn returned a should_skip of shape {shape} and dtype {dtype}; it must be a bool"
+      " scalar, e.g. jnp.any(...)."
+    )
+  return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
+
+
+def leave_out(weight: jax.Array, tree: "chex.ArrayTree") -> tuple[jax.Array, jax.Array]:
+  """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
+  leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+  finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+  # A microbatch of padding may be 0/0. It has no weight, and nothing is wrong with it.
+  skipped = jnp.logical_not(finite) & weighted_mean.counts(weight)
+  return jnp.where(finite, weight, jnp.zeros_like(weight)), skipped.astype(jnp.int32)

@@ -1,0 +1,201 @@
+"""How many collectives a compiled program runs per call."""
+
+from collections.abc import Iterable
+import dataclasses
+import re
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_accum._compiled import hlo
+
+_KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"]
+_KINDS += ["collective-permute", "collective-broadcast"]
+
+
+class Collective(NamedTuple):
+  """One collective operation of a compiled program, as reached from one place."""
+
+  kind: str  # "all-reduce", "all-gather", "reduce-scatter", ...
+  shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
+  bytes: int  # of one execution, on one device
+  executions: int  # per call of the program: the product of the loops' trip counts
+  loop: str | None  # the innermost loop around it; None outside every loop
+  op_name: str  # where JAX says it comes from; "" where the compiler does not know
+  unknown_trip_counts: tuple[str, ...]  # loops around it that count once, outermost first
+
+
+class CollectiveTotal(NamedTuple):
+  """What the collectives of one kind add up to, per call of the program and per device."""
+
+  operations: int
+  bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveReport:
+  """What `count_collectives` found; it prints as a table.
+
+  Attributes:
+    operations: Every collective, once for each place that it is reached from. Each has ``kind``;
+      ``shape`` and ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``,
+      the innermost one around it, or None; ``op_name``, where JAX says it comes from; and
+      ``unknown_trip_counts``, the loops around it that count once.
+  """
+
+  operations: tuple[Collective, ...]
+
+  @property
+  def inside(self) -> dict[str, CollectiveTotal]:
+    """Totals by kind of the collectives inside loops, times the trip counts."""
+    return _totals(c for c in self.operations if c.loop is not None)
+
+  @property
+  def outside(self) -> dict[str, CollectiveTotal]:
+    """Totals by kind of the collectives outside every loop."""
+    return _totals(c for c in self.operations if c.loop is None)
+
+  @property
+  def unknown_trip_counts(self) -> tuple[str, ...]:
+    """The loops without a fixed trip count, whose collectives count once."""
+    return tuple(dict.fromkeys(n for c in self.operations for n in c.unknown_trip_counts))
+
+  def at_least(self, nbytes: int) -> "CollectiveReport":
+    """Only the collectives of `nbytes` or more, e.g. gradients without the metrics."""
+    return CollectiveReport(tuple(c for c in self.operations if c.bytes >= nbytes))
+
+  def __str__(self) -> str:
+    inside, outside = self.inside, self.outside
+    lines = [f"{'per device and call':<22}{'inside loops':>26}{'outside':>26}"]
+    lines.append(" " * 22 + f"{'ops':>8}{'bytes':>18}" * 2)
+    for kind in (k for k in _KINDS if k in inside or k in outside):
+      totals = (inside.get(kind, (0, 0)), outside.get(kind, (0, 0)))
+      lines.append(f"{kind:<22}" + "".join(f"{ops:>8,}{size:>18,}" for ops, size in totals))
+    if not self.operations:
+      lines = ["no collectives"]
+    names = self.unknown_trip_counts  # accumulate's conditional is compiled to a loop
+    lines += [f"counted once, a loop of unknown count or accumulate's step: {x}" for x in names]
+    return "\n".join(lines)
+
+
+def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
+  """Counts the collectives that a compiled program runs per call, by kind, in loops and outside.
+
+  An operation counts once for every time that it runs: times the trip counts of the loops around
+  it. Bytes are those of the arrays of one device, without the padding of a layout: what the
+  collective returns, or what a reduce-scatter takes. So the bytes of one reduction of all
+  gradients are those of the gradients, once, however the network carries it.
+
+  ===========================================  ==================================================
+  several arrays in one operation              one operation, the bytes of all
+  an asynchronous start and its done           one operation
+  a loop whose trip count the program does     counts once and is named in
+  not fix (`while_loop`, and the in-place      ``unknown_trip_counts``, if collectives are in it
+  conditional of `accumulate`)
+  the condition of a loop                      inside the loop; once more than the body
+  branches of `lax.cond` and `lax.switch`      each counts, as if all ran: an upper bound
+  one device, or nothing to communicate        ``report.operations == ()``
+  ===========================================  ==================================================
+
+  It counts what the compiler made of the program. XLA combines, splits, moves and replaces
+  collectives: for many TPU chips a small all-gather becomes an all-reduce, and the ``op_name`` in
+  ``operations`` still says what it was. Sends, receives and custom calls are not counted.
+
+  Args:
+    compiled: what ``jax.jit(f).lower(...).compile()`` returns, for any backend, or the text of an
+      optimized HLO module.
+
+  Returns:
+    A `CollectiveReport`; ``inside`` and ``outside`` map each kind to ``(operations, bytes)``.
+
+  Raises:
+    TypeError: `compiled` is a function, or lowered and not compiled.
+    ValueError: `compiled` has no text, or a text that is not an HLO module.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_accum
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    >>> specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    >>> def reduce_every_time(x):
+    ...   return jax.lax.fori_loop(0, 4, lambda i, x: jax.lax.psum(x + 1.0, "data"), x)
+    >>> step = jax.jit(jax.shard_map(reduce_every_time, mesh=mesh, **specs))
+    >>> report = optax_accum.count_collectives(step.lower(jnp.ones(256)).compile())
+    >>> report.inside
+    {'all-reduce': CollectiveTotal(operations=4, bytes=4096)}
+    >>> report.outside
+    {}
+  """
+  module = hlo.Module(_text_of(compiled))
+  collectives = []
+  for run in module.runs(lambda op: op.opcode.removesuffix("-start") in _KINDS):
+    if _continues(run):
+      continue
+    kind, arrays = run.operation.opcode.removesuffix("-start"), _counted_arrays(run)
+    # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
+    if run.computation.name.startswith("all-reduce-scatter"):
+      kind = "reduce-scatter"
+    collectives.append(
+      Collective(
+        kind=kind,
+        shape=arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})",
+        bytes=sum(map(hlo.array_bytes, arrays)),
+        executions=run.executions,
+        loop=run.loop,
+        op_name=run.op_name,
+        unknown_trip_counts=run.unknown_trip_counts,
+      )
+    )
+  return CollectiveReport(tuple(collectives))
+
+
+def _continues(run: hlo.Run) -> bool:
+  """Whether this is a further part of an asynchronous collective that has been counted."""
+  # XLA for TPU spreads one over several fusions, with a copy of the operation in each.
+  return "async_collective_fusion_config" in run.operation.attributes and not any(
+    '"AsyncCollectiveStart"' in op.attributes for op in run.computation.operations.values()
+  )
+
+
+def _counted_arrays(run: hlo.Run) -> list[str]:
+  """The arrays whose bytes count, such as ``["f32[8,128]"]``."""
+  op = run.operation
+  if op.opcode.startswith("reduce-scatter"):
+    return [a for name in op.operands for a in hlo.arrays(run.computation.operations[name].shape)]
+  parts = hlo.parts(op.shape)
+  # A start returns its operands, its results and more; but that of an all-reduce only its results.
+  starts = op.opcode.endswith("-start") and len(parts) > 1
+  if starts and (op.opcode != "all-reduce-start" or parts[0].startswith("(")):
+    return hlo.arrays(parts[1])
+  return hlo.arrays(op.shape)
+
+
+def _text_of(compiled: Any) -> str:
+  got = f"compiled={compiled!r:.80}"
+  if isinstance(compiled, str):
+    text = compiled
+  elif hasattr(compiled, "as_text") and not hasattr(compiled, "compile"):
+    text = compiled.as_text()
+  else:
+    wrong = "must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
+    if hasattr(compiled, "lower"):
+      wrong = (
+        "must be a compiled program: pass compiled.lower(*args).compile(), with the arguments of a"
+        " call (jax.ShapeDtypeStruct will do)."
+      )
+    elif hasattr(compiled, "compile"):
+      wrong = "is lowered, and collectives appear when it is compiled: pass compiled.compile()."
+    raise TypeError(f"{got} {wrong}")
+  if not text or not re.search(r"^ENTRY\b", text, re.MULTILINE):
+    raise ValueError(
+      f"{got} has no ENTRY computation, so it is not the text of an optimized HLO module: pass what"
+      " jax.jit(f).lower(*args).compile().as_text() returns."
+    )
+  return text
+
+
+def _totals(collectives: Iterable[Collective]) -> dict[str, CollectiveTotal]:
+  totals: dict[str, CollectiveTotal] = {}
+  for c in collectives:
+    ops, size = totals.get(c.kind, (0, 0))
+    totals[c.kind] = CollectiveTotal(ops + c.executions, size + c.executions * c.bytes)
+  return totals

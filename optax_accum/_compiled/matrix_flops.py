@@ -1,0 +1,89 @@
+"""The work of a compiled program in matrix products and convolutions."""
+
+from collections.abc import Sequence
+import functools
+import math
+import re
+
+import numpy as np
+
+from optax_accum._compiled import hlo
+
+_GEMM = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[\w$]*(?:gemm|matmul)')
+_CONVOLUTION = re.compile(r'custom_call_target="__(?:cudnn|onednn)\$conv(\w*)')
+_WHERE = "bf"  # what `dim_labels` calls dimensions of batch and features of inputs and outputs
+
+
+def matrix_flops(text: str) -> int:
+  """Floating-point operations of one call of a program, on one device, from its HLO text.
+
+  Two for each multiplication and addition of matrix products and convolutions, times the trip
+  counts of the loops around them. A loop of unknown count counts once. What is elementwise, and
+  kernels that are no matrix products to XLA, such as Pallas's, are left out.
+  """
+  runs = hlo.Module(text).runs(_is_matrix_work)
+  return sum(2 * run.executions * _multiplications(run) for run in runs)
+
+
+def _is_matrix_work(op: hlo.Operation) -> bool:
+  if op.opcode == "custom-call":
+    return bool(_GEMM.search(op.attributes) or _CONVOLUTION.search(op.attributes))
+  return op.opcode in ("dot", "convolution")
+
+
+def _multiplications(run: hlo.Run) -> int:
+  op = run.operation
+  operands = [_dims(run.computation.operations[name].shape) for name in op.operands[:2]]
+  shapes = (*operands, _dims(hlo.arrays(op.shape)[0]))  # beside a result there may be scratch
+  if "dim_labels=" in op.attributes:
+    return _of_convolution(shapes, op.attributes)
+  contracted = re.search(r"lhs_contracting_dim\w*\W+([\d,\" ]*)", op.attributes)
+  dims = re.findall(r"\d+", contracted[1]) if contracted else []
+  return math.prod(shapes[2]) * math.prod(operands[0][int(d)] for d in dims)
+
+
+def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
+  labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+  assert labels is not None
+  kind = _CONVOLUTION.search(attributes)
+  lhs, rhs, out = shapes
+  # cuDNN's derivatives are written in the words of the convolution that they belong to.
+  if kind and kind[1].startswith("BackwardInput"):
+    lhs, out = out, lhs
+  elif kind and kind[1].startswith("BackwardFilter"):
+    rhs, out = out, rhs
+  sizes = [
+    dict(zip(each, dims, strict=True))
+    for each, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
+  ]
+  window = dict(
+    re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", attributes) or [""])[0])
+  )
+  batch_groups = re.search(r"batch_group_count=(\d+)", attributes)
+  count = (
+    sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // int(batch_groups[1] if batch_groups else 1)
+  )
+  for i in range(len(lhs) - 2):
+    one = {name: value.split("x")[i] for name, value in window.items()}
+    low = int(one.get("pad", "0_0").rsplit("_", 1)[0])
+    steps = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
+    spatial = (each[str(i)] for each in sizes)
+    count *= _positions(*spatial, low, *steps)
+  return count
+
+
+@functools.cache
+def _positions(
+  size: int, kernel: int, out: int, low: int, stride: int, dilated: int, kernel_dilated: int
+) -> int:
+  """How often an element of the kernel meets one of the input, along one dimension."""
+  start = stride * np.arange(out) - low
+  total = 0
+  for k in range(kernel):
+    at = start + k * kernel_dilated
+    total += int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
+  return total
+
+
+def _dims(shape: str) -> list[int]:
+  return [int(n) for n in re.findall(r"\d+", shape[shape.index("[") : shape.index("]")])]

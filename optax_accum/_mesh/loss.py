@@ -1,0 +1,208 @@
+"""A loss run in microbatches over a mesh: each device runs its own rows; then they are reduced."""
+
+from collections.abc import Callable, Set
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.shards import Sharded
+from optax_accum._mesh.state_shards import spread_as_parameters
+from optax_accum._microbatches import cut
+from optax_accum._microbatches.arguments import Slot
+from optax_accum._microbatches.loop import Reduced
+from optax_accum._microbatches.loss import LocalLoss, Outputs
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class MeshLoss:
+  """A loss over the data axis of a mesh."""
+
+  local: LocalLoss
+  parallel: DataParallel
+
+  def __post_init__(self) -> None:
+    self._roles: dict[tuple[Slot, ...], tuple[dict[Slot, int], tuple[Slot, ...]]] = {}
+    if (axis := self.local.split.axis_name) is not None:
+      raise ValueError(
+        f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
+        " one that is called outside: give one of the two."
+      )
+    if self.local.split.in_place and self.parallel.reduce_in_loop:
+      raise ValueError(
+        "in_place=True keeps a whole sum of the gradients on each device until the cycle ends, and"
+        ' reduce_gradients="per_microbatch" only shards of it: pass in_place=False, or "per_cycle".'
+      )
+
+  def place(
+    self, args: Any, kwargs: Any, last: "_PlacedLoss | None" = None, there: Set[Slot] = frozenset()
+  ) -> tuple["_PlacedLoss", Any, Any]:
+    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied.
+
+    `last` is the loss of a step that returned these parameters and this state. The arguments in
+    `there` were passed to that step, and are where they should be. None is looked at again.
+    """
+    parallel = self.parallel
+    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+      raise ValueError(
+        f"The step is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
+        " batch over devices a second time: pass axis_name= to make_train_step instead, or call"
+        " it outside."
+      )
+    params, opt_state, *others = args
+    axes, carried, arguments = self._batch(params, others, kwargs)
+    batch = tuple(axes.items())
+    if last is None or batch != last.batch:
+      there = frozenset()
+    if not there >= axes.keys():
+      parallel.check_rows(cut.batch_rows(axes, arguments))
+
+    def put(slot: Slot, x: Any) -> Any:
+      if slot in there:
+        return x
+      if slot in axes:
+        return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
+      return parallel.place(f"argument {slot!r}", x)
+
+    held = params, opt_state
+    if last is None:
+      params = parallel.place("params", params)
+      held = params, parallel.place_state("opt_state", params, opt_state)
+    others = [put(i, x) for i, x in enumerate(others, 1)]
+    named = {name: put(name, x) for name, x in kwargs.items()}
+    placed = {**dict(enumerate(others, 1)), **named}
+    carry, structure = jax.tree.flatten([placed[slot] for slot in carried])
+    threaded = structure, tuple(map(parallel.sharding, carry))
+    if last is not None:
+      same = (batch, threaded) == (last.batch, last.threaded)
+      loss = last if same else last._replace(batch=batch, threaded=threaded)
+      return loss, (*held, *others), named
+    leaves, treedef = jax.tree.flatten(held)
+    shardings = tuple(map(parallel.sharding, leaves))
+    loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings, threaded)
+    return loss, (*held, *others), named
+
+  def _batch(self, params: Any, others: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """The axis of rows of each batch argument; what is carried; all, by where the loss has them."""
+    arguments: dict[Slot, Any] = {**dict(enumerate((params, *others))), **kwargs}
+    slots = tuple(arguments)
+    if slots not in self._roles:
+      roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
+      self._roles[slots] = roles.batch, roles.carry
+    return *self._roles[slots], arguments
+
+
+class _PlacedLoss(NamedTuple):
+  """A loss over a mesh, for one way to shard the arguments of a step and to pass the batch."""
+
+  local: LocalLoss
+  parallel: DataParallel
+  batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
+  treedef: Any  # of (params, opt_state)
+  shardings: tuple[Any, ...]  # of their leaves
+  threaded: tuple[Any, tuple[Any, ...]]  # the structure of the carry, if any, and its shardings
+  moved: Any = None  # a `Move` for each gradient that is not sharded as its parameter, else None
+
+  @property
+  def out_shardings(self) -> Any:
+    """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
+
+    def known(sharding: Any) -> Any:
+      # A tracer's, over an abstract mesh, does not tell about automatic axes.
+      return sharding if isinstance(getattr(sharding, "mesh", None), Mesh) else None
+
+    structure, carry = self.threaded
+    held = self.treedef.unflatten(map(known, self.shardings))
+    return *held, *structure.unflatten(map(known, carry))
+
+  @property
+  def _specs(self) -> list[PartitionSpec]:
+    return list(map(self.parallel.shard_spec, self.shardings))
+
+  @property
+  def _shards(self) -> Sharded:
+    specs = self.treedef.unflatten(self._specs)[0]
+    of_gradients = jax.tree.map(lambda own, move: (move and move.spec) or own, specs, self.moved)
+    automatic = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
+    axes, in_loop = self.parallel.axes, self.parallel.reduce_in_loop
+    return Sharded(specs, of_gradients, automatic, axes, in_loop)
+
+  def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
+    """The loss whose gradients come sharded as the state, where that follows the parameters."""
+    leaves = jax.tree.leaves((params, opt_state))
+    dims = [self.parallel.dims(s, jnp.ndim(x)) for s, x in zip(self.shardings, leaves, strict=True)]
+    of_state = spread_as_parameters(params, opt_state, dims)
+    # Without `strict`: those of the state come after.
+    moved = [
+      None if sharding is None or state is None else self.parallel.move(own, state)
+      for sharding, own, state in zip(self.shardings, dims, of_state, strict=False)
+    ]
+    return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
+
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile.
+
+    Each device takes its part of those that it has in whole, and in the end they are gathered.
+    """
+    parts = jax.tree.map(self.parallel.spread, params, self.moved)
+    new, new_state = update((parts, opt_state))
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    return jax.tree.map(self.parallel.gather, new, params, shardings, self.moved), new_state
+
+  def derivatives(self, grads: Any) -> Any:
+    """As that of the loss of one device."""
+    return self.local.derivatives(grads)
+
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone."""
+    return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
+
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
+    """The loss and its gradients, which are sharded as the parameters, or as `moved` says."""
+    same: Any = PartitionSpec()
+    aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
+    devices_own = PartitionSpec(self.parallel.axes)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs, same), same, devices_own)
+    out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
+    shardings = self.treedef.unflatten(self.shardings)[0]
+    grads = self.parallel.like(out.outputs.grads, shardings, self.moved)
+    kinds = self.local.aux_reduction
+    aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
+    return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
+
+  def _on_each_device(
+    self, method: Any, out_specs: Any, weights: Any, args: Any, kwargs: Any
+  ) -> Any:
+    """A method of the loss of one device, given that device's part of the batch."""
+    arguments = {**dict(enumerate(args)), **kwargs}
+    axes, shards = dict(self.batch), self._shards
+    rows = cut.batch_rows(axes, arguments)
+    split = self.parallel.local_split(self.local.split, rows)
+    aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
+    local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
+    several = self.parallel.devices > 1
+    if several:
+      local.shards = shards
+
+    def spec(slot: Slot, tree: Any) -> Any:
+      if slot == 0:
+        return shards.specs
+      if slot in axes:
+        return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
+      return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+    named = {name: spec(name, x) for name, x in kwargs.items()}
+    in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
+    mapped = jax.shard_map(
+      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
+      mesh=self.parallel.mesh,
+      in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
+      out_specs=out_specs,
+      axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
+      # Over one device nothing is reduced, and so types would say that devices differ.
+      check_vma=several,
+    )
+    return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))

@@ -1,0 +1,218 @@
+"""A loss run in microbatches: its value, or value and gradient, on one device."""
+
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _validate
+from optax_accum._arithmetic import across_devices, reduction_words
+from optax_accum._arithmetic.reductions import REDUCTIONS
+from optax_accum._arithmetic.weighted_mean import as_weight
+from optax_accum._mesh.shards import Whole
+from optax_accum._microbatches import parameters, settings
+from optax_accum._microbatches.arguments import find_slots, names_or_positions
+from optax_accum._microbatches.check_loss import check_loss
+from optax_accum._microbatches.in_place import Accumulators, check_options
+from optax_accum._microbatches.loop import Reduced, run_in_microbatches
+from optax_accum._microbatches.noise_scale import (
+  check_noise_scale,
+  check_several,
+  noise_of,
+  NOISE_REDUCTIONS,
+)
+from optax_accum._microbatches.options import Call, Split
+from optax_accum._microbatches.roles import note_on_batch
+from optax_accum._microbatches.traced import differentiated_as, Traced
+
+
+class Outputs(NamedTuple):
+  """What the scan reduces. Messages call it by these names."""
+
+  loss: Any
+  aux: Any
+  grads: Any
+  noise: Any = None  # a `Noise`, where it is asked for
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LocalLoss:
+  """A loss on one device, or on each of the devices of an `axis_name`."""
+
+  fun: Callable[..., Any]
+  argnums: int | Sequence[int]
+  has_aux: bool
+  reduction: Any  # of losses
+  grad_reduction: Any  # a prefix tree of reductions
+  aux_reduction: Any  # a prefix tree of reductions
+  split: Split
+  noise_scale: bool = False
+  shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
+  traced: Traced | None = None  # of `_run`
+
+  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+    """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
+    positions = self._positions(args)
+    args = (self.shards.gather_before_scan(args[0]), *args[1:])
+    call = Call(self.fun, self._evaluate, self.split, args, kwargs, positions, weights)
+    return run_in_microbatches(call, Outputs(self.reduction, None, None)).outputs.loss
+
+  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
+    """The loss and its gradients. A device that has shards of parameters gets shards of these."""
+    positions = self._positions(args)
+    args = (self.shards.gather_before_scan(args[0]), *args[1:])
+    for i in positions:
+      parameters.check_differentiable(f"argument {i}", args[i])
+      differentiated = across_devices.varying(args[i], self.split.axis_name)
+      args = (*args[:i], differentiated, *args[i + 1 :])
+    call = self._call(None, weights, args, kwargs)
+    if not self.split.in_place or call.is_whole:
+      return self._run_call(call, self.shards.gradients(self.grad_reduction))
+    for i in positions:
+      args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
+    parts = [Traced(self._run)]
+    if self.split.weight_fn is not None:
+      parts.append(Traced(functools.partial(known_weight, self.split.weight_fn)))
+
+    def run(in_place: bool, parts: list[Traced], inputs: Any) -> Reduced:
+      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
+      loss = dataclasses.replace(self, split=split, traced=parts[0])
+      weights, args, kwargs = inputs
+      grads, accumulators = self.shards.gradients(self.grad_reduction), None
+      if in_place:
+        accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
+        grads = accumulators.reductions
+      return loss._run_call(loss._call(accumulators, weights, args, kwargs), grads)
+
+    plain, added = (functools.partial(run, in_place) for in_place in (False, True))
+    return differentiated_as(plain, added, parts, (weights, args, kwargs))
+
+  def _call(self, accumulators: Accumulators | None, weights: Any, args: Any, kwargs: Any) -> Call:
+    run = functools.partial(self._differentiate, accumulators)
+    return Call(self.fun, run, self.split, args, kwargs, self._positions(args), weights)
+
+  def _run_call(self, call: Call, grads: Any) -> Reduced:
+    """The loss and its gradients, which `grads` reduces."""
+    noise = None
+    if self.noise_scale:
+      check_several(call.microbatches)
+      noise = NOISE_REDUCTIONS
+    return run_in_microbatches(
+      call, Outputs(self.reduction, self.aux_reduction, grads, noise), root=""
+    )
+
+  def derivatives(self, grads: Any) -> Any:
+    """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
+    name = self.reduction.name
+    each = reduction_words.match("grad_reduction", self.grad_reduction, grads)
+    return jax.tree.map(lambda kind, g: g if kind.name == name else None, each, grads)
+
+  def _positions(self, args: Any) -> Any:
+    """The positions of what is differentiated."""
+    wanted = names_or_positions("argnums", self.argnums, int)
+    return find_slots("argnums", wanted, self.fun, args, {})
+
+  def _evaluate(self, _: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+    """One microbatch's new carry and loss."""
+    loss, (carry, _) = self._run(self.shards.gather_in_scan(*args), *args[1:], **kwargs)
+    return carry, Outputs(loss, None, None)
+
+  def _differentiate(
+    self, accumulators: Accumulators | None, factor: Any, /, *args: Any, **kwargs: Any
+  ) -> tuple[Any, Outputs]:
+    """One microbatch's new carry, loss, aux and gradients."""
+    params = self.shards.gather_in_scan(*args)
+    run = self.traced or self._run
+    value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
+    if accumulators is not None:
+      factor = factor if self.reduction.name == "mean" else 1.0
+      value_and_grad = accumulators.value_and_grad(run, factor)
+    (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
+    across_devices.check_own_loss(loss, params, self.split.axis_name)
+    reduction_words.match("aux_reduction", self.aux_reduction, aux)
+    reduction_words.match("grad_reduction", self.grad_reduction, grads, "gradients")
+    noise = noise_of(self.derivatives(grads)) if self.noise_scale else None
+    return carry, Outputs(loss, aux, grads, noise)
+
+  def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+    """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
+    with self._explained(args, kwargs):
+      out = self.fun(*args, **kwargs)
+    carries = self.split.carry_argnum is not None
+    check_loss(out, self.has_aux or carries, carries)
+    if carries:
+      return out
+    return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
+
+  @contextlib.contextmanager
+  def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
+    """Adds to an error of the user's function what its arguments were."""
+    try:
+      yield
+    except (TypeError, ValueError) as error:
+      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
+      if settings.wants_value(error):
+        note = settings.note(error, self.fun, roles.shared)
+      elif self.split.batch_argnums is None:
+        note = note_on_batch(roles)
+      if note is not None:
+        error.add_note(note)
+      raise
+
+  def place(
+    self, args: Any, kwargs: Any, last: Any = None, there: Any = ()
+  ) -> tuple["LocalLoss", Any, Any]:
+    """The loss that a step with such arguments runs, and the arguments as it takes them."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and self.split.axis_name is None:
+      raise ValueError(
+        f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
+        " device would step by its own gradient: pass axis_name= to make_train_step, or call it"
+        " outside, with mesh=."
+      )
+    return self, args, kwargs
+
+  out_shardings = None  # of what a step returns first: left to the compiler
+
+  def beside(self, params: Any, opt_state: Any) -> "LocalLoss":
+    """The loss whose gradients come sharded as a step with this state wants them."""
+    return self
+
+  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile."""
+    return update((params, opt_state))
+
+
+def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
+  """What `weight_fn` gives, checked while a number can be seen, as an array."""
+  value = weight_fn(*args, **kwargs)
+  _validate.weight("weight_fn", value)
+  return value if isinstance(value, jax.Array) else as_weight(value)
+
+
+def local_loss(
+  fun: Any,
+  argnums: Any,
+  has_aux: bool,
+  reduction: str,
+  grad_reduction: Any,
+  aux_reduction: Any,
+  concat_axis: int | None,
+  split: Split,
+  noise_scale: bool = False,
+) -> LocalLoss:
+  """A `LocalLoss` from what the user gave, checked."""
+  _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
+  positions = names_or_positions("argnums", argnums, int)
+  if not positions or len(set(positions)) < len(positions):
+    raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
+  kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
+  check_noise_scale(noise_scale, split, reduction)
+  check_options(split, grad_reduction)
+  grad_kinds = reduction_words.named_of_gradients(grad_reduction, kind)
+  aux_kinds = reduction_words.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
+  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale)

@@ -1,0 +1,139 @@
+"""`microbatch`: any function, transformed to run in microbatches."""
+
+from collections.abc import Callable, Sequence
+import functools
+from typing import cast, ParamSpec, TypeVar
+
+from jax.typing import DTypeLike
+
+from optax_accum._arithmetic import reduction_words
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.reduction_words import ReductionTree
+from optax_accum._microbatches.loop import run_in_microbatches
+from optax_accum._microbatches.options import Split, WeightFn
+from optax_accum._microbatches.recompute import RecomputedCall
+from optax_accum._microbatches.unsplit import if_asked
+
+Args = ParamSpec("Args")
+Out = TypeVar("Out")
+
+
+def microbatch(
+  fun: Callable[Args, Out],
+  *,
+  reduction: ReductionTree,
+  batch_argnums: int | Sequence[int] | None = None,
+  batch_argnames: str | Sequence[str] = (),
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  batch_axis: int | tuple[int, ...] = 0,
+  concat_axis: int | None = None,
+  weight_fn: WeightFn | None = None,
+  rng_argnums: int | Sequence[int] | None = None,
+  rng_argnames: str | Sequence[str] = (),
+  accumulator_dtype: DTypeLike | None = None,
+  axis_name: AxisName | None = None,
+  unroll: int | bool = 1,
+) -> Callable[Args, Out]:
+  """Runs `fun` on one microbatch of its batch after the other, in one `jax.lax.scan`.
+
+  Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
+  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for the gradients of a
+  loss that is a mean over rows.
+
+  It can be differentiated, which serves losses that are not. Going backward, each microbatch is
+  computed again from its inputs, with the same keys, and so one microbatch's intermediate values
+  are all that is kept. Where nothing is differentiated nothing is computed again. A contrastive
+  loss needs the embeddings of all rows, and their encoder runs in microbatches::
+
+    encode_in_parts = optax_accum.microbatch(
+        encode, reduction="concat", batch_argnums=1, microbatch_size=64)
+
+    def loss_fn(params, batch):  # for jax.grad, or for make_train_step with num_microbatches=1
+      images = encode_in_parts(params["images"], batch["images"])
+      texts = encode_in_parts(params["texts"], batch["texts"])
+      return contrastive(images, texts, params["temperature"])
+
+  Under ``make_train_step(mesh=...)`` a device has its own rows alone. There, gather the others'
+  embeddings, ``jax.lax.all_gather(texts, "data", tiled=True)``, or rows of two devices never meet.
+
+  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once. Its rows
+  are tokens, so the sequences are put end to end::
+
+    def pieces(head, hidden, labels):
+      logits = hidden @ head
+      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
+
+    total = optax_accum.microbatch(
+        pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
+    loss = total(head, hidden.reshape(-1, width), labels.reshape(-1)) / labels.size
+
+  The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
+  also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
+  the devices once, as all gradients are. In a `shard_map` of your own, pass parameters as arguments
+  and `axis_name`, or cast them before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise
+  JAX reduces them in every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
+
+  What `fun` changes in place is lost, such as statistics of a flax nnx module. What is computed
+  again has no `jax.experimental.io_callback`; that is JAX's error.
+
+  Args:
+    fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
+    reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
+      tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
+      ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. The last needs outputs
+      that have the microbatch's rows on `concat_axis`, and keeps the order of the batch.
+    batch_argnums: The positions of the arguments that are split. Default: the only argument that is
+      no key; with several, say which (the first may well be parameters). With `batch_argnames`
+      alone, those; a call in which another argument has as many rows is then an error.
+    batch_argnames: The names of keyword arguments that are split.
+    num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
+      may be smaller.
+    batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
+      argument, in the order of `batch_argnums` and then of `batch_argnames`.
+    concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
+      not 0 it must be given, because shapes do not tell which axis of an output has the rows.
+    weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
+    rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
+      none, and a call with a typed key that is not named is an error; ``()`` shares keys.
+    rng_argnames: The names of such keyword arguments.
+    accumulator_dtype: The dtype that sums and means are added up in, and the cotangents of what
+      is not split. Default: their own dtype promoted with float32.
+    axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
+    unroll: As in `jax.lax.scan`. Above 1, differentiation keeps that many microbatches or more.
+
+  Returns:
+    A function with `fun`'s arguments, which returns `fun`'s outputs, reduced.
+
+  Raises:
+    ValueError: A count, a name, an argument or a shape cannot work.
+    TypeError: A value has the wrong type, or an output has a dtype that its reduction refuses.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax_accum
+    >>> def evaluate(x):
+    ...   return {"logits": 2 * x, "correct": jnp.sum(x > 2)}
+    >>> evaluate_in_parts = optax_accum.microbatch(
+    ...     evaluate, reduction={"logits": "concat", "correct": "sum"}, microbatch_size=2)
+    >>> out = evaluate_in_parts(jnp.arange(5.0))
+    >>> out["logits"].tolist(), int(out["correct"])
+    ([0.0, 2.0, 4.0, 6.0, 8.0], 2)
+
+  References:
+    `optax.microbatching.microbatch` is the closest peer. This differs from it: the last
+    microbatch may be smaller, microbatches may have weights, keys are folded, and differentiation
+    keeps one microbatch. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
+  """
+  split = Split.of(locals())
+  reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
+  collected = reduction_words.collects(reductions)
+
+  @functools.wraps(fun)
+  def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
+    run_fun = lambda _, *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
+    own = if_asked(split)
+    call = RecomputedCall(fun, run_fun, own, args, kwargs, collected=collected)
+    return cast(Out, run_in_microbatches(call, reductions).outputs)
+
+  return microbatched

@@ -1,0 +1,241 @@
+"""What batch is worth having: the noise scale, from the gradients of the microbatches of a step."""
+
+from collections.abc import Callable
+import functools
+import numbers
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+import numpy as np
+import optax
+
+from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic.reductions import Leaf, Mean, Sum
+
+
+class NoiseScaleTerms(NamedTuple):
+  """The two parts of the noise scale, estimated from one step alone.
+
+  ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are scalars,
+  float32 (float64 where x64 is enabled). They are right on average over steps, and far off in one.
+  Their ratio is not even that: smooth them first, by `gradient_noise_scale`. Both are 0 in a step
+  in which fewer than two microbatches counted. Such a step tells nothing.
+
+  Attributes:
+    squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
+    trace: An estimate of the trace of the covariance of the gradients of single rows. With a
+      `weight_fn`, of single units of weight: the variance of a microbatch's gradient is taken to
+      fall as 1 / weight. That is so where the weight counts rows or tokens that are drawn
+      independently. It is not so where rows have weights of their own, as in importance sampling.
+      With half-precision parameters the rounding of the mean gradient is in it, which shows where
+      the noise scale is far below the rows of a microbatch.
+  """
+
+  squared_norm: jax.Array
+  trace: jax.Array
+
+
+class GradientNoiseScale(NamedTuple):
+  """The pair of functions that `gradient_noise_scale` returns.
+
+  Attributes:
+    init: ``init() -> state``.
+    update: ``update(terms, state) -> (noise_scale, state)``.
+  """
+
+  init: Callable[[], Any]
+  update: Callable[[NoiseScaleTerms, Any], tuple[jax.Array, Any]]
+
+
+def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
+  """The simple noise scale: about how many rows a batch should have.
+
+  It is ``trace / |G|^2``. ``G`` is the gradient of all data, and ``trace`` that of the covariance
+  of the gradients of single rows. The gradient of a batch of this many rows has as much noise as
+  signal. If batches are much smaller, twice the rows need almost half the steps. If they are much
+  larger, more rows save few steps. With SGD, batches of B rows need ``1 + noise_scale / B`` times
+  the steps that very large ones need. The unit is that of weights: rows, or what a `weight_fn`
+  counts, such as tokens.
+
+  So a batch of as many rows as the noise scale needs twice the least steps, and twice the least
+  rows in all, and is a usual choice. One of four times that needs 1.25 times the least steps, and
+  one of a quarter 1.25 times the least rows.
+
+  Numerator and denominator are averaged over steps, each by itself, and then divided. How many
+  microbatches it is measured with hardly matters.
+
+  What it cannot tell: it is derived for plain SGD on a locally quadratic loss. Adam and momentum
+  follow it in trend only. It is small in the first steps, and grows by a factor of ten and more in
+  training, so what is measured early says nothing about the end; and as long as it grows, the
+  averages lag behind. Rows of one batch must be drawn independently: several windows of one
+  document count as fewer. Dropout counts as noise. Where rows meet within a microbatch, as in batch
+  normalisation and contrastive losses, it means nothing.
+
+  It is there with `make_train_step`, `linen_train_step` and `nnx_train_step`, also where `tx` is an
+  `accumulate`: then each call has its own terms. The state is saved and restored as any tree of
+  arrays, into the tree that ``init()`` returns.
+
+  Args:
+    decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps,
+      because one step tells little.
+
+  Returns:
+    A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
+    of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
+    ``(noise_scale, state)``. ``noise_scale`` is a scalar. It is inf as long as the averaged
+    ``|G|^2`` is not above 0: batches have been too small, or steps too few, to tell. A step that
+    tells nothing, or whose terms are not finite, leaves the state as it is.
+
+  Raises:
+    ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
+      steps.
+    TypeError: `decay` is no number; ``update`` got no `NoiseScaleTerms`, or no state of ``init()``.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+    >>> x = jax.random.normal(jax.random.key(0), (64, 2))
+    >>> batch = {"x": x, "y": x.sum(1) + jax.random.normal(jax.random.key(1), (64,))}
+    >>> tx = optax.sgd(0.01)
+    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
+    >>> estimate = optax_accum.gradient_noise_scale(decay=0.9)
+    >>> params, noise_state = jnp.zeros(2), estimate.init()
+    >>> opt_state = tx.init(params)
+    >>> for _ in range(10):
+    ...   params, opt_state, metrics = step(params, opt_state, batch)
+    ...   noise_scale, noise_state = estimate.update(metrics["noise_scale"], noise_state)
+    >>> bool(1 < noise_scale < 64)
+    True
+
+  References:
+    McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2 and appendix A.1,
+    which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
+  """
+  number: Any = decay
+  if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    raise TypeError(f"decay={decay!r} must be a number of at least 0 and below 1, such as 0.99.")
+  if not 0 <= np.float32(decay) < 1:
+    raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.99.")
+  # Dividing cancels what debiasing would do.
+  average = optax.ema(float(decay), debias=False)
+
+  def init() -> optax.EmaState:
+    zero = jnp.zeros((), jnp.result_type(float))
+    return average.init(NoiseScaleTerms(zero, zero))
+
+  def update(terms: NoiseScaleTerms, state: optax.EmaState) -> tuple[jax.Array, optax.EmaState]:
+    _check_update(terms, state)
+    terms = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(float)), terms)
+    tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
+    tells &= (terms.squared_norm != 0) | (terms.trace != 0)
+    new = average.update(terms, state)[1]
+    new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
+    return _ratio(new.ema), new
+
+  return GradientNoiseScale(init, update)
+
+
+def _check_update(terms: Any, state: Any) -> None:
+  """Checks the arguments of ``update``."""
+  if not isinstance(terms, NoiseScaleTerms):
+    raise TypeError(
+      f"update(terms, state) got terms of type {type(terms).__name__}: pass"
+      ' metrics["noise_scale"] of make_train_step(..., noise_scale=True), and the state second.'
+    )
+  if not isinstance(state, optax.EmaState):
+    raise TypeError(
+      f"update(terms, state) got a state of type {type(state).__name__}: pass what init() returned,"
+      " or the last update; restore a checkpoint into the tree that init() returns."
+    )
+  for name, x in terms._asdict().items():
+    if jnp.shape(x) != ():
+      raise ValueError(
+        f"terms.{name} has shape {jnp.shape(x)}, and update takes the scalars of one step: call it"
+        " in the scan over steps, or scan it over the stacked terms."
+      )
+
+
+def _ratio(terms: NoiseScaleTerms) -> jax.Array:
+  told = terms.squared_norm > 0
+  scale = jnp.maximum(terms.trace, 0) / jnp.where(told, terms.squared_norm, 1)
+  return jnp.where(told, scale, jnp.inf)
+
+
+class Noise(NamedTuple):
+  """What the scan reduces of each microbatch."""
+
+  squared_norm: Any  # of the gradient: the weighted mean
+  count: Any  # 1: the sum is how many counted
+
+
+class _WideMean(Mean):
+  """The mean in float32 or better, whatever gradients are added up in."""
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return super().start(leaf, None)
+
+
+class _WideSum(Sum):
+  """The sum, likewise."""
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+    return super().start(leaf, None)
+
+
+NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
+
+
+def noise_of(derivatives: Any) -> Noise:
+  """What one microbatch's gradient tells."""
+  squared = squared_norm(derivatives)
+  return Noise(squared, jnp.ones_like(squared))
+
+
+def squared_norm(derivatives: Any) -> jax.Array:
+  """The square of the global norm of gradients, in float32 or better."""
+  wide = lambda x: x.astype(weighted_mean.accumulator_dtype(x.dtype))  # noqa: E731
+  return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
+
+
+def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
+  """The estimates of one step, from the squared norms of its microbatches and of their mean.
+
+  Let the weights ``w`` of n microbatches sum to S, and their gradients ``g`` have the expectation
+  G and the covariance ``C / w``. Then ``E sum(w |g|^2) = S |G|^2 + n tr C`` over microbatches, and
+  ``E S |mean|^2 = S |G|^2 + tr C`` of their mean.
+  """
+  dtype = jnp.result_type(float)
+  each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)
+  total, others = total_weight.astype(dtype), noise.count.astype(dtype) - 1
+  tells = (others > 0) & (total != 0)
+  trace = total * (each - of_mean) / jnp.where(tells, others, 1)
+  squared_norm = of_mean - trace / jnp.where(tells, total, 1)
+  return NoiseScaleTerms(*(jnp.where(tells, x, 0) for x in (squared_norm, trace)))
+
+
+def check_noise_scale(noise_scale: Any, split: Any, reduction: str) -> None:
+  """Checks what `noise_scale` is given with."""
+  if not noise_scale:
+    return
+  if reduction != "mean":
+    raise ValueError(
+      'noise_scale=True compares means over rows, and with reduction="sum" a loss is no mean: pass'
+      ' noise_scale=False, or a loss that is a mean and reduction="mean".'
+    )
+  if split.in_place:
+    raise ValueError(
+      "noise_scale=True takes the norm of each microbatch's gradient, and in_place=True never has"
+      " one: leave one of the two out."
+    )
+
+
+def check_several(microbatches: int) -> None:
+  """Checks that there are microbatches to compare, on all devices together."""
+  if microbatches < 2:
+    raise ValueError(
+      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
+      " smaller microbatch_size, or a mesh of several devices."
+    )

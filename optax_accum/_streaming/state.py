@@ -1,0 +1,251 @@
+"""`AccumulateState`, and what is done with one."""
+
+import functools
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+import numpy as np
+import optax
+
+from optax_accum import _validate
+from optax_accum._arithmetic import weighted_mean
+
+State = TypeVar("State")
+
+
+class AccumulateState(NamedTuple):
+  """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
+
+  Their contents differ: `acc_grads` is a sum here and a running mean there. Convert such a state
+  with `from_multi_steps`.
+
+  Attributes:
+    mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
+    gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
+    inner_opt_state: the state of `inner`. Changes only when a cycle emits.
+    acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of
+      the cycle's gradients so far. Stale while `mini_step` is 0: the next mini step overwrites
+      it. ``()`` if ``every_k=1``.
+    skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
+    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
+      so far, over all devices. 0 after the last mini step of a cycle.
+    has_updated: bool scalar, whether the last call emitted. Set by every call.
+    weight_rest: float scalar like `acc_weight`, what rounding took from it: their sum is exact
+      where `acc_weight` alone, of counts of tokens, is not.
+
+  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
+  of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
+  ``jax.device_get(state)``, and restore it on as many devices. ``flax.jax_utils.unreplicate`` keeps
+  one device's gradients: in mid-cycle those of the others are lost. Use it only while `mini_step`
+  is 0.
+
+  A state that is restored in mid-cycle, into ``jax.eval_shape(tx.init, params)``, goes on to the
+  bit. Where the options have changed, restore it into the tree of the old ones. Then:
+
+  - another `every_k` above 1, or a schedule: nothing. The cycle ends with the call that makes
+    `mini_step` as large as the new one or larger.
+  - `every_k` from 1 to more: ``state._replace(acc_grads=tx.init(params).acc_grads)``. From more to
+    1: the same, at the end of a cycle. In mid-cycle ``lambda _: 1`` ends it with the next call.
+  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``. Here and
+    above, with `axis_name` in place of ``tx.init(params)`` what init returns in `jax.shard_map`.
+  - `accumulator_dtype`: nothing, and the accumulators stay as they are. (But Orbax casts to the
+    dtypes of the tree that it restores into.)
+  - other devices with `axis_name`: only the sum of ``acc_grads`` over the devices counts. So give
+    one of the new devices that sum, and the others zeros. Default weights count devices. So, with
+    as many rows in all, multiply `acc_grads`, `acc_weight` and `weight_rest` by new / old devices.
+  - a cycle that cannot go on: `discard_cycle`.
+
+  The state of another model is refused with the first leaf that differs, and so is that of another
+  `inner`, unless the new one runs on it, as SGD without momentum does.
+  """
+
+  mini_step: jax.Array
+  gradient_step: jax.Array
+  inner_opt_state: optax.OptState
+  acc_grads: Any
+  skip_state: Any
+  acc_weight: jax.Array
+  has_updated: jax.Array
+  weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
+
+
+def has_updated(opt_state: optax.OptState) -> jax.Array:
+  """Whether the last call ended a cycle with a step: the flag `has_updated`, found in any state.
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
+
+  Returns:
+    A bool scalar. With several accumulations side by side, whether any of them emitted.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx = optax.chain(optax_accum.accumulate(optax.sgd(0.1), every_k=2), optax.scale(1.0))
+    >>> state = tx.init(jnp.ones(3))
+    >>> for _ in range(3):
+    ...   updates, state = tx.update(jnp.ones(3), state)
+    ...   print(optax_accum.has_updated(state))
+    False
+    True
+    False
+  """
+  states = required("has_updated", opt_state)
+  return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+
+
+def discard_cycle(opt_state: State) -> State:
+  """The state with its present cycle begun anew: what was accumulated is dropped.
+
+  For a cycle that shall not or cannot go on: the data have changed, or a checkpoint in mid-cycle is
+  to be restored where its accumulators do not fit. These are not read again, so that others may
+  stand in their place: ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
+      May be traced.
+
+  Returns:
+    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: steps
+    that were taken stay, and so does what an `accumulate` within ``inner_opt_state`` has added up.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx, params = optax_accum.accumulate(optax.sgd(1.0), every_k=2), jnp.zeros(2)
+    >>> _, state = tx.update(jnp.full(2, 100.0), tx.init(params))
+    >>> state = optax_accum.discard_cycle(state)
+    >>> for _ in range(2):
+    ...   params, state = tx.apply(jnp.ones(2), state, params)
+    >>> print(params)
+    [-1. -1.]
+  """
+
+  def begun_anew(x: Any) -> Any:
+    if not is_state(x):
+      return x
+    names = ("mini_step", "acc_weight", "weight_rest")
+    return x._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names})
+
+  required("discard_cycle", opt_state)
+  return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
+
+
+def from_multi_steps(
+  state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike | None = None
+) -> AccumulateState:
+  """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
+
+  `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
+  weighted sum. Each of the mini steps before has the same `weight` in it. If those microbatches
+  were uneven, their mean is wrong already. The exact way is then `discard_cycle`, and the last
+  ``state.mini_step`` microbatches once more. Build ``accumulate(inner, every_k)`` around the same
+  `inner`, with the same `skip_fn`. The result shares arrays with `state`: copy it if the old loop
+  is to go on after these are donated.
+
+  Args:
+    state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
+      ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
+    use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
+      ``accumulate(..., reduction="sum")`` goes on with it.
+    weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
+      loop goes on with rows or tokens as weights, the rows or tokens that each microbatch before
+      had; where it goes on without weights, 1. With 0 they are left out of the mean, even NaN.
+      Needed unless ``state.mini_step`` is known to be 0, the end of a cycle.
+
+  Returns:
+    An `AccumulateState`. ``acc_grads`` are in float32 or better. `optax.MultiSteps` may hold them
+    in less, and in optax 0.2.8 those of float64 parameters in float32: put them into float64,
+    ``state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))``. ``skip_state`` and
+    ``inner_opt_state`` are as they were. ``has_updated`` is what `optax.MultiSteps.has_updated`
+    says: True where a cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``.
+    With `axis_name` take over the end of a cycle alone: a new init, with ``gradient_step`` and
+    ``inner_opt_state`` replaced.
+
+  Raises:
+    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
+    ValueError: `weight` is negative, out of range or no real scalar, or is missing in mid-cycle.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> old, new = optax.MultiSteps(optax.sgd(1.0), 2), optax_accum.accumulate(optax.sgd(1.0), 2)
+    >>> params = jnp.zeros(2)
+    >>> _, state = old.update(jnp.array([4.0, 0.0]), old.init(params), params)  # of 16 rows
+    >>> state = optax_accum.from_multi_steps(state, weight=16)
+    >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params, weight=48)
+    >>> print(params)
+    [-1. -3.]
+  """
+  if not isinstance(state, optax.MultiStepsState):
+    raise TypeError(
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
+      " as a TrainState has it in state.opt_state. Restore a checkpoint into the tree that"
+      " optax.MultiSteps(...).init(params) returns. Where the state is part of a larger one, such"
+      " as a chain's, replace it there, with jax.tree.map and is_leaf."
+    )
+  if weight is None:
+    weight = _weight_at_the_end(state.mini_step)
+  _validate.weight("The caller of from_multi_steps", weight)
+  own = ("mini_step", "gradient_step", "acc_grads")
+  state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
+  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
+  [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
+  boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
+  each = weighted_mean.as_weight(weight)
+  total = mini_step.astype(each.dtype) * each
+  counted = total if use_grad_mean else each
+
+  def summed(x: jax.Array) -> jax.Array:
+    return weighted_mean.weigh(x, counted, weighted_mean.accumulator_dtype(x.dtype))
+
+  return AccumulateState(
+    mini_step=state.mini_step,
+    gradient_step=state.gradient_step,
+    inner_opt_state=state.inner_opt_state,
+    acc_grads=jax.tree.map(summed, state.acc_grads),
+    skip_state=state.skip_state,
+    acc_weight=boxed([total]),
+    has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
+    weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
+  )
+
+
+def _weight_at_the_end(mini_step: Any) -> float:
+  """Any weight, if no mini step is in the cycle: else it must be said."""
+  [count] = jax.tree.leaves(mini_step)
+  traced = isinstance(count, jax.core.Tracer)
+  if traced or jnp.any(count != 0):
+    where = "is traced" if traced else f"is {count}"
+    raise ValueError(
+      f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the cycle"
+      " counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if these"
+      " are weighed by rows (or tokens), and weight=1 if they have no weights."
+    )
+  return 1.0
+
+
+def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
+  """Every outermost `AccumulateState` in `opt_state`."""
+  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+
+
+def required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+  """As `states_in`, and at least one."""
+  states = states_in(opt_state)
+  if not states:
+    raise ValueError(
+      f"{name} got a {type(opt_state).__name__} without an AccumulateState in it: pass the"
+      " optimizer state that a transformation built with `accumulate` returned."
+    )
+  return states
+
+
+def is_state(x: Any) -> bool:
+  """Whether `x` is a state of `accumulate`."""
+  return isinstance(x, AccumulateState)

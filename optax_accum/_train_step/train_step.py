@@ -1,0 +1,298 @@
+"""`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
+
+from collections.abc import Callable, Sequence
+import inspect
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+
+import jax
+from jax.typing import DTypeLike
+import optax
+
+from optax_accum import _validate
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.loss import MeshLoss
+from optax_accum._microbatches.loss import local_loss, LocalLoss
+from optax_accum._microbatches.options import Split, WeightFn
+from optax_accum._train_step.program import NotPickled, StepProgram
+
+Params = TypeVar("Params", bound=Any)
+OptState = TypeVar("OptState", bound=Any)
+Args = ParamSpec("Args")
+
+
+class TrainStep(NotPickled, Generic[Params, Args]):
+  """A jitted training step, made by `make_train_step`.
+
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``. From the batch on, the
+  arguments are those of the loss function, by position or by name. With `carry_argnum` the new
+  carry comes before the metrics, a dict that `make_train_step` describes.
+  """
+
+  def __init__(self, program: StepProgram):
+    self._program = program
+    self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
+
+  def __call__(
+    self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
+  ) -> tuple[Params, OptState, *tuple[Any, ...]]:
+    """Takes one step: the new parameters, the new optimizer state, and the metrics."""
+    return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
+
+  def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`.
+
+    ``step.lower(...).compile().memory_analysis()`` tells the memory before anything runs.
+    """
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.lower(*call.args, **call.kwargs)
+
+  def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """As ``trace`` of a jitted function."""
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.trace(*call.args, **call.kwargs)
+
+  def eval_shape(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+    """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return call.jitted.eval_shape(*call.args, **call.kwargs)
+
+  def __repr__(self) -> str:
+    split, parallel = self._program.local.split, self._program.parallel
+    size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
+    mesh = f", mesh={parallel.mesh}" if parallel else ""
+    name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
+    donate = self._program.donate
+    return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
+
+
+def make_train_step(
+  loss_fn: Callable[Concatenate[Params, Args], Any],
+  tx: optax.GradientTransformation,
+  *,
+  num_microbatches: int | None = None,
+  microbatch_size: int | None = None,
+  has_aux: bool = False,
+  batch_argnums: int | Sequence[int] | None = None,
+  batch_argnames: str | Sequence[str] = (),
+  batch_axis: int | tuple[int, ...] = 0,
+  reduction: Literal["mean", "sum"] = "mean",
+  grad_reduction: GradReductionTree = None,
+  weight_fn: WeightFn | None = None,
+  aux_reduction: ReductionTree = None,
+  concat_axis: int | None = None,
+  rng_argnums: int | Sequence[int] | None = None,
+  rng_argnames: str | Sequence[str] = (),
+  carry_argnum: int | None = None,
+  carry_reduction: ReductionTree = None,
+  accumulator_dtype: DTypeLike | None = None,
+  skip_nonfinite: bool = False,
+  skip_empty: bool = False,
+  in_place: bool = False,
+  axis_name: AxisName | None = None,
+  unroll: int | bool = 1,
+  noise_scale: bool = False,
+  donate: bool = True,
+  mesh: jax.sharding.Mesh | None = None,
+  data_axis: str | Sequence[str] = "data",
+  reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
+) -> TrainStep[Params, Args]:
+  """A jitted training step on a batch that is run in microbatches.
+
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and
+  gradients of the whole batch as `microbatch_value_and_grad` does, and takes one optimizer step
+  with them, in one XLA program. If nothing in the batch counted (all weights zero, or all
+  microbatches skipped), no parameter moves and the optimizer state stays, but for the mini steps of
+  `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
+  flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
+    >>> tx = optax.sgd(0.01)
+    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=3)
+    >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6)}
+    >>> params = jnp.array([1.0, -1.0])
+    >>> params, opt_state, metrics = step(params, tx.init(params), batch)
+    >>> float(metrics["loss"]), float(metrics["total_weight"])
+    (4.0, 6.0)
+
+  Args:
+    loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
+      in the options below, count its arguments: 0 are the parameters, 1 is the batch.
+    tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
+      (give it those of `microbatch_value_and_grad`). What it is told: "The optimizer" below.
+    num_microbatches: How many equal parts the batch is cut into. Must divide the rows (with `mesh`
+      those of each device). Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch, whatever the batch. The last microbatch may be
+      smaller. With `mesh` the rows on all devices together: a multiple of their number.
+    has_aux: Whether `loss_fn` returns ``(loss, aux)``.
+    batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
+    batch_argnames: The names of keyword arguments that are split too.
+    batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
+    reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
+    grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
+      they reduce to still goes through `tx`, which must overwrite and not step. In flax's words:
+      ``optax.partition({"params": optimizer, "_overwrite_with_gradient": optax.stateless(lambda
+      grads, params: jax.tree.map(jnp.subtract, grads, params))}, lambda tree: {k: k for k in
+      tree})``.
+    weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
+    aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
+      Default: the mean of what has no value for each row.
+    concat_axis: The axis of aux that "concat" joins, 0 by default.
+    rng_argnums: The positions of random keys, folded with the microbatch's index.
+    rng_argnames: The names of such keyword arguments.
+    carry_argnum: The position of an argument that is threaded through the microbatches.
+    carry_reduction: With a mesh, how the devices' carries become one.
+    accumulator_dtype: The dtype that losses and gradients are added up in.
+    skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
+    skip_empty: Whether a microbatch of weight zero is not run at all.
+    in_place: Whether gradients are added up within the backward pass, as in
+      `microbatch_value_and_grad`.
+    axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
+    unroll: As in `jax.lax.scan`.
+    noise_scale: Whether to estimate how large a batch is worth having, from how much the gradients
+      of the microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
+      `gradient_noise_scale`. It keeps no gradient, and parameters are the same to the bit, but for
+      those that the loss indexes (embeddings): XLA then adds their gradients up in another order.
+      Needs two microbatches or more, on all devices together, and neither `in_place` nor
+      ``reduction="sum"``. Beside tensor parallelism each microbatch has one more all-reduce, of one
+      number for each parameter.
+    donate: Whether parameters and optimizer state are updated in place. The arrays that are
+      passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
+      again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
+    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
+      spread over `data_axis`, and other axes are left to the compiler. Arrays that are not on the
+      mesh are put there. Default: one device. See "Over a mesh" below.
+    data_axis: The axis of the mesh that the rows are spread over, or several: ``("data", "fsdp")``.
+    reduce_gradients: When gradients are summed over the devices: ``"per_cycle"``, once, after the
+      last microbatch, or ``"per_microbatch"``, after each, which communicates more. It needs less
+      memory where parameters are sharded over the data axis. See "Shards" below.
+
+  Returns:
+    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
+    `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
+    ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
+    without those whose `grad_reduction` is not `reduction`, which are no derivatives;
+    ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); ``aux``, which
+    is there only with `has_aux` or `carry_argnum`; and ``noise_scale``, if asked for. All arguments
+    are traced; fix a setting by ``functools.partial(loss_fn, train=True)``. Reverse-mode
+    differentiation passes through a step unless `weight_fn` or `skip_nonfinite` can have it move
+    nothing; forward mode always does.
+
+  Raises:
+    ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
+      the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
+      are in another order; the state is that of other parameters or of another optimizer; with
+      `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh;
+      there is one microbatch, with `noise_scale`; `mesh` and `axis_name` are both given; the
+      batch is missing; the devices do not divide the rows; arrays are on another mesh; the step is
+      called inside `pmap` or `shard_map` without `axis_name`, or with `mesh`.
+    RuntimeError: An array was donated to an earlier step, which deleted it.
+    NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
+
+  Over a mesh:
+    `loss_fn` runs inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns
+    the loss of these. Losses, gradients, weights and aux are reduced together, so the mean is that
+    of the global batch.
+
+    - A loss that was reduced, by ``lax.pmean``, is refused. ``l.sum() / lax.psum(count, axis)`` is
+      wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count.
+    - Batch statistics are those of the device's rows.
+    - "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
+      the batch.
+    - With several data axes the rows are spread over the devices of all, the second varying faster.
+    - A sharding constraint in the loss may name other axes alone, as a bare `PartitionSpec`.
+    - Several processes make their batch with `jax.make_array_from_process_local_data`.
+
+  Shards:
+    Parameters, optimizer state and carry come out sharded as they came. Of a state that is on no
+    mesh yet, such as one made by ``jax.jit(tx.init)`` or read from a file, what has a parameter's
+    shape is put where that parameter is.
+
+    - Parameters sharded over the data axis (FSDP): "per_cycle" gathers them once, and holds them
+      and their gradients whole until the cycle ends. "per_microbatch" gathers in every microbatch,
+      and holds only shards in between. Either way gradients are scattered to the shards. Where a
+      parameter is sharded over some of several data axes, they are scattered over these, and the
+      shards summed over the rest.
+    - Parameters in whole whose optimizer state is sharded (ZeRO-1): gradients are scattered to the
+      state's shards, each device steps its part of the parameters, and these are gathered once. So
+      it is for each parameter of which all that the state has, numbers apart, has its shape and one
+      sharding over the data axes. Of others, such as with Adafactor's factors or moments that
+      disagree, the gradient is summed whole. It is also summed whole, and then cut, where further
+      axes of the mesh are explicit, or where the state has a dimension over data axes and further
+      axes together.
+    - A dimension of a parameter that is sharded over data axes and a further axis together is held
+      whole.
+    - Under an outer `jax.jit`, and in a scan over steps, parameters and state stay as they came if
+      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
+      whole there: call the step itself, which is jitted, or use an explicit mesh.
+    - Optimizers that multiply, flatten or broadcast arrays (muon, adafactor, lbfgs, prodigy,
+      `optax.adaptive_grad_clip`) fail in optax on parameters or a state that are sharded over
+      explicit axes.
+
+  The optimizer:
+    The extra arguments of ``tx.update``:
+
+    - ``value``: the loss. ``grad``: the gradient.
+    - ``value_fn``: the loss of this batch at other parameters, for a line search. Microbatches that
+      did not count at the present parameters are left out. It can be differentiated, in
+      microbatches and at their memory. Its derivative is zero by parameters whose `grad_reduction`
+      is not `reduction`.
+    - ``weight``: the total weight (1 under ``reduction="sum"``). So with
+      ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
+      ``value`` is that of the last call. A call of which nothing counted ends no cycle: the next
+      one that counts does.
+
+  Several terms:
+    Terms that are means over different things, a token mean and a second head's, have no one
+    weight. Divided by totals of the global batch, an argument that is not split, their sums are
+    exact::
+
+      def loss_fn(params, batch, totals):
+        terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
+        return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
+
+      make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
+
+    ``metrics["aux"]`` has the mean of each. A router's product of means is another function of
+    sums, and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch,
+    whose loss is the whole batch's, so that its `reduction` stays "mean"::
+
+      sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
+
+      def loss_fn(params, batch):
+        sums = sums_in_parts(params, batch)
+        # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
+        router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
+        return sums["nats"] / sums["tokens"] + router
+
+      make_train_step(loss_fn, tx, num_microbatches=1)
+  """
+  _validate.transformation(tx, "tx")
+  _validate.booleans(donate=donate)
+  _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
+  split = Split.of(locals(), default_argnum=1)
+  local = local_loss(
+    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split, noise_scale
+  )
+  loss: LocalLoss | MeshLoss = local
+  if mesh is not None:
+    loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
+  results = 3 if carry_argnum is None else 4
+  tx = optax.with_extra_args_support(tx)
+  return TrainStep(StepProgram(local, loss, tx, (0, 1), results, donate))
+
+
+def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+  """The signature of a step, with the names that `loss_fn` gives to what follows the parameters."""
+  kind = inspect.Parameter
+  first = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("params", "opt_state")]
+  try:
+    parameters = list(inspect.signature(loss_fn).parameters.values())
+    named = parameters and parameters[0].kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    return inspect.Signature([*first, *parameters[bool(named) :]])
+  except (TypeError, ValueError):  # it has none, or one that these two names do not go with
+    return inspect.signature(lambda params, opt_state, *args, **kwargs: None)
