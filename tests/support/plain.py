@@ -69,7 +69,7 @@ def offsets_and_carries(draw, call, carry):
     offset = np.zeros(cycles.OUT)
     if draw.key != "none":
       key = cycles.key_of(draw, call)
-      if draw.place in ("mesh", "shard_map", "pmap"):
+      if draw.local or draw.parts > 1:  # over a data axis of one device, as on one device
         key = jax.random.fold_in(key, m.device)
       key = jax.random.fold_in(key, m.index)
       offset = offset + 0.25 * np.asarray(jax.random.uniform(key, (cycles.OUT,), jnp.float32))
