@@ -8,12 +8,7 @@ import operator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.typing import DTypeLike
-import numpy as np
 import optax
-
-from optax_accum._arithmetic import weighted_mean
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
@@ -56,52 +51,6 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
   if not isinstance(value, str) or value not in allowed:
     raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}.")
   return value
-
-
-def accumulator_dtype(value: Any) -> jnp.dtype | None:
-  """Checks that accumulators of this dtype can hold a mean."""
-  if value is not None and not jnp.issubdtype(value, jnp.inexact):
-    raise TypeError(
-      f"accumulator_dtype={jnp.dtype(value)} cannot hold a mean: give a floating or complex dtype,"
-      " or None for the gradient's dtype promoted with float32."
-    )
-  return None if value is None else jnp.dtype(value)
-
-
-def holds_dtype(leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None) -> None:
-  """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
-  if accumulator is None or not jnp.issubdtype(dtype, jnp.complexfloating):
-    return
-  if not jnp.issubdtype(accumulator, jnp.complexfloating):
-    raise TypeError(
-      f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"
-      f" is {jnp.dtype(dtype)}: give a complex dtype, or None."
-    )
-
-
-def weight(source: str, value: Any) -> None:
-  """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
-  numeric = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
-  shape = jnp.shape(value) if numeric else ()
-  dtype = jnp.result_type(value) if numeric else jnp.dtype(object)
-  if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
-    raise TypeError(f"{source} gave the weight {value!r}; it must be a real scalar, a number.")
-  if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
-    raise ValueError(
-      f"{source} gave a weight of shape {shape} and dtype {dtype}; it must be a real scalar, such"
-      " as jnp.sum(mask)."
-    )
-  if isinstance(value, jax.core.Tracer):
-    return
-  number = value if isinstance(value, (int, float)) else float(value)
-  if not 0 <= number < np.inf:
-    raise ValueError(f"{source} gave the weight {value}; it must be 0 or more, and finite.")
-  if number and not weighted_mean.LEAST <= number <= weighted_mean.MOST:
-    raise ValueError(
-      f"{source} gave the weight {value}; it must be 0, or from {weighted_mean.LEAST} to"
-      f" {weighted_mean.MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
-      " their ratios alone matter."
-    )
 
 
 def transformation(value: Any, name: str = "inner") -> None:

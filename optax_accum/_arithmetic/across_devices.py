@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 
 # An axis of `pmap`, `shard_map` or `vmap`, or several of them.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -149,7 +149,7 @@ def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
 def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
-  wide = jnp.float32 if weighted_mean.is_float8(held.dtype) else held.dtype
+  wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
   return _extreme_float(held.astype(wide), reduce, tuple(_axes(axis_name))).astype(held.dtype)
 
 
@@ -197,7 +197,7 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     data = _of_one(jax.random.key_data(x), axis_name, chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  number = x.astype(weighted_mean.accumulator_dtype(x.dtype))
+  number = x.astype(dtypes.accumulator_dtype(x.dtype))
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
   return lax.psum(number, axis_name).astype(x.dtype)
 

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._arithmetic import across_devices, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 
 Operand = TypeVar("Operand")
 Flag: TypeAlias = bool | jax.Array
@@ -101,7 +101,7 @@ def _flat(tree: Any) -> tuple[list[Any], Any]:
 def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
   return (
     acc.shape == like.shape
-    and weighted_mean.promote(acc.dtype, like.dtype) == acc.dtype
+    and dtypes.promote(acc.dtype, like.dtype) == acc.dtype
     and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
     and across_devices.varying_axes(acc) == across_devices.varying_axes(like)
   )

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.weighted_mean import Weight
 
@@ -99,10 +98,10 @@ class Sum(Reduction):
   over_devices: Callable[[jax.Array, AxisName], jax.Array] = across_devices.summed
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
-    _validate.holds_dtype(name, leaf.dtype, dtype)
+    dtypes.check_holds(name, leaf.dtype, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
-    return across_devices.full_like(leaf, 0, weighted_mean.accumulator_dtype(leaf.dtype, dtype))
+    return across_devices.full_like(leaf, 0, dtypes.accumulator_dtype(leaf.dtype, dtype))
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""
@@ -121,7 +120,7 @@ class Sum(Reduction):
 
   def only(self, value: jax.Array) -> jax.Array:
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-    return value if inexact else value.astype(weighted_mean.accumulator_dtype(value.dtype))
+    return value if inexact else value.astype(dtypes.accumulator_dtype(value.dtype))
 
   def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
     scatter = functools.partial(across_devices.sum_scattered, spec=spec, automatic=automatic)
@@ -163,6 +162,9 @@ class SumInLoop(Reduction):
 
   of: Sum
   axis_name: AxisName
+
+  def __post_init__(self) -> None:
+    self.name = self.of.name
 
   def __repr__(self) -> str:
     return repr(self.of)
@@ -218,7 +220,7 @@ class Extreme(Choice):
     if jnp.issubdtype(leaf.dtype, jnp.integer):
       return across_devices.full_like(leaf, int(getattr(jnp.iinfo(leaf.dtype), self.limit)))
     limit = jnp.inf if self.limit == "max" else -jnp.inf
-    if weighted_mean.is_float8(leaf.dtype):  # some have no infinity
+    if dtypes.is_float8(leaf.dtype):  # some have no infinity
       limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
     return across_devices.full_like(leaf, limit)
 

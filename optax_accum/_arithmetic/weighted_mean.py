@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
+from optax_accum._arithmetic import dtypes
+
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
 
@@ -25,37 +27,29 @@ Weight = float | jax.Array
 LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
-def promote(*dtypes: DTypeLike) -> jnp.dtype:
-  """The dtype that all `dtypes` promote to, also where a user forbids implicit promotion."""
-  # JAX promotes 8-bit floats to nothing by itself; float32 holds them all.
-  wide = [jnp.float32 if is_float8(d) else jnp.dtype(d) for d in dtypes]
-  with jax.numpy_dtype_promotion("standard"):
-    return jnp.result_type(*wide)
-
-
-def is_float8(dtype: DTypeLike) -> bool:
-  """Whether `dtype` is a float of 8 bits or fewer."""
-  return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
-
-
-def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
-  """The dtype that values of `dtype` are added up in.
-
-  Floating and complex values: `requested`, or by default `dtype` promoted with float32, so
-  bfloat16 becomes float32, and float64 and complex64 stay. Where `requested` is complex, real
-  values get its real part's dtype. Integers and bools: at least 32 bits.
-  """
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    if jnp.dtype(dtype).itemsize >= 4:
-      return jnp.dtype(dtype)
-    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
-  if requested is None:
-    return promote(dtype, jnp.float32)
-  if jnp.issubdtype(requested, jnp.complexfloating) and not jnp.issubdtype(
-    dtype, jnp.complexfloating
-  ):
-    return jnp.finfo(requested).dtype
-  return jnp.dtype(requested)
+def check_weight(source: str, value: Any) -> None:
+  """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
+  numeric = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
+  shape = jnp.shape(value) if numeric else ()
+  dtype = jnp.result_type(value) if numeric else jnp.dtype(object)
+  if not jnp.issubdtype(dtype, jnp.number) and dtype != jnp.bool_:
+    raise TypeError(f"{source} gave the weight {value!r}; it must be a real scalar, a number.")
+  if shape != () or jnp.issubdtype(dtype, jnp.complexfloating):
+    raise ValueError(
+      f"{source} gave a weight of shape {shape} and dtype {dtype}; it must be a real scalar, such"
+      " as jnp.sum(mask)."
+    )
+  if isinstance(value, jax.core.Tracer):
+    return
+  number = value if isinstance(value, (int, float)) else float(value)
+  if not 0 <= number < np.inf:
+    raise ValueError(f"{source} gave the weight {value}; it must be 0 or more, and finite.")
+  if number and not LEAST <= number <= MOST:
+    raise ValueError(
+      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to"
+      f" {MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
+      " their ratios alone matter."
+    )
 
 
 def as_weight(weight: ArrayLike) -> jax.Array:
@@ -134,7 +128,7 @@ def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return value.astype(dtype)
-  wide = promote(value.dtype, promote(dtype, jnp.float32))
+  wide = dtypes.promote(value.dtype, dtypes.promote(dtype, jnp.float32))
   factor = weight.astype(wide) if isinstance(weight, jax.Array) else weight
   return (value.astype(wide) * factor).astype(dtype)
 
@@ -161,7 +155,7 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return total.astype(dtype)
-  wide = promote(total.dtype, jnp.float32)
+  wide = dtypes.promote(total.dtype, jnp.float32)
   total = total.astype(wide)
   if not isinstance(weight, jax.Array):
     return (total * (1 / weight if weight else 0.0)).astype(dtype)

@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
-import optax
 
-from optax_accum import _call_hints
+from optax_accum import _call_hints, _validate
 from optax_accum._flax import boxes, step_options
 from optax_accum._flax.state_fields import (
   check_mutable,
@@ -20,8 +19,8 @@ from optax_accum._flax.state_fields import (
   variables_of,
 )
 from optax_accum._flax.state_program import of_parameters, StateProgram
-from optax_accum._train_step.program import NotPickled, PreparedCall, StepProgram
-from optax_accum._train_step.train_step import make_train_step
+from optax_accum._train_step.program import PreparedCall
+from optax_accum._train_step.step import Loss, Step, step_loss
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs = Mapping[str, jax.Array]
@@ -149,15 +148,17 @@ def linen_train_step(
 _CONSTANT = 3  # where a program's arguments have the constant collections
 
 
-class LinenTrainStep(NotPickled):
+class LinenTrainStep(Step):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
-  _batch_position = 1  # in a call
+  batch_position = 1
 
   def __init__(self, loss_fn: Any, mutable: tuple[str, ...], has_aux: bool, options: Any):
     self._loss_fn, self._mutable, self._has_aux = loss_fn, mutable, has_aux
     self._options = options
-    self._plain = self._made()  # refuses options that cannot work
+    self._donate = options.get("donate", True)
+    _validate.booleans(donate=self._donate)
+    self.loss = self._step_loss()
     self._programs: dict[Any, StateProgram] = {}
     self.__name__ = "linen_train_step"
 
@@ -222,31 +223,29 @@ class LinenTrainStep(NotPickled):
     overwrites = OVERWRITTEN in variables_of(state.params)
     key = state.tx, overwrites
     if key not in self._programs:
-      plain = self._made(overwrites) if overwrites else self._plain
+      loss = self._step_loss(overwrites) if overwrites else self.loss
       # What a call updates: all but what is in between.
       updated = (0, 1, 5, 6) if self._mutable else (0, 1, 5)
       self._programs[key] = StateProgram(
-        plain.local,
-        plain.loss,
+        loss,
         of_parameters(state.tx),
         updated,
         len(updated) + 1,
-        plain.donate,
+        self._donate,
       )
     return self._programs[key]
 
-  def _made(self, overwrites: bool = False) -> StepProgram:
-    """The program of such a step without an optimizer."""
+  def _step_loss(self, overwrites: bool = False) -> Loss:
+    """The loss as one of such arguments as the program has."""
     roles: dict[str, Any] = {"batch_argnums": 1, "rng_argnums": 3}
     if self._mutable:
       roles["carry_argnum"] = 4
-    options = {**self._options}
+    options = {k: x for k, x in self._options.items() if k != "donate"}
     if overwrites and options.get("grad_reduction") is None:
       kept = options.get("reduction", "mean")
       options["grad_reduction"] = {"params": kept, OVERWRITTEN: "max"}
     has_aux = self._has_aux or bool(self._mutable)
-    step: Any = make_train_step(self._loss, optax.identity(), has_aux=has_aux, **roles, **options)
-    return step._program
+    return step_loss(self._loss, has_aux=has_aux, **roles, **options)
 
   def _loss(self, params: Any, batch: Any, constant: Any, rngs: Any, *mutable: Any) -> Any:
     """The user's loss, as one that `make_train_step` takes."""

@@ -15,7 +15,7 @@ from optax_accum._flax import graph, objects, step_options
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.state_program import has_stepped
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._train_step.program import NotPickled
+from optax_accum._train_step.step import Step
 from optax_accum._train_step.train_step import make_train_step, TrainStep
 
 _DELETED = (
@@ -115,10 +115,10 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-class NnxTrainStep(NotPickled):
+class NnxTrainStep(Step):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
 
-  _batch_position = 2  # in a call
+  batch_position = 2
 
   def __init__(self, loss_fn: Any, wrt: Any, has_aux: bool, options: dict[str, Any]):
     self._loss_fn, self._wrt, self._has_aux, self._options = loss_fn, wrt, has_aux, options
@@ -126,7 +126,7 @@ class NnxTrainStep(NotPickled):
     self._steps: dict[Any, TrainStep[Any, ...]] = {}
     self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
     # Refuses options that cannot work.
-    self._plain = self._train_step(loss_fn, optax.identity(), True)._program
+    self.loss = self._train_step(loss_fn, optax.identity(), True).loss
 
   def __repr__(self) -> str:
     given = {"wrt": objects.shown(self._wrt), "has_aux": self._has_aux or None, **self._options}

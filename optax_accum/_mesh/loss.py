@@ -185,7 +185,8 @@ class _PlacedLoss(NamedTuple):
     local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
     several = self.parallel.devices > 1
     if several:
-      local.shards = shards
+      local.grad_reduction = shards.gradients(self.local.grad_reduction)
+      local.gather_in_loop = shards.gather_in_loop
 
     def spec(slot: Slot, tree: Any) -> Any:
       if slot == 0:
@@ -196,8 +197,13 @@ class _PlacedLoss(NamedTuple):
 
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
+
+    def on_device(weights: Any, args: Any, kwargs: Any) -> Any:
+      params = shards.gather_before_loop(args[0]) if several else args[0]
+      return method(local, weights, params, *args[1:], **kwargs)
+
     mapped = jax.shard_map(
-      lambda weights, args, kwargs: method(local, weights, *args, **kwargs),
+      on_device,
       mesh=self.parallel.mesh,
       in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,

@@ -12,24 +12,8 @@ from optax_accum._arithmetic import across_devices, reduction_words
 from optax_accum._arithmetic.reductions import Reduction
 
 
-class Whole:
-  """Parameters that every device has in whole, and that nothing needs to be done about."""
-
-  def gather_before_scan(self, params: Any) -> Any:
-    """The parameters as the scan takes them in."""
-    return params
-
-  def gather_in_scan(self, params: Any, *others: Any) -> Any:
-    """The whole parameters, from those that the scan took in; `others` are a microbatch's."""
-    return params
-
-  def gradients(self, reductions: Any) -> Any:
-    """A prefix tree of the gradients' reductions, from the one that is asked for."""
-    return reductions
-
-
 @dataclasses.dataclass(eq=False, repr=False)
-class Sharded(Whole):
+class Sharded:
   """Parameters that are sharded over mesh axes, or replicated, leaf by leaf."""
 
   specs: Any  # a PartitionSpec for each parameter, over the data axes alone
@@ -41,10 +25,12 @@ class Sharded(Whole):
   def _gather(self, params: Any) -> Any:
     return jax.tree.map(across_devices.gathered, params, self.specs, self.automatic)
 
-  def gather_before_scan(self, params: Any) -> Any:
+  def gather_before_loop(self, params: Any) -> Any:
+    """The parameters as the loop takes them in."""
     return params if self.in_loop else self._gather(params)
 
-  def gather_in_scan(self, params: Any, *others: Any) -> Any:
+  def gather_in_loop(self, params: Any, *others: Any) -> Any:
+    """The whole parameters, from those that the loop took in; `others` are a microbatch's."""
     if not self.in_loop:
       return params
     # Tied to the microbatch, because a compiler would otherwise move the gathering out of
@@ -54,6 +40,8 @@ class Sharded(Whole):
     return self._gather(lax.optimization_barrier((params, numbers))[0])
 
   def gradients(self, reductions: Any) -> Any:
+    """A tree of the gradients' reductions, from the prefix tree that is asked for."""
+
     def placed(kind: Reduction, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
       kind = kind.scattered(spec, automatic) if spec else kind
       return kind.in_loop(self.axis_name) if self.in_loop else kind

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Leaf, Reduction
 from optax_accum._arithmetic.weighted_mean import Weight
@@ -116,7 +116,7 @@ def check_options(split: Any, grad_reduction: Any) -> None:
 def _check_dtype(name: str, x: Any, requested: DTypeLike | None) -> None:
   """Checks that a parameter's gradients are added up in their own dtype."""
   dtype = jnp.result_type(x)
-  wide = weighted_mean.accumulator_dtype(dtype, requested)
+  wide = dtypes.accumulator_dtype(dtype, requested)
   if wide == dtype:
     return
   fix = (

@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, reduction_words, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.weighted_mean import Weight
@@ -95,7 +95,7 @@ def _together(
   if x.dtype == jnp.bool_:
     raise TypeError(f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".')
   start = across_devices.same(jnp.asarray(start), axis_name)
-  wide = weighted_mean.accumulator_dtype(x.dtype)
+  wide = dtypes.accumulator_dtype(x.dtype)
   if kind.name == "sum":
     grown = x.astype(wide) - start.astype(wide)
     return (start.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, reduction_words
+from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.weighted_mean import as_weight
-from optax_accum._mesh.shards import Whole
 from optax_accum._microbatches import parameters, settings
 from optax_accum._microbatches.arguments import find_slots, names_or_positions
 from optax_accum._microbatches.check_loss import check_loss
@@ -51,27 +50,31 @@ class LocalLoss:
   aux_reduction: Any  # a prefix tree of reductions
   split: Split
   noise_scale: bool = False
-  shards: Whole = dataclasses.field(default_factory=Whole)  # of the first argument
+  # Of the first argument and the others in a microbatch: what is differentiated.
+  gather_in_loop: Callable[..., Any] = lambda params, *others: params
   traced: Traced | None = None  # of `_run`
+
+  @property
+  def local(self) -> "LocalLoss":
+    """The loss on one device."""
+    return self
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
     positions = self._positions(args)
-    args = (self.shards.gather_before_scan(args[0]), *args[1:])
     call = Call(self.fun, self._evaluate, self.split, args, kwargs, positions, weights)
     return run_in_microbatches(call, Outputs(self.reduction, None, None)).outputs.loss
 
   def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     positions = self._positions(args)
-    args = (self.shards.gather_before_scan(args[0]), *args[1:])
     for i in positions:
       parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = self._call(None, weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return self._run_call(call, self.shards.gradients(self.grad_reduction))
+      return self._run_call(call, self.grad_reduction)
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
     parts = [Traced(self._run)]
@@ -82,7 +85,7 @@ class LocalLoss:
       split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
       loss = dataclasses.replace(self, split=split, traced=parts[0])
       weights, args, kwargs = inputs
-      grads, accumulators = self.shards.gradients(self.grad_reduction), None
+      grads, accumulators = self.grad_reduction, None
       if in_place:
         accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
         grads = accumulators.reductions
@@ -118,14 +121,14 @@ class LocalLoss:
 
   def _evaluate(self, _: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
-    loss, (carry, _) = self._run(self.shards.gather_in_scan(*args), *args[1:], **kwargs)
+    loss, (carry, _) = self._run(self.gather_in_loop(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
     self, accumulators: Accumulators | None, factor: Any, /, *args: Any, **kwargs: Any
   ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
-    params = self.shards.gather_in_scan(*args)
+    params = self.gather_in_loop(*args)
     run = self.traced or self._run
     value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
     if accumulators is not None:
@@ -176,6 +179,7 @@ class LocalLoss:
       )
     return self, args, kwargs
 
+  parallel = None  # the `DataParallel` of a loss over a mesh
   out_shardings = None  # of what a step returns first: left to the compiler
 
   def beside(self, params: Any, opt_state: Any) -> "LocalLoss":
@@ -190,7 +194,7 @@ class LocalLoss:
 def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
   """What `weight_fn` gives, checked while a number can be seen, as an array."""
   value = weight_fn(*args, **kwargs)
-  _validate.weight("weight_fn", value)
+  weighted_mean.check_weight("weight_fn", value)
   return value if isinstance(value, jax.Array) else as_weight(value)
 
 

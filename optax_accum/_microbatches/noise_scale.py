@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 import numpy as np
 import optax
 
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.reductions import Leaf, Mean, Sum
 
 
@@ -196,7 +196,7 @@ def noise_of(derivatives: Any) -> Noise:
 
 def squared_norm(derivatives: Any) -> jax.Array:
   """The square of the global norm of gradients, in float32 or better."""
-  wide = lambda x: x.astype(weighted_mean.accumulator_dtype(x.dtype))  # noqa: E731
+  wide = lambda x: x.astype(dtypes.accumulator_dtype(x.dtype))  # noqa: E731
   return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import cut, keys_and_carry
@@ -82,7 +82,7 @@ class Split:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     keys_and_carry.check_words(self.carry_reduction, self.carry_argnum)
     self.batch_axis = self._axes()
-    self.accumulator_dtype = _validate.accumulator_dtype(self.accumulator_dtype)
+    self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
   def of(cls, arguments: dict[str, Any], default_argnum: int | None = None) -> "Split":
@@ -270,7 +270,7 @@ class Call:
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
     value = self.split.weight_fn(*positional, **named)
-    _validate.weight("weight_fn", value)
+    weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)
 
   def _fold_keys(self, slot: Slot, index: ArrayLike) -> Any:

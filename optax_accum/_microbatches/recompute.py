@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Call, Microbatch, Take
 
@@ -40,8 +40,8 @@ class RecomputedCall(Call):
     return varying
 
   def _wide(self, x: jax.Array) -> jax.Array:
-    wide = weighted_mean.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
-    return x.astype(weighted_mean.promote(x.dtype, wide))
+    wide = dtypes.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
+    return x.astype(dtypes.promote(x.dtype, wide))
 
   def cut(self, full: int) -> tuple[Callable[[ArrayLike], Any], Any]:
     """The microbatches, as in `Call`; and the function is traced, on one of each size."""

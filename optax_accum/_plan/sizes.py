@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from optax_accum._plan import counts
+from optax_accum._train_step.step import Step
 
 # The part of what a device may allocate that is left free, because free memory is in pieces.
 MARGIN = 0.05
@@ -42,9 +42,8 @@ def parse(name: str, value: Any) -> int:
 
 def of_device(args: Any, step: Any) -> int:
   """What arrays may take on the device that a step runs on, less a margin."""
-  program = counts.program_of(step)
-  if program is not None and program.parallel is not None:
-    devices = [*program.parallel.mesh.devices.flat]
+  if isinstance(step, Step) and step.loss.parallel is not None:
+    devices = [*step.loss.parallel.mesh.devices.flat]
   else:
     shardings: Any = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
     devices = [d for s in shardings if s is not None for d in getattr(s, "device_set", ())]

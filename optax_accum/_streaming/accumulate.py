@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from optax_accum import _call_hints, _validate
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
@@ -164,7 +165,7 @@ def accumulate(
     )
   every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
-  dtype = _validate.accumulator_dtype(accumulator_dtype)
+  dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
   cycle = EveryCall(reduction, dtype, axis_name) if every_k == 1 else Cycle(every_k, dtype)
   accumulation = Accumulation(
     inner=optax.with_extra_args_support(inner),

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
@@ -73,7 +73,7 @@ class EveryCall:
       weights = Weights(1.0, lax.axis_size(self.axis_name))
 
     def weighed(g: jax.Array) -> jax.Array:
-      wide = weighted_mean.accumulator_dtype(g.dtype, self.accumulator_dtype)
+      wide = dtypes.accumulator_dtype(g.dtype, self.accumulator_dtype)
       return weighted_mean.weigh(g, weights.local, g.dtype if self.axis_name is None else wide)
 
     total = jax.tree.map(weighed, updates)
@@ -96,8 +96,8 @@ class Cycle:
 
     def zeros(path: Any, leaf: jax.Array) -> jax.Array:
       name, dtype = _validate.leaf_name("params", path), jnp.result_type(leaf)
-      _validate.holds_dtype(name, dtype, self.accumulator_dtype)
-      return _zeros_like(leaf, weighted_mean.accumulator_dtype(dtype, self.accumulator_dtype))
+      dtypes.check_holds(name, dtype, self.accumulator_dtype)
+      return _zeros_like(leaf, dtypes.accumulator_dtype(dtype, self.accumulator_dtype))
 
     return jax.tree_util.tree_map_with_path(zeros, gradients_like(params))
 

@@ -61,7 +61,7 @@ class MiniSteps:
         " in accumulate(transformation(optimizer), every_k). If one passes a Python number instead,"
         " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
       )
-    _validate.weight("The caller of update", weight)
+    weighted_mean.check_weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     if isinstance(weight, (int, float)) and weight != 0:
       local_weight: Weight = float(weight)

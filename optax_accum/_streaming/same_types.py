@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes
 
 Held = TypeVar("Held")
 
@@ -48,15 +48,10 @@ def widened(update: Callable[[Held], Held], held: Held) -> Held:
   """
   while True:
     new = jax.eval_shape(update, held)
-    wide = jax.tree.map(in_dtype_of, held, new)
+    wide = jax.tree.map(dtypes.in_dtype_of, held, new)
     if all(x is y for x, y in zip(*map(jax.tree.leaves, (held, wide)), strict=True)):
       return held
     held = wide  # which the next update may make wider: dtypes end at the widest
-
-
-def in_dtype_of(x: Any, like: Any) -> Any:
-  """`x` in the dtype of `like`."""
-  return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
 
 
 def _cast(name: str, new: Any, old: Any) -> Any:
@@ -69,5 +64,5 @@ def _cast(name: str, new: Any, old: Any) -> Any:
       f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
       f" {after} there."
     )
-  to = weighted_mean.promote(before, after)
+  to = dtypes.promote(before, after)
   return across_devices.sharded_like(jnp.asarray(new).astype(to), old)

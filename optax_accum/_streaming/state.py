@@ -9,8 +9,7 @@ from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _validate
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 
 State = TypeVar("State")
 
@@ -191,7 +190,7 @@ def from_multi_steps(
     )
   if weight is None:
     weight = _weight_at_the_end(state.mini_step)
-  _validate.weight("The caller of from_multi_steps", weight)
+  weighted_mean.check_weight("The caller of from_multi_steps", weight)
   own = ("mini_step", "gradient_step", "acc_grads")
   state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
@@ -202,7 +201,7 @@ def from_multi_steps(
   counted = total if use_grad_mean else each
 
   def summed(x: jax.Array) -> jax.Array:
-    return weighted_mean.weigh(x, counted, weighted_mean.accumulator_dtype(x.dtype))
+    return weighted_mean.weigh(x, counted, dtypes.accumulator_dtype(x.dtype))
 
   return AccumulateState(
     mini_step=state.mini_step,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._arithmetic import across_devices, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._streaming.inner_state import check_kept, explained
 from optax_accum._streaming.mini_step import weight_is_sent
-from optax_accum._streaming.same_types import in_dtype_of, same_types, widened
+from optax_accum._streaming.same_types import same_types, widened
 from optax_accum._streaming.state import is_state, states_in
 
 Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
@@ -86,7 +86,7 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   def choose(x: Any, before: Any) -> Any:
     if is_state(x):
       return x
-    return weighted_mean.select(counted, x, in_dtype_of(before, x))
+    return weighted_mean.select(counted, x, dtypes.in_dtype_of(before, x))
 
   return jax.tree.map(choose, new, old, is_leaf=is_state)
 

@@ -1,6 +1,6 @@
 """N backward passes and one optimizer step as one program: its arguments, placed and donated."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import functools
 import itertools
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._mesh.loss import MeshLoss
 from optax_accum._microbatches import parameters, settings
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
@@ -18,31 +17,13 @@ from optax_accum._train_step.donation import check_alive, distinct, Shards
 from optax_accum._train_step.flattened import Flattened
 from optax_accum._train_step.last_call import joined, LastCall, Passed
 from optax_accum._train_step.optimizer_step import optimizer_step
+from optax_accum._train_step.step import Loss
 from optax_accum._train_step.value_fn import loss_elsewhere
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
 Leaves: TypeAlias = list[Any]
 
 _KEPT = None  # where what is kept is among arguments
-
-
-class NotPickled:
-  """A step, which compiled programs and functions belong to."""
-
-  def __reduce__(self) -> Any:
-    raise TypeError(
-      f"{self!r} cannot be pickled, because it holds compiled programs and the functions of its"
-      " optimizer: pickle the parameters and the optimizer state, and make the step anew where they"
-      " are read."
-    )
-
-  def __copy__(self) -> Any:
-    copied = object.__new__(type(self))
-    vars(copied).update(vars(self))
-    return copied
-
-  def __deepcopy__(self, memo: Any) -> Any:
-    return self.__copy__()  # functions are not copied either
 
 
 class PreparedCall(NamedTuple):
@@ -67,29 +48,18 @@ class StepProgram:
   What the last call returned, and what else it was passed, is not looked at again.
   """
 
-  local: LocalLoss
-  loss: LocalLoss | MeshLoss
+  loss: Loss
   tx: Transform
   updated: tuple[int, ...]  # the positions of what the first results replace, in their order
   results: int  # how many there are
   donate: bool  # whether what is updated is donated
 
   def __post_init__(self) -> None:
+    self.local = self.loss.local
     self._jitted: dict[Any, tuple[Any, Any]] = {}
     self._recent: tuple[Any, Any] = None, None  # a loss and its functions: a loss is long to hash
     self._shards = Shards()
     self._last = LastCall([], Passed({}, frozenset(), None))
-
-  @property
-  def parallel(self) -> Any:
-    """The `DataParallel` that rows are spread by; None on one device."""
-    return getattr(self.loss, "parallel", None)
-
-  def batch(self, args: Sequence[Any]) -> tuple[dict[Any, int], dict[Any, Any]]:
-    """The axis of the rows of each batch argument; all arguments, by where the loss has them."""
-    arguments = {0: args[0], **self._others(tuple(args), {})}
-    roles = self.local.split.roles(self.local.fun, tuple(arguments.values()), {}, (0,))
-    return roles.batch, arguments
 
   def prepare(
     self, args: tuple[Any, ...], kwargs: Mapping[str, Any], kept: Any = ()

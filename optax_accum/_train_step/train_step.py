@@ -11,18 +11,17 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
-from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.loss import MeshLoss
-from optax_accum._microbatches.loss import local_loss, LocalLoss
-from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._train_step.program import NotPickled, StepProgram
+from optax_accum._microbatches import cut
+from optax_accum._microbatches.options import WeightFn
+from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.step import Step, step_loss
 
 Params = TypeVar("Params", bound=Any)
 OptState = TypeVar("OptState", bound=Any)
 Args = ParamSpec("Args")
 
 
-class TrainStep(NotPickled, Generic[Params, Args]):
+class TrainStep(Step, Generic[Params, Args]):
   """A jitted training step, made by `make_train_step`.
 
   ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``. From the batch on, the
@@ -31,8 +30,14 @@ class TrainStep(NotPickled, Generic[Params, Args]):
   """
 
   def __init__(self, program: StepProgram):
-    self._program = program
+    self._program, self.loss = program, program.loss
     self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
+
+  def rows(self, args: Sequence[Any]) -> int | None:
+    """The rows of the batch that a call is given, on all devices."""
+    arguments: dict[Any, Any] = dict(enumerate((args[0], *args[2:])))
+    roles = self.loss.local.split.roles(self.loss.local.fun, tuple(arguments.values()), {}, (0,))
+    return cut.batch_rows(roles.batch, arguments)
 
   def __call__(
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
@@ -59,10 +64,10 @@ class TrainStep(NotPickled, Generic[Params, Args]):
     return call.jitted.eval_shape(*call.args, **call.kwargs)
 
   def __repr__(self) -> str:
-    split, parallel = self._program.local.split, self._program.parallel
+    split, parallel = self.loss.local.split, self.loss.parallel
     size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
     mesh = f", mesh={parallel.mesh}" if parallel else ""
-    name = getattr(self._program.local.fun, "__name__", repr(self._program.local.fun))
+    name = getattr(self.loss.local.fun, "__name__", repr(self.loss.local.fun))
     donate = self._program.donate
     return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
 
@@ -271,19 +276,12 @@ def make_train_step(
 
       make_train_step(loss_fn, tx, num_microbatches=1)
   """
+  options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
-  _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  split = Split.of(locals(), default_argnum=1)
-  local = local_loss(
-    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split, noise_scale
-  )
-  loss: LocalLoss | MeshLoss = local
-  if mesh is not None:
-    loss = MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
   results = 3 if carry_argnum is None else 4
   tx = optax.with_extra_args_support(tx)
-  return TrainStep(StepProgram(local, loss, tx, (0, 1), results, donate))
+  return TrainStep(StepProgram(step_loss(loss_fn, **options), tx, (0, 1), results, donate))
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

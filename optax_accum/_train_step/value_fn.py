@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arithmetic.weighted_mean import accumulator_dtype
+from optax_accum._arithmetic.dtypes import accumulator_dtype
 
 
 def loss_elsewhere(

@@ -1,0 +1,66 @@
+"""The dtypes that values are added up in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+
+def promote(*dtypes: DTypeLike) -> jnp.dtype:
+  """The dtype that all `dtypes` promote to, also where a user forbids implicit promotion."""
+  # JAX promotes 8-bit floats to nothing by itself; float32 holds them all.
+  wide = [jnp.float32 if is_float8(d) else jnp.dtype(d) for d in dtypes]
+  with jax.numpy_dtype_promotion("standard"):
+    return jnp.result_type(*wide)
+
+
+def is_float8(dtype: DTypeLike) -> bool:
+  """Whether `dtype` is a float of 8 bits or fewer."""
+  return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
+
+
+def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
+  """The dtype that values of `dtype` are added up in.
+
+  Floating and complex values: `requested`, or by default `dtype` promoted with float32, so
+  bfloat16 becomes float32, and float64 and complex64 stay. Where `requested` is complex, real
+  values get its real part's dtype. Integers and bools: at least 32 bits.
+  """
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    if jnp.dtype(dtype).itemsize >= 4:
+      return jnp.dtype(dtype)
+    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+  if requested is None:
+    return promote(dtype, jnp.float32)
+  if jnp.issubdtype(requested, jnp.complexfloating) and not jnp.issubdtype(
+    dtype, jnp.complexfloating
+  ):
+    return jnp.finfo(requested).dtype
+  return jnp.dtype(requested)
+
+
+def check_accumulator_dtype(value: Any) -> jnp.dtype | None:
+  """Checks that accumulators of this dtype can hold a mean."""
+  if value is not None and not jnp.issubdtype(value, jnp.inexact):
+    raise TypeError(
+      f"accumulator_dtype={jnp.dtype(value)} cannot hold a mean: give a floating or complex dtype,"
+      " or None for the gradient's dtype promoted with float32."
+    )
+  return None if value is None else jnp.dtype(value)
+
+
+def check_holds(leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None) -> None:
+  """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
+  if accumulator is None or not jnp.issubdtype(dtype, jnp.complexfloating):
+    return
+  if not jnp.issubdtype(accumulator, jnp.complexfloating):
+    raise TypeError(
+      f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"
+      f" is {jnp.dtype(dtype)}: give a complex dtype, or None."
+    )
+
+
+def in_dtype_of(x: Any, like: Any) -> Any:
+  """`x` in the dtype of `like`."""
+  return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)

@@ -1,0 +1,76 @@
+"""What every training step has, and the loss that one steps by the gradient of."""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from optax_accum import _validate
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.loss import MeshLoss
+from optax_accum._microbatches import cut
+from optax_accum._microbatches.loss import local_loss, LocalLoss
+from optax_accum._microbatches.options import Split
+
+Loss: TypeAlias = LocalLoss | MeshLoss
+
+
+class Step:
+  """What every training step of the library has: a loss, compiled programs, and no pickle."""
+
+  loss: Loss  # that it steps by the gradient of
+  batch_position: int | None = None  # of the batch in a call, where that is all that is split
+
+  def rows(self, args: Sequence[Any]) -> int | None:
+    """The rows of the batch that a call is given, on all devices."""
+    if self.batch_position is None or len(args) <= self.batch_position:
+      return None
+    [axis] = self.loss.local.split.batch_axis
+    return cut.batch_rows({1: axis}, {1: args[self.batch_position]})
+
+  def counts(self, rows: int) -> list[int]:
+    """The numbers of microbatches that a batch of so many rows can have, the largest first."""
+    split, least = rows, 1
+    if (parallel := self.loss.parallel) is not None:
+      parallel.check_rows(rows)
+      split = rows // parallel.devices
+    least = 2 if self.loss.local.noise_scale and split == rows else 1
+    return [n for n in range(split, least - 1, -1) if split % n == 0]
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      f"{self!r} cannot be pickled, because it holds compiled programs and the functions of its"
+      " optimizer: pickle the parameters and the optimizer state, and make the step anew where they"
+      " are read."
+    )
+
+  def __copy__(self) -> Any:
+    copied = object.__new__(type(self))
+    vars(copied).update(vars(self))
+    return copied
+
+  def __deepcopy__(self, memo: Any) -> Any:
+    return self.__copy__()  # functions are not copied either
+
+
+def step_loss(
+  loss_fn: Any,
+  *,
+  has_aux: bool = False,
+  reduction: Any = "mean",
+  grad_reduction: Any = None,
+  aux_reduction: Any = None,
+  concat_axis: int | None = None,
+  noise_scale: bool = False,
+  mesh: Any = None,
+  data_axis: Any = "data",
+  reduce_gradients: str = "per_cycle",
+  **split: Any,
+) -> Loss:
+  """The loss of a step with these options of `make_train_step`, which are checked."""
+  _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
+  roles = Split(default_argnum=1, **split)
+  local = local_loss(
+    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, roles, noise_scale
+  )
+  if mesh is None:
+    return local
+  return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
