@@ -14,7 +14,7 @@ import matplotlib.figure
 import pytest
 from support import fast_compile
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 # As small as the memory of activations still shows; the time goes into compiling.
 SMALL_LM = (

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "_static").glob("*.svg"))
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 

@@ -43,7 +43,7 @@ def assert_mistakes_alone(found):
 def test_mypy():
   # The library's own errors are not shown, as of an installed package.
   options = ("--config-file", "mypy.ini", "--follow-imports", "silent")
-  cache = str(HERE.parents[1] / ".mypy_cache")
+  cache = str(HERE.parents[2] / ".mypy_cache")
   done = check("mypy", *options, "--cache-dir", cache, *FILES, MYPYPATH=LIBRARY)
   assert done.returncode == 1, done.stderr
   assert_mistakes_alone(re.findall(r"(?m)^(\S+?):(\d+): error: (.*)", done.stdout))
