@@ -1,5 +1,6 @@
 """What is told about the package agrees, and a wheel holds all of it."""
 
+import ast
 import contextlib
 import importlib.metadata
 import pathlib
@@ -50,6 +51,37 @@ def test_a_wheel_holds_the_whole_package(tmp_path):
   package = ROOT / "optax_accum"
   files = [*package.rglob("*.py"), package / "py.typed"]
   assert held == {str(path.relative_to(ROOT)) for path in files}
+
+
+# What users call is above, and the mechanism below.
+FLOORS = (
+  "__main__",
+  "__init__ flax",
+  "_flax _plan",
+  "_train_step",
+  "_check_split",
+  "_mesh",
+  "_streaming",
+  "_microbatches",
+  "_arithmetic",
+  "_compiled",
+  "_validate _versions",
+)
+
+
+def test_no_room_imports_one_above_it():
+  package = ROOT / "optax_accum"
+  floors = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
+  assert {path.stem for path in package.iterdir() if path.suffix in ("", ".py")} - {
+    "__pycache__"
+  } == floors.keys()
+  for path in package.rglob("*.py"):
+    room = path.relative_to(package).parts[0].removesuffix(".py")
+    for node in ast.walk(ast.parse(path.read_text())):
+      if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("optax_accum"):
+        inside = node.module.split(".")[1:]
+        for other in inside[:1] or [alias.name for alias in node.names]:
+          assert other == room or floors[other] > floors[room], (path, other)
 
 
 def citation():
