@@ -16,8 +16,8 @@ from support.compiled import compilations
 from support.devices import make_mesh, put
 
 from optax_accum import accumulate, count_collectives
-from optax_accum._flax import graph
 from optax_accum._flax.forwarded import forwarded
+from optax_accum._flax.variables import Snapshot
 from optax_accum.flax import nnx_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -364,7 +364,7 @@ def test_every_change_of_structure_is_seen(change):
   model.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0))])
   model.listed = nnx.data([nnx.Param(jnp.ones(()))])
   model.named = nnx.data({"a": nnx.Param(jnp.ones(()))})
-  snapshot = graph.Snapshot(model)
+  snapshot = Snapshot(model)
   model.first.kernel[...] += 1.0
   model.named["a"][...] += 1.0
   assert snapshot.holds(model)

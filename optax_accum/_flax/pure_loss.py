@@ -8,7 +8,7 @@ from typing import Any
 from flax import nnx
 import jax
 
-from optax_accum._flax import graph
+from optax_accum._flax import variables
 from optax_accum._flax.forwarded import forwarded
 from optax_accum._microbatches import keys_and_carry
 
@@ -54,40 +54,32 @@ class PureLoss:
     if carry is None:
       return out
     loss, aux = out if self.has_aux else (out, None)
-    return loss, (graph.values(graph.partition(nnx.state(model), self.changed)[0]), aux)
+    return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
 
   def _computed(self, states: Any, batch: Any) -> set[str]:
     """The names of what the loss computes anew, and does not only give back."""
-    inputs: list[list[int | None]] = []
-    names: list[str] = []
 
     def run(states: Any) -> Any:
       model = nnx.merge(self.graphdef, *states)
-      positions = {id(x): i for i, x in enumerate(jax.tree.leaves(states))}
       before = _held(model)
       self.fun(model, batch)
-      after = _held(model)
-      names[:] = [name for name, x in after.items() for _ in jax.tree.leaves(x)]
-      inputs[:] = [[positions.get(id(x)) for x in jax.tree.leaves(before[name])] for name in after]
-      return after
+      return before, _held(model)
 
-    program = jax.make_jaxpr(run)(states).jaxpr
-    given = [i for each in inputs for i in each]
-    if len(given) != len(names):
-      return set(names)
-    found = zip(names, given, forwarded(program), strict=True)
-    return {name for name, i, j in found if i is None or i != j}
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
+    given = [-1 if i is None else i for i in forwarded(program.jaxpr)]
+    before, after = jax.tree.unflatten(jax.tree.structure(shapes), given)
+    return {n for n, x in after.items() if jax.tree.leaves(x) != jax.tree.leaves(before[n])}
 
   def _check_changed(self, changed: set[str], params: Any, model: Any) -> None:
     """Checks that only what is threaded changed."""
-    if of_params := sorted(changed & graph.named(params).keys()):
+    if of_params := sorted(changed & variables.named(params).keys()):
       raise ValueError(
         f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
         " in a Variable of another type, or change it before the step. (A transform that gives it"
         " back as it was, in a way that the program does not show, is taken for a change.)"
       )
-    arrays = {n for n, x in graph.named(nnx.state(model)).items() if not graph.is_variable(x)}
-    if lost := sorted(changed & arrays):
+    held = variables.named(nnx.state(model))
+    if lost := sorted(name for name in changed if not variables.is_variable(held[name])):
       raise ValueError(
         f"loss_fn changed model.{lost[0]}, an array that is no Variable, so the change would be"
         " lost: keep it in an nnx.Variable."
@@ -118,17 +110,14 @@ class PureLoss:
 
 def _attributes(model: Any) -> dict[str, Any]:
   """What a model has beside arrays, by name."""
-  found = {graph.name(path): x for path, x in nnx.iter_graph(model) if not hasattr(x, "shape")}
-  return {name: x for name, x in found.items() if not _is_node(x) and "_pytree__" not in name}
-
-
-def _is_node(x: Any) -> bool:
-  return not jax.tree_util.all_leaves([x])
+  found = {variables.name(path): x for path, x in nnx.iter_graph(model) if not hasattr(x, "shape")}
+  is_leaf = jax.tree_util.all_leaves
+  return {name: x for name, x in found.items() if is_leaf([x]) and "_pytree__" not in name}
 
 
 def _held(model: Any) -> dict[str, Any]:
   """What the Variables of a model hold, by name."""
-  return {name: graph.value(x) for name, x in graph.named(nnx.state(model)).items()}
+  return {name: variables.value(x) for name, x in variables.named(nnx.state(model)).items()}
 
 
 def _is_same(a: Any, b: Any) -> bool:

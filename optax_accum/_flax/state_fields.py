@@ -1,18 +1,21 @@
-"""What a step is given of a `TrainState`, and what a model is applied to: checked, by field."""
+"""What a `TrainState` holds, by field and as a model is applied to it: checked, opened, stepped."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple, NoReturn
 
+from flax import linen as nn
 from flax.core import FrozenDict, unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import optax
 
 from optax_accum import _validate
-from optax_accum._flax import boxes
 
 _OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
 
@@ -103,7 +106,7 @@ def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
 
 def _like(name: str, new: Any, old: Any) -> Any:
   """A collection in the tree that it had: flax takes a `FrozenDict` and gives a dict."""
-  got, had = (dict(_validate.named_leaves(name, unfreeze(boxes.bare(x)))) for x in (new, old))
+  got, had = (dict(_validate.named_leaves(name, unfreeze(_bare(x)))) for x in (new, old))
   for leaf in (*got, *had):
     if leaf not in had:
       _differs(f"returned {leaf}, which the state lacks", name)
@@ -173,3 +176,80 @@ def _is_one_key(x: Any) -> bool:
   if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return x.shape == ()
   return x.dtype == jnp.uint32 and len(x.shape) == 1
+
+
+def beside_overwritten(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """`tx`, for parameters beside which flax keeps what is overwritten and not stepped."""
+
+  def init(params: Any) -> Any:
+    return tx.init(params["params"])
+
+  def update(grads: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    value_fn, overwritten, own = extra_args["value_fn"], params[OVERWRITTEN], grads["params"]
+    extra_args |= {
+      "grad": own,
+      "value_fn": lambda params: value_fn({"params": params, OVERWRITTEN: overwritten}),
+    }
+    updates, state = tx.update(own, state, params["params"], **extra_args)
+    changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
+    return {"params": updates, OVERWRITTEN: changes}, state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@contextlib.contextmanager
+def opened_on_device(variables: Any) -> Iterator[Any]:
+  """Variables, and logical axes, that constrain arrays by automatic axes alone.
+
+  `jax.shard_map` over the data axis has made it manual: each device has its own rows, and
+  parameters in whole. JAX refuses a constraint that names such an axis, and has nothing left to do
+  for it. Boxes are still boxes, with all of their names, which transforms of layers need.
+  """
+  if not jax.sharding.get_abstract_mesh().manual_axes:
+    yield variables
+    return
+
+  def on_device(box: Any) -> Any:
+    kind: Any = type(box)
+    return _kind_on_device(kind)(**vars(box))
+
+  with nn.logical_axis_rules([(name, _automatic(to)) for name, to in nn.get_logical_axis_rules()]):
+    yield _map_boxes(on_device, variables)
+
+
+@functools.cache
+def _kind_on_device(kind: Any) -> Any:
+  class OnDevice(kind):
+    def unbox(self, apply_constraint: bool = True) -> Any:
+      if not apply_constraint or not jax.sharding.get_abstract_mesh().auto_axes:
+        return self.value
+      logical = isinstance(self, nn.LogicallyPartitioned)
+      names: Any = nn.logical_to_mesh_axes(self.names, self.rules) if logical else self.names
+      spec = PartitionSpec(*map(_automatic, names))
+      return jax.lax.with_sharding_constraint(self.value, spec)
+
+  return OnDevice
+
+
+def _automatic(axes: Any) -> Any:
+  """Those of the axes of one dimension that are left to the compiler here."""
+  if not isinstance(axes, (str, tuple)):
+    return axes  # None, or what is not constrained
+  mesh = jax.sharding.get_abstract_mesh()
+  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+  named = (axes,) if isinstance(axes, str) else axes
+  return tuple(name for name in named if types.get(name, AxisType.Auto) is AxisType.Auto) or None
+
+
+def _bare(tree: Any) -> Any:
+  """`tree` without its boxes, and without their constraints."""
+  return _map_boxes(lambda box: box.value, tree)
+
+
+def _map_boxes(fun: Any, tree: Any) -> Any:
+  def is_box(x: Any) -> bool:
+    return isinstance(x, nn.Partitioned)
+
+  return jax.tree.map(lambda x: fun(x) if is_box(x) else x, tree, is_leaf=is_box)
