@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,12 @@ from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Step, step_loss
 from optax_accum._train_step.train_step import make_train_step
 
+Params: TypeAlias = Any
+OptState: TypeAlias = Any
+Batch: TypeAlias = Any
+Metrics: TypeAlias = dict[str, Any]
+LossFn: TypeAlias = Callable[..., Any]
+
 
 class FlaxStep(Step):
   """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
@@ -22,7 +28,7 @@ class FlaxStep(Step):
   takes: ClassVar[str]  # the arguments of the loss
   decided: ClassVar[Mapping[str, str]]  # options that are not the user's here, and why
 
-  def __init__(self, loss_fn: Any, has_aux: bool, options: Mapping[str, Any], **own: Any):
+  def __init__(self, loss_fn: LossFn, has_aux: bool, options: Mapping[str, Any], **own: Any):
     known = inspect.signature(make_train_step).parameters
     batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument")
     decided = {**batch, **self.decided}
@@ -43,7 +49,7 @@ class FlaxStep(Step):
     named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
     return f"{self.name}({', '.join([loss, *named])})"
 
-  def _step_loss(self, loss_fn: Any, carry: int | None, **decided: Any) -> Loss:
+  def _step_loss(self, loss_fn: LossFn, carry: int | None, **decided: Any) -> Loss:
     """`loss_fn` as the loss of a step; `carry` is the position of the argument that is threaded."""
     options = {**self._options, **decided}
     if carry is None:
@@ -57,11 +63,11 @@ class CountingProgram(StepProgram):
 
   name = "nnx_train_step"
 
-  def function(self, loss: Any) -> Callable[..., Any]:
+  def function(self, loss: Loss) -> Callable[..., Any]:
     """What is compiled."""
     run = super().function(loss)
 
-    def counting(params: Any, opt_state: Any, /, *args: Any) -> tuple[Any, ...]:
+    def counting(params: Params, opt_state: OptState, /, *args: Any) -> tuple[Any, ...]:
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
       stepped = (metrics["total_weight"] != 0) & _has_stepped(opt_state, new[1])
@@ -71,11 +77,11 @@ class CountingProgram(StepProgram):
     return counting
 
 
-def _has_stepped(before: Any, after: Any) -> jax.Array:
+def _has_stepped(before: OptState, after: OptState) -> jax.Array:
   """Whether the optimizer took a step, which one that accumulates does once a cycle."""
   states = (AccumulateState, optax.MultiStepsState)
 
-  def counts(opt_state: Any) -> list[Any]:
+  def counts(opt_state: OptState) -> list[Any]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
     return [x.gradient_step for x in leaves if isinstance(x, states)]
 

@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from flax.training import train_state
 import jax
@@ -9,14 +9,14 @@ import optax
 
 from optax_accum import _call_hints, _validate
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import CountingProgram, FlaxStep
-from optax_accum._flax.state_fields import OVERWRITTEN, variables_of
+from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics, Params
+from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches import parameters
 from optax_accum._train_step.program import PreparedCall
 from optax_accum._train_step.step import Loss
 
 State = TypeVar("State", bound=train_state.TrainState)
-Rngs = Mapping[str, jax.Array]
+Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
 
 @_call_hints.hinted(
@@ -24,7 +24,7 @@ Rngs = Mapping[str, jax.Array]
   " TrainState.create(apply_fn=..., params=params, tx=tx)."
 )
 def linen_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: LossFn,
   *,
   mutable: Sequence[str] = (),
   has_aux: bool = False,
@@ -33,7 +33,7 @@ def linen_train_step(
   """A jitted training step of a flax `TrainState`, on a batch that is run in microbatches.
 
   ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` by the gradient
-  of the whole batch, as of `make_train_step`, in one call::
+  of the whole batch, as of `make_train_step`::
 
     class TrainState(flax.training.train_state.TrainState):
       batch_stats: Any
@@ -53,25 +53,13 @@ def linen_train_step(
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
   it in ``variables``, whole, and no gradient is taken of it: statistics in use, or the frozen
-  parameters under adapters (LoRA), of which alone there are gradients, accumulators and moments::
+  parameters under adapters (LoRA). Do not close over such arrays: they would be constants of the
+  program. Where adapters are among the parameters, `optax.partition` with `optax.set_to_zero` saves
+  only moments: all gradients are still added up. (For `accumulate`, see `TrainState`.)
 
-    class LoraState(flax.training.train_state.TrainState):
-      base: Any
-
-    def loss_fn(variables, batch, rngs):
-      params = merge(variables["base"], variables["params"])  # base + a @ b
-      return cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"]).mean()
-
-    state = LoraState.create(apply_fn=None, params=adapters, base=params, tx=optax.adamw(1e-3))
-
-  Do not close over such arrays: they would be constants of the program. Where adapters are among
-  the parameters, `optax.partition` with `optax.set_to_zero` saves only moments: the gradients of
-  all parameters are still added up. (For `accumulate`, see `TrainState`.)
-
-  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) go in as flax gives them,
-  and come out as they came. With ``mesh=`` their constraints in the loss name automatic axes alone:
-  the data axis is manual there. So it is with `nn.with_logical_constraint`, if
-  `nn.logical_axis_rules` are set around the step, and not in the loss.
+  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
+  With ``mesh=`` their constraints in the loss name automatic axes alone: the data axis is manual.
+  So do those of `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -80,20 +68,18 @@ def linen_train_step(
       applied to: ``"params"``, and the collections in the state. ``rngs`` is a dict of keys, or
       None where the call has none: a loss without noise takes it too.
     mutable: The collections that microbatches update, one after the other: fields of the state.
-      Default: none. Over a mesh each device updates its own, and they are averaged, weighted by
-      what each device counted (`carry_reduction`, a prefix tree over
-      ``{"batch_stats": ...}``, says otherwise).
+      Default: none. Over a mesh each device updates its own, and they are averaged by what each
+      counted (`carry_reduction`, a prefix tree over ``{"batch_stats": ...}``, says otherwise).
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
-    **options: Those of `make_train_step`, but for the roles of arguments. `weight_fn` gets the
-      batch.
+    **options: Those of `make_train_step`, but for the roles of arguments.
 
   Returns:
-    A `LinenTrainStep`. The state is donated unless ``donate=False``: parameters, optimizer state,
-    `mutable` collections and ``step``. All other fields live on, even if they are the same arrays
-    (an EMA that starts as the parameters). ``state.step`` counts optimizer steps: it stays where
-    nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs`` are folded with
-    the index of each microbatch, and of each device, so give a new key in each step.
-    ``metrics`` is as of `make_train_step`. ``lower``, ``trace`` and ``eval_shape`` are too.
+    A `LinenTrainStep`, with the ``metrics`` and methods of `make_train_step`. Unless
+    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
+    other fields live on, even if they are the same arrays (an EMA that starts as the parameters).
+    ``state.step`` counts optimizer steps: it stays where nothing in the batch counted, and in the
+    mini steps of an `accumulate`. ``rngs`` are folded with the index of each microbatch, and of
+    each device, so give a new key in each step.
 
   Raises:
     TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; a state is no
@@ -120,9 +106,6 @@ def linen_train_step(
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
 
-_CONSTANT = 3  # where a program's arguments have the constant collections
-
-
 class LinenTrainStep(FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
@@ -134,7 +117,7 @@ class LinenTrainStep(FlaxStep):
     "carry_argnum": "name collections in mutable",
   }
 
-  def __init__(self, loss_fn: Any, mutable: Any, has_aux: bool, options: dict[str, Any]):
+  def __init__(self, loss_fn: LossFn, mutable: Any, has_aux: bool, options: dict[str, Any]):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     if options.get("carry_reduction") is not None and not self._mutable:
@@ -150,29 +133,27 @@ class LinenTrainStep(FlaxStep):
     " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
     " rows into a field of the state that is a dict."
   )
-  def __call__(
-    self, state: State, batch: Any, rngs: Rngs | None = None
-  ) -> tuple[State, dict[str, Any]]:
+  def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """One optimizer step on a batch: the new state, and the metrics."""
     program, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, program.run(call))
 
-  def lower(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Lowered:
+  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives. Shapes will do."""
     _, call = self._prepare(state, batch, rngs)
     return call.jitted.lower(*call.args)
 
-  def trace(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Traced:
+  def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     _, call = self._prepare(state, batch, rngs)
     return call.jitted.trace(*call.args)
 
-  def eval_shape(self, state: State, batch: Any, rngs: Any = None) -> tuple[State, dict[str, Any]]:
+  def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
     _, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, call.jitted.eval_shape(*call.args))
 
-  def _prepare(self, state: Any, batch: Any, rngs: Any) -> tuple["StateProgram", PreparedCall]:
+  def _prepare(self, state: Any, batch: Batch, rngs: Rngs) -> tuple["StateProgram", PreparedCall]:
     """The program for such a call, and the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -180,22 +161,18 @@ class LinenTrainStep(FlaxStep):
         " parameters and an optimizer state use make_train_step."
       )
     state_fields.check_rngs(rngs)
-    fields = state_fields.fields_of(state, self._mutable)
-    program = self._program(state)
-    updated = [fields.mutable] if self._mutable else []
-    updated.append(state_fields.counted(state.step))
-    args = (state.params, state.opt_state, batch, fields.constant, rngs, *updated)
-    return program, program.prepare(args, {}, fields.others)
+    mutable, constant, others = state_fields.fields_of(state, self._mutable)
+    program, count = self._program(state), state_fields.counted(state.step)
+    args = state.params, state.opt_state, batch, constant, rngs, mutable, count
+    return program, program.prepare(args, {}, others)
 
-  def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, dict[str, Any]]:
+  def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, Metrics]:
     """The state after a step, and the metrics."""
     params, opt_state, *mutable, count, metrics = out
-    # On a mesh, where the step has put them.
-    collections = {**call.args[_CONSTANT], **(mutable[0] if mutable else {})}
     if not self._has_aux:
       metrics.pop("aux", None)
-    new = state.replace(step=count, params=params, opt_state=opt_state, **collections)
-    return new, metrics
+    collections = {**call.args[3], **dict(*mutable)}  # the constant ones where the step put them
+    return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics
 
   def _program(self, state: train_state.TrainState) -> "StateProgram":
     """The program for states of this optimizer."""
@@ -208,8 +185,7 @@ class LinenTrainStep(FlaxStep):
         kept = self._options.get("reduction", "mean")
         loss = self._loss_of_variables({"params": kept, OVERWRITTEN: "max"})
         tx = state_fields.beside_overwritten(tx)
-      # All but what is in between.
-      updated = (0, 1, 5, 6) if self._mutable else (0, 1, 5)
+      updated = (0, 1, 5, 6) if self._mutable else (0, 1, 6)
       self._programs[key] = StateProgram(loss, tx, updated, len(updated) + 1, self._donate)
     return self._programs[key]
 
@@ -219,39 +195,41 @@ class LinenTrainStep(FlaxStep):
     decided = {"rng_argnums": 3, "grad_reduction": reductions if given is None else given}
     return self._step_loss(self._loss, 4 if self._mutable else None, **decided)
 
-  def _loss(self, params: Any, batch: Any, constant: Any, rngs: Any, *mutable: Any) -> Any:
+  def _loss(
+    self, params: Params, batch: Batch, constant: Collections, rngs: Rngs, mutable: Collections
+  ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
-    held = mutable[0] if mutable else {}
     # Keys are not constant: all microbatches would have the same noise.
     constant = {name: x for name, x in constant.items() if not state_fields.holds_keys(x)}
-    variables = {**variables_of(params), **constant, **held}
-    with state_fields.opened_on_device(variables) as variables:
+    given = {**variables_of(params), **constant, **mutable}
+    with state_fields.opened_on_device(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
-    pairs = _is_pair(out), _is_pair(out) and _is_pair(out[1])
+    several = isinstance(out, (tuple, list))
+    found = f"a {type(out).__name__} of length {len(out)}" if several else "a single value"
     if not self._mutable:
-      if not self._has_aux and isinstance(out, (tuple, list)):
+      if several and not self._has_aux:
         raise TypeError(
-          f"The loss returned {_described(out)}, and without mutable and has_aux it returns the"
+          f"The loss returned {found}, and without mutable and has_aux it returns the"
           " loss alone. If the rest are updates of collections, name them,"
           ' mutable=("batch_stats",); if it is auxiliary, pass has_aux=True.'
         )
       return out
-    if not pairs[self._has_aux]:
+    if not _is_pair(out) or (self._has_aux and not _is_pair(out[1])):
       wanted = "(loss, (updates, aux))" if self._has_aux else "(loss, updates)"
-      aux = " and has_aux=True" * self._has_aux
+      with_aux = " and has_aux=True" * self._has_aux
       raise TypeError(
-        f"The loss returned {_described(out)}; with mutable={self._mutable!r}{aux} it returns"
-        f" {wanted}, where updates is what model.apply(..., mutable={list(self._mutable)!r}) gives."
+        f"The loss returned {found}; with mutable={self._mutable!r}{with_aux} it returns {wanted},"
+        f" where updates is what model.apply(..., mutable={list(self._mutable)!r}) gives."
       )
-    updates, kept = out[1] if self._has_aux else (out[1], None)
-    return out[0], (state_fields.check_updates(updates, held), kept)
+    updates, aux = out[1] if self._has_aux else (out[1], None)
+    return out[0], (state_fields.check_updates(updates, mutable), aux)
 
 
 class StateProgram(CountingProgram):
   """A `CountingProgram` of the parts of a `TrainState`.
 
   Its arguments are the parameters, the optimizer state, the batch, collections that are constant,
-  keys, the mutable collections if there are any, and the count of steps.
+  keys, the mutable collections, and the count of steps.
   """
 
   name = "linen_train_step"
@@ -262,17 +240,10 @@ class StateProgram(CountingProgram):
 
   def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, by the names that messages have for them."""
-    params, opt_state, batch, constant, rngs, *mutable, count = args
-    named = {"params": params, "opt_state": opt_state, "step": count, **constant}
-    for collections in mutable:
-      named.update(collections)
-    return {f"state.{name}": x for name, x in named.items()} | {"batch": batch, "rngs": rngs}
+    params, opt_state, batch, constant, rngs, mutable, count = args
+    state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
+    return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
 
 
 def _is_pair(x: Any) -> bool:
   return isinstance(x, (tuple, list)) and len(x) == 2
-
-
-def _described(out: Any) -> str:
-  several = isinstance(out, (tuple, list))
-  return f"a {type(out).__name__} of length {len(out)}" if several else "a single value"

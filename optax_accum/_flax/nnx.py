@@ -1,8 +1,7 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
 from collections.abc import Callable
-import dataclasses
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 import weakref
 
 from flax import nnx
@@ -11,12 +10,13 @@ import optax
 
 from optax_accum import _call_hints
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import CountingProgram, FlaxStep
+from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
 from optax_accum._train_step.program import PreparedCall
 
 R = TypeVar("R")
+Optimizer: TypeAlias = nnx.Optimizer[Any]
 
 _DELETED = (
   "{root}.{name} has been deleted: a step updates model and optimizer in place, and deletes the"
@@ -35,7 +35,7 @@ _OTHER_MODEL = (
   " step(model, optimizer, batch)."
 )
 def nnx_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: LossFn,
   *,
   wrt: Any = nnx.Param,
   has_aux: bool = False,
@@ -50,11 +50,9 @@ def nnx_train_step(
   `nnx.BatchNorm`, counters of random streams, caches, Variables of your own. So each microbatch
   draws noise of its own, and the model ends as after a loop over the microbatches. Over a mesh each
   device threads its own, with its index folded into keys. In the end floats are averaged, by what
-  each device counted, and of integers the largest is taken (`carry_reduction`).
-
-  With batch normalisation the step is not the whole batch's, as in `linen_train_step`; with group
-  or layer norm it is. A microbatch of weight zero leaves the model alone, and padded rows in others
-  enter the statistics: give `nnx.BatchNorm` a ``mask=``.
+  each device counted, and of integers the largest is taken (`carry_reduction`). With batch
+  normalisation the step is not the whole batch's, and padded rows enter the statistics, as
+  `linen_train_step` says. A microbatch of weight zero leaves the model alone.
 
   For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer. Only adapters have accumulators
   and moments; the other parameters are neither copied nor donated.
@@ -114,7 +112,7 @@ class NnxTrainStep(FlaxStep):
     "carry_argnum": "what the loss changes in the model is threaded",
   }
 
-  def __init__(self, loss_fn: Any, wrt: Any, has_aux: bool, options: dict[str, Any]):
+  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: dict[str, Any]):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self._views: dict[Any, _View] = {}
@@ -127,21 +125,23 @@ class NnxTrainStep(FlaxStep):
     " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
     " rows into Variables of the model."
   )
-  def __call__(
-    self, model: nnx.Module, optimizer: nnx.Optimizer[Any], batch: Any
-  ) -> dict[str, Any]:
+  def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """One optimizer step on a batch, which model and optimizer are updated with."""
     metrics = self._with_call(_View.run, model, optimizer, batch)
     if not self._has_aux:
       metrics.pop("aux", None)
     return metrics
 
-  def lower(self, model: Any, optimizer: Any, batch: Any) -> jax.stages.Lowered:
+  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
     return self._with_call(lambda _, call: call.jitted.lower(*call.args), model, optimizer, batch)
 
   def _with_call(
-    self, use: Callable[["_View", PreparedCall], R], model: Any, optimizer: Any, batch: Any
+    self,
+    use: Callable[["_View", PreparedCall], R],
+    model: nnx.Module,
+    optimizer: Optimizer,
+    batch: Batch,
   ) -> R:
     """What `use` makes of a call with what these objects hold."""
     while True:
@@ -160,10 +160,10 @@ class NnxTrainStep(FlaxStep):
         raise
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
         known = self._changed.get(view.graphdef, frozenset())
-        self._changed[view.graphdef] = known | found.names
+        self._changed[view.graphdef] = known.union(found.args)
         self._views.clear()
 
-  def _view(self, model: Any, optimizer: Any) -> "_View":
+  def _view(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
     """What these objects hold: as found before, if their structure is as it was."""
     key = id(model), id(optimizer)
     view = self._views.get(key)
@@ -175,7 +175,7 @@ class NnxTrainStep(FlaxStep):
       self._views[key] = view
     return view
 
-  def _look_at(self, model: Any, optimizer: Any) -> "_View":
+  def _look_at(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
     variables.check_objects(model, optimizer)
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
@@ -190,16 +190,13 @@ class NnxTrainStep(FlaxStep):
     threaded = [carry] if changed else []
     key = graphdef, optimizer.tx, changed
     if key not in self._programs:
-      self._programs[key] = self._program(graphdef, optimizer.tx, changed)
-    return _View(
-      snapshot=Snapshot(model, optimizer),
-      graphdef=graphdef,
-      program=self._programs[key],
-      updated=Values((params, optimizer.opt_state, *threaded, optimizer.step)),
-      fixed=Values(fixed),
-    )
+      self._programs[key] = self._program(*key)
+    updated = Values((params, optimizer.opt_state, *threaded, optimizer.step))
+    snapshot = Snapshot(model, optimizer)
+    return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
 
   def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> CountingProgram:
+    """The program for a model of this structure, of which the loss changes these Variables."""
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
     pure = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
@@ -209,8 +206,7 @@ class NnxTrainStep(FlaxStep):
     return CountingProgram(loss, tx, updated, len(updated) + 1, self._donate)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _View:
+class _View(NamedTuple):
   """What a model and its optimizer hold, and the program for it."""
 
   snapshot: Snapshot
@@ -219,12 +215,12 @@ class _View:
   updated: Values  # parameters, optimizer state, what the loss changes, and the count of steps
   fixed: Values  # what the loss does not change
 
-  def arguments(self, batch: Any) -> tuple[Any, ...]:
+  def arguments(self, batch: Batch) -> tuple[Any, ...]:
     """The arguments of the program."""
     params, opt_state, *others = self.updated.read()
     return params, opt_state, batch, self.fixed.read(), *others
 
-  def run(self, call: PreparedCall) -> dict[str, Any]:
+  def run(self, call: PreparedCall) -> Metrics:
     """One step: puts back what it returned, but for the metrics."""
     *new, metrics = self.program.run(call)
     self.updated.write(tuple(new))

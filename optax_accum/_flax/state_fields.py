@@ -1,10 +1,10 @@
-"""What a `TrainState` holds, by field and as a model is applied to it: checked, opened, stepped."""
+"""What a `TrainState` holds, as a step takes it and as a model is applied to it."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, TypeAlias
 
 from flax import linen as nn
 from flax.core import FrozenDict, unfreeze
@@ -12,20 +12,14 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 import optax
 
 from optax_accum import _validate
 
+Collections: TypeAlias = dict[str, Any]
+
 _OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
-
-
-class Fields(NamedTuple):
-  """The fields that a subclass of `TrainState` adds, by what they are to a step."""
-
-  mutable: dict[str, Any]
-  constant: dict[str, Any]  # collections that are not mutable
-  others: dict[str, Any]
 
 
 def check_mutable(mutable: Any) -> tuple[str, ...]:
@@ -43,29 +37,27 @@ def check_mutable(mutable: Any) -> tuple[str, ...]:
   return tuple(dict.fromkeys(names))
 
 
-def fields_of(state: train_state.TrainState, mutable: tuple[str, ...]) -> Fields:
-  """The fields of a state that are not flax's own."""
-  type_: Any = type(state)
-  kind = type_.__name__
+def fields_of(
+  state: train_state.TrainState, mutable: tuple[str, ...]
+) -> tuple[Collections, Collections, dict[str, Any]]:
+  """The fields that are not flax's own: mutable collections, constant ones, and all others."""
+  kind: Any = type(state)
   for name in mutable:
     if not hasattr(state, name):
       raise ValueError(
-        f"mutable names {name!r}, and {kind} has no such field: declare it, `class"
+        f"mutable names {name!r}, and {kind.__name__} has no such field: declare it, `class"
         f" TrainState(train_state.TrainState): {name}: Any`, and pass {name}= to create. What the"
         " state is not to keep, return as aux."
       )
     if not isinstance(getattr(state, name), (dict, FrozenDict)):
       raise ValueError(
         f"mutable names {name!r}, and state.{name} is {getattr(state, name)!r}, no collection: pass"
-        f" {name}=variables[{name!r}] to {kind}.create, with the variables of model.init."
+        f" {name}=variables[{name!r}] to {kind.__name__}.create, with the variables of model.init."
       )
-  rest = {name: getattr(state, name) for name in _added(type_) if name not in mutable}
+  rest = {name: getattr(state, name) for name in _added(kind) if name not in mutable}
   constant = {name: x for name, x in rest.items() if isinstance(x, (dict, FrozenDict))}
-  return Fields(
-    {name: getattr(state, name) for name in mutable},
-    constant,
-    {name: x for name, x in rest.items() if name not in constant},
-  )
+  others = {name: x for name, x in rest.items() if name not in constant}
+  return {name: getattr(state, name) for name in mutable}, constant, others
 
 
 @functools.cache
@@ -75,7 +67,7 @@ def _added(kind: Any) -> tuple[str, ...]:
   return tuple(name for name in nodes if name not in _OWN)
 
 
-def variables_of(params: Any) -> dict[str, Any]:
+def variables_of(params: Any) -> Collections:
   """What a model is applied to: flax keeps what is overwritten beside the parameters."""
   is_split = isinstance(params, Mapping) and OVERWRITTEN in params
   return dict(params) if is_split else {"params": params}
@@ -87,7 +79,7 @@ def holds_keys(collection: Any) -> bool:
   return any(jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves)
 
 
-def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
+def check_updates(updates: Any, held: Collections) -> Collections:
   """The collections that a loss returned: those that the state holds, in the same trees."""
   names = tuple(held)
   fix = f"return what model.apply(..., mutable={list(names)!r}) gives"
@@ -106,24 +98,24 @@ def check_updates(updates: Any, held: dict[str, Any]) -> dict[str, Any]:
 
 def _like(name: str, new: Any, old: Any) -> Any:
   """A collection in the tree that it had: flax takes a `FrozenDict` and gives a dict."""
-  got, had = (dict(_validate.named_leaves(name, unfreeze(_bare(x)))) for x in (new, old))
-  for leaf in (*got, *had):
+  bare = [unfreeze(_map_boxes(lambda box: box.value, x)) for x in (new, old)]
+  got, had = (dict(_validate.named_leaves(name, x)) for x in bare)
+  for leaf in {**got, **had}:
     if leaf not in had:
-      _differs(f"returned {leaf}, which the state lacks", name)
-    if leaf not in got:
-      _differs(f"did not return {leaf}, which the state has", name)
-    kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (got[leaf], had[leaf])]
-    if kinds[0] != kinds[1]:
+      how = f"returned {leaf}, which the state lacks"
+    elif leaf not in got:
+      how = f"did not return {leaf}, which the state has"
+    else:
+      kinds = [(jnp.shape(x), jnp.result_type(x)) for x in (got[leaf], had[leaf])]
+      if kinds[0] == kinds[1]:
+        continue
       after, before = (f"shape {shape} and dtype {dtype}" for shape, dtype in kinds)
-      _differs(f"returned {leaf} of {after}, and the state has it of {before}", name)
+      how = f"returned {leaf} of {after}, and the state has it of {before}"
+    raise ValueError(
+      f"The loss {how}: give create {name}=variables[{name!r}], of the model.init of the model that"
+      " the loss applies, in the shapes and dtypes that it is updated in."
+    )
   return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(unfreeze(new)))
-
-
-def _differs(how: str, name: str) -> NoReturn:
-  raise ValueError(
-    f"The loss {how}: give create {name}=variables[{name!r}], of the model.init of the model that"
-    " the loss applies, in the shapes and dtypes that it is updated in."
-  )
 
 
 def counted(step: Any) -> Any:
@@ -150,11 +142,9 @@ def counted(step: Any) -> Any:
 def check_rngs(rngs: Any) -> None:
   """Checks that keys come by name, one for each."""
   fix = 'pass a dict of keys by name, as in rngs={"dropout": jax.random.key(0)}'
-  if rngs is None:
-    return
-  if not isinstance(rngs, Mapping):
+  if not isinstance(rngs, Mapping | None):
     raise TypeError(f"rngs is {_called(rngs)}: {fix}.")
-  for name, key in rngs.items():
+  for name, key in (rngs or {}).items():
     if not _is_one_key(key):
       raise TypeError(
         f"rngs[{name!r}] is {_called(key)}, and must be one key, of jax.random.key(seed) or"
@@ -171,11 +161,11 @@ def _called(x: Any) -> str:
 
 
 def _is_one_key(x: Any) -> bool:
-  if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+  dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
+  if dtype is None or shape is None:
     return False
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-    return x.shape == ()
-  return x.dtype == jnp.uint32 and len(x.shape) == 1
+  typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
+  return shape == () if typed else dtype == jnp.uint32 and len(shape) == 1
 
 
 def beside_overwritten(
@@ -200,12 +190,11 @@ def beside_overwritten(
 
 
 @contextlib.contextmanager
-def opened_on_device(variables: Any) -> Iterator[Any]:
-  """Variables, and logical axes, that constrain arrays by automatic axes alone.
+def opened_on_device(variables: Collections) -> Iterator[Collections]:
+  """Variables whose boxes, and logical axes that, constrain arrays by automatic axes alone.
 
-  `jax.shard_map` over the data axis has made it manual: each device has its own rows, and
-  parameters in whole. JAX refuses a constraint that names such an axis, and has nothing left to do
-  for it. Boxes are still boxes, with all of their names, which transforms of layers need.
+  `jax.shard_map` has made the data axis manual: JAX refuses a constraint that names it, and has
+  nothing left to do for it. They are still boxes, with all names, which transforms of layers need.
   """
   if not jax.sharding.get_abstract_mesh().manual_axes:
     yield variables
@@ -238,18 +227,11 @@ def _automatic(axes: Any) -> Any:
   if not isinstance(axes, (str, tuple)):
     return axes  # None, or what is not constrained
   mesh = jax.sharding.get_abstract_mesh()
-  types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
   named = (axes,) if isinstance(axes, str) else axes
-  return tuple(name for name in named if types.get(name, AxisType.Auto) is AxisType.Auto) or None
-
-
-def _bare(tree: Any) -> Any:
-  """`tree` without its boxes, and without their constraints."""
-  return _map_boxes(lambda box: box.value, tree)
+  taken = {*mesh.manual_axes, *mesh.explicit_axes}
+  return tuple(name for name in named if name not in taken) or None
 
 
 def _map_boxes(fun: Any, tree: Any) -> Any:
-  def is_box(x: Any) -> bool:
-    return isinstance(x, nn.Partitioned)
-
+  is_box = lambda x: isinstance(x, nn.Partitioned)  # noqa: E731
   return jax.tree.map(lambda x: fun(x) if is_box(x) else x, tree, is_leaf=is_box)

@@ -40,9 +40,9 @@ class Values:
   """The values of the Variables in a tree, read and written in place."""
 
   def __init__(self, tree: Any):
-    treedef: Any
-    self._variables, treedef = jax.tree.flatten(tree, is_leaf=is_variable)
-    self._treedef = treedef
+    self._variables: list[Any]
+    self._treedef: Any
+    self._variables, self._treedef = jax.tree.flatten(tree, is_leaf=is_variable)
 
   def read(self) -> Any:
     """The tree, with values in the places of the Variables."""
