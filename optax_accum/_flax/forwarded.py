@@ -25,7 +25,7 @@ class _Given(NamedTuple):
     return _Given(self.position, tuple(self.axes[i] for i in axes))
 
 
-_Values: TypeAlias = Sequence[_Given | None]  # None is what was computed
+_Givens: TypeAlias = Sequence[_Given | None]  # None is what was computed
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
@@ -40,11 +40,11 @@ def _whole(jaxpr: Jaxpr) -> list[_Given]:
   return [_Given(i, tuple(range(ndim))) for i, ndim in enumerate(dims)]
 
 
-def _run(jaxpr: Jaxpr, values: _Values) -> _Values:
+def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
   """The results of a jaxpr that is given such values."""
   known = dict(zip(jaxpr.invars, values, strict=True))
 
-  def read(variables: Sequence[Var | Literal]) -> _Values:
+  def read(variables: Sequence[Var | Literal]) -> _Givens:
     return [None if isinstance(x, Literal) else known.get(x) for x in variables]
 
   for eqn in jaxpr.eqns:
@@ -52,7 +52,7 @@ def _run(jaxpr: Jaxpr, values: _Values) -> _Values:
   return read(jaxpr.outvars)
 
 
-def _results(eqn: JaxprEqn, values: _Values) -> _Values:
+def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
   """The results of an equation that is given such values."""
   name, params = eqn.primitive.name, eqn.params
   if name in ("copy", "optimization_barrier"):
@@ -67,13 +67,13 @@ def _results(eqn: JaxprEqn, values: _Values) -> _Values:
   if name == "cond":  # the first value is the index of the branch
     branches = [_run(branch.jaxpr, values[1:]) for branch in params["branches"]]
     return [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
-  jaxprs = inner_jaxprs(eqn)
-  if name not in _CALLS or len(jaxprs) != 1:
+  inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+  if name not in _CALLS or [len(x.invars) for x in inner] != [len(values)]:
     return [None] * len(eqn.outvars)
-  return _run(getattr(jaxprs[0], "jaxpr", jaxprs[0]), values)
+  return _run(inner[0], values)
 
 
-def _looped(body: Jaxpr, values: _Values, consts: int, carried: int) -> _Values:
+def _looped(body: Jaxpr, values: _Givens, consts: int, carried: int) -> _Givens:
   """The results of a loop: what is carried, and what a scan stacks."""
   whole = _whole(body)
 

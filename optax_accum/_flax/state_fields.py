@@ -191,10 +191,10 @@ def beside_overwritten(
 
 @contextlib.contextmanager
 def opened_on_device(variables: Collections) -> Iterator[Collections]:
-  """Variables whose boxes, and logical axes that, constrain arrays by automatic axes alone.
+  """Has boxes, in the variables that it yields, and logical axes mean automatic axes alone.
 
   `jax.shard_map` has made the data axis manual: JAX refuses a constraint that names it, and has
-  nothing left to do for it. They are still boxes, with all names, which transforms of layers need.
+  nothing left to do for it. Boxes keep all of their names, which transforms of layers need.
   """
   if not jax.sharding.get_abstract_mesh().manual_axes:
     yield variables
