@@ -182,18 +182,17 @@ class LinenTrainStep(FlaxStep):
       _validate.transformation(state.tx, "state.tx")
       tx, loss = optax.with_extra_args_support(state.tx), self.loss
       if overwrites:
-        kept = self._options.get("reduction", "mean")
-        loss = self._loss_of_variables({"params": kept, OVERWRITTEN: "max"})
         tx = state_fields.beside_overwritten(tx)
+      if overwrites and self._options.get("grad_reduction") is None:
+        kept = self._options.get("reduction", "mean")
+        loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
       updated = (0, 1, 5, 6) if self._mutable else (0, 1, 6)
       self._programs[key] = StateProgram(loss, tx, updated, len(updated) + 1, self._donate)
     return self._programs[key]
 
-  def _loss_of_variables(self, reductions: Any = None) -> Loss:
-    """The loss of such arguments as the program has; gradients are reduced so, or as asked for."""
-    given = self._options.get("grad_reduction")
-    decided = {"rng_argnums": 3, "grad_reduction": reductions if given is None else given}
-    return self._step_loss(self._loss, 4 if self._mutable else None, **decided)
+  def _loss_of_variables(self, **decided: Any) -> Loss:
+    """The loss, of such arguments as the program has."""
+    return self._step_loss(self._loss, 4 if self._mutable else None, rng_argnums=3, **decided)
 
   def _loss(
     self, params: Params, batch: Batch, constant: Collections, rngs: Rngs, mutable: Collections

@@ -15,7 +15,7 @@ from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
 from optax_accum._train_step.program import PreparedCall
 
-R = TypeVar("R")
+Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
 _DELETED = (
@@ -138,11 +138,11 @@ class NnxTrainStep(FlaxStep):
 
   def _with_call(
     self,
-    use: Callable[["_View", PreparedCall], R],
+    use: Callable[["_View", PreparedCall], Result],
     model: nnx.Module,
     optimizer: Optimizer,
     batch: Batch,
-  ) -> R:
+  ) -> Result:
     """What `use` makes of a call with what these objects hold."""
     while True:
       view = self._view(model, optimizer)
