@@ -59,7 +59,8 @@ def linen_train_step(
 
   Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
   With ``mesh=`` their constraints in the loss name automatic axes alone: the data axis is manual.
-  So do those of `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step.
+  So do those of `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step,
+  and not in the loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -74,7 +75,7 @@ def linen_train_step(
     **options: Those of `make_train_step`, but for the roles of arguments.
 
   Returns:
-    A `LinenTrainStep`, with the ``metrics`` and methods of `make_train_step`. Unless
+    A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
     ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
     other fields live on, even if they are the same arrays (an EMA that starts as the parameters).
     ``state.step`` counts optimizer steps: it stays where nothing in the batch counted, and in the
