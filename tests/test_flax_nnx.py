@@ -16,8 +16,8 @@ from support.compiled import compilations
 from support.devices import make_mesh, put
 
 from optax_accum import accumulate, count_collectives
-from optax_accum._flax import graph
 from optax_accum._flax.forwarded import forwarded
+from optax_accum._flax.variables import Snapshot
 from optax_accum.flax import nnx_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -260,10 +260,14 @@ def test_what_a_program_gives_back():
     looped = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b))
     turned = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1]
     back = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1].transpose(0, 2, 1)
-    return kept, stacked, *given, *either, *looped, 1.0, turned, back, d.T, d.T.T
+    swapped = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[0]), (a, b))
+    shifted = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[1] + 1.0), (a, a))
+    in_loops = *looped, *swapped, *shifted
+    return kept, stacked, *given, *either, *in_loops, 1.0, turned, back, d.T, d.T.T
 
   jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))).jaxpr
-  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, 0, None, None, None, 3, None, 3]
+  in_loops = [0, None, None, None, None, None]
+  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, *in_loops, None, None, 3, None, 3]
 
 
 class Adapted(nnx.Module):
@@ -364,7 +368,7 @@ def test_every_change_of_structure_is_seen(change):
   model.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0))])
   model.listed = nnx.data([nnx.Param(jnp.ones(()))])
   model.named = nnx.data({"a": nnx.Param(jnp.ones(()))})
-  snapshot = graph.Snapshot(model)
+  snapshot = Snapshot(model)
   model.first.kernel[...] += 1.0
   model.named["a"][...] += 1.0
   assert snapshot.holds(model)

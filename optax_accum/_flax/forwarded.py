@@ -5,9 +5,9 @@ changed or not, as a new value. So only the traced program can tell.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
-from jax.extend.core import Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from optax_accum import _versions
 from optax_accum._check_split.dependence import CALLS, inner_jaxprs
@@ -16,80 +16,71 @@ _CALLS = CALLS | {"custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 class _Given(NamedTuple):
-  """A result that is an argument, but for the order of its axes."""
+  """An argument, but for the order of its axes."""
 
   position: int
   axes: tuple[int, ...]  # those of the argument, as `transpose` takes them
 
-  @property
-  def is_as_it_was(self) -> bool:
-    return self.axes == tuple(range(len(self.axes)))
+  def turned(self, axes: Sequence[int]) -> "_Given":
+    return _Given(self.position, tuple(self.axes[i] for i in axes))
 
 
-def forwarded(jaxpr: Any) -> list[int | None]:
+_Givens: TypeAlias = Sequence[_Given | None]  # None is what was computed
+
+
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
   """For each result the position of the argument that it is, or None if it was computed."""
-  return [x.position if x is not None and x.is_as_it_was else None for x in _given(jaxpr)]
+  whole = _whole(jaxpr)
+  return [x.position if x and x == whole[x.position] else None for x in _run(jaxpr, whole)]
 
 
-def _given(jaxpr: Any) -> list[_Given | None]:
-  """For each result which argument it is, in what order of axes."""
-  known: dict[Any, _Given] = {x: _whole(i, x) for i, x in enumerate(jaxpr.invars)}
+def _whole(jaxpr: Jaxpr) -> list[_Given]:
+  """The arguments of a jaxpr, as they are."""
+  dims = [len(getattr(x.aval, "shape", ())) for x in jaxpr.invars]
+  return [_Given(i, tuple(range(ndim))) for i, ndim in enumerate(dims)]
 
-  def read(x: Any) -> _Given | None:
-    return None if isinstance(x, Literal) else known.get(x)
+
+def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
+  """The results of a jaxpr that is given such values."""
+  known = dict(zip(jaxpr.invars, values, strict=True))
+
+  def read(variables: Sequence[Var | Literal]) -> _Givens:
+    return [None if isinstance(x, Literal) else known.get(x) for x in variables]
 
   for eqn in jaxpr.eqns:
-    for out, passed in zip(eqn.outvars, _passed_on(eqn), strict=True):
-      before = None if passed is None else read(eqn.invars[passed.position])
-      if passed is not None and before is not None:
-        known[out] = _Given(before.position, tuple(before.axes[i] for i in passed.axes))
-  return [read(x) for x in jaxpr.outvars]
+    known.update(zip(eqn.outvars, _results(eqn, read(eqn.invars)), strict=True))
+  return read(jaxpr.outvars)
 
 
-def _whole(position: int, x: Any) -> _Given:
-  return _Given(position, tuple(range(len(getattr(x.aval, "shape", ())))))
-
-
-def _passed_on(eqn: Any) -> Sequence[_Given | None]:
-  """As `_given`, of one equation."""
+def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
+  """The results of an equation that is given such values."""
   name, params = eqn.primitive.name, eqn.params
   if name in ("copy", "optimization_barrier"):
-    return [_whole(i, x) for i, x in enumerate(eqn.invars)]
+    return values
   if name == "transpose":
-    return [_Given(0, tuple(params["permutation"]))]
+    return [x and x.turned(params["permutation"]) for x in values]
   if name == "scan":
-    return _scanned(eqn)
+    return _looped(params["jaxpr"].jaxpr, values, *_versions.scan_inputs(eqn))
   if name == "while":
-    own, skipped = params["body_nconsts"], params["cond_nconsts"]
-    inner = _given(params["body_jaxpr"].jaxpr)
-    return [_moved(x, skipped) if _stays(x, own + i) else None for i, x in enumerate(inner)]
-  if name == "cond":
-    branches = [_given(branch.jaxpr) for branch in params["branches"]]
-    agreed = [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
-    return [_moved(x, 1) for x in agreed]  # the first is the index of the branch
-  jaxprs = inner_jaxprs(eqn)
-  if name not in _CALLS or len(jaxprs) != 1:
+    body, consts = params["body_jaxpr"].jaxpr, params["body_nconsts"]
+    return _looped(body, values[params["cond_nconsts"] :], consts, len(eqn.outvars))
+  if name == "cond":  # the first value is the index of the branch
+    branches = [_run(branch.jaxpr, values[1:]) for branch in params["branches"]]
+    return [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
+  inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+  if name not in _CALLS or [len(x.invars) for x in inner] != [len(values)]:
     return [None] * len(eqn.outvars)
-  return _given(getattr(jaxprs[0], "jaxpr", jaxprs[0]))
+  return _run(inner[0], values)
 
 
-def _scanned(eqn: Any) -> list[_Given | None]:
-  consts, carried = _versions.scan_inputs(eqn)
-  inner = _given(eqn.params["jaxpr"].jaxpr)
-  carry = [x if _stays(x, consts + i) else None for i, x in enumerate(inner[:carried])]
-  stacked = [
-    _Given(x.position, (0, *(i + 1 for i in x.axes)))
-    if x is not None and x.position >= consts + carried
-    else None
-    for x in inner[carried:]
-  ]
-  return [*carry, *stacked]
+def _looped(body: Jaxpr, values: _Givens, consts: int, carried: int) -> _Givens:
+  """The results of a loop: what is carried, and what a scan stacks."""
+  whole = _whole(body)
 
+  def result(i: int, x: _Given | None) -> _Given | None:
+    if i < carried:  # as it was, and in its place
+      return values[consts + i] if x == whole[consts + i] else None
+    before = None if x is None or x.position < consts + carried else values[x.position]
+    return before and x and before.turned((0, *(axis + 1 for axis in x.axes)))
 
-def _stays(given: _Given | None, position: int) -> bool:
-  """Whether what is carried is as it was, in its place."""
-  return given is not None and given.is_as_it_was and given.position == position
-
-
-def _moved(given: _Given | None, by: int) -> _Given | None:
-  return None if given is None else given._replace(position=given.position + by)
+  return [result(i, x) for i, x in enumerate(_run(body, whole))]

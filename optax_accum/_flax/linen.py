@@ -1,37 +1,22 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
+import optax
 
 from optax_accum import _call_hints, _validate
-from optax_accum._flax import boxes, step_options
-from optax_accum._flax.state_fields import (
-  check_mutable,
-  check_rngs,
-  check_updates,
-  counted,
-  fields_of,
-  holds_keys,
-  variables_of,
-)
-from optax_accum._flax.state_program import of_parameters, StateProgram
+from optax_accum._flax import state_fields
+from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics, Params
+from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
+from optax_accum._microbatches import parameters
 from optax_accum._train_step.program import PreparedCall
-from optax_accum._train_step.step import Loss, Step, step_loss
+from optax_accum._train_step.step import Loss
 
 State = TypeVar("State", bound=train_state.TrainState)
-Rngs = Mapping[str, jax.Array]
-
-# Options of `make_train_step` that are not the user's here, and why.
-_DECIDED = {
-  "tx": "it is the state's",
-  "rng_argnums": "pass keys as rngs",
-  "rng_argnames": "pass keys as rngs",
-  "carry_argnum": "name collections in mutable",
-}
+Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
 
 @_call_hints.hinted(
@@ -39,7 +24,7 @@ _DECIDED = {
   " TrainState.create(apply_fn=..., params=params, tx=tx)."
 )
 def linen_train_step(
-  loss_fn: Callable[..., Any],
+  loss_fn: LossFn,
   *,
   mutable: Sequence[str] = (),
   has_aux: bool = False,
@@ -48,7 +33,7 @@ def linen_train_step(
   """A jitted training step of a flax `TrainState`, on a batch that is run in microbatches.
 
   ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` by the gradient
-  of the whole batch, as of `make_train_step`, in one call::
+  of the whole batch, as of `make_train_step`::
 
     class TrainState(flax.training.train_state.TrainState):
       batch_stats: Any
@@ -60,35 +45,22 @@ def linen_train_step(
     step = linen_train_step(loss_fn, mutable=("batch_stats",), num_microbatches=8)
     state, metrics = step(state, batch, rngs={"dropout": jax.random.fold_in(key, i)})
 
-  With batch normalisation the step is not that of the whole batch. A microbatch is normalised by
-  its own statistics (over a mesh, its rows on one device), so the gradients are others: in
-  float64, for 4 microbatches of 6 rows, the first step of SGD was off by 0.39 of its length. With
-  group or layer norm it was off by 2e-15. The running statistics are updated once a microbatch, and
-  left alone by one of weight zero. Padded rows enter them, whatever `weight_fn` says: give
-  `nn.BatchNorm` a ``mask=``.
+  With batch normalisation the step is not that of the whole batch: a microbatch is normalised by
+  its own statistics (over a mesh, its rows on one device). In float64, for 4 microbatches of 6
+  rows, the first step of SGD was off by 0.39 of its length; with group or layer norm by 2e-15. The
+  running statistics are updated once a microbatch, and left alone by one of weight zero. Padded
+  rows enter them, whatever `weight_fn` says: give `nn.BatchNorm` a ``mask=``.
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
   it in ``variables``, whole, and no gradient is taken of it: statistics in use, or the frozen
-  parameters under adapters (LoRA), of which alone there are gradients, accumulators and moments::
+  parameters under adapters (LoRA). Do not close over such arrays: they would be constants of the
+  program. Where adapters are among the parameters, `optax.partition` with `optax.set_to_zero` saves
+  only moments: all gradients are still added up. (For `accumulate`, see `TrainState`.)
 
-    class LoraState(flax.training.train_state.TrainState):
-      base: Any
-
-    def loss_fn(variables, batch, rngs):
-      params = merge(variables["base"], variables["params"])  # base + a @ b
-      return cross_entropy(model.apply({"params": params}, batch["x"]), batch["y"]).mean()
-
-    state = LoraState.create(apply_fn=None, params=adapters, base=params, tx=optax.adamw(1e-3))
-
-  Do not close over such arrays: they would be constants of the program. Where adapters are among
-  the parameters, `optax.partition` with `optax.set_to_zero` saves only moments: the gradients of
-  all parameters are still added up. (For `accumulate`, see `TrainState`.)
-
-  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) go in as flax gives them,
-  and come out as they came. With ``mesh=`` their constraints in the loss name automatic axes
-  alone: the data axis is manual there, each device has its own rows and whole parameters. So it is
-  with `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and
-  not in the loss.
+  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
+  With ``mesh=`` their constraints in the loss name automatic axes alone: the data axis is manual.
+  So do those of `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step,
+  and not in the loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -97,20 +69,18 @@ def linen_train_step(
       applied to: ``"params"``, and the collections in the state. ``rngs`` is a dict of keys, or
       None where the call has none: a loss without noise takes it too.
     mutable: The collections that microbatches update, one after the other: fields of the state.
-      Default: none. Over a mesh each device updates its own, and they are averaged, weighted by
-      what each device counted (`carry_reduction`, a prefix tree over
-      ``{"batch_stats": ...}``, says otherwise).
+      Default: none. Over a mesh each device updates its own, and they are averaged by what each
+      counted (`carry_reduction`, a prefix tree over ``{"batch_stats": ...}``, says otherwise).
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
-    **options: Those of `make_train_step`, but for the roles of arguments. `weight_fn` gets the
-      batch.
+    **options: Those of `make_train_step`, but for the roles of arguments.
 
   Returns:
-    A `LinenTrainStep`. The state is donated unless ``donate=False``: parameters, optimizer state,
-    `mutable` collections and ``step``. All other fields live on, even if they are the same arrays
-    (an EMA that starts as the parameters). ``state.step`` counts optimizer steps: it stays where
-    nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs`` are folded with
-    the index of each microbatch, and of each device, so give a new key in each step.
-    ``metrics`` is as of `make_train_step`. ``lower``, ``trace`` and ``eval_shape`` are too.
+    A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
+    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
+    other fields live on, even if they are the same arrays (an EMA that starts as the parameters).
+    ``state.step`` counts optimizer steps: it stays where nothing in the batch counted, and in the
+    mini steps of an `accumulate`. ``rngs`` are folded with the index of each microbatch, and of
+    each device, so give a new key in each step.
 
   Raises:
     TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; a state is no
@@ -134,155 +104,146 @@ def linen_train_step(
     >>> int(state.step), float(metrics["loss"])
     (1, 4.0)
   """
-  step_options.check("linen_train_step", options, _DECIDED)
-  _call_hints.check_takes("linen_train_step", loss_fn, "variables, batch, rngs")
-  collections = check_mutable(mutable)
-  if options.get("carry_reduction") is not None and not collections:
-    raise ValueError(
-      f"carry_reduction={options['carry_reduction']!r} says what becomes of mutable collections,"
-      " and mutable=() names none: name them, or leave it out."
-    )
-  return LinenTrainStep(loss_fn, collections, has_aux, options)
+  return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
 
-_CONSTANT = 3  # where a program's arguments have the constant collections
-
-
-class LinenTrainStep(Step):
+class LinenTrainStep(FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
-  batch_position = 1
+  name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
+  decided: ClassVar[dict[str, str]] = {
+    "tx": "it is the state's",
+    "rng_argnums": "pass keys as rngs",
+    "rng_argnames": "pass keys as rngs",
+    "carry_argnum": "name collections in mutable",
+  }
 
-  def __init__(self, loss_fn: Any, mutable: tuple[str, ...], has_aux: bool, options: Any):
-    self._loss_fn, self._mutable, self._has_aux = loss_fn, mutable, has_aux
-    self._options = options
-    self._donate = options.get("donate", True)
-    _validate.booleans(donate=self._donate)
-    self.loss = self._step_loss()
+  def __init__(self, loss_fn: LossFn, mutable: Any, has_aux: bool, options: dict[str, Any]):
+    self._mutable = state_fields.check_mutable(mutable)
+    super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
+    if options.get("carry_reduction") is not None and not self._mutable:
+      raise ValueError(
+        f"carry_reduction={options['carry_reduction']!r} says what becomes of mutable collections,"
+        " and mutable=() names none: name them, or leave it out."
+      )
+    self.loss = self._loss_of_variables()
     self._programs: dict[Any, StateProgram] = {}
-    self.__name__ = "linen_train_step"
 
   @_call_hints.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
     " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
     " rows into a field of the state that is a dict."
   )
-  def __call__(
-    self, state: State, batch: Any, rngs: Rngs | None = None
-  ) -> tuple[State, dict[str, Any]]:
+  def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """One optimizer step on a batch: the new state, and the metrics."""
     program, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, program.run(call))
 
-  def lower(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Lowered:
+  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives. Shapes will do."""
     _, call = self._prepare(state, batch, rngs)
     return call.jitted.lower(*call.args)
 
-  def trace(self, state: Any, batch: Any, rngs: Any = None) -> jax.stages.Traced:
+  def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     _, call = self._prepare(state, batch, rngs)
     return call.jitted.trace(*call.args)
 
-  def eval_shape(self, state: State, batch: Any, rngs: Any = None) -> tuple[State, dict[str, Any]]:
+  def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
     _, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, call.jitted.eval_shape(*call.args))
 
-  def __repr__(self) -> str:
-    given = {"mutable": self._mutable or None, "has_aux": self._has_aux or None, **self._options}
-    return step_options.shown("linen_train_step", self._loss_fn, given)
-
-  def _prepare(self, state: Any, batch: Any, rngs: Any) -> tuple[StateProgram, PreparedCall]:
+  def _prepare(self, state: Any, batch: Batch, rngs: Rngs) -> tuple["StateProgram", PreparedCall]:
     """The program for such a call, and the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
         " parameters and an optimizer state use make_train_step."
       )
-    check_rngs(rngs)
-    fields = fields_of(state, self._mutable)
-    mutable = [fields.mutable] if self._mutable else []
-    args = (state.params, state.opt_state, batch, fields.constant, rngs, *mutable)
-    program = self._program(state)
-    args = (*args, counted(state.step))
-    return program, program.prepare(args, {}, fields.others)
+    state_fields.check_rngs(rngs)
+    mutable, constant, others = state_fields.fields_of(state, self._mutable)
+    program, count = self._program(state), state_fields.counted(state.step)
+    args = state.params, state.opt_state, batch, constant, rngs, mutable, count
+    return program, program.prepare(args, {}, others)
 
-  def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, dict[str, Any]]:
+  def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, Metrics]:
     """The state after a step, and the metrics."""
     params, opt_state, *mutable, count, metrics = out
-    # On a mesh, where the step has put them.
-    collections = {**call.args[_CONSTANT], **(mutable[0] if mutable else {})}
     if not self._has_aux:
       metrics.pop("aux", None)
-    new = state.replace(step=count, params=params, opt_state=opt_state, **collections)
-    return new, metrics
+    collections = {**call.args[3], **dict(*mutable)}  # the constant ones where the step put them
+    return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics
 
-  def _program(self, state: train_state.TrainState) -> StateProgram:
+  def _program(self, state: train_state.TrainState) -> "StateProgram":
     """The program for states of this optimizer."""
     overwrites = OVERWRITTEN in variables_of(state.params)
     key = state.tx, overwrites
     if key not in self._programs:
-      loss = self._step_loss(overwrites) if overwrites else self.loss
-      # What a call updates: all but what is in between.
-      updated = (0, 1, 5, 6) if self._mutable else (0, 1, 5)
-      self._programs[key] = StateProgram(
-        loss,
-        of_parameters(state.tx),
-        updated,
-        len(updated) + 1,
-        self._donate,
-      )
+      _validate.transformation(state.tx, "state.tx")
+      tx, loss = optax.with_extra_args_support(state.tx), self.loss
+      if overwrites:
+        tx = state_fields.beside_overwritten(tx)
+      if overwrites and self._options.get("grad_reduction") is None:
+        kept = self._options.get("reduction", "mean")
+        loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
+      updated = (0, 1, 5, 6) if self._mutable else (0, 1, 6)
+      self._programs[key] = StateProgram(loss, tx, updated, len(updated) + 1, self._donate)
     return self._programs[key]
 
-  def _step_loss(self, overwrites: bool = False) -> Loss:
-    """The loss as one of such arguments as the program has."""
-    roles: dict[str, Any] = {"batch_argnums": 1, "rng_argnums": 3}
-    if self._mutable:
-      roles["carry_argnum"] = 4
-    options = {k: x for k, x in self._options.items() if k != "donate"}
-    if overwrites and options.get("grad_reduction") is None:
-      kept = options.get("reduction", "mean")
-      options["grad_reduction"] = {"params": kept, OVERWRITTEN: "max"}
-    has_aux = self._has_aux or bool(self._mutable)
-    return step_loss(self._loss, has_aux=has_aux, **roles, **options)
+  def _loss_of_variables(self, **decided: Any) -> Loss:
+    """The loss, of such arguments as the program has."""
+    return self._step_loss(self._loss, 4 if self._mutable else None, rng_argnums=3, **decided)
 
-  def _loss(self, params: Any, batch: Any, constant: Any, rngs: Any, *mutable: Any) -> Any:
+  def _loss(
+    self, params: Params, batch: Batch, constant: Collections, rngs: Rngs, mutable: Collections
+  ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
-    held = mutable[0] if mutable else {}
     # Keys are not constant: all microbatches would have the same noise.
-    constant = {name: x for name, x in constant.items() if not holds_keys(x)}
-    variables = boxes.opened_on_device({**variables_of(params), **constant, **held})
-    with boxes.on_device():
+    constant = {name: x for name, x in constant.items() if not state_fields.holds_keys(x)}
+    given = {**variables_of(params), **constant, **mutable}
+    with state_fields.opened_on_device(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
+    several = isinstance(out, (tuple, list))
+    found = f"a {type(out).__name__} of length {len(out)}" if several else "a single value"
     if not self._mutable:
-      if not self._has_aux and isinstance(out, (tuple, list)):
+      if several and not self._has_aux:
         raise TypeError(
-          f"The loss returned {_described(out)}, and without mutable and has_aux it returns the"
+          f"The loss returned {found}, and without mutable and has_aux it returns the"
           " loss alone. If the rest are updates of collections, name them,"
           ' mutable=("batch_stats",); if it is auxiliary, pass has_aux=True.'
         )
       return out
-    loss, updates, aux = self._parts(out)
-    return loss, (check_updates(updates, held), aux)
-
-  def _parts(self, out: Any) -> Any:
-    """What a loss with mutable collections returned: the loss, the updates, and aux."""
-    rest: Any = out[1] if _is_pair(out) else None
-    if not _is_pair(out) or (self._has_aux and not _is_pair(rest)):
+    if not _is_pair(out) or (self._has_aux and not _is_pair(out[1])):
       wanted = "(loss, (updates, aux))" if self._has_aux else "(loss, updates)"
-      aux = " and has_aux=True" * self._has_aux
+      with_aux = " and has_aux=True" * self._has_aux
       raise TypeError(
-        f"The loss returned {_described(out)}; with mutable={self._mutable!r}{aux} it returns"
-        f" {wanted}, where updates is what model.apply(..., mutable={list(self._mutable)!r}) gives."
+        f"The loss returned {found}; with mutable={self._mutable!r}{with_aux} it returns {wanted},"
+        f" where updates is what model.apply(..., mutable={list(self._mutable)!r}) gives."
       )
-    return (out[0], *rest) if self._has_aux else (out[0], rest, None)
+    updates, aux = out[1] if self._has_aux else (out[1], None)
+    return out[0], (state_fields.check_updates(updates, mutable), aux)
+
+
+class StateProgram(CountingProgram):
+  """A `CountingProgram` of the parts of a `TrainState`.
+
+  Its arguments are the parameters, the optimizer state, the batch, collections that are constant,
+  keys, the mutable collections, and the count of steps.
+  """
+
+  name = "linen_train_step"
+
+  def check(self, *args: Any) -> None:
+    """Checks arguments that are not what the last call returned."""
+    parameters.check_differentiable("state.params", args[0])
+
+  def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, by the names that messages have for them."""
+    params, opt_state, batch, constant, rngs, mutable, count = args
+    state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
+    return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
 
 
 def _is_pair(x: Any) -> bool:
   return isinstance(x, (tuple, list)) and len(x) == 2
-
-
-def _described(out: Any) -> str:
-  several = isinstance(out, (tuple, list))
-  return f"a {type(out).__name__} of length {len(out)}" if several else "a single value"

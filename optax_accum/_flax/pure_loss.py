@@ -1,31 +1,26 @@
 """A loss of an nnx model, as a function of the arrays that the model holds."""
 
-from collections.abc import Callable
 import dataclasses
-import operator
 from typing import Any
 
 from flax import nnx
 import jax
 
-from optax_accum._flax import graph
+from optax_accum._flax import variables
+from optax_accum._flax.flax_step import Batch, LossFn, Params
 from optax_accum._flax.forwarded import forwarded
 from optax_accum._microbatches import keys_and_carry
 
 
 class ChangedByLossError(Exception):
-  """The loss changed Variables that are not threaded yet. `NnxTrainStep` then threads them."""
-
-  def __init__(self, names: frozenset[str]):
-    super().__init__(names)
-    self.names = names
+  """The loss changed Variables, of these names, that `NnxTrainStep` is to thread from now on."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
   """``loss(params, batch, fixed, carry)``, of a loss that is called with a model."""
 
-  fun: Callable[..., Any]
+  fun: LossFn
   has_aux: bool
   graphdef: Any
   changed: frozenset[str]  # the names of the Variables in the carry
@@ -35,7 +30,7 @@ class PureLoss:
   def __name__(self) -> str:
     return getattr(self.fun, "__name__", repr(self.fun))
 
-  def __call__(self, params: Any, batch: Any, fixed: Any, carry: Any = None) -> Any:
+  def __call__(self, params: Params, batch: Batch, fixed: Any, carry: Any = None) -> Any:
     """The loss; with a carry ``(loss, (new_carry, aux))``."""
     fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
     states = params, fixed, *([] if carry is None else [carry])
@@ -48,54 +43,48 @@ class PureLoss:
       )
     after = _held(model)
     self._check_structure(before, after, model, states)
-    changed = {name for name, x in after.items() if not _is_same(x, before[name])}
+    changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
     if carry is None:
       return out
     loss, aux = out if self.has_aux else (out, None)
-    return loss, (graph.values(graph.partition(nnx.state(model), self.changed)[0]), aux)
+    return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
 
-  def _computed(self, states: Any, batch: Any) -> set[str]:
+  def _computed(self, states: Any, batch: Batch) -> set[str]:
     """The names of what the loss computes anew, and does not only give back."""
-    inputs: list[list[int | None]] = []
-    names: list[str] = []
 
     def run(states: Any) -> Any:
       model = nnx.merge(self.graphdef, *states)
-      positions = {id(x): i for i, x in enumerate(jax.tree.leaves(states))}
       before = _held(model)
       self.fun(model, batch)
-      after = _held(model)
-      names[:] = [name for name, x in after.items() for _ in jax.tree.leaves(x)]
-      inputs[:] = [[positions.get(id(x)) for x in jax.tree.leaves(before[name])] for name in after]
-      return after
+      return before, _held(model)
 
-    program = jax.make_jaxpr(run)(states).jaxpr
-    given = [i for each in inputs for i in each]
-    if len(given) != len(names):
-      return set(names)
-    found = zip(names, given, forwarded(program), strict=True)
-    return {name for name, i, j in found if i is None or i != j}
+    program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
+    given = [-1 if i is None else i for i in forwarded(program.jaxpr)]
+    before, after = jax.tree.unflatten(jax.tree.structure(shapes), given)
+    return {n for n, x in after.items() if jax.tree.leaves(x) != jax.tree.leaves(before[n])}
 
-  def _check_changed(self, changed: set[str], params: Any, model: Any) -> None:
+  def _check_changed(self, changed: set[str], params: Params, model: nnx.Module) -> None:
     """Checks that only what is threaded changed."""
-    if of_params := sorted(changed & graph.named(params).keys()):
+    if of_params := sorted(changed & variables.named(params).keys()):
       raise ValueError(
         f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
         " in a Variable of another type, or change it before the step. (A transform that gives it"
         " back as it was, in a way that the program does not show, is taken for a change.)"
       )
-    arrays = {n for n, x in graph.named(nnx.state(model)).items() if not graph.is_variable(x)}
-    if lost := sorted(changed & arrays):
+    held = variables.named(nnx.state(model))
+    if lost := sorted(name for name in changed if not variables.is_variable(held[name])):
       raise ValueError(
         f"loss_fn changed model.{lost[0]}, an array that is no Variable, so the change would be"
         " lost: keep it in an nnx.Variable."
       )
     if not changed <= self.changed:
-      raise ChangedByLossError(frozenset(changed))
+      raise ChangedByLossError(*changed)
 
-  def _check_structure(self, before: Any, after: Any, model: Any, states: Any) -> None:
+  def _check_structure(
+    self, before: dict[str, Any], after: dict[str, Any], model: nnx.Module, states: Any
+  ) -> None:
     """Checks that the loss left all as it was but values of Variables."""
     if added := sorted(after.keys() - before.keys()):
       raise ValueError(
@@ -116,22 +105,18 @@ class PureLoss:
     )
 
 
-def _attributes(model: Any) -> dict[str, Any]:
+def _attributes(model: nnx.Module) -> dict[str, Any]:
   """What a model has beside arrays, by name."""
-  found = {graph.name(path): x for path, x in nnx.iter_graph(model) if not hasattr(x, "shape")}
-  return {name: x for name, x in found.items() if not _is_node(x) and "_pytree__" not in name}
+  found = {variables.name(path): x for path, x in nnx.iter_graph(model) if not hasattr(x, "shape")}
+  is_leaf = jax.tree_util.all_leaves
+  return {name: x for name, x in found.items() if is_leaf([x]) and "_pytree__" not in name}
 
 
-def _is_node(x: Any) -> bool:
-  return not jax.tree_util.all_leaves([x])
-
-
-def _held(model: Any) -> dict[str, Any]:
+def _held(model: nnx.Module) -> dict[str, Any]:
   """What the Variables of a model hold, by name."""
-  return {name: graph.value(x) for name, x in graph.named(nnx.state(model)).items()}
+  return {name: variables.value(x) for name, x in variables.named(nnx.state(model)).items()}
 
 
-def _is_same(a: Any, b: Any) -> bool:
-  """Whether nothing was computed: a value may be a tree of arrays."""
-  x, y = jax.tree.leaves(a), jax.tree.leaves(b)
-  return len(x) == len(y) and all(map(operator.is_, x, y))
+def _ids(value: Any) -> list[int]:
+  """The arrays of a value, which may be a tree: the same unless something was computed."""
+  return list(map(id, jax.tree.leaves(value)))

@@ -13,13 +13,14 @@ from optax_accum._flax.state_fields import variables_of
 from optax_accum._streaming.state import states_in
 from optax_accum._streaming.transformation import AccumulateTransformation
 
+_NOT_ACCUMULATING = "tx is no accumulate and holds none"
+
 
 class TrainState(train_state.TrainState):
   """Flax's `TrainState` for a loop that has one microbatch at a time.
 
-  ``tx`` is an `accumulate`, or holds one. `apply_gradients` takes the microbatch's `weight`, and
-  `flush` to step before the cycle is full. Where ``tx`` is an `accumulate`, parameters and
-  optimizer state are updated in place, by its `apply`, once the state is donated::
+  ``tx`` is an `accumulate`, which updates parameters and optimizer state in place, by its `apply`,
+  once the state is donated; or it holds one::
 
     state = TrainState.create(apply_fn=model.apply, params=params, tx=accumulate(tx, 8))
 
@@ -34,10 +35,6 @@ class TrainState(train_state.TrainState):
   accumulator is the adapters'; ``accumulate(optax.partition(...), k)`` adds all gradients up::
 
     tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
-    tx = optax.chain(
-      optax.masked(accumulate(adamw, 8), is_adapter),
-      optax.masked(optax.set_to_zero(), is_frozen),
-    )
   """
 
   @classmethod
@@ -96,6 +93,3 @@ class TrainState(train_state.TrainState):
     if own is not grads:
       params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}
     return self.replace(step=self.step + 1, params=params, opt_state=state, **kwargs)
-
-
-_NOT_ACCUMULATING = "tx is no accumulate and holds none"

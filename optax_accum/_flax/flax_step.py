@@ -1,0 +1,89 @@
+"""What the steps of linen and nnx share: options, and programs that count the optimizer's steps."""
+
+from collections.abc import Callable, Mapping
+import inspect
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _call_hints, _validate
+from optax_accum._streaming.state import AccumulateState
+from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.step import Loss, Step, step_loss
+from optax_accum._train_step.train_step import make_train_step
+
+Params: TypeAlias = Any
+OptState: TypeAlias = Any
+Batch: TypeAlias = Any
+Metrics: TypeAlias = dict[str, Any]
+LossFn: TypeAlias = Callable[..., Any]
+
+
+class FlaxStep(Step):
+  """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
+
+  name: ClassVar[str]
+  takes: ClassVar[str]  # the arguments of the loss
+  decided: ClassVar[Mapping[str, str]]  # options that are not the user's here, and why
+
+  def __init__(self, loss_fn: LossFn, has_aux: bool, options: Mapping[str, Any], **own: Any):
+    known = inspect.signature(make_train_step).parameters
+    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument")
+    decided = {**batch, **self.decided}
+    for option in options:
+      if option in decided:
+        raise TypeError(f"{self.name} takes no {option}: {decided[option]}.")
+      if option not in known:
+        raise TypeError(f"{self.name} has no option {option!r}: see those of make_train_step.")
+    _call_hints.check_takes(self.name, loss_fn, self.takes)
+    self.__name__, self._loss_fn, self._has_aux = self.name, loss_fn, has_aux
+    self._shown = {**own, "has_aux": has_aux or None, **options}
+    self._options = dict(options)
+    self._donate = self._options.pop("donate", True)
+    _validate.booleans(donate=self._donate)
+
+  def __repr__(self) -> str:
+    loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
+    named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
+    return f"{self.name}({', '.join([loss, *named])})"
+
+  def _step_loss(self, loss_fn: LossFn, carry: int | None, **decided: Any) -> Loss:
+    """`loss_fn` as the loss of a step; `carry` is the position of the argument that is threaded."""
+    options = {**self._options, **decided}
+    if carry is None:
+      options.pop("carry_reduction", None)
+    has_aux = self._has_aux or carry is not None
+    return step_loss(loss_fn, has_aux=has_aux, batch_argnums=1, carry_argnum=carry, **options)
+
+
+class CountingProgram(StepProgram):
+  """A `StepProgram` that takes, last, how many steps the optimizer took, and returns it anew."""
+
+  name = "nnx_train_step"
+
+  def function(self, loss: Loss) -> Callable[..., Any]:
+    """What is compiled."""
+    run = super().function(loss)
+
+    def counting(params: Params, opt_state: OptState, /, *args: Any) -> tuple[Any, ...]:
+      *others, count = args
+      *new, metrics = run(params, opt_state, *others)
+      stepped = (metrics["total_weight"] != 0) & _has_stepped(opt_state, new[1])
+      return *new, count + stepped.astype(count.dtype), metrics
+
+    counting.__name__ = self.name
+    return counting
+
+
+def _has_stepped(before: OptState, after: OptState) -> jax.Array:
+  """Whether the optimizer took a step, which one that accumulates does once a cycle."""
+  states = (AccumulateState, optax.MultiStepsState)
+
+  def counts(opt_state: OptState) -> list[Any]:
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
+    return [x.gradient_step for x in leaves if isinstance(x, states)]
+
+  moved = [a != b for a, b in zip(counts(before), counts(after), strict=True)]
+  return jnp.any(jnp.stack(moved)) if moved else jnp.bool_(True)
