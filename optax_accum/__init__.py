@@ -18,9 +18,9 @@ from optax_accum._microbatches.noise_scale import NoiseScaleTerms as NoiseScaleT
 from optax_accum._microbatches.value_and_grad import (
   microbatch_value_and_grad as microbatch_value_and_grad,
 )
-from optax_accum._plan import plan_microbatches as plan_microbatches
 from optax_accum._plan.candidate import PlanCandidate as PlanCandidate
 from optax_accum._plan.report import MicrobatchPlan as MicrobatchPlan
+from optax_accum._plan.search import plan_microbatches as plan_microbatches
 from optax_accum._streaming.accumulate import accumulate as accumulate
 from optax_accum._streaming.device_state import accumulate_specs as accumulate_specs
 from optax_accum._streaming.state import AccumulateState as AccumulateState

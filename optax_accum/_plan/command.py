@@ -12,8 +12,8 @@ import sys
 import traceback
 from typing import Any
 
-from optax_accum._plan import plan_microbatches
 from optax_accum._plan.report import new_figure
+from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
 Says which microbatch fits, by compiling some and reading XLA's own memory analysis. Nothing runs.
@@ -32,7 +32,11 @@ _EXAMPLE = """\
 example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+_CHOICE = """\
+an option of build_step and the values to try: true, 8, null as in JSON or in Python, other words as
+they are; may be given again"""
+# Where no frame is of a user's file; beside what is installed.
+_OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,17 +49,11 @@ def main(argv: Sequence[str]) -> int:
     epilog=_EXAMPLE,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  command.add_argument("target", metavar="FILE.py:NAME", help="what makes the step")
-  command.add_argument("--memory", help="of one device, e.g. 16GiB; default: what the device has")
-  command.add_argument(
-    "--choice",
-    action="append",
-    default=[],
-    metavar="NAME=VALUE,...",
-    help="an option of build_step and the values to try: true, 8, null as in JSON or in Python,"
-    " other words as they are; may be given again",
-  )
-  command.add_argument("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
+  flag = command.add_argument
+  flag("target", metavar="FILE.py:NAME", help="what makes the step")
+  flag("--memory", help="of one device, e.g. 16GiB; default: what the device has")
+  flag("--choice", action="append", default=[], metavar="NAME=VALUE,...", help=_CHOICE)
+  flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   try:
     choices: dict[str, list[Any]] = {}
@@ -128,12 +126,13 @@ def _built(target: str) -> tuple[Any, Any, Any]:
 
 
 def _check_no_parameters(target: str, build: Callable[..., Any]) -> None:
+  signature = inspect.signature(build)
   try:
-    inspect.signature(build).bind()
+    signature.bind()
   except TypeError:
     raise TypeError(
-      f"{target} is {build.__name__}{inspect.signature(build)}, and it is called without arguments:"
-      " name a function without, which returns (build_step, args, batch_size)."
+      f"{target} is {build.__name__}{signature}, and it is called without arguments: name a"
+      " function without, which returns (build_step, args, batch_size)."
     ) from None
 
 
@@ -143,11 +142,8 @@ def _function(target: str) -> Callable[[], Any]:
   if not file or path.suffix != ".py":
     raise ValueError(f"{target}: give FILE.py:NAME, such as train.py:build.")
   if not path.is_file():
-    there = sorted(x.name for x in path.parent.glob("*.py")) if path.parent.is_dir() else []
-    listed = (
-      f"{path.parent}/ has {', '.join(there)}" if there else f"{path.parent}/ has no .py file"
-    )
-    raise ValueError(f"{path} is no file; {listed}.")
+    there = ", ".join(sorted(x.name for x in path.parent.glob("*.py")))
+    raise ValueError(f"{path} is no file; {path.parent}/ has {there or 'no .py file'}.")
   # A name that no other module has: the file may be called as one of Python's own.
   spec = importlib.util.spec_from_file_location(f"planned_{path.stem}", path)
   assert spec is not None
@@ -158,14 +154,9 @@ def _function(target: str) -> Callable[[], Any]:
   spec.loader.exec_module(module)
   function = getattr(module, name, None)
   if not callable(function):
-    own = [
-      key
-      for key, value in vars(module).items()
-      if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    raise ValueError(
-      f"{path} has no function {name!r}; it has {', '.join(own) if own else 'none'}."
-    )
+    functions = filter(inspect.isfunction, vars(module).values())
+    own = ", ".join(f.__name__ for f in functions if f.__module__ == module.__name__)
+    raise ValueError(f"{path} has no function {name!r}; it has {own or 'none'}.")
   return function
 
 
@@ -186,5 +177,4 @@ def _explained(error: Exception) -> str:
 
 def _is_users(frame: traceback.FrameSummary) -> bool:
   """Whether a frame is in neither this package nor an installed one nor Python's own."""
-  others = (_PACKAGE, "<frozen", os.path.dirname(os.__file__))
-  return not frame.filename.startswith(others) and "site-packages" not in frame.filename
+  return not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename
