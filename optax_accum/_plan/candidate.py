@@ -31,9 +31,8 @@ class PlanCandidate:
     output_bytes: Of what is returned, but for what is returned in donated arguments.
     temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Of the program. (0 on CPU, where XLA does not say.)
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. It is less than what is
-      reserved where buffers are not in use at the same time. On CPU it leaves temporary buffers
-      out. On TPUs it may be more; but what is larger than a chip's memory does not compile. None
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with: less where buffers are not in
+      use at the same time. On CPU it leaves temporary buffers out; on TPUs it may be more. None
       where this JAX has no such number.
     flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
       one row of each microbatch: XLA writes such products as sums, which are not counted.)

@@ -35,7 +35,7 @@ example:
 _CHOICE = """\
 an option of build_step and the values to try: true, 8, null as in JSON or in Python, other words as
 they are; may be given again"""
-# Where no frame is of a user's file; beside what is installed.
+# Files that are not a user's: of this package and of Python; and so are those in site-packages.
 _OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
 
 
@@ -108,7 +108,6 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   """What the user's function returns."""
   try:
     build = _function(target)
-    _check_no_parameters(target, build)
     built = build()
   except SystemExit as error:
     raise ValueError(
@@ -125,18 +124,8 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   return built
 
 
-def _check_no_parameters(target: str, build: Callable[..., Any]) -> None:
-  signature = inspect.signature(build)
-  try:
-    signature.bind()
-  except TypeError:
-    raise TypeError(
-      f"{target} is {build.__name__}{signature}, and it is called without arguments: name a"
-      " function without, which returns (build_step, args, batch_size)."
-    ) from None
-
-
 def _function(target: str) -> Callable[[], Any]:
+  """What ``FILE.py:NAME`` names, from the file, which runs."""
   file, _, name = target.rpartition(":")
   path = pathlib.Path(file)
   if not file or path.suffix != ".py":
@@ -157,6 +146,14 @@ def _function(target: str) -> Callable[[], Any]:
     functions = filter(inspect.isfunction, vars(module).values())
     own = ", ".join(f.__name__ for f in functions if f.__module__ == module.__name__)
     raise ValueError(f"{path} has no function {name!r}; it has {own or 'none'}.")
+  signature = inspect.signature(function)
+  try:
+    signature.bind()
+  except TypeError:
+    raise TypeError(
+      f"{target} is {name}{signature}, and it is called without arguments: name a function without,"
+      " which returns (build_step, args, batch_size)."
+    ) from None
   return function
 
 
@@ -166,15 +163,15 @@ def _explained(error: Exception) -> str:
   link: traceback.TracebackException | None = shown
   from_users = False
   while link is not None:
-    link.stack = traceback.StackSummary.from_list([f for f in link.stack if _is_users(f)])
+    own = [
+      frame
+      for frame in link.stack
+      if not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename
+    ]
+    link.stack = traceback.StackSummary.from_list(own)
     notes = getattr(link, "__notes__", None) or []
     link.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
-    from_users |= bool(link.stack)
+    from_users |= bool(own)
     link = link.__cause__
   lines = [*shown.format(chain=from_users)] if from_users else [*shown.format_exception_only()]
   return "".join(lines).rstrip()
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-  """Whether a frame is in neither this package nor an installed one nor Python's own."""
-  return not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename

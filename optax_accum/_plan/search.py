@@ -26,19 +26,9 @@ def plan_microbatches(
   """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
 
   Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
-  compared with the limit. Nothing runs, so nothing can run out of memory. Three or four programs
-  for each choice are enough where a batch has 12 divisors: memory grows with the microbatch nearly
-  along a straight line. The answer and the next larger microbatch are among them. ::
-
-    def build_step(num_microbatches, remat=False):
-      loss_fn = make_loss_fn(remat=remat)
-      return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
-
-    plan = optax_accum.plan_microbatches(
-        build_step, (params, opt_state, batch), batch_size=256, memory_limit="16GiB",
-        choices={"remat": [False, True]})
-    print(plan)
-    step = build_step(plan.num_microbatches, **plan.choice)
+  compared with the limit. Nothing runs, so nothing can run out of memory. Memory grows with the
+  microbatch nearly along a straight line, so three or four programs for each choice are enough
+  where a batch has 12 divisors. The answer and the next larger microbatch are among them.
 
   What counts is what the program reserves on one device: arguments, outputs that are not written
   into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
@@ -48,8 +38,8 @@ def plan_microbatches(
   largest, or faster: time two or three of the table. Give a batch with many divisors: of 241 rows
   there are microbatches of 1 and of 241. And plan for the device that you train on. (XLA for CPU
   may merge what rematerialised layers compute again, unless they are in a scan.) It need not be
-  there: give `args` shardings over a described topology, as the guide on choosing the microbatch
-  does for TPUs and GPUs.
+  there: `args` may have shardings over a described topology. The guide "Choosing the microbatch and
+  the batch" does so for TPUs and GPUs.
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
@@ -86,14 +76,17 @@ def plan_microbatches(
     >>> def loss_fn(params, batch):
     ...   return jnp.mean(jnp.tanh(jnp.tanh(batch @ params) @ params) ** 2)
     >>> tx = optax.sgd(0.1)
-    >>> def build_step(num_microbatches):
-    ...   return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+    >>> def build_step(num_microbatches, remat=False):
+    ...   fun = jax.checkpoint(loss_fn) if remat else loss_fn
+    ...   return optax_accum.make_train_step(fun, tx, num_microbatches=num_microbatches)
     >>> params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     >>> batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     >>> plan = optax_accum.plan_microbatches(
-    ...   build_step, (params, tx.init(params), batch), batch_size=4096, memory_limit="2MiB")
+    ...   build_step, (params, tx.init(params), batch), batch_size=4096, memory_limit="2MiB",
+    ...   choices={"remat": [False, True]})
     >>> plan.num_microbatches * plan.microbatch_size, plan.peak_bytes <= 2 * 2**20
     (4096, True)
+    >>> step = build_step(plan.num_microbatches, **plan.choice)  # and print(plan) is a table
 
   References:
     ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Others find a batch by running out of
