@@ -4,6 +4,7 @@ from collections.abc import Sequence
 import dataclasses
 import inspect
 import math
+import operator
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from optax_accum._plan.candidate import Choice, PlanCandidate
 
 # Of steps whose work differs by less, the one with the larger microbatch is better.
 _SAME_WORK = 0.01
+
+_size = operator.attrgetter("microbatch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +144,6 @@ class MicrobatchPlan:
     ax.set_ylabel(f"reserved on a device, {name}")
     ax.legend()
     return ax
-
-
-def _size(candidate: PlanCandidate) -> int:
-  return candidate.microbatch_size
 
 
 def _work(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> int:

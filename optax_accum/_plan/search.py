@@ -45,23 +45,21 @@ def plan_microbatches(
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
       `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
     args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`, with shardings if
-      any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes of a model that is too large to be
-      made here. They are not donated.
+      any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes. They are not donated.
     batch_size: The rows of the batch in `args`, on all devices together. The numbers of
       microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
       function of your own that splits the rows of one device, inside `shard_map`, give those.
     memory_limit: Bytes of one device, as an int or a string such as ``"16GiB"`` or ``"80 GB"``.
       Default: what the device may allocate, its ``memory_stats()["bytes_limit"]``, less 5% for
-      fragmentation. (On a GPU that is 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says
-      otherwise.)
+      fragmentation. (On a GPU 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
     choices: Further options of `build_step`, each with the values to try, in all combinations.
 
   Returns:
     A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
-    ``microbatch_size`` and ``choice`` to use. Without `choices` that is the largest microbatch that
-    fits. With them each choice has its largest, and the choice with the fewest floating-point
-    operations is taken: rematerialised layers need up to a third more, so they are chosen where
-    nothing else fits. Where choices differ by less than 1%, the larger microbatch is taken.
+    ``microbatch_size`` and ``choice`` to use: of the largest microbatch that fits of each choice,
+    that with the fewest floating-point operations. Rematerialised layers need up to a third more,
+    so they are chosen where nothing else fits. Where choices differ by less than 1%, the larger
+    microbatch is taken.
 
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
