@@ -22,7 +22,7 @@ from support.devices import AUTO, EXPLICIT, make_mesh
 
 from optax_accum import make_train_step, plan_microbatches, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
-from optax_accum._plan.search import Search
+from optax_accum._plan.search import search
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
@@ -167,12 +167,11 @@ def test_a_third_is_enough_for_what_was_recorded(name):
       fits = memory[size] <= limit
       return PlanCandidate(ROWS // size, size, {}, 2**23, temp_bytes=total - 2**23, fits=fits)
 
-    search = Search(rows, ROWS, int(2**20 * limit), 0, compiled)
-    search.run()
-    found = [rows[i] for i, each in search.known.items() if each.fits]
+    found = search(rows, ROWS, int(2**20 * limit), 0, compiled)
     expected = [size for size in rows if memory[size] <= limit]
-    assert max(found, default=0) == max(expected, default=0), limit
-    assert len(search.known) <= len(rows) // 3
+    fitting = [each.microbatch_size for each in found if each.fits]
+    assert max(fitting, default=0) == max(expected, default=0), limit
+    assert len(found) <= len(rows) // 3
 
 
 def build_mlp(num_microbatches, remat=False, mesh=None):

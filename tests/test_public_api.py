@@ -1,5 +1,6 @@
 """What is public, that its documentation is true, and that optional packages stay optional."""
 
+import ast
 import difflib
 import doctest
 import importlib
@@ -21,7 +22,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
   name: value
   for module in (optax_accum, optax_accum.flax)
-  for name, value in vars(module).items()
+  for name, value in inspect.getmembers(module)
   if not name.startswith("_") and not inspect.ismodule(value)
 }
 FUNCTIONS = [value for value in PUBLIC.values() if inspect.isfunction(value)]
@@ -140,15 +141,46 @@ def test_every_public_function_has_an_example_that_runs():
     assert function.__module__ in MODULES, function.__name__
 
 
+def output_of(*code):
+  command = [sys.executable, "-c", "\n".join(code)]
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_optional_packages_are_not_imported():
-  code = "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)"
-  printed = subprocess.run(
-    [sys.executable, "-c", code], capture_output=True, text=True, check=True
-  ).stdout
-  before, after = ({name.split(".")[0] for name in line.split()} for line in printed.splitlines())
+  printed = output_of(
+    "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)"
+  )
+  before, after = ({name.split(".")[0] for name in line.split()} for line in printed)
   assert "optax" in before
   assert not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"} & after
   assert after - before == {"optax_accum"}  # nor chex, which some versions of optax import
+
+
+def test_what_looks_at_a_step_is_imported_where_it_is_used():
+  printed = output_of(
+    "import sys, optax_accum; print(*sys.modules)",
+    "optax_accum.check_split; print(*sys.modules)",
+  )
+  before, after = ({".".join(name.split(".")[:2]) for name in line.split()} for line in printed)
+  later = {"optax_accum._check_split", "optax_accum._compiled", "optax_accum._plan", "jax.extend"}
+  assert "optax_accum._train_step" in before
+  assert not later & before  # the last takes longer to import than this package
+  assert "optax_accum._check_split" in after
+  assert "optax_accum._plan" not in after
+
+
+def test_names_that_are_imported_later_are_like_others():
+  # What type checkers read, and what Python does.
+  source = ast.parse(pathlib.Path(optax_accum.__file__).read_text())
+  (branch,) = (node for node in source.body if isinstance(node, ast.If))
+  read = {each.name: node.module for node in branch.body for each in node.names}
+  assert read == {name: f"optax_accum.{module}" for name, module in optax_accum._LATER.items()}
+  assert set(PUBLIC) - set(dir(optax_accum.flax)) == set(optax_accum.__all__)
+  printed = output_of(
+    "from optax_accum import *; print(plan_microbatches.__name__, microbatch.__name__)",
+    "import optax_accum; print(hasattr(optax_accum, 'chek_split'))",
+  )
+  assert printed == ["plan_microbatches microbatch", "False"]
 
 
 def test_the_package_is_typed():

@@ -8,12 +8,12 @@ loop may scatter to goes through a barrier, at which that move stops.
 """
 
 from collections.abc import Callable
+import functools
 import math
 from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 
@@ -51,7 +51,7 @@ def unhoisted(tree: Any, shapes: Shapes) -> Any:
 
   def behind(x: jax.Array) -> jax.Array:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x if is_key or _squeezed(x.shape) not in shapes else _barrier_p.bind(x)
+    return x if is_key or _squeezed(x.shape) not in shapes else _barrier().bind(x)
 
   return jax.tree.map(behind, tree)
 
@@ -71,12 +71,17 @@ def _lower(ctx: Any, x: Any) -> Any:
   return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 
 
-# A primitive of our own: at its lowering, and not before, it is known for what is compiled.
-_barrier_p = Primitive("unhoisted")
-_barrier_p.def_impl(lambda x: x)
-_barrier_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_barrier_p, lambda ctx, x: [x])
-for platform in ("tpu", "cuda", "rocm"):
-  mlir.register_lowering(_barrier_p, _lower, platform=platform)
-ad.deflinear2(_barrier_p, lambda ct, x: [_barrier_p.bind(ct)])
-batching.primitive_batchers[_barrier_p] = lambda args, dims: (_barrier_p.bind(*args), dims[0])
+@functools.cache
+def _barrier() -> Any:
+  """A primitive of our own: at its lowering, and not before, it is known for what is compiled."""
+  from jax.extend.core import Primitive  # longer to import than this package
+
+  barrier = Primitive("unhoisted")
+  barrier.def_impl(lambda x: x)
+  barrier.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(barrier, lambda ctx, x: [x])
+  for platform in ("tpu", "cuda", "rocm"):
+    mlir.register_lowering(barrier, _lower, platform=platform)
+  ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])
+  batching.primitive_batchers[barrier] = lambda args, dims: (barrier.bind(*args), dims[0])
+  return barrier

@@ -14,15 +14,15 @@ _KINDS += ["collective-permute", "collective-broadcast"]
 
 
 class Collective(NamedTuple):
-  """One collective operation of a compiled program, as reached from one place."""
+  """One collective operation, as reached from one place: `CollectiveReport` has the words."""
 
-  kind: str  # "all-reduce", "all-gather", "reduce-scatter", ...
+  kind: str
   shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
-  bytes: int  # of one execution, on one device
-  executions: int  # per call of the program: the product of the loops' trip counts
-  loop: str | None  # the innermost loop around it; None outside every loop
-  op_name: str  # where JAX says it comes from; "" where the compiler does not know
-  unknown_trip_counts: tuple[str, ...]  # loops around it that count once, outermost first
+  bytes: int
+  executions: int
+  loop: str | None
+  op_name: str
+  unknown_trip_counts: tuple[str, ...]  # outermost first
 
 
 class CollectiveTotal(NamedTuple):
@@ -134,17 +134,9 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
     if run.computation.name.startswith("all-reduce-scatter"):
       kind = "reduce-scatter"
-    collectives.append(
-      Collective(
-        kind=kind,
-        shape=arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})",
-        bytes=sum(map(hlo.array_bytes, arrays)),
-        executions=run.executions,
-        loop=run.loop,
-        op_name=run.op_name,
-        unknown_trip_counts=run.unknown_trip_counts,
-      )
-    )
+    shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
+    reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
+    collectives.append(Collective(kind, shape, sum(map(hlo.array_bytes, arrays)), *reached))
   return CollectiveReport(tuple(collectives))
 
 
@@ -170,21 +162,23 @@ def _counted_arrays(run: hlo.Run) -> list[str]:
 
 
 def _text_of(compiled: Any) -> str:
-  got = f"compiled={compiled!r:.80}"
-  if isinstance(compiled, str):
-    text = compiled
-  elif hasattr(compiled, "as_text") and not hasattr(compiled, "compile"):
-    text = compiled.as_text()
-  else:
-    wrong = "must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
+  """The text of an optimized HLO module, or an error that says how to get one."""
+  got, text = f"compiled={compiled!r:.80}", compiled
+  if not isinstance(compiled, str):
     if hasattr(compiled, "lower"):
-      wrong = (
-        "must be a compiled program: pass compiled.lower(*args).compile(), with the arguments of a"
-        " call (jax.ShapeDtypeStruct will do)."
+      raise TypeError(
+        f"{got} must be a compiled program: pass compiled.lower(*args).compile(), with the"
+        " arguments of a call (jax.ShapeDtypeStruct will do)."
       )
-    elif hasattr(compiled, "compile"):
-      wrong = "is lowered, and collectives appear when it is compiled: pass compiled.compile()."
-    raise TypeError(f"{got} {wrong}")
+    if hasattr(compiled, "compile"):
+      raise TypeError(
+        f"{got} is lowered, and collectives appear when it is compiled: pass compiled.compile()."
+      )
+    if not hasattr(compiled, "as_text"):
+      raise TypeError(
+        f"{got} must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
+      )
+    text = compiled.as_text()
   if not text or not re.search(r"^ENTRY\b", text, re.MULTILINE):
     raise ValueError(
       f"{got} has no ENTRY computation, so it is not the text of an optimized HLO module: pass what"

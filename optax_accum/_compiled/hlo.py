@@ -1,7 +1,6 @@
 """The text of an optimized HLO module: its operations, and how often each runs."""
 
 from collections.abc import Callable, Iterator
-import dataclasses
 import math
 import re
 from typing import NamedTuple
@@ -18,13 +17,12 @@ class Operation(NamedTuple):
   called: tuple[tuple[str, str], ...]  # roles and names of the computations that it runs
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Computation:
   """A block of operations; the program's, a loop's body, a fusion's, ..."""
 
-  name: str
-  operations: dict[str, Operation] = dataclasses.field(default_factory=dict)
-  root: str = ""
+  def __init__(self, name: str):
+    self.name, self.root = name, ""
+    self.operations: dict[str, Operation] = {}
 
 
 class Run(NamedTuple):
@@ -32,10 +30,10 @@ class Run(NamedTuple):
 
   operation: Operation
   computation: Computation
-  executions: int  # per call of the program: the product of the loops' trip counts
-  loop: str | None  # the innermost loop around it
-  op_name: str  # of its metadata, or of what calls it; "" where neither has one
-  unknown_trip_counts: tuple[str, ...]  # loops around it that count once, outermost first
+  executions: int = 1  # per call of the program: the product of the loops' trip counts
+  loop: str | None = None  # the innermost loop around it
+  op_name: str = ""  # of its metadata, or of what calls it; "" where neither has one
+  unknown_trip_counts: tuple[str, ...] = ()  # loops around it that count once, outermost first
 
 
 class _Scope(NamedTuple):
@@ -44,13 +42,6 @@ class _Scope(NamedTuple):
   computation: Computation
   arguments: tuple[str, ...] = ()
   caller: "_Scope | None" = None
-
-
-class _Context(NamedTuple):
-  executions: int = 1
-  loop: str | None = None
-  op_name: str = ""
-  unknown_trip_counts: tuple[str, ...] = ()
 
 
 class Module:
@@ -67,17 +58,12 @@ class Module:
         computation.operations[op.name] = op
         if assigned[1]:
           computation.root = op.name
-    missing = {
-      f"{op.name} needs {name}"
-      for computation in self.computations.values()
-      for op in computation.operations.values()
-      for _, name in op.called
-      if name not in self.computations
-    }
-    if missing:
-      raise ValueError(
-        f"The HLO text lacks computations ({', '.join(sorted(missing)[:3])}): pass all of it."
-      )
+    operations = (op for each in self.computations.values() for op in each.operations.values())
+    called = ((op.name, name) for op in operations for _, name in op.called)
+    lacking = {f"{op} needs {name}" for op, name in called if name not in self.computations}
+    if lacking:
+      named = ", ".join(sorted(lacking)[:3])
+      raise ValueError(f"The HLO text lacks computations ({named}): pass all of it.")
 
   def runs(self, wanted: Callable[[Operation], bool]) -> Iterator[Run]:
     """The operations that are `wanted`, from wherever they are reached.
@@ -94,30 +80,30 @@ class Module:
         holding[name] = any(wanted(o) or any(holds(c) for _, c in o.called) for o in operations)
       return holding[name]
 
-    def walk(scope: _Scope, context: _Context) -> Iterator[Run]:
+    def walk(scope: _Scope, around: Run | None) -> Iterator[Run]:
       for op in scope.computation.operations.values():
-        named = _OP_NAME.search(op.attributes)
-        inner = context._replace(op_name=named[1] if named else context.op_name)
+        run = (around or Run(op, self.entry))._replace(operation=op, computation=scope.computation)
+        if named := _OP_NAME.search(op.attributes):
+          run = run._replace(op_name=named[1])
         if wanted(op):
-          yield Run(op, scope.computation, **inner._asdict())
+          yield run
         called = [(role, name) for role, name in op.called if holds(name)]
         trips = self._trip_count(op, scope) if called and op.opcode == "while" else None
         for role, name in called:
           if op.opcode != "while":
-            yield from walk(self._callee(op, name, scope), inner)
+            yield from walk(self._callee(op, name, scope), run)
             continue
-          times = 1 if trips is None else trips + (role == "condition")
-          label = f"{op.name} ({inner.op_name})" if inner.op_name else op.name
-          yield from walk(
-            _Scope(self.computations[name]),
-            inner._replace(
-              executions=context.executions * times,
-              loop=op.name,
-              unknown_trip_counts=context.unknown_trip_counts + ((label,) if trips is None else ()),
-            ),
+          times, unknown = 1, run.unknown_trip_counts
+          if trips is None:
+            unknown += (f"{op.name} ({run.op_name})" if run.op_name else op.name,)
+          else:
+            times = trips + (role == "condition")
+          inner = run._replace(
+            executions=run.executions * times, loop=op.name, unknown_trip_counts=unknown
           )
+          yield from walk(_Scope(self.computations[name]), inner)
 
-    return walk(_Scope(self.entry), _Context())
+    return walk(_Scope(self.entry), None)
 
   def _callee(self, op: Operation, name: str, scope: _Scope) -> _Scope:
     computation = self.computations[name]

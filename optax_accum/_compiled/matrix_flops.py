@@ -11,7 +11,6 @@ from optax_accum._compiled import hlo
 
 _GEMM = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[\w$]*(?:gemm|matmul)')
 _CONVOLUTION = re.compile(r'custom_call_target="__(?:cudnn|onednn)\$conv(\w*)')
-_WHERE = "bf"  # what `dim_labels` calls dimensions of batch and features of inputs and outputs
 
 
 def matrix_flops(text: str) -> int:
@@ -52,23 +51,18 @@ def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
     lhs, out = out, lhs
   elif kind and kind[1].startswith("BackwardFilter"):
     rhs, out = out, rhs
-  sizes = [
-    dict(zip(each, dims, strict=True))
-    for each, dims in zip(labels.groups(), (lhs, rhs, out), strict=True)
-  ]
-  window = dict(
-    re.findall(r"(\w+)=([\dx_\-]+)", (re.search(r"window=\{([^}]*)\}", attributes) or [""])[0])
-  )
+  named = zip(labels.groups(), (lhs, rhs, out), strict=True)
+  sizes = [dict(zip(*each, strict=True)) for each in named]
   batch_groups = re.search(r"batch_group_count=(\d+)", attributes)
-  count = (
-    sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // int(batch_groups[1] if batch_groups else 1)
-  )
+  groups = int(batch_groups[1] if batch_groups else 1)
+  count = sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // groups
+  written = attributes.partition("window={")[2].partition("}")[0]
+  window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written))
   for i in range(len(lhs) - 2):
     one = {name: value.split("x")[i] for name, value in window.items()}
     low = int(one.get("pad", "0_0").rsplit("_", 1)[0])
     steps = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    spatial = (each[str(i)] for each in sizes)
-    count *= _positions(*spatial, low, *steps)
+    count *= _positions(*(each[str(i)] for each in sizes), low, *steps)
   return count
 
 

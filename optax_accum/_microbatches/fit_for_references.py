@@ -16,7 +16,6 @@ import threading
 from typing import Any, cast
 
 import jax
-from jax.extend.core import Literal
 import jax.numpy as jnp
 
 from optax_accum import _versions
@@ -70,6 +69,8 @@ def _unfit(jaxpr: Any, parameters: int) -> set[int]:
 
 def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -> set[int]:
   """`owners`: for each argument the parameter that has the reference to add to, if one does."""
+  from jax.extend.core import Literal  # longer to import than this package
+
   both = list(zip(jaxpr.invars, owners, is_linear, strict=True))
   owner = {v: i for v, i, _ in both if i is not None}
   linear = {v for v, _, known in both if known}

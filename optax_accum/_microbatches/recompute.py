@@ -1,17 +1,19 @@
 """A call that can be differentiated: going backward, each microbatch is computed again."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Call, Microbatch, Take
+
+if TYPE_CHECKING:
+  from jax.extend.core import ClosedJaxpr
 
 
 class RecomputedCall(Call):
@@ -81,6 +83,8 @@ class RecomputedCall(Call):
     return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
   def _run(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> Microbatch:
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
+
     counted = None
     if self._guards:
       counted = weighted_mean.counts(self.weight(index, batch, rows))
@@ -100,7 +104,7 @@ class RecomputedCall(Call):
 class _Traced(NamedTuple):
   """A function of one microbatch: of its index, and of the leaves of its batch."""
 
-  jaxpr: ClosedJaxpr
+  jaxpr: "ClosedJaxpr"
   treedef: Any  # of what it returns
   held: list[Any]  # what it takes from outside, parameters too
   gathered: hoisting.Shapes  # of the arrays that it gathers from

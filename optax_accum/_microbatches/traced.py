@@ -5,12 +5,15 @@ where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is anot
 """
 
 from collections.abc import Callable
-from typing import Any
+import functools
+from typing import Any, TYPE_CHECKING
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun, Primitive
 from jax.interpreters import batching, mlir
+
+if TYPE_CHECKING:
+  from jax.extend.core import ClosedJaxpr
 
 _ARRAY = object()  # in the place of one
 
@@ -27,6 +30,8 @@ class Traced:
     self._instead: dict[int, Any] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
+
     treedef: Any
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = _arrays(leaves)
@@ -89,7 +94,7 @@ def differentiated_as(
 
     closed, like = jax.make_jaxpr(flat, return_shape=True)(*both)
     like_tree: Any = jax.tree.structure(like)
-    return like_tree.unflatten(_in_place_p.bind(*both, program=closed))
+    return like_tree.unflatten(_in_place().bind(*both, program=closed))
 
   def _halves(both: Any) -> tuple[Any, dict[int, Any]]:
     return both[:count], dict(zip(keys, both[count:], strict=True))
@@ -127,16 +132,18 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
   )
 
 
-# A primitive of our own: what is within has effects, which JAX cannot have in a custom_jvp.
-_in_place_p = Primitive("in_place")
-_in_place_p.multiple_results = True
+@functools.cache
+def _in_place() -> Any:
+  """A primitive of our own: it has effects within, which JAX cannot have in a custom_jvp."""
+  from jax.extend.core import jaxpr_as_fun, Primitive  # longer to import than this package
 
+  def run(*args: Any, program: "ClosedJaxpr") -> list[Any]:
+    return list(jaxpr_as_fun(program)(*args))
 
-@_in_place_p.def_impl
-def _run(*args: Any, program: ClosedJaxpr) -> list[Any]:
-  return jaxpr_as_fun(program)(*args)
-
-
-_in_place_p.def_abstract_eval(lambda *args, program: program.out_avals)
-mlir.register_lowering(_in_place_p, mlir.lower_fun(_run, multiple_results=True))
-batching.primitive_batchers[_in_place_p] = _refuse
+  primitive = Primitive("in_place")
+  primitive.multiple_results = True
+  primitive.def_impl(run)
+  primitive.def_abstract_eval(lambda *args, program: program.out_avals)
+  mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
+  batching.primitive_batchers[primitive] = _refuse
+  return primitive

@@ -1,16 +1,19 @@
 """A step that was compiled for a plan, and what XLA says of it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import hashlib
 import inspect
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from optax_accum._compiled.collectives import count_collectives
 from optax_accum._compiled.matrix_flops import matrix_flops
+from optax_accum._train_step.step import Step
+
+Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan tells them by identity
 
 # XLA for TPU says so of a program when it has analysed its memory, and before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
@@ -28,9 +31,8 @@ class PlanCandidate:
     output_bytes: Of what is returned, but for what is returned in donated arguments.
     temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Of the program. (0 on CPU, where XLA does not say.)
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. It is less than what is
-      reserved where buffers are not in use at the same time. On CPU it leaves temporary buffers
-      out. On TPUs it may be more; but what is larger than a chip's memory does not compile. None
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with: less where buffers are not in
+      use at the same time. On CPU it leaves temporary buffers out; on TPUs it may be more. None
       where this JAX has no such number.
     flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
       one row of each microbatch: XLA writes such products as sums, which are not counted.)
@@ -43,7 +45,7 @@ class PlanCandidate:
 
   num_microbatches: int
   microbatch_size: int
-  choice: Mapping[str, Any]
+  choice: Choice
   argument_bytes: int = 0
   output_bytes: int = 0
   temp_bytes: int = 0
@@ -67,39 +69,51 @@ class PlanCandidate:
 
 
 class Builder:
-  """Compiles the steps that a user's `build_step` makes, for these arguments."""
+  """The steps that a user's `build_step` makes with one choice, for these arguments."""
 
-  def __init__(self, build_step: Callable[..., Any], args: tuple[Any, ...], rows: int, limit: int):
-    self._build_step, self._args, self._rows, self.limit = build_step, args, rows, limit
-    self._programs: dict[tuple[int, int], str] = {}  # by the choice's id and num_microbatches
+  def __init__(
+    self, build_step: Callable[..., Any], args: tuple[Any, ...], rows: int, choice: Choice
+  ):
+    self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
+    self._programs: dict[int, str] = {}  # by `num_microbatches`
+    self.first = self._step(1)
 
-  def step(self, num_microbatches: int, choice: Mapping[str, Any]) -> Any:
-    """What `build_step` makes, which can be lowered."""
-    step = self._build_step(num_microbatches, **choice)
-    if not callable(getattr(step, "lower", None)):
-      raise TypeError(
-        f"{call_of(num_microbatches, choice)} returned {step!r:.80}, which has no lower(): return"
-        " what make_train_step returns, or a function that jax.jit has wrapped."
+  def call(self, num_microbatches: int) -> str:
+    """A call of `build_step`, as a user would write it."""
+    options = [f"{name}={value!r}" for name, value in self._choice.items()]
+    return f"build_step({', '.join([str(num_microbatches), *options])})"
+
+  def counts(self) -> list[int]:
+    """The numbers of microbatches that the step can have, the largest first."""
+    rows, step = self._rows, self.first if isinstance(self.first, Step) else None
+    if step and (found := step.rows(self._args)) not in (None, rows):
+      raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
+    dims = {n for x in jax.tree.leaves(self._args) for n in getattr(x, "shape", ())}
+    if not any(n % rows == 0 for n in dims if n):
+      raise ValueError(
+        f"batch_size={rows}, and no array in args has so many rows: give the rows of the batch."
       )
-    return step
+    counts = step.counts(rows) if step else [n for n in range(rows, 0, -1) if rows % n == 0]
+    if not counts:
+      raise ValueError(f"batch_size={rows}, and a step with noise_scale=True needs 2 rows or more.")
+    return counts
 
-  def compile(self, num_microbatches: int, choice: Mapping[str, Any]) -> PlanCandidate:
+  def compile(self, num_microbatches: int, limit: int) -> PlanCandidate:
     """Compiles one step. Nothing runs."""
-    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, choice)
+    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, self._choice)
     try:
-      compiled = self._lowered(num_microbatches, choice).compile()
+      compiled = self._lowered(num_microbatches).compile()
     except Exception as error:
       if _LARGER_THAN_THE_CHIP.search(str(error)):
         return dataclasses.replace(candidate, analysed=False)
       error.add_note(
-        f"This is {call_of(num_microbatches, choice)}, which plan_microbatches lowers and compiles"
-        " with args. It is an error, and not a step that does not fit."
+        f"This is {self.call(num_microbatches)}, which plan_microbatches lowers and compiles with"
+        " args. It is an error, and not a step that does not fit."
       )
       raise
-    memory, report = compiled.memory_analysis(), count_collectives(compiled)
+    memory, collectives = compiled.memory_analysis(), count_collectives(compiled).operations
     if memory is None:
       raise ValueError("This backend's compiler does not say how much memory a program needs.")
-    total = [*report.inside.values(), *report.outside.values()]
     candidate = dataclasses.replace(
       candidate,
       argument_bytes=memory.argument_size_in_bytes,
@@ -108,36 +122,38 @@ class Builder:
       code_bytes=memory.generated_code_size_in_bytes,
       xla_peak_bytes=getattr(memory, "peak_memory_in_bytes", None),
       flops=matrix_flops(compiled.as_text() or ""),
-      collectives=sum(kind.operations for kind in total),
-      collective_bytes=sum(kind.bytes for kind in total),
+      collectives=sum(c.executions for c in collectives),
+      collective_bytes=sum(c.executions * c.bytes for c in collectives),
     )
-    return dataclasses.replace(candidate, fits=candidate.peak_bytes <= self.limit)
+    return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
 
-  def check_used(self, counts: list[int], choice: Mapping[str, Any]) -> None:
+  def check_used(self, counts: Sequence[int]) -> None:
     """Checks that another `num_microbatches` gives another program."""
-    known = [n for n in counts if (id(choice), n) in self._programs]
+    known = [n for n in counts if n in self._programs]
     others = [n for n in counts if n not in known]
     if len(known) == 1 and others:
-      self._lowered(others[0], choice)
+      self._lowered(others[0])
       known.append(others[0])
-    if len({self._programs[id(choice), n] for n in known}) < len(known):
+    if len({self._programs[n] for n in known}) < len(known):
       raise ValueError(
         f"build_step made the same program for num_microbatches={known[0]} and {known[1]}: it must"
         " split the batch into as many microbatches as it is given, as in make_train_step(...,"
         " num_microbatches=num_microbatches)."
       )
 
-  def _lowered(self, num_microbatches: int, choice: Mapping[str, Any]) -> jax.stages.Lowered:
-    lowered = self.step(num_microbatches, choice).lower(*self._args)
-    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    self._programs[id(choice), num_microbatches] = digest
+  def _step(self, num_microbatches: int) -> Any:
+    step = self._build_step(num_microbatches, **self._choice)
+    if not callable(getattr(step, "lower", None)):
+      raise TypeError(
+        f"{self.call(num_microbatches)} returned {step!r:.80}, which has no lower(): return what"
+        " make_train_step returns, or a function that jax.jit has wrapped."
+      )
+    return step
+
+  def _lowered(self, num_microbatches: int) -> jax.stages.Lowered:
+    lowered: jax.stages.Lowered = self._step(num_microbatches).lower(*self._args)
+    self._programs[num_microbatches] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
     return lowered
-
-
-def call_of(num_microbatches: int, choice: Mapping[str, Any]) -> str:
-  """A call of `build_step`, as a user would write it."""
-  options = [f"{name}={value!r}" for name, value in choice.items()]
-  return f"build_step({', '.join([str(num_microbatches), *options])})"
 
 
 def check_choices(build_step: Callable[..., Any], choices: Any) -> None:

@@ -12,8 +12,8 @@ import sys
 import traceback
 from typing import Any
 
-from optax_accum._plan import plan_microbatches
 from optax_accum._plan.report import new_figure
+from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
 Says which microbatch fits, by compiling some and reading XLA's own memory analysis. Nothing runs.
@@ -32,7 +32,11 @@ _EXAMPLE = """\
 example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
+_CHOICE = """\
+an option of build_step and the values to try: true, 8, null as in JSON or in Python, other words as
+they are; may be given again"""
+# Files that are not a user's: of this package and of Python; and so are those in site-packages.
+_OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -45,17 +49,11 @@ def main(argv: Sequence[str]) -> int:
     epilog=_EXAMPLE,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  command.add_argument("target", metavar="FILE.py:NAME", help="what makes the step")
-  command.add_argument("--memory", help="of one device, e.g. 16GiB; default: what the device has")
-  command.add_argument(
-    "--choice",
-    action="append",
-    default=[],
-    metavar="NAME=VALUE,...",
-    help="an option of build_step and the values to try: true, 8, null as in JSON or in Python,"
-    " other words as they are; may be given again",
-  )
-  command.add_argument("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
+  flag = command.add_argument
+  flag("target", metavar="FILE.py:NAME", help="what makes the step")
+  flag("--memory", help="of one device, e.g. 16GiB; default: what the device has")
+  flag("--choice", action="append", default=[], metavar="NAME=VALUE,...", help=_CHOICE)
+  flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   try:
     choices: dict[str, list[Any]] = {}
@@ -110,7 +108,6 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   """What the user's function returns."""
   try:
     build = _function(target)
-    _check_no_parameters(target, build)
     built = build()
   except SystemExit as error:
     raise ValueError(
@@ -127,27 +124,15 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   return built
 
 
-def _check_no_parameters(target: str, build: Callable[..., Any]) -> None:
-  try:
-    inspect.signature(build).bind()
-  except TypeError:
-    raise TypeError(
-      f"{target} is {build.__name__}{inspect.signature(build)}, and it is called without arguments:"
-      " name a function without, which returns (build_step, args, batch_size)."
-    ) from None
-
-
 def _function(target: str) -> Callable[[], Any]:
+  """What ``FILE.py:NAME`` names, from the file, which runs."""
   file, _, name = target.rpartition(":")
   path = pathlib.Path(file)
   if not file or path.suffix != ".py":
     raise ValueError(f"{target}: give FILE.py:NAME, such as train.py:build.")
   if not path.is_file():
-    there = sorted(x.name for x in path.parent.glob("*.py")) if path.parent.is_dir() else []
-    listed = (
-      f"{path.parent}/ has {', '.join(there)}" if there else f"{path.parent}/ has no .py file"
-    )
-    raise ValueError(f"{path} is no file; {listed}.")
+    there = ", ".join(sorted(x.name for x in path.parent.glob("*.py")))
+    raise ValueError(f"{path} is no file; {path.parent}/ has {there or 'no .py file'}.")
   # A name that no other module has: the file may be called as one of Python's own.
   spec = importlib.util.spec_from_file_location(f"planned_{path.stem}", path)
   assert spec is not None
@@ -158,14 +143,17 @@ def _function(target: str) -> Callable[[], Any]:
   spec.loader.exec_module(module)
   function = getattr(module, name, None)
   if not callable(function):
-    own = [
-      key
-      for key, value in vars(module).items()
-      if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    raise ValueError(
-      f"{path} has no function {name!r}; it has {', '.join(own) if own else 'none'}."
-    )
+    functions = filter(inspect.isfunction, vars(module).values())
+    own = ", ".join(f.__name__ for f in functions if f.__module__ == module.__name__)
+    raise ValueError(f"{path} has no function {name!r}; it has {own or 'none'}.")
+  signature = inspect.signature(function)
+  try:
+    signature.bind()
+  except TypeError:
+    raise TypeError(
+      f"{target} is {name}{signature}, and it is called without arguments: name a function without,"
+      " which returns (build_step, args, batch_size)."
+    ) from None
   return function
 
 
@@ -175,16 +163,15 @@ def _explained(error: Exception) -> str:
   link: traceback.TracebackException | None = shown
   from_users = False
   while link is not None:
-    link.stack = traceback.StackSummary.from_list([f for f in link.stack if _is_users(f)])
+    own = [
+      frame
+      for frame in link.stack
+      if not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename
+    ]
+    link.stack = traceback.StackSummary.from_list(own)
     notes = getattr(link, "__notes__", None) or []
     link.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
-    from_users |= bool(link.stack)
+    from_users |= bool(own)
     link = link.__cause__
   lines = [*shown.format(chain=from_users)] if from_users else [*shown.format_exception_only()]
   return "".join(lines).rstrip()
-
-
-def _is_users(frame: traceback.FrameSummary) -> bool:
-  """Whether a frame is in neither this package nor an installed one nor Python's own."""
-  others = (_PACKAGE, "<frozen", os.path.dirname(os.__file__))
-  return not frame.filename.startswith(others) and "site-packages" not in frame.filename

@@ -1,18 +1,21 @@
 """`MicrobatchPlan`: what was compiled, which of it fits, and what takes the memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import dataclasses
 import inspect
 import math
+import operator
 from typing import Any
 
 import jax
 
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import PlanCandidate
+from optax_accum._plan.candidate import Choice, PlanCandidate
 
 # Of steps whose work differs by less, the one with the larger microbatch is better.
 _SAME_WORK = 0.01
+
+_size = operator.attrgetter("microbatch_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ class MicrobatchPlan:
     return self.candidates[0].microbatch_size
 
   @property
-  def choice(self) -> Mapping[str, Any]:
+  def choice(self) -> Choice:
     """The further options of `build_step`."""
     return self.candidates[0].choice
 
@@ -71,41 +74,33 @@ class MicrobatchPlan:
     limit = sizes.shown(self.limit_bytes)
     lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
     if self.candidates[0].fits:
-      chosen = "".join(f", {name}={_named(value)}" for name, value in self.choice.items())
       split = f"num_microbatches={self.num_microbatches} (of {_rows(self.microbatch_size)})"
-      lines.append(f"best: {split}{chosen}")
-      larger = [
-        c.microbatch_size for c in self.candidates if c.choice is self.choice and not c.fits
-      ]
-      if min(larger, default=0) > 2 * self.microbatch_size:
+      lines.append(", ".join([f"best: {split}", *_options(self.choice)]))
+      not_fitting = (c for c in self.candidates if c.choice is self.choice and not c.fits)
+      larger = min(map(_size, not_fitting), default=0)
+      if larger > 2 * self.microbatch_size:
         lines.append(
-          f"No microbatch between {self.microbatch_size} and {min(larger)} rows divides the batch:"
+          f"No microbatch between {self.microbatch_size} and {larger} rows divides the batch:"
           " another batch_size may have a larger one that fits."
         )
     return "\n".join(lines)
 
   def _table(self) -> list[str]:
     """All candidates, by choice and microbatch."""
-    names = list(self.candidates[0].choice)
-    head = ["microbatch", "N", *names, "arguments", "outputs", "temp", "code", "total", "XLA peak"]
-    rows = [[*head, "matrix FLOPs", "collectives", "fits"]]
-    for each in self.candidates:
-      peak = "-" if each.xla_peak_bytes is None else sizes.shown(each.xla_peak_bytes)
-      kinds = (each.argument_bytes, each.output_bytes, each.temp_bytes, each.code_bytes)
-      memory = [*map(sizes.shown, kinds), sizes.shown(each.peak_bytes), peak, f"{each.flops:.3g}"]
-      sent = (
-        f"{each.collectives}, {sizes.shown(each.collective_bytes)}" if each.collectives else "-"
-      )
-      options = [_named(each.choice[name]) for name in names]
-      split = [str(each.microbatch_size), str(each.num_microbatches)]
-      fits = "yes" if each.fits else "no"
-      if not each.analysed:
-        memory, fits = ["-"] * len(memory), "no, larger than the chip"
-      rows.append([*split, *options, *memory, sent, fits])
+    head = ["microbatch", "N", *self.choice, "arguments", "outputs", "temp", "code", "total"]
+    rows = [[*head, "XLA peak", "matrix FLOPs", "collectives", "fits"]]
+    for c in self.candidates:
+      kinds = (c.argument_bytes, c.output_bytes, c.temp_bytes, c.code_bytes, c.peak_bytes)
+      peak = "-" if c.xla_peak_bytes is None else sizes.shown(c.xla_peak_bytes)
+      numbers = [*map(sizes.shown, kinds), peak, f"{c.flops:.3g}"]
+      sent = f"{c.collectives}, {sizes.shown(c.collective_bytes)}" if c.collectives else "-"
+      fits = "yes" if c.fits else "no"
+      if not c.analysed:
+        numbers, fits = ["-"] * len(numbers), "no, larger than the chip"
+      split = str(c.microbatch_size), str(c.num_microbatches)
+      rows.append([*split, *map(_named, c.choice.values()), *numbers, sent, fits])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-      "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    ]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
   def plot(self, ax: Any = None) -> Any:
     """Draws the memory of each candidate over its microbatch, and the limit.
@@ -125,18 +120,15 @@ class MicrobatchPlan:
     name, unit = ("GiB", 2**30) if most >= 2**31 else ("MiB", 2**20)
     for i, choice in enumerate({id(c.choice): c.choice for c in self.candidates}.values()):
       points = sorted((c for c in analysed if c.choice is choice), key=_size)
-      label = ", ".join(f"{key}={_named(value)}" for key, value in choice.items()) or "compiled"
+      label = ", ".join(_options(choice)) or "compiled"
       # Choices may need the same memory, so later ones are drawn smaller, on top.
       style = {"markersize": max(9 - 2 * i, 3), "linewidth": max(3 - i, 1)}
-      ax.plot(
-        [*map(_size, points)], [c.peak_bytes / unit for c in points], "o-", label=label, **style
-      )
+      peaks = [c.peak_bytes / unit for c in points]
+      ax.plot([*map(_size, points)], peaks, "o-", label=label, **style)
     ax.axhline(self.limit_bytes / unit, color="0.5", linestyle="--", label="limit")
-    larger = [c.microbatch_size for c in self.candidates if not c.analysed]
-    if larger:
-      ax.plot(
-        larger, [1.1 * most / unit] * len(larger), "x", color="0.5", label="larger than the chip"
-      )
+    if larger := [c.microbatch_size for c in self.candidates if not c.analysed]:
+      above = [1.1 * most / unit] * len(larger)
+      ax.plot(larger, above, "x", color="0.5", label="larger than the chip")
     first = self.candidates[0]
     if first.fits:
       label = f"best: {_rows(first.microbatch_size)}"
@@ -154,14 +146,22 @@ class MicrobatchPlan:
     return ax
 
 
-def _size(candidate: PlanCandidate) -> int:
-  return candidate.microbatch_size
-
-
 def _work(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> int:
   """The work of a choice. That of one row on a device XLA writes in a way that is not counted."""
   smallest = best.microbatch_size == min(map(_size, candidates))
   return max(c.flops for c in candidates) if smallest else best.flops
+
+
+def _options(choice: Choice) -> list[str]:
+  return [f"{name}={_named(value)}" for name, value in choice.items()]
+
+
+def _named(value: Any) -> str:
+  return getattr(value, "__name__", None) or repr(value)
+
+
+def _rows(number: int) -> str:
+  return "1 row" if number == 1 else f"{number} rows"
 
 
 def new_figure() -> Any:
@@ -177,7 +177,7 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
   """Says what takes the memory where not even one row fits."""
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
-    rows = _rows(min(c.microbatch_size for c in plan.candidates))
+    rows = _rows(min(map(_size, plan.candidates)))
     return (
       f"Nothing fits: XLA compiles not even microbatches of {rows}, which are larger than the"
       " chip's memory. Shard parameters or state over more devices, or take a smaller model."
@@ -186,39 +186,25 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
   parts = _arguments(step, args)
   if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
     parts = {"arguments": least.argument_bytes}  # the step places them otherwise
-  if least.output_bytes:
-    parts["outputs that no argument was donated for"] = least.output_bytes
-  if least.code_bytes:
-    parts["code"] = least.code_bytes
+  rest = {"outputs that no argument was donated for": least.output_bytes, "code": least.code_bytes}
+  parts |= {name: size for name, size in rest.items() if size}
   scans = [c for c in analysed if c.choice is least.choice and c.num_microbatches > 1]
   largest = max(scans, key=_size, default=least)
-  if largest.microbatch_size > least.microbatch_size:
-    a_row = (largest.temp_bytes - least.temp_bytes) / (
-      largest.microbatch_size - least.microbatch_size
-    )
+  if (more_rows := largest.microbatch_size - least.microbatch_size) > 0:
+    a_row = (largest.temp_bytes - least.temp_bytes) / more_rows
     of_rows = min(max(int(a_row * least.microbatch_size), 0), least.temp_bytes)
     parts["activations and what else grows with the microbatch"] = of_rows
     parts["gradients, accumulators and what else stays the same"] = least.temp_bytes - of_rows
   else:
     parts["temporary buffers: activations, gradients, accumulators"] = least.temp_bytes
-  most = max(parts, key=lambda name: parts[name])
   listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items())
-  needs = sizes.shown(least.peak_bytes)
+  needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
-    f" the limit is {sizes.shown(plan.limit_bytes)}. Most of it is {most}:\n{listed}\n"
+    f" the limit is {limit}. Most of it is {max(parts, key=parts.__getitem__)}:\n{listed}\n"
     "Give a larger memory_limit, shard parameters or state over more devices, have steps donate"
     f" them, use in_place=True or rematerialisation, or a smaller model.\n{plan}"
   )
-
-
-def _named(value: Any) -> str:
-  """A value of a choice, in a table."""
-  return getattr(value, "__name__", None) or repr(value)
-
-
-def _rows(number: int) -> str:
-  return "1 row" if number == 1 else f"{number} rows"
 
 
 def _arguments(step: Any, args: Sequence[Any]) -> dict[str, int]:

@@ -1,92 +1,210 @@
-"""The largest microbatch that fits, found by compiling few of them."""
+"""`plan_microbatches`: the largest microbatch that fits, found by compiling few of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+import itertools
+from typing import Any
 
-from optax_accum._plan.candidate import PlanCandidate
+import jax
 
-_NEARLY = (
-  1.05  # times the limit: where nothing fits, and the smallest does nearly, one more is tried
-)
+from optax_accum import _validate
+from optax_accum._plan import sizes
+from optax_accum._plan.candidate import Builder, check_choices, PlanCandidate
+from optax_accum._plan.report import does_not_fit, MicrobatchPlan
+
+# Times the limit: where nothing fits, and the smallest does nearly, the next is tried as well.
+_NEARLY = 1.05
 
 
-class Search:
-  """The search among `sizes`, the possible microbatches in rows, the smallest first.
+def plan_microbatches(
+  build_step: Callable[..., Any],
+  args: Sequence[Any],
+  *,
+  batch_size: int,
+  memory_limit: int | str | None = None,
+  choices: Mapping[str, Sequence[Any]] | None = None,
+) -> MicrobatchPlan:
+  """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
+
+  Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
+  compared with the limit. Nothing runs, so nothing can run out of memory. Memory grows with the
+  microbatch nearly along a straight line, so three or four programs for each choice are enough
+  where a batch has 12 divisors. The answer and the next larger microbatch are among them.
+
+  What counts is what the program reserves on one device: arguments, outputs that are not written
+  into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
+  the next batches, are not in it. Set them off against `memory_limit`.
+
+  Nothing is timed. Beyond a few rows on each device a smaller microbatch may be as fast as the
+  largest, or faster: time two or three of the table. Give a batch with many divisors: of 241 rows
+  there are microbatches of 1 and of 241. And plan for the device that you train on. (XLA for CPU
+  may merge what rematerialised layers compute again, unless they are in a scan.) It need not be
+  there: `args` may have shardings over a described topology. The guide "Choosing the microbatch and
+  the batch" does so for TPUs and GPUs.
+
+  Args:
+    build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
+      `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
+    args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`, with shardings if
+      any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes. They are not donated.
+    batch_size: The rows of the batch in `args`, on all devices together. The numbers of
+      microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
+      function of your own that splits the rows of one device, inside `shard_map`, give those.
+    memory_limit: Bytes of one device, as an int or a string such as ``"16GiB"`` or ``"80 GB"``.
+      Default: what the device may allocate, its ``memory_stats()["bytes_limit"]``, less 5% for
+      fragmentation. (On a GPU 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
+    choices: Further options of `build_step`, each with the values to try, in all combinations.
+
+  Returns:
+    A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
+    ``microbatch_size`` and ``choice`` to use: of the largest microbatch that fits of each choice,
+    that with the fewest floating-point operations. Rematerialised layers need up to a third more,
+    so they are chosen where nothing else fits. Where choices differ by less than 1%, the larger
+    microbatch is taken.
+
+  Raises:
+    ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
+      `memory_limit` is no size or not above 0; or it is None, and the device does not say; or
+      `build_step` makes the same program whatever it is given; or the batch has other rows.
+    TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
+      has; an argument has the wrong type.
+    Exception: Whatever compiling raises, with a note that says which step it was.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> def loss_fn(params, batch):
+    ...   return jnp.mean(jnp.tanh(jnp.tanh(batch @ params) @ params) ** 2)
+    >>> tx = optax.sgd(0.1)
+    >>> def build_step(num_microbatches, remat=False):
+    ...   fun = jax.checkpoint(loss_fn) if remat else loss_fn
+    ...   return optax_accum.make_train_step(fun, tx, num_microbatches=num_microbatches)
+    >>> params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    >>> batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    >>> plan = optax_accum.plan_microbatches(
+    ...   build_step, (params, tx.init(params), batch), batch_size=4096, memory_limit="2MiB",
+    ...   choices={"remat": [False, True]})
+    >>> plan.num_microbatches * plan.microbatch_size, plan.peak_bytes <= 2 * 2**20
+    (4096, True)
+    >>> step = build_step(plan.num_microbatches, **plan.choice)  # and print(plan) is a table
+
+  References:
+    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Others find a batch by running out of
+    memory: Lightning's batch size finder, accelerate's ``find_executable_batch_size``.
+  """
+  import tqdm  # takes a while to import
+
+  rows = _validate.positive_int("batch_size", batch_size)
+  check_choices(build_step, choices := {} if choices is None else choices)
+  if not isinstance(args, (tuple, list)):
+    raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
+  args = tuple(map(_without_deleted, args))
+  given = None if memory_limit is None else sizes.parse("memory_limit", memory_limit)
+  products = itertools.product(*choices.values())
+  combinations = [dict(zip(choices, each, strict=True)) for each in products]
+  builders = [Builder(build_step, args, rows, choice) for choice in combinations]
+  limit = given or sizes.of_device(args, builders[0].first)
+  with tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
+    found = [_compiled(builder, args, rows, limit, bar) for builder in builders]
+  plan = MicrobatchPlan.of(found, rows, limit)
+  if not plan.candidates[0].fits:
+    raise ValueError(does_not_fit(plan, builders[0].first, args))
+  return plan
+
+
+def _without_deleted(tree: Any) -> Any:
+  """The same, with shapes in the place of arrays that a step before has deleted."""
+
+  def is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.is_deleted()
+
+  def shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
+
+  return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
+
+
+def _compiled(
+  builder: Builder, args: tuple[Any, ...], rows: int, limit: int, bar: Any
+) -> list[PlanCandidate]:
+  """What was compiled of one choice to find its largest microbatch that fits."""
+
+  def compile_size(size: int) -> PlanCandidate:
+    bar.set_postfix_str(builder.call(rows // size))
+    candidate = builder.compile(rows // size, limit)
+    bar.update()
+    return candidate
+
+  counts = builder.counts()
+  row_bytes = sizes.of_rows(args, rows) * counts[0] / rows  # on one device
+  found = search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
+  builder.check_used(counts)
+  return found
+
+
+def search(
+  possible: Sequence[int],
+  whole: int,
+  limit: int,
+  row_bytes: float,
+  compile_size: Callable[[int], PlanCandidate],
+) -> list[PlanCandidate]:
+  """What is compiled of the possible microbatches, in rows, the smallest first.
 
   It ends when one that fits, and the next larger one that does not, were compiled. The memory of a
   scan is nearly a straight line in the rows of a microbatch, so the next one to compile is guessed
   from a line through those that were; but no further from the middle than lets bisecting end within
-  a third of the sizes. (On TPUs the line has steps, of twice the memory and more, where a layout
+  a third of them. (On TPUs the line has steps, of twice the memory and more, where a layout
   changes.)
 
-  Where the last of the sizes is the `whole` batch, it is a program without a scan: without
+  Where the last of them is the `whole` batch, it is a program without a scan: without
   accumulators, and without a copy of a microbatch's rows, each of `row_bytes`. It is predicted
   without these, and may fit where half of it does not.
   """
+  known: dict[int, PlanCandidate] = {}  # as all that follows, by the index in `possible`
+  unsplit = len(possible) - 1 if possible[-1] == whole else None
+  budget = max(len(possible) // 3, len(possible).bit_length())
 
-  def __init__(
-    self,
-    sizes: list[int],
-    whole: int,
-    limit: int,
-    row_bytes: float,
-    compile_size: Callable[[int], PlanCandidate],
-  ):
-    self._sizes, self._limit, self._row_bytes = sizes, limit, row_bytes
-    self._compile = compile_size
-    self._whole = len(sizes) - 1 if sizes[-1] == whole else None
-    self._budget = max(len(sizes) // 3, len(sizes).bit_length())
-    self.known: dict[int, PlanCandidate] = {}
+  def fits(index: int) -> bool:
+    known[index] = compile_size(possible[index])
+    return known[index].fits
 
-  def run(self) -> None:
-    """Compiles until the largest one that fits is known."""
-    low, high = -1, len(self._sizes)  # the largest that fits, the smallest that does not
-    while high - low > 1:
-      guess = self._guess(range(low + 1, high))
-      if self._measure(guess).fits:
-        low = guess
-      else:
-        high = guess
-    for index in {self._whole, 1 if low < 0 else None} - {None} - self.known.keys():
-      assert index is not None
-      if index < len(self._sizes) and self._may_fit(index):
-        self._measure(index)
-
-  def _measure(self, index: int) -> PlanCandidate:
-    self.known[index] = self._compile(self._sizes[index])
-    return self.known[index]
-
-  def _may_fit(self, index: int) -> bool:
-    if index == self._whole:
-      return self._predicted(index) <= self._limit
-    return self.known[0].analysed and self.known[0].peak_bytes <= _NEARLY * self._limit
-
-  def _guess(self, between: range) -> int:
-    """What to compile next, of some that follow one another."""
-    middle = between[(len(between) - 1) // 2]
-    if not self.known:
-      return middle
-    analysed = [each for each in self.known.values() if each.analysed]
-    if analysed and self._limit < min(each.fixed_bytes for each in analysed):
-      return between[0]  # nothing will fit
-    fitting = [i for i in between if analysed and self._predicted(i) <= self._limit]
-    guess = fitting[-1] if fitting else between[0]
-    # Either side of the guess must be small enough to be bisected with what is left.
-    most = 2 ** max(self._budget - len(self.known) - 1, 0) - 1
-    least, largest = between[-1] - most, between[0] + most
-    return min(max(guess, least), largest) if least <= largest else middle
-
-  def _predicted(self, index: int) -> float:
+  def predicted(index: int) -> float:
     """The memory of one that was not compiled."""
-    scans = [i for i, each in self.known.items() if each.analysed and i != self._whole]
+    scans = [i for i, each in known.items() if each.analysed and i != unsplit]
     if not scans:
       return 0  # nothing is known
     scans.sort(key=lambda i: abs(i - index))
-    fixed = self.known[scans[0]].fixed_bytes
-    two = scans[:2] if index != self._whole else [scans[0], *scans[:0:-1]][:2]  # far apart
-    points = [(self._sizes[i], self.known[i].peak_bytes) for i in two]
+    fixed = known[scans[0]].fixed_bytes
+    two = scans[:2] if index != unsplit else [scans[0], *scans[:0:-1]][:2]  # far apart
+    points = [(possible[i], known[i].peak_bytes) for i in two]
     points += [(0, fixed)] * (2 - len(points))  # accumulators count as if they were of rows
     (x1, y1), (x2, y2) = points
     slope = max((y2 - y1) / (x2 - x1), 0)
-    if index == self._whole:
-      return fixed + max(slope - self._row_bytes, 0) * self._sizes[index]
-    return y1 + slope * (self._sizes[index] - x1)
+    if index == unsplit:
+      return fixed + max(slope - row_bytes, 0) * possible[index]
+    return y1 + slope * (possible[index] - x1)
+
+  def guess(between: range) -> int:
+    """What to compile next, of some that follow one another."""
+    middle = between[(len(between) - 1) // 2]
+    if not known:
+      return middle
+    analysed = [each for each in known.values() if each.analysed]
+    if analysed and limit < min(each.fixed_bytes for each in analysed):
+      return between[0]  # nothing will fit
+    fitting = [i for i in between if analysed and predicted(i) <= limit]
+    best = fitting[-1] if fitting else between[0]
+    # Either side of the guess must be small enough to be bisected with what is left.
+    most = 2 ** max(budget - len(known) - 1, 0) - 1
+    least, largest = between[-1] - most, between[0] + most
+    return min(max(best, least), largest) if least <= largest else middle
+
+  low, high = -1, len(possible)  # the largest that fits, the smallest that does not
+  while high - low > 1:
+    index = guess(range(low + 1, high))
+    low, high = (index, high) if fits(index) else (low, index)
+  nearly = low < 0 and known[0].analysed and known[0].peak_bytes <= _NEARLY * limit
+  if nearly and len(possible) > 1 and 1 not in {*known, unsplit}:
+    fits(1)
+  if unsplit is not None and unsplit not in known and predicted(unsplit) <= limit:
+    fits(unsplit)
+  return [*known.values()]

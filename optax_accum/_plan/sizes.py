@@ -15,7 +15,7 @@ MARGIN = 0.05
 _UNITS = {"B": 1}
 _UNITS |= {f"{prefix}B": 1000**i for i, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**i for i, prefix in enumerate("KMGT", 1)}
-_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+_SIZE = re.compile(rf"\s*(\d{{1,15}}(?:\.\d+)?)\s*({'|'.join(_UNITS)})\s*")
 
 
 def parse(name: str, value: Any) -> int:
@@ -23,10 +23,9 @@ def parse(name: str, value: Any) -> int:
   wanted = 'bytes as an int, or a string such as "16GiB" or "80 GB"'
   if isinstance(value, str):
     match = _SIZE.fullmatch(value)
-    if not match or match[2] not in _UNITS:
-      raise ValueError(
-        f"{name}={value!r} is no size: give {wanted}, with one of {', '.join(_UNITS)}."
-      )
+    if not match:
+      units = ", ".join(_UNITS)
+      raise ValueError(f"{name}={value!r} is no size: give {wanted}, with one of {units}.")
     number = int(float(match[1]) * _UNITS[match[2]])
   else:
     try:
@@ -42,12 +41,10 @@ def parse(name: str, value: Any) -> int:
 
 def of_device(args: Any, step: Any) -> int:
   """What arrays may take on the device that a step runs on, less a margin."""
-  if isinstance(step, Step) and step.loss.parallel is not None:
-    devices = [*step.loss.parallel.mesh.devices.flat]
-  else:
-    shardings: Any = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
-    devices = [d for s in shardings if s is not None for d in getattr(s, "device_set", ())]
-  device = min(devices or jax.devices(), key=lambda d: d.id)
+  shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+  of_args = [d for s in shardings for d in getattr(s, "device_set", ())]
+  of_mesh = step.devices if isinstance(step, Step) else []
+  device = min(of_mesh or of_args or jax.devices(), key=lambda d: d.id)
   try:
     stats = device.memory_stats() or {}
   except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device to compile for

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from optax_accum import _validate
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss
@@ -18,6 +20,11 @@ class Step:
 
   loss: Loss  # that it steps by the gradient of
   batch_position: int | None = None  # of the batch in a call, where that is all that is split
+
+  @property
+  def devices(self) -> list[jax.Device]:
+    """Those of its mesh; none where it has none."""
+    return [] if self.loss.parallel is None else [*self.loss.parallel.mesh.devices.flat]
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
