@@ -1,9 +1,9 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
-from typing import Literal
+from typing import Any, Literal, Protocol, TYPE_CHECKING
 
 import jax
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 import optax
 
@@ -12,9 +12,9 @@ from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
-from optax_accum._streaming.cycle import Cycle, EveryCall, Schedule
-from optax_accum._streaming.emit import Accumulation
-from optax_accum._streaming.transformation import AccumulateTransformation
+from optax_accum._streaming.cycle import Cycle, Schedule
+from optax_accum._streaming.emit import Accumulation, Params
+from optax_accum._streaming.state import AccumulateState
 
 # What `optax.MultiSteps` calls the arguments.
 _PEERS = {
@@ -22,6 +22,57 @@ _PEERS = {
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
 }
+
+
+class ApplyFn(Protocol):
+  """The type of `AccumulateTransformation.apply`."""
+
+  def __call__(
+    self,
+    updates: Any,
+    state: AccumulateState,
+    params: Params,
+    *,
+    weight: ArrayLike = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[Params, AccumulateState]:
+    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
+
+
+_NO_ATTRIBUTES = {
+  "apply": "the `update` of this transformation was replaced, so use optax.apply_updates",
+  "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
+  "gradient_transformation": "pass it as it is",
+}
+
+
+class AccumulateTransformation(optax.GradientTransformationExtraArgs):
+  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`.
+
+  Attributes:
+    init: ``init(params) -> AccumulateState``.
+    update: ``update(updates, state, params, *, weight=1.0, flush=False, **extra_args)``, which
+      returns ``(updates, state)``: zeros, until a cycle ends.
+  """
+
+  @property
+  def apply(self) -> ApplyFn:
+    """``apply(updates, state, params, **kwargs) -> (params, state)``, see `accumulate`."""
+    # It belongs to `update`, and is looked up there. So a copy of this transformation has it too,
+    # and one whose `update` was replaced does not offer an `apply` that ignores that.
+    owner = getattr(self.update, "__self__", None)
+    if not isinstance(owner, Accumulation):
+      raise AttributeError  # Python then asks __getattr__
+    return owner.apply
+
+  if not TYPE_CHECKING:  # to which every name would be one that there is
+
+    def __getattr__(self, name: str) -> Any:
+      """Says what to write for a name of `optax.MultiSteps`, or of before `update` changed."""
+      reason = _NO_ATTRIBUTES.get(name)
+      kind = type(self).__name__
+      raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")
 
 
 @_call_hints.hinted(names=_PEERS)
@@ -166,13 +217,6 @@ def accumulate(
   every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
-  cycle = EveryCall(reduction, dtype, axis_name) if every_k == 1 else Cycle(every_k, dtype)
-  accumulation = Accumulation(
-    inner=optax.with_extra_args_support(inner),
-    cycle=cycle,
-    reduction=kind,
-    skip_fn=skip_fn,
-    axis_name=axis_name,
-    differentiable=differentiable,
-  )
+  cycle = Cycle(every_k, kind, dtype, skip_fn, axis_name)
+  accumulation = Accumulation(optax.with_extra_args_support(inner), cycle, differentiable)
   return AccumulateTransformation(accumulation.init, accumulation.update)

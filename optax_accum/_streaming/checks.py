@@ -6,42 +6,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.conditional import Flag
+from optax_accum._streaming.inner_state import difference
 from optax_accum._streaming.state import AccumulateState, states_in
 
-RESTORE = (
-  "restore a checkpoint into the tree that init returns, e.g. with"
-  " flax.serialization.from_state_dict(tx.init(params), restored), or with that tree as the target"
-  " of orbax's StandardRestore."
-)
 
-
-def checked(name: str, updates: Any, state: Any, params: Any, extra_args: Iterable[str]) -> Any:
-  """The gradients of a call, as arrays, if its arguments are in order and well spelt."""
-  _check_order(name, updates, state, params)
-  _check_keywords(name, extra_args)
-  return _as_arrays(updates)
-
-
-def _check_order(name: str, updates: Any, state: Any, params: Any) -> None:
-  """Checks that the state is the second argument of ``name(updates, state, params)``."""
+def checked(
+  name: str, updates: Any, state: Any, params: Any, extra_args: Iterable[str]
+) -> optax.Updates:
+  """The gradients of a call as JAX arrays, if its arguments are in order and well spelt."""
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
       raise ValueError(
         f"{name} got an AccumulateState as {argument}, and a {type(state).__name__} as state: the"
         f" order is {name}(updates, state, params)."
       )
-
-
-def _check_keywords(name: str, extra_args: Iterable[str]) -> None:
-  """Checks that no argument for `inner` is a misspelt one of ours, which would be ignored."""
-  for extra in extra_args:
+  for extra in extra_args:  # a misspelt one would go to `inner`, which ignores it
     words = [word for word in ("weight", "flush") if _is_near(extra.lower(), word)]
     if words:
       raise TypeError(f"{name} got the argument {extra!r}: did you mean {words[0]}=?")
+  for leaf, x in _validate.named_leaves("updates", updates):
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
+
+  def converted(x: Any) -> Any:
+    # Gradients of integers have a dtype that only NumPy has.
+    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
+    return x if keep else jnp.asarray(x)
+
+  return jax.tree.map(converted, updates)
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -53,20 +53,6 @@ def _is_near(extra: str, word: str) -> bool:
   return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
 
 
-def _as_arrays(updates: optax.Updates) -> optax.Updates:
-  """Gradients as JAX arrays, of which Python and NumPy numbers become some."""
-
-  def converted(x: Any) -> Any:
-    # Gradients of integers have a dtype that only NumPy has.
-    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
-    return x if keep else jnp.asarray(x)
-
-  for name, leaf in _validate.named_leaves("updates", updates):
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      raise TypeError(f"{name} is a {type(leaf).__name__}: gradients are arrays, or numbers.")
-  return jax.tree.map(converted, updates)
-
-
 def check_state(state: Any, skips: bool) -> None:
   """Checks that `state` is that of an accumulation, with a `skip_fn` or without."""
   if not isinstance(state, AccumulateState):
@@ -76,6 +62,32 @@ def check_state(state: Any, skips: bool) -> None:
       "state has a skip_state, because it was made with a skip_fn, and this accumulate has none:"
       " pass skip_fn, or drop it with state._replace(skip_state=())."
     )
+
+
+def _fix(state: Any) -> str:
+  """What to do about a state that is no `AccumulateState`."""
+  if isinstance(state, optax.MultiStepsState):
+    return (
+      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
+      " microbatch so far, or weight=1 where the calls that follow have no weights."
+    )
+  if states_in(state):
+    return (
+      "there is one in it. Call the transformation that the whole belongs to, such as the chain"
+      " around this accumulate."
+    )
+  fields = AccumulateState._fields
+  needed = set(fields).difference(AccumulateState._field_defaults)  # an older one lacks the others
+  restored = isinstance(state, dict) and needed <= set(state)
+  if isinstance(state, str):  # a chain took one key of the dict that it was given
+    restored = True
+  if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
+    return (
+      "it looks like one that was saved and restored without its types; restore a checkpoint into"
+      " the tree that init returns, e.g. with flax.serialization.from_state_dict(tx.init(params),"
+      " restored), or with that tree as the target of orbax's StandardRestore."
+    )
+  return "pass what init of this transformation returned, or its last update."
 
 
 def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
@@ -101,6 +113,24 @@ def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
       )
 
 
+def check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
+  """Checks that no gradient was reduced over the devices yet, where the types say so."""
+  across_devices.check_bound(axis_name)
+  # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  # A gradient of zero is no exception: it varies as its parameter does.
+  known = across_devices.varying_axes(across_devices.varying(jnp.zeros(()), axis_name))
+  for name, leaf in _validate.named_leaves("updates", updates):
+    if missing := known.difference(across_devices.varying_axes(leaf)):
+      raise ValueError(
+        f"{name} is the same on all devices of the axes {sorted(missing)} of"
+        f" axis_name={axis_name!r}, so it was reduced in this microbatch, and accumulate would"
+        " reduce it again. Gradients of parameters that are the same on all devices are *summed*"
+        " by JAX: differentiate with respect to"
+        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. (Cast'
+        " gradients that you made yourself, such as zeros, in the same way.)"
+      )
+
+
 def check_info(info: Any, skip_state: Any) -> None:
   """Checks that what `skip_fn` returned as its info goes where the last call's is."""
   trees: list[Any] = [jax.tree.structure(info), jax.tree.structure(skip_state)]
@@ -113,23 +143,83 @@ def check_info(info: Any, skip_state: Any) -> None:
     )
 
 
-def _fix(state: Any) -> str:
-  """What to do about a state that is no `AccumulateState`."""
-  if isinstance(state, optax.MultiStepsState):
-    return (
-      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
-      " microbatch so far, or weight=1 where the calls that follow have no weights."
+def check_every_k(updates: optax.Updates, acc_grads: optax.Updates, every_k: Any) -> None:
+  """Checks that the state is of an `every_k` like this one: 1, or not."""
+  has = bool(jax.tree.leaves(acc_grads))
+  if jax.tree.leaves(updates) and has != (every_k != 1):
+    raise ValueError(
+      f"every_k={every_k!r}, and the state {'has' if has else 'lacks'} an accumulator, because it"
+      f" was made with every_k {'above' if has else 'of'} 1: end the cycle with the old every_k and"
+      " flush=True, and replace acc_grads by that of a new init."
     )
-  if states_in(state):
-    return (
-      "there is one in it. Call the transformation that the whole belongs to, such as the chain"
-      " around this accumulate."
+
+
+def check_gradients(
+  updates: optax.Updates, acc_grads: optax.Updates, requested: DTypeLike | None
+) -> None:
+  """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
+  got, accs = (dict(_validate.named_leaves("updates", tree)) for tree in (updates, acc_grads))
+  different = difference(
+    got,
+    accs,
+    missing="{leaf} is missing",
+    shape="{leaf} has shape {got}, not {wanted}",
+    new="{leaf} is not expected",
+  )
+  trees: list[Any] = [jax.tree.structure(updates), jax.tree.structure(acc_grads)]
+  if different or trees[0] != trees[1]:
+    raise ValueError(
+      f"{different or f'updates is a {trees[0]} and not a {trees[1]}'}: updates must have the tree"
+      " and the shapes of the parameters that init was given. (A state that was restored has those"
+      " of its own model: restore a checkpoint of this one, or begin with tx.init(params).)"
     )
-  fields = AccumulateState._fields
-  needed = set(fields).difference(AccumulateState._field_defaults)  # an older one lacks the others
-  restored = isinstance(state, dict) and needed <= set(state)
-  if isinstance(state, str):  # a chain took one key of the dict that it was given
-    restored = True
-  if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
-    return "it looks like one that was saved and restored without its types; " + RESTORE
-  return "pass what init of this transformation returned, or its last update."
+  for name, leaf in got.items():
+    _check_dtype(name, leaf.dtype, accs[name].dtype, requested)
+
+
+def _check_dtype(
+  name: str, dtype: jnp.dtype, accumulator: jnp.dtype, requested: DTypeLike | None
+) -> None:
+  """Checks that gradients of `dtype` can be added to an accumulator without a surprise."""
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    raise TypeError(
+      f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
+      " parameters out with optax.masked(accumulate(...), mask)."
+    )
+  got = f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
+  if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(accumulator, jnp.complexfloating):
+    raise TypeError(
+      f"{got} would lose the imaginary part: give init complex parameters, or give"
+      " accumulator_dtype=jnp.complex64."
+    )
+  if requested is None and jnp.finfo(dtype).bits > jnp.finfo(accumulator).bits:
+    raise TypeError(
+      f"{got} would round it: give init parameters of that dtype, pass accumulator_dtype, or cast"
+      " the gradients."
+    )
+
+
+def checked_k(value: Any) -> jax.Array:
+  """What a schedule of k returned, as an int32 scalar."""
+  shape, dtype = jnp.shape(value), jnp.result_type(value)
+  if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+    raise TypeError(
+      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
+      " an integer scalar: cast it, e.g."
+      " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
+    )
+  if not isinstance(value, jax.core.Tracer) and value < 1:
+    raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
+  return jnp.asarray(value).astype(jnp.int32)
+
+
+def checked_flush(value: Any) -> Flag:
+  """A flag that may be traced; a Python bool stays one."""
+  if isinstance(value, (bool, np.bool_)):
+    return bool(value)
+  is_array = isinstance(value, (jax.Array, np.ndarray))
+  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
+    raise TypeError(
+      f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
+    )
+  return jnp.asarray(value)
