@@ -53,14 +53,21 @@ def _is_near(extra: str, word: str) -> bool:
   return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
 
 
-def check_state(state: Any, skips: bool) -> None:
-  """Checks that `state` is that of an accumulation, with a `skip_fn` or without."""
+def check_state(state: Any, updates: optax.Updates, every_k: Any, skips: bool) -> None:
+  """Checks that `state` is of an accumulation with such an `every_k`, and a `skip_fn` or none."""
   if not isinstance(state, AccumulateState):
     raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {_fix(state)}")
   if not skips and jax.tree.leaves(state.skip_state):
     raise ValueError(
       "state has a skip_state, because it was made with a skip_fn, and this accumulate has none:"
       " pass skip_fn, or drop it with state._replace(skip_state=())."
+    )
+  has = bool(jax.tree.leaves(state.acc_grads))
+  if jax.tree.leaves(updates) and has != (every_k != 1):
+    raise ValueError(
+      f"every_k={every_k!r}, and the state {'has' if has else 'lacks'} an accumulator, because it"
+      f" was made with every_k {'above' if has else 'of'} 1: end the cycle with the old every_k and"
+      " flush=True, and replace acc_grads by that of a new init."
     )
 
 
@@ -107,7 +114,7 @@ def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
         f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
         " devices, of length 1 on each, as init makes it. In jax.shard_map, run init and update"
         " with the specs of optax_accum.accumulate_specs. Restore a state on as many devices as it"
-        " was saved from (for others see AccumulateState), and save it whole, e.g. by"
+        " was saved from (for others see the guide on checkpoints), and save it whole, e.g. by"
         " jax.device_get(state): flax's unreplicate drops that axis, and the gradients of all"
         " devices but one."
       )
@@ -143,38 +150,27 @@ def check_info(info: Any, skip_state: Any) -> None:
     )
 
 
-def check_every_k(updates: optax.Updates, acc_grads: optax.Updates, every_k: Any) -> None:
-  """Checks that the state is of an `every_k` like this one: 1, or not."""
-  has = bool(jax.tree.leaves(acc_grads))
-  if jax.tree.leaves(updates) and has != (every_k != 1):
-    raise ValueError(
-      f"every_k={every_k!r}, and the state {'has' if has else 'lacks'} an accumulator, because it"
-      f" was made with every_k {'above' if has else 'of'} 1: end the cycle with the old every_k and"
-      " flush=True, and replace acc_grads by that of a new init."
-    )
-
-
 def check_gradients(
   updates: optax.Updates, acc_grads: optax.Updates, requested: DTypeLike | None
 ) -> None:
   """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
-  got, accs = (dict(_validate.named_leaves("updates", tree)) for tree in (updates, acc_grads))
-  different = difference(
-    got,
-    accs,
+  if different := difference(
+    "updates",
+    updates,
+    acc_grads,
     missing="{leaf} is missing",
     shape="{leaf} has shape {got}, not {wanted}",
     new="{leaf} is not expected",
-  )
-  trees: list[Any] = [jax.tree.structure(updates), jax.tree.structure(acc_grads)]
-  if different or trees[0] != trees[1]:
+    tree="{leaf} is a {got} and not a {wanted}",
+  ):
     raise ValueError(
-      f"{different or f'updates is a {trees[0]} and not a {trees[1]}'}: updates must have the tree"
-      " and the shapes of the parameters that init was given. (A state that was restored has those"
-      " of its own model: restore a checkpoint of this one, or begin with tx.init(params).)"
+      f"{different}: updates must have the tree and the shapes of the parameters that init was"
+      " given. (A state that was restored has those of its own model: restore a checkpoint of this"
+      " one, or begin with tx.init(params).)"
     )
-  for name, leaf in got.items():
-    _check_dtype(name, leaf.dtype, accs[name].dtype, requested)
+  accs = jax.tree.leaves(acc_grads)
+  for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
+    _check_dtype(name, leaf.dtype, acc.dtype, requested)
 
 
 def _check_dtype(

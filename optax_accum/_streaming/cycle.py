@@ -21,7 +21,7 @@ from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._streaming import checks
-from optax_accum._streaming.state import AccumulateState, loaded, stored
+from optax_accum._streaming.state import AccumulateState, stored, without_device_axis
 
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
@@ -33,7 +33,7 @@ _weight_is_sent = contextvars.ContextVar("weight_is_sent", default=False)
 
 @contextlib.contextmanager
 def weight_is_sent(sent: bool) -> Iterator[None]:
-  """Whether a caller of ours gives `weight` to the transformation that it runs here."""
+  """Says whether a weight is given to the transformation that runs in this context."""
   token = _weight_is_sent.set(sent)
   try:
     yield
@@ -108,12 +108,12 @@ class Cycle:
     may_end: Flag,
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
-    checks.check_state(state, self.skip_fn is not None)
+    checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
       checks.check_device_axis(state, updates)
-    state = loaded(state, self.axis_name)
-    checks.check_every_k(updates, state.acc_grads, self.every_k)
+    own = without_device_axis((state.acc_grads, state.skip_state), self.axis_name)
+    state = state._replace(acc_grads=own[0], skip_state=own[1])
     local = _checked_weight(weight, state.acc_weight.dtype)
     flush = checks.checked_flush(flush)
     skip: Flag = False
@@ -124,12 +124,12 @@ class Cycle:
       checks.check_info(info, state.skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
       state = state._replace(skip_state=info)
-    skip, flush, local, weight = self._agree(skip, flush, local, state.acc_weight.dtype)
+    skip, flush, local, over_devices = self._agree(skip, flush, local, state.acc_weight.dtype)
 
     changes: dict[str, jax.Array] = {}
     if self.every_k == 1:
-      total, divisor = self._of_one(updates, local, weight)
-      cycle_weight, ends = weight, True if skip is False else jnp.logical_not(skip)
+      total, divisor = self._of_one(updates, local, over_devices)
+      cycle_weight, ends = over_devices, True if skip is False else jnp.logical_not(skip)
     else:
       checks.check_gradients(updates, state.acc_grads, self.accumulator_dtype)
       first = state.mini_step == 0
@@ -142,7 +142,7 @@ class Cycle:
       total = jax.tree.map(added, state.acc_grads, updates)
       dtype = state.acc_weight.dtype
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
-      weight_sum = weight_sum.add(jnp.asarray(weight, dtype))
+      weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
 
       counted = jnp.logical_not(skip)
@@ -155,8 +155,8 @@ class Cycle:
       changes = {"mini_step": mini_step, "acc_weight": kept.total, "weight_rest": kept.rest}
 
     emit = ends
-    if isinstance(weight, jax.Array):  # else it is not 0
-      emit = emit & (state.acc_weight + weight != 0)
+    if isinstance(over_devices, jax.Array):  # else it is not 0
+      emit = emit & (state.acc_weight + over_devices != 0)
     gradient_step = optax.safe_increment(state.gradient_step)
     state = state._replace(
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
@@ -168,10 +168,7 @@ class Cycle:
   def _agree(
     self, skip: Flag, flush: Flag, local: Weight, dtype: DTypeLike
   ) -> tuple[Flag, Flag, Weight, Weight]:
-    """Skip, flush and weight as the devices decide together, where any decides for all.
-
-    The weight is given twice: of the microbatch on this device, and of those on all devices.
-    """
+    """Skip, flush (any device's is all devices'), and the weight on this device and on all."""
     total = local
     if self.axis_name is not None:
       values = (skip, flush, local)
@@ -189,24 +186,23 @@ class Cycle:
     return skip, flush, local, total
 
   def _of_one(
-    self, updates: optax.Updates, local: Weight, weight: Weight
+    self, updates: optax.Updates, local: Weight, over_devices: Weight
   ) -> tuple[optax.Updates, Weight]:
     """The sum and the divisor of a cycle of one call."""
-    known = not isinstance(local, jax.Array)
-    if self.reduction.name == "mean" and self.axis_name is None:
-      divisor: Weight = 1.0
-      if isinstance(local, jax.Array):  # a weight that cannot be used shows, as in a cycle
-        out_of_range = 10 * weighted_mean.MOST_IN_TOTAL
-        divisor = jnp.where(weighted_mean.usable(local), 1.0, out_of_range)
-      return updates, divisor
-    if self.reduction.name == "mean" and known:
-      local, weight = 1.0, lax.axis_size(self.axis_name)
+    mean = self.reduction.name == "mean"
+    if mean and self.axis_name is None:
+      if not isinstance(local, jax.Array):
+        return updates, 1.0
+      out_of_range = 10 * weighted_mean.MOST_IN_TOTAL  # shows, as in a longer cycle
+      return updates, jnp.where(weighted_mean.usable(local), 1.0, out_of_range)
+    if mean and not isinstance(local, jax.Array):
+      local, over_devices = 1.0, lax.axis_size(self.axis_name)
 
     def weighed(g: jax.Array) -> jax.Array:
       wide = dtypes.accumulator_dtype(g.dtype, self.accumulator_dtype)
       return weighted_mean.weigh(g, local, g.dtype if self.axis_name is None else wide)
 
-    return jax.tree.map(weighed, updates), weight
+    return jax.tree.map(weighed, updates), over_devices
 
 
 def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:

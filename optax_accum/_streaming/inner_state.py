@@ -1,8 +1,6 @@
-"""An optimizer's state over one update: as `init` makes it, and in types that stay.
+"""An optimizer's state in an update: it is as `init` makes it, and its types stay, or an error.
 
-What comes out of a conditional has one shape, dtype and explicit sharding, a step taken or not. The
-state of other parameters, or of another optimizer, such as a checkpoint of another model, is
-refused with the first leaf that differs: what JAX says of it names neither.
+The error names the first leaf that differs. JAX's own names neither leaf nor state.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,11 +13,10 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
-from optax_accum._streaming.state import is_state
+from optax_accum._streaming.state import is_state, states_in
 
 Carry = TypeVar("Carry")
 Init: TypeAlias = Callable[[Any], Any]
-Leaves: TypeAlias = dict[str, Any]  # by name
 
 FIX = (
   "it is the state of other parameters, or of another optimizer. Restore parameters and state"
@@ -30,38 +27,41 @@ FAILED = object()
 OF_SHAPES_AND_TREES = (TypeError, ValueError, AttributeError)
 
 
-def difference(got: Leaves, wanted: Leaves, *, missing: str, shape: str, new: str) -> str:
+def difference(
+  name: str, got: Any, wanted: Any, *, missing: str, shape: str, new: str, tree: str
+) -> str:
   """In these words, with ``{leaf}``, ``{got}``, ``{wanted}``: where trees first differ, or ""."""
-  for leaf, x in wanted.items():
-    shapes = {"got": jnp.shape(got.get(leaf, x)), "wanted": jnp.shape(x)}
-    if leaf not in got:
+  gots, wanteds = (dict(_validate.named_leaves(name, x)) for x in (got, wanted))
+  for leaf, x in wanteds.items():
+    shapes = {"got": jnp.shape(gots.get(leaf, x)), "wanted": jnp.shape(x)}
+    if leaf not in gots:
       return missing.format(leaf=leaf, **shapes)
     if shapes["got"] != shapes["wanted"]:
       return shape.format(leaf=leaf, **shapes)
-  return next((new.format(leaf=leaf) for leaf in got if leaf not in wanted), "")
+  for leaf in gots:
+    if leaf not in wanteds:
+      return new.format(leaf=leaf)
+  trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
+  return "" if trees[0] == trees[1] else tree.format(leaf=name, got=trees[0], wanted=trees[1])
 
 
 def same_types(name: str, new: Any, old: Any) -> Any:
-  """`new` in the shardings of `old`, and in dtypes that hold both, by JAX's rules of promotion.
-
-  A change of tree or shape is an error. Messages call the leaves ``name[0].mu``.
-  """
-  olds, news = (dict(_validate.named_leaves(name, tree)) for tree in (old, new))
+  """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
   fix = "the optimizer's init and update must return states of one tree and the same shapes."
-  different = difference(
-    news,
-    olds,
+  if different := difference(
+    name,
+    new,
+    old,
     missing=f"{{leaf}} is missing after an update: {fix}",
     shape=f"{{leaf}} has shape {{wanted}}, and {{got}} after an update: {fix}",
     new=f"{{leaf}} is new after an update: {fix} (That of optax.monitor does not: optax.snapshot"
     " keeps what it measures from the start.)",
-  )
-  trees: list[Any] = [jax.tree.structure(old), jax.tree.structure(new)]
-  if not different and trees[0] != trees[1]:
-    different = f"{name} is a {trees[0]}, and a {trees[1]} after an update: {fix}"
-  if different:
+    tree=f"{{leaf}} is a {{wanted}}, and a {{got}} after an update: {fix}",
+  ):
     raise ValueError(different)
-  return trees[0].unflatten(_cast(leaf, news[leaf], olds[leaf]) for leaf in olds)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x, before: _cast(_validate.leaf_name(name, path), x, before), new, old
+  )
 
 
 def _cast(name: str, new: Any, old: Any) -> Any:
@@ -114,9 +114,8 @@ def check_kept(
   new_params: optax.Params,
   new_state: optax.OptState,
 ) -> None:
-  """Checks that an update did not fit parameters and state of other shapes to one another.
+  """Checks that an update did not broadcast moments of other parameters to the shapes of these.
 
-  JAX broadcasts: moments of shape (1, 3) step parameters of shape (2, 3), and are then (2, 3).
   A state that grows by itself passes: it does not become what `init` makes.
   """
   if _shapes((new_params, new_state)) == _shapes((params, state)):
@@ -124,7 +123,9 @@ def check_kept(
   made = _made(init, params)
   if made is FAILED:
     return
-  wanted, before, after = (_named(name, tree)[0] for tree in (made, state, new_state))
+  wanted, before, after = (
+    dict(_validate.named_leaves(name, _without_own(x))) for x in (made, state, new_state)
+  )
   moved = _shapes(new_params) != _shapes(params)
   became_as_made = any(
     jnp.shape(before[leaf]) != jnp.shape(after[leaf]) == x.shape
@@ -151,26 +152,19 @@ def _made(init: Init, params: optax.Params) -> Any:
 
 def _from_init(name: str, made: Any, state: optax.OptState) -> str:
   """Where `state` differs from what was made. `accumulate` checks its own."""
-  if made is FAILED:
+  if made is FAILED or len(states_in(made)) > len(states_in(state)):
     return ""
-  wanted, own = _named(name, made)
-  got = {leaf: x for leaf, x in _named(name, state)[0].items() if not leaf.startswith(own)}
-  different = difference(
-    got,
-    wanted,
+  return difference(
+    name,
+    _without_own(state),
+    _without_own(made),
     missing="{leaf} is missing, and init makes it, of shape {wanted}",
     shape="{leaf} has shape {got}, and init makes it of shape {wanted}",
     new="{leaf} is there, and init makes no such leaf",
+    tree="{leaf} is a {got}, and init makes a {wanted}",
   )
-  trees: list[Any] = [jax.tree.structure(x) for x in (state, made)]
-  if different or own or trees[0] == trees[1]:
-    return different
-  return f"{name} is a {trees[0]}, and init makes a {trees[1]}"
 
 
-def _named(name: str, tree: Any) -> tuple[Leaves, tuple[str, ...]]:
-  """The leaves by name, and the names of the states of `accumulate`, which are left out."""
-  named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_state)
-  leaves = {_validate.leaf_name(name, path): x for path, x in named}
-  own = tuple(leaf for leaf, x in leaves.items() if is_state(x))
-  return {leaf: x for leaf, x in leaves.items() if leaf not in own}, own
+def _without_own(state: optax.OptState) -> Any:
+  """A state without those of `accumulate` in it."""
+  return jax.tree.map(lambda x: None if is_state(x) else x, state, is_leaf=is_state)
