@@ -17,14 +17,12 @@ from optax_accum._microbatches.value_and_grad import (
   microbatch_value_and_grad as microbatch_value_and_grad,
 )
 from optax_accum._streaming.accumulate import accumulate as accumulate
-from optax_accum._streaming.device_state import accumulate_specs as accumulate_specs
+from optax_accum._streaming.accumulate import AccumulateTransformation as AccumulateTransformation
+from optax_accum._streaming.state import accumulate_specs as accumulate_specs
 from optax_accum._streaming.state import AccumulateState as AccumulateState
 from optax_accum._streaming.state import discard_cycle as discard_cycle
 from optax_accum._streaming.state import from_multi_steps as from_multi_steps
 from optax_accum._streaming.state import has_updated as has_updated
-from optax_accum._streaming.transformation import (
-  AccumulateTransformation as AccumulateTransformation,
-)
 from optax_accum._train_step.train_step import make_train_step as make_train_step
 from optax_accum._train_step.train_step import TrainStep as TrainStep
 

@@ -8,7 +8,7 @@ import pytest
 from support.devices import make_mesh
 from support.optimizers import FORMS, mini_step, relaxed
 
-from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
+from optax_accum import accumulate, has_updated, make_train_step, microbatch_value_and_grad
 
 GRADS = np.array([[1.0, 2.0, 3.0], [5.0, -1.0, 0.5]], np.float32)
 
@@ -391,6 +391,37 @@ def test_a_weight_that_is_lost_on_the_way(loses):
     outer.update(x[0], state, params)
   step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")  # it is 1
   step(params, tx.init(params), x)
+
+
+def test_what_ends_a_cycle_comes_with_the_call():
+  """A jitted update that a train step traced first, and that hands on the weight alone."""
+  tx, params, traces = accumulate(optax.sgd(1.0), 2), jnp.float32(0), []
+
+  @jax.jit
+  def update(g, s, p, weight):
+    traces.append(weight)
+    return tx.update(g, s, p, weight=weight)
+
+  outer = optax.chain(
+    optax.GradientTransformationExtraArgs(
+      tx.init, lambda g, s, p=None, *, weight, **_: update(g, s, p, weight)
+    )
+  )
+  valid = {"x": jnp.arange(4.0), "valid": jnp.ones(4)}
+  step = make_train_step(
+    lambda p, batch: jnp.sum(batch["valid"] * (p - batch["x"])) / jnp.sum(batch["valid"]),
+    outer,
+    num_microbatches=2,
+    weight_fn=lambda batch: jnp.sum(batch["valid"]),
+    donate=False,
+  )
+  moved, state, _ = step(params, outer.init(params), valid)
+  moved, state, _ = step(moved, state, {**valid, "valid": jnp.zeros(4)})
+  assert (float(moved), has_updated(state)) == (-1, True)  # as `weight=0` does: no step is lost
+  traced = len(traces)
+  _, state = update(jnp.float32(1), tx.init(params), params, jnp.float32(2))
+  updates, state = update(jnp.float32(jnp.nan), state, params, jnp.float32(0))
+  assert (float(updates), has_updated(state), len(traces)) == (-1, True, traced)
 
 
 @pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])

@@ -10,8 +10,8 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._flax.state_fields import variables_of
+from optax_accum._streaming.accumulate import AccumulateTransformation
 from optax_accum._streaming.state import states_in
-from optax_accum._streaming.transformation import AccumulateTransformation
 
 _NOT_ACCUMULATING = "tx is no accumulate and holds none"
 

@@ -6,42 +6,42 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.conditional import Flag
+from optax_accum._streaming.inner_state import difference
 from optax_accum._streaming.state import AccumulateState, states_in
 
-RESTORE = (
-  "restore a checkpoint into the tree that init returns, e.g. with"
-  " flax.serialization.from_state_dict(tx.init(params), restored), or with that tree as the target"
-  " of orbax's StandardRestore."
-)
 
-
-def checked(name: str, updates: Any, state: Any, params: Any, extra_args: Iterable[str]) -> Any:
-  """The gradients of a call, as arrays, if its arguments are in order and well spelt."""
-  _check_order(name, updates, state, params)
-  _check_keywords(name, extra_args)
-  return _as_arrays(updates)
-
-
-def _check_order(name: str, updates: Any, state: Any, params: Any) -> None:
-  """Checks that the state is the second argument of ``name(updates, state, params)``."""
+def checked(
+  name: str, updates: Any, state: Any, params: Any, extra_args: Iterable[str]
+) -> optax.Updates:
+  """The gradients of a call as JAX arrays, if its arguments are in order and well spelt."""
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
       raise ValueError(
         f"{name} got an AccumulateState as {argument}, and a {type(state).__name__} as state: the"
         f" order is {name}(updates, state, params)."
       )
-
-
-def _check_keywords(name: str, extra_args: Iterable[str]) -> None:
-  """Checks that no argument for `inner` is a misspelt one of ours, which would be ignored."""
-  for extra in extra_args:
+  for extra in extra_args:  # a misspelt one would go to `inner`, which ignores it
     words = [word for word in ("weight", "flush") if _is_near(extra.lower(), word)]
     if words:
       raise TypeError(f"{name} got the argument {extra!r}: did you mean {words[0]}=?")
+  for leaf, x in _validate.named_leaves("updates", updates):
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
+
+  def converted(x: Any) -> Any:
+    # Gradients of integers have a dtype that only NumPy has.
+    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
+    return x if keep else jnp.asarray(x)
+
+  return jax.tree.map(converted, updates)
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -53,22 +53,8 @@ def _is_near(extra: str, word: str) -> bool:
   return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
 
 
-def _as_arrays(updates: optax.Updates) -> optax.Updates:
-  """Gradients as JAX arrays, of which Python and NumPy numbers become some."""
-
-  def converted(x: Any) -> Any:
-    # Gradients of integers have a dtype that only NumPy has.
-    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
-    return x if keep else jnp.asarray(x)
-
-  for name, leaf in _validate.named_leaves("updates", updates):
-    if not isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      raise TypeError(f"{name} is a {type(leaf).__name__}: gradients are arrays, or numbers.")
-  return jax.tree.map(converted, updates)
-
-
-def check_state(state: Any, skips: bool) -> None:
-  """Checks that `state` is that of an accumulation, with a `skip_fn` or without."""
+def check_state(state: Any, updates: optax.Updates, every_k: Any, skips: bool) -> None:
+  """Checks that `state` is of an accumulation with such an `every_k`, and a `skip_fn` or none."""
   if not isinstance(state, AccumulateState):
     raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {_fix(state)}")
   if not skips and jax.tree.leaves(state.skip_state):
@@ -76,40 +62,12 @@ def check_state(state: Any, skips: bool) -> None:
       "state has a skip_state, because it was made with a skip_fn, and this accumulate has none:"
       " pass skip_fn, or drop it with state._replace(skip_state=())."
     )
-
-
-def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
-  """Checks that what is each device's own has an axis of devices, of which a device has one."""
-  acc_grads, skip_state = (
-    _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
-  )
-  # An accumulator whose own first axis is 1 long may have lost the devices' too.
-  gone = [
-    name
-    for (name, acc), g in zip(acc_grads, jax.tree.leaves(updates), strict=False)
-    if jnp.ndim(acc) <= jnp.ndim(g)
-  ]
-  for name, leaf in acc_grads + skip_state:
-    if name in gone or jnp.shape(leaf)[:1] != (1,):
-      raise ValueError(
-        f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
-        " devices, of length 1 on each, as init makes it. In jax.shard_map, run init and update"
-        " with the specs of optax_accum.accumulate_specs. Restore a state on as many devices as it"
-        " was saved from (for others see AccumulateState), and save it whole, e.g. by"
-        " jax.device_get(state): flax's unreplicate drops that axis, and the gradients of all"
-        " devices but one."
-      )
-
-
-def check_info(info: Any, skip_state: Any) -> None:
-  """Checks that what `skip_fn` returned as its info goes where the last call's is."""
-  trees: list[Any] = [jax.tree.structure(info), jax.tree.structure(skip_state)]
-  if trees[0] != trees[1]:
+  has = bool(jax.tree.leaves(state.acc_grads))
+  if jax.tree.leaves(updates) and has != (every_k != 1):
     raise ValueError(
-      f"skip_fn returned an info of {trees[0]}, and the state's skip_state is {trees[1]}, because"
-      " it was made without skip_fn or with another: go on with"
-      " state._replace(skip_state=tx.init(params).skip_state), with axis_name from an init in"
-      " shard_map."
+      f"every_k={every_k!r}, and the state {'has' if has else 'lacks'} an accumulator, because it"
+      f" was made with every_k {'above' if has else 'of'} 1: end the cycle with the old every_k and"
+      " flush=True, and replace acc_grads by that of a new init."
     )
 
 
@@ -131,5 +89,133 @@ def _fix(state: Any) -> str:
   if isinstance(state, str):  # a chain took one key of the dict that it was given
     restored = True
   if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
-    return "it looks like one that was saved and restored without its types; " + RESTORE
+    return (
+      "it looks like one that was saved and restored without its types; restore a checkpoint into"
+      " the tree that init returns, e.g. with flax.serialization.from_state_dict(tx.init(params),"
+      " restored), or with that tree as the target of orbax's StandardRestore."
+    )
   return "pass what init of this transformation returned, or its last update."
+
+
+def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
+  """Checks that what is each device's own has an axis of devices, of which a device has one."""
+  acc_grads, skip_state = (
+    _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
+  )
+  # An accumulator whose own first axis is 1 long may have lost the devices' too.
+  gone = [
+    name
+    for (name, acc), g in zip(acc_grads, jax.tree.leaves(updates), strict=False)
+    if jnp.ndim(acc) <= jnp.ndim(g)
+  ]
+  for name, leaf in acc_grads + skip_state:
+    if name in gone or jnp.shape(leaf)[:1] != (1,):
+      raise ValueError(
+        f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
+        " devices, of length 1 on each, as init makes it. In jax.shard_map, run init and update"
+        " with the specs of optax_accum.accumulate_specs. Restore a state on as many devices as it"
+        " was saved from (for others see the guide on checkpoints), and save it whole, e.g. by"
+        " jax.device_get(state): flax's unreplicate drops that axis, and the gradients of all"
+        " devices but one."
+      )
+
+
+def check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
+  """Checks that no gradient was reduced over the devices yet, where the types say so."""
+  across_devices.check_bound(axis_name)
+  # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
+  # A gradient of zero is no exception: it varies as its parameter does.
+  known = across_devices.varying_axes(across_devices.varying(jnp.zeros(()), axis_name))
+  for name, leaf in _validate.named_leaves("updates", updates):
+    if missing := known.difference(across_devices.varying_axes(leaf)):
+      raise ValueError(
+        f"{name} is the same on all devices of the axes {sorted(missing)} of"
+        f" axis_name={axis_name!r}, so it was reduced in this microbatch, and accumulate would"
+        " reduce it again. Gradients of parameters that are the same on all devices are *summed*"
+        " by JAX: differentiate with respect to"
+        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. (Cast'
+        " gradients that you made yourself, such as zeros, in the same way.)"
+      )
+
+
+def check_info(info: Any, skip_state: Any) -> None:
+  """Checks that what `skip_fn` returned as its info goes where the last call's is."""
+  trees: list[Any] = [jax.tree.structure(info), jax.tree.structure(skip_state)]
+  if trees[0] != trees[1]:
+    raise ValueError(
+      f"skip_fn returned an info of {trees[0]}, and the state's skip_state is {trees[1]}, because"
+      " it was made without skip_fn or with another: go on with"
+      " state._replace(skip_state=tx.init(params).skip_state), with axis_name from an init in"
+      " shard_map."
+    )
+
+
+def check_gradients(
+  updates: optax.Updates, acc_grads: optax.Updates, requested: DTypeLike | None
+) -> None:
+  """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
+  if different := difference(
+    "updates",
+    updates,
+    acc_grads,
+    missing="{leaf} is missing",
+    shape="{leaf} has shape {got}, not {wanted}",
+    new="{leaf} is not expected",
+    tree="{leaf} is a {got} and not a {wanted}",
+  ):
+    raise ValueError(
+      f"{different}: updates must have the tree and the shapes of the parameters that init was"
+      " given. (A state that was restored has those of its own model: restore a checkpoint of this"
+      " one, or begin with tx.init(params).)"
+    )
+  accs = jax.tree.leaves(acc_grads)
+  for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
+    _check_dtype(name, leaf.dtype, acc.dtype, requested)
+
+
+def _check_dtype(
+  name: str, dtype: jnp.dtype, accumulator: jnp.dtype, requested: DTypeLike | None
+) -> None:
+  """Checks that gradients of `dtype` can be added to an accumulator without a surprise."""
+  if not jnp.issubdtype(dtype, jnp.inexact):
+    raise TypeError(
+      f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
+      " parameters out with optax.masked(accumulate(...), mask)."
+    )
+  got = f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
+  if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(accumulator, jnp.complexfloating):
+    raise TypeError(
+      f"{got} would lose the imaginary part: give init complex parameters, or give"
+      " accumulator_dtype=jnp.complex64."
+    )
+  if requested is None and jnp.finfo(dtype).bits > jnp.finfo(accumulator).bits:
+    raise TypeError(
+      f"{got} would round it: give init parameters of that dtype, pass accumulator_dtype, or cast"
+      " the gradients."
+    )
+
+
+def checked_k(value: Any) -> jax.Array:
+  """What a schedule of k returned, as an int32 scalar."""
+  shape, dtype = jnp.shape(value), jnp.result_type(value)
+  if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+    raise TypeError(
+      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
+      " an integer scalar: cast it, e.g."
+      " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
+    )
+  if not isinstance(value, jax.core.Tracer) and value < 1:
+    raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
+  return jnp.asarray(value).astype(jnp.int32)
+
+
+def checked_flush(value: Any) -> Flag:
+  """A flag that may be traced; a Python bool stays one."""
+  if isinstance(value, (bool, np.bool_)):
+    return bool(value)
+  is_array = isinstance(value, (jax.Array, np.ndarray))
+  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
+    raise TypeError(
+      f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
+    )
+  return jnp.asarray(value)

@@ -1,7 +1,10 @@
-"""The accumulators of `accumulate`, and how a call adds to them: every k calls, or every call."""
+"""One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import contextvars
 import dataclasses
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,21 +14,31 @@ from jax.typing import ArrayLike, DTypeLike
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
+from optax_accum._arithmetic.reductions import Reduction
+from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
-from optax_accum._streaming.state import AccumulateState
+from optax_accum._streaming import checks
+from optax_accum._streaming.state import AccumulateState, stored, without_device_axis
 
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
+# For an error alone: where a transformation in between drops a weight, with all extra arguments,
+# nothing that reaches `accumulate` says so, and each call would count the same.
+_weight_is_sent = contextvars.ContextVar("weight_is_sent", default=False)
 
-class Weights(NamedTuple):
-  """What one call counts."""
 
-  local: Weight  # of the microbatch on this device
-  over_devices: Weight  # of the microbatches on all devices
+@contextlib.contextmanager
+def weight_is_sent(sent: bool) -> Iterator[None]:
+  """Says whether a weight is given to the transformation that runs in this context."""
+  token = _weight_is_sent.set(sent)
+  try:
+    yield
+  finally:
+    _weight_is_sent.reset(token)
 
 
 class MiniStep(NamedTuple):
@@ -34,192 +47,175 @@ class MiniStep(NamedTuple):
   total: optax.Updates  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
-  emit: Flag  # whether the cycle ends with this call
+  emit: Flag  # whether `inner` steps in this call
   state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class EveryCall:
-  """Every call is a cycle (``every_k=1``): nothing is kept from one call to the next."""
+class Cycle:
+  """When a cycle ends, and what is kept until then: nothing with ``every_k=1``."""
 
-  reduction: str
+  every_k: int | Schedule
+  reduction: Reduction  # over the cycle's microbatches and the devices
   accumulator_dtype: DTypeLike | None
+  skip_fn: SkipFn | None
   axis_name: AxisName | None
 
-  def init(self, params: optax.Params) -> Any:
-    """The accumulators before the first call."""
-    return ()
+  def init(self, params: optax.Params, inner_opt_state: optax.OptState) -> AccumulateState:
+    """An empty cycle."""
+    # `optax.lookahead` steps two copies of the parameters by the gradients of one.
+    grads = params.fast if isinstance(params, optax.LookaheadParams) else params
+    # One array a field: a state in which one zero stands twice cannot be donated.
+    gradient_step = jnp.zeros((), jnp.int32)
+    skip_state: Any = ()
+    if self.skip_fn is not None:
+      asked = functools.partial(asks_to_skip, self.skip_fn)
+      info = jax.eval_shape(asked, grads, gradient_step, params)[1]
+      skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info)
+    zeros = functools.partial(jax.tree_util.tree_map_with_path, self._accumulator)
+    state = AccumulateState(
+      mini_step=jnp.zeros((), jnp.int32),
+      gradient_step=gradient_step,
+      inner_opt_state=inner_opt_state,
+      acc_grads=() if self.every_k == 1 else zeros(grads),
+      skip_state=skip_state,
+      acc_weight=jnp.zeros((), jnp.result_type(float)),
+      has_updated=jnp.zeros((), jnp.bool_),
+      weight_rest=jnp.zeros((), jnp.result_type(float)),
+    )
+    return stored(state, self.axis_name)
 
+  def _accumulator(self, path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+    """Zeros to add up gradients in, sharded as their parameter, also under jit."""
+    dtype = jnp.result_type(param)
+    dtypes.check_holds(_validate.leaf_name("params", path), dtype, self.accumulator_dtype)
+    dtype = dtypes.accumulator_dtype(dtype, self.accumulator_dtype)
+    if not isinstance(param, jax.core.Tracer):
+      return jnp.zeros_like(param, dtype)
+    # The compiler shards results after the arguments that they are computed from. Zeros that are
+    # computed from nothing end up on one device, or in whole on each.
+    no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
+    return jnp.where(no, param.astype(dtype), jnp.zeros((), dtype))
+
+  @jax.named_scope("accumulate")
   def add(
     self,
-    updates: Any,
+    updates: optax.Updates,
     state: AccumulateState,
-    skip: Flag,
+    params: optax.Params | None,
+    weight: ArrayLike,
     flush: Flag,
-    weights: Weights,
     may_end: Flag,
   ) -> MiniStep:
-    """Adds one microbatch up. The flags are the same on all devices."""
-    _check_every_k(updates, state.acc_grads, "every_k=1", accumulates=False)
-    emit = True if skip is False else jnp.logical_not(skip)
-    if self.reduction == "mean" and self.axis_name is None:
-      divisor: Weight = 1.0
-      if isinstance(weights.local, jax.Array):  # a weight that cannot be used shows, as in a cycle
-        out_of_range = 10 * weighted_mean.MOST_IN_TOTAL
-        divisor = jnp.where(weighted_mean.usable(weights.local), 1.0, out_of_range)
-      return MiniStep(updates, divisor, weights.over_devices, emit, state)
-    counted = weights.over_devices
-    if self.reduction == "mean" and isinstance(weights.local, (int, float)):
-      weights = Weights(1.0, lax.axis_size(self.axis_name))
+    """Adds one microbatch's gradients up, and decides whether the cycle emits."""
+    checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
+    if self.axis_name is not None:
+      checks.check_not_reduced(updates, self.axis_name)
+      checks.check_device_axis(state, updates)
+    own = without_device_axis((state.acc_grads, state.skip_state), self.axis_name)
+    state = state._replace(acc_grads=own[0], skip_state=own[1])
+    local = _checked_weight(weight, state.acc_weight.dtype)
+    flush = checks.checked_flush(flush)
+    skip: Flag = False
+    if self.skip_fn is not None:
+      skip, info = asks_to_skip(self.skip_fn, updates, state.gradient_step, params)
+      if isinstance(local, jax.Array):  # what has no weight may be NaN: no cause to skip
+        skip = skip & weighted_mean.counts(local)
+      checks.check_info(info, state.skip_state)
+      info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
+      state = state._replace(skip_state=info)
+    skip, flush, local, over_devices = self._agree(skip, flush, local, state.acc_weight.dtype)
+
+    changes: dict[str, jax.Array] = {}
+    if self.every_k == 1:
+      total, divisor = self._of_one(updates, local, over_devices)
+      cycle_weight, ends = over_devices, True if skip is False else jnp.logical_not(skip)
+    else:
+      checks.check_gradients(updates, state.acc_grads, self.accumulator_dtype)
+      first = state.mini_step == 0
+
+      # The first mini step overwrites: selecting is free where zeroing after the cycle costs
+      # a pass over the accumulators, and an inf cannot get past it.
+      def added(acc: jax.Array, g: jax.Array) -> jax.Array:
+        return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
+
+      total = jax.tree.map(added, state.acc_grads, updates)
+      dtype = state.acc_weight.dtype
+      weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
+      weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
+      divisor = cycle_weight = weight_sum.total
+
+      counted = jnp.logical_not(skip)
+      mini_step = state.mini_step + counted.astype(jnp.int32)
+      k: Any = self.every_k
+      k = checks.checked_k(k(state.gradient_step)) if callable(k) else k
+      ends = ((counted & (mini_step >= k)) | (flush & (mini_step > 0))) & may_end
+      kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), weight_sum)
+      mini_step = jnp.where(ends, 0, mini_step)
+      changes = {"mini_step": mini_step, "acc_weight": kept.total, "weight_rest": kept.rest}
+
+    emit = ends
+    if isinstance(over_devices, jax.Array):  # else it is not 0
+      emit = emit & (state.acc_weight + over_devices != 0)
+    gradient_step = optax.safe_increment(state.gradient_step)
+    state = state._replace(
+      gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
+      has_updated=jnp.asarray(emit),
+      **changes,
+    )
+    return MiniStep(total, divisor, cycle_weight, emit, state)
+
+  def _agree(
+    self, skip: Flag, flush: Flag, local: Weight, dtype: DTypeLike
+  ) -> tuple[Flag, Flag, Weight, Weight]:
+    """Skip, flush (any device's is all devices'), and the weight on this device and on all."""
+    total = local
+    if self.axis_name is not None:
+      values = (skip, flush, local)
+      traced = [jnp.asarray(x).astype(dtype) for x in values if isinstance(x, jax.Array)]
+      sums: Any = iter(())
+      if traced:  # one reduction, of up to three numbers
+        stacked = across_devices.varying(jnp.stack(traced), self.axis_name)
+        sums = iter(lax.psum(stacked, self.axis_name))
+      skip = next(sums) > 0 if isinstance(skip, jax.Array) else skip
+      flush = next(sums) > 0 if isinstance(flush, jax.Array) else flush
+      known = not isinstance(local, jax.Array)
+      total = local * lax.axis_size(self.axis_name) if known else next(sums)
+    if isinstance(skip, jax.Array):
+      local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
+    return skip, flush, local, total
+
+  def _of_one(
+    self, updates: optax.Updates, local: Weight, over_devices: Weight
+  ) -> tuple[optax.Updates, Weight]:
+    """The sum and the divisor of a cycle of one call."""
+    mean = self.reduction.name == "mean"
+    if mean and self.axis_name is None:
+      if not isinstance(local, jax.Array):
+        return updates, 1.0
+      out_of_range = 10 * weighted_mean.MOST_IN_TOTAL  # shows, as in a longer cycle
+      return updates, jnp.where(weighted_mean.usable(local), 1.0, out_of_range)
+    if mean and not isinstance(local, jax.Array):
+      local, over_devices = 1.0, lax.axis_size(self.axis_name)
 
     def weighed(g: jax.Array) -> jax.Array:
       wide = dtypes.accumulator_dtype(g.dtype, self.accumulator_dtype)
-      return weighted_mean.weigh(g, weights.local, g.dtype if self.axis_name is None else wide)
+      return weighted_mean.weigh(g, local, g.dtype if self.axis_name is None else wide)
 
-    total = jax.tree.map(weighed, updates)
-    return MiniStep(total, weights.over_devices, counted, emit, state)
-
-  def kept(self, total: optax.Updates) -> Any:
-    """The accumulators for the next call, from the buffers of the sums of this one."""
-    return ()
+    return jax.tree.map(weighed, updates), over_devices
 
 
-@dataclasses.dataclass(eq=False, repr=False)
-class Cycle:
-  """Cycles of `every_k` calls, an int above 1 or a schedule; with the methods of `EveryCall`."""
-
-  every_k: int | Schedule
-  accumulator_dtype: DTypeLike | None
-
-  def init(self, params: optax.Params) -> Any:
-    """The accumulators before the first call."""
-
-    def zeros(path: Any, leaf: jax.Array) -> jax.Array:
-      name, dtype = _validate.leaf_name("params", path), jnp.result_type(leaf)
-      dtypes.check_holds(name, dtype, self.accumulator_dtype)
-      return _zeros_like(leaf, dtypes.accumulator_dtype(dtype, self.accumulator_dtype))
-
-    return jax.tree_util.tree_map_with_path(zeros, gradients_like(params))
-
-  def add(
-    self,
-    updates: Any,
-    state: AccumulateState,
-    skip: Flag,
-    flush: Flag,
-    weights: Weights,
-    may_end: Flag,
-  ) -> MiniStep:
-    """Adds one microbatch up."""
-    _check_every_k(updates, state.acc_grads, f"every_k={self.every_k!r}", accumulates=True)
-    _check_gradients(updates, state.acc_grads, self.accumulator_dtype)
-    counted = jnp.logical_not(skip)
-    mini_step = state.mini_step + counted.astype(jnp.int32)
-    k: Any = self.every_k
-    k = _check_k(k(state.gradient_step)) if callable(k) else k
-    emit = ((counted & (mini_step >= k)) | (flush & (mini_step > 0))) & may_end
-    first = state.mini_step == 0
-    dtype = state.acc_weight.dtype
-    weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
-    weight_sum = weight_sum.add(jnp.asarray(weights.over_devices, dtype))
-
-    # The first mini step overwrites: selecting is free where zeroing after the cycle costs
-    # a pass over the accumulators, and an inf cannot get past it.
-    def added(acc: jax.Array, g: jax.Array) -> jax.Array:
-      return jnp.where(first, 0, acc) + weighted_mean.weigh(g, weights.local, acc.dtype)
-
-    total = jax.tree.map(added, state.acc_grads, updates)
-    kept = jax.tree.map(lambda x: jnp.where(emit, jnp.zeros_like(x), x), weight_sum)
-    state = state._replace(
-      mini_step=jnp.where(emit, 0, mini_step),
-      acc_weight=kept.total,
-      weight_rest=kept.rest,
-    )
-    return MiniStep(total, weight_sum.total, weight_sum.total, emit, state)
-
-  def kept(self, total: optax.Updates) -> Any:
-    """The accumulators for the next call."""
-    return total
-
-
-def gradients_like(params: optax.Params) -> optax.Updates:
-  """Parameters with the tree and the types that their gradients have."""
-  # `optax.lookahead` steps two copies of the parameters by the gradients of one.
-  return params.fast if isinstance(params, optax.LookaheadParams) else params
-
-
-def _zeros_like(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
-  """Zeros that are sharded as `leaf`, also under jit."""
-  if not isinstance(leaf, jax.core.Tracer):
-    return jnp.zeros_like(leaf, dtype)
-  # The compiler shards results after the arguments that they are computed from. Zeros that are
-  # computed from nothing end up on one device, or in whole on each.
-  no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
-  return jnp.where(no, leaf.astype(dtype), jnp.zeros((), dtype))
-
-
-def _check_every_k(updates: Any, acc_grads: Any, every_k: str, accumulates: bool) -> None:
-  """Checks that the state is of an `every_k` like this one: 1, or not."""
-  has = bool(jax.tree.leaves(acc_grads))
-  if jax.tree.leaves(updates) and has != accumulates:
+def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:
+  """A weight that arrived, as a float where it is known and not 0."""
+  if _weight_is_sent.get() and isinstance(weight, float):
     raise ValueError(
-      f"{every_k}, and the state {'has' if has else 'lacks'} an accumulator, because it was made"
-      f" with every_k {'above' if has else 'of'} 1: end the cycle with the old every_k and"
-      " flush=True, and replace acc_grads by that of a new init."
+      "accumulate did not get the weight that was passed to the optimizer. If a transformation"
+      " around accumulate drops it, with all extra arguments, put accumulate around that one, as"
+      " in accumulate(transformation(optimizer), every_k). If one passes a Python number instead,"
+      " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )
-
-
-def _check_gradients(updates: Any, acc_grads: Any, requested: DTypeLike | None) -> None:
-  """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
-  leaves, accs = (dict(_validate.named_leaves("updates", tree)) for tree in (updates, acc_grads))
-  fix = (
-    "updates must have the tree and the shapes of the parameters that init was given. (A state that"
-    " was restored has those of its own model: restore a checkpoint of this one, or begin with"
-    " tx.init(params).)"
-  )
-  for name in accs:
-    if name not in leaves:
-      raise ValueError(f"{name} is missing: {fix}")
-  for name, leaf in leaves.items():
-    if name not in accs:
-      raise ValueError(f"{name} is not expected: {fix}")
-    if jnp.shape(leaf) != accs[name].shape:
-      raise ValueError(f"{name} has shape {jnp.shape(leaf)}, not {accs[name].shape}: {fix}")
-    _check_dtype(name, leaf.dtype, accs[name].dtype, requested)
-  trees: list[Any] = [jax.tree.structure(updates), jax.tree.structure(acc_grads)]
-  if trees[0] != trees[1]:
-    raise ValueError(f"updates is a {trees[0]} and not a {trees[1]}: {fix}")
-
-
-def _check_dtype(name: str, dtype: Any, accumulator: Any, requested: DTypeLike | None) -> None:
-  """Checks that gradients of `dtype` can be added to an accumulator without a surprise."""
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    raise TypeError(
-      f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
-      " parameters out with optax.masked(accumulate(...), mask)."
-    )
-  got = f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
-  if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(accumulator, jnp.complexfloating):
-    raise TypeError(
-      f"{got} would lose the imaginary part: give init complex parameters, or give"
-      " accumulator_dtype=jnp.complex64."
-    )
-  if requested is None and jnp.finfo(dtype).bits > jnp.finfo(accumulator).bits:
-    raise TypeError(
-      f"{got} would round it: give init parameters of that dtype, pass accumulator_dtype, or cast"
-      " the gradients."
-    )
-
-
-def _check_k(value: Any) -> jax.Array:
-  """Checks what a schedule of k returned."""
-  shape, dtype = jnp.shape(value), jnp.result_type(value)
-  if shape != () or not jnp.issubdtype(dtype, jnp.integer):
-    raise TypeError(
-      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
-      " an integer scalar: cast it, e.g."
-      " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
-    )
-  if not isinstance(value, jax.core.Tracer) and value < 1:
-    raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
-  return jnp.asarray(value).astype(jnp.int32)
+  weighted_mean.check_weight("The caller of update", weight)
+  # A weight that is known and not zero settles that the cycle's total is not zero either.
+  if isinstance(weight, (int, float)) and weight != 0:
+    return float(weight)
+  return weighted_mean.as_weight(weight).astype(dtype)

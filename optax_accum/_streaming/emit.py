@@ -1,4 +1,4 @@
-"""The functions of the transformation that `accumulate` returns."""
+"""The functions that `accumulate` returns, and what they run when a cycle emits."""
 
 from collections.abc import Callable
 import dataclasses
@@ -6,53 +6,38 @@ import functools
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 import optax
 
 from optax_accum._arithmetic import conditional
-from optax_accum._arithmetic.skip import asks_to_skip
+from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._streaming import checks
-from optax_accum._streaming.cycle import gradients_like, MiniStep
-from optax_accum._streaming.device_state import stored, with_device_axis, without_device_axis
-from optax_accum._streaming.inner_state import check_kept, explained
-from optax_accum._streaming.mini_step import MiniSteps, weight_is_sent
-from optax_accum._streaming.same_types import same_types, widened
-from optax_accum._streaming.state import AccumulateState, states_in
-from optax_accum._streaming.transformation import Params
+from optax_accum._streaming.cycle import Cycle, MiniStep, weight_is_sent
+from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
+from optax_accum._streaming.state import (
+  AccumulateState,
+  states_in,
+  stored,
+  with_device_axis,
+  without_device_axis,
+)
 
-Held = TypeVar("Held")
+Params = TypeVar("Params", bound=Any)
+Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Accumulation(MiniSteps):
-  """The functions that `accumulate` returns: they add up, and run `inner` when a cycle ends."""
+class Accumulation:
+  """Adds the gradients of each call up, and runs `inner` when a cycle emits."""
 
   inner: optax.GradientTransformationExtraArgs
-  reduction: Any  # over the cycle's microbatches and the devices
+  cycle: Cycle
   differentiable: bool
 
   def init(self, params: optax.Params) -> AccumulateState:
     """An empty cycle, and `inner`'s own state."""
-    # One array a field: a state in which one zero stands twice cannot be donated.
-    gradient_step = jnp.zeros((), jnp.int32)
-    skip_state: Any = ()
-    if self.skip_fn is not None:
-      asked = functools.partial(asks_to_skip, self.skip_fn)
-      info = jax.eval_shape(asked, gradients_like(params), gradient_step, params)[1]
-      skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info)
-    state = AccumulateState(
-      mini_step=jnp.zeros((), jnp.int32),
-      gradient_step=gradient_step,
-      inner_opt_state=self.inner.init(params),
-      acc_grads=self.cycle.init(params),
-      skip_state=skip_state,
-      acc_weight=jnp.zeros((), jnp.result_type(float)),
-      has_updated=jnp.zeros((), jnp.bool_),
-      weight_rest=jnp.zeros((), jnp.result_type(float)),
-    )
-    return stored(state, self.axis_name)
+    return self.cycle.init(params, self.inner.init(params))
 
   def update(
     self,
@@ -61,12 +46,13 @@ class Accumulation(MiniSteps):
     params: optax.Params | None = None,
     *,
     weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
+    flush: Flag = False,
+    _may_end: Flag = True,  # what `make_train_step` says of a batch: does anything of it count?
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
     updates = checks.checked("update", updates, state, params, extra_args)
-    step = self.add(updates, state, params, weight, flush)
+    step = self.cycle.add(updates, state, params, weight, flush, _may_end)
     run = functools.partial(self._run_inner, step, updates, extra_args, params)
     if step.emit is True:
       updates, total, inner_state = run(step.total, state.inner_opt_state)
@@ -79,13 +65,12 @@ class Accumulation(MiniSteps):
     # Where they can, sums go in and updates come out in the same buffers.
     shared = conditional.OutputBuffers(step.total, like)
 
-    def emitted(total: Any, held: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
-      new, total, inner_state = traced(total, held[1])
+    def emitted(total: Any, carry: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+      new, total, inner_state = traced(total, carry[1])
       total, spare = shared.filled(new, total)
       return total, (spare, inner_state)
 
-    held = (shared.spare, old_state)
-    total, (spare, inner_state) = self._if_it_emits(step, emitted, held)
+    total, (spare, inner_state) = self._if_it_emits(step, emitted, (shared.spare, old_state))
     return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
 
   def apply(
@@ -95,50 +80,57 @@ class Accumulation(MiniSteps):
     params: Params,
     *,
     weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
+    flush: Flag = False,
     **extra_args: Any,
   ) -> tuple[Params, AccumulateState]:
     """`update` and `optax.apply_updates`, with both inside the conditional."""
     if params is None:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
     updates = checks.checked("apply", updates, state, params, extra_args)
-    step = self.add(updates, state, params, weight, flush)
+    step = self.cycle.add(updates, state, params, weight, flush, may_end=True)
 
-    def emitted(total: Any, held: tuple[Params, Any]) -> tuple[Any, tuple[Params, Any]]:
-      run = functools.partial(self._run_inner, step, updates, extra_args)
-      new, total, inner_state = run(held[0], total, held[1])
-      return total, (same_types("params", optax.apply_updates(held[0], new), params), inner_state)
+    def emitted(total: Any, carry: tuple[Params, Any]) -> tuple[Any, tuple[Params, Any]]:
+      old, inner_state = carry
+      new, total, inner_state = self._run_inner(step, updates, extra_args, old, total, inner_state)
+      return total, (same_types("params", optax.apply_updates(old, new), params), inner_state)
 
-    held = (params, state.inner_opt_state)
-    total, (params, inner_state) = self._if_it_emits(step, emitted, held)
+    carry = (params, state.inner_opt_state)
+    total, (params, inner_state) = self._if_it_emits(step, emitted, carry)
     return params, self._next(step, total, inner_state)
 
   def _if_it_emits(
-    self, step: MiniStep, fun: Callable[[Any, Held], tuple[Any, Held]], held: Held
-  ) -> tuple[Any, Held]:
-    """``fun(step.total, held)`` where the cycle emits, and else the two, in the same buffers."""
+    self, step: MiniStep, fun: Callable[[Any, Carry], tuple[Any, Carry]], carry: Carry
+  ) -> tuple[Any, Carry]:
+    """``fun(step.total, carry)`` where the cycle emits, and else the two, in the same buffers."""
+    axis_name = self.cycle.axis_name
 
-    def run(operand: tuple[Any, Held]) -> tuple[Any, Held]:
-      total, held = fun(without_device_axis(operand[0], self.axis_name), operand[1])
-      return with_device_axis(total, self.axis_name), held
+    def run(operand: tuple[Any, Carry]) -> tuple[Any, Carry]:
+      total, carry = fun(without_device_axis(operand[0], axis_name), operand[1])
+      return with_device_axis(total, axis_name), carry
 
     if step.emit is not True:  # `fun` is traced once, for types and for the conditional
       fun = jax.jit(fun, inline=True)
-      held = widened(lambda held: fun(step.total, held)[1], held)
+      carry = widened(lambda carry: fun(step.total, carry)[1], carry)
     # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
-    operand = (with_device_axis(step.total, self.axis_name), held)
-    total, held = conditional.update_if(step.emit, run, operand, self.differentiable)
-    return without_device_axis(total, self.axis_name), held
+    operand = (with_device_axis(step.total, axis_name), carry)
+    total, carry = conditional.update_if(step.emit, run, operand, self.differentiable)
+    return without_device_axis(total, axis_name), carry
 
   def _run_inner(
-    self, step: MiniStep, updates: Any, extra_args: Any, params: Any, total: Any, inner_state: Any
+    self,
+    step: MiniStep,
+    updates: optax.Updates,
+    extra_args: dict[str, Any],
+    params: optax.Params | None,
+    total: optax.Updates,
+    inner_state: optax.OptState,
   ) -> tuple[optax.Updates, optax.Updates, optax.OptState]:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's.
 
     Sums over devices are given out in place of `total`, which nothing reads again: the next mini
     step overwrites it. So they are made in its buffers.
     """
-    kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
+    kind, axis_name, weight = self.cycle.reduction, self.cycle.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
         total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
@@ -156,6 +148,9 @@ class Accumulation(MiniSteps):
       check_kept(*restored, new, new_state)
     return new, total, same_types("inner_opt_state", new_state, inner_state)
 
-  def _next(self, step: MiniStep, total: Any, inner_state: optax.OptState) -> AccumulateState:
-    state = step.state._replace(acc_grads=self.cycle.kept(total), inner_opt_state=inner_state)
-    return stored(state, self.axis_name)
+  def _next(
+    self, step: MiniStep, total: optax.Updates, inner_state: optax.OptState
+  ) -> AccumulateState:
+    kept = () if self.cycle.every_k == 1 else total
+    state = step.state._replace(acc_grads=kept, inner_opt_state=inner_state)
+    return stored(state, self.cycle.axis_name)

@@ -1,15 +1,17 @@
-"""`AccumulateState`, and what is done with one."""
+"""`AccumulateState`, what is done with one, and what of it is each device's own."""
 
 import functools
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
+from optax_accum._arithmetic.across_devices import AxisName
 
 State = TypeVar("State")
 
@@ -17,8 +19,7 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
 
-  Their contents differ: `acc_grads` is a sum here and a running mean there. Convert such a state
-  with `from_multi_steps`.
+  Their contents differ: `from_multi_steps` converts such a state.
 
   Attributes:
     mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
@@ -36,28 +37,14 @@ class AccumulateState(NamedTuple):
 
   With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
   of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
-  ``jax.device_get(state)``, and restore it on as many devices. ``flax.jax_utils.unreplicate`` keeps
-  one device's gradients: in mid-cycle those of the others are lost. Use it only while `mini_step`
-  is 0.
+  ``jax.device_get(state)``, and restore it on as many devices: ``flax.jax_utils.unreplicate`` keeps
+  one device's gradients, and in mid-cycle those of the others are lost.
 
   A state that is restored in mid-cycle, into ``jax.eval_shape(tx.init, params)``, goes on to the
-  bit. Where the options have changed, restore it into the tree of the old ones. Then:
-
-  - another `every_k` above 1, or a schedule: nothing. The cycle ends with the call that makes
-    `mini_step` as large as the new one or larger.
-  - `every_k` from 1 to more: ``state._replace(acc_grads=tx.init(params).acc_grads)``. From more to
-    1: the same, at the end of a cycle. In mid-cycle ``lambda _: 1`` ends it with the next call.
-  - `skip_fn` added or dropped: ``state._replace(skip_state=tx.init(params).skip_state)``. Here and
-    above, with `axis_name` in place of ``tx.init(params)`` what init returns in `jax.shard_map`.
-  - `accumulator_dtype`: nothing, and the accumulators stay as they are. (But Orbax casts to the
-    dtypes of the tree that it restores into.)
-  - other devices with `axis_name`: only the sum of ``acc_grads`` over the devices counts. So give
-    one of the new devices that sum, and the others zeros. Default weights count devices. So, with
-    as many rows in all, multiply `acc_grads`, `acc_weight` and `weight_rest` by new / old devices.
-  - a cycle that cannot go on: `discard_cycle`.
-
-  The state of another model is refused with the first leaf that differs, and so is that of another
-  `inner`, unless the new one runs on it, as SGD without momentum does.
+  bit. The guide on checkpoints has what to do for another `every_k`, `skip_fn`,
+  `accumulator_dtype` or number of devices. The state of another model is refused with the first
+  leaf that differs, and so is that of another `inner`, unless the new one runs on it, as SGD
+  without momentum does.
   """
 
   mini_step: jax.Array
@@ -93,16 +80,16 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     True
     False
   """
-  states = required("has_updated", opt_state)
-  return functools.reduce(jnp.logical_or, [jnp.asarray(state.has_updated) for state in states])
+  flags = [jnp.asarray(state.has_updated) for state in required("has_updated", opt_state)]
+  return functools.reduce(jnp.logical_or, flags)
 
 
 def discard_cycle(opt_state: State) -> State:
   """The state with its present cycle begun anew: what was accumulated is dropped.
 
-  For a cycle that shall not or cannot go on: the data have changed, or a checkpoint in mid-cycle is
-  to be restored where its accumulators do not fit. These are not read again, so that others may
-  stand in their place: ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
+  For a cycle that shall not or cannot go on: the data have changed, or its accumulators do not fit.
+  These are not read again, so that others may stand in their place:
+  ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
 
   Args:
     opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
@@ -142,11 +129,10 @@ def from_multi_steps(
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
   `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  weighted sum. Each of the mini steps before has the same `weight` in it. If those microbatches
-  were uneven, their mean is wrong already. The exact way is then `discard_cycle`, and the last
-  ``state.mini_step`` microbatches once more. Build ``accumulate(inner, every_k)`` around the same
-  `inner`, with the same `skip_fn`. The result shares arrays with `state`: copy it if the old loop
-  is to go on after these are donated.
+  weighted sum, in which each mini step before has the same `weight`. (If those microbatches were
+  uneven, their mean is wrong already: use `discard_cycle`, and the last ``state.mini_step``
+  microbatches once more.) Build ``accumulate`` around the same `inner` and `skip_fn`. The result
+  shares arrays with `state`: copy it if the old loop is to go on after these are donated.
 
   Args:
     state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
@@ -159,13 +145,11 @@ def from_multi_steps(
       Needed unless ``state.mini_step`` is known to be 0, the end of a cycle.
 
   Returns:
-    An `AccumulateState`. ``acc_grads`` are in float32 or better. `optax.MultiSteps` may hold them
-    in less, and in optax 0.2.8 those of float64 parameters in float32: put them into float64,
-    ``state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))``. ``skip_state`` and
-    ``inner_opt_state`` are as they were. ``has_updated`` is what `optax.MultiSteps.has_updated`
-    says: True where a cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``.
-    With `axis_name` take over the end of a cycle alone: a new init, with ``gradient_step`` and
-    ``inner_opt_state`` replaced.
+    An `AccumulateState`, with ``acc_grads`` in float32 or better. (For those of float64 parameters,
+    which optax 0.2.8 holds in float32, ``state._replace(acc_grads=optax.tree.cast(state.acc_grads,
+    jnp.float64))``.) ``has_updated`` is True where a cycle has just ended. With ``every_k=1``
+    replace ``acc_grads`` by ``()``. With `axis_name` take over the end of a cycle alone: a new
+    init, with ``gradient_step`` and ``inner_opt_state`` replaced.
 
   Raises:
     TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
@@ -188,14 +172,22 @@ def from_multi_steps(
       " optax.MultiSteps(...).init(params) returns. Where the state is part of a larger one, such"
       " as a chain's, replace it there, with jax.tree.map and is_leaf."
     )
-  if weight is None:
-    weight = _weight_at_the_end(state.mini_step)
-  weighted_mean.check_weight("The caller of from_multi_steps", weight)
+  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
   state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
-  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
   boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
+  if weight is None:
+    traced = isinstance(mini_step, jax.core.Tracer)
+    if traced or jnp.any(mini_step != 0):
+      where = "is traced" if traced else f"is {mini_step}"
+      raise ValueError(
+        f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the"
+        " cycle counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if"
+        " these are weighed by rows (or tokens), and weight=1 if they have no weights."
+      )
+    weight = 1.0  # of none
+  weighted_mean.check_weight("The caller of from_multi_steps", weight)
   each = weighted_mean.as_weight(weight)
   total = mini_step.astype(each.dtype) * each
   counted = total if use_grad_mean else each
@@ -215,18 +207,84 @@ def from_multi_steps(
   )
 
 
-def _weight_at_the_end(mini_step: Any) -> float:
-  """Any weight, if no mini step is in the cycle: else it must be said."""
-  [count] = jax.tree.leaves(mini_step)
-  traced = isinstance(count, jax.core.Tracer)
-  if traced or jnp.any(count != 0):
-    where = "is traced" if traced else f"is {count}"
-    raise ValueError(
-      f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the cycle"
-      " counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if these"
-      " are weighed by rows (or tokens), and weight=1 if they have no weights."
-    )
-  return 1.0
+def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
+  """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
+
+  What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
+  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices:
+  ``PartitionSpec()``. Use them wherever the state enters or leaves `shard_map`, ``init`` included.
+  Axes that `shard_map` leaves to the partitioner are not in them.
+  Differentiate each device's own loss with respect to parameters cast to varying, as below: else
+  JAX sums the gradients in every microbatch.
+
+  Args:
+    opt_state: ``jax.eval_shape(tx.init, params)`` where `tx` is an `accumulate` with `axis_name`,
+      or any pytree that holds such a state: of a `chain`, a train state.
+    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
+
+  Returns:
+    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
+    and ``out_specs``, with ``check_vma=True`` or ``False``.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
+      `axis_name`.
+
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax, optax_accum
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    >>> tx = optax_accum.accumulate(optax.sgd(1.0), every_k=2, axis_name="data")
+    >>> params, rows = jnp.zeros(2), jnp.ones((len(jax.devices()), 2))
+    >>> specs = optax_accum.accumulate_specs(jax.eval_shape(tx.init, params), "data")
+    >>> state = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(params)
+    >>> @jax.jit
+    ... @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+    ... def step(params, state, rows):
+    ...   local = jax.lax.pcast(params, "data", to="varying")
+    ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
+    ...   return tx.apply(grads, state, params)
+    >>> for _ in range(2):
+    ...   params, state = step(params, state, rows)
+    ...   print(params)
+    [0. 0.]
+    [1. 1.]
+  """
+  axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+
+  def specs(x: Any) -> Any:
+    if not is_state(x):
+      return PartitionSpec()
+    local = jax.tree.leaves((x.acc_grads, x.skip_state))
+    if shapes := [leaf.shape for leaf in local if leaf.shape[:1] != (1,)]:
+      raise ValueError(
+        f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
+        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
+        " jax.eval_shape(tx.init, params) returns."
+      )
+    own = jax.tree.map(lambda _: PartitionSpec(axis_name), (x.acc_grads, x.skip_state))
+    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(acc_grads=own[0], skip_state=own[1])
+
+  required("accumulate_specs", opt_state)
+  return jax.tree.map(specs, opt_state, is_leaf=is_state)
+
+
+def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
+  """A device's state as it is kept between calls: an axis of devices before what is its own."""
+  own = with_device_axis((state.acc_grads, state.skip_state), axis_name)
+  if axis_name is not None and across_devices.is_bound(axis_name):
+    own = across_devices.varying(own, axis_name)
+  return state._replace(acc_grads=own[0], skip_state=own[1])
+
+
+def with_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+  """What is a device's own, as it is stored."""
+  return tree if axis_name is None else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def without_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+  """What is a device's own, from what was stored."""
+  return tree if axis_name is None else jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 def states_in(opt_state: optax.OptState) -> list[AccumulateState]:

@@ -11,10 +11,9 @@ import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._streaming.inner_state import check_kept, explained
-from optax_accum._streaming.mini_step import weight_is_sent
-from optax_accum._streaming.same_types import same_types, widened
-from optax_accum._streaming.state import is_state, states_in
+from optax_accum._streaming.cycle import weight_is_sent
+from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
+from optax_accum._streaming.state import has_updated, is_state, states_in
 
 Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
 
@@ -47,7 +46,9 @@ def optimizer_step(
       held = widened(update, held)
     return update_if(counted, update, held)
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
+  extra_args = {**extra_args, "_may_end": counted}
   new = update(held)
+  counted = counted | has_updated(new[1])  # where a transformation in between lost that argument
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
 
 
