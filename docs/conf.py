@@ -52,7 +52,7 @@ autodoc_typehints = "none"  # the signature has the names, the docstring says wh
 autodoc_member_order = "bysource"
 autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
-napoleon_custom_sections = ["Over a mesh", "Shards", "The optimizer", "Several terms"]
+napoleon_custom_sections = ["Over a mesh", "The optimizer"]
 napoleon_use_rtype, napoleon_use_ivar = False, True
 python_maximum_signature_line_length = 80
 

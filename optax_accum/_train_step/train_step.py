@@ -139,10 +139,8 @@ def make_train_step(
     batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
-      they reduce to still goes through `tx`, which must overwrite and not step. In flax's words:
-      ``optax.partition({"params": optimizer, "_overwrite_with_gradient": optax.stateless(lambda
-      grads, params: jax.tree.map(jnp.subtract, grads, params))}, lambda tree: {k: k for k in
-      tree})``.
+      they reduce to still goes through `tx`, which must overwrite and not step: see "fp8" in Sharp
+      edges. `linen_train_step` does both.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       Default: the mean of what has no value for each row.
@@ -154,127 +152,68 @@ def make_train_step(
     accumulator_dtype: The dtype that losses and gradients are added up in.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
     skip_empty: Whether a microbatch of weight zero is not run at all.
-    in_place: Whether gradients are added up within the backward pass, as in
-      `microbatch_value_and_grad`.
+    in_place: Whether gradients are added up within the backward pass.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`.
-    noise_scale: Whether to estimate how large a batch is worth having, from how much the gradients
-      of the microbatches differ: ``metrics["noise_scale"]``, a `NoiseScaleTerms` for
-      `gradient_noise_scale`. It keeps no gradient, and parameters are the same to the bit, but for
-      those that the loss indexes (embeddings): XLA then adds their gradients up in another order.
-      Needs two microbatches or more, on all devices together, and neither `in_place` nor
-      ``reduction="sum"``. Beside tensor parallelism each microbatch has one more all-reduce, of one
-      number for each parameter.
+    noise_scale: Whether to estimate what batch is worth having: ``metrics["noise_scale"]``, a
+      `NoiseScaleTerms` for `gradient_noise_scale`. Parameters are the same to the bit, but for
+      embeddings, whose gradients XLA adds up in another order. Needs two microbatches or more on
+      all devices together, and neither `in_place` nor ``reduction="sum"``.
     donate: Whether parameters and optimizer state are updated in place. The arrays that are
       passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
       again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
-    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. The batch's rows are
-      spread over `data_axis`, and other axes are left to the compiler. Arrays that are not on the
-      mesh are put there. Default: one device. See "Over a mesh" below.
+    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. Rows are spread over
+      `data_axis`, and other axes are left to the compiler. Arrays that are not on the mesh are put
+      there: what of the state has a parameter's shape, where that parameter is. Default: one
+      device. See "Over a mesh" below.
     data_axis: The axis of the mesh that the rows are spread over, or several: ``("data", "fsdp")``.
     reduce_gradients: When gradients are summed over the devices: ``"per_cycle"``, once, after the
       last microbatch, or ``"per_microbatch"``, after each, which communicates more. It needs less
-      memory where parameters are sharded over the data axis. See "Shards" below.
+      memory where parameters are sharded over the data axis.
 
   Returns:
-    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. With
-    `carry_argnum` the new carry comes before the metrics. ``metrics`` is a dict of arrays:
-    ``loss``; ``grad_norm``, the global norm of the gradients before `tx`, in float32 or better,
-    without those whose `grad_reduction` is not `reduction`, which are no derivatives;
-    ``total_weight``, of the default float dtype; ``skipped_microbatches`` (int32); ``aux``, which
-    is there only with `has_aux` or `carry_argnum`; and ``noise_scale``, if asked for. All arguments
-    are traced; fix a setting by ``functools.partial(loss_fn, train=True)``. Reverse-mode
+    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call, and all are
+    traced; fix a setting by ``functools.partial(loss_fn, train=True)``. With `carry_argnum` the new
+    carry comes before the metrics. ``metrics`` is a dict of arrays: ``loss``; ``grad_norm``, the
+    global norm of the gradients before `tx`, in float32 or better, without those whose
+    `grad_reduction` is not `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
+    ``aux``, with `has_aux` or `carry_argnum`; and ``noise_scale``, if asked for. Reverse-mode
     differentiation passes through a step unless `weight_fn` or `skip_nonfinite` can have it move
     nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
       the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
-      are in another order; the state is that of other parameters or of another optimizer; with
-      `mesh`, the loss was reduced over the devices already; `data_axis` is no axis of the mesh;
-      there is one microbatch, with `noise_scale`; `mesh` and `axis_name` are both given; the
-      batch is missing; the devices do not divide the rows; arrays are on another mesh; the step is
-      called inside `pmap` or `shard_map` without `axis_name`, or with `mesh`.
+      are in another order, or there is no batch; the state is that of other parameters or of
+      another optimizer; there is one microbatch, with `noise_scale`; `mesh` and `axis_name` are
+      both given, or the one that the call wants is not. With `mesh`: `data_axis` is no axis of it;
+      the devices do not divide the rows; arrays are on another mesh; the loss was reduced already.
     RuntimeError: An array was donated to an earlier step, which deleted it.
     NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 
   Over a mesh:
     `loss_fn` runs inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns
-    the loss of these. Losses, gradients, weights and aux are reduced together, so the mean is that
-    of the global batch.
+    the loss of these. The mean is that of the global batch. So the loss has no ``lax.pmean``, which
+    is refused, and divides by no ``lax.psum(count, axis)``, which is wrong, unnoticed: return
+    ``l.sum() / count``, and let `weight_fn` count. Batch statistics are those of the device's rows.
+    "stack" and "concat" have the devices' parts one after the other: for "concat", the order of the
+    batch. A sharding constraint in the loss may name other axes alone, as a bare `PartitionSpec`.
 
-    - A loss that was reduced, by ``lax.pmean``, is refused. ``l.sum() / lax.psum(count, axis)`` is
-      wrong, unnoticed: return ``l.sum() / count``, and let `weight_fn` count.
-    - Batch statistics are those of the device's rows.
-    - "stack" and "concat" have the devices' parts one after the other: for "concat", the order of
-      the batch.
-    - With several data axes the rows are spread over the devices of all, the second varying faster.
-    - A sharding constraint in the loss may name other axes alone, as a bare `PartitionSpec`.
-    - Several processes make their batch with `jax.make_array_from_process_local_data`.
-
-  Shards:
-    Parameters, optimizer state and carry come out sharded as they came. Of a state that is on no
-    mesh yet, such as one made by ``jax.jit(tx.init)`` or read from a file, what has a parameter's
-    shape is put where that parameter is.
-
-    - Parameters sharded over the data axis (FSDP): "per_cycle" gathers them once, and holds them
-      and their gradients whole until the cycle ends. "per_microbatch" gathers in every microbatch,
-      and holds only shards in between. Either way gradients are scattered to the shards. Where a
-      parameter is sharded over some of several data axes, they are scattered over these, and the
-      shards summed over the rest.
-    - Parameters in whole whose optimizer state is sharded (ZeRO-1): gradients are scattered to the
-      state's shards, each device steps its part of the parameters, and these are gathered once. So
-      it is for each parameter of which all that the state has, numbers apart, has its shape and one
-      sharding over the data axes. Of others, such as with Adafactor's factors or moments that
-      disagree, the gradient is summed whole. It is also summed whole, and then cut, where further
-      axes of the mesh are explicit, or where the state has a dimension over data axes and further
-      axes together.
-    - A dimension of a parameter that is sharded over data axes and a further axis together is held
-      whole.
-    - Under an outer `jax.jit`, and in a scan over steps, parameters and state stay as they came if
-      the axes are explicit. Over automatic axes a tracer has no sharding, and parameters are held
-      whole there: call the step itself, which is jitted, or use an explicit mesh.
-    - Optimizers that multiply, flatten or broadcast arrays (muon, adafactor, lbfgs, prodigy,
-      `optax.adaptive_grad_clip`) fail in optax on parameters or a state that are sharded over
-      explicit axes.
+    Parameters, optimizer state and carry come out sharded as they came: over the data axis too
+    (FSDP), and the state alone (ZeRO-1). The guide "Sharded parameters and state" has what is then
+    gathered and scattered, and when; "Several devices" has the rest.
 
   The optimizer:
-    The extra arguments of ``tx.update``:
+    ``tx.update`` is given ``value``, the loss; ``grad``, the gradient; ``value_fn``, the loss of
+    this batch at other parameters, for a line search, without the microbatches that did not count
+    at the present ones; and ``weight``, the total weight (1 under ``reduction="sum"``). So with
+    ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N. A call of which
+    nothing counted ends no cycle. ``value_fn`` can be differentiated, at the memory of one
+    microbatch; its derivative is zero by parameters whose `grad_reduction` is not `reduction`.
 
-    - ``value``: the loss. ``grad``: the gradient.
-    - ``value_fn``: the loss of this batch at other parameters, for a line search. Microbatches that
-      did not count at the present parameters are left out. It can be differentiated, in
-      microbatches and at their memory. Its derivative is zero by parameters whose `grad_reduction`
-      is not `reduction`.
-    - ``weight``: the total weight (1 under ``reduction="sum"``). So with
-      ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N, in which
-      ``value`` is that of the last call. A call of which nothing counted ends no cycle: the next
-      one that counts does.
-
-  Several terms:
-    Terms that are means over different things, a token mean and a second head's, have no one
-    weight. Divided by totals of the global batch, an argument that is not split, their sums are
-    exact::
-
-      def loss_fn(params, batch, totals):
-        terms = {"tokens": nats.sum() / totals["tokens"], "head": errors.sum() / totals["head"]}
-        return terms["tokens"] + 0.1 * terms["head"], terms  # totals of at least 1
-
-      make_train_step(loss_fn, tx, ..., reduction="sum", has_aux=True, aux_reduction="sum")
-
-    ``metrics["aux"]`` has the mean of each. A router's product of means is another function of
-    sums, and no sum of its own. Then take all sums from `microbatch`, in a step of one microbatch,
-    whose loss is the whole batch's, so that its `reduction` stays "mean"::
-
-      sums_in_parts = microbatch(sums, reduction="sum", batch_argnums=1, microbatch_size=16)
-
-      def loss_fn(params, batch):
-        sums = sums_in_parts(params, batch)
-        # Over a mesh: sums = jax.tree.map(lambda x: jax.lax.all_gather(x, "data").sum(0), sums)
-        router = jnp.sum(sums["probabilities"] * sums["chosen"]) / sums["tokens"] ** 2
-        return sums["nats"] / sums["tokens"] + router
-
-      make_train_step(loss_fn, tx, num_microbatches=1)
+  Terms that are means over different things have no one weight: the guide "Padded text" divides
+  each by its total over the batch. A product of means, such as a router's balance, wants all rows:
+  run what is before it by `microbatch`, and this with ``num_microbatches=1``.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   _validate.transformation(tx, "tx")
