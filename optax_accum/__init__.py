@@ -5,7 +5,7 @@ Usage:
   params, opt_state, metrics = step(params, opt_state, batch)
 """
 
-from optax_accum._check_split import check_split as check_split
+from optax_accum._check_split.check_split import check_split as check_split
 from optax_accum._check_split.report import LeafComparison as LeafComparison
 from optax_accum._check_split.report import SplitReport as SplitReport
 from optax_accum._compiled.collectives import CollectiveReport as CollectiveReport

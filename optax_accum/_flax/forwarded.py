@@ -10,9 +10,18 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from optax_accum import _versions
-from optax_accum._check_split.dependence import CALLS, inner_jaxprs
 
-_CALLS = CALLS | {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+# Calls of one jaxpr, whose inputs and outputs are those of the jaxpr.
+_CALLS = {
+  "jit",
+  "pjit",
+  "closed_call",
+  "checkpoint",
+  "remat2",
+  "custom_jvp_call",
+  "custom_vjp_call",
+  "custom_vjp_call_jaxpr",
+}
 
 
 class _Given(NamedTuple):
@@ -67,10 +76,10 @@ def _passed_on(eqn: Any) -> Sequence[_Given | None]:
     branches = [_given(branch.jaxpr) for branch in params["branches"]]
     agreed = [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
     return [_moved(x, 1) for x in agreed]  # the first is the index of the branch
-  jaxprs = inner_jaxprs(eqn)
+  jaxprs = _versions.inner_jaxprs(eqn)
   if name not in _CALLS or len(jaxprs) != 1:
     return [None] * len(eqn.outvars)
-  return _given(getattr(jaxprs[0], "jaxpr", jaxprs[0]))
+  return _given(jaxprs[0])
 
 
 def _scanned(eqn: Any) -> list[_Given | None]:

@@ -1,10 +1,15 @@
-"""What `check_split` says about each defect: why it is known, and what to write."""
+"""What `check_split` says of each defect: why it is known, and what to write."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
+DRAWS = "it draws random numbers: rows may meet in them"
+BENDS = (
+  "it takes a maximum, an absolute value, or the like, of one number of the batch: in these batches"
+  " all microbatches may be on one side of where it bends"
+)
 NOT_A_FUNCTION = (
   "The loss is not a function of its arguments: called twice with the same ones it computes"
   " something else. It may draw numbers with NumPy, or count its calls."
@@ -16,25 +21,6 @@ SHARED_KEY = (
 PASS_A_KEY = (
   "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
-)
-DRAWN = (
-  "Rows meet in what is drawn for them: the loss divides by what a drawn mask or weight comes to,"
-  " or permutes the rows. Where each row has the same noise in a microbatch as in the whole batch,"
-  " the two do not agree."
-)
-DRAW_OUTSIDE = (
-  "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
-  " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
-)
-BENT = (
-  "The loss takes a maximum, an absolute value, or the like, of a number that the whole batch comes"
-  " to, such as a mean. On these batches all microbatches are on one side of where it bends; where"
-  " they are not, the loss is not that of the whole batch."
-)
-TWO_SUMS = (
-  "Bend each row's number in place of their mean. Or take the sums from"
-  ' microbatch(reduction="sum") inside a loss that runs on the whole batch (num_microbatches=1),'
-  " and bend what they come to there."
 )
 PLACES = (
   "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
@@ -153,16 +139,6 @@ def groups(rows: int, failed: Sequence[int], error: Exception) -> str:
   )
 
 
-def noise_not_run(error: Exception) -> str:
-  """Why it is not known whether rows meet in noise."""
-  what = str(error).strip().partition("\n")[0]
-  return (
-    "All agree where every draw is the same. Whether rows meet in what is drawn for them was not"
-    " seen: with draws of their own, on another number of rows, the loss raises"
-    f" {type(error).__name__}: {what}"
-  )
-
-
 def weighted(code: str) -> str:
   """Why a weight is the right one."""
   if code == "weight_fn=None":
@@ -192,9 +168,7 @@ def return_the_denominator(names: Mapping[int, str]) -> str:
 
 def _counted(code: str) -> str:
   """What a weight counts, as code."""
-  if code.startswith("weight_fn=None"):
-    return "the number of rows"
-  return code.split(": ", 1)[1].removesuffix(', reduction="mean"')
+  return "the number of rows" if code == "weight_fn=None" else code.split(": ", 1)[1]
 
 
 def overwritten(leaves: Sequence[str]) -> str:
