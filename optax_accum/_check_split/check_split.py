@@ -1,7 +1,6 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-import contextlib
+from collections.abc import Callable, Mapping, Sequence
 import functools
 import inspect
 from typing import Any
@@ -14,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._check_split import diagnose, probes, words
 from optax_accum._check_split.probes import Arguments, is_key
 from optax_accum._check_split.report import SplitReport
-from optax_accum._check_split.runs import is_array, Runs
+from optax_accum._check_split.runs import is_array, noted, Runs
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.arguments import find_slots, names_or_positions, Slot
 from optax_accum._microbatches.options import Split
@@ -34,15 +33,11 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
   A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs run
-  on more than the given batch:
-
-  - Row 0 is changed. Masks are inverted, integers doubled, floats halved. Labels and floats become
-    0, -1, or a number that the loss compares data with, NaN included. Masks, labels and floats are
-    changed so in row 0 and the last row too, which no split keeps together.
-  - A row is empty; rows are drawn again; all floats differ; the parameters are others.
-
-  A batch on which the loss is not finite is left out, and so is one on which it is zero with all
-  its gradients. Nothing is random: the same call gives the same report.
+  on more than the given batch. In row 0, and in row 0 and the last, which no split keeps together,
+  masks are inverted, integers doubled, floats halved, and labels and floats become 0, -1, or a
+  number that the loss compares data with, NaN included. A row is empty; rows are drawn again; all
+  floats differ; the parameters are others. A batch on which the loss is not finite is left out, and
+  so is one on which it is zero with all its gradients. Nothing is random.
 
   A difference up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's, is taken for
   rounding (1e-9 and 1e-11 in float64), and more where the last bits of the parameters change as
@@ -122,7 +117,7 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   split = Split.of({**given, "num_microbatches": 1}, default_argnum=1)
   wanted = names_or_positions("argnums", given["argnums"], int)
   argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-  with _noted(_ORDER):
+  with noted(_ORDER):
     roles = split.roles(loss_fn, args, {}, argnums)
     for i in argnums:
       parameters.check_differentiable(f"argument {i}", args[i])
@@ -143,9 +138,14 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     "carry_argnum": None,
     "carry_reduction": None,
   }
-  fun = _without_carry(loss_fn) if roles.carry else loss_fn
-  sizes = _sizes(number, size, rows)
-  prepared = _prepared(loss_fn, args, roles, argnums)
+  sizes, prepared = _sizes(number, size, rows), _prepared(loss_fn, args, roles, argnums)
+
+  @functools.wraps(loss_fn)
+  def without_carry(*args: Any) -> Any:  # which is an argument like others
+    loss, (_, aux) = loss_fn(*args)
+    return loss, aux
+
+  fun = without_carry if roles.carry else loss_fn
   return _report(Runs(fun, prepared, roles, rows, {**given, **by_position}, sizes))
 
 
@@ -178,7 +178,9 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
   except ValueError as error:
     given = [int(slot) for slot in roles.batch]
     batch = sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))})
-    return SplitReport("unsplit", str(error), words.split_too(batch, given))
+    more = " and ".join(str(slot) for slot in batch if slot not in given)
+    options = {"batch": tuple(batch), "more": more, "given": words.one_or_more(given)}
+    return SplitReport("unsplit", str(error), words.SPLIT_TOO.format(**options))
   try:
     if split.rng_argnums is None:
       refuse_keys(roles)
@@ -190,31 +192,17 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
   return None
 
 
-def _sizes(number: int | None, size: int | None, rows: int) -> list[dict[str, int]]:
-  """The splits to run: as asked for, and a ragged one."""
-  if size is not None and number is None:
-    Split(microbatch_size=size)
-    if size >= rows:
-      raise ValueError(f"microbatch_size={size} does not split {rows} rows: give less.")
-    return [{"microbatch_size": size}]
-  if number is None:
+def _sizes(number: int | None, size: int | None, rows: int) -> list[int]:
+  """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
+  if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
   Split(num_microbatches=number, microbatch_size=size)
-  if number == 1:  # what runs in microbatches is within the loss
-    return [{"num_microbatches": 1}]
+  given = cut.microbatch_rows(rows, number, size)
+  if number is None and given == rows:
+    raise ValueError(f"microbatch_size={size} does not split {rows} rows: give less.")
   ragged = -(-2 * rows // 3)
-  return [{"num_microbatches": number}] + [{"microbatch_size": ragged}] * (ragged < rows)
-
-
-def _without_carry(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-  """The loss, whose carry is an argument like others."""
-
-  @functools.wraps(loss_fn)
-  def fun(*args: Any) -> Any:
-    loss, (_, aux) = loss_fn(*args)
-    return loss, aux
-
-  return fun
+  # With one microbatch, what runs in microbatches is within the loss.
+  return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
 def _prepared(
@@ -251,27 +239,24 @@ def _in_check_dtype(x: Any) -> Any:
 def _report(runs: Runs) -> SplitReport:
   """The report of what was run."""
   rows, sizes = runs.rows, runs.sizes
-  if sizes == [{"num_microbatches": 1}] and runs.splits_nothing():
+  if sizes == [rows] and runs.splits_nothing():
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: leave it out, or give more."
     )
-  with _noted(f"check_split ran it on the whole batch, {rows} rows."):
+  with noted(f"check_split ran it on the whole batch, {rows} rows."):
     given = runs.whole(runs.args)
     report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
   if not given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
     outcomes = runs.outcomes
-  except Exception as error:
-    if finding := diagnose.of_error(runs, _counts(sizes, rows)):
+  except Exception:
+    if finding := diagnose.of_error(runs):
       return report(*finding[:3])
-    failed = next((x for x in sizes if not runs.otherwise(sizes=[x]).runs_well), sizes[0])
-    size = _in_words(failed, rows)
-    error.add_note(f"check_split ran it in {size}; on all {rows} rows it ran.")
     raise
   compared = [
-    (f"{probe.name}; {_in_words(size, rows)}", runs.compare(whole, split))
+    (f"{probe.name}; {runs.in_words(size)}", runs.compare(whole, split))
     for probe, whole, splits in outcomes
     for size, split in zip(sizes, splits, strict=True)
   ]
@@ -283,26 +268,3 @@ def _report(runs: Runs) -> SplitReport:
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH_TOO)
   return report("ok", "", "", *compared[0], names, left_out)
-
-
-def _counts(sizes: Sequence[Mapping[str, int]], rows: int) -> set[int]:
-  """How many rows the microbatches have."""
-  given = [s.get("microbatch_size", 0) or rows // s["num_microbatches"] for s in sizes]
-  return {*given, *(rows % n for n in given if rows % n)}
-
-
-def _in_words(size: Mapping[str, int], rows: int) -> str:
-  if "num_microbatches" in size:
-    count = size["num_microbatches"]
-    return f"{count} microbatch{'es' if count > 1 else ''} of {rows // count} rows"
-  return f"microbatches of {size['microbatch_size']} rows, of {rows}"
-
-
-@contextlib.contextmanager
-def _noted(note: str) -> Iterator[None]:
-  """Adds a note to an error of the loss."""
-  try:
-    yield
-  except Exception as error:
-    error.add_note(note)
-    raise

@@ -4,7 +4,7 @@ The loss of two parts of the rows, two thirds and the rest, tells most: whether 
 some weight makes a mean of them, whether they run at all. What would be mended by options is run.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -32,17 +32,24 @@ def explain(runs: Runs) -> Finding:
   return first if first.mended is None else _and(first, leaves.of_aux(first.mended))
 
 
-def of_error(runs: Runs, microbatches: Iterable[int]) -> Finding | None:
-  """Why a loss that runs on the whole batch raises in `microbatches` of so many rows."""
+def of_error(runs: Runs) -> Finding | None:
+  """Why a loss that runs on the whole batch raises in microbatches."""
   if finding := _unsplit(runs):
     return finding
   if runs.options["has_aux"]:
     without_aux = runs.otherwise(lambda *args: (runs.fun(*args)[0], None), aux_reduction="sum")
-    if without_aux.runs_well and (finding := leaves.of_aux_that_raises(runs.otherwise(sizes=[]))):
+    finding = None if _raises(without_aux) else leaves.of_aux_that_raises(runs.otherwise(sizes=[]))
+    if finding is not None:
       return finding if without_aux.agrees else _and(explain(without_aux), finding)
-  counts = {runs.cut, runs.rows - runs.cut, *microbatches}
-  failed = _failed(runs, counts)
-  return _of_failed(runs, failed) if len(failed) < len(counts) else None
+  return _groups(runs, {*runs.sizes, *(runs.rows % size for size in runs.sizes)} - {0})
+
+
+def _raises(runs: Runs) -> bool:
+  try:
+    runs.outcomes  # noqa: B018
+  except Exception:
+    return True
+  return False
 
 
 def _and(first: Finding, then: Finding | None) -> Finding:
@@ -75,41 +82,33 @@ def _unsplit(runs: Runs) -> Finding | None:
       return None
   except (TypeError, ValueError):  # it cannot be split so either
     return None
-  return Finding("unsplit", words.unsplit(slots, runs.rows), f"batch_argnums={batch}")
+  which = " and ".join(f"argument {slot}" for slot in slots)
+  reason = words.UNSPLIT.format(which=which, rows=runs.rows)
+  return Finding("unsplit", reason, f"batch_argnums={batch}")
 
 
-def _groups(runs: Runs) -> Finding | None:
-  """Whether a loss cannot be run on any number of rows."""
-  return _of_failed(runs, _failed(runs, {runs.cut, runs.rows - runs.cut}))
-
-
-def _failed(runs: Runs, counts: Iterable[int]) -> dict[int, Exception]:
-  """The errors of the loss on so many rows."""
-  failed = {}
-  for count in sorted(counts):
+def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
+  """Whether a loss cannot be run on any number of rows; not if in no `microbatches` at all."""
+  failed, counts = {}, sorted({runs.cut, runs.rows - runs.cut, *microbatches})
+  for count in counts:
     try:
       runs.part(runs.args, np.arange(count))
     except Exception as error:
-      failed[count] = error
-  return failed
-
-
-def _of_failed(runs: Runs, failed: dict[int, Exception]) -> Finding | None:
-  if not failed:
+      what = str(error).strip().partition("\n")[0]
+      failed[str(count)] = f"{type(error).__name__}: {what}"
+  if not failed or (microbatches and len(failed) == len(counts)):
     return None
-  reason = words.groups(runs.rows, list(failed), next(iter(failed.values())))
+  which, first = " or ".join(failed), next(iter(failed.values()))
+  reason = words.UNEVEN.format(rows=runs.rows, failed=which, error=first)
   return Finding("coupled", reason, words.GROUPS)
 
 
 def _rounding(runs: Runs) -> Finding | None:
   """Whether the differences of a loss in half precision are small."""
-  if not runs.facts.is_half:
+  each = (runs.compare(x.whole, split) for x in runs.outcomes for split in x.splits)
+  is_small = lambda x, loss: x.difference <= 0.1 * max(x.size, loss.tolerance)  # noqa: E731
+  if not runs.facts.is_half or not all(is_small(x, leaves[0]) for leaves in each for x in leaves):
     return None
-  for _, whole, splits in runs.outcomes:
-    for split in splits:
-      compared = runs.compare(whole, split)
-      if any(x.difference > 0.1 * max(x.size, compared[0].tolerance) for x in compared):
-        return None
   return Finding("unknown", words.HALF, words.USE_FLOAT32)
 
 
@@ -182,12 +181,12 @@ def _weighted(runs: Runs) -> Finding | None:
       return Finding("weighted", words.weighted(weight.code), code, mended)
   for code, weight in near[:_TRIES]:
     if epsilon := _epsilon(runs, weight.weight_fn):
-      reason = words.nearly_weighted(weight.code, epsilon)
-      return Finding("weighted", reason, f"{code}\n{words.GUARD}")
+      return Finding("weighted", words.weighted(weight.code, epsilon), f"{code}\n{words.GUARD}")
   if near:  # and a small part of the loss is something else
     return None
   if all(_some_weight_explains(runs, p.probe) for p in runs.parts):
-    return Finding("weighted", words.SOME_WEIGHT, words.return_the_denominator(runs.names))
+    mend = words.DENOMINATOR.format(batch=", ".join(runs.names.values()))
+    return Finding("weighted", words.SOME_WEIGHT, mend)
   return None
 
 
@@ -252,7 +251,7 @@ def _some_weight_explains(runs: Runs, probe: Probe) -> bool:
 
 def _leaves_of(p: Parts) -> list[tuple[Any, Any, Any, float]]:
   """Loss and gradients of the whole and of both parts, and what rounding is allowed."""
-  allowed = [max(x, 1e-100) for x in p.whole.allowed()]
+  allowed = [max(x, 1e-100) for x in p.whole.allowed]
   return list(zip(p.whole.leaves, p.first.leaves, p.rest.leaves, allowed, strict=True))
 
 

@@ -48,20 +48,32 @@ def facts_of(closed: Any, arguments: Sequence[Input], labels: Sequence[int]) -> 
   """What a loss does by its jaxpr; `labels` are further integers that may not count."""
   known = dict(zip(closed.jaxpr.constvars, map(constant, closed.consts), strict=True))
   known |= zip(closed.jaxpr.invars, arguments, strict=True)
-  equations = list(_equations(closed.jaxpr, known))
-  draws = [eqn for eqn, _ in equations if eqn.primitive.name in _DRAWS]
-  avals = [v.aval for eqn, _ in equations for v in eqn.outvars if hasattr(v.aval, "dtype")]
-  numbers = [n for eqn, inputs in equations for n in _compared(eqn.primitive.name, inputs)]
-  nan = [np.nan] * any(_finds_nan(eqn, inputs) for eqn, inputs in equations)
-  integers = [*_USUAL, *(n for n in numbers if type(n) is int)]
-  floats = [*nan, 0.0, *(n for n in numbers if type(n) is float)]  # -1 may be a weight below 0
+  keys, dtypes, numbers = set[str](), set[Any](), list[Any]()
+  bends = finds_nan = False
+  for eqn, inputs in _equations(closed.jaxpr, known):
+    name, operands, roles = eqn.primitive.name, eqn.invars, _roles(inputs)
+    out = [v.aval for v in eqn.outvars if hasattr(v.aval, "dtype")]
+    dtypes.update(x.dtype for x in out if jnp.issubdtype(x.dtype, jnp.floating))
+    if name in _DRAWS:
+      keys.add(str(operands[0].aval.dtype) if operands else "")
+    if name in _BENDS and roles == {"params", "batch"}:  # of an array, it is of each row
+      bends |= out[0].shape == () and jnp.issubdtype(out[0].dtype, jnp.floating)
+    if name == "is_finite" or (name == "ne" and operands[0] is operands[1]):
+      finds_nan |= "batch" in roles  # data, or what is computed of them
+    if name in _COMPARES and roles == {"batch"}:
+      for number in filter(np.isfinite, [n for x in inputs for n in x.numbers]):
+        beside = () if name in ("eq", "ne") else (number - 1, number + 1)
+        numbers += [number, *beside]
+  integers = dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)])
+  # -1 is not among the floats, as it may be a weight below 0.
+  floats = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
   return Facts(
-    bool(draws),
-    any(str(getattr(eqn.invars[0].aval, "dtype", "")) != FIXED for eqn in draws),
-    any(_bends(eqn, inputs) for eqn, inputs in equations),
-    any(jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4 for x in avals),
-    tuple(dict.fromkeys([*list(dict.fromkeys(integers))[:_MANY], *labels])),
-    tuple(dict.fromkeys(floats))[:_MANY],
+    bool(keys),
+    bool(keys - {FIXED}),
+    bends,
+    any(dtype.itemsize < 4 for dtype in dtypes),
+    tuple(dict.fromkeys([*list(integers)[:_MANY], *labels])),
+    tuple(floats)[:_MANY],
   )
 
 
@@ -92,27 +104,6 @@ def constant(x: Any) -> Input:
 
 def _roles(inputs: Sequence[Input]) -> frozenset[str]:
   return frozenset[str]().union(*(x.roles for x in inputs))
-
-
-def _compared(name: str, inputs: Sequence[Input]) -> Iterator[int | float]:
-  """The constants that data of the batch are compared with, and what is beside a threshold."""
-  if name in _COMPARES and _roles(inputs) == {"batch"}:
-    for number in filter(np.isfinite, [n for x in inputs for n in x.numbers]):
-      yield from (number,) if name in ("eq", "ne") else (number, number - 1, number + 1)
-
-
-def _finds_nan(eqn: Any, inputs: Sequence[Input]) -> bool:
-  """Whether it finds out which data, or what is computed of them, are NaN."""
-  name, operands = eqn.primitive.name, eqn.invars
-  is_one = name == "is_finite" or (name == "ne" and operands[0] is operands[1])
-  return is_one and "batch" in inputs[0].roles
-
-
-def _bends(eqn: Any, inputs: Sequence[Input]) -> bool:
-  """Whether it is a piecewise linear function of one number, of parameters and the batch."""
-  if eqn.primitive.name not in _BENDS or _roles(inputs) != {"params", "batch"}:
-    return False
-  return eqn.outvars[0].aval.shape == () and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
 
 
 def are_the_same(first: Any, second: Any) -> bool:

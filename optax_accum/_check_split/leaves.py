@@ -47,8 +47,9 @@ def _otherwise(runs: Runs, wrong: Collection[int]) -> Finding:
   treedef: Any = jax.tree.structure(aux)
   found = {i: next((word for word in _OF_AUX if _aux_is(runs, i, word)), "") for i in wrong}
   tree = treedef.unflatten([found.get(i, word) for i, word in enumerate(runs.aux_words(aux))])
+  mend = words.RATIO if "" in found.values() else words.option("aux_reduction", tree)
   verdict: Verdict = "sum" if set(found.values()) == {"sum"} else "unknown"
-  return Finding(verdict, words.AUX, words.aux(tree))
+  return Finding(verdict, words.AUX, mend)
 
 
 def _aux_is(runs: Runs, i: int, word: str) -> bool:
@@ -80,74 +81,67 @@ def _reduced(runs: Runs, word: str, first: np.ndarray, rest: np.ndarray) -> np.n
 def of_gradients(runs: Runs) -> Finding | None:
   """Whether gradients alone differ, and do not once they are reduced otherwise."""
   each = [runs.compare(x.whole, split) for x in runs.outcomes for split in x.splits]
-  whole = runs.outcomes[0].whole
-  loss, *leaves = [list(leaf) for leaf in zip(*each, strict=True)][: len(whole.leaves)]
-  wrong = {i for i, leaf in enumerate(leaves) if not all(x.agrees for x in leaf)}
-  if not wrong or not all(x.agrees for x in loss):
+  agree = [all(leaf.agrees for leaf in column) for column in zip(*each, strict=True)]
+  names = [leaf.name for leaf in each[0][1 : len(runs.outcomes[0].whole.leaves)]]
+  agree = agree[: len(names) + 1]
+  if not agree[0] or all(agree):
     return None
-  names = [leaf[0].name for leaf in leaves]
   option, default = runs.options["grad_reduction"], runs.options["reduction"]
   reductions = reduction_words.named_of_gradients(option, REDUCTIONS[default])
-  in_force = reduction_words.match("grad_reduction", reductions, whole.grads)
+  in_force = reduction_words.match("grad_reduction", reductions, runs.params)
   given = [kind.name for kind in jax.tree.leaves(in_force)]
-  extremes = [_extreme(runs, i, name) for i, name in enumerate(names)]
-  new = [extremes[i] or default if i in wrong else word for i, word in enumerate(given)]
-  for i in set(range(len(given))) - wrong:
-    if _KEY in names[i] and option is None:
-      new[i] = extremes[i]
-    elif not extremes[i] and given[i] not in _EXTREMES:
-      new[i] = default
-  tree: Any = jax.tree.structure(whole.grads)
-  overwritten = _named(names, new) if any(extremes) else []
-  proposed = tree.unflatten(new) if overwritten else None
-  if new != given and (mended := runs.mended(grad_reduction=proposed)):
-    mend = words.grad_reduction(proposed)
-    if not overwritten:
-      return Finding("unknown", words.GRADIENTS, mend, mended)
-    return Finding("overwritten", words.overwritten(overwritten), mend, mended)
-  new = [g if g in _EXTREMES else found for g, found in zip(given, extremes, strict=True)]
-  overwritten = _named(names, new)
-  if not overwritten or default != "mean" or runs.options["weight_fn"] is not None:
+  found = [_extreme(runs, i, name) for i, name in enumerate(names, 1)]
+  tree: Any = jax.tree.structure(runs.params)
+
+  def overwritten(new: Sequence[str], mend: str, mended: Runs) -> Finding:
+    which = [name for name, word in zip(names, new, strict=True) if word in _EXTREMES]
+    return Finding("overwritten", words.OVERWRITTEN.format(names=", ".join(which)), mend, mended)
+
+  new = []
+  for name, agrees, word, extreme in zip(names, agree[1:], given, found, strict=True):
+    if not agrees or (_KEY in name and option is None):
+      new.append(extreme or default)
+    else:
+      new.append(word if extreme or word in _EXTREMES else default)
+  overwrites = any(found) and not set(_EXTREMES).isdisjoint(new)
+  words_of = tree.unflatten(new) if overwrites else None
+  if new != given and (mended := runs.mended(grad_reduction=words_of)):
+    mend = words.option("grad_reduction", words_of)
+    finding = Finding("unknown", words.GRADIENTS, mend, mended)
+    return overwritten(new, mend, mended) if overwrites else finding
+  # Or cotangents are the whole batch's only if the loss is a sum.
+  new = [word if word in _EXTREMES else extreme for word, extreme in zip(given, found, strict=True)]
+  if not any(new) or default != "mean" or runs.options["weight_fn"] is not None:
     return None
-  return _of_a_sum(runs, overwritten, tree.unflatten([word or "sum" for word in new]))
-
-
-def _of_a_sum(runs: Runs, overwritten: Sequence[str], tree: Any) -> Finding | None:
-  """The same, where cotangents are the whole batch's only if the loss is a sum."""
-  leaf = runs.leaves[0]
+  words_of, leaf = tree.unflatten([word or "sum" for word in new]), runs.leaves[0]
 
   def part_of_mean(*args: Any) -> Any:
     out = runs.fun(*args)
     share = probes.batch_leaves(args, runs.batch, runs.names)[0].value.shape[leaf.axis] / runs.rows
     return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
 
-  mended = runs.mended(fun=part_of_mean, reduction="sum", grad_reduction=tree)
+  mended = runs.mended(fun=part_of_mean, reduction="sum", grad_reduction=words_of)
   if mended is None:
     return None
-  rows = f"{leaf.name}.shape[{leaf.axis}]"
-  mend = words.sum_over_all_rows(words.grad_reduction(tree), rows, runs.rows)
-  return Finding("overwritten", words.overwritten(overwritten), mend, mended)
-
-
-def _named(names: Sequence[str], new: Sequence[str]) -> list[str]:
-  return [name for name, word in zip(names, new, strict=True) if word in _EXTREMES]
+  rows, option = f"{leaf.name}.shape[{leaf.axis}]", words.option("grad_reduction", words_of)
+  mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
+  return overwritten(new, mend, mended)
 
 
 def _extreme(runs: Runs, i: int, name: str) -> str:
   """Which extreme of the parts' a gradient is, by its name or its values; empty where none."""
   if _KEY in name:
     return "max"
-  if not any(np.any(p.whole.leaves[i + 1]) for p in runs.parts):
-    return ""
   share = runs.cut / runs.rows
 
   def is_chosen(word: str, p: Parts) -> bool:
-    whole, first, rest = (outcome.leaves[i + 1] for outcome in (p.whole, p.first, p.rest))
+    whole, first, rest = (outcome.leaves[i] for outcome in (p.whole, p.first, p.rest))
     # Cotangents of a mean are as much larger in a part as it has fewer rows.
-    chosen = [
-      _reduced(runs, word, a, b) for a, b in ((first, rest), (share * first, (1 - share) * rest))
-    ]
-    nearest = np.min(np.abs(whole - np.stack(chosen)), 0)
-    return bool(np.max(nearest, initial=0.0) <= p.whole.allowed()[i + 1])
+    chosen = _reduced(runs, word, first, rest)
+    of_cotangents = _reduced(runs, word, share * first, (1 - share) * rest)
+    nearest = np.minimum(np.abs(whole - chosen), np.abs(whole - of_cotangents))
+    return bool(np.max(nearest, initial=0.0) <= p.whole.allowed[i])
 
+  if not any(np.any(p.whole.leaves[i]) for p in runs.parts):
+    return ""
   return next((w for w in _EXTREMES if all(is_chosen(w, p) for p in runs.parts)), "")

@@ -1,6 +1,7 @@
 """A loss on the whole batch and in microbatches, and all that was run of it, as NumPy arrays."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
 import functools
 import inspect
 from typing import Any, NamedTuple
@@ -28,15 +29,9 @@ _MANY_UNITS = 20.0
 class Outcome(NamedTuple):
   """What a loss gave, in NumPy."""
 
-  loss: Any
+  leaves: list[np.ndarray]  # the loss and the gradients, in float64 or complex128
   aux: Any
-  grads: Any
-  rounding: tuple[float, ...] = ()  # of each of `leaves`, where it was measured
-
-  @property
-  def leaves(self) -> list[np.ndarray]:
-    """The loss and the gradients, in float64 or complex128."""
-    return [_wide(x) for x in jax.tree.leaves((self.loss, self.grads))]
+  allowed: list[float]  # how much of a difference may be rounding, for each of the leaves
 
   @property
   def is_finite(self) -> bool:
@@ -47,20 +42,9 @@ class Outcome(NamedTuple):
     """Whether loss and gradients are all zero, which those of a wrong split may be too."""
     return not any(map(np.any, self.leaves))
 
-  def allowed(self) -> list[float]:
-    """How much of a difference may be rounding, in many additions, for each of `leaves`."""
-    dtypes = [x.dtype for x in jax.tree.leaves((self.loss, self.grads))]
-    coarsest = max(float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.inexact))
-    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
-    sizes = [_largest(x) for x in self.leaves]
-    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
-    # many units of what was added up: 1e-6 of the largest leaf in float32.
-    allowed = [tolerance * max(size, 1e-2 * max(sizes)) for size in sizes]
-    return list(map(max, allowed, self.rounding or allowed))
-
   def fits(self, leaves: Sequence[np.ndarray], slack: float = 1.0) -> bool:
     """Whether loss and gradients are these, but for so many times the rounding."""
-    both = zip(self.leaves, leaves, self.allowed(), strict=True)
+    both = zip(self.leaves, leaves, self.allowed, strict=True)
     return all(bool(_largest(x - y) <= slack * allowed) for x, y, allowed in both)
 
 
@@ -87,7 +71,10 @@ class Parts(NamedTuple):
 
 
 class Runs:
-  """A loss, its arguments and its splits, and what was run. Each program is compiled once."""
+  """A loss, its arguments and its splits, and what was run. Each program is compiled once.
+
+  `sizes` are the rows of a microbatch, of each split.
+  """
 
   def __init__(
     self,
@@ -96,55 +83,24 @@ class Runs:
     roles: Roles,
     rows: int,
     options: Mapping[str, Any],
-    sizes: Sequence[Mapping[str, int]],
+    sizes: Sequence[int],
   ):
     self.fun, self.args, self.roles, self.rows = fun, args, roles, rows
     self.options, self.sizes = options, sizes
-    argnums = options["argnums"]
-    self.argnums: Sequence[int] = [argnums] if isinstance(argnums, int) else argnums
     self.batch = {int(slot): axis for slot, axis in roles.batch.items()}
     self.names = _names(fun, self.batch)
-    # The rows of the first of two parts.
-    self.cut = min(-(-2 * rows // 3), rows - 1)
+    wrt = options["argnums"]
+    self.argnums: Sequence[int] = [wrt] if isinstance(wrt, int) else wrt
+    self.params = args[wrt] if isinstance(wrt, int) else tuple(args[i] for i in wrt)
+    self.cut = min(-(-2 * rows // 3), rows - 1)  # the rows of the first of two parts
     whole = {name: x for name, x in options.items() if name not in _OF_MICROBATCHES}
     if options["has_aux"]:  # as the loss returns it
       whole |= {"aux_reduction": "last", "concat_axis": None}
-    self._whole_fun = whole_batches()(self._of_arrays(num_microbatches=1, **whole))
+    self._whole_fun = whole_batches()(self._of_arrays(microbatch_size=rows, **whole))
     self._whole = jax.jit(self._whole_fun)
     self._wholes: dict[int, Outcome] = {}  # by the ids of probes
-    self._split_funs = [self._of_arrays(**size, **options) for size in sizes]
+    self._split_funs = [self._of_arrays(microbatch_size=size, **options) for size in sizes]
     self._splits = [jax.jit(fun) for fun in self._split_funs]
-
-  def otherwise(
-    self,
-    fun: Callable[..., Any] | None = None,
-    sizes: Sequence[Mapping[str, int]] | None = None,
-    **options: Any,
-  ) -> "Runs":
-    """The same on the same batches, of another loss, or split otherwise."""
-    options = {**self.options, **options}
-    sizes = self.sizes if sizes is None else sizes
-    runs = Runs(fun or self.fun, self.args, self.roles, self.rows, options, sizes)
-    runs.names, runs.facts, runs.probes = self.names, self.facts, self.probes
-    if fun is None:
-      runs._whole, runs._whole_fun, runs._wholes = self._whole, self._whole_fun, self._wholes
-    return runs
-
-  def mended(self, **changes: Any) -> "Runs | None":
-    """The same with another loss or options, where the microbatches then give what the batch does.
-
-    Only the last split is run: the one of uneven microbatches, where there is one.
-    """
-    if changes.get("weight_fn", 0) is None and "skip_empty" in self.options:
-      changes["skip_empty"] = False
-    runs = self.otherwise(sizes=self.sizes[-1:], **changes)
-    tried: list[Compared] = []
-    for compared in runs._compared():
-      if not compared.agree:
-        return None
-      tried.append(compared)
-    runs.outcomes = tried  # which need not be run again
-    return runs
 
   def _of_arrays(self, **options: Any) -> Callable[[list[Any]], Any]:
     """Loss, aux and gradients, of the arrays of a call alone: the rest of it are constants."""
@@ -154,28 +110,122 @@ class Runs:
 
     def run(arrays: list[Any]) -> tuple[Any, Any]:
       rest = iter(arrays)
-      merged = [next(rest) if is_array(x) else x for x in leaves]
-      value, grads = value_and_grad(*treedef.unflatten(merged))[:2]
+      value, grads = value_and_grad(
+        *treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
+      )[:2]
       return value, grads
 
     return run
+
+  def otherwise(
+    self, fun: Callable[..., Any] | None = None, sizes: Sequence[int] | None = None, **options: Any
+  ) -> "Runs":
+    """The same on the same batches, of another loss, or split otherwise."""
+    options, sizes = {**self.options, **options}, self.sizes if sizes is None else sizes
+    runs = Runs(fun or self.fun, self.args, self.roles, self.rows, options, sizes)
+    runs.names, runs.facts, runs.probes = self.names, self.facts, self.probes
+    if fun is None:
+      runs._whole, runs._whole_fun, runs._wholes = self._whole, self._whole_fun, self._wholes
+    return runs
+
+  def mended(self, **changes: Any) -> "Runs | None":
+    """The same with another loss or options, if the microbatches then give what the batch does."""
+    if changes.get("weight_fn", 0) is None and "skip_empty" in self.options:
+      changes["skip_empty"] = False
+    runs = self.otherwise(**changes)
+    tried: list[Compared] = []
+    for compared in runs._compared():
+      if not compared.agree:
+        return None
+      tried.append(compared)
+    runs.outcomes = tried  # which need not be run again
+    return runs
+
+  @functools.cached_property
+  def outcomes(self) -> list[Compared]:
+    """All batches that tell something. Raises what the loss does."""
+    return list(self._compared())
+
+  def _compared(self) -> Iterator[Compared]:
+    for probe in self.probes:
+      if id(probe) not in self._wholes:
+        self._wholes[id(probe)] = self.whole(probe.args)
+      whole, splits = self._wholes[id(probe)], []
+      if not whole.is_finite:
+        continue
+      for size, split in zip(self.sizes, self._splits, strict=True):
+        with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
+          splits.append(self._outcome(split, probe.args))
+      compared = Compared(probe, whole, splits)
+      if not compared.agree:
+        compared = compared._replace(whole=self._with_rounding(whole, probe.args))
+      if not all(outcome.is_zero for outcome in (whole, *splits)):
+        yield compared
+
+  @property
+  def agrees(self) -> bool:
+    return all(compared.agree for compared in self.outcomes)
+
+  @functools.cached_property
+  def parts(self) -> list[Parts]:
+    """All batches that tell something, in parts."""
+    return [self.in_parts(x.probe, x.whole) for x in self.outcomes]
+
+  def in_parts(self, probe: Probe, whole: Outcome | None = None) -> Parts:
+    first, rest = np.split(np.arange(self.rows), [self.cut])
+    whole = whole or self._with_rounding(self.whole(probe.args), probe.args)
+    return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
+
+  def whole(self, args: Arguments) -> Outcome:
+    """The loss on all rows at once: of the batch, or of a part of it."""
+    return self._outcome(self._whole, args)
+
+  def part(self, args: Arguments, rows: Any) -> Outcome:
+    """The loss of some rows."""
+    return self.whole(probes.take_rows(args, self.batch, rows))
 
   def _outcome(self, jitted: Callable[[list[Any]], Any], args: Arguments) -> Outcome:
     out = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, jitted(_arrays(args)))
     value, grads = jax.device_get(out)
     loss, aux = value if self.options["has_aux"] else (value, None)
-    return Outcome(loss, aux, grads)
+    given = jax.tree.leaves((loss, grads))
+    leaves, sizes = list(map(_wide, given)), list(map(_largest, given))
+    kinds = [x.dtype for x in given if jnp.issubdtype(x.dtype, jnp.inexact)]
+    coarsest = max(float(jnp.finfo(dtype).eps) for dtype in kinds)
+    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
+    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
+    # many units of what was added up: 1e-6 of the largest leaf in float32.
+    return Outcome(leaves, aux, [tolerance * max(size, 1e-2 * max(sizes)) for size in sizes])
 
-  def traced(self, fun: Callable[[list[Any]], Any] | None = None) -> Any:
-    """The jaxpr of a program, by default of the whole batch's, traced anew."""
-    fun = fun or self._whole_fun
-    # JAX remembers the jaxpr of a function that it knows.
-    return jax.make_jaxpr(lambda arrays: fun(arrays))(_arrays(self.args))
+  def _with_rounding(self, whole: Outcome, args: Arguments) -> Outcome:
+    """The same, allowed also what parameters change that differ in their last bit alone."""
+    nudged = self.whole(probes.nudge(args, self.argnums))
+    both = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
+    return whole._replace(allowed=[max(_MANY_UNITS * _largest(x - y), z) for x, y, z in both])
 
-  def splits_nothing(self) -> bool:
-    """Whether what runs in microbatches is the program of the whole batch."""
-    whole = self.traced()
-    return all(are_the_same(whole, self.traced(fun)) for fun in self._split_funs)
+  def compare(self, whole: Outcome, split: Outcome) -> tuple[LeafComparison, ...]:
+    """The loss, the gradients and the aux of the whole batch beside those of microbatches."""
+    names = ["loss", *(name for name, _ in _validate.named_leaves("grads", self.params))]
+    both = zip(names, whole.leaves, split.leaves, whole.allowed, strict=True)
+    return (*(_leaf(*each) for each in both), *self.compared_aux(whole, split).values())
+
+  def compared_aux(self, whole: Outcome, split: Outcome) -> dict[int, LeafComparison]:
+    """The aux that a split can leave as it is, each by its place among the leaves."""
+    tolerance = whole.allowed[0] / (_largest(whole.leaves[0]) or 1.0)
+    named = _validate.named_leaves("aux", whole.aux)
+    both = zip(self.aux_words(whole.aux), named, jax.tree.leaves(split.aux), strict=True)
+    return {
+      i: _leaf(name, _wide(x), _wide(y), tolerance * _largest(x))
+      for i, (word, (name, x), y) in enumerate(both)
+      if word not in ("stack", "last")
+    }
+
+  def aux_words(self, aux: Any) -> list[str]:
+    """How each leaf of the aux is reduced."""
+    given, axis = self.options["aux_reduction"], self.options["concat_axis"]
+    words = reduction_words.named_of_aux(given, axis)
+    matched = reduction_words.match("aux_reduction", words, aux)
+    return [kind.name for kind in jax.tree.leaves(matched)]
 
   @functools.cached_property
   def facts(self) -> Facts:
@@ -200,85 +250,23 @@ class Runs:
     """The arrays of the batch."""
     return probes.batch_leaves(self.args, self.batch, self.names)
 
-  def whole(self, args: Arguments) -> Outcome:
-    """The loss on all rows at once: of the batch, or of a part of it."""
-    return self._outcome(self._whole, args)
+  def traced(self, fun: Callable[[list[Any]], Any] | None = None) -> Any:
+    """The jaxpr of a program, by default of the whole batch's, traced anew."""
+    fun = fun or self._whole_fun
+    # JAX remembers the jaxpr of a function that it knows.
+    return jax.make_jaxpr(lambda arrays: fun(arrays))(_arrays(self.args))
 
-  def part(self, args: Arguments, rows: Any) -> Outcome:
-    """The loss of some rows."""
-    return self.whole(probes.take_rows(args, self.batch, rows))
+  def splits_nothing(self) -> bool:
+    """Whether what runs in microbatches is the program of the whole batch."""
+    whole = self.traced()
+    return all(are_the_same(whole, self.traced(fun)) for fun in self._split_funs)
 
-  def with_rounding(self, whole: Outcome, args: Arguments) -> Outcome:
-    """The same, with how much of it parameters change that differ in their last bit alone."""
-    nudged = self.whole(probes.nudge(args, self.argnums))
-    both = zip(whole.leaves, nudged.leaves, strict=True)
-    return whole._replace(rounding=tuple(_MANY_UNITS * _largest(x - y) for x, y in both))
-
-  def _compared(self) -> Iterator[Compared]:
-    """Of each batch that tells something."""
-    for probe in self.probes:
-      if id(probe) not in self._wholes:
-        self._wholes[id(probe)] = self.whole(probe.args)
-      whole = self._wholes[id(probe)]
-      if not whole.is_finite:
-        continue
-      compared = Compared(probe, whole, [self._outcome(f, probe.args) for f in self._splits])
-      if not compared.agree:
-        compared = compared._replace(whole=self.with_rounding(whole, probe.args))
-      if not all(outcome.is_zero for outcome in (whole, *compared.splits)):
-        yield compared
-
-  @functools.cached_property
-  def outcomes(self) -> list[Compared]:
-    """All batches that tell something. Raises what the loss does."""
-    return list(self._compared())
-
-  @property
-  def agrees(self) -> bool:
-    return all(compared.agree for compared in self.outcomes)
-
-  @property
-  def runs_well(self) -> bool:
-    """Whether the loss can be run in microbatches."""
-    try:
-      self.outcomes  # noqa: B018
-    except Exception:
-      return False
-    return True
-
-  @functools.cached_property
-  def parts(self) -> list[Parts]:
-    """All batches that tell something, in parts."""
-    return [self.in_parts(x.probe, x.whole) for x in self.outcomes]
-
-  def in_parts(self, probe: Probe, whole: Outcome | None = None) -> Parts:
-    first, rest = np.split(np.arange(self.rows), [self.cut])
-    whole = whole or self.with_rounding(self.whole(probe.args), probe.args)
-    return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
-
-  def compare(self, whole: Outcome, split: Outcome) -> tuple[LeafComparison, ...]:
-    """The loss, the gradients and the aux of the whole batch beside those of microbatches."""
-    names = ["loss", *(name for name, _ in _validate.named_leaves("grads", whole.grads))]
-    both = zip(names, whole.leaves, split.leaves, whole.allowed(), strict=True)
-    return (*(_leaf(*each) for each in both), *self.compared_aux(whole, split).values())
-
-  def compared_aux(self, whole: Outcome, split: Outcome) -> dict[int, LeafComparison]:
-    """The aux that a split can leave as it is, each by its place among the leaves."""
-    named = _validate.named_leaves("aux", whole.aux)
-    tolerance = whole.allowed()[0] / (_largest(whole.loss) or 1.0)
-    both = zip(self.aux_words(whole.aux), named, jax.tree.leaves(split.aux), strict=True)
-    return {
-      i: _leaf(name, _wide(x), _wide(y), tolerance * _largest(x))
-      for i, (word, (name, x), y) in enumerate(both)
-      if word not in ("stack", "last")
-    }
-
-  def aux_words(self, aux: Any) -> list[str]:
-    """How each leaf of the aux is reduced."""
-    given, axis = self.options["aux_reduction"], self.options["concat_axis"]
-    words = reduction_words.named_of_aux(given, axis)
-    matched = reduction_words.match("aux_reduction", words, aux)
-    return [kind.name for kind in jax.tree.leaves(matched)]
+  def in_words(self, size: int) -> str:
+    """A split."""
+    count, rest = divmod(self.rows, size)
+    if rest:
+      return f"microbatches of {size} rows, of {self.rows}"
+    return f"{count} microbatch{'es' * (count > 1)} of {size} rows"
 
 
 def is_array(x: Any) -> bool:
@@ -304,11 +292,20 @@ def _largest(x: Any) -> float:
 
 
 def _wide(x: Any) -> np.ndarray:
-  x = np.asarray(x)
-  return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+  return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 
 def _leaf(name: str, x: np.ndarray, y: np.ndarray, allowed: float) -> LeafComparison:
   same_shape = x.shape == y.shape and bool(np.all(np.isfinite(y)))
   difference = _largest(x - y) if same_shape else float("inf")
   return LeafComparison(name, _largest(x), difference, allowed)
+
+
+@contextlib.contextmanager
+def noted(note: str) -> Iterator[None]:
+  """Adds a note to an error of the loss."""
+  try:
+    yield
+  except Exception as error:
+    error.add_note(note)
+    raise
