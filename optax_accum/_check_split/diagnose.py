@@ -167,10 +167,12 @@ def _less(xs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np.nda
 
 def _weighted(runs: Runs) -> Finding | None:
   """Whether it is a mean over something that can be counted, or would be but for an epsilon."""
+  # About a hundredth of the loss, in times of the rounding.
+  slack = 1e7 if jnp.result_type(float) == np.float64 else 100.0
   near: list[tuple[str, weights.Weight]] = []
   tries = 0
   for weight in weights.possible(runs.leaves, runs.names, runs.facts):
-    if not all(_explains(runs, weight.weight_fn, p, _near()) for p in runs.parts):
+    if not all(_explains(runs, weight.weight_fn, p, slack) for p in runs.parts):
       continue
     code = weight.code + (', reduction="mean"' if runs.options["reduction"] != "mean" else "")
     near.append((code, weight))
@@ -188,11 +190,6 @@ def _weighted(runs: Runs) -> Finding | None:
     mend = words.DENOMINATOR.format(batch=", ".join(runs.names.values()))
     return Finding("weighted", words.SOME_WEIGHT, mend)
   return None
-
-
-def _near() -> float:
-  """How many times the rounding is near: about a hundredth of the loss."""
-  return 1e7 if jnp.result_type(float) == np.float64 else 100.0
 
 
 def _explains(runs: Runs, weight_fn: weights.Count | None, p: Parts, slack: float = 1.0) -> bool:

@@ -97,10 +97,10 @@ class Runs:
     if options["has_aux"]:  # as the loss returns it
       whole |= {"aux_reduction": "last", "concat_axis": None}
     self._whole_fun = whole_batches()(self._of_arrays(microbatch_size=rows, **whole))
-    self._whole = jax.jit(self._whole_fun)
+    self._whole = _jit(self._whole_fun)
     self._wholes: dict[int, Outcome] = {}  # by the ids of probes
     self._split_funs = [self._of_arrays(microbatch_size=size, **options) for size in sizes]
-    self._splits = [jax.jit(fun) for fun in self._split_funs]
+    self._splits = list(map(_jit, self._split_funs))
 
   def _of_arrays(self, **options: Any) -> Callable[[list[Any]], Any]:
     """Loss, aux and gradients, of the arrays of a call alone: the rest of it are constants."""
@@ -267,6 +267,12 @@ class Runs:
     if rest:
       return f"microbatches of {size} rows, of {self.rows}"
     return f"{count} microbatch{'es' * (count > 1)} of {size} rows"
+
+
+def _jit(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+  """The program, which is compiled fast: it runs some fifty times, on a few rows."""
+  on_cpu = jax.default_backend() == "cpu"
+  return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None)
 
 
 def is_array(x: Any) -> bool:
