@@ -28,7 +28,7 @@ from optax_accum._train_step.train_step import TrainStep as TrainStep
 
 # What looks at a loss or a step is imported when it is asked for: training does without.
 if _typing.TYPE_CHECKING:
-  from optax_accum._check_split import check_split as check_split
+  from optax_accum._check_split.check_split import check_split as check_split
   from optax_accum._check_split.report import LeafComparison as LeafComparison
   from optax_accum._check_split.report import SplitReport as SplitReport
   from optax_accum._compiled.collectives import CollectiveReport as CollectiveReport
@@ -38,7 +38,7 @@ if _typing.TYPE_CHECKING:
   from optax_accum._plan.search import plan_microbatches as plan_microbatches
 else:
   _LATER = {
-    "check_split": "_check_split",
+    "check_split": "_check_split.check_split",
     "LeafComparison": "_check_split.report",
     "SplitReport": "_check_split.report",
     "CollectiveReport": "_compiled.collectives",

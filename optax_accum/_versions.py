@@ -11,10 +11,10 @@ NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
 HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 
 
-def bind_arguments(eqn: Any) -> tuple[Any, Any]:
-  """What a primitive is bound to again, to run an equation: functions and parameters."""
-  params = eqn.primitive.get_bind_params(eqn.params)
-  return params if isinstance(params, tuple) else ((), params)  # JAX 0.8 gives both
+def inner_jaxprs(eqn: Any) -> list[Any]:
+  """The jaxprs within an equation, where they are closed without what they close over."""
+  leaves = jax.tree.leaves(list(eqn.params.values()))
+  return [x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")]
 
 
 def scan_inputs(eqn: Any) -> tuple[int, int]:

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
   verdict: Verdict
   reason: str
   mend: str
-  mended: Any = None  # the `Case` with the mend, whose loss and gradients agree
+  mended: Any = None  # the `Runs` with the mend, whose loss and gradients agree
 
 
 class LeafComparison(NamedTuple):
@@ -55,6 +55,7 @@ class SplitReport:
     leaves: The loss, the gradients and the aux, compared.
     batches: The batches that were run: the given one, and those with something changed.
     left_out: Those on which the loss or its gradients are not finite, and so tell nothing.
+    not_checked: What of this loss was not looked at, in sentences: ``()`` where all was.
   """
 
   verdict: Verdict
@@ -64,6 +65,7 @@ class SplitReport:
   leaves: tuple[LeafComparison, ...] = ()
   batches: tuple[str, ...] = ()
   left_out: tuple[str, ...] = ()
+  not_checked: tuple[str, ...] = ()
 
   @property
   def ok(self) -> bool:
@@ -90,6 +92,8 @@ class SplitReport:
       lines += _wrapped("the same for: ", "; ".join(self.batches))
     if self.left_out:
       lines.append(f"left out, as the loss is not finite: {len(self.left_out)} batches")
+    for sentence in self.not_checked:
+      lines += _wrapped("not checked: ", sentence)
     lines += _wrapped("why:  ", self.reason) + _wrapped("mend: ", self.mend)
     return "\n".join(lines)
 

@@ -10,9 +10,18 @@ from typing import NamedTuple, TypeAlias
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from optax_accum import _versions
-from optax_accum._check_split.dependence import CALLS, inner_jaxprs
 
-_CALLS = CALLS | {"custom_vjp_call", "custom_vjp_call_jaxpr"}
+# Calls of one jaxpr, whose inputs and outputs are those of the jaxpr.
+_CALLS = {
+  "jit",
+  "pjit",
+  "closed_call",
+  "checkpoint",
+  "remat2",
+  "custom_jvp_call",
+  "custom_vjp_call",
+  "custom_vjp_call_jaxpr",
+}
 
 
 class _Given(NamedTuple):
@@ -67,7 +76,7 @@ def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
   if name == "cond":  # the first value is the index of the branch
     branches = [_run(branch.jaxpr, values[1:]) for branch in params["branches"]]
     return [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
-  inner = [getattr(x, "jaxpr", x) for x in inner_jaxprs(eqn)]
+  inner = _versions.inner_jaxprs(eqn)
   if name not in _CALLS or [len(x.invars) for x in inner] != [len(values)]:
     return [None] * len(eqn.outvars)
   return _run(inner[0], values)

@@ -1,16 +1,24 @@
 """What a loss may be a mean over: counts of what the batch holds, as code and as functions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from optax_accum._check_split.fixed_noise import is_key
-from optax_accum._check_split.loss_facts import Facts
-from optax_accum._check_split.probes import BatchLeaf, is_integer, is_mask
+from optax_accum._check_split.facts import Facts
+from optax_accum._check_split.probes import BatchLeaf, is_integer, is_key, is_mask
 
 Count: TypeAlias = Callable[..., Any]
+_SIGNS: dict[str, Count] = {
+  "==": operator.eq,
+  "!=": operator.ne,
+  ">": operator.gt,
+  ">=": operator.ge,
+  "<": operator.lt,
+  "<=": operator.le,
+}
 
 
 class Weight(NamedTuple):
@@ -20,25 +28,22 @@ class Weight(NamedTuple):
   weight_fn: Count | None
 
 
-def weights(
+def possible(
   leaves: Sequence[BatchLeaf], names: Mapping[int, str], facts: Facts
 ) -> Iterator[Weight]:
   """The rows, and what each leaf of the batch may say that a row or a token counts."""
   yield Weight("weight_fn=None", None)
   parameters, order = ", ".join(names.values()), list(names)
+
+  def of_leaf(leaf: BatchLeaf, part: Count, count: Count) -> Count:
+    argument = order.index(leaf.argnum)
+    return lambda *batch: count(part(jax.tree.leaves(batch[argument])[leaf.position]))
+
   for leaf in leaves:
-    if is_key(leaf.value):
-      continue
     for text, part in _parts(leaf):
       for template, count in _counts(leaf.value, facts):
-        code = template.format(text.format(f"{names[leaf.argnum]}{leaf.path}"))
-        yield Weight(f"weight_fn=lambda {parameters}: {code}", _of_leaf(leaf, order, part, count))
-
-
-def _of_leaf(leaf: BatchLeaf, order: Sequence[int], part: Count, count: Count) -> Count:
-  """A function of the batch arguments, in their order, that counts in part of one leaf."""
-  argument = order.index(leaf.argnum)
-  return lambda *batch: count(part(jax.tree.leaves(batch[argument])[leaf.position]))
+        code = template.format(text.format(leaf.name))
+        yield Weight(f"weight_fn=lambda {parameters}: {code}", of_leaf(leaf, part, count))
 
 
 def _parts(leaf: BatchLeaf) -> Iterator[tuple[str, Count]]:
@@ -51,6 +56,8 @@ def _parts(leaf: BatchLeaf) -> Iterator[tuple[str, Count]]:
 
 def _counts(x: np.ndarray, facts: Facts) -> Iterator[tuple[str, Count]]:
   """Ways to count the entries of a leaf that count, the likeliest first, in NumPy or JAX."""
+  if is_key(x):
+    return
   if x.dtype == bool:
     yield "jnp.sum({})", lambda x: x.sum()
     yield "jnp.sum(~{})", lambda x: (~x).sum()
@@ -58,34 +65,30 @@ def _counts(x: np.ndarray, facts: Facts) -> Iterator[tuple[str, Count]]:
     return
   if is_mask(x):
     yield "jnp.sum({})", lambda x: x.sum()
-    yield "jnp.sum({} == 0)", lambda x: (x == 0).sum()
-    yield "jnp.sum({} > 0)", lambda x: (x > 0).sum()
+    yield _comparison("==", 0)
+    yield _comparison(">", 0)
     yield "jnp.sum(jnp.any({} != 0, axis=-1))", lambda x: (x != 0).any(-1).sum()
   if is_integer(x):
     # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
     for n in sorted(facts.integers, key=lambda n: n == -1):
       if n == -1:
-        yield "jnp.sum({} >= 0)", lambda x: (x >= 0).sum()
-      yield f"jnp.sum({{}} != {n})", lambda x, n=n: (x != n).sum()
+        yield _comparison(">=", 0)
+      yield _comparison("!=", n)
     for n in facts.integers:
       # First: a loss that orders its labels runs on n + 1 too, which refutes it.
-      yield f"jnp.sum({{}} == {n})", lambda x, n=n: (x == n).sum()
-      yield f"jnp.sum({{}} >= {n})", lambda x, n=n: (x >= n).sum()
-      yield f"jnp.sum({{}} > {n})", lambda x, n=n: (x > n).sum()
+      yield _comparison("==", n)
+      yield _comparison(">=", n)
+      yield _comparison(">", n)
   if not is_mask(x) and not np.iscomplexobj(x):
     yield "jnp.sum({})", lambda x: x.sum()
-  if np.issubdtype(x.dtype, np.floating):
-    yield from _counts_of_floats(facts.floats)
-
-
-def _counts_of_floats(numbers: Sequence[float]) -> Iterator[tuple[str, Count]]:
-  """Ways to count the floats that count."""
-  for n in numbers:
-    if np.isnan(n):
+  for number in facts.floats if np.issubdtype(x.dtype, np.floating) else ():
+    if np.isnan(number):
       yield "jnp.sum(~jnp.isnan({}))", lambda x: (x == x).sum()
-      continue
-    yield f"jnp.sum({{}} != {n:g})", lambda x, n=n: (x != n).sum()
-    yield f"jnp.sum({{}} > {n:g})", lambda x, n=n: (x > n).sum()
-    yield f"jnp.sum({{}} >= {n:g})", lambda x, n=n: (x >= n).sum()
-    yield f"jnp.sum({{}} < {n:g})", lambda x, n=n: (x < n).sum()
-    yield f"jnp.sum({{}} <= {n:g})", lambda x, n=n: (x <= n).sum()
+    else:
+      yield from (_comparison(sign, number) for sign in ("!=", ">", ">=", "<", "<="))
+
+
+def _comparison(sign: str, n: float) -> tuple[str, Count]:
+  """The number of entries that compare so with a number."""
+  number = n if type(n) is int else f"{n:g}"
+  return f"jnp.sum({{}} {sign} {number})", lambda x: _SIGNS[sign](x, n).sum()

@@ -1,10 +1,15 @@
-"""What `check_split` says about each defect: why it is known, and what to write."""
+"""What `check_split` says of each defect: why it is known, and what to write."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+DRAWS = "it draws random numbers: rows may meet in them"
+BENDS = (
+  "it takes a maximum, an absolute value, or the like, of one number of the batch: in these batches"
+  " all microbatches may be on one side of where it bends"
+)
 NOT_A_FUNCTION = (
   "The loss is not a function of its arguments: called twice with the same ones it computes"
   " something else. It may draw numbers with NumPy, or count its calls."
@@ -16,25 +21,6 @@ SHARED_KEY = (
 PASS_A_KEY = (
   "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
-)
-DRAWN = (
-  "Rows meet in what is drawn for them: the loss divides by what a drawn mask or weight comes to,"
-  " or permutes the rows. Where each row has the same noise in a microbatch as in the whole batch,"
-  " the two do not agree."
-)
-DRAW_OUTSIDE = (
-  "Draw it for the whole batch, before the loss, and put it into the batch: a mask, with a"
-  " weight_fn that counts it, or the partner of each row. Or divide by what is expected."
-)
-BENT = (
-  "The loss takes a maximum, an absolute value, or the like, of a number that the whole batch comes"
-  " to, such as a mean. On these batches all microbatches are on one side of where it bends; where"
-  " they are not, the loss is not that of the whole batch."
-)
-TWO_SUMS = (
-  "Bend each row's number in place of their mean. Or take the sums from"
-  ' microbatch(reduction="sum") inside a loss that runs on the whole batch (num_microbatches=1),'
-  " and bend what they come to there."
 )
 PLACES = (
   "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
@@ -120,115 +106,57 @@ OTHER_BATCH_TOO = "Give parameters and a batch for which the loss is not zero."
 OTHER_BATCH = "Give parameters and a batch for which they are."
 TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
 MORE_ROWS = "Give check_split 4 rows or more."
+RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
 GRADIENTS = "The loss agrees, and gradients do not: they are not reduced as grad_reduction says."
 AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
+# Of these the caller fills in what is in braces.
+UNSPLIT = (
+  "{which}: {rows} rows, as many as the batch, and not split. Where they are split too, the"
+  " microbatches give what the whole batch does."
+)
+SPLIT_TOO = (
+  "batch_argnums={batch}\n"
+  "or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
+  "  batch_argnums={given}"
+)
+UNEVEN = (
+  "The loss runs on all {rows} rows, and not on {failed} of them: it takes rows in groups, or a"
+  " certain number of them. It raises {error}"
+)
+DENOMINATOR = (
+  "A weight_fn that gets rows of the batch, and returns what the loss divides by on these rows:\n"
+  "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # for example"
+)
+OVERWRITTEN = (
+  "{names}: not a mean over rows but an extreme of them, while the loss agrees. It is a value to"
+  " overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
+)
+SUM_OVER_ALL_ROWS = (
+  'reduction="sum", {option}\n'
+  "and a loss that is the sum over its rows divided by all rows of the batch. Cotangents of a"
+  " mean are larger where there are fewer rows, and 8 bits round them otherwise:\n"
+  "  return loss * ({rows} / {all_rows})  # loss: the mean; {all_rows}: all rows of the batch"
+)
 
 
-def unsplit(slots: Sequence[int], rows: int) -> str:
-  """Why an argument should be split too."""
-  which = " and ".join(f"argument {slot}" for slot in slots)
-  return (
-    f"{which} {'has' if len(slots) == 1 else 'have'} {rows} rows, as many as the batch, and"
-    f" {'is' if len(slots) == 1 else 'are'} not split: split too, they agree."
-  )
-
-
-def split_too(slots: Sequence[int], given: Sequence[int]) -> str:
-  """The options that split these arguments, or only those that are split already."""
-  more = " and ".join(str(slot) for slot in slots if slot not in given)
-  return (
-    f"batch_argnums={tuple(slots)}\n"
-    f"or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
-    f"  batch_argnums={one_or_more(given)}"
-  )
-
-
-def groups(rows: int, failed: Sequence[int], error: Exception) -> str:
-  """Why rows are said to belong in groups."""
-  what = str(error).strip().partition("\n")[0]
-  return (
-    f"The loss runs on all {rows} rows, and not on {' or '.join(map(str, failed))} of them: it"
-    " takes rows in groups, or a certain number of them. It raises"
-    f" {type(error).__name__}: {what}"
-  )
-
-
-def noise_not_run(error: Exception) -> str:
-  """Why it is not known whether rows meet in noise."""
-  what = str(error).strip().partition("\n")[0]
-  return (
-    "All agree where every draw is the same. Whether rows meet in what is drawn for them was not"
-    " seen: with draws of their own, on another number of rows, the loss raises"
-    f" {type(error).__name__}: {what}"
-  )
-
-
-def weighted(code: str) -> str:
-  """Why a weight is the right one."""
+def weighted(code: str, epsilon: float = 0.0) -> str:
+  """Why a weight is the right one, or would be without a small number in the denominator."""
+  counted = "the number of rows" if code == "weight_fn=None" else code.partition(": ")[2]
+  if epsilon:
+    return (
+      f"What the loss divides by is {counted} and about {epsilon:.1g} that is added to it. With"
+      " this weight alone the microbatches differ by as much."
+    )
   if code == "weight_fn=None":
     return "The loss is a mean over rows, and is weighed or added up otherwise."
   return (
-    f"The loss is no mean over rows: what it divides by is {_counted(code)}. With this weight the"
+    f"The loss is no mean over rows: what it divides by is {counted}. With this weight the"
     " microbatches give what the whole batch does."
   )
 
 
-def nearly_weighted(code: str, epsilon: float) -> str:
-  """The same where a small number is added to the denominator."""
-  return (
-    f"What the loss divides by is {_counted(code)} and about {epsilon:.1g} that is added to it."
-    " With this weight alone the microbatches differ by as much."
-  )
-
-
-def return_the_denominator(names: Mapping[int, str]) -> str:
-  """What a weight must be that was not found."""
-  batch = ", ".join(names.values())
-  return (
-    "A weight_fn that gets rows of the batch, and returns what the loss divides by on these rows:\n"
-    f"  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # for example"
-  )
-
-
-def _counted(code: str) -> str:
-  """What a weight counts, as code."""
-  if code.startswith("weight_fn=None"):
-    return "the number of rows"
-  return code.split(": ", 1)[1].removesuffix(', reduction="mean"')
-
-
-def overwritten(leaves: Sequence[str]) -> str:
-  """Why a leaf is no gradient."""
-  return (
-    f"{', '.join(leaves)}: not a mean over rows but an extreme of them, while the loss agrees. It"
-    " is a value to overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
-  )
-
-
-def grad_reduction(tree: Any) -> str:
-  """The option that reduces gradients as these words say."""
-  return f"grad_reduction={_text(tree)}"
-
-
-def sum_over_all_rows(option: str, rows: str, all_rows: int) -> str:
-  """What to write where a leaf records cotangents; `rows` is code that counts a microbatch's."""
-  return (
-    f'reduction="sum", {option}\n'
-    "and a loss that is the sum over its rows divided by all rows of the batch. Cotangents of a"
-    " mean are larger where there are fewer rows, and 8 bits round them otherwise:\n"
-    f"  return loss * ({rows} / {all_rows})  # loss: the mean; {all_rows}: all rows of the batch"
-  )
-
-
-def aux(tree: Any) -> str:
-  """The option that reduces aux as these words say; an empty word is none."""
-  if "" in jax.tree.leaves(tree):
-    return 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
-  return f"aux_reduction={_text(tree)}"
-
-
-def _text(tree: Any) -> str:
-  """A tree of words as Python; a part of it whose words are all the same as that word."""
+def option(name: str, tree: Any) -> str:
+  """An option with a tree of words; a part of it whose words are all the same is that word."""
 
   def collapsed(x: Any) -> Any:
     words = set(jax.tree.leaves(x))
@@ -238,7 +166,7 @@ def _text(tree: Any) -> str:
       return {key: collapsed(value) for key, value in x.items()}
     return type(x)(map(collapsed, x)) if type(x) in (list, tuple) else x
 
-  return repr(collapsed(tree)).replace("'", '"')
+  return f"{name}={collapsed(tree)!r}".replace("'", '"')
 
 
 def one_or_more(values: Sequence[int]) -> str:
