@@ -16,15 +16,16 @@ from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters, settings
 from optax_accum._microbatches.arguments import find_slots, names_or_positions
 from optax_accum._microbatches.check_loss import check_loss
+from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches
+from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
   noise_of,
   NOISE_REDUCTIONS,
 )
-from optax_accum._microbatches.options import Call, Split
+from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import note_on_batch
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
@@ -61,9 +62,9 @@ class LocalLoss:
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
-    positions = self._positions(args)
-    call = Call(self.fun, self._evaluate, self.split, args, kwargs, positions, weights)
-    return run_in_microbatches(call, Outputs(self.reduction, None, None)).outputs.loss
+    call = self._call(weights, args, kwargs)
+    reductions = Outputs(self.reduction, None, None)
+    return run_in_microbatches(call, Runner(call, self._evaluate), reductions).outputs.loss
 
   def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
@@ -72,9 +73,10 @@ class LocalLoss:
       parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    call = self._call(None, weights, args, kwargs)
+    call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return self._run_call(call, self.grad_reduction)
+      reductions = self._reductions(call, self.grad_reduction)
+      return run_in_microbatches(call, Runner(call, self._differentiate), reductions, root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
     parts = [Traced(self._run)]
@@ -89,24 +91,22 @@ class LocalLoss:
       if in_place:
         accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
         grads = accumulators.reductions
-      return loss._run_call(loss._call(accumulators, weights, args, kwargs), grads)
+      call = loss._call(weights, args, kwargs)
+      one = Runner(call, functools.partial(loss._differentiate, accumulators=accumulators))
+      return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, parts, (weights, args, kwargs))
 
-  def _call(self, accumulators: Accumulators | None, weights: Any, args: Any, kwargs: Any) -> Call:
-    run = functools.partial(self._differentiate, accumulators)
-    return Call(self.fun, run, self.split, args, kwargs, self._positions(args), weights)
+  def _call(self, weights: Any, args: Any, kwargs: Any) -> Microbatches:
+    return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
-  def _run_call(self, call: Call, grads: Any) -> Reduced:
-    """The loss and its gradients, which `grads` reduces."""
-    noise = None
+  def _reductions(self, call: Microbatches, grads: Any) -> Outputs:
+    """How the outputs of all microbatches become one, of which `grads` is for the gradients."""
     if self.noise_scale:
-      check_several(call.microbatches)
-      noise = NOISE_REDUCTIONS
-    return run_in_microbatches(
-      call, Outputs(self.reduction, self.aux_reduction, grads, noise), root=""
-    )
+      check_several(call.count)
+    noise = NOISE_REDUCTIONS if self.noise_scale else None
+    return Outputs(self.reduction, self.aux_reduction, grads, noise)
 
   def derivatives(self, grads: Any) -> Any:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -119,15 +119,17 @@ class LocalLoss:
     wanted = names_or_positions("argnums", self.argnums, int)
     return find_slots("argnums", wanted, self.fun, args, {})
 
-  def _evaluate(self, _: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _evaluate(self, call: Microbatches, _: Any, /, *inputs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
+    args, kwargs = call.arguments(inputs)
     loss, (carry, _) = self._run(self.gather_in_loop(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, accumulators: Accumulators | None, factor: Any, /, *args: Any, **kwargs: Any
+    self, call: Microbatches, factor: Any, /, *inputs: Any, accumulators: Accumulators | None = None
   ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
+    args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
     run = self.traced or self._run
     value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
