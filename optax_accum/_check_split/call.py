@@ -23,9 +23,16 @@ from optax_accum._check_split.hypotheses import Case
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import agree, in_check_dtype, is_array, Runs
 from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.arguments import find_slots, names_or_positions, Slot
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import refuse_keys, refuse_rows, with_keys, with_rows
+from optax_accum._microbatches.roles import (
+  find_slots,
+  names_or_positions,
+  refuse_keys,
+  refuse_rows,
+  Slot,
+  with_keys,
+  with_rows,
+)
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 

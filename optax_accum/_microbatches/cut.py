@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._microbatches import keys_and_carry, settings
-from optax_accum._microbatches.arguments import Slot
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import refuse_aux_rows, refuse_keys, refuse_rows
+from optax_accum._microbatches.roles import refuse_aux_rows, refuse_keys, refuse_rows, Slot
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Any, ...]]
@@ -107,8 +106,7 @@ class Microbatches:
 
     def fold(path: Any, key: Any) -> jax.Array:
       shape, dtype = jnp.shape(key), jnp.result_type(key)
-      typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-      if not typed and not (dtype == jnp.uint32 and shape):
+      if not dtypes.is_key(key) and not (dtype == jnp.uint32 and shape):
         raise TypeError(
           f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
           f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."

@@ -24,17 +24,8 @@ from optax_accum import _versions
 # What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
 # What runs an inner function of the same operands in the same order; of a cond after the first.
-_INNER = {
-  "jit",
-  "pjit",
-  "closed_call",
-  "core_call",
-  "remat",
-  "remat2",
-  "checkpoint",
-  "scan",
-  "cond",
-}
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+_INNER = {*_CALLS, "scan", "cond"}
 
 
 def kept_apart(fun: Callable[..., Any], leaves: Sequence[jax.Array]) -> set[int]:
@@ -82,8 +73,9 @@ def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -
     here = {i for i in at if i is not None}
     if not here:
       continue
-    name, inner = _versions.primitive_name(eqn), _jaxprs(eqn)
-    if not _passes(name) or (inner and name not in _INNER):
+    name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
+    passes = name not in _NOT_TO_PASS and (name != "gather" or _gathers_rightly())
+    if not passes or (inner and name not in _INNER):
       unfit |= here
       continue
     if not inner:
@@ -102,21 +94,11 @@ def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -
   return unfit
 
 
-def _passes(name: str) -> bool:
-  return name not in _NOT_TO_PASS and (name != "gather" or _gathers_rightly())
-
-
 def _after_a_value(owners: list[int | None], is_linear: list[bool]) -> set[int]:
   """Those of a scan's constants, or of what it scans, that come after a linear value."""
   each = zip(owners, is_linear, strict=True)
   values = [known and i is None for i, known in each]
   return {i for at, i in enumerate(owners) if i is not None and any(values[:at])}
-
-
-def _jaxprs(eqn: Any) -> list[Any]:
-  """The jaxprs within an equation."""
-  leaves = jax.tree.leaves(list(eqn.params.values()))
-  return [x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")]
 
 
 def check_supported() -> None:

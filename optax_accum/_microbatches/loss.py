@@ -14,8 +14,6 @@ from optax_accum._arithmetic import across_devices, reduction_words, weighted_me
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters, settings
-from optax_accum._microbatches.arguments import find_slots, names_or_positions
-from optax_accum._microbatches.check_loss import check_loss
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
@@ -26,7 +24,7 @@ from optax_accum._microbatches.noise_scale import (
   NOISE_REDUCTIONS,
 )
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import note_on_batch
+from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_batch
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
 
@@ -148,7 +146,7 @@ class LocalLoss:
     with self._explained(args, kwargs):
       out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
-    check_loss(out, self.has_aux or carries, carries)
+    _check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
@@ -191,6 +189,38 @@ class LocalLoss:
   def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
+
+
+def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
+  """Checks what a loss function returned."""
+  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
+
+  def is_pair(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and len(x) == 2
+
+  def describe(x: Any) -> str:
+    several = isinstance(x, (tuple, list, dict))
+    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
+
+  if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
+    raise TypeError(
+      f"The function returned {describe(out)}; with"
+      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
+    )
+  value, wrong = out[0] if has_aux else out, None
+  if isinstance(value, (tuple, list, dict)):
+    wrong = (
+      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
+      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
+    )
+  elif value is None:
+    wrong = f"function returned None; it must return {wanted}."
+  elif shape := jnp.shape(value):
+    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
+  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
+    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
+  if wrong:
+    raise TypeError(f"The {wrong}")
 
 
 def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:

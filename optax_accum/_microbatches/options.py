@@ -9,14 +9,14 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.arguments import (
+from optax_accum._microbatches.roles import (
   check_disjoint,
   find_slots,
   names_or_positions,
   only_argument,
+  Roles,
   Slot,
 )
-from optax_accum._microbatches.roles import Roles
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
