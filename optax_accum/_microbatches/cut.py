@@ -14,7 +14,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._microbatches import keys_and_carry, settings
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import refuse_aux_rows, refuse_keys, refuse_rows, Slot
+from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Any, ...]]
@@ -38,7 +38,7 @@ class Microbatches:
     self._num_args, self.split, self.weights = len(args), split, weights
     self._arguments: dict[Slot, Any] = dict(enumerate(args))
     self._arguments.update(kwargs)
-    self._roles = roles = split.roles(fun, args, kwargs, differentiated)
+    self.roles = roles = split.roles(fun, args, kwargs, differentiated)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
     self.rows = batch_rows(roles.batch, self._arguments)
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
@@ -56,10 +56,6 @@ class Microbatches:
     axis_name = self.split.axis_name
     return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
 
-  def refuse_aux_rows(self, name: str, leaf: Any) -> None:
-    """Refuses an aux with the rows of a microbatch, which nobody said how to reduce."""
-    refuse_aux_rows(self._roles, name, leaf, self.size)
-
   @property
   def count(self) -> int:
     """How many there are, on all devices together."""
@@ -74,16 +70,16 @@ class Microbatches:
 
   def map_shared(self, fun: Callable[[Any], Any]) -> None:
     """Puts ``fun(x)`` in the place of each leaf that all microbatches share."""
-    for slot, tree in self._roles.shared.items():
+    for slot, tree in self.roles.shared.items():
       self._arguments[slot] = jax.tree.map(fun, tree)
 
   def inputs(self, index: ArrayLike, batch: tuple[Any, ...], carry: Any) -> tuple[Any, ...]:
     """What one microbatch is given and others are not: its rows, keys and carry."""
-    return (*batch, *(self._fold_keys(slot, index) for slot in self._roles.rng), *carry)
+    return (*batch, *(self._fold_keys(slot, index) for slot in self.roles.rng), *carry)
 
   def arguments(self, inputs: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
-    slots = (*self._roles.batch, *self._roles.rng, *self._roles.carry)
+    slots = (*self.roles.batch, *self.roles.rng, *self.roles.carry)
     arguments = self._arguments | dict(zip(slots, inputs, strict=True))
     named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
     return [arguments[i] for i in range(self._num_args)], named
@@ -94,7 +90,7 @@ class Microbatches:
       return self.weights[index]
     if self.split.weight_fn is None:
       return weighted_mean.as_weight(float(rows))
-    slots = list(zip(self._roles.batch, batch, strict=True))
+    slots = list(zip(self.roles.batch, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
     value = self.split.weight_fn(*positional, **named)
@@ -146,7 +142,7 @@ class Microbatches:
 
   def _map_batch(self, fun: Callable[[int, Any], Any], batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """`fun` of each leaf of the batch arguments, and of the axis of its rows."""
-    both = zip(self._roles.batch.values(), batch, strict=True)
+    both = zip(self.roles.batch.values(), batch, strict=True)
     return tuple(jax.tree.map(functools.partial(fun, axis), tree) for axis, tree in both)
 
 

@@ -18,6 +18,7 @@ from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.cut import Microbatches, Take
+from optax_accum._microbatches.roles import refuse_aux_rows
 
 
 class MicrobatchStats(NamedTuple):
@@ -64,8 +65,6 @@ class _Held(NamedTuple):
 # What runs: it takes the call's microbatches, a factor for the gradients, which is None where they
 # are weighed later, and a microbatch's inputs. It returns ``(new_carry, outputs)``.
 RunFn: TypeAlias = Callable[..., tuple[Any, Any]]
-
-
 # A `Runner`, or what is called as one.
 Run: TypeAlias = Callable[..., Microbatch]
 
@@ -109,8 +108,7 @@ def run_in_microbatches(
 ) -> Reduced:
   """Runs a call's function on one microbatch after the other, and reduces what they give.
 
-  `reductions` is a prefix tree over the outputs, of `Reduction`;
-  messages call the outputs `root`.
+  `reductions` is a prefix tree over the outputs, which messages call `root`.
   """
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
@@ -296,7 +294,7 @@ def _matched(
   named = _validate.named_leaves(root, outputs)
   for reduction, (name, leaf) in zip(each, named, strict=True):
     if reduction.default and call.count > 1:
-      call.refuse_aux_rows(name, leaf)
+      refuse_aux_rows(call.roles, name, leaf, call.size)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
   return each, [leaf for _, leaf in named], jax.tree.structure(outputs)
 
