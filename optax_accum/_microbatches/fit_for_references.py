@@ -36,7 +36,10 @@ def kept_apart(fun: Callable[..., Any], leaves: Sequence[jax.Array]) -> set[int]
 
     def look(*leaves: jax.Array, apart: set[int] = apart, found: set[int] = found) -> None:
       backward: Any = jax.vjp(copying(fun, apart), *leaves, has_aux=True)[1]
-      found.update(_unfit(backward.jaxpr, len(leaves)))
+      jaxpr = backward.jaxpr  # what is run backwards: tangents of parameters are its last arguments
+      known = len(jaxpr.invars) - len(leaves)  # from JAX 0.12 the residuals are arguments too
+      owners = [*([None] * known), *range(len(leaves))]
+      found.update(_unfit(jaxpr, owners, [owner is not None for owner in owners]))
 
     jax.eval_shape(look, *leaves)
     if found <= apart:
@@ -49,18 +52,11 @@ def copying(fun: Callable[..., Any], apart: set[int]) -> Callable[..., Any]:
   return lambda *leaves: fun(*[jnp.copy(x) if i in apart else x for i, x in enumerate(leaves)])
 
 
-def _unfit(jaxpr: Any, parameters: int) -> set[int]:
+def _unfit(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -> set[int]:
   """The parameters of a linear program that are used where a reference is not known to be right.
 
-  It is what is run backwards. The tangents of parameters are its last arguments.
+  `owners`: for each argument the parameter that has the reference to add to, if one does.
   """
-  known = len(jaxpr.invars) - parameters  # from JAX 0.12 the residuals are arguments too
-  owners = [*([None] * known), *range(parameters)]
-  return _unfit_within(jaxpr, owners, [owner is not None for owner in owners])
-
-
-def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -> set[int]:
-  """`owners`: for each argument the parameter that has the reference to add to, if one does."""
   both = list(zip(jaxpr.invars, owners, is_linear, strict=True))
   owner = {v: i for v, i, _ in both if i is not None}
   linear = {v for v, _, known in both if known}
@@ -90,7 +86,7 @@ def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -
       at[consts : consts + carried] = [None] * carried  # carried cotangents are values
       lin[consts : consts + carried] = [True] * carried
     for part in inner:
-      unfit |= _unfit_within(part, at, lin) if len(part.invars) == len(at) else here
+      unfit |= _unfit(part, at, lin) if len(part.invars) == len(at) else here
   return unfit
 
 
