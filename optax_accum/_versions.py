@@ -11,12 +11,6 @@ NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
 HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
-  """The jaxprs within an equation, where they are closed without what they close over."""
-  leaves = jax.tree.leaves(list(eqn.params.values()))
-  return [x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")]
-
-
 def scan_inputs(eqn: Any) -> tuple[int, int]:
   """How many inputs of a scan are constants, and how many are carried."""
   params = eqn.params
@@ -30,3 +24,9 @@ def primitive_name(eqn: Any) -> str:
   """What an equation calls: in a backward pass JAX 0.12 calls some by another name."""
   name: str = eqn.primitive.name
   return name.removeprefix("vjp_node[").removesuffix("]") if name.startswith("vjp_node[") else name
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+  """The jaxprs within an equation, such as a scan's body and a conditional's branches."""
+  leaves = jax.tree.leaves(list(eqn.params.values()))
+  return [x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")]

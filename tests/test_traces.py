@@ -1,5 +1,8 @@
 """How often a loss is traced: it takes seconds for a large model in a Python loop over layers."""
 
+import pathlib
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +11,11 @@ import pytest
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
+import optax_accum
 from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
 
 ROWS = 16
+PACKAGE = pathlib.Path(optax_accum.__file__).parent
 
 
 def rows_of(batch):
@@ -73,3 +78,19 @@ def test_other_functions_are_traced_once():
   jax.grad(microbatch(loss, reduction="mean", **options))(params, batch)
   microbatch_value_and_grad(loss, **options)(params, batch)
   assert loss.rows == [4, 4]
+
+
+def test_few_frames_stand_between_a_call_and_the_loss():
+  depths = []
+
+  def loss(params, batch):
+    ours = [f for f in traceback.extract_stack() if PACKAGE in pathlib.Path(f.filename).parents]
+    depths.append(len(ours))
+    return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+  (params, batch), tx = arguments(), relaxed(optax.adam(0.1))
+  microbatch_value_and_grad(loss, num_microbatches=4)(params, batch)
+  for mesh in (None, make_mesh(2, kind=AUTO)):
+    step = make_train_step(loss, tx, num_microbatches=4, mesh=mesh, donate=False)
+    step(params, tx.init(params), batch)
+  assert np.all(np.array(depths) <= [6, 9, 12]), depths

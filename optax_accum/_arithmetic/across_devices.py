@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum import _versions
 from optax_accum._arithmetic import dtypes, weighted_mean
 
 # An axis of `pmap`, `shard_map` or `vmap`, or several of them.
@@ -107,8 +108,7 @@ def communicates(jaxpr: Any) -> bool:
     named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
     if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
       return True
-    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
-    if any(communicates(x) for x in inner if hasattr(x, "eqns")):
+    if any(map(communicates, _versions.inner_jaxprs(eqn))):
       return True
   return False
 
@@ -194,7 +194,7 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
 
 def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   """What the device holds where `chosen` is true; zeros where none is."""
-  if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+  if dtypes.is_key(x):
     data = _of_one(jax.random.key_data(x), axis_name, chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   number = x.astype(dtypes.accumulator_dtype(x.dtype))

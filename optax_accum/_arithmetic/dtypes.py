@@ -20,6 +20,11 @@ def is_float8(dtype: DTypeLike) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
+def is_key(x: Any) -> bool:
+  """Whether `x` is an array of typed random keys."""
+  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
   """The dtype that values of `dtype` are added up in.
 

@@ -7,7 +7,6 @@ microbatch every device but the first forgets its sum (XLA issue 49143). So an a
 loop may scatter to goes through a barrier, at which that move stops.
 """
 
-from collections.abc import Callable
 import functools
 import math
 from typing import Any, TypeAlias
@@ -15,24 +14,19 @@ from typing import Any, TypeAlias
 import jax
 from jax import lax
 from jax.interpreters import ad, batching, mlir
-import jax.numpy as jnp
 
 from optax_accum import _versions
+from optax_accum._arithmetic import dtypes
 
 Shapes: TypeAlias = set[tuple[int, ...]]
 
 
-def gathered_shapes(fun: Callable[[], Any]) -> Shapes:
-  """The shapes of what `fun` gathers from or scatters to; none where XLA is right.
+def shapes_in(jaxpr: Any) -> Shapes:
+  """The shapes of what a function gathers from or scatters to; none where XLA is right.
 
   They tell which accumulators are meant. What is reshaped or transposed first is safe, and so is
   what is cast, which has a barrier for nothing.
   """
-  return shapes_in(jax.make_jaxpr(fun)().jaxpr) if _versions.HOISTS_ALL_REDUCES else set()
-
-
-def shapes_in(jaxpr: Any) -> Shapes:
-  """The same, of a function that is traced already."""
   if not _versions.HOISTS_ALL_REDUCES:
     return set()
   shapes: Shapes = set()
@@ -41,8 +35,7 @@ def shapes_in(jaxpr: Any) -> Shapes:
       shapes.add(_squeezed(eqn.invars[0].aval.shape))
     if eqn.primitive.name.startswith("custom_vjp_call"):  # whose backward pass may scatter
       shapes.update(_squeezed(x.aval.shape) for x in eqn.invars)
-    inner = (getattr(x, "jaxpr", x) for x in jax.tree.leaves(list(eqn.params.values())))
-    shapes = shapes.union(*(shapes_in(x) for x in inner if hasattr(x, "eqns")))
+    shapes = shapes.union(*map(shapes_in, _versions.inner_jaxprs(eqn)))
   return shapes
 
 
@@ -50,8 +43,7 @@ def unhoisted(tree: Any, shapes: Shapes) -> Any:
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
 
   def behind(x: jax.Array) -> jax.Array:
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return x if is_key or _squeezed(x.shape) not in shapes else _barrier().bind(x)
+    return x if dtypes.is_key(x) or _squeezed(x.shape) not in shapes else _barrier().bind(x)
 
   return jax.tree.map(behind, tree)
 

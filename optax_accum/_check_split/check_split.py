@@ -15,9 +15,17 @@ from optax_accum._check_split.probes import Arguments, is_key
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import is_array, noted, Runs
 from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.arguments import find_slots, names_or_positions, Slot
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Roles, with_keys, with_rows
+from optax_accum._microbatches.roles import (
+  find_slots,
+  names_or_positions,
+  refuse_keys,
+  refuse_rows,
+  Roles,
+  Slot,
+  with_keys,
+  with_rows,
+)
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, batch)."

@@ -12,9 +12,9 @@ from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.shards import Sharded
 from optax_accum._mesh.state_shards import spread_as_parameters
 from optax_accum._microbatches import cut
-from optax_accum._microbatches.arguments import Slot
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
+from optax_accum._microbatches.roles import Slot
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -1,15 +1,149 @@
-"""How many rows a batch has, how many of them a microbatch, and whether they can stay in place."""
+"""The microbatches of a call: the rows, the keys and the weight of each, cut where they lie."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+import functools
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+from jax import lax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._microbatches import settings
-from optax_accum._microbatches.arguments import Slot
+from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._microbatches import keys_and_carry, settings
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
+
+# Cuts one microbatch out of the batch arguments.
+Take: TypeAlias = Callable[[], tuple[Any, ...]]
+
+
+class Microbatches:
+  """The microbatches of one call of `fun`, whose signature says what the arguments are called.
+
+  `weights` are those of the microbatches, where they are known from a call before.
+  """
+
+  def __init__(
+    self,
+    fun: Callable[..., Any],
+    split: Split,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    differentiated: Sequence[int] = (),
+    weights: jax.Array | None = None,
+  ):
+    self._num_args, self.split, self.weights = len(args), split, weights
+    self._arguments: dict[Slot, Any] = dict(enumerate(args))
+    self._arguments.update(kwargs)
+    self.roles = roles = split.roles(fun, args, kwargs, differentiated)
+    self.batch = tuple(self._arguments[slot] for slot in roles.batch)
+    self.rows = batch_rows(roles.batch, self._arguments)
+    self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
+    self.full, self.tail_rows = divmod(self.rows, self.size)
+    self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
+    if split.batch_argnums is None:
+      refuse_rows(roles, split.batch_positions, self._rows_of_the_batch())
+    if split.rng_argnums is None:
+      refuse_keys(roles)
+
+  def _rows_of_the_batch(self) -> set[int]:
+    """How many rows a leaf has that was to be split too, as the batch is or on each device."""
+    if self.split.rows is not None:
+      return {self.split.rows}
+    axis_name = self.split.axis_name
+    return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
+
+  @property
+  def count(self) -> int:
+    """How many there are, on all devices together."""
+    axis_name = self.split.axis_name
+    return -(-self.rows // self.size) * (1 if axis_name is None else lax.axis_size(axis_name))
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
+    split = self.split
+    return self.rows == self.size and not split.weighs and split.axis_name is None
+
+  def map_shared(self, fun: Callable[[Any], Any]) -> None:
+    """Puts ``fun(x)`` in the place of each leaf that all microbatches share."""
+    for slot, tree in self.roles.shared.items():
+      self._arguments[slot] = jax.tree.map(fun, tree)
+
+  def inputs(self, index: ArrayLike, batch: tuple[Any, ...], carry: Any) -> tuple[Any, ...]:
+    """What one microbatch is given and others are not: its rows, keys and carry."""
+    return (*batch, *(self._fold_keys(slot, index) for slot in self.roles.rng), *carry)
+
+  def arguments(self, inputs: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+    """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
+    slots = (*self.roles.batch, *self.roles.rng, *self.roles.carry)
+    arguments = self._arguments | dict(zip(slots, inputs, strict=True))
+    named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
+    return [arguments[i] for i in range(self._num_args)], named
+
+  def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+    """How much a microbatch counts, before it has run."""
+    if self.weights is not None:
+      return self.weights[index]
+    if self.split.weight_fn is None:
+      return weighted_mean.as_weight(float(rows))
+    slots = list(zip(self.roles.batch, batch, strict=True))
+    positional = [x for slot, x in slots if isinstance(slot, int)]
+    named = {slot: x for slot, x in slots if isinstance(slot, str)}
+    value = self.split.weight_fn(*positional, **named)
+    weighted_mean.check_weight("weight_fn", value)
+    return weighted_mean.as_weight(value)
+
+  def _fold_keys(self, slot: Slot, index: ArrayLike) -> Any:
+    """The keys of one argument, folded with the microbatch's index (and the device's)."""
+
+    def fold(path: Any, key: Any) -> jax.Array:
+      shape, dtype = jnp.shape(key), jnp.result_type(key)
+      if not dtypes.is_key(key) and not (dtype == jnp.uint32 and shape):
+        raise TypeError(
+          f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
+          f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
+        )
+      if self.split.axis_name is not None:
+        key = keys_and_carry.fold_in(key, lax.axis_index(self.split.axis_name))
+      return keys_and_carry.fold_in(key, index)
+
+    return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
+
+  @functools.cached_property
+  def cut(self) -> tuple[Callable[[ArrayLike], Any], Any]:
+    """The `full` microbatches of equal size, by index, and the rows left over.
+
+    Strided: microbatch i has the rows i, i + full, i + 2 full, ..., so that a device
+    that holds a contiguous part of the batch holds its part of every microbatch. The
+    rows are read where they lie, without a copy of the batch.
+    """
+    size, full = self.size, self.full
+    batch = jax.tree.map(jnp.asarray, self.batch)
+
+    def take_rows(axis: int, x: jax.Array, index: ArrayLike) -> jax.Array:
+      at = axis % x.ndim
+      check_sharding(x, at, size)
+      x = lax.slice_in_dim(x, 0, full * size, axis=at)
+      x = x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
+      return lax.dynamic_index_in_dim(x, index, axis=at + 1, keepdims=False)
+
+    def take(index: ArrayLike) -> Any:
+      # Folded here, in the loop's body: the rows of a batch that does not divide would
+      # otherwise be copied once for all trips.
+      return self._map_batch(lambda axis, x: take_rows(axis, x, index), batch)
+
+    return take, self._map_batch(
+      lambda axis, x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch
+    )
+
+  def _map_batch(self, fun: Callable[[int, Any], Any], batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """`fun` of each leaf of the batch arguments, and of the axis of its rows."""
+    both = zip(self.roles.batch.values(), batch, strict=True)
+    return tuple(jax.tree.map(functools.partial(fun, axis), tree) for axis, tree in both)
 
 
 def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Any]) -> int:

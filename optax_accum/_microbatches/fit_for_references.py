@@ -23,17 +23,8 @@ from optax_accum import _versions
 # What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
 # What runs an inner function of the same operands in the same order; of a cond after the first.
-_INNER = {
-  "jit",
-  "pjit",
-  "closed_call",
-  "core_call",
-  "remat",
-  "remat2",
-  "checkpoint",
-  "scan",
-  "cond",
-}
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
+_INNER = {*_CALLS, "scan", "cond"}
 
 
 def kept_apart(fun: Callable[..., Any], leaves: Sequence[jax.Array]) -> set[int]:
@@ -44,7 +35,10 @@ def kept_apart(fun: Callable[..., Any], leaves: Sequence[jax.Array]) -> set[int]
 
     def look(*leaves: jax.Array, apart: set[int] = apart, found: set[int] = found) -> None:
       backward: Any = jax.vjp(copying(fun, apart), *leaves, has_aux=True)[1]
-      found.update(_unfit(backward.jaxpr, len(leaves)))
+      jaxpr = backward.jaxpr  # what is run backwards: tangents of parameters are its last arguments
+      known = len(jaxpr.invars) - len(leaves)  # from JAX 0.12 the residuals are arguments too
+      owners = [*([None] * known), *range(len(leaves))]
+      found.update(_unfit(jaxpr, owners, [owner is not None for owner in owners]))
 
     jax.eval_shape(look, *leaves)
     if found <= apart:
@@ -57,18 +51,11 @@ def copying(fun: Callable[..., Any], apart: set[int]) -> Callable[..., Any]:
   return lambda *leaves: fun(*[jnp.copy(x) if i in apart else x for i, x in enumerate(leaves)])
 
 
-def _unfit(jaxpr: Any, parameters: int) -> set[int]:
+def _unfit(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -> set[int]:
   """The parameters of a linear program that are used where a reference is not known to be right.
 
-  It is what is run backwards. The tangents of parameters are its last arguments.
+  `owners`: for each argument the parameter that has the reference to add to, if one does.
   """
-  known = len(jaxpr.invars) - parameters  # from JAX 0.12 the residuals are arguments too
-  owners = [*([None] * known), *range(parameters)]
-  return _unfit_within(jaxpr, owners, [owner is not None for owner in owners])
-
-
-def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -> set[int]:
-  """`owners`: for each argument the parameter that has the reference to add to, if one does."""
   from jax.extend.core import Literal  # longer to import than this package
 
   both = list(zip(jaxpr.invars, owners, is_linear, strict=True))
@@ -83,8 +70,9 @@ def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -
     here = {i for i in at if i is not None}
     if not here:
       continue
-    name, inner = _versions.primitive_name(eqn), _jaxprs(eqn)
-    if not _passes(name) or (inner and name not in _INNER):
+    name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
+    passes = name not in _NOT_TO_PASS and (name != "gather" or _gathers_rightly())
+    if not passes or (inner and name not in _INNER):
       unfit |= here
       continue
     if not inner:
@@ -99,12 +87,8 @@ def _unfit_within(jaxpr: Any, owners: list[int | None], is_linear: list[bool]) -
       at[consts : consts + carried] = [None] * carried  # carried cotangents are values
       lin[consts : consts + carried] = [True] * carried
     for part in inner:
-      unfit |= _unfit_within(part, at, lin) if len(part.invars) == len(at) else here
+      unfit |= _unfit(part, at, lin) if len(part.invars) == len(at) else here
   return unfit
-
-
-def _passes(name: str) -> bool:
-  return name not in _NOT_TO_PASS and (name != "gather" or _gathers_rightly())
 
 
 def _after_a_value(owners: list[int | None], is_linear: list[bool]) -> set[int]:
@@ -112,12 +96,6 @@ def _after_a_value(owners: list[int | None], is_linear: list[bool]) -> set[int]:
   each = zip(owners, is_linear, strict=True)
   values = [known and i is None for i, known in each]
   return {i for at, i in enumerate(owners) if i is not None and any(values[:at])}
-
-
-def _jaxprs(eqn: Any) -> list[Any]:
-  """The jaxprs within an equation."""
-  leaves = jax.tree.leaves(list(eqn.params.values()))
-  return [x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")]
 
 
 def check_supported() -> None:

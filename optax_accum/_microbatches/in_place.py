@@ -30,10 +30,8 @@ class Accumulators:
       for name, x in _validate.named_leaves(f"argument {i}", args[i]):
         _check_dtype(name, x, dtype)
 
-    def zero(x: Any) -> jax.Array:
-      return across_devices.full_like(across_devices.types(lambda: x), 0)
-
-    self._refs = [jax.tree.map(lambda x: jax.new_ref(zero(x)), args[i]) for i in self._positions]
+    zeros = lambda x: jax.new_ref(across_devices.full_like(jax.typeof(x), 0))  # noqa: E731
+    self._refs = [jax.tree.map(zeros, args[i]) for i in self._positions]
     refs = self._like_gradients(self._refs)
     each = reduction_words.match("grad_reduction", reductions, refs, "gradients")
     self.reductions = jax.tree.map(AddedGradients, each, refs)

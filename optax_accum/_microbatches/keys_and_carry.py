@@ -36,13 +36,13 @@ def on_device(carry: Any, axis_name: AxisName | None) -> Any:
     return carry
   carry = across_devices.varying(carry, axis_name)
   index = lax.axis_index(axis_name)
-  return jax.tree.map(lambda x: fold_in(x, index) if is_key(x) else x, carry)
+  return jax.tree.map(lambda x: fold_in(x, index) if dtypes.is_key(x) else x, carry)
 
 
 def fold_in(keys: jax.Array, number: Any) -> jax.Array:
   """An array of keys, typed or raw, with a number folded into each."""
   fold = jax.random.fold_in
-  for _ in range(jnp.ndim(keys) - (0 if is_key(keys) else 1)):
+  for _ in range(jnp.ndim(keys) - (0 if dtypes.is_key(keys) else 1)):
     fold = jax.vmap(fold, (0, None))
   return fold(keys, number)
 
@@ -78,7 +78,7 @@ def _together(
   name: str, word: Any, x: jax.Array, start: Any, weight: Weight, total: Weight, axis_name: AxisName
 ) -> jax.Array:
   """One leaf of the carries of all devices."""
-  if is_key(x):
+  if dtypes.is_key(x):
     return across_devices.of_first(x, axis_name)
   if word is None and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
@@ -102,10 +102,6 @@ def _together(
   held = across_devices.summed(weighted_mean.weigh(x, weight, wide), axis_name)
   mean = weighted_mean.mean(held, total, x.dtype)
   return weighted_mean.select(weighted_mean.counts(total), mean, start)
-
-
-def is_key(x: Any) -> bool:
-  return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check(old: tuple[Any, ...], new: tuple[Any, ...]) -> None:

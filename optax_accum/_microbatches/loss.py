@@ -14,18 +14,17 @@ from optax_accum._arithmetic import across_devices, reduction_words, weighted_me
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters, settings
-from optax_accum._microbatches.arguments import find_slots, names_or_positions
-from optax_accum._microbatches.check_loss import check_loss
+from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches
+from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
   noise_of,
   NOISE_REDUCTIONS,
 )
-from optax_accum._microbatches.options import Call, Split
-from optax_accum._microbatches.roles import note_on_batch
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_batch
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
 
@@ -61,9 +60,9 @@ class LocalLoss:
 
   def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
-    positions = self._positions(args)
-    call = Call(self.fun, self._evaluate, self.split, args, kwargs, positions, weights)
-    return run_in_microbatches(call, Outputs(self.reduction, None, None)).outputs.loss
+    call = self._call(weights, args, kwargs)
+    reductions = Outputs(self.reduction, None, None)
+    return run_in_microbatches(call, Runner(call, self._evaluate), reductions).outputs.loss
 
   def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
@@ -72,9 +71,10 @@ class LocalLoss:
       parameters.check_differentiable(f"argument {i}", args[i])
       differentiated = across_devices.varying(args[i], self.split.axis_name)
       args = (*args[:i], differentiated, *args[i + 1 :])
-    call = self._call(None, weights, args, kwargs)
+    call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return self._run_call(call, self.grad_reduction)
+      reductions = self._reductions(call, self.grad_reduction)
+      return run_in_microbatches(call, Runner(call, self._differentiate), reductions, root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
     parts = [Traced(self._run)]
@@ -89,24 +89,22 @@ class LocalLoss:
       if in_place:
         accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
         grads = accumulators.reductions
-      return loss._run_call(loss._call(accumulators, weights, args, kwargs), grads)
+      call = loss._call(weights, args, kwargs)
+      one = Runner(call, functools.partial(loss._differentiate, accumulators=accumulators))
+      return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, parts, (weights, args, kwargs))
 
-  def _call(self, accumulators: Accumulators | None, weights: Any, args: Any, kwargs: Any) -> Call:
-    run = functools.partial(self._differentiate, accumulators)
-    return Call(self.fun, run, self.split, args, kwargs, self._positions(args), weights)
+  def _call(self, weights: Any, args: Any, kwargs: Any) -> Microbatches:
+    return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
-  def _run_call(self, call: Call, grads: Any) -> Reduced:
-    """The loss and its gradients, which `grads` reduces."""
-    noise = None
+  def _reductions(self, call: Microbatches, grads: Any) -> Outputs:
+    """How the outputs of all microbatches become one, of which `grads` is for the gradients."""
     if self.noise_scale:
-      check_several(call.microbatches)
-      noise = NOISE_REDUCTIONS
-    return run_in_microbatches(
-      call, Outputs(self.reduction, self.aux_reduction, grads, noise), root=""
-    )
+      check_several(call.count)
+    noise = NOISE_REDUCTIONS if self.noise_scale else None
+    return Outputs(self.reduction, self.aux_reduction, grads, noise)
 
   def derivatives(self, grads: Any) -> Any:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -119,15 +117,17 @@ class LocalLoss:
     wanted = names_or_positions("argnums", self.argnums, int)
     return find_slots("argnums", wanted, self.fun, args, {})
 
-  def _evaluate(self, _: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Outputs]:
+  def _evaluate(self, call: Microbatches, _: Any, /, *inputs: Any) -> tuple[Any, Outputs]:
     """One microbatch's new carry and loss."""
+    args, kwargs = call.arguments(inputs)
     loss, (carry, _) = self._run(self.gather_in_loop(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, accumulators: Accumulators | None, factor: Any, /, *args: Any, **kwargs: Any
+    self, call: Microbatches, factor: Any, /, *inputs: Any, accumulators: Accumulators | None = None
   ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
+    args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
     run = self.traced or self._run
     value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
@@ -146,7 +146,7 @@ class LocalLoss:
     with self._explained(args, kwargs):
       out = self.fun(*args, **kwargs)
     carries = self.split.carry_argnum is not None
-    check_loss(out, self.has_aux or carries, carries)
+    _check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
@@ -189,6 +189,38 @@ class LocalLoss:
   def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
+
+
+def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
+  """Checks what a loss function returned."""
+  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
+
+  def is_pair(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and len(x) == 2
+
+  def describe(x: Any) -> str:
+    several = isinstance(x, (tuple, list, dict))
+    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
+
+  if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
+    raise TypeError(
+      f"The function returned {describe(out)}; with"
+      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
+    )
+  value, wrong = out[0] if has_aux else out, None
+  if isinstance(value, (tuple, list, dict)):
+    wrong = (
+      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
+      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
+    )
+  elif value is None:
+    wrong = f"function returned None; it must return {wanted}."
+  elif shape := jnp.shape(value):
+    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
+  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
+    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
+  if wrong:
+    raise TypeError(f"The {wrong}")
 
 
 def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:

@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import cast, ParamSpec, TypeVar
+from typing import Any, cast, ParamSpec, TypeVar
 
 from jax.typing import DTypeLike
 
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
-from optax_accum._microbatches.loop import run_in_microbatches
+from optax_accum._microbatches.cut import Microbatches
+from optax_accum._microbatches.loop import Run, run_in_microbatches, Runner
 from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._microbatches.recompute import RecomputedCall
+from optax_accum._microbatches.recompute import Recomputed
 from optax_accum._microbatches.unsplit import if_asked
 
 Args = ParamSpec("Args")
@@ -43,8 +44,8 @@ def microbatch(
 
   It can be differentiated, which serves losses that are not. Going backward, each microbatch is
   computed again from its inputs, with the same keys, and so one microbatch's intermediate values
-  are all that is kept. Where nothing is differentiated nothing is computed again. A contrastive
-  loss needs the embeddings of all rows, and their encoder runs in microbatches::
+  are all that is kept. A contrastive loss needs the embeddings of all rows, and their encoder runs
+  in microbatches (the guides to contrastive losses and to a large vocabulary have all of it)::
 
     encode_in_parts = optax_accum.microbatch(
         encode, reduction="concat", batch_argnums=1, microbatch_size=64)
@@ -54,28 +55,11 @@ def microbatch(
       texts = encode_in_parts(params["texts"], batch["texts"])
       return contrastive(images, texts, params["temperature"])
 
-  Under ``make_train_step(mesh=...)`` a device has its own rows alone. There, gather the others'
-  embeddings, ``jax.lax.all_gather(texts, "data", tiled=True)``, or rows of two devices never meet.
-
-  A cross-entropy over a large vocabulary, whose logits for all tokens never exist at once. Its rows
-  are tokens, so the sequences are put end to end::
-
-    def pieces(head, hidden, labels):
-      logits = hidden @ head
-      return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
-
-    total = optax_accum.microbatch(
-        pieces, reduction="sum", batch_argnums=(1, 2), microbatch_size=512)
-    loss = total(head, hidden.reshape(-1, width), labels.reshape(-1)) / labels.size
-
   The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
   also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
   the devices once, as all gradients are. In a `shard_map` of your own, pass parameters as arguments
-  and `axis_name`, or cast them before, ``jax.lax.pcast(params, "data", to="varying")``: otherwise
-  JAX reduces them in every microbatch. Under plain `jax.jit` over sharded arrays XLA decides.
-
-  What `fun` changes in place is lost, such as statistics of a flax nnx module. What is computed
-  again has no `jax.experimental.io_callback`; that is JAX's error.
+  and `axis_name`: otherwise JAX reduces them in every microbatch. What `fun` changes in place is
+  lost. What is computed again has no `jax.experimental.io_callback`; that is JAX's error.
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
@@ -129,11 +113,16 @@ def microbatch(
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
   collected = reduction_words.collects(reductions)
 
+  def run_fn(call: Microbatches, _: Any, *inputs: Any) -> tuple[None, Any]:
+    args, kwargs = call.arguments(inputs)
+    return None, cast(Any, fun)(*args, **kwargs)
+
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-    run_fun = lambda _, *args, **kwargs: (None, fun(*args, **kwargs))  # noqa: E731
-    own = if_asked(split)
-    call = RecomputedCall(fun, run_fun, own, args, kwargs, collected=collected)
-    return cast(Out, run_in_microbatches(call, reductions).outputs)
+    call = Microbatches(fun, if_asked(split), args, kwargs)
+    run: Run = Runner(call, run_fn)
+    if not call.is_whole:
+      run = Recomputed(call, run, collected)
+    return cast(Out, run_in_microbatches(call, run, reductions).outputs)
 
   return microbatched

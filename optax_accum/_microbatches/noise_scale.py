@@ -133,7 +133,10 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     tells &= (terms.squared_norm != 0) | (terms.trace != 0)
     new = average.update(terms, state)[1]
     new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
-    return _ratio(new.ema), new
+    terms = new.ema
+    told = terms.squared_norm > 0
+    scale = jnp.maximum(terms.trace, 0) / jnp.where(told, terms.squared_norm, 1)
+    return jnp.where(told, scale, jnp.inf), new
 
   return GradientNoiseScale(init, update)
 
@@ -156,12 +159,6 @@ def _check_update(terms: Any, state: Any) -> None:
         f"terms.{name} has shape {jnp.shape(x)}, and update takes the scalars of one step: call it"
         " in the scan over steps, or scan it over the stacked terms."
       )
-
-
-def _ratio(terms: NoiseScaleTerms) -> jax.Array:
-  told = terms.squared_norm > 0
-  scale = jnp.maximum(terms.trace, 0) / jnp.where(told, terms.squared_norm, 1)
-  return jnp.where(told, scale, jnp.inf)
 
 
 class Noise(NamedTuple):

@@ -1,28 +1,22 @@
-"""How a batch is cut into microbatches, and the key, the carry and the weight of each."""
+"""How a function's arguments are split and its outputs weighed: the options, checked."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import jax
-from jax import lax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
-from optax_accum._arithmetic.skip import leave_out
-from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches import cut, keys_and_carry
-from optax_accum._microbatches.arguments import (
+from optax_accum._arithmetic import dtypes
+from optax_accum._microbatches import keys_and_carry
+from optax_accum._microbatches.roles import (
   check_disjoint,
   find_slots,
   names_or_positions,
   only_argument,
+  Roles,
   Slot,
 )
-from optax_accum._microbatches.roles import refuse_aux_rows, refuse_keys, refuse_rows, Roles
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
@@ -151,172 +145,3 @@ class Split:
     taken = {slot for slots in roles.values() for slot in slots}
     shared = {slot: x for slot, x in arguments.items() if slot not in taken}
     return Roles(axes, rng, carry, shared)
-
-
-# Cuts one microbatch out of the batch arguments.
-Take: TypeAlias = Callable[[], tuple[Any, ...]]
-
-
-class Microbatch(NamedTuple):
-  """What one microbatch gave."""
-
-  carry: tuple[Any, ...]  # the threaded argument; empty where there is none
-  outputs: Any
-  weight: Any  # None where it is known when tracing
-  skipped: Any  # 1 if it was left out, None where none can be
-
-
-class Call:
-  """One call of a function that is run in microbatches, and what each of them is given.
-
-  `fun` is the user's function, whose signature says what the arguments are called. `run_fun` is
-  what runs: it takes a factor for the gradients, None where they are weighed later, and the same
-  arguments, and returns ``(new_carry, outputs)``. `weights` are those of the microbatches, where
-  they are known from a call before.
-  """
-
-  def __init__(
-    self,
-    fun: Callable[..., Any],
-    run_fun: Callable[..., tuple[Any, Any]],
-    split: Split,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    differentiated: Sequence[int] = (),
-    weights: jax.Array | None = None,
-  ):
-    self._run_fun, self._num_args, self.split, self.weights = run_fun, len(args), split, weights
-    self._functions: dict[float | None, Any] = {}
-    self._arguments: dict[Slot, Any] = dict(enumerate(args))
-    self._arguments.update(kwargs)
-    self._roles = roles = split.roles(fun, args, kwargs, differentiated)
-    self.batch = tuple(self._arguments[slot] for slot in roles.batch)
-    self.rows = cut.batch_rows(roles.batch, self._arguments)
-    self.size = cut.microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
-    self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
-    if split.batch_argnums is None:
-      refuse_rows(roles, split.batch_positions, self._rows_of_the_batch())
-    if split.rng_argnums is None:
-      refuse_keys(roles)
-
-  def _rows_of_the_batch(self) -> set[int]:
-    """How many rows a leaf has that was to be split too, as the batch is or on each device."""
-    if self.split.rows is not None:
-      return {self.split.rows}
-    axis_name = self.split.axis_name
-    return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
-
-  def refuse_aux_rows(self, name: str, leaf: Any) -> None:
-    """Refuses an aux with the rows of a microbatch, which nobody said how to reduce."""
-    refuse_aux_rows(self._roles, name, leaf, self.size)
-
-  @property
-  def microbatches(self) -> int:
-    """How many there are, on all devices together."""
-    axis_name = self.split.axis_name
-    return -(-self.rows // self.size) * (1 if axis_name is None else lax.axis_size(axis_name))
-
-  @property
-  def is_whole(self) -> bool:
-    """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
-    split = self.split
-    return self.rows == self.size and not split.weighs and split.axis_name is None
-
-  def run(
-    self, index: ArrayLike, carry: Any, take: Take, rows: int, factor: Weight | None = None
-  ) -> Microbatch:
-    """The function on one microbatch, which `take` cuts out of the batch, of `rows` rows."""
-    batch = take()
-    weight: Any = self.weight(index, batch, rows) if self.split.weighs else None
-    keys = [self._fold_keys(slot, index) for slot in self._roles.rng]
-    run_fun = self._call if self.is_whole else self._traced
-    new_carry, outputs = run_fun(factor, *batch, *keys, *carry)
-    new_carry = (new_carry,) if self._roles.carry else ()
-    new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
-    # What depends on no argument that varies is the same on all devices, also in its type.
-    new_carry, outputs = across_devices.varying((new_carry, outputs), self.split.axis_name)
-    keys_and_carry.check(carry, new_carry)
-    if not self.split.skip_nonfinite or self.weights is not None:
-      return Microbatch(new_carry, outputs, weight, None)
-    counted = leave_out(weight, (outputs.loss, outputs.grads))
-    return Microbatch(new_carry, outputs, *counted)
-
-  def _call(self, factor: Weight | None, *inputs: Any) -> tuple[Any, Any]:
-    """What runs, given the arguments that differ between microbatches."""
-    slots = (*self._roles.batch, *self._roles.rng, *self._roles.carry)
-    arguments = self._arguments | dict(zip(slots, inputs, strict=True))
-    named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
-    return self._run_fun(factor, *(arguments[i] for i in range(self._num_args)), **named)
-
-  def _traced(self, factor: Weight | None, *inputs: Any) -> tuple[Any, Any]:
-    """`_call`, which is traced once for each size of a microbatch, however often it is called."""
-    if isinstance(factor, jax.Array):
-      return self._jitted(None)(factor, *inputs)
-    return self._jitted(factor)(None, *inputs)
-
-  def _jitted(self, known: float | None) -> Callable[..., tuple[Any, Any]]:
-    def call(factor: jax.Array | None, *inputs: Any) -> tuple[Any, Any]:
-      return self._call(known if factor is None else factor, *inputs)
-
-    return self._functions.setdefault(known, jax.jit(call, inline=True))
-
-  def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
-    """How much a microbatch counts, before it has run."""
-    if self.weights is not None:
-      return self.weights[index]
-    if self.split.weight_fn is None:
-      return weighted_mean.as_weight(float(rows))
-    slots = list(zip(self._roles.batch, batch, strict=True))
-    positional = [x for slot, x in slots if isinstance(slot, int)]
-    named = {slot: x for slot, x in slots if isinstance(slot, str)}
-    value = self.split.weight_fn(*positional, **named)
-    weighted_mean.check_weight("weight_fn", value)
-    return weighted_mean.as_weight(value)
-
-  def _fold_keys(self, slot: Slot, index: ArrayLike) -> Any:
-    """The keys of one argument, folded with the microbatch's index (and the device's)."""
-
-    def fold(path: Any, key: Any) -> jax.Array:
-      shape, dtype = jnp.shape(key), jnp.result_type(key)
-      typed = jnp.issubdtype(dtype, jax.dtypes.prng_key)
-      if not typed and not (dtype == jnp.uint32 and shape):
-        raise TypeError(
-          f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
-          f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
-        )
-      if self.split.axis_name is not None:
-        key = keys_and_carry.fold_in(key, lax.axis_index(self.split.axis_name))
-      return keys_and_carry.fold_in(key, index)
-
-    return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
-
-  def cut(self, full: int) -> tuple[Callable[[ArrayLike], Any], Any]:
-    """The `full` microbatches of equal size, by index, and the rows left over.
-
-    Strided: microbatch i has the rows i, i + full, i + 2 full, ..., so that a device
-    that holds a contiguous part of the batch holds its part of every microbatch. The
-    rows are read where they lie, without a copy of the batch.
-    """
-    size = self.size
-    batch = jax.tree.map(jnp.asarray, self.batch)
-
-    def take_rows(axis: int, x: jax.Array, index: ArrayLike) -> jax.Array:
-      at = axis % x.ndim
-      cut.check_sharding(x, at, size)
-      x = lax.slice_in_dim(x, 0, full * size, axis=at)
-      x = x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
-      return lax.dynamic_index_in_dim(x, index, axis=at + 1, keepdims=False)
-
-    def take(index: ArrayLike) -> Any:
-      # Folded here, in the loop's body: the rows of a batch that does not divide would
-      # otherwise be copied once for all trips.
-      return self._map_batch(lambda axis, x: take_rows(axis, x, index), batch)
-
-    return take, self._map_batch(
-      lambda axis, x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch
-    )
-
-  def _map_batch(self, fun: Callable[[int, Any], Any], batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`fun` of each leaf of the batch arguments, and of the axis of its rows."""
-    both = zip(self._roles.batch.values(), batch, strict=True)
-    return tuple(jax.tree.map(functools.partial(fun, axis), tree) for axis, tree in both)

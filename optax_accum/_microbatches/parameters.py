@@ -55,7 +55,7 @@ def check_differentiable(what: str, tree: Any) -> None:
   if instead := _instead(tree):
     raise TypeError(f"{what} is {instead}")
   for name, leaf in _validate.named_leaves(what, tree):
-    kind = _kind(leaf)
+    kind = leaf.dtype if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else type(leaf)
     if _is_inexact(kind):
       continue
     word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
@@ -64,11 +64,6 @@ def check_differentiable(what: str, tree: Any) -> None:
       " out of the differentiated argument, e.g. close over them or pass them as another argument"
       " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
     )
-
-
-def _kind(leaf: Any) -> Any:
-  """The dtype of an array, or the type of what is none."""
-  return leaf.dtype if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else type(leaf)
 
 
 def _is_inexact(kind: Any) -> bool:

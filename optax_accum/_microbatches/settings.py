@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._microbatches.arguments import name_of, Slot
+from optax_accum._microbatches.roles import name_of, Slot
 
 # What JAX raises where Python asks for the value of something traced.
 VALUE_WANTED = (

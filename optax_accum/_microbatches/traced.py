@@ -18,6 +18,21 @@ if TYPE_CHECKING:
 _ARRAY = object()  # in the place of one
 
 
+class Program:
+  """A function that is traced once. What it closes over is `held`, and may be given anew."""
+
+  def __init__(self, fun: Callable[..., Any], *args: Any):
+    closed, like = jax.make_jaxpr(fun, return_shape=True)(*args)
+    self.jaxpr, self.held = closed.jaxpr, closed.consts
+    self._out_tree: Any = jax.tree.structure(like)
+
+  def __call__(self, held: list[Any], *args: Any) -> Any:
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
+
+    leaves = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, held))(*jax.tree.leaves(args))
+    return self._out_tree.unflatten(leaves)
+
+
 class Traced:
   """A function that is traced once for each type of its arguments, with what it closes over.
 
@@ -26,12 +41,10 @@ class Traced:
 
   def __init__(self, fun: Callable[..., Any]):
     self._fun = fun
-    self._programs: dict[Any, tuple[ClosedJaxpr, Any]] = {}
+    self._programs: dict[Any, Program] = {}
     self._instead: dict[int, Any] = {}
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
-
     treedef: Any
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = _arrays(leaves)
@@ -42,21 +55,19 @@ class Traced:
         args, kwargs = treedef.unflatten(_put(leaves, arrays))
         return self._fun(*args, **kwargs)
 
-      closed, like = jax.make_jaxpr(fun, return_shape=True)(*arrays)
-      self._programs[types] = closed, jax.tree.structure(like)
-    closed, out_tree = self._programs[types]
-    consts = [self._instead.get(id(x), x) for x in closed.consts]
-    return out_tree.unflatten(jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays))
+      self._programs[types] = Program(fun, *arrays)
+    program = self._programs[types]
+    return program([self._instead.get(id(x), x) for x in program.held], *arrays)
 
   @property
   def has_effects(self) -> bool:
     """Whether it prints, calls back, checks, or has references from outside."""
-    effects = {e for closed, _ in self._programs.values() for e in closed.effects}
+    effects = {e for program in self._programs.values() for e in program.jaxpr.effects}
     return any(type(e).__name__ != "NamedAxisEffect" for e in effects)  # which is a mesh axis
 
   def tracers(self) -> dict[int, jax.core.Tracer]:
     """The tracers that it closes over, by their ids."""
-    consts = (x for closed, _ in self._programs.values() for x in closed.consts)
+    consts = (x for program in self._programs.values() for x in program.held)
     return {id(x): x for x in consts if isinstance(x, jax.core.Tracer)}
 
   def closing_over(self, instead: dict[int, Any]) -> "Traced":
