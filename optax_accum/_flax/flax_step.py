@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _call_hints, _validate
+from optax_accum import _validate
 from optax_accum._streaming.state import AccumulateState
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Step, step_loss
@@ -37,7 +37,7 @@ class FlaxStep(Step):
         raise TypeError(f"{self.name} takes no {option}: {decided[option]}.")
       if option not in known:
         raise TypeError(f"{self.name} has no option {option!r}: see those of make_train_step.")
-    _call_hints.check_takes(self.name, loss_fn, self.takes)
+    _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self._has_aux = self.name, loss_fn, has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options = dict(options)

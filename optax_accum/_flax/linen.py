@@ -7,7 +7,7 @@ from flax.training import train_state
 import jax
 import optax
 
-from optax_accum import _call_hints, _validate
+from optax_accum import _validate
 from optax_accum._flax import state_fields
 from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics, Params
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
@@ -19,7 +19,7 @@ State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
 
-@_call_hints.hinted(
+@_validate.hinted(
   "The loss alone goes by position, and options by name. The optimizer is the state's:"
   " TrainState.create(apply_fn=..., params=params, tx=tx)."
 )
@@ -129,7 +129,7 @@ class LinenTrainStep(FlaxStep):
     self.loss = self._loss_of_variables()
     self._programs: dict[Any, StateProgram] = {}
 
-  @_call_hints.hinted(
+  @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
     " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
     " rows into a field of the state that is a dict."

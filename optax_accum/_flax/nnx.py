@@ -8,7 +8,7 @@ from flax import nnx
 import jax
 import optax
 
-from optax_accum import _call_hints
+from optax_accum import _validate
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
@@ -30,7 +30,7 @@ _OTHER_MODEL = (
 )
 
 
-@_call_hints.hinted(
+@_validate.hinted(
   "The loss alone goes by position, and options by name. Model and optimizer go into the call:"
   " step(model, optimizer, batch)."
 )
@@ -120,7 +120,7 @@ class NnxTrainStep(FlaxStep):
     self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
     self.loss = self._step_loss(loss_fn, 3, rng_argnums=())
 
-  @_call_hints.hinted(
+  @_validate.hinted(
     "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
     " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
     " rows into Variables of the model."

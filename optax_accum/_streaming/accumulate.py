@@ -7,7 +7,7 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 import optax
 
-from optax_accum import _call_hints, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
@@ -75,7 +75,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")
 
 
-@_call_hints.hinted(names=_PEERS)
+@_validate.hinted(names=_PEERS)
 def accumulate(
   inner: optax.GradientTransformation,
   every_k: int | Schedule,
