@@ -112,6 +112,10 @@ def make_train_step(
   `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
   flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
 
+  A loss of several terms, means over different things, has no one weight: divide each term by its
+  total over the batch, as the guide to padded text does. A product of means, such as a router's
+  balance, needs all rows at once: that guide computes the means by `microbatch`.
+
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> def loss_fn(params, batch):
@@ -139,8 +143,8 @@ def make_train_step(
     batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
     reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
     grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
-      they reduce to still goes through `tx`, which must overwrite and not step: see "fp8" in Sharp
-      edges. `linen_train_step` does both.
+      they reduce to still goes through `tx`, which must overwrite and not step (see the guide to
+      half precision). `linen_train_step` does both.
     weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
       Default: the mean of what has no value for each row.
@@ -210,10 +214,6 @@ def make_train_step(
     ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N. A call of which
     nothing counted ends no cycle. ``value_fn`` can be differentiated, at the memory of one
     microbatch; its derivative is zero by parameters whose `grad_reduction` is not `reduction`.
-
-  Terms that are means over different things have no one weight: the guide "Padded text" divides
-  each by its total over the batch. A product of means, such as a router's balance, wants all rows:
-  run what is before it by `microbatch`, and this with ``num_microbatches=1``.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   _validate.transformation(tx, "tx")
