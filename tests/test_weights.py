@@ -393,20 +393,18 @@ def test_a_weight_that_is_lost_on_the_way(loses):
   step(params, tx.init(params), x)
 
 
-def test_what_ends_a_cycle_comes_with_the_call():
-  """A jitted update that a train step traced first, and that hands on the weight alone."""
-  tx, params, traces = accumulate(optax.sgd(1.0), 2), jnp.float32(0), []
+@pytest.mark.parametrize("hands_on", ["all", "weight", "weight, traced before"])
+def test_what_ends_a_cycle_comes_with_the_call(hands_on):
+  """A jitted update, around which a transformation hands on all that a step says, or less."""
+  tx, params = accumulate(optax.sgd(1.0), 2), jnp.float32(0)
+  update = jax.jit(tx.update)
 
-  @jax.jit
-  def update(g, s, p, weight):
-    traces.append(weight)
-    return tx.update(g, s, p, weight=weight)
+  handed_on = {"weight", "_may_end"} if hands_on == "all" else {"weight"}
 
-  outer = optax.chain(
-    optax.GradientTransformationExtraArgs(
-      tx.init, lambda g, s, p=None, *, weight, **_: update(g, s, p, weight)
-    )
-  )
+  def outer_update(g, s, p=None, **extra_args):
+    return update(g, s, p, **{name: x for name, x in extra_args.items() if name in handed_on})
+
+  outer = optax.chain(optax.GradientTransformationExtraArgs(tx.init, outer_update))
   valid = {"x": jnp.arange(4.0), "valid": jnp.ones(4)}
   step = make_train_step(
     lambda p, batch: jnp.sum(batch["valid"] * (p - batch["x"])) / jnp.sum(batch["valid"]),
@@ -415,13 +413,21 @@ def test_what_ends_a_cycle_comes_with_the_call():
     weight_fn=lambda batch: jnp.sum(batch["valid"]),
     donate=False,
   )
+  if hands_on == "weight":
+    with pytest.raises(
+      ValueError, match=r"not all else .*take \*\*extra_args, and hand them all on"
+    ):
+      step(params, outer.init(params), valid)
+    return
+  if hands_on != "all":  # what is in JAX's cache is not asked again: the cycle ends
+    update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
   moved, state, _ = step(params, outer.init(params), valid)
   moved, state, _ = step(moved, state, {**valid, "valid": jnp.zeros(4)})
-  assert (float(moved), has_updated(state)) == (-1, True)  # as `weight=0` does: no step is lost
-  traced = len(traces)
-  _, state = update(jnp.float32(1), tx.init(params), params, jnp.float32(2))
-  updates, state = update(jnp.float32(jnp.nan), state, params, jnp.float32(0))
-  assert (float(updates), has_updated(state), len(traces)) == (-1, True, traced)
+  ended = hands_on != "all"
+  assert (float(moved), has_updated(state)) == (-1 if ended else 0, ended)  # and no step is lost
+  _, state = update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
+  updates, state = update(jnp.float32(jnp.nan), state, params, weight=jnp.float32(0))
+  assert (float(updates), has_updated(state)) == (-1, True)  # as ever outside of a step
 
 
 @pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])

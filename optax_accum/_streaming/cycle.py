@@ -1,6 +1,6 @@
 """One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 import contextlib
 import contextvars
 import dataclasses
@@ -26,19 +26,19 @@ from optax_accum._streaming.state import AccumulateState, stored, without_device
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
-# For an error alone: where a transformation in between drops a weight, with all extra arguments,
-# nothing that reaches `accumulate` says so, and each call would count the same.
-_weight_is_sent = contextvars.ContextVar("weight_is_sent", default=False)
+# For an error alone: where a transformation in between drops extra arguments, nothing that reaches
+# `accumulate` says so. Each call would count the same, and one that counts nothing end a cycle.
+_sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
 
 
 @contextlib.contextmanager
-def weight_is_sent(sent: bool) -> Iterator[None]:
-  """Says whether a weight is given to the transformation that runs in this context."""
-  token = _weight_is_sent.set(sent)
+def sending(names: Collection[str]) -> Iterator[None]:
+  """Says which extra arguments are given to the transformation that runs in this context."""
+  token = _sent.set(names)
   try:
     yield
   finally:
-    _weight_is_sent.reset(token)
+    _sent.reset(token)
 
 
 class MiniStep(NamedTuple):
@@ -105,9 +105,10 @@ class Cycle:
     params: optax.Params | None,
     weight: ArrayLike,
     flush: Flag,
-    may_end: Flag,
+    may_end: Flag | None,
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
+    _check_arrived(weight=not isinstance(weight, float), _may_end=may_end is not None)
     checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
@@ -149,7 +150,8 @@ class Cycle:
       mini_step = state.mini_step + counted.astype(jnp.int32)
       k: Any = self.every_k
       k = checks.checked_k(k(state.gradient_step)) if callable(k) else k
-      ends = ((counted & (mini_step >= k)) | (flush & (mini_step > 0))) & may_end
+      ends = (counted & (mini_step >= k)) | (flush & (mini_step > 0))
+      ends = ends if may_end is None else ends & may_end
       kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), weight_sum)
       mini_step = jnp.where(ends, 0, mini_step)
       changes = {"mini_step": mini_step, "acc_weight": kept.total, "weight_rest": kept.rest}
@@ -205,15 +207,26 @@ class Cycle:
     return jax.tree.map(weighed, updates), over_devices
 
 
-def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:
-  """A weight that arrived, as a float where it is known and not 0."""
-  if _weight_is_sent.get() and isinstance(weight, float):
+def _check_arrived(**arrived: bool) -> None:
+  """Checks that no transformation around this one dropped what was sent to it."""
+  lost = [name for name, there in arrived.items() if name in _sent.get() and not there]
+  if "weight" in lost:
     raise ValueError(
       "accumulate did not get the weight that was passed to the optimizer. If a transformation"
       " around accumulate drops it, with all extra arguments, put accumulate around that one, as"
       " in accumulate(transformation(optimizer), every_k). If one passes a Python number instead,"
       " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )
+  if lost:
+    raise ValueError(
+      "accumulate got the weight of a step's batch, and not all else that was passed to the"
+      " optimizer, such as whether the batch counts at all: let the update of the transformation"
+      " around it take **extra_args, and hand them all on."
+    )
+
+
+def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:
+  """A weight that arrived, as a float where it is known and not 0."""
   weighted_mean.check_weight("The caller of update", weight)
   # A weight that is known and not zero settles that the cycle's total is not zero either.
   if isinstance(weight, (int, float)) and weight != 0:

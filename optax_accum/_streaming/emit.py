@@ -13,7 +13,7 @@ from optax_accum._arithmetic import conditional
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._streaming import checks
-from optax_accum._streaming.cycle import Cycle, MiniStep, weight_is_sent
+from optax_accum._streaming.cycle import Cycle, MiniStep, sending
 from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
 from optax_accum._streaming.state import (
   AccumulateState,
@@ -47,7 +47,7 @@ class Accumulation:
     *,
     weight: ArrayLike = 1.0,
     flush: Flag = False,
-    _may_end: Flag = True,  # what `make_train_step` says of a batch: does anything of it count?
+    _may_end: Flag | None = None,  # of a step: does anything of its batch count?
     **extra_args: Any,
   ) -> tuple[optax.Updates, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
@@ -87,7 +87,7 @@ class Accumulation:
     if params is None:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
     updates = checks.checked("apply", updates, state, params, extra_args)
-    step = self.cycle.add(updates, state, params, weight, flush, may_end=True)
+    step = self.cycle.add(updates, state, params, weight, flush, None)
 
     def emitted(total: Any, carry: tuple[Params, Any]) -> tuple[Any, tuple[Params, Any]]:
       old, inner_state = carry
@@ -143,7 +143,7 @@ class Accumulation:
         extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
       like = updates if params is None else params
       restored = ("inner_opt_state", self.inner.init, like, inner_state)
-      with explained(*restored), weight_is_sent(sends):
+      with explained(*restored), sending(["weight"] * sends):
         new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
       check_kept(*restored, new, new_state)
     return new, total, same_types("inner_opt_state", new_state, inner_state)

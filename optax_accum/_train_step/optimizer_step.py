@@ -11,7 +11,7 @@ import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._streaming.cycle import weight_is_sent
+from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
 
@@ -30,9 +30,9 @@ def optimizer_step(
   def update(held: Held) -> Held:
     params, opt_state = held
     accepted = _accepted(tx.update, extra_args)
-    sent = not isinstance(extra_args["weight"], float)
+    sent = () if isinstance(extra_args["weight"], float) else extra_args.keys()
     restored = ("opt_state", tx.init, params, opt_state)
-    with explained(*restored), weight_is_sent(sent), _explicit_axes_named(held):
+    with explained(*restored), sending(sent), _explicit_axes_named(held):
       updates, new_state = tx.update(grads, opt_state, params, **accepted)
       new = optax.apply_updates(params, updates)
     check_kept(*restored, new, new_state)
@@ -48,7 +48,7 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   extra_args = {**extra_args, "_may_end": counted}
   new = update(held)
-  counted = counted | has_updated(new[1])  # where a transformation in between lost that argument
+  counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
 
 
