@@ -1,4 +1,4 @@
-"""What a step knows from its last call is not looked at again, and nothing else passes for it."""
+"""What the last call of a step returned is known in the next, and nothing else passes for it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,7 @@ from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
 from optax_accum import make_train_step
-from optax_accum._mesh import data_parallel
-from optax_accum._train_step.flattened import Flattened
-from optax_accum._train_step.last_call import LastCall, Passed
+from optax_accum._train_step.donation import Known
 
 TX = relaxed(optax.adam(0.1))
 X = np.linspace(1, 2, 32, dtype=np.float32).reshape(16, 2)
@@ -29,39 +27,6 @@ def loss_fn(params, batch, offset):
 
 def offset():
   return {"a": jnp.float32(3.0)}
-
-
-@pytest.fixture
-def looked_at(monkeypatch):
-  """The arguments that are put on a mesh, and the arrays whose sharding is asked for."""
-  seen = {"place": [], "sharding": []}
-  logs = seen | {"place_state": seen["place"]}
-  for method, log in logs.items():
-    real = getattr(data_parallel.DataParallel, method)
-
-    def wrapper(self, x, *args, real=real, log=log):
-      log.append(x)
-      return real(self, x, *args)
-
-    monkeypatch.setattr(data_parallel.DataParallel, method, wrapper)
-  return seen
-
-
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_what_was_returned_is_not_looked_at_again(kind, looked_at):
-  mesh = make_mesh(8, kind=kind)
-  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
-  params, other = init_params(), devices.put(offset(), mesh)
-  state, batch = TX.init(params), {"x": devices.put(X, mesh, P("data"))}
-  params, state, _ = step(params, state, batch, other)
-  assert looked_at["place"] == ["params", "opt_state", "batch argument 1", "argument 2"]
-  assert len(looked_at["sharding"]) >= len(jax.tree.leaves((params, state)))
-  for new in (batch, {"x": devices.put(2 * X, mesh, P("data"))}):
-    for log in looked_at.values():
-      log.clear()
-    params, state, _ = step(params, state, new, other)
-    assert looked_at["place"] == ([] if new is batch else ["batch argument 1"])
-    assert all(x is new["x"] for x in looked_at["sharding"])
 
 
 def stepped(mesh, change):
@@ -170,23 +135,11 @@ def test_an_array_that_is_gone_is_not_taken_for_another():
     return jnp.full(4, float(i))
 
   held = [make(i) for i in range(20)]
-  ids = set(map(id, held))
-  last = LastCall([Flattened.of(held)], Passed({1: held[:1]}, frozenset(), None))
-  assert last.returned(list(held))
-  assert last.new({1: held[:1]}) == {}
+  ids, known = set(map(id, held)), Known([*held, 1.0])
+  assert known.new([*held, 1.0]) == [1.0]  # a number has no buffer that could be shared
+  assert known.new([*held[:3], make(3), *held[4:], 1.0])[0] is not held[3]
+  assert known.new(held[:5]) == held[:5]  # other arguments than before
   held.clear()
   again = [make(i) for i in range(20)]
   assert ids.intersection(map(id, again))  # an id alone would have been taken for the array
-  assert not last.returned(again)
-  assert last.not_returned(again, again) == again
-  assert list(last.new({1: again[:1]})) == [1]
-
-
-def test_leaves_have_the_names_that_they_have_in_the_tree():
-  tree = {"a": [1, None, (2,)], "b": TX.init(jnp.ones(2))}
-  flat = jax.tree_util.tree_leaves_with_path((Flattened.of(tree),))
-  names = [jax.tree_util.keystr(path) for path, _ in flat]
-  assert names == [
-    jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path((tree,))
-  ]
-  assert [x for _, x in flat] == jax.tree.leaves(tree)
+  assert known.new([*again, 1.0]) == [*again, 1.0]

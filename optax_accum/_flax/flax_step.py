@@ -11,7 +11,7 @@ import optax
 from optax_accum import _validate
 from optax_accum._streaming.state import AccumulateState
 from optax_accum._train_step.program import StepProgram
-from optax_accum._train_step.step import Loss, Step, step_loss
+from optax_accum._train_step.step import Loss, Placed, Step, step_loss
 from optax_accum._train_step.train_step import make_train_step
 
 Params: TypeAlias = Any
@@ -63,7 +63,7 @@ class CountingProgram(StepProgram):
 
   name = "nnx_train_step"
 
-  def function(self, loss: Loss) -> Callable[..., Any]:
+  def function(self, loss: Placed) -> Callable[..., Any]:
     """What is compiled."""
     run = super().function(loss)
 

@@ -13,6 +13,7 @@ from optax_accum._flax import variables
 from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
+from optax_accum._mesh.placement import place, place_state
 from optax_accum._train_step.program import PreparedCall
 
 Result = TypeVar("Result")
@@ -183,8 +184,8 @@ class NnxTrainStep(FlaxStep):
     variables.check_wrt(self._wrt, params, model, optimizer)
     if (parallel := self.loss.parallel) is not None:
       held, state = Values(nnx.state(model)), Values(nnx.state(optimizer))
-      held.write(parallel.place("model", held.read()))
-      state.write(parallel.place_state("optimizer", Values(params).read(), state.read()))
+      held.write(place(parallel.mesh, "model", held.read()))
+      state.write(place_state(parallel.mesh, "optimizer", Values(params).read(), state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
     threaded = [carry] if changed else []

@@ -3,7 +3,7 @@
 from collections.abc import Sequence, Set
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,15 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._mesh.placement import Placement
-from optax_accum._mesh.state_shards import Dims
+from optax_accum._arithmetic.trees import Batch, Grads, Leaf, Tree
+from optax_accum._mesh.placement import place, sharding_of
+from optax_accum._mesh.shards import Dims
 from optax_accum._microbatches.options import Split
 
+Sharding: TypeAlias = NamedSharding | None  # None where it is not known
 
-class Move(NamedTuple):
+
+class GradientSharding(NamedTuple):
   """Where a gradient goes that is not sharded as its parameter."""
 
   spec: PartitionSpec  # over the data axes: what each device keeps when gradients are summed
@@ -26,9 +29,10 @@ class Move(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class DataParallel(Placement):
+class DataParallel:
   """A mesh, the axes of it that rows are spread over, and when gradients are reduced."""
 
+  mesh: Mesh
   axes: Any  # one name or several; a tuple of them once checked
   reduce_in_loop: bool
 
@@ -98,7 +102,7 @@ class DataParallel(Placement):
         " would have to be replicated, and every device to compute all of them.)"
       )
 
-  def shard_spec(self, sharding: Any) -> PartitionSpec:
+  def shard_spec(self, sharding: Sharding) -> PartitionSpec:
     """How a parameter of this sharding is spread over the data axes alone.
 
     A dimension that is sharded over other axes too is not among what is sharded: every device
@@ -113,12 +117,12 @@ class DataParallel(Placement):
       ours.pop()
     return PartitionSpec(*ours)
 
-  def dims(self, sharding: Any, ndim: int) -> Dims:
+  def dims(self, sharding: Sharding, ndim: int) -> Dims:
     """The axes that each dimension of an array of this sharding is spread over."""
     named = [names_of(names) for names in getattr(sharding, "spec", ())]
     return (*named, *[()] * (ndim - len(named)))
 
-  def move(self, own: Dims, state: Dims) -> Move | None:
+  def gradient_sharding(self, own: Dims, state: Dims) -> GradientSharding | None:
     """Where the gradient goes of a parameter that is spread so, and its state so."""
     spec, own_spec = (self._spec_over_data(dims) for dims in (state, own))
     explicit = set(self._of_kind(AxisType.Explicit))
@@ -131,14 +135,14 @@ class DataParallel(Placement):
       return None
     taken = {*self.axes, *(name for names in state for name in names)}
     kept = _only(own, set(self.mesh.axis_names) - taken)
-    return Move(spec, tuple(b or a for a, b in zip(kept, state, strict=True)))
+    return GradientSharding(spec, tuple(b or a for a, b in zip(kept, state, strict=True)))
 
-  def automatic_spec(self, sharding: Any) -> PartitionSpec:
+  def automatic_spec(self, sharding: Sharding) -> PartitionSpec:
     """How an array of this sharding is spread over automatic axes that are no data axes."""
     auto = set(self._of_kind(AxisType.Auto)) - set(self.axes)
     return PartitionSpec(*_only(self.dims(sharding, 0), auto))
 
-  def batch_spec(self, x: Any, batch_axis: int) -> PartitionSpec:
+  def batch_spec(self, x: Leaf, batch_axis: int) -> PartitionSpec:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
     return self._spec_at(batch_axis % jnp.ndim(x))
 
@@ -149,29 +153,29 @@ class DataParallel(Placement):
   def _spec_at(self, dimension: int) -> PartitionSpec:
     return PartitionSpec(*[None] * dimension, self.axes)
 
-  def like(self, grads: Any, shardings: Any, moves: Any) -> Any:
+  def like(self, grads: Grads, shardings: Tree, wanted: Tree) -> Grads:
     """Gradients that are sharded as `spread` has their parameters, which explicit axes insist on.
 
     `shardings` are those of the parameters, and None where they are not known.
     """
 
-    def reshard(g: Any, sharding: Any, move: Move | None) -> Any:
-      if move is not None:
-        return self._move(g, move.dims)
-      return g if sharding is None else self._move(g, self.dims(sharding, g.ndim))
+    def reshard(g: Leaf, sharding: Sharding, wanted: GradientSharding | None) -> Leaf:
+      if wanted is not None:
+        return self._reshard(g, wanted.dims)
+      return g if sharding is None else self._reshard(g, self.dims(sharding, g.ndim))
 
-    return jax.tree.map(reshard, grads, shardings, moves)
+    return jax.tree.map(reshard, grads, shardings, wanted)
 
-  def spread(self, x: Any, move: Move | None) -> Any:
+  def spread(self, x: Leaf, wanted: GradientSharding | None) -> Leaf:
     """An array of which each device takes its part over the data axes; with None, all as it is."""
-    if move is None:
+    if wanted is None:
       return x
-    ours = [names_of(names) or None for names in move.spec]
-    return self._constrain(self._move(x, move.dims), [*ours, *[None] * (x.ndim - len(ours))])
+    ours = [names_of(names) or None for names in wanted.spec]
+    return self._constrain(self._reshard(x, wanted.dims), [*ours, *[None] * (x.ndim - len(ours))])
 
-  def gather(self, new: Any, x: Any, sharding: Any, move: Move | None) -> Any:
+  def gather(self, new: Leaf, x: Leaf, sharding: Sharding, wanted: GradientSharding | None) -> Leaf:
     """What became of the parts that `spread` made of `x`, sharded as `x` was."""
-    if move is None:
+    if wanted is None:
       return new
     new = across_devices.sharded_like(new, x)
     new = self._constrain(new, self.dims(sharding, x.ndim))
@@ -179,7 +183,7 @@ class DataParallel(Placement):
     # as the program starts, and keeps both.
     return jax.lax.optimization_barrier((new, x))[0]
 
-  def _constrain(self, x: Any, dims: Sequence[tuple[str, ...] | None]) -> Any:
+  def _constrain(self, x: Leaf, dims: Sequence[tuple[str, ...] | None]) -> Leaf:
     """Has XLA shard an array so, if data axes are automatic. A None among `dims` is left to it."""
     auto = self._of_kind(AxisType.Auto)
     if set(self.axes).isdisjoint(auto):
@@ -188,14 +192,14 @@ class DataParallel(Placement):
     spec = [free if d is None else tuple(name for name in d if name in auto) for d in dims]
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
 
-  def reshard(self, x: Any, spec: PartitionSpec) -> Any:
+  def reshard_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
     """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
     now = self.dims(jax.typeof(x).sharding, x.ndim)
     kept = _only(now, set(self.mesh.axis_names) - set(self.axes))
     ours = [*map(names_of, spec), *[()] * (len(kept) - len(spec))]
-    return self._move(x, [a + b for a, b in zip(kept, ours, strict=True)])
+    return self._reshard(x, [a + b for a, b in zip(kept, ours, strict=True)])
 
-  def _move(self, x: Any, dims: Sequence[tuple[str, ...]]) -> Any:
+  def _reshard(self, x: Leaf, dims: Sequence[tuple[str, ...]]) -> Leaf:
     """Moves an array to a sharding over the explicit axes; over the others XLA does."""
     explicit = self._of_kind(AxisType.Explicit)
     if not explicit:
@@ -203,11 +207,11 @@ class DataParallel(Placement):
     spec = PartitionSpec(*_only(dims, set(explicit)))
     return jax.reshard(x, NamedSharding(self.mesh, spec))
 
-  def place_batch(self, name: str, tree: Any, batch_axis: int) -> Any:
+  def place_batch(self, name: str, tree: Batch, batch_axis: int) -> Batch:
     """A batch on this mesh, sharded by its rows."""
-    tree = self.place(name, tree, lambda x: self.batch_spec(x, batch_axis))
+    tree = place(self.mesh, name, tree, lambda x: self.batch_spec(x, batch_axis))
     for leaf, x in _validate.named_leaves(name, tree):
-      sharding, rows = self.sharding(x), batch_axis % x.ndim
+      sharding, rows = sharding_of(x), batch_axis % x.ndim
       names = names_of(sharding.spec[rows]) if sharding and rows < len(sharding.spec) else ()
       if not set(names) <= set(self.axes):
         raise ValueError(

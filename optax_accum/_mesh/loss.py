@@ -1,20 +1,24 @@
 """A loss run in microbatches over a mesh: each device runs its own rows; then they are reduced."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from optax_accum._arithmetic.trees import Args, Grads, Kwargs, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.shards import Sharded
-from optax_accum._mesh.state_shards import spread_as_parameters
+from optax_accum._mesh.placement import place, place_state, sharding_of
+from optax_accum._mesh.shards import Sharded, spread_as_parameters
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
 from optax_accum._microbatches.roles import Slot
+
+Held: TypeAlias = tuple[Params, OptState]
+Update: TypeAlias = Callable[[Held], Held]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -37,14 +41,8 @@ class MeshLoss:
         ' reduce_gradients="per_microbatch" only shards of it: pass in_place=False, or "per_cycle".'
       )
 
-  def place(
-    self, args: Any, kwargs: Any, last: "_PlacedLoss | None" = None, there: Set[Slot] = frozenset()
-  ) -> tuple["_PlacedLoss", Any, Any]:
-    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied.
-
-    `last` is the loss of a step that returned these parameters and this state. The arguments in
-    `there` were passed to that step, and are where they should be. None is looked at again.
-    """
+  def place(self, args: Args, kwargs: Kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
+    """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
     parallel = self.parallel
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
       raise ValueError(
@@ -54,40 +52,34 @@ class MeshLoss:
       )
     params, opt_state, *others = args
     axes, carried, arguments = self._batch(params, others, kwargs)
-    batch = tuple(axes.items())
-    if last is None or batch != last.batch:
-      there = frozenset()
-    if not there >= axes.keys():
-      parallel.check_rows(cut.batch_rows(axes, arguments))
+    parallel.check_rows(cut.batch_rows(axes, arguments))
 
-    def put(slot: Slot, x: Any) -> Any:
-      if slot in there:
-        return x
+    def put(slot: Slot, x: Tree) -> Tree:
       if slot in axes:
         return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
-      return parallel.place(f"argument {slot!r}", x)
+      return place(parallel.mesh, f"argument {slot!r}", x)
 
-    held = params, opt_state
-    if last is None:
-      params = parallel.place("params", params)
-      held = params, parallel.place_state("opt_state", params, opt_state)
+    params = place(parallel.mesh, "params", params)
+    held = params, place_state(parallel.mesh, "opt_state", params, opt_state)
     others = [put(i, x) for i, x in enumerate(others, 1)]
-    named = {name: put(name, x) for name, x in kwargs.items()}
-    placed = {**dict(enumerate(others, 1)), **named}
-    carry, structure = jax.tree.flatten([placed[slot] for slot in carried])
-    threaded = structure, tuple(map(parallel.sharding, carry))
-    if last is not None:
-      same = (batch, threaded) == (last.batch, last.threaded)
-      loss = last if same else last._replace(batch=batch, threaded=threaded)
-      return loss, (*held, *others), named
-    leaves, treedef = jax.tree.flatten(held)
-    shardings = tuple(map(parallel.sharding, leaves))
-    loss = _PlacedLoss(self.local, parallel, batch, treedef, shardings, threaded)
+    named: Kwargs = {name: put(name, x) for name, x in kwargs.items()}
+    placed: dict[Slot, Tree] = dict(enumerate(others, 1))
+    placed.update(named)
+
+    def sharded(tree: Tree) -> tuple[Any, tuple[Any, ...]]:
+      leaves, treedef = jax.tree.flatten(tree)
+      return treedef, tuple(map(sharding_of, leaves))
+
+    carry = [placed[slot] for slot in carried]
+    loss = PlacedLoss(self.local, parallel, tuple(axes.items()), *sharded(held), sharded(carry))
     return loss, (*held, *others), named
 
-  def _batch(self, params: Any, others: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+  def _batch(
+    self, params: Params, others: Sequence[Tree], kwargs: Kwargs
+  ) -> tuple[dict[Slot, int], tuple[Slot, ...], dict[Slot, Tree]]:
     """The axis of rows of each batch argument; what is carried; all, by where the loss has them."""
-    arguments: dict[Slot, Any] = {**dict(enumerate((params, *others))), **kwargs}
+    arguments: dict[Slot, Tree] = dict(enumerate((params, *others)))
+    arguments.update(kwargs)
     slots = tuple(arguments)
     if slots not in self._roles:
       roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
@@ -95,7 +87,7 @@ class MeshLoss:
     return *self._roles[slots], arguments
 
 
-class _PlacedLoss(NamedTuple):
+class PlacedLoss(NamedTuple):
   """A loss over a mesh, for one way to shard the arguments of a step and to pass the batch."""
 
   local: LocalLoss
@@ -104,7 +96,7 @@ class _PlacedLoss(NamedTuple):
   treedef: Any  # of (params, opt_state)
   shardings: tuple[Any, ...]  # of their leaves
   threaded: tuple[Any, tuple[Any, ...]]  # the structure of the carry, if any, and its shardings
-  moved: Any = None  # a `Move` for each gradient that is not sharded as its parameter, else None
+  wanted: Any = None  # a `GradientSharding` for each gradient, or None: as its parameter
 
   @property
   def out_shardings(self) -> Any:
@@ -125,59 +117,60 @@ class _PlacedLoss(NamedTuple):
   @property
   def _shards(self) -> Sharded:
     specs = self.treedef.unflatten(self._specs)[0]
-    of_gradients = jax.tree.map(lambda own, move: (move and move.spec) or own, specs, self.moved)
+    of_gradients = jax.tree.map(lambda own, to: (to and to.spec) or own, specs, self.wanted)
     automatic = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
     axes, in_loop = self.parallel.axes, self.parallel.reduce_in_loop
     return Sharded(specs, of_gradients, automatic, axes, in_loop)
 
-  def beside(self, params: Any, opt_state: Any) -> "_PlacedLoss":
+  def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
     leaves = jax.tree.leaves((params, opt_state))
     dims = [self.parallel.dims(s, jnp.ndim(x)) for s, x in zip(self.shardings, leaves, strict=True)]
     of_state = spread_as_parameters(params, opt_state, dims)
     # Without `strict`: those of the state come after.
-    moved = [
-      None if sharding is None or state is None else self.parallel.move(own, state)
+    wanted = [
+      None if sharding is None or state is None else self.parallel.gradient_sharding(own, state)
       for sharding, own, state in zip(self.shardings, dims, of_state, strict=False)
     ]
-    return self._replace(moved=jax.tree.unflatten(jax.tree.structure(params), moved))
+    return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted))
 
-  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+  def stepped(self, update: Update, params: Params, opt_state: OptState) -> Held:
     """What `update` makes of parameters that are sharded as the gradients meanwhile.
 
     Each device takes its part of those that it has in whole, and in the end they are gathered.
     """
-    parts = jax.tree.map(self.parallel.spread, params, self.moved)
+    parts = jax.tree.map(self.parallel.spread, params, self.wanted)
     new, new_state = update((parts, opt_state))
     shardings = self.treedef.unflatten(self.shardings)[0]
-    return jax.tree.map(self.parallel.gather, new, params, shardings, self.moved), new_state
+    return jax.tree.map(self.parallel.gather, new, params, shardings, self.wanted), new_state
 
-  def derivatives(self, grads: Any) -> Any:
+  def derivatives(self, grads: Grads) -> Grads:
     """As that of the loss of one device."""
     return self.local.derivatives(grads)
 
-  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone."""
     return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
 
-  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
-    """The loss and its gradients, which are sharded as the parameters, or as `moved` says."""
+  def value_and_grad(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> Reduced:
+    """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
     devices_own = PartitionSpec(self.parallel.axes)
     specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs, same), same, devices_own)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     shardings = self.treedef.unflatten(self.shardings)[0]
-    grads = self.parallel.like(out.outputs.grads, shardings, self.moved)
+    grads = self.parallel.like(out.outputs.grads, shardings, self.wanted)
     kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
   def _on_each_device(
-    self, method: Any, out_specs: Any, weights: Any, args: Any, kwargs: Any
+    self, method: Callable[..., Any], out_specs: Tree, weights: Tree, args: Args, kwargs: Kwargs
   ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
-    arguments = {**dict(enumerate(args)), **kwargs}
+    arguments: dict[Slot, Tree] = dict(enumerate(args))
+    arguments.update(kwargs)
     axes, shards = dict(self.batch), self._shards
     rows = cut.batch_rows(axes, arguments)
     split = self.parallel.local_split(self.local.split, rows)
@@ -188,7 +181,7 @@ class _PlacedLoss(NamedTuple):
       local.grad_reduction = shards.gradients(self.local.grad_reduction)
       local.gather_in_loop = shards.gather_in_loop
 
-    def spec(slot: Slot, tree: Any) -> Any:
+    def spec(slot: Slot, tree: Tree) -> Tree:
       if slot == 0:
         return shards.specs
       if slot in axes:
@@ -198,7 +191,7 @@ class _PlacedLoss(NamedTuple):
     named = {name: spec(name, x) for name, x in kwargs.items()}
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
 
-    def on_device(weights: Any, args: Any, kwargs: Any) -> Any:
+    def on_device(weights: Tree, args: Args, kwargs: Kwargs) -> Any:
       params = shards.gather_before_loop(args[0]) if several else args[0]
       return method(local, weights, params, *args[1:], **kwargs)
 
@@ -211,4 +204,4 @@ class _PlacedLoss(NamedTuple):
       # Over one device nothing is reduced, and so types would say that devices differ.
       check_vma=several,
     )
-    return mapped(weights, *jax.tree.map(self.parallel.reshard, (args, kwargs), in_specs))
+    return mapped(weights, *jax.tree.map(self.parallel.reshard_over_data, (args, kwargs), in_specs))

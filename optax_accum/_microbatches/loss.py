@@ -166,9 +166,7 @@ class LocalLoss:
         error.add_note(note)
       raise
 
-  def place(
-    self, args: Any, kwargs: Any, last: Any = None, there: Any = ()
-  ) -> tuple["LocalLoss", Any, Any]:
+  def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and self.split.axis_name is None:

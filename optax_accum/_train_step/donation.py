@@ -1,21 +1,42 @@
-"""Which arrays a step can be donated: those that are there, and are not given a second time."""
+"""Which arrays a step can be donated: those that are there, and are not passed a second time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import functools
 import operator
 from typing import Any, TypeAlias
+import weakref
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Leaf, Leaves, Tree
 
-Leaves: TypeAlias = list[Any]
-Shard: TypeAlias = tuple[Any, Any]  # shape and dtype
-Placed: TypeAlias = tuple[Leaves, Leaves]  # as they were passed, and as they were put on a mesh
+Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
 
-def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Any]]) -> None:
+class Known:
+  """The arrays that the last call returned, or was passed: others are new.
+
+  They are held by weak references, because an id may be used again.
+  """
+
+  def __init__(self, leaves: Leaves) -> None:
+    alike = len(arrays(leaves)) == len(leaves)
+    reference = weakref.ref if alike else lambda x: weakref.ref(x) if _has_buffers(x) else _nothing
+    self._references = list(map(reference, leaves))
+
+  def new(self, leaves: Leaves) -> Leaves:
+    """Those that are not what was there in the same place."""
+    if len(leaves) != len(self._references):
+      return leaves
+    known = list(map(operator.call, self._references))
+    if all(map(operator.is_, leaves, known)):
+      return []
+    return [x for x, before in zip(leaves, known, strict=True) if x is not before]
+
+
+def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process.
 
   `leaves` are those of the `arguments`, which messages call by these names.
@@ -31,40 +52,7 @@ def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Any]]) -> N
         )
 
 
-class Shards:
-  """Shapes and dtypes of what one device has of the arrays that a step returns.
-
-  They are known when the step is traced, so that no call has to ask every array.
-  """
-
-  def __init__(self) -> None:
-    self._known: set[Shard] = set()
-    self._whole: set[Shard] = set()
-
-  def add(self, leaves: Leaves, shardings: Sequence[Any]) -> None:
-    """Adds arrays. One whose sharding is None is sharded as XLA chooses."""
-    for x, sharding in zip(leaves, shardings, strict=True):
-      if sharding is None:
-        self._whole.add((jnp.shape(x), jnp.result_type(x)))
-      else:
-        self._known.add((sharding.shard_shape(jnp.shape(x)), jnp.result_type(x)))
-
-  def may_have(self, leaves: Leaves) -> bool:
-    """Whether one of the `leaves` may share a buffer with what a step returned, before or since."""
-    return any(shard in self._known or self._divides(shard) for shard in _shards(leaves))
-
-  def _divides(self, shard: Shard) -> bool:
-    def divides(part: int, n: int) -> bool:
-      return part == n or (part != 0 and n % part == 0)
-
-    shape, dtype = shard
-    return any(
-      dtype == kind and len(shape) == len(whole) and all(map(divides, shape, whole))
-      for whole, kind in self._whole
-    )
-
-
-def distinct(donated: Placed, others: Leaves, new: Leaves) -> Leaves:
+def distinct(passed: Leaves, placed: Leaves, others: Leaves, new: Leaves) -> Leaves:
   """What is to be donated, with a copy of each array that is passed a second time.
 
   XLA wants to be donated a buffer once, and over several devices JAX ends the process if it is
@@ -73,25 +61,26 @@ def distinct(donated: Placed, others: Leaves, new: Leaves) -> Leaves:
 
   Two arrays can share a buffer: `jax.device_put` puts an array on a mesh without a copy for the
   device that has it (with ``may_alias=False`` too). To look at buffers is slow. What a step
-  returned is in buffers that nothing else had then, so only arrays that are new are looked at.
+  returned is in buffers that nothing else had then, so only arrays like a new one are looked at.
 
   Args:
-    donated: Parameters and state, as they were passed and as they were put on the mesh.
+    passed: Parameters and state, which are donated, as they were passed.
+    placed: The same, as they were put on the mesh.
     others: All other arrays that the step is passed, and that live on as they were passed.
-    new: Those of all these that are not of the last call.
+    new: Those of all these that the last call neither returned nor was passed.
   """
-  passed, placed = donated
-  suspects = _shards(new) & _shards(placed)
+  shards = _shards(new)
+  suspects = shards & _shards(_like_one(shards, placed))
   ids = list(map(id, arrays([*passed, *others])))
   if not suspects and len(set(ids)) == len(ids):
     return placed
 
-  def marks(x: Any, held: Any) -> set[Any]:
+  def marks(x: Leaf, held: Leaf) -> set[int]:
     if not _has_buffers(x):
       return set()
-    return {id(x), *(_buffers(held) if _one_shard(held) in suspects else ())}
+    return {id(x), *(_buffers(held) if _shards([held]) & suspects else ())}
 
-  used = set[Any]().union(*(marks(x, x) for x in others))
+  used = set[int]().union(*(marks(x, x) for x in others))
   leaves = []
   for x, y in zip(passed, placed, strict=True):
     mine = marks(x, y)
@@ -102,12 +91,12 @@ def distinct(donated: Placed, others: Leaves, new: Leaves) -> Leaves:
 
 def arrays(leaves: Leaves) -> Leaves:
   """Those that have buffers."""
-  if all(map(_is_array, set(map(type, leaves)))):
+  if all(map(_is_array, set(map(type, leaves)))):  # as in most calls
     return leaves
   return list(filter(_has_buffers, leaves))
 
 
-def _has_buffers(x: Any) -> bool:
+def _has_buffers(x: Leaf) -> bool:
   kind: Any = type(x)
   return _is_array(kind)
 
@@ -118,13 +107,22 @@ def _is_array(kind: type) -> bool:
   return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
+def _nothing() -> None:
+  """In place of a weak reference to what can have none."""
+
+
 def _shards(leaves: Leaves) -> set[Shard]:
-  return set(map(_one_shard, arrays(leaves)))
+  """Shape and dtype of what one device has: arrays that share a buffer are alike in both."""
+  kinds = {(x.aval, x.sharding) for x in arrays(leaves)}
+  return {(sharding.shard_shape(aval.shape), aval.dtype) for aval, sharding in kinds}
 
 
-def _one_shard(x: jax.Array) -> Shard:
-  """Shape and dtype of what one device has. Arrays that share a buffer are alike in both."""
-  return x.sharding.shard_shape(x.shape), x.dtype
+def _like_one(shards: set[Shard], leaves: Leaves) -> Leaves:
+  """The arrays that could be cut into one of these shards: to ask all how they are takes longer."""
+  kinds = {(len(shape), dtype) for shape, dtype in shards}
+  avals = set(map(operator.attrgetter("aval"), arrays(leaves)))
+  alike = {aval for aval in avals if (aval.ndim, aval.dtype) in kinds}
+  return [x for x in arrays(leaves) if x.aval in alike] if alike else []
 
 
 def _buffers(x: jax.Array) -> tuple[int, ...]:

@@ -1,27 +1,30 @@
-"""One step of an optimizer by the gradients of a batch, of which nothing may have counted."""
+"""One step of an optimizer by the gradients of a batch, and `value_fn`, for its line search."""
 
 from collections.abc import Callable, Iterator
 import contextlib
+import functools
 import inspect
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
+from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
 
-Held: TypeAlias = tuple[Any, Any]  # parameters and optimizer state
+Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
 
 
 def optimizer_step(
   tx: optax.GradientTransformationExtraArgs,
-  grads: Any,
-  extra_args: dict[str, Any],
+  grads: Grads,
+  extra_args: Kwargs,
   counted: Flag,
   held: Held,
 ) -> Held:
@@ -55,7 +58,7 @@ def optimizer_step(
 def _sharded_as(old: Held, new: Held) -> Held:
   """`new` with the explicit shardings of `old`: JAX gives a sum that of either term."""
 
-  def sharded(x: Any, before: Any) -> Any:
+  def sharded(x: Leaf, before: Leaf) -> Leaf:
     return across_devices.sharded_like(x, before) if jnp.shape(x) == jnp.shape(before) else x
 
   trees: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
@@ -84,7 +87,7 @@ def _explicit_axes_named(held: Held) -> Iterator[None]:
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   """`new` where something was counted, and else `old`, but for the states of `accumulate`."""
 
-  def choose(x: Any, before: Any) -> Any:
+  def choose(x: Leaf, before: Leaf) -> Leaf:
     if is_state(x):
       return x
     return weighted_mean.select(counted, x, dtypes.in_dtype_of(before, x))
@@ -92,9 +95,67 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   return jax.tree.map(choose, new, old, is_leaf=is_state)
 
 
-def _accepted(update: Callable[..., Any], extra_args: dict[str, Any]) -> dict[str, Any]:
+def _accepted(update: Callable[..., Any], extra_args: Kwargs) -> Kwargs:
   """The extra arguments that `update` takes: some transformations refuse those they do not."""
   parameters = inspect.signature(update).parameters
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return extra_args
   return {name: x for name, x in extra_args.items() if name in parameters}
+
+
+def loss_elsewhere(
+  loss: Any, weights: Tree, args: Args, kwargs: Kwargs, params: Params, weight: Leaf = None
+) -> jax.Array:
+  """The loss of this batch at other parameters, of the microbatches that counted at the present.
+
+  Its derivative is the gradient in microbatches: JAX's own would keep what each of them
+  computed, and is NaN where a microbatch that has no weight is 0/0.
+  """
+  del weight  # optax's line searches refuse an extra argument that this lacks
+
+  @jax.custom_jvp
+  def value(params: Params, held: Tree) -> jax.Array:
+    weights, args, kwargs = held
+    return loss.value(weights, params, *args, **kwargs)
+
+  @functools.partial(value.defjvp, symbolic_zeros=True)
+  def value_and_tangent(primals: Args, tangents: Args) -> tuple[jax.Array, jax.Array]:
+    (params, held), (params_moved, held_moved) = primals, tangents
+    weights, args, kwargs = held
+    out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
+    tangent = jnp.zeros_like(out.loss)
+    if _moves(params_moved):
+      both = map(loss.derivatives, (out.grads, _instantiated(params_moved)))
+      terms = jax.tree.map(_real_product, *both)
+      tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
+    if _moves(held_moved):  # a user differentiates the step itself, e.g. by its batch
+      by_held = functools.partial(value.fun, params)
+      tangent += jax.jvp(by_held, (held,), (_instantiated(held_moved),))[1]
+    return out.loss, tangent
+
+  return value(params, (weights, args, kwargs))
+
+
+def _moves(tangents: Tree) -> bool:
+  """Whether any of the tangents is not known to be zero."""
+  zero = jax.custom_derivatives.SymbolicZero
+  return not all(isinstance(x, zero) for x in jax.tree.leaves(tangents))
+
+
+def _instantiated(tangents: Tree) -> Tree:
+  """The tangents as arrays."""
+  zero = jax.custom_derivatives.SymbolicZero
+
+  def array(x: Leaf) -> Leaf:
+    if not isinstance(x, zero):
+      return x
+    empty = x.dtype == jax.dtypes.float0
+    return np.zeros(x.shape, x.dtype) if empty else jnp.zeros(x.shape, x.dtype)
+
+  return jax.tree.map(array, tangents)
+
+
+def _real_product(grad: jax.Array, tangent: jax.Array) -> jax.Array:
+  """What a tangent changes, by the gradient of a real function, in float32 or better."""
+  wide = dtypes.accumulator_dtype(grad.dtype)
+  return jnp.sum(jnp.real(grad.astype(wide) * tangent.astype(wide)))

@@ -7,12 +7,13 @@ import jax
 
 from optax_accum import _validate
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.loss import MeshLoss
+from optax_accum._mesh.loss import MeshLoss, PlacedLoss
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import local_loss, LocalLoss
 from optax_accum._microbatches.options import Split
 
 Loss: TypeAlias = LocalLoss | MeshLoss
+Placed: TypeAlias = LocalLoss | PlacedLoss  # what a call with given shardings steps by
 
 
 class Step:
