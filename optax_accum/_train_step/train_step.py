@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 import inspect
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal
 
 import jax
 from jax.typing import DTypeLike
 import optax
+from typing_extensions import ParamSpec, TypeVar  # with defaults: Python 3.13 has them too
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
@@ -16,9 +17,9 @@ from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Step, step_loss
 
-Params = TypeVar("Params", bound=Any)
-OptState = TypeVar("OptState", bound=Any)
-Args = ParamSpec("Args")
+Params = TypeVar("Params", default=Any)
+OptState = TypeVar("OptState")
+Args = ParamSpec("Args", default=...)
 
 
 class TrainStep(Step, Generic[Params, Args]):

@@ -125,6 +125,13 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
   )
 
 
+def run(step: TrainStep, params: Params, opt_state: optax.OptState, batch: Batch) -> Params:
+  """A step of whatever parameters and arguments."""
+  params, opt_state, metrics = step(params, opt_state, batch)
+  print(metrics["loss"])
+  return params
+
+
 def train_with_noise(params: Params, batch: Batch, key: jax.Array) -> Params:
   tx = optax.sgd(0.1)
   step = make_train_step(noisy_loss, tx, num_microbatches=4, rng_argnums=2)
