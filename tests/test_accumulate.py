@@ -23,10 +23,16 @@ def grads_of(value):
   return {"w": jnp.full(2, value, jnp.float32)}
 
 
+@functools.cache
+def jitted(tx, form):
+  """One program for all values."""
+  return jax.jit(mini_step(tx, form))
+
+
 def run(tx, calls, params=PARAMS, form="update"):
   """Calls `tx` on ``(gradient, keywords)`` pairs; returns the trace of parameters and states."""
   params = jax.tree.map(jnp.asarray, params)
-  state, trace, step = tx.init(params), [], jax.jit(mini_step(tx, form))
+  state, trace, step = tx.init(params), [], jitted(tx, form)
   for value, kwargs in calls:
     params, state = step(params, state, grads_of(value), **kwargs)
     trace.append((params, state))
@@ -134,20 +140,19 @@ def test_flush_of_nothing_is_no_step():
 
 
 @forms
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("position", range(3))
-def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(position, skip, bad, form):
+def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(skip, form):
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
   tx = accumulate(inner, 3, skip_fn=optax.skip_not_finite if skip else None)
-  cycle = [1.0, 2.0, 3.0]
-  cycle[position] = bad
-  if skip:
-    cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
-  trace = run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form)
-  assert values_of(trace)[-4] == (-2 if skip else 0)
-  assert values_of(trace)[-1] == (-7 if skip else -5)
-  assert not np.any(np.isnan(values_of(trace)))
+  for position, bad in itertools.product(range(3), [NAN, INF, -INF]):
+    cycle = [1.0, 2.0, 3.0]
+    cycle[position] = bad
+    if skip:
+      cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
+    values = values_of(run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form))
+    assert values[-4] == (-2 if skip else 0)
+    assert values[-1] == (-7 if skip else -5)
+    assert not np.any(np.isnan(values))
 
 
 NAN_IN_THE_FIRST_CYCLE = [(g, {}) for g in (1.0, NAN, 2.0, 2.0)]

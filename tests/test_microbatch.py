@@ -70,9 +70,9 @@ def mean_of_means(params, batch, size):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("rows", range(1, 14))
+@pytest.mark.parametrize("rows", [1, 6, 7, 12])
 def test_every_split_equals_the_whole_batch(rows, masked):
-  sizes = range(1, 13)
+  sizes = [1, 2, 3, 5, 6, 7, 13]  # whole, even, ragged by one and by more, and too large
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch(rows, masked)
 
