@@ -2,21 +2,25 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import itertools
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Leaf, Tree
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import Builder, check_choices, PlanCandidate
+from optax_accum._plan.candidate import Builder, BuildStep, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
+
+if TYPE_CHECKING:
+  import tqdm
 
 # Times the limit: where nothing fits, and the smallest does nearly, the next is tried as well.
 _NEARLY = 1.05
 
 
 def plan_microbatches(
-  build_step: Callable[..., Any],
+  build_step: BuildStep,
   args: Sequence[Any],
   *,
   batch_size: int,
@@ -31,15 +35,13 @@ def plan_microbatches(
   where a batch has 12 divisors. The answer and the next larger microbatch are among them.
 
   What counts is what the program reserves on one device: arguments, outputs that are not written
-  into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
-  the next batches, are not in it. Set them off against `memory_limit`.
+  into donated arguments, temporary buffers, and code. Set other arrays that live on the device off
+  against `memory_limit`.
 
-  Nothing is timed. Beyond a few rows on each device a smaller microbatch may be as fast as the
-  largest, or faster: time two or three of the table. Give a batch with many divisors: of 241 rows
-  there are microbatches of 1 and of 241. And plan for the device that you train on. (XLA for CPU
-  may merge what rematerialised layers compute again, unless they are in a scan.) It need not be
-  there: `args` may have shardings over a described topology. The guide "Choosing the microbatch and
-  the batch" does so for TPUs and GPUs.
+  Nothing is timed: a smaller microbatch may be as fast as the largest, or faster. Give a batch with
+  many divisors. And plan for the device that you train on: XLA for CPU may merge what
+  rematerialised layers compute again, unless they are in a scan. The guide "Choosing the microbatch
+  and the batch" plans for TPUs and GPUs that are not there.
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
@@ -56,15 +58,14 @@ def plan_microbatches(
 
   Returns:
     A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
-    ``microbatch_size`` and ``choice`` to use: of the largest microbatch that fits of each choice,
-    that with the fewest floating-point operations. Rematerialised layers need up to a third more,
-    so they are chosen where nothing else fits. Where choices differ by less than 1%, the larger
-    microbatch is taken.
+    ``microbatch_size`` and ``choice`` to use: the largest microbatch that fits, of the choice with
+    the fewest floating-point operations among those that fit. So layers are rematerialised where
+    nothing else fits. Of choices that differ by less than 1%, the larger microbatch is taken.
 
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
-      `memory_limit` is no size or not above 0; or it is None, and the device does not say; or
-      `build_step` makes the same program whatever it is given; or the batch has other rows.
+      `memory_limit` is no size; or it is None, and the device does not say; or `build_step` makes
+      the same program whatever it is given; or the batch has other rows.
     TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
       has; an argument has the wrong type.
     Exception: Whatever compiling raises, with a note that says which step it was.
@@ -93,11 +94,23 @@ def plan_microbatches(
   import tqdm  # takes a while to import
 
   rows = _validate.positive_int("batch_size", batch_size)
-  check_choices(build_step, choices := {} if choices is None else choices)
+  choices = {} if choices is None else choices
+  if hasattr(build_step, "lower"):
+    raise TypeError(
+      f"build_step={build_step!r:.80} is a step; give a function build_step(num_microbatches,"
+      " **choice) that returns one."
+    )
+  if not isinstance(choices, Mapping) or not all(
+    isinstance(values, (list, tuple)) and values for values in choices.values()
+  ):
+    raise TypeError(
+      f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
+      ' such as {"remat": [False, True]}.'
+    )
   if not isinstance(args, (tuple, list)):
     raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
   args = tuple(map(_without_deleted, args))
-  given = None if memory_limit is None else sizes.parse("memory_limit", memory_limit)
+  given = None if memory_limit is None else sizes.parse(memory_limit)
   products = itertools.product(*choices.values())
   combinations = [dict(zip(choices, each, strict=True)) for each in products]
   builders = [Builder(build_step, args, rows, choice) for choice in combinations]
@@ -110,20 +123,20 @@ def plan_microbatches(
   return plan
 
 
-def _without_deleted(tree: Any) -> Any:
+def _without_deleted(tree: Tree) -> Tree:
   """The same, with shapes in the place of arrays that a step before has deleted."""
 
-  def is_deleted(x: Any) -> bool:
+  def is_deleted(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and x.is_deleted()
 
-  def shape(x: Any) -> Any:
+  def shape(x: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
 
   return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
 
 
 def _compiled(
-  builder: Builder, args: tuple[Any, ...], rows: int, limit: int, bar: Any
+  builder: Builder, args: Args, rows: int, limit: int, bar: "tqdm.tqdm"
 ) -> list[PlanCandidate]:
   """What was compiled of one choice to find its largest microbatch that fits."""
 
@@ -135,9 +148,7 @@ def _compiled(
 
   counts = builder.counts()
   row_bytes = sizes.of_rows(args, rows) * counts[0] / rows  # on one device
-  found = search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
-  builder.check_used(counts)
-  return found
+  return search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
 
 
 def search(
@@ -168,16 +179,16 @@ def search(
     return known[index].fits
 
   def predicted(index: int) -> float:
-    """The memory of one that was not compiled."""
+    """The memory of one that was not compiled, along the line through two that were."""
     scans = [i for i, each in known.items() if each.analysed and i != unsplit]
     if not scans:
       return 0  # nothing is known
-    scans.sort(key=lambda i: abs(i - index))
-    fixed = known[scans[0]].fixed_bytes
-    two = scans[:2] if index != unsplit else [scans[0], *scans[:0:-1]][:2]  # far apart
-    points = [(possible[i], known[i].peak_bytes) for i in two]
-    points += [(0, fixed)] * (2 - len(points))  # accumulators count as if they were of rows
-    (x1, y1), (x2, y2) = points
+    near, *others = sorted(scans, key=lambda i: abs(i - index))
+    x1, y1, fixed = possible[near], known[near].peak_bytes, known[near].fixed_bytes
+    x2, y2 = 0, fixed  # accumulators count as if they were of rows
+    if others:
+      other = others[-1 if index == unsplit else 0]
+      x2, y2 = possible[other], known[other].peak_bytes
     slope = max((y2 - y1) / (x2 - x1), 0)
     if index == unsplit:
       return fixed + max(slope - row_bytes, 0) * possible[index]
