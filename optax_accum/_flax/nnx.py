@@ -19,7 +19,7 @@ from optax_accum._train_step.program import PreparedCall
 Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
-# What is added to an error, by the words that tell it.
+# What is added to an error, by words in it: the first that are.
 _NOTES = {
   "has been deleted": (
     "A step updates model and optimizer in place. If arrays were put in from elsewhere, put in"
@@ -64,8 +64,8 @@ def nnx_train_step(
     loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
       `has_aux`. It may change values of Variables, but for those that `wrt` selects. It may add
       none: of `nnx.Module.sow` take ``nnx.pop(model, nnx.Intermediate)``, and return it as aux.
-    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. The
-      optimizer was made with the same, from the model as it is: adapters are added before.
+    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. Give the
+      optimizer the same, and make it after adapters were added to the model.
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
       a step deletes the arrays that parameters and optimizer held, which an `nnx.clone` and an
@@ -74,8 +74,7 @@ def nnx_train_step(
 
   Returns:
     An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
-    optimizer steps: it stays where nothing in the batch counted, and in the mini steps of an
-    `accumulate`.
+    optimizer steps, as ``state.step`` of `linen_train_step` does.
 
   Raises:
     TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; those of a
@@ -138,14 +137,9 @@ class NnxTrainStep(FlaxStep):
     """The program of a call, lowered, for its memory and collectives."""
     return self._with_call(lambda _, call: call.jitted.lower(*call.args), model, optimizer, batch)
 
-  def _with_call(
-    self,
-    use: Callable[["_View", PreparedCall], Result],
-    model: nnx.Module,
-    optimizer: Optimizer,
-    batch: Batch,
-  ) -> Result:
+  def _with_call(self, use: Callable[["_View", PreparedCall], Result], *call: Any) -> Result:
     """What `use` makes of a call with what these objects hold."""
+    model, optimizer, batch = call
     while True:
       view = self._view(model, optimizer)
       try:
@@ -155,9 +149,9 @@ class NnxTrainStep(FlaxStep):
         self._changed[view.graphdef] = known.union(found.args)
         self._views.clear()
       except (RuntimeError, ValueError) as error:
-        for words, note in _NOTES.items():
-          if words in str(error):
-            error.add_note(note)
+        notes = [note for words, note in _NOTES.items() if words in str(error)]
+        for note in notes[:1]:
+          error.add_note(note)
         raise
 
   def _view(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
@@ -184,10 +178,10 @@ class NnxTrainStep(FlaxStep):
       state.write(parallel.place_state("optimizer", Values(params).read(), state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
-    threaded = [carry] if changed else []
     key = graphdef, optimizer.tx, changed
     if key not in self._programs:
       self._programs[key] = self._program(*key)
+    threaded = [carry] if changed else []
     updated = Values((params, optimizer.opt_state, *threaded, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
@@ -197,13 +191,12 @@ class NnxTrainStep(FlaxStep):
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
     pure = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
-    # The loss may change nothing that a carry_reduction would be for.
-    own, carry = ({}, 3) if changed else ({"carry_reduction": None}, None)
-    loss = self._step_loss(pure, carry, rng_argnums=(), **own)
-    updated = (0, 1, 4, 5) if changed else (0, 1, 4)  # all but the batch, and what is fixed
-    return NnxProgram(
-      loss, optax.with_extra_args_support(tx), updated, len(updated) + 1, self._donate
-    )
+    tx = optax.with_extra_args_support(tx)
+    if changed:  # all but the batch, and what is fixed, is updated
+      loss = self._step_loss(pure, 3, rng_argnums=())
+      return NnxProgram(loss, tx, (0, 1, 4, 5), 5, self._donate)
+    loss = self._step_loss(pure, None, rng_argnums=(), carry_reduction=None)
+    return NnxProgram(loss, tx, (0, 1, 4), 4, self._donate)
 
 
 class NnxProgram(CountingProgram):

@@ -31,8 +31,8 @@ class TrainState(train_state.TrainState):
 
   ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
 
-  Of adapters (LoRA) among frozen parameters, accumulate within what leaves these out, and the
-  accumulator is the adapters'; ``accumulate(optax.partition(...), k)`` adds all gradients up::
+  Among frozen parameters only adapters (LoRA) are accumulated if that is within what leaves the
+  others out; ``accumulate(optax.partition(...), k)`` adds all gradients up::
 
     tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
   """
@@ -54,17 +54,14 @@ class TrainState(train_state.TrainState):
   def apply_gradients(
     self, *, grads: Grads, weight: Any = 1.0, flush: Any = False, **kwargs: Any
   ) -> Self:
-    """Adds gradients up, and steps at the end of a cycle.
+    """Adds gradients up, and steps at the end of a cycle: the next state, with `step` one more.
 
     Args:
       grads: Gradients of one microbatch, like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
-      weight: How much the microbatch counts, as in `accumulate`. Default: 1.
-      flush: Whether to step now. Default: no.
+      weight: How much the microbatch counts, as in `accumulate`.
+      flush: Whether to step now.
       **kwargs: Further fields to replace.
-
-    Returns:
-      The next state, whose `step` is one more.
 
     Raises:
       ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.

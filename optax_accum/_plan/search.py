@@ -160,15 +160,12 @@ def search(
 ) -> list[PlanCandidate]:
   """What is compiled of the possible microbatches, in rows, the smallest first.
 
-  It ends when one that fits, and the next larger one that does not, were compiled. The memory of a
-  scan is nearly a straight line in the rows of a microbatch, so the next one to compile is guessed
-  from a line through those that were; but no further from the middle than lets bisecting end within
-  a third of them. (On TPUs the line has steps, of twice the memory and more, where a layout
-  changes.)
+  It ends when one that fits, and the next larger one that does not, were compiled. The next one is
+  guessed from a line through those that were, but no further from the middle than lets bisecting
+  end within a third of them. (On TPUs the line has steps where a layout changes.)
 
-  Where the last of them is the `whole` batch, it is a program without a scan: without
-  accumulators, and without a copy of a microbatch's rows, each of `row_bytes`. It is predicted
-  without these, and may fit where half of it does not.
+  The `whole` batch is a program without a scan: without accumulators, and without a copy of a
+  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not.
   """
   known: dict[int, PlanCandidate] = {}  # as all that follows, by the index in `possible`
   unsplit = len(possible) - 1 if possible[-1] == whole else None
