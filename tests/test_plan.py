@@ -481,7 +481,7 @@ def test_bad_input():
   with pytest.raises(ValueError, match=r"the same program for num_microbatches=\d+ and \d+: it"):
     plan(lambda num_microbatches: build_mlp(4))
   always_two = functools.partial(written_down(lambda n: 0), 2)
-  with pytest.raises(ValueError, match=r"the same program for num_microbatches=2 and 1: it"):
+  with pytest.raises(ValueError, match=r"the same program for num_microbatches=1 and 2: it"):
     plan(lambda n: always_two(), args=(shape(2),), batch_size=2)
   with pytest.raises(TypeError, match=r"build_mlp\(\) got an unexpected keyword .* 'rematt'"):
     plan(build_mlp, choices={"rematt": [True]})
@@ -719,16 +719,11 @@ def test_the_whole_batch_may_fit_where_half_of_it_does_not():
 
 
 def test_two_rows_may_fit_where_one_nearly_does():
-  """A layout of one row may need more than that of two: the second smallest is tried as well."""
-  asked, temp = [], {16: 1040, 8: 990, 4: 3000, 2: 5000, 1: 9000}
-  build_step = written_down(lambda n: temp[n], asked)
+  """A layout of one row may need more than that of two: bisecting tries two before one."""
+  temp = {16: 1040, 8: 990, 4: 3000, 2: 5000, 1: 9000}
+  build_step = written_down(lambda n: temp[n])
   plan = functools.partial(plan_microbatches, build_step, (shape(16),), batch_size=16)
   assert plan(memory_limit=FIXED + 1000).num_microbatches == 8
-  temp[16] = 2000
-  asked.clear()
-  with pytest.raises(ValueError, match="Nothing fits"):
-    plan(memory_limit=FIXED + 1000)
-  assert 8 not in asked
 
 
 def test_after_a_step_that_deleted_its_arguments():

@@ -1,5 +1,6 @@
 """`plan_microbatches`: the largest microbatch that fits, found by compiling few of them."""
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import itertools
 from typing import Any, TYPE_CHECKING
@@ -15,9 +16,6 @@ from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 if TYPE_CHECKING:
   import tqdm
 
-# Times the limit: where nothing fits, and the smallest does nearly, the next is tried as well.
-_NEARLY = 1.05
-
 
 def plan_microbatches(
   build_step: BuildStep,
@@ -30,9 +28,9 @@ def plan_microbatches(
   """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
 
   Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
-  compared with the limit. Nothing runs, so nothing can run out of memory. Memory grows with the
-  microbatch nearly along a straight line, so three or four programs for each choice are enough
-  where a batch has 12 divisors. The answer and the next larger microbatch are among them.
+  compared with the limit. Nothing runs, so nothing can run out of memory. The possible sizes are
+  bisected: three or four programs for each choice where a batch has 12 divisors. The answer and the
+  next larger microbatch are among them.
 
   What counts is what the program reserves on one device: arguments, outputs that are not written
   into donated arguments, temporary buffers, and code. Set other arrays that live on the device off
@@ -160,59 +158,26 @@ def search(
 ) -> list[PlanCandidate]:
   """What is compiled of the possible microbatches, in rows, the smallest first.
 
-  It ends when one that fits, and the next larger one that does not, were compiled. The next one is
-  guessed from a line through those that were, but no further from the middle than lets bisecting
-  end within a third of them. (On TPUs the line has steps where a layout changes.)
+  They are bisected for the largest that fits. The smallest comes last, after the next larger one:
+  on TPUs one row may need more than two.
 
   The `whole` batch is a program without a scan: without accumulators, and without a copy of a
   microbatch's rows, each of `row_bytes`. So it may fit where half of it does not.
   """
-  known: dict[int, PlanCandidate] = {}  # as all that follows, by the index in `possible`
-  unsplit = len(possible) - 1 if possible[-1] == whole else None
-  budget = max(len(possible) // 3, len(possible).bit_length())
+  known: dict[int, PlanCandidate] = {}  # by rows
 
-  def fits(index: int) -> bool:
-    known[index] = compile_size(possible[index])
-    return known[index].fits
+  def too_large(size: int) -> bool:
+    known[size] = compile_size(size)
+    return not known[size].fits
 
-  def predicted(index: int) -> float:
-    """The memory of one that was not compiled, along the line through two that were."""
-    scans = [i for i, each in known.items() if each.analysed and i != unsplit]
-    if not scans:
-      return 0  # nothing is known
-    near, *others = sorted(scans, key=lambda i: abs(i - index))
-    x1, y1, fixed = possible[near], known[near].peak_bytes, known[near].fixed_bytes
-    x2, y2 = 0, fixed  # accumulators count as if they were of rows
-    if others:
-      other = others[-1 if index == unsplit else 0]
-      x2, y2 = possible[other], known[other].peak_bytes
-    slope = max((y2 - y1) / (x2 - x1), 0)
-    if index == unsplit:
-      return fixed + max(slope - row_bytes, 0) * possible[index]
-    return y1 + slope * (possible[index] - x1)
-
-  def guess(between: range) -> int:
-    """What to compile next, of some that follow one another."""
-    middle = between[(len(between) - 1) // 2]
-    if not known:
-      return middle
-    analysed = [each for each in known.values() if each.analysed]
-    if analysed and limit < min(each.fixed_bytes for each in analysed):
-      return between[0]  # nothing will fit
-    fitting = [i for i in between if analysed and predicted(i) <= limit]
-    best = fitting[-1] if fitting else between[0]
-    # Either side of the guess must be small enough to be bisected with what is left.
-    most = 2 ** max(budget - len(known) - 1, 0) - 1
-    least, largest = between[-1] - most, between[0] + most
-    return min(max(best, least), largest) if least <= largest else middle
-
-  low, high = -1, len(possible)  # the largest that fits, the smallest that does not
-  while high - low > 1:
-    index = guess(range(low + 1, high))
-    low, high = (index, high) if fits(index) else (low, index)
-  nearly = low < 0 and known[0].analysed and known[0].peak_bytes <= _NEARLY * limit
-  if nearly and len(possible) > 1 and 1 not in {*known, unsplit}:
-    fits(1)
-  if unsplit is not None and unsplit not in known and predicted(unsplit) <= limit:
-    fits(unsplit)
+  bisect.bisect_left(possible, True, key=too_large)
+  if len(known) < min(len(possible), 2):  # so that programs of several numbers are compared
+    too_large(possible[0])
+  scans = sorted(size for size, each in known.items() if each.analysed and size != whole)
+  if scans and whole == possible[-1] and whole not in known:
+    least, most = known[scans[0]], known[scans[-1]]
+    x, y = (0, most.fixed_bytes) if least is most else (least.microbatch_size, least.peak_bytes)
+    slope = (most.peak_bytes - y) / (most.microbatch_size - x)
+    if most.fixed_bytes + max(slope - row_bytes, 0) * whole <= limit:
+      too_large(whole)
   return [*known.values()]
