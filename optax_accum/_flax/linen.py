@@ -118,7 +118,7 @@ class LinenTrainStep(FlaxStep):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     self.loss = self._loss_of_variables()
-    self._programs: dict[Any, StateProgram] = {}
+    self._programs: dict[object, StateProgram] = {}
 
   @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"

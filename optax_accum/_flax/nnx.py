@@ -116,9 +116,9 @@ class NnxTrainStep(FlaxStep):
   def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: Kwargs):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
-    self._views: dict[Any, _View] = {}
-    self._programs: dict[Any, NnxProgram] = {}
-    self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
+    self._views: dict[object, _View] = {}
+    self._programs: dict[object, NnxProgram] = {}
+    self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
     self.loss = self._step_loss(loss_fn, 3, rng_argnums=())
 
   @_validate.hinted(
@@ -168,7 +168,7 @@ class NnxTrainStep(FlaxStep):
 
   def _look_at(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
     variables.check_objects(model, optimizer)
-    parts: Any = nnx.split(model, self._wrt, ...)
+    parts: Args = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
     variables.wrap_arrays(optimizer)
     variables.check_wrt(self._wrt, params, model)

@@ -59,7 +59,7 @@ class PureLoss:
   def _computed(self, states: Args, batch: Batch) -> set[str]:
     """The names of what the loss computes anew, and does not only give back."""
 
-    def run(states: Args) -> Any:
+    def run(states: Args) -> Args:
       model = nnx.merge(self.graphdef, *states)
       before = _held(model)
       self.fun(model, batch)

@@ -38,7 +38,7 @@ class TrainState(train_state.TrainState):
   """
 
   @classmethod
-  def create(cls, *, apply_fn: Any, params: Params, tx: Any, **kwargs: Any) -> Self:
+  def create(cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any) -> Self:
     """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
     _validate.transformation(tx, "tx")
     return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)

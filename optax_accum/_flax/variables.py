@@ -27,7 +27,7 @@ def name(path: Path) -> str:
   return ".".join(map(str, path))
 
 
-def named(state: Any) -> dict[str, Any]:
+def named(state: Tree) -> dict[str, Leaf]:
   """The Variables of a `State`, by name."""
   return {name(path): x for path, x in nnx.to_flat_state(state)}
 
@@ -63,29 +63,29 @@ class Snapshot:
   themselves are not kept alive, only what is in them.
   """
 
-  def __init__(self, *roots: Any):
+  def __init__(self, *roots: Tree):
     own = set(map(id, roots))
     nodes = [node for root in roots for _, node in nnx.iter_graph(root) if id(node) not in own]
     self._roots = list(map(_structure, roots))
     self._inner = [(x, _structure(x)) for x in nodes if not jax.tree_util.all_leaves([x])]
 
-  def holds(self, *roots: Any) -> bool:
+  def holds(self, *roots: Tree) -> bool:
     """Whether these, the same objects, have the same structure."""
     nodes = [*zip(roots, self._roots, strict=True), *self._inner]
     return all(_same(_structure(node), before) for node, before in nodes)
 
 
-def _structure(node: Any) -> dict[Any, Any]:
+def _structure(node: Tree) -> dict[object, Leaf]:
   """What can change in a node, but for the value of a Variable."""
   if is_variable(node):
-    metadata: dict[str, Any] = node.get_metadata()
+    metadata: dict[object, Leaf] = node.get_metadata()
     return metadata
   if isinstance(node, list):
     return dict(enumerate(node))
   return dict(node if isinstance(node, dict) else getattr(node, "__dict__", {}))
 
 
-def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+def _same(a: dict[object, Leaf], b: dict[object, Leaf]) -> bool:
   return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
@@ -97,7 +97,7 @@ def wrap_arrays(optimizer: Any) -> None:
     optimizer.opt_state = nnx.data(jax.tree.map(wrap, state, is_leaf=is_variable))
 
 
-def check_objects(model: Any, optimizer: Any) -> None:
+def check_objects(model: object, optimizer: object) -> None:
   """Checks that these are an nnx module and an nnx optimizer, in this order."""
   if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
@@ -114,7 +114,7 @@ def check_objects(model: Any, optimizer: Any) -> None:
       )
 
 
-def check_wrt(wrt: Any, params: Any, model: nnx.Module) -> None:
+def check_wrt(wrt: object, params: Tree, model: nnx.Module) -> None:
   """Checks that `wrt` selects Variables."""
   selected = named(params)
   if not selected:
@@ -130,6 +130,6 @@ def check_wrt(wrt: Any, params: Any, model: nnx.Module) -> None:
       )
 
 
-def shown(wrt: Any) -> str:
+def shown(wrt: object) -> str:
   """A filter, as in the code that made it: ``Param``."""
   return getattr(wrt, "__name__", repr(wrt))

@@ -1,6 +1,6 @@
 """`MicrobatchPlan`: what was compiled, which of it fits, and what takes the memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import inspect
 import operator
@@ -164,7 +164,7 @@ def new_figure() -> Any:
   return Figure(figsize=(7, 4), layout="constrained")
 
 
-def does_not_fit(plan: MicrobatchPlan, step: Any, args: Args) -> str:
+def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
   """Says what takes the memory where not even one row fits."""
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
@@ -197,7 +197,7 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Args) -> str:
   )
 
 
-def _arguments(step: Any, args: Args) -> dict[str, int]:
+def _arguments(step: Callable[..., object], args: Args) -> dict[str, int]:
   """The bytes of each argument on one device."""
   try:
     named = inspect.signature(step).bind(*args).arguments

@@ -8,7 +8,7 @@ from typing import Any, TYPE_CHECKING
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Leaf, Tree
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Builder, BuildStep, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def plan_microbatches(
   build_step: BuildStep,
-  args: Sequence[Any],
+  args: Args | Leaves,
   *,
   batch_size: int,
   memory_limit: int | str | None = None,
