@@ -130,7 +130,6 @@ def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
   assert len({x.tobytes() for x in noises}) == len(noises)
 
 
-# The distance from the step of the whole batch is in the docstring of linen_train_step.
 @pytest.mark.parametrize("norm", ["batch", "layer", "group"])
 def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
   model = Model(norm=norm)

@@ -397,8 +397,9 @@ def test_the_best_model_is_kept_and_put_back():
   nnx.update(model, best)
   step(model, optimizer, batch)
   nnx.update(model, best)  # which the step has deleted
-  with pytest.raises(RuntimeError, match=r"model\.first\.bias has been deleted: .* put in copies"):
+  with pytest.raises(RuntimeError, match=r"model\['first'\]\['bias'\] has been deleted") as error:
     step(model, optimizer, batch)
+  assert "put in copies" in " ".join(error.value.__notes__)
 
 
 def test_an_optimizer_whose_arrays_were_deleted_is_named():
@@ -408,8 +409,7 @@ def test_an_optimizer_whose_arrays_were_deleted_is_named():
   saved = jax.tree.map(lambda x: x, saved)
   step(model, optimizer, batch)
   nnx.update(optimizer, saved)
-  message = r"optimizer\.opt_state\.0\.\w+.* has been deleted: .* nnx\.update\(optimizer, "
-  with pytest.raises(RuntimeError, match=message):
+  with pytest.raises(RuntimeError, match=r"optimizer\['opt_state'\].* has been deleted"):
     step(model, optimizer, batch)
 
 
@@ -467,18 +467,13 @@ def forgets(model, batch):
   ("loss", "options", "error", "match"),
   [
     (sows, {}, ValueError, r"loss_fn added model\.hidden, .* nnx\.pop\(model, nnx\.Int"),
-    (
-      counts,
-      {},
-      ValueError,
-      r"loss_fn changed model\.calls, .* keep numbers that change in an",
-    ),
+    (counts, {}, ValueError, "loss_fn changed an attribute of the model, .* keep numbers that"),
     (normalises, {}, ValueError, r"loss_fn changed model\.last\.kernel, which wrt selects: only"),
     (
       forgets,
       {},
       ValueError,
-      r"loss_fn removed model\.last\.bias, which the next microbatch",
+      r"loss_fn removed model\.last\.bias, and all microbatches have",
     ),
     (loss_fn, {"has_aux": True}, TypeError, r"has_aux=True it must return \(loss, aux\)"),
     (
@@ -497,7 +492,7 @@ def forgets(model, batch):
       loss_fn,
       {"wrt": nnx.PathContains("last")},
       ValueError,
-      "only the optimizer has model.first",
+      r"opt_state.*\['first'\]",
     ),
     (
       loss_fn,
@@ -563,17 +558,18 @@ def test_an_optimizer_of_the_model_as_it_was():
   model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
   with pytest.raises(ValueError, match=r"opt_state.*late.* is missing") as error:
     nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
-  assert "make the optimizer again" in " ".join(error.value.__notes__)
+  assert "make it again: nnx.Optimizer(" in " ".join(error.value.__notes__)
 
 
 def test_other_objects_are_refused():
   step = nnx_train_step(loss_fn, num_microbatches=2)
   model, optimizer = make(Model())
-  with pytest.raises(TypeError, match=r"order is step\(model, optimizer, batch\)"):
-    step(optimizer, model, make_batch())
-  with pytest.raises(TypeError, match="model is a dict; nnx_train_step takes an nnx module"):
-    step({}, optimizer, make_batch())
-  with pytest.raises(TypeError, match=r"optimizer is a GradientTransf\w+; .*nnx\.Optimizer"):
-    step(model, optax.adam(0.1), make_batch())
+  for given, names in (
+    ((optimizer, model), "Optimizer and Model: it takes an nnx module and an nnx.Optimizer"),
+    (({}, optimizer), "dict and Optimizer: it takes an nnx module"),
+    ((model, optax.adam(0.1)), r"Model and GradientTransf\w+: .* nnx\.Optimizer\("),
+  ):
+    with pytest.raises(TypeError, match=r"step\(model, optimizer, batch\) got " + names):
+      step(*given, make_batch())
   with pytest.raises(TypeError, match=r"optimizer\.tx is an optax\.MultiSteps"):
     step(*make(model, optax.MultiSteps(optax.adam(0.1), 2)), make_batch())

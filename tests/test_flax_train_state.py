@@ -112,7 +112,7 @@ def test_a_misspelt_argument_is_refused():
   state = TrainState.create(
     apply_fn=None, params={"w": jnp.ones(2)}, tx=accumulate(optax.sgd(0.1), 2)
   )
-  with pytest.raises(TypeError, match="apply_gradients takes no weights, and TrainState has no"):
+  with pytest.raises(TypeError, match="unexpected keyword argument 'weights'"):
     state.apply_gradients(grads={"w": jnp.ones(2)}, weights=2.0)
 
 

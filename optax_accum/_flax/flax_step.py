@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params
 from optax_accum._streaming.state import AccumulateState
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
 from optax_accum._train_step.train_step import make_train_step
 
-Params: TypeAlias = Any
-OptState: TypeAlias = Any
-Batch: TypeAlias = Any
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
 
@@ -28,7 +26,7 @@ class FlaxStep(Step):
   takes: ClassVar[str]  # the arguments of the loss
   decided: ClassVar[Mapping[str, str]]  # options that are not the user's here, and why
 
-  def __init__(self, loss_fn: LossFn, has_aux: bool, options: Mapping[str, Any], **own: Any):
+  def __init__(self, loss_fn: LossFn, has_aux: bool, options: Kwargs, **own: Any):
     known = inspect.signature(make_train_step).parameters
     batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument")
     decided = {**batch, **self.decided}
@@ -52,8 +50,6 @@ class FlaxStep(Step):
   def _step_loss(self, loss_fn: LossFn, carry: int | None, **decided: Any) -> Loss:
     """`loss_fn` as the loss of a step; `carry` is the position of the argument that is threaded."""
     options = {**self._options, **decided}
-    if carry is None:
-      options.pop("carry_reduction", None)
     has_aux = self._has_aux or carry is not None
     return step_loss(loss_fn, has_aux=has_aux, batch_argnums=1, carry_argnum=carry, **options)
 
@@ -61,13 +57,13 @@ class FlaxStep(Step):
 class CountingProgram(StepProgram):
   """A `StepProgram` that takes, last, how many steps the optimizer took, and returns it anew."""
 
-  name = "nnx_train_step"
+  name: ClassVar[str]
 
   def function(self, loss: Placed) -> Callable[..., Any]:
     """What is compiled."""
     run = super().function(loss)
 
-    def counting(params: Params, opt_state: OptState, /, *args: Any) -> tuple[Any, ...]:
+    def counting(params: Params, opt_state: OptState, /, *args: Any) -> Args:
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
       stepped = (metrics["total_weight"] != 0) & _has_stepped(opt_state, new[1])
@@ -81,7 +77,7 @@ def _has_stepped(before: OptState, after: OptState) -> jax.Array:
   """Whether the optimizer took a step, which one that accumulates does once a cycle."""
   states = (AccumulateState, optax.MultiStepsState)
 
-  def counts(opt_state: OptState) -> list[Any]:
+  def counts(opt_state: OptState) -> Leaves:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
     return [x.gradient_step for x in leaves if isinstance(x, states)]
 

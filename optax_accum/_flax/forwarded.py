@@ -12,16 +12,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from optax_accum import _versions
 
 # Calls of one jaxpr, whose inputs and outputs are those of the jaxpr.
-_CALLS = {
-  "jit",
-  "pjit",
-  "closed_call",
-  "checkpoint",
-  "remat2",
-  "custom_jvp_call",
-  "custom_vjp_call",
-  "custom_vjp_call_jaxpr",
-}
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2"}
+_CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
 class _Given(NamedTuple):

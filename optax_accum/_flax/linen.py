@@ -8,8 +8,9 @@ import jax
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Params, Tree
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics, Params
+from optax_accum._flax.flax_step import CountingProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches import parameters
 from optax_accum._train_step.program import PreparedCall
@@ -46,21 +47,17 @@ def linen_train_step(
     state, metrics = step(state, batch, rngs={"dropout": jax.random.fold_in(key, i)})
 
   With batch normalisation the step is not that of the whole batch: a microbatch is normalised by
-  its own statistics (over a mesh, its rows on one device). In float64, for 4 microbatches of 6
-  rows, the first step of SGD was off by 0.39 of its length; with group or layer norm by 2e-15. The
-  running statistics are updated once a microbatch, and left alone by one of weight zero. Padded
-  rows enter them, whatever `weight_fn` says: give `nn.BatchNorm` a ``mask=``.
+  its own statistics (over a mesh, its rows on one device). The running statistics are updated once
+  a microbatch, and left alone by one of weight zero. The guide "Flax linen" measures it.
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
   it in ``variables``, whole, and no gradient is taken of it: statistics in use, or the frozen
-  parameters under adapters (LoRA). Do not close over such arrays: they would be constants of the
-  program. Where adapters are among the parameters, `optax.partition` with `optax.set_to_zero` saves
-  only moments: all gradients are still added up. (For `accumulate`, see `TrainState`.)
+  parameters under adapters (LoRA). Arrays that the loss closes over are constants of the program.
 
   Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
-  With ``mesh=`` their constraints in the loss name automatic axes alone: the data axis is manual.
-  So do those of `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step,
-  and not in the loss.
+  With ``mesh=`` their constraints in the loss name automatic axes alone. So do those of
+  `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and not in the
+  loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
@@ -83,9 +80,8 @@ def linen_train_step(
     each device, so give a new key in each step.
 
   Raises:
-    TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; a state is no
-      flax `TrainState`, or its ``tx`` no transformation, such as `optax.MultiSteps`; `rngs` are no
-      keys by name; the loss returned other things than announced.
+    TypeError: An option is unknown, or decided here; `loss_fn` takes or returns other things; a
+      state is no flax `TrainState`, or its ``tx`` no transformation.
     ValueError: The state lacks a collection; the loss returned others than `mutable` names.
     RuntimeError: The state was donated to an earlier step.
 
@@ -118,16 +114,11 @@ class LinenTrainStep(FlaxStep):
     "carry_argnum": "name collections in mutable",
   }
 
-  def __init__(self, loss_fn: LossFn, mutable: Any, has_aux: bool, options: dict[str, Any]):
+  def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: Kwargs):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
-    if options.get("carry_reduction") is not None and not self._mutable:
-      raise ValueError(
-        f"carry_reduction={options['carry_reduction']!r} says what becomes of mutable collections,"
-        " and mutable=() names none: name them, or leave it out."
-      )
     self.loss = self._loss_of_variables()
-    self._programs: dict[Any, StateProgram] = {}
+    self._programs: dict[object, StateProgram] = {}
 
   @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -154,20 +145,19 @@ class LinenTrainStep(FlaxStep):
     _, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, call.jitted.eval_shape(*call.args))
 
-  def _prepare(self, state: Any, batch: Batch, rngs: Rngs) -> tuple["StateProgram", PreparedCall]:
+  def _prepare(self, state: State, batch: Batch, rngs: Rngs) -> tuple["StateProgram", PreparedCall]:
     """The program for such a call, and the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
         " parameters and an optimizer state use make_train_step."
       )
-    state_fields.check_rngs(rngs)
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
     program, count = self._program(state), state_fields.counted(state.step)
     args = state.params, state.opt_state, batch, constant, rngs, mutable, count
     return program, program.prepare(args, {}, others)
 
-  def _replaced(self, state: State, call: PreparedCall, out: Any) -> tuple[State, Metrics]:
+  def _replaced(self, state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
     """The state after a step, and the metrics."""
     params, opt_state, *mutable, count, metrics = out
     if not self._has_aux:
@@ -204,25 +194,18 @@ class LinenTrainStep(FlaxStep):
     given = {**variables_of(params), **constant, **mutable}
     with state_fields.opened_on_device(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
-    several = isinstance(out, (tuple, list))
-    found = f"a {type(out).__name__} of length {len(out)}" if several else "a single value"
-    if not self._mutable:
-      if several and not self._has_aux:
-        raise TypeError(
-          f"The loss returned {found}, and without mutable and has_aux it returns the"
-          " loss alone. If the rest are updates of collections, name them,"
-          ' mutable=("batch_stats",); if it is auxiliary, pass has_aux=True.'
-        )
+    if not self._mutable and (self._has_aux or not isinstance(out, (tuple, list))):
       return out
-    if not _is_pair(out) or (self._has_aux and not _is_pair(out[1])):
-      wanted = "(loss, (updates, aux))" if self._has_aux else "(loss, updates)"
-      with_aux = " and has_aux=True" * self._has_aux
+    if not self._mutable or not _is_pair(out) or (self._has_aux and not _is_pair(out[1])):
+      rest = "(updates, aux)" if self._has_aux else "updates"
       raise TypeError(
-        f"The loss returned {found}; with mutable={self._mutable!r}{with_aux} it returns {wanted},"
-        f" where updates is what model.apply(..., mutable={list(self._mutable)!r}) gives."
+        f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
+        f" has_aux={self._has_aux} it must return {f'(loss, {rest})' if self._mutable else 'loss'}."
+        " Name updates of collections, as model.apply(..., mutable=...) gives them, in mutable; and"
+        " for what else is returned pass has_aux=True."
       )
     updates, aux = out[1] if self._has_aux else (out[1], None)
-    return out[0], (state_fields.check_updates(updates, mutable), aux)
+    return out[0], (state_fields.as_held(updates, mutable), aux)
 
 
 class StateProgram(CountingProgram):
@@ -238,12 +221,12 @@ class StateProgram(CountingProgram):
     """Checks arguments that are not what the last call returned."""
     parameters.check_differentiable("state.params", args[0])
 
-  def names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
     """The arguments, by the names that messages have for them."""
     params, opt_state, batch, constant, rngs, mutable, count = args
     state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
     return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
 
 
-def _is_pair(x: Any) -> bool:
+def _is_pair(x: object) -> bool:
   return isinstance(x, (tuple, list)) and len(x) == 2

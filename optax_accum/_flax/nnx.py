@@ -9,8 +9,9 @@ import jax
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import Batch, CountingProgram, FlaxStep, LossFn, Metrics
+from optax_accum._flax.flax_step import CountingProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
 from optax_accum._mesh.placement import place, place_state
@@ -19,16 +20,18 @@ from optax_accum._train_step.program import PreparedCall
 Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
-_DELETED = (
-  "{root}.{name} has been deleted: a step updates model and optimizer in place, and deletes the"
-  " arrays that they held. If these were put in from elsewhere, put in copies,"
-  " nnx.update({root}, jax.tree.map(jnp.copy, saved)); if the model is a clone, copy.deepcopy it;"
-  " or pass donate=False."
-)
-_OTHER_MODEL = (
-  "If the model changed after nnx.Optimizer was made (adapters were added, a layer was replaced),"
-  " make the optimizer again: nnx.Optimizer(model, tx, wrt=...)."
-)
+# What is added to an error, by words in it: the first that are.
+_NOTES = {
+  "has been deleted": (
+    "A step updates model and optimizer in place. If arrays were put in from elsewhere, put in"
+    " copies, nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone,"
+    " copy.deepcopy it; or pass donate=False."
+  ),
+  "opt_state": (
+    "The optimizer is made with the wrt of the step, of the model as it is. After adapters were"
+    " added, or a layer was replaced, make it again: nnx.Optimizer(model, tx, wrt=...)."
+  ),
+}
 
 
 @_validate.hinted(
@@ -51,9 +54,9 @@ def nnx_train_step(
   `nnx.BatchNorm`, counters of random streams, caches, Variables of your own. So each microbatch
   draws noise of its own, and the model ends as after a loop over the microbatches. Over a mesh each
   device threads its own, with its index folded into keys. In the end floats are averaged, by what
-  each device counted, and of integers the largest is taken (`carry_reduction`). With batch
-  normalisation the step is not the whole batch's, and padded rows enter the statistics, as
-  `linen_train_step` says. A microbatch of weight zero leaves the model alone.
+  each device counted, and of integers the largest is taken (`carry_reduction`). A microbatch of
+  weight zero leaves the model alone. With batch normalisation the step is not the whole batch's, as
+  `linen_train_step` says.
 
   For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer. Only adapters have accumulators
   and moments; the other parameters are neither copied nor donated.
@@ -62,19 +65,17 @@ def nnx_train_step(
     loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
       `has_aux`. It may change values of Variables, but for those that `wrt` selects. It may add
       none: of `nnx.Module.sow` take ``nnx.pop(model, nnx.Intermediate)``, and return it as aux.
-    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. The
-      optimizer was made with the same, from the model as it is: adapters are added before.
+    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. Give the
+      optimizer the same, and make it after adapters were added to the model.
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
       a step deletes the arrays that parameters and optimizer held, which an `nnx.clone` and an
-      `nnx.state` share. To keep the best model, and put it back as often as you like:
-      ``best = jax.tree.map(jnp.copy, nnx.state(model))``, and
-      ``nnx.update(model, jax.tree.map(jnp.copy, best))``.
+      `nnx.state` share: keep ``jax.tree.map(jnp.copy, nnx.state(model))``, as the guide "Flax nnx,
+      and LoRA" does.
 
   Returns:
     An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
-    optimizer steps: it stays where nothing in the batch counted, and in the mini steps of an
-    `accumulate`.
+    optimizer steps, as ``state.step`` of `linen_train_step` does.
 
   Raises:
     TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; those of a
@@ -113,12 +114,12 @@ class NnxTrainStep(FlaxStep):
     "carry_argnum": "what the loss changes in the model is threaded",
   }
 
-  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: dict[str, Any]):
+  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: Kwargs):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
-    self._views: dict[Any, _View] = {}
-    self._programs: dict[Any, CountingProgram] = {}
-    self._changed: dict[Any, frozenset[str]] = {}  # by graphdef: the names of what the loss changes
+    self._views: dict[object, _View] = {}
+    self._programs: dict[object, NnxProgram] = {}
+    self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
     self.loss = self._step_loss(loss_fn, 3, rng_argnums=())
 
   @_validate.hinted(
@@ -137,32 +138,22 @@ class NnxTrainStep(FlaxStep):
     """The program of a call, lowered, for its memory and collectives."""
     return self._with_call(lambda _, call: call.jitted.lower(*call.args), model, optimizer, batch)
 
-  def _with_call(
-    self,
-    use: Callable[["_View", PreparedCall], Result],
-    model: nnx.Module,
-    optimizer: Optimizer,
-    batch: Batch,
-  ) -> Result:
+  def _with_call(self, use: Callable[["_View", PreparedCall], Result], *call: Any) -> Result:
     """What `use` makes of a call with what these objects hold."""
+    model, optimizer, batch = call
     while True:
       view = self._view(model, optimizer)
       try:
         return use(view, view.program.prepare(view.arguments(batch), {}))
-      except RuntimeError as error:
-        for root, held in (("model", nnx.state(model)), ("optimizer", nnx.state(optimizer))):
-          for name, x in variables.named(held).items():
-            if isinstance(array := variables.value(x), jax.Array) and array.is_deleted():
-              raise RuntimeError(_DELETED.format(root=root, name=name)) from error
-        raise
-      except ValueError as error:
-        if str(error).startswith("opt_state"):
-          error.add_note(_OTHER_MODEL)
-        raise
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
         known = self._changed.get(view.graphdef, frozenset())
         self._changed[view.graphdef] = known.union(found.args)
         self._views.clear()
+      except (RuntimeError, ValueError) as error:
+        notes = [note for words, note in _NOTES.items() if words in str(error)]
+        for note in notes[:1]:
+          error.add_note(note)
+        raise
 
   def _view(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
     """What these objects hold: as found before, if their structure is as it was."""
@@ -178,33 +169,47 @@ class NnxTrainStep(FlaxStep):
 
   def _look_at(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
     variables.check_objects(model, optimizer)
-    parts: Any = nnx.split(model, self._wrt, ...)
+    parts: Args = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
     variables.wrap_arrays(optimizer)
-    variables.check_wrt(self._wrt, params, model, optimizer)
+    variables.check_wrt(self._wrt, params, model)
     if (parallel := self.loss.parallel) is not None:
       held, state = Values(nnx.state(model)), Values(nnx.state(optimizer))
       held.write(place(parallel.mesh, "model", held.read()))
       state.write(place_state(parallel.mesh, "optimizer", Values(params).read(), state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
-    threaded = [carry] if changed else []
     key = graphdef, optimizer.tx, changed
     if key not in self._programs:
       self._programs[key] = self._program(*key)
+    threaded = [carry] if changed else []
     updated = Values((params, optimizer.opt_state, *threaded, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
 
-  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> CountingProgram:
+  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> "NnxProgram":
     """The program for a model of this structure, of which the loss changes these Variables."""
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
     pure = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
-    loss = self._step_loss(pure, 3 if changed else None, rng_argnums=())
-    updated = (0, 1, 4, 5) if changed else (0, 1, 4)  # all but the batch, and what is fixed
     tx = optax.with_extra_args_support(tx)
-    return CountingProgram(loss, tx, updated, len(updated) + 1, self._donate)
+    if changed:  # all but the batch, and what is fixed, is updated
+      loss = self._step_loss(pure, 3, rng_argnums=())
+      return NnxProgram(loss, tx, (0, 1, 4, 5), 5, self._donate)
+    loss = self._step_loss(pure, None, rng_argnums=(), carry_reduction=None)
+    return NnxProgram(loss, tx, (0, 1, 4), 4, self._donate)
+
+
+class NnxProgram(CountingProgram):
+  """A `CountingProgram` of what a model and its optimizer hold."""
+
+  name = "nnx_train_step"
+
+  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
+    """The arguments, by the names that messages have for them."""
+    params, opt_state, batch, *states, count = args
+    optimizer = {"opt_state": opt_state, "step": count}
+    return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}
 
 
 class _View(NamedTuple):
@@ -212,11 +217,11 @@ class _View(NamedTuple):
 
   snapshot: Snapshot
   graphdef: Any
-  program: CountingProgram
+  program: NnxProgram
   updated: Values  # parameters, optimizer state, what the loss changes, and the count of steps
   fixed: Values  # what the loss does not change
 
-  def arguments(self, batch: Batch) -> tuple[Any, ...]:
+  def arguments(self, batch: Batch) -> Args:
     """The arguments of the program."""
     params, opt_state, *others = self.updated.read()
     return params, opt_state, batch, self.fixed.read(), *others

@@ -6,10 +6,15 @@ from typing import Any
 from flax import nnx
 import jax
 
+from optax_accum._arithmetic.trees import Args, Batch, Carry, Params, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import Batch, LossFn, Params
+from optax_accum._flax.flax_step import LossFn
 from optax_accum._flax.forwarded import forwarded
 from optax_accum._microbatches import keys_and_carry
+
+_LOST = (
+  "loss_fn changed {}, so the change would be lost: keep numbers that change in an nnx.Variable."
+)
 
 
 class ChangedByLossError(Exception):
@@ -30,7 +35,7 @@ class PureLoss:
   def __name__(self) -> str:
     return getattr(self.fun, "__name__", repr(self.fun))
 
-  def __call__(self, params: Params, batch: Batch, fixed: Any, carry: Any = None) -> Any:
+  def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry = None) -> Any:
     """The loss; with a carry ``(loss, (new_carry, aux))``."""
     fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
     states = params, fixed, *([] if carry is None else [carry])
@@ -42,7 +47,7 @@ class PureLoss:
         f"loss_fn returned a {type(out).__name__}; with has_aux=True it must return (loss, aux)."
       )
     after = _held(model)
-    self._check_structure(before, after, model, states)
+    self._check_structure(before, after, model)
     changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
@@ -51,10 +56,10 @@ class PureLoss:
     loss, aux = out if self.has_aux else (out, None)
     return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
 
-  def _computed(self, states: Any, batch: Batch) -> set[str]:
+  def _computed(self, states: Args, batch: Batch) -> set[str]:
     """The names of what the loss computes anew, and does not only give back."""
 
-    def run(states: Any) -> Any:
+    def run(states: Args) -> Args:
       model = nnx.merge(self.graphdef, *states)
       before = _held(model)
       self.fun(model, batch)
@@ -75,48 +80,29 @@ class PureLoss:
       )
     held = variables.named(nnx.state(model))
     if lost := sorted(name for name in changed if not variables.is_variable(held[name])):
-      raise ValueError(
-        f"loss_fn changed model.{lost[0]}, an array that is no Variable, so the change would be"
-        " lost: keep it in an nnx.Variable."
-      )
+      raise ValueError(_LOST.format(f"model.{lost[0]}, an array that is no Variable"))
     if not changed <= self.changed:
       raise ChangedByLossError(*changed)
 
   def _check_structure(
-    self, before: dict[str, Any], after: dict[str, Any], model: nnx.Module, states: Any
+    self, before: dict[str, Tree], after: dict[str, Tree], model: nnx.Module
   ) -> None:
     """Checks that the loss left all as it was but values of Variables."""
-    if added := sorted(after.keys() - before.keys()):
+    for name in sorted(before.keys() ^ after.keys()):
       raise ValueError(
-        f"loss_fn added model.{added[0]}, which the next microbatch would not have: make it with"
-        " the model. What nnx.Module.sow added, take out and return as aux:"
-        " nnx.pop(model, nnx.Intermediate), with has_aux=True."
+        f"loss_fn {'added' if name in after else 'removed'} model.{name}, and all microbatches have"
+        " the same model: make what it needs with it. What nnx.Module.sow added, take out and"
+        " return as aux: nnx.pop(model, nnx.Intermediate), with has_aux=True."
       )
-    if removed := sorted(before.keys() - after.keys()):
-      raise ValueError(f"loss_fn removed model.{removed[0]}, which the next microbatch needs.")
-    if nnx.graphdef(model) == self.graphdef:
-      return
-    old, new = (_attributes(x) for x in (nnx.merge(self.graphdef, *states), model))
-    differ = [name for name in {**old, **new} if name not in old or old[name] != new.get(name)]
-    which = f"model.{differ[0]}" if differ else "the metadata of a Variable"
-    raise ValueError(
-      f"loss_fn changed {which}, which is no Variable, so the change would be lost: keep numbers"
-      " that change in an nnx.Variable."
-    )
+    if nnx.graphdef(model) != self.graphdef:
+      raise ValueError(_LOST.format("an attribute of the model, or the metadata of a Variable"))
 
 
-def _attributes(model: nnx.Module) -> dict[str, Any]:
-  """What a model has beside arrays, by name."""
-  found = {variables.name(path): x for path, x in nnx.iter_graph(model) if not hasattr(x, "shape")}
-  is_leaf = jax.tree_util.all_leaves
-  return {name: x for name, x in found.items() if is_leaf([x]) and "_pytree__" not in name}
-
-
-def _held(model: nnx.Module) -> dict[str, Any]:
+def _held(model: nnx.Module) -> dict[str, Tree]:
   """What the Variables of a model hold, by name."""
   return {name: variables.value(x) for name, x in variables.named(nnx.state(model)).items()}
 
 
-def _ids(value: Any) -> list[int]:
+def _ids(value: Tree) -> list[int]:
   """The arrays of a value, which may be a tree: the same unless something was computed."""
   return list(map(id, jax.tree.leaves(value)))

@@ -1,6 +1,5 @@
 """A `TrainState` for a loop that has one microbatch at a time."""
 
-import dataclasses
 from typing import Any, Self
 
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
@@ -9,6 +8,7 @@ import jax
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Grads, Params
 from optax_accum._flax.state_fields import variables_of
 from optax_accum._streaming.accumulate import AccumulateTransformation
 from optax_accum._streaming.state import states_in
@@ -31,14 +31,14 @@ class TrainState(train_state.TrainState):
 
   ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
 
-  Of adapters (LoRA) among frozen parameters, accumulate within what leaves these out, and the
-  accumulator is the adapters'; ``accumulate(optax.partition(...), k)`` adds all gradients up::
+  Among frozen parameters only adapters (LoRA) are accumulated if that is within what leaves the
+  others out; ``accumulate(optax.partition(...), k)`` adds all gradients up::
 
     tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
   """
 
   @classmethod
-  def create(cls, *, apply_fn: Any, params: Any, tx: Any, **kwargs: Any) -> Self:
+  def create(cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any) -> Self:
     """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
     _validate.transformation(tx, "tx")
     return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
@@ -52,30 +52,20 @@ class TrainState(train_state.TrainState):
     return states[0].gradient_step
 
   def apply_gradients(
-    self, *, grads: Any, weight: Any = 1.0, flush: Any = False, **kwargs: Any
+    self, *, grads: Grads, weight: Any = 1.0, flush: Any = False, **kwargs: Any
   ) -> Self:
-    """Adds gradients up, and steps at the end of a cycle.
+    """Adds gradients up, and steps at the end of a cycle: the next state, with `step` one more.
 
     Args:
       grads: Gradients of one microbatch, like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
-      weight: How much the microbatch counts, as in `accumulate`. Default: 1.
-      flush: Whether to step now. Default: no.
+      weight: How much the microbatch counts, as in `accumulate`.
+      flush: Whether to step now.
       **kwargs: Further fields to replace.
-
-    Returns:
-      The next state, whose `step` is one more.
 
     Raises:
       ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.
-      TypeError: An argument is no field of the state.
     """
-    fields = {field.name for field in dataclasses.fields(self)}
-    if unknown := sorted(kwargs.keys() - fields):
-      raise TypeError(
-        f"apply_gradients takes no {unknown[0]}, and {type(self).__name__} has no such field: it"
-        " takes grads, weight, flush, and fields to replace."
-      )
     plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
     accumulates = isinstance(self.tx, AccumulateTransformation)
     if not plain and not accumulates and not states_in(self.opt_state):

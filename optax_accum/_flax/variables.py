@@ -9,29 +9,30 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate, _versions
+from optax_accum._arithmetic.trees import Leaf, Path, Tree
 
 
-def is_variable(x: Any) -> bool:
+def is_variable(x: object) -> bool:
   """Whether `x` is an nnx `Variable`, which flattening would open."""
   return isinstance(x, nnx.Variable)
 
 
-def value(x: Any) -> Any:
+def value(x: Leaf) -> Leaf:
   """The value of a Variable; an array is its own."""
   return x.get_raw_value() if is_variable(x) else x
 
 
-def name(path: tuple[Any, ...]) -> str:
+def name(path: Path) -> str:
   """The name that a user has for a path: ``bn.mean``."""
   return ".".join(map(str, path))
 
 
-def named(state: Any) -> dict[str, Any]:
+def named(state: Tree) -> dict[str, Leaf]:
   """The Variables of a `State`, by name."""
   return {name(path): x for path, x in nnx.to_flat_state(state)}
 
 
-def among(names: Collection[str]) -> Callable[[Any, Any], bool]:
+def among(names: Collection[str]) -> Callable[[Path, Leaf], bool]:
   """A filter: the Variables of these names."""
   return lambda path, _: name(path) in names
 
@@ -39,16 +40,15 @@ def among(names: Collection[str]) -> Callable[[Any, Any], bool]:
 class Values:
   """The values of the Variables in a tree, read and written in place."""
 
-  def __init__(self, tree: Any):
-    self._variables: list[Any]
+  def __init__(self, tree: Tree):
     self._treedef: Any
     self._variables, self._treedef = jax.tree.flatten(tree, is_leaf=is_variable)
 
-  def read(self) -> Any:
+  def read(self) -> Tree:
     """The tree, with values in the places of the Variables."""
     return self._treedef.unflatten(map(value, self._variables))
 
-  def write(self, tree: Any) -> None:
+  def write(self, tree: Tree) -> None:
     """Puts the values of such a tree into the Variables."""
     for variable, new in zip(self._variables, self._treedef.flatten_up_to(tree), strict=True):
       if is_variable(variable):
@@ -63,29 +63,29 @@ class Snapshot:
   themselves are not kept alive, only what is in them.
   """
 
-  def __init__(self, *roots: Any):
+  def __init__(self, *roots: Tree):
     own = set(map(id, roots))
     nodes = [node for root in roots for _, node in nnx.iter_graph(root) if id(node) not in own]
     self._roots = list(map(_structure, roots))
     self._inner = [(x, _structure(x)) for x in nodes if not jax.tree_util.all_leaves([x])]
 
-  def holds(self, *roots: Any) -> bool:
+  def holds(self, *roots: Tree) -> bool:
     """Whether these, the same objects, have the same structure."""
     nodes = [*zip(roots, self._roots, strict=True), *self._inner]
     return all(_same(_structure(node), before) for node, before in nodes)
 
 
-def _structure(node: Any) -> dict[Any, Any]:
+def _structure(node: Tree) -> dict[object, Leaf]:
   """What can change in a node, but for the value of a Variable."""
   if is_variable(node):
-    metadata: dict[str, Any] = node.get_metadata()
+    metadata: dict[object, Leaf] = node.get_metadata()
     return metadata
   if isinstance(node, list):
     return dict(enumerate(node))
   return dict(node if isinstance(node, dict) else getattr(node, "__dict__", {}))
 
 
-def _same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+def _same(a: dict[object, Leaf], b: dict[object, Leaf]) -> bool:
   return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
@@ -97,52 +97,39 @@ def wrap_arrays(optimizer: Any) -> None:
     optimizer.opt_state = nnx.data(jax.tree.map(wrap, state, is_leaf=is_variable))
 
 
-def check_objects(model: Any, optimizer: Any) -> None:
+def check_objects(model: object, optimizer: object) -> None:
   """Checks that these are an nnx module and an nnx optimizer, in this order."""
-  if isinstance(model, nnx.Optimizer):
-    raise TypeError("The order is step(model, optimizer, batch), and the first is an optimizer.")
-  if not isinstance(model, nnx.Module):
+  if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
-      f"model is a {type(model).__name__}; nnx_train_step takes an nnx module. For linen there is"
-      " linen_train_step, and for parameters make_train_step."
-    )
-  if not isinstance(optimizer, nnx.Optimizer):
-    raise TypeError(
-      f"optimizer is a {type(optimizer).__name__}; nnx_train_step takes an nnx.Optimizer:"
-      " nnx.Optimizer(model, tx, wrt=nnx.Param)."
+      f"step(model, optimizer, batch) got {type(model).__name__} and {type(optimizer).__name__}: it"
+      " takes an nnx module and an nnx.Optimizer(model, tx, wrt=nnx.Param), in this order. For"
+      " linen there is linen_train_step, and for parameters make_train_step."
     )
   _validate.transformation(optimizer.tx, "optimizer.tx")
   for found, x in named(nnx.state(model)).items():
-    kinds = _versions.NNX_REFERENCES if is_variable(x) else ()
-    if any(x.get_metadata(kind, False) for kind in kinds):
+    if is_variable(x) and any(x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES):
       raise TypeError(
         f"model.{found} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
         " a step cannot take apart: make the model without."
       )
 
 
-def check_wrt(wrt: Any, params: Any, model: Any, optimizer: Any) -> None:
-  """Checks that `wrt` selects something, and what the optimizer has moments of."""
+def check_wrt(wrt: object, params: Tree, model: nnx.Module) -> None:
+  """Checks that `wrt` selects Variables."""
   selected = named(params)
   if not selected:
     kinds = sorted({type(x).__name__ for x in named(nnx.state(model)).values()})
     raise ValueError(
       f"wrt={shown(wrt)} selects nothing in {type(model).__name__}, which has {', '.join(kinds)}."
     )
-  if arrays := [found for found, x in selected.items() if not is_variable(x)]:
-    raise ValueError(
-      f"wrt={shown(wrt)} selects model.{arrays[0]}, an array that is no Variable, which a step"
-      " cannot update in place: make it an nnx.Param."
-    )
-  theirs = selected if optimizer.wrt is wrt else named(nnx.state(model, optimizer.wrt))
-  if differ := sorted(selected.keys() ^ theirs.keys()):
-    which = "the step" if differ[0] in selected else "the optimizer"
-    raise ValueError(
-      f"wrt={shown(wrt)}, and the optimizer was made with wrt={shown(optimizer.wrt)}: only"
-      f" {which} has model.{differ[0]}. Pass the same to both."
-    )
+  for found, x in selected.items():
+    if not is_variable(x):
+      raise ValueError(
+        f"wrt={shown(wrt)} selects model.{found}, an array that is no Variable, which a step cannot"
+        " update in place: make it an nnx.Param."
+      )
 
 
-def shown(wrt: Any) -> str:
+def shown(wrt: object) -> str:
   """A filter, as in the code that made it: ``Param``."""
   return getattr(wrt, "__name__", repr(wrt))

@@ -1,19 +1,20 @@
 """A step that was compiled for a plan, and what XLA says of it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import hashlib
-import inspect
 import re
 from typing import Any, TypeAlias
 
 import jax
 
+from optax_accum._arithmetic.trees import Args
 from optax_accum._compiled.collectives import count_collectives
 from optax_accum._compiled.matrix_flops import matrix_flops
 from optax_accum._train_step.step import Step
 
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan tells them by identity
+BuildStep: TypeAlias = Callable[..., Any]
 
 # XLA for TPU says so of a program when it has analysed its memory, and before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
@@ -31,9 +32,8 @@ class PlanCandidate:
     output_bytes: Of what is returned, but for what is returned in donated arguments.
     temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Of the program. (0 on CPU, where XLA does not say.)
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with: less where buffers are not in
-      use at the same time. On CPU it leaves temporary buffers out; on TPUs it may be more. None
-      where this JAX has no such number.
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. On CPU it leaves temporary
+      buffers out. None where this JAX has no such number.
     flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
       one row of each microbatch: XLA writes such products as sums, which are not counted.)
     collectives: How many run.
@@ -71,11 +71,9 @@ class PlanCandidate:
 class Builder:
   """The steps that a user's `build_step` makes with one choice, for these arguments."""
 
-  def __init__(
-    self, build_step: Callable[..., Any], args: tuple[Any, ...], rows: int, choice: Choice
-  ):
+  def __init__(self, build_step: BuildStep, args: Args, rows: int, choice: Choice):
     self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
-    self._programs: dict[int, str] = {}  # by `num_microbatches`
+    self._programs: dict[str, int] = {}  # `num_microbatches`, by the hash of the program
     self.first = self._step(1)
 
   def call(self, num_microbatches: int) -> str:
@@ -86,30 +84,28 @@ class Builder:
   def counts(self) -> list[int]:
     """The numbers of microbatches that the step can have, the largest first."""
     rows, step = self._rows, self.first if isinstance(self.first, Step) else None
-    if step and (found := step.rows(self._args)) not in (None, rows):
+    found = step.rows(self._args) if step else None
+    if found not in (None, rows):
       raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
     dims = {n for x in jax.tree.leaves(self._args) for n in getattr(x, "shape", ())}
-    if not any(n % rows == 0 for n in dims if n):
+    if not any(n and n % rows == 0 for n in dims):
       raise ValueError(
         f"batch_size={rows}, and no array in args has so many rows: give the rows of the batch."
       )
-    counts = step.counts(rows) if step else [n for n in range(rows, 0, -1) if rows % n == 0]
-    if not counts:
-      raise ValueError(f"batch_size={rows}, and a step with noise_scale=True needs 2 rows or more.")
-    return counts
+    # What can have none, such as noise_scale of one row, has an error of its own when lowered.
+    return (step.counts(rows) or [1]) if step else [n for n in range(rows, 0, -1) if rows % n == 0]
 
   def compile(self, num_microbatches: int, limit: int) -> PlanCandidate:
     """Compiles one step. Nothing runs."""
     candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, self._choice)
     try:
-      compiled = self._lowered(num_microbatches).compile()
+      lowered: jax.stages.Lowered = self._step(num_microbatches).lower(*self._args)
+      self._check_other_program(lowered, num_microbatches)
+      compiled = lowered.compile()
     except Exception as error:
       if _LARGER_THAN_THE_CHIP.search(str(error)):
         return dataclasses.replace(candidate, analysed=False)
-      error.add_note(
-        f"This is {self.call(num_microbatches)}, which plan_microbatches lowers and compiles with"
-        " args. It is an error, and not a step that does not fit."
-      )
+      error.add_note(f"This is {self.call(num_microbatches)}, lowered and compiled with args.")
       raise
     memory, collectives = compiled.memory_analysis(), count_collectives(compiled).operations
     if memory is None:
@@ -127,18 +123,13 @@ class Builder:
     )
     return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
 
-  def check_used(self, counts: Sequence[int]) -> None:
-    """Checks that another `num_microbatches` gives another program."""
-    known = [n for n in counts if n in self._programs]
-    others = [n for n in counts if n not in known]
-    if len(known) == 1 and others:
-      self._lowered(others[0])
-      known.append(others[0])
-    if len({self._programs[n] for n in known}) < len(known):
+  def _check_other_program(self, lowered: jax.stages.Lowered, num_microbatches: int) -> None:
+    program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+    if (same := self._programs.setdefault(program, num_microbatches)) != num_microbatches:
       raise ValueError(
-        f"build_step made the same program for num_microbatches={known[0]} and {known[1]}: it must"
-        " split the batch into as many microbatches as it is given, as in make_train_step(...,"
-        " num_microbatches=num_microbatches)."
+        f"build_step made the same program for num_microbatches={same} and {num_microbatches}: it"
+        " must split the batch into as many microbatches as it is given, as in"
+        " make_train_step(..., num_microbatches=num_microbatches)."
       )
 
   def _step(self, num_microbatches: int) -> Any:
@@ -149,37 +140,3 @@ class Builder:
         " make_train_step returns, or a function that jax.jit has wrapped."
       )
     return step
-
-  def _lowered(self, num_microbatches: int) -> jax.stages.Lowered:
-    lowered: jax.stages.Lowered = self._step(num_microbatches).lower(*self._args)
-    self._programs[num_microbatches] = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    return lowered
-
-
-def check_choices(build_step: Callable[..., Any], choices: Any) -> None:
-  """Checks that `choices` are options, with values, that `build_step` takes."""
-  is_step = hasattr(build_step, "lower") and not isinstance(build_step, type)
-  if not callable(build_step) or is_step:
-    raise TypeError(
-      f"build_step={build_step!r:.80} must be a function build_step(num_microbatches, **choice)"
-      " that returns a jitted step."
-    )
-  if not isinstance(choices, Mapping) or not all(isinstance(name, str) for name in choices):
-    raise TypeError(
-      f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
-      ' such as {"remat": [False, True]}.'
-    )
-  for name, values in choices.items():
-    if not isinstance(values, (list, tuple)) or not values:
-      raise TypeError(f"choices[{name!r}]={values!r} must be a list of one value or more to try.")
-  try:
-    inspect.signature(build_step).bind(1, **dict.fromkeys(choices))
-  except TypeError as error:
-    takes = f"build_step{inspect.signature(build_step)}"
-    given = ", ".join(["num_microbatches", *choices])
-    raise TypeError(
-      f"build_step is called with ({given}), and is {takes}: {error}. It must take num_microbatches"
-      " as its first positional parameter, and the names of choices as others."
-    ) from None
-  except ValueError:
-    pass  # a builtin, which has no signature

@@ -1,14 +1,14 @@
 """`MicrobatchPlan`: what was compiled, which of it fits, and what takes the memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import inspect
-import math
 import operator
 from typing import Any
 
 import jax
 
+from optax_accum._arithmetic.trees import Args
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, PlanCandidate
 
@@ -36,19 +36,19 @@ class MicrobatchPlan:
   @classmethod
   def of(cls, found: Sequence[Sequence[PlanCandidate]], rows: int, limit: int) -> "MicrobatchPlan":
     """The plan of what was compiled of each choice."""
-    best = [max((c for c in each if c.fits), key=_size, default=None) for each in found]
-    works = [_work(c, each) for c, each in zip(best, found, strict=True) if c is not None]
-    least = min(works, default=0)
 
-    def cost(i: int) -> tuple[float, ...]:
-      """Of a choice: by its largest microbatch that fits."""
-      if (c := best[i]) is None:
-        return (math.inf,)
-      work = _work(c, found[i])
-      return (0 if work <= least * (1 + _SAME_WORK) else work, -c.microbatch_size, i)
+    def work(each: Sequence[PlanCandidate]) -> int:
+      # Whatever the microbatch; but that of one row on a device XLA writes in a way not counted.
+      return max(c.flops for c in each)
 
-    each = [(not c.fits, cost(i), -c.microbatch_size, c) for i, x in enumerate(found) for c in x]
-    return cls(rows, limit, tuple(c for *_, c in sorted(each, key=lambda row: row[:3])))
+    least = min((work(each) for each in found if any(c.fits for c in each)), default=0)
+
+    def cost(each: Sequence[PlanCandidate]) -> tuple[int, int]:
+      largest = max((c.microbatch_size for c in each if c.fits), default=0)
+      return (0 if work(each) <= least * (1 + _SAME_WORK) else work(each), -largest)
+
+    ordered = [c for each in sorted(found, key=cost) for c in sorted(each, key=_size, reverse=True)]
+    return cls(rows, limit, tuple(sorted(ordered, key=lambda c: not c.fits)))
 
   @property
   def num_microbatches(self) -> int:
@@ -135,10 +135,7 @@ class MicrobatchPlan:
       ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
       ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="all but temporary buffers")
     ax.set_xscale("log", base=2)
-    ticks: list[int] = []
-    for size in sorted(map(_size, self.candidates)):
-      ticks += [size] if not ticks or size > 1.2 * ticks[-1] else []
-    ax.set_xticks(ticks, [*map(str, ticks)], minor=False)
+    ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
     ax.set_ylabel(f"reserved on a device, {name}")
@@ -146,17 +143,11 @@ class MicrobatchPlan:
     return ax
 
 
-def _work(best: PlanCandidate, candidates: Sequence[PlanCandidate]) -> int:
-  """The work of a choice. That of one row on a device XLA writes in a way that is not counted."""
-  smallest = best.microbatch_size == min(map(_size, candidates))
-  return max(c.flops for c in candidates) if smallest else best.flops
-
-
 def _options(choice: Choice) -> list[str]:
   return [f"{name}={_named(value)}" for name, value in choice.items()]
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
   return getattr(value, "__name__", None) or repr(value)
 
 
@@ -173,21 +164,20 @@ def new_figure() -> Any:
   return Figure(figsize=(7, 4), layout="constrained")
 
 
-def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
+def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
   """Says what takes the memory where not even one row fits."""
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
-    rows = _rows(min(map(_size, plan.candidates)))
     return (
-      f"Nothing fits: XLA compiles not even microbatches of {rows}, which are larger than the"
-      " chip's memory. Shard parameters or state over more devices, or take a smaller model."
+      "Nothing fits: XLA compiles not even the smallest microbatch, which is larger than the chip's"
+      f" memory. Shard parameters or state over more devices, or take a smaller model.\n{plan}"
     )
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
   parts = _arguments(step, args)
   if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
     parts = {"arguments": least.argument_bytes}  # the step places them otherwise
-  rest = {"outputs that no argument was donated for": least.output_bytes, "code": least.code_bytes}
-  parts |= {name: size for name, size in rest.items() if size}
+  parts["outputs that no argument was donated for"] = least.output_bytes
+  parts["code"] = least.code_bytes
   scans = [c for c in analysed if c.choice is least.choice and c.num_microbatches > 1]
   largest = max(scans, key=_size, default=least)
   if (more_rows := largest.microbatch_size - least.microbatch_size) > 0:
@@ -197,7 +187,7 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
     parts["gradients, accumulators and what else stays the same"] = least.temp_bytes - of_rows
   else:
     parts["temporary buffers: activations, gradients, accumulators"] = least.temp_bytes
-  listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items())
+  listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size)
   needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
@@ -207,13 +197,10 @@ def does_not_fit(plan: MicrobatchPlan, step: Any, args: Sequence[Any]) -> str:
   )
 
 
-def _arguments(step: Any, args: Sequence[Any]) -> dict[str, int]:
+def _arguments(step: Callable[..., object], args: Args) -> dict[str, int]:
   """The bytes of each argument on one device."""
-  names = [f"argument {i}" for i in range(len(args))]
   try:
-    parameters = [*inspect.signature(step).parameters][: len(args)]
-    names[: len(parameters)] = parameters
-  except (TypeError, ValueError):
-    pass
-  leaves = (sum(map(sizes.shard_bytes, jax.tree.leaves(x))) for x in args)
-  return dict(zip(names, leaves, strict=True))
+    named = inspect.signature(step).bind(*args).arguments
+  except (TypeError, ValueError):  # it has no signature, or none that says it all
+    named = {f"argument {i}": x for i, x in enumerate(args)}
+  return {name: sum(map(sizes.shard_bytes, jax.tree.leaves(x))) for name, x in named.items()}

@@ -1,23 +1,25 @@
 """`plan_microbatches`: the largest microbatch that fits, found by compiling few of them."""
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 import itertools
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import jax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import Builder, check_choices, PlanCandidate
+from optax_accum._plan.candidate import Builder, BuildStep, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
-# Times the limit: where nothing fits, and the smallest does nearly, the next is tried as well.
-_NEARLY = 1.05
+if TYPE_CHECKING:
+  import tqdm
 
 
 def plan_microbatches(
-  build_step: Callable[..., Any],
-  args: Sequence[Any],
+  build_step: BuildStep,
+  args: Args | Leaves,
   *,
   batch_size: int,
   memory_limit: int | str | None = None,
@@ -26,20 +28,18 @@ def plan_microbatches(
   """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
 
   Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
-  compared with the limit. Nothing runs, so nothing can run out of memory. Memory grows with the
-  microbatch nearly along a straight line, so three or four programs for each choice are enough
-  where a batch has 12 divisors. The answer and the next larger microbatch are among them.
+  compared with the limit. Nothing runs, so nothing can run out of memory. The possible sizes are
+  bisected: three or four programs for each choice where a batch has 12 divisors. The answer and the
+  next larger microbatch are among them.
 
   What counts is what the program reserves on one device: arguments, outputs that are not written
-  into donated arguments, temporary buffers, and code. Other arrays that live on the device, such as
-  the next batches, are not in it. Set them off against `memory_limit`.
+  into donated arguments, temporary buffers, and code. Set other arrays that live on the device off
+  against `memory_limit`.
 
-  Nothing is timed. Beyond a few rows on each device a smaller microbatch may be as fast as the
-  largest, or faster: time two or three of the table. Give a batch with many divisors: of 241 rows
-  there are microbatches of 1 and of 241. And plan for the device that you train on. (XLA for CPU
-  may merge what rematerialised layers compute again, unless they are in a scan.) It need not be
-  there: `args` may have shardings over a described topology. The guide "Choosing the microbatch and
-  the batch" does so for TPUs and GPUs.
+  Nothing is timed: a smaller microbatch may be as fast as the largest, or faster. Give a batch with
+  many divisors. And plan for the device that you train on: XLA for CPU may merge what
+  rematerialised layers compute again, unless they are in a scan. The guide "Choosing the microbatch
+  and the batch" plans for TPUs and GPUs that are not there.
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
@@ -56,15 +56,14 @@ def plan_microbatches(
 
   Returns:
     A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
-    ``microbatch_size`` and ``choice`` to use: of the largest microbatch that fits of each choice,
-    that with the fewest floating-point operations. Rematerialised layers need up to a third more,
-    so they are chosen where nothing else fits. Where choices differ by less than 1%, the larger
-    microbatch is taken.
+    ``microbatch_size`` and ``choice`` to use: the largest microbatch that fits, of the choice with
+    the fewest floating-point operations among those that fit. So layers are rematerialised where
+    nothing else fits. Of choices that differ by less than 1%, the larger microbatch is taken.
 
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
-      `memory_limit` is no size or not above 0; or it is None, and the device does not say; or
-      `build_step` makes the same program whatever it is given; or the batch has other rows.
+      `memory_limit` is no size; or it is None, and the device does not say; or `build_step` makes
+      the same program whatever it is given; or the batch has other rows.
     TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
       has; an argument has the wrong type.
     Exception: Whatever compiling raises, with a note that says which step it was.
@@ -93,11 +92,23 @@ def plan_microbatches(
   import tqdm  # takes a while to import
 
   rows = _validate.positive_int("batch_size", batch_size)
-  check_choices(build_step, choices := {} if choices is None else choices)
+  choices = {} if choices is None else choices
+  if hasattr(build_step, "lower"):
+    raise TypeError(
+      f"build_step={build_step!r:.80} is a step; give a function build_step(num_microbatches,"
+      " **choice) that returns one."
+    )
+  if not isinstance(choices, Mapping) or not all(
+    isinstance(values, (list, tuple)) and values for values in choices.values()
+  ):
+    raise TypeError(
+      f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
+      ' such as {"remat": [False, True]}.'
+    )
   if not isinstance(args, (tuple, list)):
     raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
   args = tuple(map(_without_deleted, args))
-  given = None if memory_limit is None else sizes.parse("memory_limit", memory_limit)
+  given = None if memory_limit is None else sizes.parse(memory_limit)
   products = itertools.product(*choices.values())
   combinations = [dict(zip(choices, each, strict=True)) for each in products]
   builders = [Builder(build_step, args, rows, choice) for choice in combinations]
@@ -110,20 +121,20 @@ def plan_microbatches(
   return plan
 
 
-def _without_deleted(tree: Any) -> Any:
+def _without_deleted(tree: Tree) -> Tree:
   """The same, with shapes in the place of arrays that a step before has deleted."""
 
-  def is_deleted(x: Any) -> bool:
+  def is_deleted(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and x.is_deleted()
 
-  def shape(x: Any) -> Any:
+  def shape(x: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
 
   return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
 
 
 def _compiled(
-  builder: Builder, args: tuple[Any, ...], rows: int, limit: int, bar: Any
+  builder: Builder, args: Args, rows: int, limit: int, bar: "tqdm.tqdm"
 ) -> list[PlanCandidate]:
   """What was compiled of one choice to find its largest microbatch that fits."""
 
@@ -135,9 +146,7 @@ def _compiled(
 
   counts = builder.counts()
   row_bytes = sizes.of_rows(args, rows) * counts[0] / rows  # on one device
-  found = search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
-  builder.check_used(counts)
-  return found
+  return search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
 
 
 def search(
@@ -149,62 +158,26 @@ def search(
 ) -> list[PlanCandidate]:
   """What is compiled of the possible microbatches, in rows, the smallest first.
 
-  It ends when one that fits, and the next larger one that does not, were compiled. The memory of a
-  scan is nearly a straight line in the rows of a microbatch, so the next one to compile is guessed
-  from a line through those that were; but no further from the middle than lets bisecting end within
-  a third of them. (On TPUs the line has steps, of twice the memory and more, where a layout
-  changes.)
+  They are bisected for the largest that fits. The smallest comes last, after the next larger one:
+  on TPUs one row may need more than two.
 
-  Where the last of them is the `whole` batch, it is a program without a scan: without
-  accumulators, and without a copy of a microbatch's rows, each of `row_bytes`. It is predicted
-  without these, and may fit where half of it does not.
+  The `whole` batch is a program without a scan: without accumulators, and without a copy of a
+  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not.
   """
-  known: dict[int, PlanCandidate] = {}  # as all that follows, by the index in `possible`
-  unsplit = len(possible) - 1 if possible[-1] == whole else None
-  budget = max(len(possible) // 3, len(possible).bit_length())
+  known: dict[int, PlanCandidate] = {}  # by rows
 
-  def fits(index: int) -> bool:
-    known[index] = compile_size(possible[index])
-    return known[index].fits
+  def too_large(size: int) -> bool:
+    known[size] = compile_size(size)
+    return not known[size].fits
 
-  def predicted(index: int) -> float:
-    """The memory of one that was not compiled."""
-    scans = [i for i, each in known.items() if each.analysed and i != unsplit]
-    if not scans:
-      return 0  # nothing is known
-    scans.sort(key=lambda i: abs(i - index))
-    fixed = known[scans[0]].fixed_bytes
-    two = scans[:2] if index != unsplit else [scans[0], *scans[:0:-1]][:2]  # far apart
-    points = [(possible[i], known[i].peak_bytes) for i in two]
-    points += [(0, fixed)] * (2 - len(points))  # accumulators count as if they were of rows
-    (x1, y1), (x2, y2) = points
-    slope = max((y2 - y1) / (x2 - x1), 0)
-    if index == unsplit:
-      return fixed + max(slope - row_bytes, 0) * possible[index]
-    return y1 + slope * (possible[index] - x1)
-
-  def guess(between: range) -> int:
-    """What to compile next, of some that follow one another."""
-    middle = between[(len(between) - 1) // 2]
-    if not known:
-      return middle
-    analysed = [each for each in known.values() if each.analysed]
-    if analysed and limit < min(each.fixed_bytes for each in analysed):
-      return between[0]  # nothing will fit
-    fitting = [i for i in between if analysed and predicted(i) <= limit]
-    best = fitting[-1] if fitting else between[0]
-    # Either side of the guess must be small enough to be bisected with what is left.
-    most = 2 ** max(budget - len(known) - 1, 0) - 1
-    least, largest = between[-1] - most, between[0] + most
-    return min(max(best, least), largest) if least <= largest else middle
-
-  low, high = -1, len(possible)  # the largest that fits, the smallest that does not
-  while high - low > 1:
-    index = guess(range(low + 1, high))
-    low, high = (index, high) if fits(index) else (low, index)
-  nearly = low < 0 and known[0].analysed and known[0].peak_bytes <= _NEARLY * limit
-  if nearly and len(possible) > 1 and 1 not in {*known, unsplit}:
-    fits(1)
-  if unsplit is not None and unsplit not in known and predicted(unsplit) <= limit:
-    fits(unsplit)
+  bisect.bisect_left(possible, True, key=too_large)
+  if len(known) < min(len(possible), 2):  # so that programs of several numbers are compared
+    too_large(possible[0])
+  scans = sorted(size for size, each in known.items() if each.analysed and size != whole)
+  if scans and whole == possible[-1] and whole not in known:
+    least, most = known[scans[0]], known[scans[-1]]
+    x, y = (0, most.fixed_bytes) if least is most else (least.microbatch_size, least.peak_bytes)
+    slope = (most.peak_bytes - y) / (most.microbatch_size - x)
+    if most.fixed_bytes + max(slope - row_bytes, 0) * whole <= limit:
+      too_large(whole)
   return [*known.values()]
