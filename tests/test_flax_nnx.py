@@ -492,7 +492,7 @@ def forgets(model, batch):
       loss_fn,
       {"wrt": nnx.PathContains("last")},
       ValueError,
-      r"opt_state.*\['first'\]",
+      "only the optimizer has model.first",
     ),
     (
       loss_fn,
@@ -551,6 +551,15 @@ def test_an_array_that_wrt_selects_is_refused():
 
 def everything(path, x):
   return not isinstance(x, nnx.RngState)
+
+
+def test_an_optimizer_without_a_state_was_made_for_certain_variables_too():
+  model, optimizer = make(Model(), tx=optax.sgd(0.1))
+  step = nnx_train_step(loss_fn, wrt=nnx.PathContains("last"), num_microbatches=2)
+  with pytest.raises(
+    ValueError, match=r"the optimizer was made with wrt=Param: only the optimizer"
+  ):
+    step(model, optimizer, make_batch())
 
 
 def test_an_optimizer_of_the_model_as_it_was():

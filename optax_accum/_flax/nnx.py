@@ -172,7 +172,7 @@ class NnxTrainStep(FlaxStep):
     parts: Args = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
     variables.wrap_arrays(optimizer)
-    variables.check_wrt(self._wrt, params, model)
+    variables.check_wrt(self._wrt, params, model, optimizer)
     if (parallel := self.loss.parallel) is not None:
       held, state = Values(nnx.state(model)), Values(nnx.state(optimizer))
       held.write(place(parallel.mesh, "model", held.read()))

@@ -114,8 +114,8 @@ def check_objects(model: object, optimizer: object) -> None:
       )
 
 
-def check_wrt(wrt: object, params: Tree, model: nnx.Module) -> None:
-  """Checks that `wrt` selects Variables."""
+def check_wrt(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> None:
+  """Checks that `wrt` selects Variables, and those that the optimizer was made for."""
   selected = named(params)
   if not selected:
     kinds = sorted({type(x).__name__ for x in named(nnx.state(model)).values()})
@@ -128,6 +128,14 @@ def check_wrt(wrt: object, params: Tree, model: nnx.Module) -> None:
         f"wrt={shown(wrt)} selects model.{found}, an array that is no Variable, which a step cannot"
         " update in place: make it an nnx.Param."
       )
+  # The state of a plain SGD would not tell.
+  theirs = selected if optimizer.wrt is wrt else named(nnx.state(model, optimizer.wrt))
+  if differ := sorted(selected.keys() ^ theirs.keys()):
+    raise ValueError(
+      f"wrt={shown(wrt)}, and the optimizer was made with wrt={shown(optimizer.wrt)}: only"
+      f" {'the step' if differ[0] in selected else 'the optimizer'} has model.{differ[0]}. Pass the"
+      " same to both."
+    )
 
 
 def shown(wrt: object) -> str:
