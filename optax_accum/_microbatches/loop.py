@@ -66,33 +66,28 @@ class _Held(NamedTuple):
 # What runs: it takes the call's microbatches, a factor for the gradients, which is None where they
 # are weighed later, and a microbatch's inputs. It returns ``(new_carry, outputs)``.
 RunFn: TypeAlias = Callable[..., tuple[Carry, Tree]]
-# A `Runner`, or what is called as one.
+# What `runner` makes. Its arguments are a microbatch's index, the carry, what cuts it out, its rows,
+# and the unit of weights.
 Run: TypeAlias = Callable[..., Microbatch]
 
 
-class Runner:
-  """Runs the function of a call on one microbatch. It is traced once for each size of them."""
+def runner(call: Microbatches, run_fn: RunFn) -> Run:
+  """What runs the function of a call on one microbatch. It is traced once for each size of them."""
+  split = call.split
+  functions: dict[float | None, RunFn] = {}
 
-  def __init__(self, call: Microbatches, run_fn: RunFn):
-    self._call = call
-    self._run_fn = functools.partial(run_fn, call)
-    self._functions: dict[float | None, RunFn] = {}
-
-  def __call__(
-    self, index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = None
-  ) -> Microbatch:
-    """The function on the microbatch that `take` cuts out of the batch, of `rows` rows."""
-    call, split, batch = self._call, self._call.split, take()
+  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = None) -> Microbatch:
+    batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place:
       factor = _in_units(weight if unit is None else unit, weight, rows / call.size)[1]
     known = None if isinstance(factor, jax.Array) else factor
     given = () if factor is known else (factor,)
-    run_fn: RunFn = self._run_fn if given else functools.partial(self._run_fn, known)
+    one: RunFn = functools.partial(run_fn, call, *([] if given else [known]))
     if not call.is_whole:
-      run_fn = self._functions.setdefault(known, jax.jit(run_fn, inline=True))
-    new_carry, outputs = run_fn(*given, *call.inputs(index, batch, carry))
+      one = functions.setdefault(known, jax.jit(one, inline=True))
+    new_carry, outputs = one(*given, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
@@ -101,6 +96,8 @@ class Runner:
     if not split.skip_nonfinite or call.weights is not None:
       return Microbatch(new_carry, outputs, weight, None)
     return Microbatch(new_carry, outputs, *leave_out(weight, (outputs.loss, outputs.grads)))
+
+  return run
 
 
 def run_in_microbatches(

@@ -1,7 +1,6 @@
 """A loss run in microbatches: its value, or value and gradient, on one device."""
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters, settings
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
+from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
@@ -25,7 +24,7 @@ from optax_accum._microbatches.noise_scale import (
   NOISE_REDUCTIONS,
 )
 from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_batch
+from optax_accum._microbatches.roles import find_slots, names_or_positions
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
 
@@ -63,7 +62,7 @@ class LocalLoss:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
     call = self._call(weights, args, kwargs)
     reductions = Outputs(self.reduction, None, None)
-    return run_in_microbatches(call, Runner(call, self._evaluate), reductions).outputs.loss
+    return run_in_microbatches(call, runner(call, self._evaluate), reductions).outputs.loss
 
   def value_and_grad(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
@@ -74,8 +73,7 @@ class LocalLoss:
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      reductions = self._reductions(call, self.grad_reduction)
-      return run_in_microbatches(call, Runner(call, self._differentiate), reductions, root="")
+      return run_in_microbatches(call, *self._scanned(call, None), root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
     parts = [Traced(self._run)]
@@ -86,13 +84,13 @@ class LocalLoss:
       split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
       loss = dataclasses.replace(self, split=split, traced=parts[0])
       weights, args, kwargs = inputs
-      grads, accumulators = self.grad_reduction, None
+      accumulators = None
       if in_place:
-        accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
-        grads = accumulators.reductions
+        accumulators = Accumulators(
+          args, self.argnums, self.grad_reduction, split.accumulator_dtype
+        )
       call = loss._call(weights, args, kwargs)
-      one = Runner(call, functools.partial(loss._differentiate, accumulators=accumulators))
-      return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
+      return run_in_microbatches(call, *loss._scanned(call, accumulators), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, parts, (weights, args, kwargs))
@@ -100,12 +98,14 @@ class LocalLoss:
   def _call(self, weights: Leaf, args: Args, kwargs: Kwargs) -> Microbatches:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
-  def _reductions(self, call: Microbatches, grads: Tree) -> Outputs:
-    """How the outputs of all microbatches become one, of which `grads` is for the gradients."""
+  def _scanned(self, call: Microbatches, accumulators: Accumulators | None) -> tuple[Run, Outputs]:
+    """What runs a microbatch, and how the outputs of all become one."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
-    return Outputs(self.reduction, self.aux_reduction, grads, noise)
+    grads = self.grad_reduction if accumulators is None else accumulators.reductions
+    run = runner(call, functools.partial(self._differentiate, accumulators))
+    return run, Outputs(self.reduction, self.aux_reduction, grads, noise)
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -125,12 +125,7 @@ class LocalLoss:
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self,
-    call: Microbatches,
-    factor: Any,
-    /,
-    *inputs: Tree,
-    accumulators: Accumulators | None = None,
+    self, accumulators: Accumulators | None, call: Microbatches, factor: Any, /, *inputs: Tree
   ) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
@@ -149,28 +144,19 @@ class LocalLoss:
 
   def _run(self, /, *args: Tree, **kwargs: Tree) -> tuple[Leaf, tuple[Carry, Tree]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
-    with self._explained(args, kwargs):
+    try:
       out = self.fun(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+      if settings.wants_value(error):
+        roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
+        if note := settings.note(error, self.fun, roles.shared):
+          error.add_note(note)
+      raise
     carries = self.split.carry_argnum is not None
     _check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
-
-  @contextlib.contextmanager
-  def _explained(self, args: Args, kwargs: Kwargs) -> Iterator[None]:
-    """Adds to an error of the user's function what its arguments were."""
-    try:
-      yield
-    except (TypeError, ValueError) as error:
-      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if settings.wants_value(error):
-        note = settings.note(error, self.fun, roles.shared)
-      elif self.split.batch_argnums is None:
-        note = note_on_batch(roles)
-      if note is not None:
-        error.add_note(note)
-      raise
 
   def place(
     self, args: Args, kwargs: Kwargs, last: object = None, there: object = ()
@@ -216,8 +202,8 @@ def _check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     raise TypeError(f"The function returned None; it must return {wanted}.")
   if isinstance(loss, (tuple, list, dict)):
     raise TypeError(
-      f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest is"
-      " auxiliary, return (loss, aux) and pass has_aux=True."
+      f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest"
+      " is auxiliary, return (loss, aux) and pass has_aux=True."
     )
   shape, dtype = jnp.shape(loss), jnp.result_type(loss)
   if shape or not jnp.issubdtype(dtype, jnp.floating):

@@ -15,7 +15,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.cut import Microbatches
-from optax_accum._microbatches.loop import Run, run_in_microbatches, Runner
+from optax_accum._microbatches.loop import run_in_microbatches, runner
 from optax_accum._microbatches.options import Split, WeightFn
 from optax_accum._microbatches.recompute import Recomputed
 
@@ -123,7 +123,7 @@ def microbatch(
     if _is_whole.get():
       asked = dataclasses.replace(split, num_microbatches=1, microbatch_size=None)
     call = Microbatches(fun, asked, args, kwargs)
-    run: Run = Runner(call, run_fn)
+    run = runner(call, run_fn)
     if not call.is_whole:
       run = Recomputed(call, run, reduction_words.collects(reductions))
     return cast(Out, run_in_microbatches(call, run, reductions).outputs)

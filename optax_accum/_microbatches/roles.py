@@ -32,10 +32,11 @@ def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
   if not (found := with_rows(roles, rows)):
     return
   both = dict.fromkeys((*roles.batch, *(slot for slot, _ in found)))
+  split = " and ".join(f"argument {slot!r}" for slot in roles.batch)
   raise ValueError(
     f"{found[0][1]}, as many as the batch, and is not split: batch_argnums=None splits"
-    f" {_listed(roles.batch)} alone. If the rows of both belong together, name both,"
-    f" {_option(both)}. If every microbatch is to have it whole, say so, {_option(roles.batch)}."
+    f" {split} alone. If the rows of both belong together, name both, {_option(both)}."
+    f" If every microbatch is to have it whole, say so, {_option(roles.batch)}."
   )
 
 
@@ -90,23 +91,6 @@ def refuse_keys(roles: Roles) -> None:
 def with_keys(roles: Roles) -> list[Slot]:
   """The shared arguments with a typed key."""
   return [slot for slot, x in roles.shared.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
-
-
-def note_on_batch(roles: Roles) -> str | None:
-  """What to say of an error of a loss: what was not split."""
-  leaves = {slot: jax.tree.leaves(tree) for slot, tree in roles.shared.items()}
-  arrays = [slot for slot, each in leaves.items() if any(getattr(x, "shape", ()) for x in each)]
-  if not arrays:
-    return None
-  return (
-    f"In each microbatch, {_listed(roles.batch)} alone has the rows of that microbatch"
-    f" (batch_argnums=None), and {_listed(arrays)} is whole. If shapes disagree because it has rows"
-    " too, name it in batch_argnums (or batch_argnames)."
-  )
-
-
-def _listed(slots: Iterable[Slot]) -> str:
-  return " and ".join(f"argument {slot!r}" for slot in slots)
 
 
 def _option(slots: Collection[Slot]) -> str:
