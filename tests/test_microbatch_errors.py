@@ -44,7 +44,7 @@ def _train_step(fun, **options):
     ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
     ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
     ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
-    ({"num_microbatches": 7}, ValueError, "more than the batch's 6 rows: use at most 6"),
+    ({"num_microbatches": 7}, ValueError, "7 does not divide the batch's 6 rows: use one of"),
     (
       {"num_microbatches": 4},
       ValueError,

@@ -159,10 +159,9 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
   count, *others = set(rows.values())
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
-    along = " and ".join(str(axis) for axis in sorted(set(axes.values())))
     raise ValueError(
-      f"Batch leaves disagree on the number of rows along axis {along} ({listed}); all must have"
-      " the same."
+      f"Batch leaves disagree on the number of rows, along batch_axis ({listed}): all must have the"
+      " same."
     )
   if count == 0:
     raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
@@ -173,11 +172,6 @@ def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -
   """Rows of a (full) microbatch."""
   if num_microbatches is None:
     return min(size or rows, rows)
-  if num_microbatches > rows:
-    raise ValueError(
-      f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
-      f" {rows}."
-    )
   if rows % num_microbatches:
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     raise ValueError(

@@ -12,21 +12,6 @@ from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Carry, Path, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
-_WORDS = ("mean", "max", "min", "sum")
-
-
-def check_words(tree: Tree, carry_argnum: int | None) -> None:
-  """Checks a `carry_reduction`."""
-  if tree is None:
-    return
-  if carry_argnum is None:
-    raise ValueError(
-      f"carry_reduction={tree!r} says what becomes of a carry, and carry_argnum=None names none:"
-      " give carry_argnum, or leave it out."
-    )
-  for name, word in _validate.named_leaves("carry_reduction", tree):
-    _validate.one_of(name, word, _WORDS)
-
 
 def on_device(carry: Carry, axis_name: AxisName | None) -> Carry:
   """What a device starts with: its own noise, and otherwise what all of them start with."""

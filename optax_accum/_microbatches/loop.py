@@ -66,8 +66,8 @@ class _Held(NamedTuple):
 # What runs: it takes the call's microbatches, a factor for the gradients, which is None where they
 # are weighed later, and a microbatch's inputs. It returns ``(new_carry, outputs)``.
 RunFn: TypeAlias = Callable[..., tuple[Carry, Tree]]
-# What `runner` makes. Its arguments are a microbatch's index, the carry, what cuts it out, its rows,
-# and the unit of weights.
+# What `runner` makes: of a microbatch's index, the carry, what cuts it out, its rows, and the unit
+# that weights are counted in.
 Run: TypeAlias = Callable[..., Microbatch]
 
 

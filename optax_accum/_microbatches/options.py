@@ -10,7 +10,6 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Args, Kwargs, Tree
-from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.roles import find_slots, names_or_positions, Roles, Slot
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
@@ -46,9 +45,8 @@ class Split:
     )
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       raise ValueError(
-        f"Got num_microbatches={self.num_microbatches!r} and"
-        f" microbatch_size={self.microbatch_size!r}: give exactly one of the two"
-        " (num_microbatches=1 is the whole batch at once)."
+        f"num_microbatches={self.num_microbatches!r} and microbatch_size={self.microbatch_size!r}:"
+        " give exactly one of the two (num_microbatches=1 is the whole batch at once)."
       )
     for name in ("num_microbatches", "microbatch_size"):
       if (given := getattr(self, name)) is not None:
@@ -68,16 +66,21 @@ class Split:
       )
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
-    keys_and_carry.check_words(self.carry_reduction, self.carry_argnum)
+    if self.carry_reduction is not None and self.carry_argnum is None:
+      raise ValueError(
+        f"carry_reduction={self.carry_reduction!r} says what becomes of a carry, and"
+        " carry_argnum=None names none: give carry_argnum, or leave it out."
+      )
+    for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
+      _validate.one_of(name, word, ("mean", "max", "min", "sum"))
     self.batch_axis = self._axes()
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
   def of(cls, arguments: dict[str, Any], default_argnum: int | None = None) -> "Split":
     """The split that a public function was asked for, from all its arguments by name."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    given = {name: arguments[name] for name in names if name in arguments}
-    return cls(**given, default_argnum=default_argnum)
+    names = arguments.keys() & {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: arguments[name] for name in names}, default_argnum=default_argnum)
 
   @property
   def weighs(self) -> bool:
