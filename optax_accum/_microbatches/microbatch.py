@@ -73,18 +73,16 @@ def microbatch(
       no key, or those of `batch_argnames` alone.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
-      may be smaller.
+    microbatch_size: The rows of one microbatch, on one device; the last may have fewer.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
-    concat_axis: The axis of the outputs that "concat" joins. Default: 0. To be given where a
-      `batch_axis` is not 0.
+    concat_axis: The axis of outputs that "concat" joins: 0, or say it where `batch_axis` is not 0.
     weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
     rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
       none, and a call with a typed key that is not named is an error; ``()`` shares keys.
     rng_argnames: The names of such keyword arguments.
-    accumulator_dtype: The dtype that sums and means are added up in, and cotangents of what is not
-      split. Default: their own dtype promoted with float32.
+    accumulator_dtype: What sums and means are added up in, and cotangents of what is not split.
+      Default: float32 or wider.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`. Above 1, differentiation keeps that many microbatches or more.
 

@@ -44,9 +44,9 @@ def microbatch_value_and_grad(
 
   Let ``w`` be the weight of a microbatch: its rows, or what `weight_fn` counts. The value and the
   gradients are the weighted means, ``sum(w * g) / sum(w)`` over the microbatches. They are those of
-  the whole batch if the loss is itself a mean over what the weights count; where rows interact, as
-  in a contrastive loss or batch normalisation, it is none. `check_split` says which a loss is, and
-  what to write. What `fun` changes in place is lost: thread it with `carry_argnum`.
+  the whole batch if the loss is itself a mean over what the weights count, and not where rows
+  interact, as in a contrastive loss. `check_split` says which a loss is, and what to write. What
+  `fun` changes in place is lost: thread it with `carry_argnum`.
 
   ============================  ======================================================
   edge case                     what happens
@@ -54,25 +54,24 @@ def microbatch_value_and_grad(
   one microbatch                the program of `jax.value_and_grad`, nothing added
   a smaller last microbatch     weighs less, so that the result is exact
   zero weight                   contributes nothing, even where it is NaN
-  all weights zero              zero loss and gradients; under "max" -inf, "min" inf
+  all weights zero              zero loss and gradients; their "max" is -inf
   NaN or inf, `skip_nonfinite`  weight 0, counted; otherwise it shows in the result
   ============================  ======================================================
 
   Args:
-    fun: Returns a real scalar loss, or ``(loss, aux)`` with `has_aux`, or
-      ``(loss, (new_carry, aux))`` with `carry_argnum`.
+    fun: Returns a real scalar loss; with `has_aux` ``(loss, aux)``; with `carry_argnum`
+      ``(loss, (new_carry, aux))``.
     argnums: As in `jax.value_and_grad`: what to differentiate, a position or several.
     has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
-    microbatch_size: The rows of one microbatch (on one device), of which the last may have fewer.
+    microbatch_size: The rows of one microbatch, on one device; the last may have fewer.
     batch_argnums: The positions of the arguments that are split: pytrees of arrays, which all have
       the same rows. Default: 1, ``fun(params, batch)``, and a call in which another argument has as
       many rows is an error: name both, ``(1, 2)``, or 1 if all microbatches get it whole.
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
-    reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their unweighted
-      sum, for a loss that is a sum over rows (a weight of zero still leaves a microbatch out).
+    reduction: ``"mean"``, weighted, or the plain ``"sum"``, for a loss that is a sum over rows.
     grad_reduction: How gradients become one, where not as the losses do: a word or a prefix tree of
       words, ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. For parameters that are
       overwritten with their "gradient" (see the guide to half precision). Default: `reduction`.
@@ -92,10 +91,9 @@ def microbatch_value_and_grad(
     carry_reduction: With `axis_name`, how the devices' carries become one: a word or a prefix tree
       of words. ``"mean"`` (weighted, default of floats), ``"max"`` (of integers), ``"min"``, or
       ``"sum"``, the start plus all increments. Of typed keys the first device's comes out.
-    accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own,
-      promoted with float32.
+    accumulator_dtype: What losses and gradients are added up in. Default: float32 or wider.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-      "stack" and "concat" still have its values; derivatives of the result are NaN.
+      "stack" and "concat" still have its values, and reverse-mode derivatives are then NaN.
     skip_empty: Whether a microbatch of weight zero is not run; "stack" and "concat" have zeros for
       it. Needs `weight_fn`. Reverse mode cannot pass. See the guide to padded text.
     in_place: Whether the backward pass adds gradients to their accumulators, layer by layer, which
