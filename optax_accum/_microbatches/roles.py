@@ -111,7 +111,7 @@ def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ..
 
 
 def find_slots(
-  option: str, wanted: Iterable[Slot], fun: Callable[..., Tree], args: Args, kwargs: Kwargs
+  option: str, wanted: Collection[Slot], fun: Callable[..., Tree], args: Args, kwargs: Kwargs
 ) -> tuple[Slot, ...]:
   """Where the wanted arguments are in this call.
 
