@@ -44,7 +44,7 @@ def _train_step(fun, **options):
     ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
     ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
     ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
-    ({"num_microbatches": 7}, ValueError, "more than the batch's 6 rows: use at most 6"),
+    ({"num_microbatches": 7}, ValueError, "7 does not divide the batch's 6 rows: use one of"),
     (
       {"num_microbatches": 4},
       ValueError,
@@ -85,7 +85,11 @@ def _train_step(fun, **options):
     ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
     ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
     ({"weight_fn": lambda b: 1j}, ValueError, "complex.* real scalar"),
-    ({"has_aux": True}, TypeError, r"returned a single value; with has_aux=True .* \(loss, aux\)"),
+    (
+      {"has_aux": True},
+      TypeError,
+      r"a single value; with has_aux=True it must return \(loss, aux\)",
+    ),
   ],
 )
 def test_options(options, error, match):
@@ -158,13 +162,13 @@ def test_batches(batch, match):
 @pytest.mark.parametrize(
   ("fun", "match"),
   [
-    (lambda p, b: b["x"] @ p["w"], r"loss has shape \(\d,\); it must be a scalar"),
+    (lambda p, b: b["x"] @ p["w"], r"loss has shape \(\d,\) .* it must be a real scalar"),
     (
       lambda p, b: jnp.sum(p["w"].astype(jnp.complex64)),
-      "loss has dtype complex64; it must be real",
+      "loss has shape .* dtype complex64; it must be a real scalar",
     ),
-    (lambda p, b: jnp.sum(b["y"] > 0), "loss has dtype int32; it must be real"),
-    (lambda p, b: (loss_fn(p, b), {}), r"a tuple of length 2 .* pass has_aux=True"),
+    (lambda p, b: jnp.sum(b["y"] > 0), "loss has .* dtype int32; it must be a real scalar"),
+    (lambda p, b: (loss_fn(p, b), {}), r"a tuple of length 2 as its loss.* pass has_aux=True"),
     (lambda p, b: None, "returned None; it must return loss"),
   ],
 )
@@ -235,9 +239,15 @@ def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
 @pytest.mark.parametrize(
   ("new_carry", "match"),
   [
-    ({"mean": jnp.zeros(2)}, r"carry\['mean'\] has shape \(\) .* returned shape \(2,\)"),
-    ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] .* dtype float32.* dtype int32"),
-    ({"other": jnp.zeros(())}, "has structure .*mean.* returned .*other.* same structure"),
+    (
+      {"mean": jnp.zeros(2)},
+      r"carry\['mean'\] was float32\[\], and is float32\[2\] in the new_carry",
+    ),
+    ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] was float32\[\], and is int32\[\] in"),
+    (
+      {"other": jnp.zeros(())},
+      r"carry\['mean'\] was float32\[\], and is not there .*same structure",
+    ),
   ],
 )
 def test_carries(new_carry, match, num_microbatches):
@@ -279,7 +289,7 @@ def test_leaves_that_are_no_arrays():
 def test_keys_that_are_none():
   raises(
     TypeError,
-    r"random argument 2\['key'\] has shape \(\) and dtype float32; it must be a key",
+    "invalid PRNG key data",  # JAX's own
     lambda p, b, k: loss_fn(p, b),
     (PARAMS, BATCH, {"key": jnp.ones(())}),
     rng_argnums=2,

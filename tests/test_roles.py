@@ -237,28 +237,6 @@ def test_value_fn_does_not_take_the_parameters_for_rows():
   assert float(step(w, tx.init(w), jnp.ones((6, 6)))[2]["loss"]) == 36
 
 
-@pytest.mark.parametrize("run", [cycle_loss, step_loss])
-def test_an_error_of_shapes_in_the_loss_names_batch_argnums(run):
-  def fun(w, x, y):
-    return jnp.mean(jnp.einsum("bt,bt->b", x * w, y))
-
-  def two(w, x):
-    return jnp.mean(jnp.einsum("b,c->b", x, w) + jnp.ones(7))
-
-  args = jnp.ones(()), jnp.ones((6, 2)), jnp.ones((12, 2)).reshape(2, 6, 2)[0][:5]
-  with pytest.raises((TypeError, ValueError)) as error:
-    run(fun, *args, num_microbatches=2)
-  assert "argument 1 alone has the rows" in error.value.__notes__[0]
-  assert "argument 2 is whole" in error.value.__notes__[0]
-  assert "batch_argnums" in error.value.__notes__[0]
-  with pytest.raises((TypeError, ValueError)) as error:
-    run(fun, *args, num_microbatches=2, batch_argnums=1)
-  assert not hasattr(error.value, "__notes__") or "batch_argnums" not in error.value.__notes__[0]
-  with pytest.raises((TypeError, ValueError)) as error:
-    run(two, jnp.ones(3), jnp.ones(6), num_microbatches=2)
-  assert not any("batch_argnums" in note for note in getattr(error.value, "__notes__", []))
-
-
 def test_microbatch_of_several_arguments_says_which_is_split():
   def predict(w, x):
     return x @ w

@@ -182,7 +182,7 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
   """The report where the defaults refuse the call."""
   try:
     if split.batch_argnums is None:
-      refuse_rows(roles, split.batch_positions, {rows})
+      refuse_rows(roles, {rows})
   except ValueError as error:
     given = [int(slot) for slot in roles.batch]
     batch = sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))})

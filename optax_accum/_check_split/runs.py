@@ -16,8 +16,8 @@ from optax_accum._check_split import probes
 from optax_accum._check_split.facts import are_the_same, constant, Facts, facts_of, Input
 from optax_accum._check_split.probes import Arguments, BatchLeaf, is_key, Probe
 from optax_accum._check_split.report import LeafComparison
+from optax_accum._microbatches.microbatch import whole_batches
 from optax_accum._microbatches.roles import Roles
-from optax_accum._microbatches.unsplit import whole_batches
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 # What makes a mean of the microbatches of what is one mean of the whole batch.

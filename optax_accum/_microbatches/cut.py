@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic.across_devices import names_of
+from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry, settings
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
 
 # Cuts one microbatch out of the batch arguments.
-Take: TypeAlias = Callable[[], tuple[Any, ...]]
+Take: TypeAlias = Callable[[], tuple[Batch, ...]]
 
 
 class Microbatches:
@@ -28,15 +30,15 @@ class Microbatches:
 
   def __init__(
     self,
-    fun: Callable[..., Any],
+    fun: Callable[..., Tree],
     split: Split,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    differentiated: Sequence[int] = (),
+    args: Args,
+    kwargs: Kwargs,
+    differentiated: Sequence[Slot] = (),
     weights: jax.Array | None = None,
   ):
     self._num_args, self.split, self.weights = len(args), split, weights
-    self._arguments: dict[Slot, Any] = dict(enumerate(args))
+    self._arguments: dict[Slot, Tree] = dict(enumerate(args))
     self._arguments.update(kwargs)
     self.roles = roles = split.roles(fun, args, kwargs, differentiated)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
@@ -44,23 +46,21 @@ class Microbatches:
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     self.full, self.tail_rows = divmod(self.rows, self.size)
     self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
-    if split.batch_argnums is None:
-      refuse_rows(roles, split.batch_positions, self._rows_of_the_batch())
+    if split.batch_argnums is None:  # all rows of the batch, or those on one device
+      rows = {self.rows, self.rows * self._devices} if split.rows is None else {split.rows}
+      refuse_rows(roles, rows)
     if split.rng_argnums is None:
       refuse_keys(roles)
 
-  def _rows_of_the_batch(self) -> set[int]:
-    """How many rows a leaf has that was to be split too, as the batch is or on each device."""
-    if self.split.rows is not None:
-      return {self.split.rows}
-    axis_name = self.split.axis_name
-    return {self.rows, self.rows * (1 if axis_name is None else lax.axis_size(axis_name))}
+  @property
+  def _devices(self) -> int:
+    """How many the batch is spread over, of which this is one."""
+    return 1 if self.split.axis_name is None else lax.axis_size(self.split.axis_name)
 
   @property
   def count(self) -> int:
     """How many there are, on all devices together."""
-    axis_name = self.split.axis_name
-    return -(-self.rows // self.size) * (1 if axis_name is None else lax.axis_size(axis_name))
+    return -(-self.rows // self.size) * self._devices
 
   @property
   def is_whole(self) -> bool:
@@ -68,23 +68,30 @@ class Microbatches:
     split = self.split
     return self.rows == self.size and not split.weighs and split.axis_name is None
 
-  def map_shared(self, fun: Callable[[Any], Any]) -> None:
+  def map_shared(self, fun: Callable[[Leaf], Leaf]) -> None:
     """Puts ``fun(x)`` in the place of each leaf that all microbatches share."""
     for slot, tree in self.roles.shared.items():
       self._arguments[slot] = jax.tree.map(fun, tree)
 
-  def inputs(self, index: ArrayLike, batch: tuple[Any, ...], carry: Any) -> tuple[Any, ...]:
+  def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry: Args) -> Args:
     """What one microbatch is given and others are not: its rows, keys and carry."""
-    return (*batch, *(self._fold_keys(slot, index) for slot in self.roles.rng), *carry)
+    axis_name = self.split.axis_name
 
-  def arguments(self, inputs: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
+    def fold(key: jax.Array) -> jax.Array:
+      if axis_name is not None:
+        key = keys_and_carry.fold_in(key, lax.axis_index(axis_name))
+      return keys_and_carry.fold_in(key, index)
+
+    return *batch, *(jax.tree.map(fold, self._arguments[slot]) for slot in self.roles.rng), *carry
+
+  def arguments(self, inputs: Args) -> tuple[Args, Kwargs]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
     slots = (*self.roles.batch, *self.roles.rng, *self.roles.carry)
     arguments = self._arguments | dict(zip(slots, inputs, strict=True))
     named = {slot: x for slot, x in arguments.items() if isinstance(slot, str)}
-    return [arguments[i] for i in range(self._num_args)], named
+    return tuple(arguments[i] for i in range(self._num_args)), named
 
-  def weight(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> jax.Array:
+  def weight(self, index: ArrayLike, batch: tuple[Batch, ...], rows: int) -> jax.Array:
     """How much a microbatch counts, before it has run."""
     if self.weights is not None:
       return self.weights[index]
@@ -97,24 +104,8 @@ class Microbatches:
     weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)
 
-  def _fold_keys(self, slot: Slot, index: ArrayLike) -> Any:
-    """The keys of one argument, folded with the microbatch's index (and the device's)."""
-
-    def fold(path: Any, key: Any) -> jax.Array:
-      shape, dtype = jnp.shape(key), jnp.result_type(key)
-      if not dtypes.is_key(key) and not (dtype == jnp.uint32 and shape):
-        raise TypeError(
-          f"{_validate.leaf_name(f'random argument {slot!r}', path)} has shape {shape} and dtype"
-          f" {dtype}; it must be a key, of jax.random.key(seed) or jax.random.PRNGKey(seed)."
-        )
-      if self.split.axis_name is not None:
-        key = keys_and_carry.fold_in(key, lax.axis_index(self.split.axis_name))
-      return keys_and_carry.fold_in(key, index)
-
-    return jax.tree_util.tree_map_with_path(fold, self._arguments[slot])
-
   @functools.cached_property
-  def cut(self) -> tuple[Callable[[ArrayLike], Any], Any]:
+  def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
     """The `full` microbatches of equal size, by index, and the rows left over.
 
     Strided: microbatch i has the rows i, i + full, i + 2 full, ..., so that a device
@@ -124,29 +115,27 @@ class Microbatches:
     size, full = self.size, self.full
     batch = jax.tree.map(jnp.asarray, self.batch)
 
-    def take_rows(axis: int, x: jax.Array, index: ArrayLike) -> jax.Array:
-      at = axis % x.ndim
-      check_sharding(x, at, size)
-      x = lax.slice_in_dim(x, 0, full * size, axis=at)
-      x = x.reshape(*x.shape[:at], size, full, *x.shape[at + 1 :])
-      return lax.dynamic_index_in_dim(x, index, axis=at + 1, keepdims=False)
+    axes = jax.tree.broadcast(tuple(self.roles.batch.values()), batch)
+    axes = jax.tree.map(lambda x, axis: axis % x.ndim, batch, axes)
 
-    def take(index: ArrayLike) -> Any:
+    def take(index: ArrayLike) -> tuple[Batch, ...]:
       # Folded here, in the loop's body: the rows of a batch that does not divide would
       # otherwise be copied once for all trips.
-      return self._map_batch(lambda axis, x: take_rows(axis, x, index), batch)
+      def rows(x: jax.Array, axis: int) -> jax.Array:
+        check_sharding(x, axis, size)
+        x = lax.slice_in_dim(x, 0, full * size, axis=axis)
+        x = x.reshape(*x.shape[:axis], size, full, *x.shape[axis + 1 :])
+        return lax.dynamic_index_in_dim(x, index, axis=axis + 1, keepdims=False)
 
-    return take, self._map_batch(
-      lambda axis, x: lax.slice_in_dim(x, full * size, None, axis=axis % x.ndim), batch
-    )
+      return jax.tree.map(rows, batch, axes)
 
-  def _map_batch(self, fun: Callable[[int, Any], Any], batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`fun` of each leaf of the batch arguments, and of the axis of its rows."""
-    both = zip(self.roles.batch.values(), batch, strict=True)
-    return tuple(jax.tree.map(functools.partial(fun, axis), tree) for axis, tree in both)
+    def rest(x: jax.Array, axis: int) -> jax.Array:
+      return lax.slice_in_dim(x, full * size, None, axis=axis)
+
+    return take, jax.tree.map(rest, batch, axes)
 
 
-def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Any]) -> int:
+def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
   """The rows that every leaf of the batch has, along the axis of its argument."""
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
@@ -170,10 +159,9 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Any]) -> int:
   count, *others = set(rows.values())
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
-    along = " and ".join(str(axis) for axis in sorted(set(axes.values())))
     raise ValueError(
-      f"Batch leaves disagree on the number of rows along axis {along} ({listed}); all must have"
-      " the same."
+      f"Batch leaves disagree on the number of rows, along batch_axis ({listed}): all must have the"
+      " same."
     )
   if count == 0:
     raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
@@ -184,11 +172,6 @@ def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -
   """Rows of a (full) microbatch."""
   if num_microbatches is None:
     return min(size or rows, rows)
-  if num_microbatches > rows:
-    raise ValueError(
-      f"num_microbatches={num_microbatches} is more than the batch's {rows} rows: use at most"
-      f" {rows}."
-    )
   if rows % num_microbatches:
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     raise ValueError(
@@ -202,12 +185,9 @@ def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -
 def check_sharding(x: jax.Array, axis: int, size: int) -> None:
   """Checks that microbatches of a batch of explicit sharding can stay where their rows are."""
   sharding, rows = jax.typeof(x).sharding, x.shape[axis]
-  names = sharding.spec[axis] if axis < len(sharding.spec) else None
-  if names is None:
-    return
-  names = names if isinstance(names, tuple) else (names,)
+  names = names_of(sharding.spec[axis]) if axis < len(sharding.spec) else ()
   devices = math.prod(sharding.mesh.shape[name] for name in names)
-  if size % devices or rows % size:
+  if size % devices or (names and rows % size):
     raise ValueError(
       f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
       f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"

@@ -1,7 +1,6 @@
 """A loss run in microbatches: its value, or value and gradient, on one device."""
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -11,46 +10,47 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
-from optax_accum._arithmetic.reductions import REDUCTIONS
+from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
+from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters, settings
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
+from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
   noise_of,
   NOISE_REDUCTIONS,
 )
-from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_batch
+from optax_accum._microbatches.options import Split, WeightFn
+from optax_accum._microbatches.roles import find_slots, names_or_positions
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
 
 class Outputs(NamedTuple):
   """What the scan reduces. Messages call it by these names."""
 
-  loss: Any
-  aux: Any
-  grads: Any
-  noise: Any = None  # a `Noise`, where it is asked for
+  loss: Leaf
+  aux: Tree
+  grads: Grads
+  noise: Tree = None  # a `Noise`, where it is asked for
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LocalLoss:
   """A loss on one device, or on each of the devices of an `axis_name`."""
 
-  fun: Callable[..., Any]
+  fun: Callable[..., Tree]
   argnums: int | Sequence[int]
   has_aux: bool
-  reduction: Any  # of losses
-  grad_reduction: Any  # a prefix tree of reductions
-  aux_reduction: Any  # a prefix tree of reductions
+  reduction: Reduction  # of losses
+  grad_reduction: Tree  # a prefix tree of reductions, as the next
+  aux_reduction: Tree
   split: Split
   noise_scale: bool = False
   # Of the first argument and the others in a microbatch: what is differentiated.
-  gather_in_loop: Callable[..., Any] = lambda params, *others: params
+  gather_in_loop: Callable[..., Params] = lambda params, *others: params
   traced: Traced | None = None  # of `_run`
 
   @property
@@ -58,13 +58,13 @@ class LocalLoss:
     """The loss on one device."""
     return self
 
-  def value(self, weights: Any, /, *args: Any, **kwargs: Any) -> jax.Array:
+  def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
     call = self._call(weights, args, kwargs)
     reductions = Outputs(self.reduction, None, None)
-    return run_in_microbatches(call, Runner(call, self._evaluate), reductions).outputs.loss
+    return run_in_microbatches(call, runner(call, self._evaluate), reductions).outputs.loss
 
-  def value_and_grad(self, weights: Any, /, *args: Any, **kwargs: Any) -> Reduced:
+  def value_and_grad(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     positions = self._positions(args)
     for i in positions:
@@ -73,59 +73,60 @@ class LocalLoss:
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      reductions = self._reductions(call, self.grad_reduction)
-      return run_in_microbatches(call, Runner(call, self._differentiate), reductions, root="")
+      return run_in_microbatches(call, *self._scanned(call, None), root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
     parts = [Traced(self._run)]
     if self.split.weight_fn is not None:
       parts.append(Traced(functools.partial(known_weight, self.split.weight_fn)))
 
-    def run(in_place: bool, parts: list[Traced], inputs: Any) -> Reduced:
+    def run(in_place: bool, parts: list[Traced], inputs: Tree) -> Reduced:
       split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
       loss = dataclasses.replace(self, split=split, traced=parts[0])
       weights, args, kwargs = inputs
-      grads, accumulators = self.grad_reduction, None
+      accumulators = None
       if in_place:
-        accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
-        grads = accumulators.reductions
+        accumulators = Accumulators(
+          args, self.argnums, self.grad_reduction, split.accumulator_dtype
+        )
       call = loss._call(weights, args, kwargs)
-      one = Runner(call, functools.partial(loss._differentiate, accumulators=accumulators))
-      return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
+      return run_in_microbatches(call, *loss._scanned(call, accumulators), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, parts, (weights, args, kwargs))
 
-  def _call(self, weights: Any, args: Any, kwargs: Any) -> Microbatches:
+  def _call(self, weights: Leaf, args: Args, kwargs: Kwargs) -> Microbatches:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
-  def _reductions(self, call: Microbatches, grads: Any) -> Outputs:
-    """How the outputs of all microbatches become one, of which `grads` is for the gradients."""
+  def _scanned(self, call: Microbatches, accumulators: Accumulators | None) -> tuple[Run, Outputs]:
+    """What runs a microbatch, and how the outputs of all become one."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
-    return Outputs(self.reduction, self.aux_reduction, grads, noise)
+    grads = self.grad_reduction if accumulators is None else accumulators.reductions
+    run = runner(call, functools.partial(self._differentiate, accumulators))
+    return run, Outputs(self.reduction, self.aux_reduction, grads, noise)
 
-  def derivatives(self, grads: Any) -> Any:
+  def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
     name = self.reduction.name
     each = reduction_words.match("grad_reduction", self.grad_reduction, grads)
     return jax.tree.map(lambda kind, g: g if kind.name == name else None, each, grads)
 
-  def _positions(self, args: Any) -> Any:
+  def _positions(self, args: Args) -> Any:
     """The positions of what is differentiated."""
     wanted = names_or_positions("argnums", self.argnums, int)
     return find_slots("argnums", wanted, self.fun, args, {})
 
-  def _evaluate(self, call: Microbatches, _: Any, /, *inputs: Any) -> tuple[Any, Outputs]:
+  def _evaluate(self, call: Microbatches, _: None, /, *inputs: Tree) -> tuple[Carry, Outputs]:
     """One microbatch's new carry and loss."""
     args, kwargs = call.arguments(inputs)
     loss, (carry, _) = self._run(self.gather_in_loop(*args), *args[1:], **kwargs)
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, call: Microbatches, factor: Any, /, *inputs: Any, accumulators: Accumulators | None = None
-  ) -> tuple[Any, Outputs]:
+    self, accumulators: Accumulators | None, call: Microbatches, factor: Any, /, *inputs: Tree
+  ) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
@@ -141,32 +142,23 @@ class LocalLoss:
     noise = noise_of(self.derivatives(grads)) if self.noise_scale else None
     return carry, Outputs(loss, aux, grads, noise)
 
-  def _run(self, /, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Any, Any]]:
+  def _run(self, /, *args: Tree, **kwargs: Tree) -> tuple[Leaf, tuple[Carry, Tree]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""
-    with self._explained(args, kwargs):
+    try:
       out = self.fun(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+      if settings.wants_value(error):
+        roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
+        if note := settings.note(error, self.fun, roles.shared):
+          error.add_note(note)
+      raise
     carries = self.split.carry_argnum is not None
     _check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
 
-  @contextlib.contextmanager
-  def _explained(self, args: Any, kwargs: Any) -> Iterator[None]:
-    """Adds to an error of the user's function what its arguments were."""
-    try:
-      yield
-    except (TypeError, ValueError) as error:
-      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if settings.wants_value(error):
-        note = settings.note(error, self.fun, roles.shared)
-      elif self.split.batch_argnums is None:
-        note = note_on_batch(roles)
-      if note is not None:
-        error.add_note(note)
-      raise
-
-  def place(self, args: Any, kwargs: Any) -> tuple["LocalLoss", Any, Any]:
+  def place(self, args: Args, kwargs: Kwargs) -> tuple["LocalLoss", Args, Kwargs]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and self.split.axis_name is None:
@@ -180,48 +172,46 @@ class LocalLoss:
   parallel = None  # the `DataParallel` of a loss over a mesh
   out_shardings = None  # of what a step returns first: left to the compiler
 
-  def beside(self, params: Any, opt_state: Any) -> "LocalLoss":
+  def beside(self, params: Params, opt_state: Tree) -> "LocalLoss":
     """The loss whose gradients come sharded as a step with this state wants them."""
     return self
 
-  def stepped(self, update: Callable[[Any], Any], params: Any, opt_state: Any) -> Any:
+  def stepped(self, update: Callable[[Tree], Tree], params: Params, opt_state: Tree) -> Tree:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
 
 
-def _check_loss(out: Any, has_aux: bool, carries: bool) -> None:
+def _check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
   """Checks what a loss function returned."""
   wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
 
-  def is_pair(x: Any) -> bool:
+  def is_pair(x: Tree) -> bool:
     return isinstance(x, (tuple, list)) and len(x) == 2
 
-  def describe(x: Any) -> str:
+  def shown(x: Tree) -> str:
     several = isinstance(x, (tuple, list, dict))
     return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
+    option = "carry_argnum" if carries else "has_aux=True"
+    raise TypeError(f"The function returned {shown(out)}; with {option} it must return {wanted}.")
+  loss = out[0] if has_aux else out
+  if loss is None:
+    raise TypeError(f"The function returned None; it must return {wanted}.")
+  if isinstance(loss, (tuple, list, dict)):
     raise TypeError(
-      f"The function returned {describe(out)}; with"
-      f" {'carry_argnum' if carries else 'has_aux=True'} it must return {wanted}."
+      f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest"
+      " is auxiliary, return (loss, aux) and pass has_aux=True."
     )
-  value, wrong = out[0] if has_aux else out, None
-  if isinstance(value, (tuple, list, dict)):
-    wrong = (
-      f"function returned {describe(value)} as its loss; the loss must be a real scalar. If the"
-      " rest is auxiliary, return (loss, aux) and pass has_aux=True."
+  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
+  if shape or not jnp.issubdtype(dtype, jnp.floating):
+    raise TypeError(
+      f"The loss has shape {shape} and dtype {dtype}; it must be a real scalar: take the mean or"
+      " sum over the rows, in a floating dtype."
     )
-  elif value is None:
-    wrong = f"function returned None; it must return {wanted}."
-  elif shape := jnp.shape(value):
-    wrong = f"loss has shape {shape}; it must be a scalar: take its mean or sum over the rows."
-  elif not jnp.issubdtype(dtype := jnp.result_type(value), jnp.floating):
-    wrong = f"loss has dtype {dtype}; it must be real, i.e. of a floating dtype."
-  if wrong:
-    raise TypeError(f"The {wrong}")
 
 
-def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.Array:
+def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
   """What `weight_fn` gives, checked while a number can be seen, as an array."""
   value = weight_fn(*args, **kwargs)
   weighted_mean.check_weight("weight_fn", value)
@@ -229,12 +219,12 @@ def known_weight(weight_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> ja
 
 
 def local_loss(
-  fun: Any,
-  argnums: Any,
+  fun: Callable[..., Tree],
+  argnums: int | Sequence[int],
   has_aux: bool,
   reduction: str,
-  grad_reduction: Any,
-  aux_reduction: Any,
+  grad_reduction: Tree,
+  aux_reduction: Tree,
   concat_axis: int | None,
   split: Split,
   noise_scale: bool = False,

@@ -1,22 +1,28 @@
 """`microbatch`: any function, transformed to run in microbatches."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import contextvars
+import dataclasses
 import functools
-from typing import Any, cast, ParamSpec, TypeVar
+from typing import cast, ParamSpec, TypeVar
 
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.cut import Microbatches
-from optax_accum._microbatches.loop import Run, run_in_microbatches, Runner
+from optax_accum._microbatches.loop import run_in_microbatches, runner
 from optax_accum._microbatches.options import Split, WeightFn
 from optax_accum._microbatches.recompute import Recomputed
-from optax_accum._microbatches.unsplit import if_asked
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
+
+_is_whole = contextvars.ContextVar("is_whole", default=False)
 
 
 def microbatch(
@@ -39,13 +45,12 @@ def microbatch(
   """Runs `fun` on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
-  do not fit: those of one microbatch need to. `microbatch_value_and_grad` is for the gradients of a
-  loss that is a mean over rows.
+  do not fit. `microbatch_value_and_grad` is for a loss that is a mean over rows.
 
-  It can be differentiated, which serves losses that are not. Going backward, each microbatch is
-  computed again from its inputs, with the same keys, and so one microbatch's intermediate values
-  are all that is kept. A contrastive loss needs the embeddings of all rows, and their encoder runs
-  in microbatches (the guides to contrastive losses and to a large vocabulary have all of it)::
+  It can be differentiated, which serves losses that are no such mean. Going backward, each
+  microbatch is computed again from its inputs, with the same keys, so that only one microbatch's
+  intermediate values are kept. For example, a contrastive loss needs the embeddings of all rows
+  (the guides to contrastive losses and to a large vocabulary have more)::
 
     encode_in_parts = optax_accum.microbatch(
         encode, reduction="concat", batch_argnums=1, microbatch_size=64)
@@ -55,35 +60,29 @@ def microbatch(
       texts = encode_in_parts(params["texts"], batch["texts"])
       return contrastive(images, texts, params["temperature"])
 
-  The cotangents of what is not split, such as parameters, are added up as `accumulator_dtype` says,
-  also where `fun` closes over them. In a loss of `make_train_step(mesh=...)` they are reduced over
-  the devices once, as all gradients are. In a `shard_map` of your own, pass parameters as arguments
-  and `axis_name`: otherwise JAX reduces them in every microbatch. What `fun` changes in place is
-  lost. What is computed again has no `jax.experimental.io_callback`; that is JAX's error.
+  In a `shard_map` of your own, pass parameters as arguments, and `axis_name`: their cotangents are
+  then reduced over devices once, and not in every microbatch. What `fun` changes in place is lost,
+  and it can have no `jax.experimental.io_callback` where it is differentiated.
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
     reduction: How the outputs of the microbatches become one. A word for all outputs, or a prefix
       tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``,
-      ``"stack"`` (a new leading axis of microbatches) or ``"concat"``. The last needs outputs
-      that have the microbatch's rows on `concat_axis`, and keeps the order of the batch.
+      ``"stack"`` (a new leading axis of microbatches) or ``"concat"`` (the rows, in their order).
     batch_argnums: The positions of the arguments that are split. Default: the only argument that is
-      no key; with several, say which (the first may well be parameters). With `batch_argnames`
-      alone, those; a call in which another argument has as many rows is then an error.
+      no key, or those of `batch_argnames` alone.
     batch_argnames: The names of keyword arguments that are split.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
-      may be smaller.
+    microbatch_size: The rows of one microbatch, on one device; the last may have fewer.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
-    concat_axis: The axis of the outputs that "concat" joins. Default: 0. Where a `batch_axis` is
-      not 0 it must be given, because shapes do not tell which axis of an output has the rows.
+    concat_axis: The axis of outputs that "concat" joins: 0, or say it where `batch_axis` is not 0.
     weight_fn: How much a microbatch counts. As in `microbatch_value_and_grad`, with all below.
     rng_argnums: The positions of random keys, which get the microbatch's index folded in. Default:
       none, and a call with a typed key that is not named is an error; ``()`` shares keys.
     rng_argnames: The names of such keyword arguments.
-    accumulator_dtype: The dtype that sums and means are added up in, and the cotangents of what
-      is not split. Default: their own dtype promoted with float32.
+    accumulator_dtype: What sums and means are added up in, and cotangents of what is not split.
+      Default: float32 or wider.
     axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
     unroll: As in `jax.lax.scan`. Above 1, differentiation keeps that many microbatches or more.
 
@@ -105,24 +104,38 @@ def microbatch(
     ([0.0, 2.0, 4.0, 6.0, 8.0], 2)
 
   References:
-    `optax.microbatching.microbatch` is the closest peer. This differs from it: the last
-    microbatch may be smaller, microbatches may have weights, keys are folded, and differentiation
-    keeps one microbatch. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
+    `optax.microbatching.microbatch` is the closest peer; it has no smaller last microbatch and no
+    weights. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
-  collected = reduction_words.collects(reductions)
+  untyped: Callable[..., Tree] = fun
 
-  def run_fn(call: Microbatches, _: Any, *inputs: Any) -> tuple[None, Any]:
+  def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
     args, kwargs = call.arguments(inputs)
-    return None, cast(Any, fun)(*args, **kwargs)
+    return None, untyped(*args, **kwargs)
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
-    call = Microbatches(fun, if_asked(split), args, kwargs)
-    run: Run = Runner(call, run_fn)
+    asked = split
+    if _is_whole.get():
+      asked = dataclasses.replace(split, num_microbatches=1, microbatch_size=None)
+    call = Microbatches(fun, asked, args, kwargs)
+    run = runner(call, run_fn)
     if not call.is_whole:
-      run = Recomputed(call, run, collected)
+      run = Recomputed(call, run, reduction_words.collects(reductions))
     return cast(Out, run_in_microbatches(call, run, reductions).outputs)
 
   return microbatched
+
+
+@contextlib.contextmanager
+def whole_batches() -> Iterator[None]:
+  """Traces what calls `microbatch` as if it did not split: what `check_split` compares with."""
+  token = _is_whole.set(True)
+  try:
+    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced anew.
+    with set_xla_metadata(microbatch="whole"):
+      yield
+  finally:
+    _is_whole.reset(token)

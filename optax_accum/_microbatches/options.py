@@ -4,19 +4,13 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import Any, TypeAlias
 
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.roles import (
-  check_disjoint,
-  find_slots,
-  names_or_positions,
-  only_argument,
-  Roles,
-  Slot,
-)
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.trees import Args, Kwargs, Tree
+from optax_accum._microbatches.roles import find_slots, names_or_positions, Roles, Slot
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
@@ -28,19 +22,19 @@ class Split:
 
   num_microbatches: int | None = None
   microbatch_size: int | None = None
-  batch_argnums: Any = None
+  batch_argnums: Any = None  # as built, a tuple or None, as all that are named so
   batch_argnames: Any = ()
   batch_axis: Any = 0  # as built, one for each of `batch_positions` and then of the names
   weight_fn: WeightFn | None = None
   rng_argnums: Any = None
   rng_argnames: Any = ()
   carry_argnum: int | None = None
-  carry_reduction: Any = None
-  accumulator_dtype: Any = None
+  carry_reduction: Tree = None
+  accumulator_dtype: DTypeLike | None = None
   skip_nonfinite: bool = False
   skip_empty: bool = False
   in_place: bool = False
-  axis_name: Any = None
+  axis_name: AxisName | None = None
   unroll: int | bool = 1
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
   rows: int | None = None  # of the batch on all devices of a mesh, of which a call has a part
@@ -51,39 +45,42 @@ class Split:
     )
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       raise ValueError(
-        f"Got num_microbatches={self.num_microbatches!r} and"
-        f" microbatch_size={self.microbatch_size!r}: give exactly one of the two"
-        " (num_microbatches=1 is the whole batch at once)."
+        f"num_microbatches={self.num_microbatches!r} and microbatch_size={self.microbatch_size!r}:"
+        " give exactly one of the two (num_microbatches=1 is the whole batch at once)."
       )
     for name in ("num_microbatches", "microbatch_size"):
-      if getattr(self, name) is not None:
-        setattr(self, name, _validate.positive_int(name, getattr(self, name)))
-    for role in ("batch", "rng"):
-      for kind, type_ in (("argnums", int), ("argnames", str)):
-        name = f"{role}_{kind}"
-        if getattr(self, name) is not None:
-          setattr(self, name, names_or_positions(name, getattr(self, name), type_))
+      if (given := getattr(self, name)) is not None:
+        setattr(self, name, _validate.positive_int(name, given))
+    for name in ("batch_argnums", "batch_argnames", "rng_argnums", "rng_argnames"):
+      kind = int if name.endswith("nums") else str
+      if (given := getattr(self, name)) is not None:
+        setattr(self, name, names_or_positions(name, given, kind))
     if self.batch_argnums == () and not self.batch_argnames:
       raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.skip_empty and self.weight_fn is None:
       raise ValueError(
-        "skip_empty=True does not run microbatches of weight zero, and weight_fn=None counts rows,"
-        " of which each has some: give weight_fn."
+        "skip_empty=True leaves out microbatches of weight zero, and with weight_fn=None there are"
+        " none: give weight_fn."
       )
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
-    keys_and_carry.check_words(self.carry_reduction, self.carry_argnum)
+    if self.carry_reduction is not None and self.carry_argnum is None:
+      raise ValueError(
+        f"carry_reduction={self.carry_reduction!r} says what becomes of a carry, and"
+        " carry_argnum=None names none: give carry_argnum, or leave it out."
+      )
+    for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
+      _validate.one_of(name, word, ("mean", "max", "min", "sum"))
     self.batch_axis = self._axes()
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
   def of(cls, arguments: dict[str, Any], default_argnum: int | None = None) -> "Split":
     """The split that a public function was asked for, from all its arguments by name."""
-    names = [field.name for field in dataclasses.fields(cls)]
-    given = {name: arguments[name] for name in names if name in arguments}
-    return cls(**given, default_argnum=default_argnum)
+    names = arguments.keys() & {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: arguments[name] for name in names}, default_argnum=default_argnum)
 
   @property
   def weighs(self) -> bool:
@@ -105,43 +102,56 @@ class Split:
   def _axes(self) -> tuple[int, ...]:
     """The axis that is split, of each argument that is named."""
     axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
-    if any(type(axis) is not int for axis in (axes if isinstance(axes, tuple) else (axes,))):
+    each = axes if isinstance(axes, tuple) else (axes,) * count
+    if any(type(axis) is not int for axis in each):
       raise TypeError(
         f"batch_axis={axes!r} must be an int, the axis of every leaf, or a tuple with one for each"
         " batch argument."
       )
-    if isinstance(axes, int):
-      return (axes,) * count
-    if len(axes) != count:
+    if len(each) != count:
       raise ValueError(
-        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments (positions"
+        f"batch_axis={axes!r} has {len(each)} axes for {count} batch arguments (positions"
         f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int"
         " for all."
       )
-    return axes
+    return each
 
   def roles(
-    self, fun: Callable[..., Any], args: Any, kwargs: Any, differentiated: Sequence[Slot] = ()
+    self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
   ) -> Roles:
     """What each argument is in this call of `fun`."""
-
-    def find(option: str, *wanted: Slot) -> tuple[Slot, ...]:
-      return find_slots(option, wanted, fun, args, kwargs)
-
-    arguments: dict[Slot, Any] = dict(enumerate(args))
+    arguments: dict[Slot, Tree] = dict(enumerate(args))
     arguments.update(kwargs)
-    rng = find("rng_argnums", *(self.rng_argnums or ()), *self.rng_argnames)
-    carry = find("carry_argnum", *(() if self.carry_argnum is None else (self.carry_argnum,)))
-    batch = find("batch_argnums", *self.batch_positions, *self.batch_argnames)
-    batch = batch or only_argument("batch_argnums", [s for s in arguments if s not in rng])
+    carried = [] if self.carry_argnum is None else [self.carry_argnum]
+    batch, rng, carry = (
+      find_slots(option, wanted, fun, args, kwargs)
+      for option, wanted in (
+        ("batch_argnums", (*self.batch_positions, *self.batch_argnames)),
+        ("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames)),
+        ("carry_argnum", carried),
+      )
+    )
+    if not batch:
+      batch = tuple(slot for slot in arguments if slot not in rng)
+      if len(batch) != 1:
+        raise ValueError(
+          f"batch_argnums=None is the only argument, and this call has {len(batch)}:"
+          f" {list(batch)}. Name those that are split, e.g. batch_argnums=1 where argument 0 is the"
+          " parameters, or batch_argnums=0."
+        )
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):
       if axes.setdefault(slot, axis) != axis:
         raise ValueError(f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}.")
     rng = tuple(dict.fromkeys(rng))  # as the batch, named by position and by name
-    roles = {"differentiated": differentiated, "split": tuple(axes)}
-    roles |= {"a random key": rng, "carried": carry}
-    check_disjoint(roles)
-    taken = {slot for slots in roles.values() for slot in slots}
+    taken: dict[Slot, str] = {}
+    named = {"differentiated": differentiated, "split": axes, "a random key": rng, "carried": carry}
+    for slot, role in ((slot, role) for role, slots in named.items() for slot in slots):
+      if slot in taken:
+        raise ValueError(
+          f"Argument {slot!r} is both {taken[slot]} and {role}; it can be only one of them: change"
+          " the argnums."
+        )
+      taken[slot] = role
     shared = {slot: x for slot, x in arguments.items() if slot not in taken}
     return Roles(axes, rng, carry, shared)

@@ -44,99 +44,74 @@ def microbatch_value_and_grad(
 
   Let ``w`` be the weight of a microbatch: its rows, or what `weight_fn` counts. The value and the
   gradients are the weighted means, ``sum(w * g) / sum(w)`` over the microbatches. They are those of
-  the whole batch if the loss is itself a mean over what the weights count. Where rows interact, as
-  in a contrastive loss or batch normalisation, it is none. `check_split` says which a loss is, and
-  what to write. What `fun` changes in place is lost: thread it with `carry_argnum`.
+  the whole batch if the loss is itself a mean over what the weights count, and not where rows
+  interact, as in a contrastive loss. `check_split` says which a loss is, and what to write. What
+  `fun` changes in place is lost: thread it with `carry_argnum`.
 
-  One body is compiled (two, if the last microbatch is smaller). The scan holds one microbatch's
-  activations and the plain sum of the gradients, which is divided once.
-
-  ==============================  ====================================================
-  edge case                       what happens
-  ==============================  ====================================================
-  one microbatch                  the program of `jax.value_and_grad`, nothing added
-  rows do not divide              `microbatch_size`: the last one is smaller and weighs
-                                  less, exactly; `num_microbatches`: an error
-  zero weight                     contributes nothing, even where it is NaN
-  all weights zero                zero loss, zero gradients, `total_weight` 0; where
-                                  `grad_reduction` is "max" -inf, and "min" inf
-  NaN or inf, `skip_nonfinite`    weight 0, counted; otherwise it shows in the result
-  carry of a microbatch left out  the carry of the microbatch before is kept
-  ==============================  ====================================================
+  ============================  ======================================================
+  edge case                     what happens
+  ============================  ======================================================
+  one microbatch                the program of `jax.value_and_grad`, nothing added
+  a smaller last microbatch     weighs less, so that the result is exact
+  zero weight                   contributes nothing, even where it is NaN
+  all weights zero              zero loss and gradients; their "max" is -inf
+  NaN or inf, `skip_nonfinite`  weight 0, counted; otherwise it shows in the result
+  ============================  ======================================================
 
   Args:
-    fun: Returns a real scalar loss, or ``(loss, aux)`` with `has_aux`, or
-      ``(loss, (new_carry, aux))`` with `carry_argnum`.
+    fun: Returns a real scalar loss; with `has_aux` ``(loss, aux)``; with `carry_argnum`
+      ``(loss, (new_carry, aux))``.
     argnums: As in `jax.value_and_grad`: what to differentiate, a position or several.
     has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
-    microbatch_size: The rows of one microbatch. With `axis_name` those on one device. The last one
-      may be smaller.
+    microbatch_size: The rows of one microbatch, on one device; the last may have fewer.
     batch_argnums: The positions of the arguments that are split: pytrees of arrays, which all have
       the same rows. Default: 1, ``fun(params, batch)``, and a call in which another argument has as
-      many rows is an error. Name both, ``(1, 2)``, or ``1`` if all microbatches get the other
-      whole; and always where the rows differ from call to call.
+      many rows is an error: name both, ``(1, 2)``, or 1 if all microbatches get it whole.
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
-    reduction: ``"mean"``: the weighted mean of losses and gradients. ``"sum"``: their unweighted
-      sum, for a loss that is a sum over rows (a weight of zero still leaves a microbatch out).
-    grad_reduction: How gradients become one: a word or a prefix tree of words over the gradients,
-      ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. Default: `reduction`, for all. For
-      parameters that are overwritten with their "gradient", such as the amax of fp8 layers (see the
-      guide to half precision).
+    reduction: ``"mean"``, weighted, or the plain ``"sum"``, for a loss that is a sum over rows.
+    grad_reduction: How gradients become one, where not as the losses do: a word or a prefix tree of
+      words, ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. For parameters that are
+      overwritten with their "gradient" (see the guide to half precision). Default: `reduction`.
     weight_fn: ``weight_fn(*batch_args) -> scalar``, how much a microbatch counts, such as its valid
-      tokens. It is called with the microbatch's part of the batch arguments, by position or by name
-      as the call had them. 0, or from 1e-30 to 1e30; a traced one below 0 gives NaN, and so does a
-      total that float32 cannot divide by. Where you differentiate by the batch, guard a loss that
-      is 0/0 in a microbatch of padding. Default: the rows.
+      tokens: 0, or from 1e-30 to 1e30, and a traced one below 0 gives NaN. It gets what `fun` gets
+      of the batch, by position or by name. Default: the rows.
     aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
-      Default: the mean, weighted as the loss is, and an aux with as many rows as a microbatch, on a
-      `batch_axis` or its first axis, is an error: say ``"concat"`` for values per row, or
-      ``"mean"``.
+      Default: the weighted mean, and an aux with a microbatch's rows is an error: say ``"concat"``
+      for values per row, or ``"mean"``.
     concat_axis: The axis of aux that "concat" joins, as in `microbatch`.
-    rng_argnums: The positions of random keys, typed or raw uint32, or trees of them. Microbatch i
-      gets ``jax.random.fold_in(key, i)``, also where there is only one. With `axis_name` the
-      device's index is folded in first. Default: none, and a call with a typed key that is not
-      named is an error; ``()`` says that the microbatches are to share it.
+    rng_argnums: The positions of random keys, typed or raw, or trees of them. Microbatch i gets
+      ``jax.random.fold_in(key, i)``, and a device of `axis_name` its index first. Default: none,
+      and a call with a typed key that is not named is an error; ``()`` has microbatches share it.
     rng_argnames: The names of such keyword arguments.
     carry_argnum: The position of an argument that is threaded through the microbatches, such as
-      batch statistics: each microbatch gets what the one before returned. N updates with
-      momentum m then weigh as one with m**N.
+      batch statistics: each microbatch gets what the last one that counted returned.
     carry_reduction: With `axis_name`, how the devices' carries become one: a word or a prefix tree
-      of words. ``"mean"``, the default for floats, is weighted by what each device counted.
-      ``"max"`` is the default for integers. ``"sum"`` is the start plus every device's increment.
-      Or ``"min"``. Each device folds its index into a typed key; the first device's comes out. What
-      looks like a raw key (uint32, 2 or 4 on the last axis) is an error without a word.
-    accumulator_dtype: The dtype that losses and gradients are added up in. Default: their own
-      dtype promoted with float32, because a bfloat16 sum of ones stops growing at 256.
+      of words. ``"mean"`` (weighted, default of floats), ``"max"`` (of integers), ``"min"``, or
+      ``"sum"``, the start plus all increments. Of typed keys the first device's comes out.
+    accumulator_dtype: What losses and gradients are added up in. Default: float32 or wider.
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-      "stack" and "concat" still have its values, and reverse-mode derivatives of the result are
-      NaN where one was left out.
-    skip_empty: Whether a microbatch of weight zero is not run at all. Needs `weight_fn`. Padding at
-      a batch's end is in all microbatches, unless rows are dealt out first (see the guide to padded
-      text). "stack" and "concat" have zeros for what was not run. Default: False, because
-      reverse-mode differentiation cannot pass, and TPUs hold 0.2 of the parameters more.
-    in_place: Whether the backward pass adds gradients to their accumulators, layer by layer, so
-      that a microbatch's whole gradient never exists. It saves memory where layers are scanned, and
-      is the plain scan but for rounding. Parameters must have the dtype of their accumulators, as
-      float32 has. Not for `skip_nonfinite`, `grad_reduction`, under `jax.vmap`, or before JAX 0.10.
-      The page of sharp edges has how much it saves, and what else it asks for.
+      "stack" and "concat" still have its values, and reverse-mode derivatives are then NaN.
+    skip_empty: Whether a microbatch of weight zero is not run; "stack" and "concat" have zeros for
+      it. Needs `weight_fn`. Reverse mode cannot pass. See the guide to padded text.
+    in_place: Whether the backward pass adds gradients to their accumulators, layer by layer, which
+      saves memory where layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
+      accumulators. The page of sharp edges has what it saves, and what it does not go with.
     axis_name: Inside `pmap` or `shard_map`, the axis that the batch is spread over. `fun` returns
-      the loss of its device's own rows. Gradients stay on their device during the scan; these and
-      weights are reduced once, after it. ``"stack"`` and ``"concat"`` keep each device's values.
-    unroll: As in `jax.lax.scan`. The default 1 is right unless the body is tiny.
+      the loss of its device's rows. Gradients are reduced once, after the scan; "stack" and
+      "concat" keep each device's values.
+    unroll: As in `jax.lax.scan`.
 
   Returns:
-    A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does,
-    every leaf in the dtype that it has there: ``(loss, grads)``, or
-    ``((loss, aux), grads)``, or ``((loss, (carry, aux)), grads)``. With `skip_nonfinite`
-    a `MicrobatchStats` follows as a third item, which tells how many were skipped.
+    A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
+    same dtypes: ``(loss, grads)``, ``((loss, aux), grads)`` or ``((loss, (carry, aux)), grads)``.
+    With `skip_nonfinite` a `MicrobatchStats` follows, which counts what was skipped.
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.
-    TypeError: A value has the wrong type: an integer parameter, a loss that is not a
-      real scalar, a return that does not fit `has_aux`, an integer aux under "mean".
+    TypeError: A value has the wrong type, as a loss that is not a real scalar.
     NotImplementedError: With `in_place`, JAX is older than 0.10, or `jax.vmap` is around it.
 
   Examples:
@@ -151,9 +126,8 @@ def microbatch_value_and_grad(
     (4.0, [-20.0, -24.0])
 
   References:
-    `jax.value_and_grad`, and `optax.microbatching.micro_grad`. This differs from the latter: the
-    last microbatch may be smaller, microbatches may have weights, bfloat16 gradients are added
-    up in float32, keys are folded, and statistics are threaded through.
+    `jax.value_and_grad` and `optax.microbatching.micro_grad`, which lacks uneven batches, weights,
+    float32 sums of bfloat16 gradients, folded keys and a carry.
   """
   split = Split.of(locals(), default_argnum=1)
   loss = local_loss(
