@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.weighted_mean import as_weight
-from optax_accum._microbatches import parameters, settings
+from optax_accum._microbatches import parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, Runner
@@ -24,7 +24,7 @@ from optax_accum._microbatches.noise_scale import (
   NOISE_REDUCTIONS,
 )
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_batch
+from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_error
 from optax_accum._microbatches.traced import differentiated_as, Traced
 
 
@@ -157,12 +157,8 @@ class LocalLoss:
     try:
       yield
     except (TypeError, ValueError) as error:
-      note, roles = None, self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if settings.wants_value(error):
-        note = settings.note(error, self.fun, roles.shared)
-      elif self.split.batch_argnums is None:
-        note = note_on_batch(roles)
-      if note is not None:
+      roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
+      if note := note_on_error(error, self.fun, roles, self.split.batch_argnums is None):
         error.add_note(note)
       raise
 

@@ -103,15 +103,22 @@ def with_keys(roles: Roles) -> list[Slot]:
   return [slot for slot, x in roles.shared.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
 
 
-def note_on_batch(roles: Roles) -> str | None:
-  """What to say of an error of a loss: what was not split."""
-  arrays = [
-    _describe(slot)
+def note_on_error(error: Exception, fun: Callable[..., Any], roles: Roles, by_default: bool) -> str:
+  """What to say of an error of `fun`: what is no setting, or what was not split `by_default`."""
+  shapes = {
+    slot: [getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree)]
     for slot, tree in roles.shared.items()
-    if any(getattr(leaf, "shape", ()) for leaf in jax.tree.leaves(tree))
-  ]
-  if not arrays:
-    return None
+  }
+  if "trace" in str(error).lower():  # as JAX says wherever Python asks for a value
+    fixed = ", ".join(f"{_name_of(fun, slot)}=..." for slot, each in shapes.items() if () in each)
+    return fixed and (
+      "A step traces all that it is passed, so Python cannot branch on it, nor look it up in a dict"
+      f" or have it static. Fix a setting in the loss, functools.partial(loss_fn, {fixed}), and"
+      " make a step for each value."
+    )
+  arrays = [_describe(slot) for slot, each in shapes.items() if any(each)]
+  if not by_default or not arrays:
+    return ""
   return (
     f"In each microbatch, {' and '.join(map(_describe, roles.batch))} alone has the rows of"
     f" that microbatch (batch_argnums=None), and {' and '.join(arrays)} is whole. If shapes"
@@ -173,7 +180,7 @@ def only_argument(option: str, slots: Sequence[Slot]) -> tuple[Slot, ...]:
   return tuple(slots)
 
 
-def name_of(fun: Callable[..., Any], slot: Slot) -> str:
+def _name_of(fun: Callable[..., Any], slot: Slot) -> str:
   """What `fun` calls an argument: "..." where it has no name."""
   names = _positional_names(fun)
   return slot if isinstance(slot, str) else (names[slot:] or [""])[0] or "..."

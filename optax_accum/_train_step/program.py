@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._microbatches import parameters, settings
+from optax_accum._microbatches import parameters
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._train_step.donation import check_alive, distinct, Shards
@@ -78,7 +78,6 @@ class StepProgram:
     if not goes_on:
       self.check(*args)
       parameters.check_count(len(args) + len(kwargs))
-    settings.refuse(joined(new.values()), self.local.fun, args[2:], kwargs)
 
     on_mesh = self.loss is not self.local
     before = last.loss if on_mesh and goes_on else None
