@@ -25,7 +25,7 @@ from optax_accum._microbatches.noise_scale import (
 )
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_error
-from optax_accum._microbatches.traced import differentiated_as, Traced
+from optax_accum._microbatches.traced import differentiated_as, traced_once
 
 
 class Outputs(NamedTuple):
@@ -51,7 +51,6 @@ class LocalLoss:
   noise_scale: bool = False
   # Of the first argument and the others in a microbatch: what is differentiated.
   gather_in_loop: Callable[..., Any] = lambda params, *others: params
-  traced: Traced | None = None  # of `_run`
 
   @property
   def local(self) -> "LocalLoss":
@@ -77,24 +76,24 @@ class LocalLoss:
       return run_in_microbatches(call, Runner(call, self._differentiate), reductions, root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
-    parts = [Traced(self._run)]
-    if self.split.weight_fn is not None:
-      parts.append(Traced(functools.partial(known_weight, self.split.weight_fn)))
+    run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
+    if weight_fn is not None:
+      weight_fn = traced_once(functools.partial(known_weight, weight_fn))
 
-    def run(in_place: bool, parts: list[Traced], inputs: Any) -> Reduced:
-      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
-      loss = dataclasses.replace(self, split=split, traced=parts[0])
-      weights, args, kwargs = inputs
+    def run(in_place: bool, weights: Any, args: Any, kwargs: Any) -> Reduced:
+      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=weight_fn)
+      loss = dataclasses.replace(self, split=split)
       grads, accumulators = self.grad_reduction, None
       if in_place:
         accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
         grads = accumulators.reductions
       call = loss._call(weights, args, kwargs)
-      one = Runner(call, functools.partial(loss._differentiate, accumulators=accumulators))
+      options = {"run": run_fn, "accumulators": accumulators}
+      one = Runner(call, functools.partial(loss._differentiate, **options))
       return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
-    return differentiated_as(plain, added, parts, (weights, args, kwargs))
+    return differentiated_as(plain, added, weights, args, kwargs)
 
   def _call(self, weights: Any, args: Any, kwargs: Any) -> Microbatches:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
@@ -124,12 +123,18 @@ class LocalLoss:
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, call: Microbatches, factor: Any, /, *inputs: Any, accumulators: Accumulators | None = None
+    self,
+    call: Microbatches,
+    factor: Any,
+    /,
+    *inputs: Any,
+    run: Callable[..., Any] | None = None,
+    accumulators: Accumulators | None = None,
   ) -> tuple[Any, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
-    run = self.traced or self._run
+    run = run or self._run
     value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
     if accumulators is not None:
       factor = factor if self.reduction.name == "mean" else 1.0
