@@ -88,9 +88,8 @@ class LocalLoss:
         accumulators = Accumulators(args, self.argnums, grads, split.accumulator_dtype)
         grads = accumulators.reductions
       call = loss._call(weights, args, kwargs)
-      options = {"run": run_fn, "accumulators": accumulators}
-      one = Runner(call, functools.partial(loss._differentiate, **options))
-      return run_in_microbatches(call, one, loss._reductions(call, grads), root="")
+      one = functools.partial(loss._differentiate, run=run_fn, accumulators=accumulators)
+      return run_in_microbatches(call, Runner(call, one), loss._reductions(call, grads), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, weights, args, kwargs)
