@@ -12,7 +12,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Leaf, Tree
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import fit_for_references
 from optax_accum._microbatches.options import Split
@@ -25,15 +25,10 @@ class Accumulators:
   """
 
   def __init__(
-    self,
-    args: Sequence[Tree],
-    argnums: int | Sequence[int],
-    reductions: Tree,
-    dtype: DTypeLike | None,
+    self, args: Args, argnums: int | Sequence[int], reductions: Tree, dtype: DTypeLike | None
   ):
-    one = isinstance(argnums, int)
     self._positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    self._like_gradients = (lambda trees: trees[0]) if one else tuple
+    self._like_gradients = (lambda trees: trees[0]) if isinstance(argnums, int) else tuple
     for i in self._positions:
       for name, x in _validate.named_leaves(f"argument {i}", args[i]):
         _check_dtype(name, x, dtype)
@@ -56,16 +51,19 @@ class Accumulators:
       leaves, treedef = jax.tree.flatten(params)
 
       def of_leaves(*leaves: jax.Array) -> Tree:
-        new = dict(zip(self._positions, treedef.unflatten(leaves), strict=True))
-        return fun(*[new.get(i, x) for i, x in enumerate(args)], **kwargs)
+        all_args = [*args]
+        for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
+          all_args[i] = x
+        return fun(*all_args, **kwargs)
 
       loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
-      apart, refs = fit_for_references.kept_apart(backward.jaxpr, leaves), self._refs
-      whole = lambda: cast(Any, jax).ad.GradValue()  # noqa: E731
-      wanted = [whole() if i in apart else ref for i, ref in enumerate(refs)]
-      grads = backward.with_refs(*wanted)(_cotangent(loss, leaves, factor))
+      refs: Leaves = [*self._refs]
+      apart = fit_for_references.kept_apart(backward.jaxpr, leaves)
       for i in apart:
-        refs[i][...] += grads[i]
+        refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
+      grads = backward.with_refs(*refs)(_cotangent(loss, leaves, factor))
+      for i in apart:
+        self._refs[i][...] += grads[i]
       return (loss, aux), self._like_gradients([jax.tree.map(_empty, tree) for tree in params])
 
     return added
@@ -134,7 +132,7 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   )
 
 
-def _cotangent(loss: jax.Array, leaves: list[jax.Array], factor: Weight) -> jax.Array:
+def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   """What the loss is multiplied by, so that all gradients are."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):

@@ -68,9 +68,11 @@ class Recomputed:
     held = [x.value(gathered) if isinstance(x, _Linked) else x for x in held]
     if self._guards:
       counted = weighted_mean.counts(self.call.weight(index, batch, rows))
-      guard = lambda x: jnp.where(counted, x, lax.stop_gradient(x))  # noqa: E731
-      of_tangents = lambda x: guard(x) if _may_have_tangent(x) else x  # noqa: E731
-      held, batch = jax.tree.map(of_tangents, (held, batch))
+
+      def guarded(x: Leaf) -> Leaf:
+        return jnp.where(counted, x, lax.stop_gradient(x)) if _may_have_tangent(x) else x
+
+      held, batch = jax.tree.map(guarded, (held, batch))
     return program(held, jnp.asarray(index, jnp.int32), batch)
 
 
