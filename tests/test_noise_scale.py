@@ -298,21 +298,16 @@ def test_bad_input():
     step = make(**{"num_microbatches": None if "microbatch_size" in options else 1, **options})
     with pytest.raises(ValueError, match=r"there is one: use num_microbatches=2 or more"):
       step(params, state, batch)
-  for decay in (1, 1.5, -0.1, float("nan"), 1 - 1e-10):
+  for decay in (1, 1.5, -0.1, float("nan"), 1 - 1e-10, True, None):
     with pytest.raises(ValueError, match=r"decay=.* must be at least 0 and below 1"):
       gradient_noise_scale(decay)
-  for decay in (True, "0.9", None):
-    with pytest.raises(TypeError, match=r"decay=.* must be a number of at least 0"):
-      gradient_noise_scale(decay)
   estimate = gradient_noise_scale()
-  with pytest.raises(TypeError, match=r'got terms of type dict: pass metrics\["noise_scale"\]'):
+  with pytest.raises(TypeError, match=r'a dict and a EmaState: pass metrics\["noise_scale"\]'):
     estimate.update({}, estimate.init())
   terms = NoiseScaleTerms(jnp.ones(3), jnp.ones(3))
-  with pytest.raises(
-    ValueError, match=r"terms.squared_norm has shape \(3,\), and update takes the"
-  ):
+  with pytest.raises(ValueError, match=r"The terms have shape \(3,\), and update takes the"):
     estimate.update(terms, estimate.init())
-  with pytest.raises(TypeError, match=r"got a state of type dict: pass what init\(\) returned"):
+  with pytest.raises(TypeError, match=r"and a dict: pass .* what init\(\) or the last update"):
     estimate.update(NoiseScaleTerms(*map(jnp.float32, (1, 1))), {})
 
 

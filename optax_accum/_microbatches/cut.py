@@ -14,7 +14,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
-from optax_accum._microbatches import keys_and_carry, settings
+from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
 
@@ -140,12 +140,13 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
     for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", arguments[slot]):
-      if not settings.is_data(leaf):
+      try:
+        shape = jax.typeof(leaf).shape
+      except TypeError as error:
         raise TypeError(
-          f"{settings.described(name, leaf)}, and a batch has arrays of numbers: leave it out, or"
-          " pass it as an argument that is not split."
-        )
-      shape = jnp.shape(leaf)
+          f"{name} has no numbers ({error}): leave it out of the batch, or pass it as an argument"
+          " that is not split."
+        ) from None
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
           f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"

@@ -11,9 +11,11 @@ from jax.typing import DTypeLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reductions import Leaf, Reduction
+from optax_accum._arithmetic.reductions import Reduction
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import fit_for_references
+from optax_accum._microbatches.options import Split
 
 
 class Accumulators:
@@ -22,40 +24,46 @@ class Accumulators:
   `reductions` is a prefix tree over the gradients, as they are to become one.
   """
 
-  def __init__(self, args: Sequence[Any], argnums: Any, reductions: Any, dtype: DTypeLike | None):
-    several = isinstance(argnums, (tuple, list))
-    self._positions = tuple(argnums) if several else (argnums,)
-    self._like_gradients = tuple if several else lambda trees: trees[0]
+  def __init__(
+    self, args: Args, argnums: int | Sequence[int], reductions: Tree, dtype: DTypeLike | None
+  ):
+    self._positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    self._like_gradients = (lambda trees: trees[0]) if isinstance(argnums, int) else tuple
     for i in self._positions:
       for name, x in _validate.named_leaves(f"argument {i}", args[i]):
         _check_dtype(name, x, dtype)
 
     zeros = lambda x: jax.new_ref(across_devices.full_like(jax.typeof(x), 0))  # noqa: E731
-    self._refs = [jax.tree.map(zeros, args[i]) for i in self._positions]
-    refs = self._like_gradients(self._refs)
+    refs = self._like_gradients([jax.tree.map(zeros, args[i]) for i in self._positions])
     each = reduction_words.match("grad_reduction", reductions, refs, "gradients")
     self.reductions = jax.tree.map(AddedGradients, each, refs)
+    self._refs = jax.tree.leaves(refs)
 
-  def value_and_grad(self, fun: Callable[..., Any], factor: Weight) -> Callable[..., Any]:
+  def value_and_grad(self, fun: Callable[..., Tree], factor: Weight) -> Callable[..., Tree]:
     """`jax.value_and_grad` of `fun`, which has aux; but the gradients, times `factor`, are added.
 
-    `fun` runs more than once. In their place it returns empty arrays of their dtypes.
+    In their place it returns empty arrays of their dtypes.
     """
 
-    def added(*args: Any, **kwargs: Any) -> Any:
-      def of_differentiated(*new: Any) -> Any:
-        all_args = list(args)
-        for i, x in zip(self._positions, new, strict=True):
-          all_args[i] = x
-        return fun(*all_args, **kwargs)
-
+    def added(*args: Tree, **kwargs: Tree) -> Tree:
       params = [args[i] for i in self._positions]
       treedef: Any
       leaves, treedef = jax.tree.flatten(params)
-      of_leaves = lambda *leaves: of_differentiated(*treedef.unflatten(leaves))  # noqa: E731
-      run = fit_for_references.copying(of_leaves, fit_for_references.kept_apart(of_leaves, leaves))
-      loss, backward, aux = cast(Any, jax.vjp(run, *leaves, has_aux=True))
-      backward.with_refs(*jax.tree.leaves(self._refs))(_cotangent(loss, leaves, factor))
+
+      def of_leaves(*leaves: jax.Array) -> Tree:
+        all_args = [*args]
+        for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
+          all_args[i] = x
+        return fun(*all_args, **kwargs)
+
+      loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
+      refs: Leaves = [*self._refs]
+      apart = fit_for_references.kept_apart(backward.jaxpr, leaves)
+      for i in apart:
+        refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
+      grads = backward.with_refs(*refs)(_cotangent(loss, leaves, factor))
+      for i in apart:
+        self._refs[i][...] += grads[i]
       return (loss, aux), self._like_gradients([jax.tree.map(_empty, tree) for tree in params])
 
     return added
@@ -71,30 +79,22 @@ class AddedGradients(Reduction):
   def __repr__(self) -> str:
     return repr(self.of)
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
-    return None
-
-  def unhoisted(self, held: Any, shapes: hoisting.Shapes) -> Any:
+  def unhoisted(self, held: Leaf, shapes: hoisting.Shapes) -> Leaf:
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
+    return held
 
-  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
-    """Its gradients are of the same parameters."""
-
-  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+  def join(self, held: Leaf, collected: Leaf, tail: Leaf) -> Leaf:
     return jax.freeze(self.ref)
 
-  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+  def across_devices(self, held: Leaf, axis_name: AxisName, counted: bool | jax.Array) -> Leaf:
     return self.of.across_devices(held, axis_name, counted)
 
-  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+  def finish(self, held: Leaf, weight: Weight, dtype: DTypeLike) -> Leaf:
     return self.of.finish(held, weight, dtype)
 
-  def only(self, value: jax.Array) -> jax.Array:
-    return self.of.only(value)
 
-
-def check_options(split: Any, grad_reduction: Any) -> None:
-  """Checks what ``in_place`` is given with."""
+def check_options(split: Split, grad_reduction: Tree) -> None:
+  """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
   without = "Pass in_place=False, or leave"
@@ -108,10 +108,14 @@ def check_options(split: Any, grad_reduction: Any) -> None:
       f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
       f" asks for more. {without} grad_reduction out."
     )
-  fit_for_references.check_supported()
+  if not fit_for_references.is_right():
+    raise NotImplementedError(
+      f"in_place=True: in JAX {jax.__version__} a backward pass cannot add gradients to references"
+      " rightly, or not where layers are rematerialised. Use in_place=False, or a newer JAX."
+    )
 
 
-def _check_dtype(name: str, x: Any, requested: DTypeLike | None) -> None:
+def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   """Checks that a parameter's gradients are added up in their own dtype."""
   dtype = jnp.result_type(x)
   wide = dtypes.accumulator_dtype(dtype, requested)
@@ -128,7 +132,7 @@ def _check_dtype(name: str, x: Any, requested: DTypeLike | None) -> None:
   )
 
 
-def _cotangent(loss: jax.Array, leaves: list[jax.Array], factor: Weight) -> jax.Array:
+def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   """What the loss is multiplied by, so that all gradients are."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):
@@ -137,8 +141,7 @@ def _cotangent(loss: jax.Array, leaves: list[jax.Array], factor: Weight) -> jax.
       " gradients by weighing the loss, which would round the weight: return the loss in the"
       " parameters' dtype, or pass in_place=False."
     )
-  one = jnp.ones_like(loss)
-  return one * (factor.astype(loss.dtype) if isinstance(factor, jax.Array) else factor)
+  return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 
 
 def _empty(x: jax.Array) -> jax.Array:

@@ -13,7 +13,7 @@ from optax_accum._arithmetic import across_devices, reduction_words, weighted_me
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._arithmetic.weighted_mean import as_weight
-from optax_accum._microbatches import parameters, settings
+from optax_accum._microbatches import parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
@@ -24,8 +24,8 @@ from optax_accum._microbatches.noise_scale import (
   NOISE_REDUCTIONS,
 )
 from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._microbatches.roles import find_slots, names_or_positions
-from optax_accum._microbatches.traced import differentiated_as, Traced
+from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_settings
+from optax_accum._microbatches.traced import differentiated_as, traced_once
 
 
 class Outputs(NamedTuple):
@@ -51,7 +51,6 @@ class LocalLoss:
   noise_scale: bool = False
   # Of the first argument and the others in a microbatch: what is differentiated.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
-  traced: Traced | None = None  # of `_run`
 
   @property
   def local(self) -> "LocalLoss":
@@ -73,39 +72,40 @@ class LocalLoss:
       args = (*args[:i], differentiated, *args[i + 1 :])
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return run_in_microbatches(call, *self._scanned(call, None), root="")
+      return run_in_microbatches(call, *self._scanned(call, self._run, None), root="")
     for i in positions:
       args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
-    parts = [Traced(self._run)]
-    if self.split.weight_fn is not None:
-      parts.append(Traced(functools.partial(known_weight, self.split.weight_fn)))
+    run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
+    if weight_fn is not None:
+      weight_fn = traced_once(functools.partial(known_weight, weight_fn))
 
-    def run(in_place: bool, parts: list[Traced], inputs: Tree) -> Reduced:
-      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=[*parts, None][1])
-      loss = dataclasses.replace(self, split=split, traced=parts[0])
-      weights, args, kwargs = inputs
+    def run(in_place: bool, weights: Leaf, args: Args, kwargs: Kwargs) -> Reduced:
+      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=weight_fn)
+      loss = dataclasses.replace(self, split=split)
       accumulators = None
       if in_place:
         accumulators = Accumulators(
           args, self.argnums, self.grad_reduction, split.accumulator_dtype
         )
       call = loss._call(weights, args, kwargs)
-      return run_in_microbatches(call, *loss._scanned(call, accumulators), root="")
+      return run_in_microbatches(call, *loss._scanned(call, run_fn, accumulators), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
-    return differentiated_as(plain, added, parts, (weights, args, kwargs))
+    return differentiated_as(plain, added, weights, args, kwargs)
 
   def _call(self, weights: Leaf, args: Args, kwargs: Kwargs) -> Microbatches:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
-  def _scanned(self, call: Microbatches, accumulators: Accumulators | None) -> tuple[Run, Outputs]:
+  def _scanned(
+    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None
+  ) -> tuple[Run, Outputs]:
     """What runs a microbatch, and how the outputs of all become one."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
     grads = self.grad_reduction if accumulators is None else accumulators.reductions
-    run = runner(call, functools.partial(self._differentiate, accumulators))
-    return run, Outputs(self.reduction, self.aux_reduction, grads, noise)
+    one = functools.partial(self._differentiate, run, accumulators)
+    return runner(call, one), Outputs(self.reduction, self.aux_reduction, grads, noise)
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -125,12 +125,17 @@ class LocalLoss:
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, accumulators: Accumulators | None, call: Microbatches, factor: Any, /, *inputs: Tree
+    self,
+    run: Callable[..., Tree],
+    accumulators: Accumulators | None,
+    call: Microbatches,
+    factor: Any,
+    /,
+    *inputs: Tree,
   ) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
-    run = self.traced or self._run
     value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
     if accumulators is not None:
       factor = factor if self.reduction.name == "mean" else 1.0
@@ -147,10 +152,9 @@ class LocalLoss:
     try:
       out = self.fun(*args, **kwargs)
     except (TypeError, ValueError) as error:
-      if settings.wants_value(error):
-        roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
-        if note := settings.note(error, self.fun, roles.shared):
-          error.add_note(note)
+      roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
+      if note := note_on_settings(error, self.fun, roles):
+        error.add_note(note)
       raise
     carries = self.split.carry_argnum is not None
     _check_loss(out, self.has_aux or carries, carries)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 import functools
-import numbers
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,25 +11,25 @@ import numpy as np
 import optax
 
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.reductions import Leaf, Mean, Sum
+from optax_accum._arithmetic.reductions import Mean, Sum
+from optax_accum._arithmetic.trees import Grads, Leaf
+from optax_accum._microbatches.options import Split
 
 
 class NoiseScaleTerms(NamedTuple):
   """The two parts of the noise scale, estimated from one step alone.
 
   ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are scalars,
-  float32 (float64 where x64 is enabled). They are right on average over steps, and far off in one.
-  Their ratio is not even that: smooth them first, by `gradient_noise_scale`. Both are 0 in a step
-  in which fewer than two microbatches counted. Such a step tells nothing.
+  float32 (float64 where x64 is enabled), right on average over steps and far off in one: smooth
+  them by `gradient_noise_scale`. Both are 0 where fewer than two microbatches counted.
 
   Attributes:
     squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
     trace: An estimate of the trace of the covariance of the gradients of single rows. With a
-      `weight_fn`, of single units of weight: the variance of a microbatch's gradient is taken to
-      fall as 1 / weight. That is so where the weight counts rows or tokens that are drawn
-      independently. It is not so where rows have weights of their own, as in importance sampling.
-      With half-precision parameters the rounding of the mean gradient is in it, which shows where
-      the noise scale is far below the rows of a microbatch.
+      `weight_fn`, of single units of weight, which must count rows or tokens that are drawn
+      independently: weights of rows, as in importance sampling, do not. With half-precision
+      parameters the rounding of the mean gradient is in it, which shows where the noise scale is
+      far below the rows of a microbatch.
   """
 
   squared_norm: jax.Array
@@ -45,53 +44,37 @@ class GradientNoiseScale(NamedTuple):
     update: ``update(terms, state) -> (noise_scale, state)``.
   """
 
-  init: Callable[[], Any]
-  update: Callable[[NoiseScaleTerms, Any], tuple[jax.Array, Any]]
+  init: Callable[[], optax.EmaState]
+  update: Callable[[NoiseScaleTerms, optax.EmaState], tuple[jax.Array, optax.EmaState]]
 
 
 def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   """The simple noise scale: about how many rows a batch should have.
 
-  It is ``trace / |G|^2``. ``G`` is the gradient of all data, and ``trace`` that of the covariance
-  of the gradients of single rows. The gradient of a batch of this many rows has as much noise as
-  signal. If batches are much smaller, twice the rows need almost half the steps. If they are much
-  larger, more rows save few steps. With SGD, batches of B rows need ``1 + noise_scale / B`` times
-  the steps that very large ones need. The unit is that of weights: rows, or what a `weight_fn`
-  counts, such as tokens.
+  It is ``trace / |G|^2``, both averaged over steps before the division. The gradient of a batch of
+  this many rows (or of what a `weight_fn` counts) has as much noise as signal. With SGD, batches of
+  B rows need ``1 + noise_scale / B`` times the steps that very large ones need. The guide "Choosing
+  the microbatch and the batch" has what to do with the number.
 
-  So a batch of as many rows as the noise scale needs twice the least steps, and twice the least
-  rows in all, and is a usual choice. One of four times that needs 1.25 times the least steps, and
-  one of a quarter 1.25 times the least rows.
-
-  Numerator and denominator are averaged over steps, each by itself, and then divided. How many
-  microbatches it is measured with hardly matters.
-
-  What it cannot tell: it is derived for plain SGD on a locally quadratic loss. Adam and momentum
-  follow it in trend only. It is small in the first steps, and grows by a factor of ten and more in
-  training, so what is measured early says nothing about the end; and as long as it grows, the
-  averages lag behind. Rows of one batch must be drawn independently: several windows of one
-  document count as fewer. Dropout counts as noise. Where rows meet within a microbatch, as in batch
-  normalisation and contrastive losses, it means nothing.
-
-  It is there with `make_train_step`, `linen_train_step` and `nnx_train_step`, also where `tx` is an
-  `accumulate`: then each call has its own terms. The state is saved and restored as any tree of
-  arrays, into the tree that ``init()`` returns.
+  It is derived for SGD on a locally quadratic loss; Adam and momentum follow it in trend only. It
+  grows in training, by a factor of ten and more, and the averages lag behind. Rows must be drawn
+  independently: several windows of one document count as fewer. Dropout counts as noise. Where rows
+  meet within a microbatch, as in batch normalisation, it means nothing.
 
   Args:
-    decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps,
-      because one step tells little.
+    decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps.
 
   Returns:
     A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
-    of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
-    ``(noise_scale, state)``. ``noise_scale`` is a scalar. It is inf as long as the averaged
-    ``|G|^2`` is not above 0: batches have been too small, or steps too few, to tell. A step that
-    tells nothing, or whose terms are not finite, leaves the state as it is.
+    of arrays to save and restore as any other. ``update(terms, state)`` takes a step's
+    ``metrics["noise_scale"]``, and gives ``(noise_scale, state)``, of which the first is a scalar,
+    inf as long as the averaged ``|G|^2`` is not above 0: too few steps, or rows, to tell. A step
+    that tells nothing, or whose terms are not finite, leaves the state as it is.
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
       steps.
-    TypeError: `decay` is no number; ``update`` got no `NoiseScaleTerms`, or no state of ``init()``.
+    TypeError: ``update`` got no `NoiseScaleTerms`, or no state of ``init()``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -114,9 +97,6 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2 and appendix A.1,
     which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
   """
-  number: Any = decay
-  if isinstance(number, bool) or not isinstance(number, numbers.Real):
-    raise TypeError(f"decay={decay!r} must be a number of at least 0 and below 1, such as 0.99.")
   if not 0 <= np.float32(decay) < 1:
     raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.99.")
   # Dividing cancels what debiasing would do.
@@ -141,57 +121,49 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   return GradientNoiseScale(init, update)
 
 
-def _check_update(terms: Any, state: Any) -> None:
+def _check_update(terms: NoiseScaleTerms, state: optax.EmaState) -> None:
   """Checks the arguments of ``update``."""
-  if not isinstance(terms, NoiseScaleTerms):
+  if not isinstance(terms, NoiseScaleTerms) or not isinstance(state, optax.EmaState):
     raise TypeError(
-      f"update(terms, state) got terms of type {type(terms).__name__}: pass"
-      ' metrics["noise_scale"] of make_train_step(..., noise_scale=True), and the state second.'
+      f"update(terms, state) got a {type(terms).__name__} and a {type(state).__name__}: pass"
+      ' metrics["noise_scale"] of a step with noise_scale=True, and what init() or the last update'
+      " returned; restore a checkpoint into the tree that init() returns."
     )
-  if not isinstance(state, optax.EmaState):
-    raise TypeError(
-      f"update(terms, state) got a state of type {type(state).__name__}: pass what init() returned,"
-      " or the last update; restore a checkpoint into the tree that init() returns."
+  if shape := jnp.shape(terms.trace):
+    raise ValueError(
+      f"The terms have shape {shape}, and update takes the scalars of one step: call it in the scan"
+      " over steps, or scan it over the stacked terms."
     )
-  for name, x in terms._asdict().items():
-    if jnp.shape(x) != ():
-      raise ValueError(
-        f"terms.{name} has shape {jnp.shape(x)}, and update takes the scalars of one step: call it"
-        " in the scan over steps, or scan it over the stacked terms."
-      )
 
 
 class Noise(NamedTuple):
   """What the scan reduces of each microbatch."""
 
-  squared_norm: Any  # of the gradient: the weighted mean
-  count: Any  # 1: the sum is how many counted
-
-
-class _WideMean(Mean):
-  """The mean in float32 or better, whatever gradients are added up in."""
-
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
-    return super().start(leaf, None)
+  squared_norm: Leaf  # of the gradient: the weighted mean
+  count: Leaf  # 1: the sum is how many counted
 
 
 class _WideSum(Sum):
-  """The sum, likewise."""
+  """The sum in float32 or better, whatever gradients are added up in."""
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> jax.Array:
     return super().start(leaf, None)
+
+
+class _WideMean(_WideSum, Mean):
+  """The mean, likewise."""
 
 
 NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
 
 
-def noise_of(derivatives: Any) -> Noise:
+def noise_of(derivatives: Grads) -> Noise:
   """What one microbatch's gradient tells."""
   squared = squared_norm(derivatives)
   return Noise(squared, jnp.ones_like(squared))
 
 
-def squared_norm(derivatives: Any) -> jax.Array:
+def squared_norm(derivatives: Grads) -> jax.Array:
   """The square of the global norm of gradients, in float32 or better."""
   wide = lambda x: x.astype(dtypes.accumulator_dtype(x.dtype))  # noqa: E731
   return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
@@ -213,7 +185,7 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
   return NoiseScaleTerms(*(jnp.where(tells, x, 0) for x in (squared_norm, trace)))
 
 
-def check_noise_scale(noise_scale: Any, split: Any, reduction: str) -> None:
+def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
   """Checks what `noise_scale` is given with."""
   if not noise_scale:
     return

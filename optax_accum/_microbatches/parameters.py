@@ -1,18 +1,17 @@
-"""What can be differentiated, and what to pass where an object that holds parameters cannot be.
+"""What a step is passed: what can be differentiated, and what to pass instead of what cannot be.
 
 Flax and Equinox are not imported for it: their objects are told by attributes and class names.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import OptState, Params, Tree
 
 
-def check_step(params: Any, opt_state: Any, *others: Any) -> None:
+def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
   """Checks what a step is given: parameters, which it updates and returns, and their state."""
   if instead := _instead(params):
     raise TypeError(f"params is {instead}")
@@ -38,56 +37,49 @@ def check_count(count: int) -> None:
     )
 
 
-def _is_optax_state(tree: Any) -> bool:
+def _is_optax_state(tree: Tree) -> bool:
   """Whether `tree` is a state that optax or this package made, or a chain of such states."""
-  if not isinstance(tree, tuple):
-    return False
   if hasattr(tree, "_fields") and type(tree).__module__.split(".")[0] in ("optax", "optax_accum"):
     return not isinstance(tree, optax.LookaheadParams)
-  return any(map(_is_optax_state, tree))
+  return isinstance(tree, tuple) and any(map(_is_optax_state, tree))
 
 
-def check_differentiable(what: str, tree: Any) -> None:
+def check_differentiable(what: str, tree: Params) -> None:
   """Checks that every leaf can be differentiated."""
-  # A step asks in every call, so most trees are told by the few dtypes that they have.
-  if all(map(_is_inexact, {getattr(x, "dtype", None) for x in jax.tree.leaves(tree)})):
+  # Most trees are told by the few dtypes that they have: a step may ask in every call.
+  if all(map(_is_inexact, {getattr(x, "dtype", type(x)) for x in jax.tree.leaves(tree)})):
     return
   if instead := _instead(tree):
     raise TypeError(f"{what} is {instead}")
   for name, leaf in _validate.named_leaves(what, tree):
-    kind = leaf.dtype if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else type(leaf)
-    if _is_inexact(kind):
-      continue
-    word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
-    raise TypeError(
-      f"{name} has {word} and cannot be differentiated: keep all but floating and complex arrays"
-      " out of the differentiated argument, e.g. close over them or pass them as another argument"
-      " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
-    )
+    kind = getattr(leaf, "dtype", type(leaf))
+    if not _is_inexact(kind):
+      word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
+      raise TypeError(
+        f"{name} has {word} and cannot be differentiated: keep all but floating and complex arrays"
+        " out of the differentiated argument, e.g. close over them or pass them as another argument"
+        " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
+      )
 
 
-def _is_inexact(kind: Any) -> bool:
-  if kind is None or isinstance(kind, type):
-    return kind in (float, complex)
+def _is_inexact(kind: type | jnp.dtype) -> bool:
   return jnp.issubdtype(kind, jnp.inexact)
 
 
-def _instead(tree: Any) -> str | None:
+def _instead(tree: Params) -> str:
   """Of an object that is more than parameters: what it is, and what to pass instead."""
-  name = type(tree).__name__
+  kind = type(tree)
   if all(hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")):
     return (
-      f"a {name}, which holds more than parameters: optax_accum.flax.linen_train_step takes it."
-      " Or pass its parts, state.params and"
-      " state.opt_state, and put what comes back in its place with state.replace(params=params,"
-      " opt_state=opt_state)."
+      f"a {kind.__name__}, which holds more than parameters: optax_accum.flax.linen_train_step"
+      " takes it. Or pass its parts, state.params and state.opt_state, and put what comes back in"
+      " its place with state.replace(params=params, opt_state=opt_state)."
     )
-  classes = [(c.__module__, c.__name__) for c in type(tree).__mro__]
-  if any(c == "Module" and module.startswith("flax.nnx") for module, c in classes):
+  if any(c.__name__ == "Module" and c.__module__.startswith("flax.nnx") for c in kind.__mro__):
     return (
-      f"{name}, an nnx module, which holds more than parameters: optax_accum.flax.nnx_train_step"
-      " takes it. Or take them out with graphdef,"
-      " params, rest = nnx.split(model, nnx.Param, ...), pass params, and have the loss use"
-      " nnx.merge(graphdef, params, rest, copy=True). nnx.update(model, params) puts them back."
+      f"{kind.__name__}, an nnx module, which holds more than parameters:"
+      " optax_accum.flax.nnx_train_step takes it. Or take them out with graphdef, params, rest ="
+      " nnx.split(model, nnx.Param, ...), pass params, and have the loss use nnx.merge(graphdef,"
+      " params, rest, copy=True). nnx.update(model, params) puts them back."
     )
-  return None
+  return ""

@@ -1,6 +1,6 @@
 """A function that can be differentiated: going backward, each microbatch is computed again."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
+from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Leaves
 from optax_accum._microbatches.cut import Microbatches, Take
 from optax_accum._microbatches.loop import Microbatch, Run
 from optax_accum._microbatches.traced import Program
@@ -27,14 +28,14 @@ class Recomputed:
     self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     call.map_shared(self._varying)
     take, tail = call.cut
-    self._programs: dict[int, tuple[Program, list[Any]]] = {}  # and what it takes from outside
+    self._programs: dict[int, tuple[Program, Leaves]] = {}  # and what it takes from outside
     for rows, batch in ((call.size, take(0)), (call.tail_rows, tail)):
       if rows:
         one = lambda index, batch, rows=rows: run(index, (), lambda: batch, rows)  # noqa: E731
         program = Program(one, jnp.int32(0), batch)
         self._programs[rows] = program, [self._linked(x) for x in program.held]
 
-  def _varying(self, x: Any) -> Any:
+  def _varying(self, x: Leaf) -> Leaf:
     """`x` as it differs between devices, of which the copy to add up in is reduced."""
     if not _may_have_tangent(x) or self.split.axis_name is None:
       return x
@@ -46,13 +47,13 @@ class Recomputed:
     wide = dtypes.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
     return x.astype(dtypes.promote(x.dtype, wide))
 
-  def _linked(self, x: Any) -> Any:
+  def _linked(self, x: Leaf) -> Leaf:
     if not _may_have_tangent(x):
       return x
     return _Linked(self._links[id(x)] if id(x) in self._links else self._wide(x), x.dtype)
 
   def __call__(
-    self, index: ArrayLike, carry: Any, take: Take, rows: int, unit: Any = None
+    self, index: ArrayLike, carry: Carry, take: Take, rows: int, unit: Leaf = None
   ) -> Microbatch:
     """The function on one microbatch."""
     call, unroll = self.call, self.split.unroll
@@ -61,20 +62,17 @@ class Recomputed:
     in_loop = rows == call.size and call.rows >= 2 * call.size and not unrolled
     return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
-  def _run(self, index: ArrayLike, batch: tuple[Any, ...], rows: int) -> Microbatch:
-    counted = None
-    if self._guards:
-      counted = weighted_mean.counts(self.call.weight(index, batch, rows))
-
-    def guarded(x: Any) -> Any:
-      if counted is None or not _may_have_tangent(x):
-        return x
-      return jnp.where(counted, x, lax.stop_gradient(x))
-
+  def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
     program, held = self._programs[rows]
     gathered = hoisting.shapes_in(program.jaxpr)
     held = [x.value(gathered) if isinstance(x, _Linked) else x for x in held]
-    held, batch = jax.tree.map(guarded, (held, batch))
+    if self._guards:
+      counted = weighted_mean.counts(self.call.weight(index, batch, rows))
+
+      def guarded(x: Leaf) -> Leaf:
+        return jnp.where(counted, x, lax.stop_gradient(x)) if _may_have_tangent(x) else x
+
+      held, batch = jax.tree.map(guarded, (held, batch))
     return program(held, jnp.asarray(index, jnp.int32), batch)
 
 
@@ -89,5 +87,5 @@ class _Linked(NamedTuple):
     return hoisting.unhoisted(self.wide, gathered).astype(self.dtype)
 
 
-def _may_have_tangent(x: Any) -> bool:
+def _may_have_tangent(x: Leaf) -> bool:
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)

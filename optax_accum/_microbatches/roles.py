@@ -101,6 +101,23 @@ def _option(slots: Collection[Slot]) -> str:
   return option + (f" with batch_argnames={argnames!r}" if argnames else "")
 
 
+def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -> str:
+  """What to say where Python asks for the value of something that a step traces."""
+  scalars = [
+    _name_of(fun, slot)
+    for slot, tree in roles.shared.items()
+    if any(getattr(leaf, "shape", ()) == () for leaf in jax.tree.leaves(tree))
+  ]
+  if not scalars or "trace" not in str(error).lower():  # which JAX says wherever that is
+    return ""
+  fixed = ", ".join(f"{name}=..." for name in scalars)
+  return (
+    "A step traces all that it is passed, so Python cannot branch on it, nor look it up in a dict"
+    f" or have it static. Fix a setting in the loss, functools.partial(loss_fn, {fixed}), and"
+    " make a step for each value."
+  )
+
+
 def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ...]:
   """One or several positions (or names) as a tuple."""
   values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
@@ -137,7 +154,7 @@ def find_slots(
   return tuple(slots[argument] for argument in wanted)
 
 
-def name_of(fun: Callable[..., Tree], slot: Slot) -> str:
+def _name_of(fun: Callable[..., Tree], slot: Slot) -> str:
   """What `fun` calls an argument: "..." where it has no name."""
   names = _positional_names(fun)
   return slot if isinstance(slot, str) else (names[slot:] or [""])[0] or "..."

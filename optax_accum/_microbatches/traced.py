@@ -6,155 +6,113 @@ where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is anot
 
 from collections.abc import Callable
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
-if TYPE_CHECKING:
-  from jax.extend.core import ClosedJaxpr
-
-_ARRAY = object()  # in the place of one
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 
 
 class Program:
-  """A function that is traced once. What it closes over is `held`, and may be given anew."""
+  """A function that is traced once. What it closes over is `held`, and may be given anew.
 
-  def __init__(self, fun: Callable[..., Any], *args: Any):
-    closed, like = jax.make_jaxpr(fun, return_shape=True)(*args)
+  Of its arguments only arrays may be others in a call.
+  """
+
+  def __init__(self, fun: Callable[..., Tree], *args: Tree):
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(args)
+
+    def of_arrays(*arrays: jax.Array) -> Tree:
+      new = iter(arrays)
+      leaves_with = [next(new) if isinstance(x, jax.Array) else x for x in leaves]
+      return fun(*treedef.unflatten(leaves_with))
+
+    closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(args))
     self.jaxpr, self.held = closed.jaxpr, closed.consts
     self._out_tree: Any = jax.tree.structure(like)
 
-  def __call__(self, held: list[Any], *args: Any) -> Any:
-    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
+  def __call__(self, held: Leaves, *args: Tree) -> Tree:
+    return self.returned(_evaluate(self.jaxpr, held, arrays_of(args)))
 
-    leaves = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, held))(*jax.tree.leaves(args))
+  def returned(self, leaves: Leaves) -> Tree:
+    """What the function returns, of its leaves."""
     return self._out_tree.unflatten(leaves)
 
 
-class Traced:
-  """A function that is traced once for each type of its arguments, with what it closes over.
+def arrays_of(tree: Tree) -> list[jax.Array]:
+  """The leaves that are arrays."""
+  return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
 
-  Its arguments that are no arrays are the same in every call.
+
+def traced_once(fun: Callable[..., Tree]) -> Callable[..., Tree]:
+  """`fun`, traced once for each type of its arrays; all else is the same in every call."""
+  programs: dict[tuple[Any, ...], Program] = {}
+
+  @functools.wraps(fun)
+  def call(*args: Any, **kwargs: Any) -> Tree:
+    types = tuple(map(jax.typeof, arrays_of((args, kwargs))))
+    if types not in programs:
+      apply = lambda args, kwargs: fun(*args, **kwargs)  # noqa: E731
+      programs[types] = Program(apply, args, kwargs)
+    return programs[types](programs[types].held, args, kwargs)
+
+  return call
+
+
+def differentiated_as(other: Callable[..., Tree], run: Callable[..., Tree], *args: Tree) -> Tree:
+  """``run(*args)``, whose derivatives are those of ``other(*args)``, which returns the same.
+
+  Where that has effects, which neither JAX nor this can order, it is what runs.
   """
-
-  def __init__(self, fun: Callable[..., Any]):
-    self._fun = fun
-    self._programs: dict[Any, Program] = {}
-    self._instead: dict[int, Any] = {}
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    treedef: Any
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    arrays = _arrays(leaves)
-    types = tuple((x.shape, x.dtype) for x in arrays)
-    if types not in self._programs:
-
-      def fun(*arrays: jax.Array) -> Any:
-        args, kwargs = treedef.unflatten(_put(leaves, arrays))
-        return self._fun(*args, **kwargs)
-
-      self._programs[types] = Program(fun, *arrays)
-    program = self._programs[types]
-    return program([self._instead.get(id(x), x) for x in program.held], *arrays)
-
-  @property
-  def has_effects(self) -> bool:
-    """Whether it prints, calls back, checks, or has references from outside."""
-    effects = {e for program in self._programs.values() for e in program.jaxpr.effects}
-    return any(type(e).__name__ != "NamedAxisEffect" for e in effects)  # which is a mesh axis
-
-  def tracers(self) -> dict[int, jax.core.Tracer]:
-    """The tracers that it closes over, by their ids."""
-    consts = (x for program in self._programs.values() for x in program.held)
-    return {id(x): x for x in consts if isinstance(x, jax.core.Tracer)}
-
-  def closing_over(self, instead: dict[int, Any]) -> "Traced":
-    """The function with other values in the place of these tracers."""
-    other = Traced(self._fun)
-    other._programs, other._instead = self._programs, instead
-    return other
+  plain = Program(other, *args)
+  if any(type(e).__name__ != "NamedAxisEffect" for e in plain.jaxpr.effects):  # of a mesh axis
+    return plain(plain.held, *args)
+  added = Program(run, *args)
+  inputs = *plain.held, *added.held, *arrays_of(args)
+  return added.returned(_in_place().bind(*inputs, plain=plain.jaxpr, added=added.jaxpr))
 
 
-def differentiated_as(
-  other: Callable[..., Any], run: Callable[..., Any], parts: list[Traced], tree: Any
-) -> Any:
-  """``run(parts, tree)``, whose derivatives are those of ``other(parts, tree)``.
+def _evaluate(jaxpr: Any, held: Leaves, arrays: Leaves) -> Leaves:
+  from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
 
-  The other is traced where it is differentiated, which may be when the call is long over, and JAX
-  then knows the tangents of what it is given alone. So `parts` are all that has tracers of its own.
-  Where one of them has effects, which neither JAX nor this can order, the other is run.
-  """
-  treedef: Any
-  leaves, treedef = jax.tree.flatten(tree)
-  args = _arrays(leaves)
-  leaves = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]  # JAX keeps the rule below
-  program = Traced(lambda *args: run(parts, treedef.unflatten(_put(leaves, args))))
-  jax.make_jaxpr(program)(*args)
-  if any(part.has_effects for part in parts):
-    return other(parts, tree)
-  held = {key: x for part in (program, *parts) for key, x in part.tracers().items()}
-  count, keys = len(args), list(held)
-
-  @jax.custom_jvp
-  def call(*both: Any) -> Any:
-    def flat(*both: Any) -> Any:
-      args, values = _halves(both)
-      return program.closing_over(values)(*args)
-
-    closed, like = jax.make_jaxpr(flat, return_shape=True)(*both)
-    like_tree: Any = jax.tree.structure(like)
-    return like_tree.unflatten(_in_place().bind(*both, program=closed))
-
-  def _halves(both: Any) -> tuple[Any, dict[int, Any]]:
-    return both[:count], dict(zip(keys, both[count:], strict=True))
-
-  def derivative(both: Any, tangents: Any) -> Any:
-    moves = [not isinstance(t, SymbolicZero) for t in tangents]
-
-    def of_moving(*moving: Any) -> Any:
-      new = iter(moving)
-      args, values = _halves([next(new) if m else x for m, x in zip(moves, both, strict=True)])
-      others = [part.closing_over(values) for part in parts]
-      return other(others, treedef.unflatten(_put(leaves, args)))
-
-    moved = lambda xs: [x for m, x in zip(moves, xs, strict=True) if m]  # noqa: E731
-    return jax.jvp(of_moving, moved(both), moved(tangents))
-
-  call.defjvp(derivative, symbolic_zeros=True)
-  return call(*args, *held.values())
-
-
-def _arrays(leaves: list[Any]) -> list[jax.Array]:
-  return [x for x in leaves if isinstance(x, jax.Array)]
-
-
-def _put(leaves: list[Any], arrays: Any) -> list[Any]:
-  """`leaves` with others of their arrays."""
-  new = iter(arrays)
-  return [next(new) if x is _ARRAY or isinstance(x, jax.Array) else x for x in leaves]
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-  raise NotImplementedError(
-    "in_place=True adds gradients to references, which jax.vmap cannot give a further axis: pass"
-    " in_place=False, or take jax.lax.map (without its batch_size, which is a vmap)."
-  )
+  return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, held))(*arrays))
 
 
 @functools.cache
 def _in_place() -> Any:
   """A primitive of our own: it has effects within, which JAX cannot have in a custom_jvp."""
-  from jax.extend.core import jaxpr_as_fun, Primitive  # longer to import than this package
+  from jax.extend.core import Primitive  # longer to import than this package
 
-  def run(*args: Any, program: "ClosedJaxpr") -> list[Any]:
-    return list(jaxpr_as_fun(program)(*args))
+  def run(*inputs: Any, plain: Any, added: Any) -> Leaves:
+    start, stop = len(plain.constvars), len(plain.constvars) + len(added.constvars)
+    return _evaluate(added, [*inputs[start:stop]], [*inputs[stop:]])
+
+  def derivative(inputs: Args, tangents: Args, *, plain: Any, added: Any) -> tuple[Leaves, Leaves]:
+    moves = [not isinstance(t, ad.Zero) for t in tangents]
+
+    def of_moving(*moving: jax.Array) -> Leaves:
+      new = iter(moving)
+      both = zip(moves, inputs, strict=True)
+      values = [next(new) if moved else x for moved, x in both]
+      count = len(plain.constvars)
+      return _evaluate(plain, values[:count], values[count + len(added.constvars) :])
+
+    moved = lambda xs: [x for m, x in zip(moves, xs, strict=True) if m]  # noqa: E731
+    return jax.jvp(of_moving, moved(inputs), moved(tangents))
+
+  def refuse(*args: Args, **params: Kwargs) -> None:
+    raise NotImplementedError(
+      "in_place=True adds gradients to references, which jax.vmap cannot give a further axis: pass"
+      " in_place=False, or take jax.lax.map (without its batch_size, which is a vmap)."
+    )
 
   primitive = Primitive("in_place")
   primitive.multiple_results = True
   primitive.def_impl(run)
-  primitive.def_abstract_eval(lambda *args, program: program.out_avals)
+  primitive.def_abstract_eval(lambda *inputs, plain, added: [x.aval for x in added.outvars])
   mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=True))
-  batching.primitive_batchers[primitive] = _refuse
+  ad.primitive_jvps[primitive] = derivative
+  batching.primitive_batchers[primitive] = refuse
   return primitive

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
-from optax_accum._microbatches import parameters, settings
+from optax_accum._microbatches import parameters
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._train_step.donation import check_alive, distinct, Known
@@ -62,7 +62,6 @@ class StepProgram:
     if new_held or structure != self._structure:
       self.check(*args)
       parameters.check_count(len(args) + len(kwargs))
-    settings.refuse(new_others, self.local.fun, args[2:], kwargs)
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
       there = held if placed is args else self._held(placed)[0]
