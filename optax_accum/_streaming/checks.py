@@ -154,15 +154,7 @@ def check_gradients(
   updates: optax.Updates, acc_grads: optax.Updates, requested: DTypeLike | None
 ) -> None:
   """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
-  if different := difference(
-    "updates",
-    updates,
-    acc_grads,
-    missing="{leaf} is missing",
-    shape="{leaf} has shape {got}, not {wanted}",
-    new="{leaf} is not expected",
-    tree="{leaf} is a {got} and not a {wanted}",
-  ):
+  if different := difference("updates", updates, acc_grads):
     raise ValueError(
       f"{different}: updates must have the tree and the shapes of the parameters that init was"
       " given. (A state that was restored has those of its own model: restore a checkpoint of this"
