@@ -131,22 +131,15 @@ def _axes(axis_name: AxisName) -> Sequence[Hashable]:
   return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
-def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
+def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
   """The sum over devices, on all of them."""
   return lax.psum(held, axis_name)
 
 
-def largest(held: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The largest over devices; NaN where one device has that."""
-  return _extreme(lax.pmax, held, axis_name)
-
-
-def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The smallest over devices; NaN where one device has that."""
-  return _extreme(lax.pmin, held, axis_name)
-
-
-def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
+def _extreme(
+  reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
+) -> jax.Array:
+  """The largest or smallest over devices; NaN where one device has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
   wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
@@ -172,6 +165,10 @@ def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> An
   holders = lax.psum(holds.astype(tangent.dtype), axis_name)
   total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
   return extreme, total / holders
+
+
+largest = functools.partial(_extreme, lax.pmax)
+smallest = functools.partial(_extreme, lax.pmin)
 
 
 def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -203,7 +200,11 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
 
 
 def sum_scattered(
-  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, automatic: PartitionSpec
+  held: jax.Array,
+  axis_name: Sequence[str],
+  counted: object,
+  spec: PartitionSpec,
+  automatic: PartitionSpec,
 ) -> jax.Array:
   """The sum over the devices of all axes, of which each device keeps its part as `spec` says.
 
