@@ -171,9 +171,6 @@ class SumInLoop(Reduction):
   def __post_init__(self) -> None:
     self.name = self.of.name
 
-  def __repr__(self) -> str:
-    return repr(self.of)
-
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     self.of.check(name, leaf, rows, dtype)
 

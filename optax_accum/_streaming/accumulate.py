@@ -142,11 +142,10 @@ def accumulate(
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis
       once, when the cycle emits: by ``apply`` in the accumulators, by ``update`` in a buffer as
-      large as the updates where `shard_map` checks types. With `skip_fn` or a traced ``weight`` or
-      ``flush`` every call exchanges up to three numbers: any device that skips or flushes does so
-      for all. The state needs specs, see `accumulate_specs`, and is to be saved whole, see
-      `AccumulateState`. Without `axis_name`, reduce the gradients yourself: else every device takes
-      a step of its own, unnoticed in `pmap` and with ``check_vma=False``.
+      large as the updates where `shard_map` checks types. Any device that skips or flushes does so
+      for all. The state needs `accumulate_specs`, and is to be saved whole, see `AccumulateState`.
+      Without `axis_name`, reduce the gradients yourself: else every device takes a step of its own,
+      unnoticed in `pmap` and with ``check_vma=False``.
     differentiable: Whether reverse mode can pass through a call. It costs copies on GPUs.
 
   Returns:

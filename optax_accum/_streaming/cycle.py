@@ -116,7 +116,13 @@ class Cycle:
       checks.check_device_axis(state, updates)
     own = without_device_axis((state.acc_grads, state.skip_state), self.axis_name)
     state = state._replace(acc_grads=own[0], skip_state=own[1])
-    local = _checked_weight(weight, state.acc_weight.dtype)
+    weighted_mean.check_weight("The caller of update", weight)
+    # A weight that is known and not zero settles that the cycle's total is not zero either.
+    dtype = state.acc_weight.dtype
+    if isinstance(weight, (int, float)) and weight != 0:
+      local: Weight = float(weight)
+    else:
+      local = weighted_mean.as_weight(weight).astype(dtype)
     flush = checks.checked_flush(flush)
     skip: Flag = False
     if self.skip_fn is not None:
@@ -126,7 +132,7 @@ class Cycle:
       checks.check_info(info, state.skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
       state = state._replace(skip_state=info)
-    skip, flush, local, over_devices = self._agree(skip, flush, local, state.acc_weight.dtype)
+    skip, flush, local, over_devices = self._agree(skip, flush, local, dtype)
 
     changes: dict[str, jax.Array] = {}
     if self.every_k == 1:
@@ -142,7 +148,6 @@ class Cycle:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
       total = jax.tree.map(added, state.acc_grads, updates)
-      dtype = state.acc_weight.dtype
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -216,12 +221,3 @@ def _check_arrived(**arrived: bool) -> None:
       " accumulate(transformation(optimizer), every_k). If it passes a Python number as weight,"
       " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )
-
-
-def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:
-  """A weight that arrived, as a float where it is known and not 0."""
-  weighted_mean.check_weight("The caller of update", weight)
-  # A weight that is known and not zero settles that the cycle's total is not zero either.
-  if isinstance(weight, (int, float)) and weight != 0:
-    return float(weight)
-  return weighted_mean.as_weight(weight).astype(dtype)

@@ -123,16 +123,16 @@ def from_multi_steps(
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
   `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  weighted sum, in which each mini step before has the same `weight`. (If those microbatches were
+  weighted sum, in which each mini step before has the same `weight`. If those microbatches were
   uneven, their mean is wrong already: use `discard_cycle`, and the last ``state.mini_step``
-  microbatches once more.) Build ``accumulate`` around the same `inner` and `skip_fn`. The result
-  shares arrays with `state`: copy it if the old loop is to go on after these are donated.
+  microbatches once more. Build ``accumulate`` around the same `inner` and `skip_fn`. The result
+  shares arrays with `state`, which are gone when it is donated.
 
   Args:
-    state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
-      ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
-    use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
-      ``accumulate(..., reduction="sum")`` goes on with it.
+    state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
+      May be traced.
+    use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum, which
+      ``accumulate(..., reduction="sum")`` goes on with.
     weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
       loop goes on with rows or tokens as weights, those of each microbatch before; else 1. With 0
       they are left out of the mean, even NaN. Needed unless ``state.mini_step`` is known to be 0.
