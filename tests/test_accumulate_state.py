@@ -205,7 +205,7 @@ SGD = optax.sgd(1.0)
 TX = accumulate(SGD, 2)
 SKIPS = accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
 STATE = TX.init(PARAMS)
-RESTORED = r"restored without its types; restore a checkpoint into the tree that init returns"
+NOT_OURS = r"and not an AccumulateState: pass what init .* Restore a checkpoint into the tree"
 
 
 @forms
@@ -214,15 +214,11 @@ RESTORED = r"restored without its types; restore a checkpoint into the tree that
   ("state", "message"),
   [
     (optax.MultiSteps(SGD, 2).init(PARAMS), r"MultiStepsState.*optax_accum\.from_multi_steps\("),
-    (SGD.init(PARAMS), "is a tuple and not an AccumulateState: pass what init of this"),
-    (optax.EmptyState(), "is a EmptyState and not an AccumulateState: pass what init of this"),
-    (None, "is a NoneType and not an AccumulateState: pass what init of this"),
-    (PARAMS, "is a dict and not an AccumulateState: pass what init of this"),
+    (SGD.init(PARAMS), f"is a tuple {NOT_OURS}"),
+    (None, f"is a NoneType {NOT_OURS}"),
     ((STATE, optax.EmptyState()), "there is one in it. Call the transformation that the whole"),
-    (STATE._asdict(), RESTORED),
-    (list(STATE), RESTORED),
-    (tuple(STATE), RESTORED),
-    (list(STATE)[:-1], RESTORED),  # saved before it had a `weight_rest`
+    (STATE._asdict(), f"is a dict {NOT_OURS}"),  # restored without its types
+    (list(STATE), f"is a list {NOT_OURS}"),
   ],
 )
 def test_states_of_others(form, every_k, state, message):
@@ -233,7 +229,7 @@ def test_states_of_others(form, every_k, state, message):
 def test_a_chains_state_that_was_restored_as_a_dict():
   tx = optax.chain(TX, optax.scale(1.0))
   state = serialization.to_state_dict(tx.init(PARAMS))
-  with pytest.raises(ValueError, match=RESTORED):
+  with pytest.raises(ValueError, match=NOT_OURS):
     tx.update(PARAMS, state, PARAMS)
 
 

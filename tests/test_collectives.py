@@ -520,14 +520,10 @@ def test_the_report_prints_as_a_table():
 
 def test_programs_that_are_not_compiled_are_refused():
   jitted = jax.jit(jnp.sin)
-  with pytest.raises(TypeError, match=r"pass compiled\.lower\(\*args\)\.compile\(\)"):
-    count(jitted)
-  with pytest.raises(TypeError, match=r"lowered.*pass compiled\.compile\(\)"):
-    count(jitted.lower(1.0))
-  with pytest.raises(TypeError, match=r"compiled=3 must be a compiled program"):
-    count(3)
-  with pytest.raises(TypeError, match=r"compiled=<function.*jax\.jit\(f\)\.lower"):
-    count(lambda x: x)
+  for program in (jitted, jitted.lower(1.0), 3, lambda x: x):
+    message = rf"compiled={re.escape(repr(program)[:80])} must be .* pass jax\.jit\(f\)\.lower\("
+    with pytest.raises(TypeError, match=message):
+      count(program)
   with pytest.raises(ValueError, match="has no ENTRY computation"):
     count(jitted.lower(1.0).as_text())
   with pytest.raises(ValueError, match=r"compiled='' has no ENTRY"):

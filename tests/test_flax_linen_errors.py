@@ -185,6 +185,6 @@ def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():
   state = make_state().replace(opt_state=optax.adam(0.1).init({"w": jnp.ones(())}))
   state = state.replace(tx=optax.sgd(0.1, momentum=0.9))
   with pytest.raises(
-    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing, and init makes it"
+    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing: it is not as init makes it"
   ):
     linen_train_step(returning(), num_microbatches=4)(state, make_batch(np.float32))

@@ -186,15 +186,15 @@ def test_losses(fun, match, num_microbatches):
     (
       {"count": "sum", "mean": "mean"},
       ValueError,
-      r"aux_reduction=\{'count': 'sum', 'mean': 'mean'\} is not a prefix tree .* it lacks"
-      r" aux_reduction\['ok'\]: give one name for all, or a tree with a name for each",
+      r"(?sm)aux_reduction=\{'count': 'sum', 'mean': 'mean'\} is not a prefix tree of the outputs:"
+      r" give one name for all, or a tree with a name for each.*aux_reduction\n.*^    ok$",
     ),
     (
       {"count": {"a": "sum"}, "ok": "max", "mean": "mean", "median": "mean"},
       ValueError,
-      r"is not a prefix tree of the outputs, it has aux_reduction\['median'\]: give one name",
+      r"(?sm)is not a prefix tree of the outputs: .*\n    median$",
     ),
-    (["sum", "max"], ValueError, r"=\['sum', 'max'\] is not a prefix tree .* whose structure is"),
+    (["sum", "max"], ValueError, r"=\['sum', 'max'\] is not a prefix tree .* error: diff"),
     ("concat", ValueError, r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows"),
   ],
 )

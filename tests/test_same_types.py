@@ -127,11 +127,11 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
 @pytest.mark.parametrize(
   ("before", "after", "message"),
   [
-    (jnp.zeros(3), lambda s: s[:2], r"has shape \(3,\), and \(2,\) after an update: the opt"),
-    ({"a": ONES}, lambda s: {"b": s["a"]}, r"inner_opt_state\['a'\] is missing after an update"),
-    ({"a": ONES}, lambda s: {**s, "b": ONES}, r"inner_opt_state\['b'\] is new after an update"),
-    ([ONES], lambda s: (s[0],), r"inner_opt_state is a PyTreeDef.*, and a PyTreeDef.* after"),
-    (jax.random.key(0), jax.random.key_data, r"inner_opt_state has shape \(\), and \(2,\) after"),
+    (jnp.zeros(3), lambda s: s[:2], r"After .*_state has shape \(2,\), not \(3,\): the opt"),
+    ({"a": ONES}, lambda s: {"b": s["a"]}, r"After an update inner_opt_state\['a'\] is missing"),
+    ({"a": ONES}, lambda s: {**s, "b": ONES}, r"After .* inner_opt_state\['b'\] is not expected"),
+    ([ONES], lambda s: (s[0],), r"After .* inner_opt_state is a PyTree.* and not a PyTree"),
+    (jax.random.key(0), jax.random.key_data, r"After .*inner_opt_state has shape \(2,\), not \(\)"),
     (jax.random.key(0), lambda s: jnp.uint32(0), r"dtype key<fry>, and uint32 after an update: h"),
   ],
 )
@@ -146,7 +146,7 @@ if hasattr(optax, "monitor"):  # since optax 0.2.7
   def test_a_monitor():
     measure = {"norm": optax.tree.norm}
     tx = accumulate(optax.chain(optax.sgd(0.1), optax.monitor(measure)), 2)
-    message = r"measurements\['norm'\] is new after .* optax\.monitor does not: optax\.snapshot"
+    message = r"measurements\['norm'\] is not expected: .* optax\.monitor do not, .*snapshot do"
     with pytest.raises(ValueError, match=message):
       tx.apply(ONES, tx.init(PARAMS), PARAMS)
     # As it says.
@@ -170,7 +170,7 @@ def test_updates_that_change_the_shape_of_parameters():
   tx = accumulate(inner, 2)
   with (
     jax.numpy_rank_promotion("allow"),
-    pytest.raises(ValueError, match=r"params has shape \(3,\), and \(2, 3\) after an update"),
+    pytest.raises(ValueError, match=r"After an update params has shape \(2, 3\), not \(3,\)"),
   ):
     jax.eval_shape(tx.apply, ONES, tx.init(PARAMS), PARAMS)
 
@@ -211,5 +211,5 @@ def test_a_train_step_widens_what_it_is_given(tx, options, held):
 
 def test_a_train_step_whose_state_loses_a_leaf():
   tx = changing({"a": ONES}, lambda s: {})
-  with pytest.raises(ValueError, match=r"opt_state\['a'\] is missing after an update"):
+  with pytest.raises(ValueError, match=r"After an update opt_state\['a'\] is missing"):
     weighed_step(tx).eval_shape(PARAMS, {"a": ONES}, jnp.ones((4, 3)))

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _versions
 from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._arithmetic.trees import Leaf, Params, Tree
 
 # An axis of `pmap`, `shard_map` or `vmap`, or several of them.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -36,14 +37,14 @@ def check_bound(axis_name: AxisName) -> None:
     )
 
 
-def varying_axes(x: Any) -> frozenset[Any]:
+def varying_axes(x: Leaf) -> frozenset[Any]:
   """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
   type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
   axes = getattr(type_, "manual_axis_type", None)  # jax 0.10 and later; before that, `vma`
   return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
 
 
-def vary_like(x: jax.Array, like: Any) -> jax.Array:
+def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
   """`x`, typed as differing between devices over the axes over which `like` does."""
   return _vary(x, varying_axes(like))
 
@@ -53,11 +54,8 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def types(fun: Callable[[], Any]) -> Any:
-  """The types of what `fun` returns.
-
-  `jax.eval_shape` leaves out an explicit sharding where other axes of the mesh are automatic.
-  """
+def types(fun: Callable[[], Tree]) -> Tree:
+  """The types of what `fun` returns, with all explicit shardings, which `jax.eval_shape` drops."""
   closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
   return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
@@ -67,30 +65,29 @@ def full_like(
 ) -> jax.Array:
   """An array of one value with the type of `like`, whose dtype may be another.
 
-  The type includes an explicit sharding and, in `shard_map`, the axes that it varies over:
-  the carry of a scan must keep all of it.
+  The carry of a scan keeps its type: also an explicit sharding and the axes that it varies over.
   """
-  sharding = like.sharding
-  explicit = sharding is not None and any(
-    kind == jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types
-  )
-  full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding if explicit else None)
-  return vary_like(full, like)
+  sharding = like.sharding if _is_explicit(like.sharding) else None
+  return vary_like(lax.full(like.shape, value, dtype or like.dtype, sharding=sharding), like)
 
 
-def sharded_like(x: jax.Array, like: Any) -> jax.Array:
+def _is_explicit(sharding: Any) -> bool:
+  return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+
+
+def sharded_like(x: jax.Array, like: Leaf) -> jax.Array:
   """`x` with the explicit sharding of `like`, where it has one."""
   sharding = jax.typeof(like).sharding
-  if jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+  if not _is_explicit(sharding) or jax.typeof(x).sharding == sharding:
     return x
-  return x if jax.typeof(x).sharding == sharding else jax.reshard(x, sharding)
+  return jax.reshard(x, sharding)
 
 
-def varying(tree: Any, axis_name: AxisName | None) -> Any:
+def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
   """`tree`, typed as differing between the devices of an axis (in `shard_map`).
 
-  The gradient of a value that is the same on all devices is summed over them by JAX,
-  once for every microbatch; the gradient of a varying one stays on its device.
+  JAX sums the gradient of what is the same on all devices over them, in every microbatch; the
+  gradient of a varying value stays on its device.
   """
   if axis_name is None:
     return tree
@@ -113,7 +110,7 @@ def communicates(jaxpr: Any) -> bool:
   return False
 
 
-def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> None:
+def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) -> None:
   """Checks that a loss is each device's own, where the types of `params` say that they are."""
   axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
   if axis_name is None or not axes:
@@ -122,8 +119,7 @@ def check_own_loss(loss: jax.Array, params: Any, axis_name: AxisName | None) -> 
     raise ValueError(
       f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
       " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
-      " return the loss of the device's own rows. Losses and gradients of all devices are reduced"
-      " together, weighted by rows, or by what weight_fn counts."
+      " return the loss of the device's own rows. What all devices return is reduced afterwards."
     )
 
 
@@ -131,22 +127,15 @@ def _axes(axis_name: AxisName) -> Sequence[Hashable]:
   return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
-def summed(held: jax.Array, axis_name: AxisName) -> jax.Array:
+def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
   """The sum over devices, on all of them."""
   return lax.psum(held, axis_name)
 
 
-def largest(held: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The largest over devices; NaN where one device has that."""
-  return _extreme(lax.pmax, held, axis_name)
-
-
-def smallest(held: jax.Array, axis_name: AxisName) -> jax.Array:
-  """The smallest over devices; NaN where one device has that."""
-  return _extreme(lax.pmin, held, axis_name)
-
-
-def _extreme(reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName) -> jax.Array:
+def _extreme(
+  reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
+) -> jax.Array:
+  """The largest or smallest over devices; NaN where one device has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
   wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
@@ -172,6 +161,10 @@ def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> An
   holders = lax.psum(holds.astype(tangent.dtype), axis_name)
   total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
   return extreme, total / holders
+
+
+largest = functools.partial(_extreme, lax.pmax)
+smallest = functools.partial(_extreme, lax.pmin)
 
 
 def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -203,13 +196,17 @@ def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
 
 
 def sum_scattered(
-  held: jax.Array, axis_name: Sequence[str], spec: PartitionSpec, automatic: PartitionSpec
+  held: jax.Array,
+  axis_name: Sequence[str],
+  counted: object,
+  spec: PartitionSpec,
+  automatic: PartitionSpec,
 ) -> jax.Array:
-  """The sum over the devices of all axes, of which each device keeps its part as `spec` says.
+  """The sum over devices, of which each keeps its part as `spec` says.
 
   `automatic` says how it is sharded over automatic axes.
   """
-  if jax.sharding.AxisType.Explicit in jax.typeof(held).sharding.mesh.axis_types:
+  if _is_explicit(jax.typeof(held).sharding):
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
     return own_part(lax.psum(held, axis_name), spec)
   parts = _sharded_dims(spec)
@@ -227,15 +224,13 @@ def sum_scattered(
 
 def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
   """The whole array of which each device has its part as `spec` says; `automatic` as above."""
-  if not _sharded_dims(spec):
-    return x
 
   def gather(x: jax.Array) -> jax.Array:
     for dim, names in _sharded_dims(spec):
       x = lax.all_gather(x, names, axis=dim, tiled=True)
     return x
 
-  return _on_shards(gather, x, spec, automatic)
+  return _on_shards(gather, x, spec, automatic) if _sharded_dims(spec) else x
 
 
 def _on_shards(

@@ -6,9 +6,9 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 from jax import lax
 import jax.numpy as jnp
-import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
+from optax_accum._arithmetic.trees import Grads, Leaves, Tree
 
 Operand = TypeVar("Operand")
 Flag: TypeAlias = bool | jax.Array
@@ -17,19 +17,19 @@ Flag: TypeAlias = bool | jax.Array
 def update_if(
   pred: Flag, fun: Callable[[Operand], Operand], operand: Operand, differentiable: bool = False
 ) -> Operand:
-  """``fun(operand) if pred else operand``, without copying `operand`.
+  """``fun(operand) if pred else operand``, without copying `operand`, whose type `fun` keeps.
 
   The loop below runs zero times or once. XLA updates the carry of a loop in place on
-  every backend, where XLA for GPU copies each operand and result of a conditional.
-
-  A loop's carry has one type, so `fun` must return the tree, shapes and dtypes of `operand`: see
-  `same_types`. A Python bool as `pred` leaves no conditional in the program.
-  `differentiable` uses ``lax.cond``, which reverse-mode differentiation can pass and a loop
-  cannot. (Forward mode and `vmap` pass both.)
+  every backend, where XLA for GPU copies each operand and result of a conditional. A Python bool
+  leaves neither in the program. Reverse mode cannot pass a loop: `differentiable` uses `lax.cond`.
   """
 
+  def varying_like(value: jax.Array, like: jax.Array) -> jax.Array:
+    # In shard_map, what devices may disagree about is part of a carry's type too.
+    return across_devices.vary_like(jnp.asarray(value), like)
+
   def run(operand: Operand) -> Operand:
-    return jax.tree.map(_vary_like, fun(operand), operand)
+    return jax.tree.map(varying_like, fun(operand), operand)
 
   if isinstance(pred, bool):
     return fun(operand) if pred else operand
@@ -40,11 +40,6 @@ def update_if(
   return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
 
 
-def _vary_like(value: jax.Array, like: jax.Array) -> jax.Array:
-  # In shard_map, what devices may disagree about is part of a carry's type too.
-  return across_devices.vary_like(jnp.asarray(value), like)
-
-
 class OutputBuffers:
   """Buffers that updates like `like` come out of a conditional in; those of `total` where they can.
 
@@ -53,19 +48,17 @@ class OutputBuffers:
   buffers.
   """
 
-  def __init__(self, total: optax.Updates, like: Any):
-    sums, treedef = _flat(total)
+  def __init__(self, total: Grads, like: Tree):
     self._like, self._treedef = _flat(like)
-    if treedef == self._treedef:
-      self._shared = [_holds(x, y) for x, y in zip(sums, self._like, strict=True)]
-    else:
-      self._shared = [False] * len(self._like)
-    pairs = zip(self._like, self._shared, strict=True)
-    self.spare = _zeros([x for x, shared in pairs if not shared])
+    sums, treedef = _flat(total)
+    sums = sums if treedef == self._treedef else [None] * len(self._like)
+    self._shared = list(map(_holds, sums, self._like))
+    spare = [x for x, shared in zip(self._like, self._shared, strict=True) if not shared]
+    # XLA makes one array of constants that are the same, and copies it.
+    numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
+    self.spare = list(map(across_devices.full_like, spare, numbers))
 
-  def filled(
-    self, updates: optax.Updates, total: optax.Updates
-  ) -> tuple[optax.Updates, list[jax.Array]]:
+  def filled(self, updates: Grads, total: Grads) -> tuple[Grads, Leaves]:
     """`total` and the spare buffers, with `updates` in them where they come out."""
     sums, treedef = _flat(total)
     spare = []
@@ -76,7 +69,7 @@ class OutputBuffers:
         spare.append(update)
     return treedef.unflatten(sums), spare
 
-  def updates(self, total: optax.Updates, spare: list[jax.Array], emit: Flag) -> optax.Updates:
+  def updates(self, total: Grads, spare: Leaves, emit: Flag) -> Grads:
     """What `filled` put there where the cycle emits, and else zeros."""
     sums, others = jax.tree.leaves(total), iter(spare)
     return self._treedef.unflatten(
@@ -87,20 +80,14 @@ class OutputBuffers:
     )
 
 
-def _zeros(likes: list[Any]) -> list[jax.Array]:
-  """Zeros with the types of `likes`, each in a buffer of its own."""
-  # XLA makes one array of constants that are the same, and copies it.
-  numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in likes])
-  return [across_devices.full_like(x, n) for x, n in zip(likes, numbers, strict=True)]
-
-
-def _flat(tree: Any) -> tuple[list[Any], Any]:
+def _flat(tree: Tree) -> tuple[Leaves, Any]:
   return jax.tree.flatten(tree)
 
 
-def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
   return (
-    acc.shape == like.shape
+    acc is not None
+    and acc.shape == like.shape
     and dtypes.promote(acc.dtype, like.dtype) == acc.dtype
     and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
     and across_devices.varying_axes(acc) == across_devices.varying_axes(like)

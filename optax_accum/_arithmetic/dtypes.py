@@ -1,10 +1,10 @@
 """The dtypes that values are added up in."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from optax_accum._arithmetic.trees import Leaf
 
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
@@ -20,7 +20,7 @@ def is_float8(dtype: DTypeLike) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
-def is_key(x: Any) -> bool:
+def is_key(x: Leaf) -> bool:
   """Whether `x` is an array of typed random keys."""
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -38,14 +38,12 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
     return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
   if requested is None:
     return promote(dtype, jnp.float32)
-  if jnp.issubdtype(requested, jnp.complexfloating) and not jnp.issubdtype(
-    dtype, jnp.complexfloating
-  ):
-    return jnp.finfo(requested).dtype
+  if jnp.issubdtype(dtype, jnp.floating):
+    return jnp.finfo(requested).dtype  # of a complex dtype, that of its parts
   return jnp.dtype(requested)
 
 
-def check_accumulator_dtype(value: Any) -> jnp.dtype | None:
+def check_accumulator_dtype(value: DTypeLike | None) -> jnp.dtype | None:
   """Checks that accumulators of this dtype can hold a mean."""
   if value is not None and not jnp.issubdtype(value, jnp.inexact):
     raise TypeError(
@@ -57,15 +55,14 @@ def check_accumulator_dtype(value: Any) -> jnp.dtype | None:
 
 def check_holds(leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None) -> None:
   """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
-  if accumulator is None or not jnp.issubdtype(dtype, jnp.complexfloating):
-    return
-  if not jnp.issubdtype(accumulator, jnp.complexfloating):
+  real = accumulator is not None and jnp.issubdtype(accumulator, jnp.floating)
+  if real and jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
       f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"
       f" is {jnp.dtype(dtype)}: give a complex dtype, or None."
     )
 
 
-def in_dtype_of(x: Any, like: Any) -> Any:
+def in_dtype_of(x: Leaf, like: Leaf) -> Leaf:
   """`x` in the dtype of `like`."""
   return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)

@@ -3,8 +3,8 @@
 Where rows are sharded over automatic axes, each device adds its part of an embedding's gradient to
 ``where(device == 0, accumulator, 0)``, and the parts are summed over the devices. XLA for TPU and
 GPU, as of JAX 0.10.1 to 0.11, moves that sum behind the loop and leaves the `where` in it: in each
-microbatch every device but the first forgets its sum (XLA issue 49143). So an accumulator that a
-loop may scatter to goes through a barrier, at which that move stops.
+microbatch every device but the first forgets its sum (XLA issue 49143). That move stops at a
+barrier, so an accumulator that a loop may scatter to goes through one.
 """
 
 import functools
@@ -17,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from optax_accum import _versions
 from optax_accum._arithmetic import dtypes
+from optax_accum._arithmetic.trees import Tree
 
 Shapes: TypeAlias = set[tuple[int, ...]]
 
@@ -24,8 +25,7 @@ Shapes: TypeAlias = set[tuple[int, ...]]
 def shapes_in(jaxpr: Any) -> Shapes:
   """The shapes of what a function gathers from or scatters to; none where XLA is right.
 
-  They tell which accumulators are meant. What is reshaped or transposed first is safe, and so is
-  what is cast, which has a barrier for nothing.
+  They tell which accumulators are meant: what is reshaped or transposed first is safe.
   """
   if not _versions.HOISTS_ALL_REDUCES:
     return set()
@@ -39,13 +39,10 @@ def shapes_in(jaxpr: Any) -> Shapes:
   return shapes
 
 
-def unhoisted(tree: Any, shapes: Shapes) -> Any:
+def unhoisted(tree: Tree, shapes: Shapes) -> Tree:
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
-
-  def behind(x: jax.Array) -> jax.Array:
-    return x if dtypes.is_key(x) or _squeezed(x.shape) not in shapes else _barrier().bind(x)
-
-  return jax.tree.map(behind, tree)
+  meant = lambda x: not dtypes.is_key(x) and _squeezed(x.shape) in shapes  # noqa: E731
+  return jax.tree.map(lambda x: _barrier().bind(x) if meant(x) else x, tree)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

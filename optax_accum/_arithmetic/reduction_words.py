@@ -7,6 +7,7 @@ import jax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.reductions import Concat, DefaultMean, Reduction, REDUCTIONS
+from optax_accum._arithmetic.trees import Path, Tree
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
@@ -23,13 +24,13 @@ GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
 def named(
-  option: str, tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
-) -> Any:
+  option: str, tree: Tree, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Tree:
   """The reductions that a tree of names stands for; `batch_axis` are those of the batch."""
   if concat_axis is not None and type(concat_axis) is not int:
     raise TypeError(f"concat_axis={concat_axis!r} must be an int, an axis of outputs, or None.")
 
-  def find(path: Any, name: Any) -> Reduction:
+  def find(path: Path, name: str) -> Reduction:
     where = _validate.leaf_name(option, path)
     reduction = REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
     if not isinstance(reduction, Concat):
@@ -46,56 +47,34 @@ def named(
 
 
 def named_of_aux(
-  tree: Any, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
-) -> Any:
+  tree: Tree, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+) -> Tree:
   """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
   reductions = named("aux_reduction", tree, concat_axis, batch_axis)
   return DefaultMean() if tree is None else reductions
 
 
-def named_of_gradients(tree: Any, default: Reduction) -> Any:
+def named_of_gradients(tree: Tree, default: Reduction) -> Tree:
   """The reductions that a `grad_reduction` stands for, by default that of the loss."""
   if tree is None:
     return default
-  words = get_args(GradReductionName)
   for where, name in _validate.named_leaves("grad_reduction", tree):
-    if name in ("stack", "concat"):
-      raise ValueError(
-        f"{where}={name!r} would keep every microbatch's gradient, and they must become one: use"
-        f" one of {', '.join(map(repr, words))}. For all of them, run"
-        ' microbatch(jax.grad(loss_fn), reduction="stack").'
-      )
-    _validate.one_of(where, name, words)
+    _validate.one_of(where, name, get_args(GradReductionName))
   return named("grad_reduction", tree)
 
 
-def collects(reductions: Any) -> bool:
+def collects(reductions: Tree) -> bool:
   """Whether some outputs are kept of every microbatch, also of one that does not count."""
   return any(reduction.collected for reduction in jax.tree.leaves(reductions))
 
 
-def match(option: str, reductions: Any, like: Any, of: str = "outputs") -> Any:
+def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:
   """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
   try:
     return jax.tree.broadcast(reductions, like)
-  except ValueError as e:
-    wrong = [*_not_in(option, like, reductions, "lacks"), *_not_in(option, reductions, like, "has")]
-    what = (
-      f"it {' and '.join(wrong)}" if wrong else f"whose structure is {jax.tree.structure(like)}"
-    )
+  except ValueError as error:
+    why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
-      f"{option}={reductions!r} is not a prefix tree of the {of}, {what}: give one name for all,"
-      f" or a tree with a name for each {of[:-1]}, or for all that are below a node of it."
-      + (f" ({e})" if not wrong else "")
+      f"{option}={reductions!r} is not a prefix tree of the {of}: give one name for all, or a tree"
+      f" with a name for each {of[:-1]}, or for all that are below a node of it. {why}"
     ) from None
-
-
-def _not_in(where: str, tree: Any, other: Any, verb: str) -> list[str]:
-  """The keys of dicts in `tree` that `other` has not at the same place."""
-  if not (isinstance(tree, Mapping) and isinstance(other, Mapping)):
-    return []
-  found = []
-  for key, below in tree.items():
-    at = f"{where}[{key!r}]"
-    found += _not_in(at, below, other[key], verb) if key in other else [f"{verb} {at}"]
-  return found

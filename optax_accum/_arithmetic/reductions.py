@@ -13,22 +13,26 @@ from jax.typing import DTypeLike
 
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
+Held: TypeAlias = Any  # what a scan carries of one output from one microbatch to the next
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Reduction:
   """How the microbatches' values of one output become one value.
 
-  A scan calls `start` once, `add` with every microbatch, `across_devices` if the batch is spread
-  over an axis, and `finish`. `held` is what it carries from one microbatch to the next.
+  A scan calls `start` once, `add` with every microbatch, `join`, `across_devices` if the batch is
+  spread over an axis, and `finish`.
   """
 
-  name: str
+  name = ""
   ordered = False  # whether it matters which microbatch comes last
-  collected = False  # whether the scan keeps every value, for `join`, and no `held`
+  collected = False  # whether the scan keeps every value, for `join`, and holds nothing
   default = False  # whether nobody asked for it, so that it may be wrong for values per row
+  over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
 
   def __repr__(self) -> str:
     return repr(self.name)
@@ -45,27 +49,27 @@ class Reduction:
         " microbatch size that divides the batch."
       )
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
     return across_devices.full_like(leaf, 0)
 
-  def unhoisted(self, held: Any, shapes: hoisting.Shapes) -> Any:
+  def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
     return hoisting.unhoisted(held, shapes)
 
-  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     """What is held after one more microbatch. A weight of zero changes nothing."""
     return held
 
-  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+  def join(self, held: Held, collected: Any, tail: Any) -> Held:
     """What is held in the end; of what was collected, `tail` is the smaller last one's, or None."""
     return held
 
-  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
+  def across_devices(self, held: Held, axis_name: AxisName, counted: Flag) -> Held:
     """What all devices hold together. `counted`: did this one have a microbatch that counts?"""
-    return held
+    return self.over_devices(held, axis_name, counted)
 
-  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """The reduced value in `dtype`, that of one microbatch; `weight` is the total over devices."""
     return held
 
@@ -75,7 +79,11 @@ class Reduction:
 
   def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
     """The same, of which each device keeps its part, as `spec` says."""
-    raise NotImplementedError  # what is collected is no gradient
+
+    def own_part(*args: Any) -> jax.Array:
+      return across_devices.own_part(self.over_devices(*args), spec)
+
+    return dataclasses.replace(self, over_devices=own_part)
 
   def in_loop(self, axis_name: AxisName) -> "Reduction":
     """The same, over devices in every microbatch where that leaves less to be held."""
@@ -95,27 +103,24 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: Callable[[jax.Array, AxisName], jax.Array] = across_devices.summed
+  over_devices: Callable[..., Held] = across_devices.summed
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     dtypes.check_holds(name, leaf.dtype, dtype)
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     return across_devices.full_like(leaf, 0, dtypes.accumulator_dtype(leaf.dtype, dtype))
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""
     return value.astype(dtype)
 
-  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     # XLA for GPU keeps a second gradient where the term is selected and not the sum.
     total = held + self.term(value, weight, held.dtype)
     return weighted_mean.select(weighted_mean.counts(weight), total, held)
 
-  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
-    return self.over_devices(held, axis_name)
-
-  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return held.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else held
 
   def only(self, value: jax.Array) -> jax.Array:
@@ -146,7 +151,7 @@ class Mean(Sum):
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return weighted_mean.product(value, weight, dtype)
 
-  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return weighted_mean.mean(held, weight, dtype)
 
 
@@ -166,17 +171,14 @@ class SumInLoop(Reduction):
   def __post_init__(self) -> None:
     self.name = self.of.name
 
-  def __repr__(self) -> str:
-    return repr(self.of)
-
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     self.of.check(name, leaf, rows, dtype)
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     held = across_devices.types(lambda: self._reduced(self.of.start(leaf, dtype)))
     return across_devices.full_like(held, 0)
 
-  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.of.term(value, weight, held.dtype)
     term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
     # Without the barrier XLA for TPU adds up whole values and reduces after the loop.
@@ -185,65 +187,46 @@ class SumInLoop(Reduction):
   def _reduced(self, value: jax.Array) -> jax.Array:
     return self.of.across_devices(value, self.axis_name, True)
 
-  def finish(self, held: Any, weight: Weight, dtype: DTypeLike) -> Any:
+  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return self.of.finish(held, weight, dtype)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Choice(Reduction):
-  """One of the values, element by element."""
+class Extreme(Reduction):
+  """The largest value, or the smallest, element by element."""
 
-  over_devices: Callable[..., jax.Array]
-
-  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
-    def own_part(*args: Any) -> jax.Array:
-      return across_devices.own_part(self.over_devices(*args), spec)
-
-    return dataclasses.replace(self, over_devices=own_part)
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Extreme(Choice):
-  """The largest value, or the smallest."""
-
-  name: str
   choose: Callable[..., jax.Array]
   limit: str  # what `jnp.finfo` and `jnp.iinfo` call the value that all others replace
+  name: str
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
       raise TypeError(f'{name} has dtype {leaf.dtype}, which has no {self!r}: use "mean" or "sum".')
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
+    limit: float = jnp.inf if self.limit == "max" else -jnp.inf
     if leaf.dtype == jnp.bool_:
-      return across_devices.full_like(leaf, self.limit == "max")
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-      return across_devices.full_like(leaf, int(getattr(jnp.iinfo(leaf.dtype), self.limit)))
-    limit = jnp.inf if self.limit == "max" else -jnp.inf
-    if dtypes.is_float8(leaf.dtype):  # some have no infinity
+      limit = self.limit == "max"
+    elif jnp.issubdtype(leaf.dtype, jnp.integer):
+      limit = int(getattr(jnp.iinfo(leaf.dtype), self.limit))
+    elif dtypes.is_float8(leaf.dtype):  # some have no infinity
       limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
     return across_devices.full_like(leaf, limit)
 
-  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     return weighted_mean.select(weighted_mean.counts(weight), self.choose(held, value), held)
-
-  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
-    return self.over_devices(held, axis_name)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Last(Choice):
+class Last(Reduction):
   """The value of the last microbatch that counts."""
 
-  over_devices: Callable[..., jax.Array] = across_devices.of_last
+  over_devices: Callable[..., Held] = across_devices.of_last
   name = "last"
   ordered = True
 
-  def add(self, held: Any, value: jax.Array, weight: Weight) -> Any:
+  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     return weighted_mean.select(weighted_mean.counts(weight), value, held)
-
-  def across_devices(self, held: Any, axis_name: AxisName, counted: bool | jax.Array) -> Any:
-    return self.over_devices(held, axis_name, counted)
 
 
 class Stack(Reduction):
@@ -252,10 +235,10 @@ class Stack(Reduction):
   name = "stack"
   collected = True
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Any:
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     return None
 
-  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+  def join(self, held: Held, collected: Any, tail: Any) -> Held:
     return collected if tail is None else jnp.concatenate([collected, tail[None]])
 
   def only(self, value: jax.Array) -> jax.Array:
@@ -280,7 +263,7 @@ class Concat(Stack):
   def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
     """Its rows are fewer."""
 
-  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+  def join(self, held: Held, collected: Any, tail: Any) -> Held:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
     axis = self.axis % (collected.ndim - 1)
     rows = jnp.moveaxis(collected, 0, axis + 1)
@@ -300,15 +283,15 @@ class Concat(Stack):
 class _RowsFirst(Concat):
   """One device's part of a concatenation along another axis than the first."""
 
-  def join(self, held: Any, collected: Any, tail: Any) -> Any:
+  def join(self, held: Held, collected: Any, tail: Any) -> Held:
     return jnp.moveaxis(super().join(held, collected, tail), self.axis, 0)
 
 
 _ALL = (
   Mean(),
   Sum(),
-  Extreme(across_devices.largest, "max", jnp.maximum, "min"),
-  Extreme(across_devices.smallest, "min", jnp.minimum, "max"),
+  Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
+  Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
   Last(),
   Stack(),
   Concat(),

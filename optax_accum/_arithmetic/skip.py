@@ -1,15 +1,12 @@
 """Microbatches that are left out, such as those with a NaN: `skip_nonfinite` and `skip_fn`."""
 
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_accum._arithmetic import weighted_mean
-
-if TYPE_CHECKING:
-  import chex  # for types alone: importing it takes longer than all of optax_accum
+from optax_accum._arithmetic.trees import Grads, Params, Tree
 
 
 class SkipFn(Protocol):
@@ -25,8 +22,8 @@ class SkipFn(Protocol):
 
 
 def asks_to_skip(
-  skip_fn: SkipFn, updates: optax.Updates, gradient_step: jax.Array, params: optax.Params | None
-) -> tuple[jax.Array, Any]:
+  skip_fn: SkipFn, updates: Grads, gradient_step: jax.Array, params: Params | None
+) -> tuple[jax.Array, Tree]:
   """What `skip_fn` says of these gradients, checked."""
   result = skip_fn(updates, gradient_step, params)
   if not isinstance(result, tuple) or len(result) != 2:
@@ -44,7 +41,7 @@ def asks_to_skip(
   return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
 
 
-def leave_out(weight: jax.Array, tree: "chex.ArrayTree") -> tuple[jax.Array, jax.Array]:
+def leave_out(weight: jax.Array, tree: Tree) -> tuple[jax.Array, jax.Array]:
   """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
   leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
   finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))

@@ -9,7 +9,8 @@ Dividing once, after it, rounds as the whole batch does, and lets devices be red
 cycle.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import jax
 from jax import lax
@@ -18,6 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from optax_accum._arithmetic import dtypes
+from optax_accum._arithmetic.trees import Leaf
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
@@ -27,7 +29,7 @@ Weight = float | jax.Array
 LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
-def check_weight(source: str, value: Any) -> None:
+def check_weight(source: str, value: Leaf) -> None:
   """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
   numeric = hasattr(value, "dtype") or isinstance(value, (bool, int, float, complex))
   shape = jnp.shape(value) if numeric else ()
@@ -46,9 +48,8 @@ def check_weight(source: str, value: Any) -> None:
     raise ValueError(f"{source} gave the weight {value}; it must be 0 or more, and finite.")
   if number and not LEAST <= number <= MOST:
     raise ValueError(
-      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to"
-      f" {MOST}, as float32 cannot divide by others: rescale the weights. In a mean"
-      " their ratios alone matter."
+      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to {MOST}: float32 cannot"
+      " divide by others. Rescale the weights. In a mean their ratios alone matter."
     )
 
 
@@ -71,8 +72,8 @@ class WeightSum(NamedTuple):
   A float32 sum of token counts stops being exact at 2**24. With `rest` it is exact to 2**47.
   """
 
-  total: Any
-  rest: Any
+  total: jax.Array
+  rest: jax.Array
 
   def add(self, weight: jax.Array) -> "WeightSum":
     """The sum with one more weight."""
@@ -81,7 +82,7 @@ class WeightSum(NamedTuple):
     grown = total - self.total
     return WeightSum(total, (self.total - (total - grown)) + (owed - grown))
 
-  def over_devices(self, axis_name: Any) -> jax.Array:
+  def over_devices(self, axis_name: Hashable | Sequence[Hashable]) -> jax.Array:
     """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
     low = lax.rem(self.total, jnp.full_like(self.total, 4096))
     high, low = lax.psum((self.total - low, low + self.rest), axis_name)
@@ -122,10 +123,7 @@ def select(counted: bool | jax.Array, value: jax.Array, other: jax.Array) -> jax
 
 
 def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``weight * value`` in `dtype`.
-
-  It is taken in float32 or better, because bfloat16 cannot hold every count of tokens above 256.
-  """
+  """``weight * value`` in `dtype`; taken in float32, as bfloat16 holds few counts above 256."""
   if isinstance(weight, (int, float)) and weight == 1:
     return value.astype(dtype)
   wide = dtypes.promote(value.dtype, dtypes.promote(dtype, jnp.float32))
@@ -134,11 +132,8 @@ def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 
 
 def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN.
-
-  The value is selected before it is multiplied, because ``0 * nan`` is ``nan``: an
-  all-padding microbatch has a loss of 0/0.
-  """
+  """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN."""
+  # Selected before it is multiplied: 0 * nan is nan, and a loss of padding alone is 0/0.
   return product(select(counts(weight), value, jnp.zeros_like(value)), weight, dtype)
 
 
@@ -150,8 +145,7 @@ def usable(weight: jax.Array) -> jax.Array:
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
 
-  Multiplies by the scalar reciprocal: XLA keeps the quotient by a traced scalar as a
-  buffer of its own, where the product fuses into whatever reads it.
+  Multiplies by the reciprocal: XLA gives a quotient a buffer of its own, and fuses a product.
   """
   if isinstance(weight, (int, float)) and weight == 1:
     return total.astype(dtype)

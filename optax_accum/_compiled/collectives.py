@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 import dataclasses
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -83,18 +83,15 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
 
   An operation counts once for every time that it runs: times the trip counts of the loops around
   it. Bytes are those of the arrays of one device, without the padding of a layout: what the
-  collective returns, or what a reduce-scatter takes. So the bytes of one reduction of all
-  gradients are those of the gradients, once, however the network carries it.
+  collective returns, or what a reduce-scatter takes, however the network carries it.
 
   ===========================================  ==================================================
-  several arrays in one operation              one operation, the bytes of all
-  an asynchronous start and its done           one operation
+  several arrays in one, a start and its done  one operation, the bytes of all
   a loop whose trip count the program does     counts once and is named in
   not fix (`while_loop`, and the in-place      ``unknown_trip_counts``, if collectives are in it
   conditional of `accumulate`)
   the condition of a loop                      inside the loop; once more than the body
   branches of `lax.cond` and `lax.switch`      each counts, as if all ran: an upper bound
-  one device, or nothing to communicate        ``report.operations == ()``
   ===========================================  ==================================================
 
   It counts what the compiler made of the program. XLA combines, splits, moves and replaces
@@ -161,28 +158,22 @@ def _counted_arrays(run: hlo.Run) -> list[str]:
   return hlo.arrays(op.shape)
 
 
-def _text_of(compiled: Any) -> str:
+def _text_of(compiled: jax.stages.Compiled | str) -> str:
   """The text of an optimized HLO module, or an error that says how to get one."""
-  got, text = f"compiled={compiled!r:.80}", compiled
-  if not isinstance(compiled, str):
-    if hasattr(compiled, "lower"):
-      raise TypeError(
-        f"{got} must be a compiled program: pass compiled.lower(*args).compile(), with the"
-        " arguments of a call (jax.ShapeDtypeStruct will do)."
-      )
-    if hasattr(compiled, "compile"):
-      raise TypeError(
-        f"{got} is lowered, and collectives appear when it is compiled: pass compiled.compile()."
-      )
-    if not hasattr(compiled, "as_text"):
-      raise TypeError(
-        f"{got} must be a compiled program, from jax.jit(f).lower(*args).compile(), or its text."
-      )
-    text = compiled.as_text()
-  if not text or not re.search(r"^ENTRY\b", text, re.MULTILINE):
+  fix = (
+    "pass jax.jit(f).lower(*args).compile(), with the arguments of a call or jax.ShapeDtypeStructs,"
+    " or what as_text() of that returns."
+  )
+  # What is lowered has a text too, but can still be compiled.
+  if isinstance(compiled, str):
+    text = compiled
+  elif hasattr(compiled, "as_text") and not hasattr(compiled, "compile"):
+    text = compiled.as_text() or ""
+  else:
+    raise TypeError(f"compiled={compiled!r:.80} must be a compiled program: {fix}")
+  if not re.search(r"^ENTRY\b", text, re.MULTILINE):
     raise ValueError(
-      f"{got} has no ENTRY computation, so it is not the text of an optimized HLO module: pass what"
-      " jax.jit(f).lower(*args).compile().as_text() returns."
+      f"compiled={compiled!r:.80} has no ENTRY computation, so it is no optimized HLO module: {fix}"
     )
   return text
 

@@ -4,7 +4,6 @@ from typing import Any, Literal, Protocol, TYPE_CHECKING
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
-import numpy as np
 import optax
 
 from optax_accum import _validate
@@ -12,6 +11,7 @@ from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
+from optax_accum._arithmetic.trees import Grads
 from optax_accum._streaming.cycle import Cycle, Schedule
 from optax_accum._streaming.emit import Accumulation, Params
 from optax_accum._streaming.state import AccumulateState
@@ -29,7 +29,7 @@ class ApplyFn(Protocol):
 
   def __call__(
     self,
-    updates: Any,
+    updates: Grads,
     state: AccumulateState,
     params: Params,
     *,
@@ -109,23 +109,17 @@ def accumulate(
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
-  What a call does besides adding its gradients:
-
   ==========================================  ========  =============  ==========  ===========
   call                                        emits     gradient_step  mini_step   has_updated
   ==========================================  ========  =============  ==========  ===========
   inside a cycle                              zeros     same           up by 1     False
-  the last of a cycle                         a step    up by 1        0           True
-  the last, the cycle's total weight is zero  zeros     same           0           False
+  the last of a cycle, ``flush``              a step    up by 1        0           True
+  the same, the cycle's total weight is zero  zeros     same           0           False
   ``weight=0``: adds nothing, not even NaN    as usual  as usual       as usual    as usual
   `skip_fn` says skip: it never happened      zeros     same           same        False
-  ``flush``                                   a step    up by 1        0           True
-  ``flush``, but the total weight is zero     zeros     same           0           False
   ``flush`` and skip, something accumulated   a step    up by 1        0           True
   ``flush`` and skip, nothing accumulated     zeros     same           0           False
-  ``every_k=1``, counted, weight not zero     a step    up by 1        0           True
   ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
-  an inf or NaN that is not skipped           as usual  as usual       as usual    as usual
   ==========================================  ========  =============  ==========  ===========
 
   Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that is
@@ -148,24 +142,22 @@ def accumulate(
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis
       once, when the cycle emits: by ``apply`` in the accumulators, by ``update`` in a buffer as
-      large as the updates where `shard_map` checks types. With `skip_fn` or a traced ``weight`` or
-      ``flush`` every call exchanges up to three numbers: any device that skips or flushes does so
-      for all. The state needs specs, see `accumulate_specs`, and is to be saved whole, see
-      `AccumulateState`. Without `axis_name`, reduce the gradients yourself: else every device takes
-      a step of its own, unnoticed in `pmap` and with ``check_vma=False``.
+      large as the updates where `shard_map` checks types. Any device that skips or flushes does so
+      for all. The state needs `accumulate_specs`, and is to be saved whole, see `AccumulateState`.
+      Without `axis_name`, reduce the gradients yourself: else every device takes a step of its own,
+      unnoticed in `pmap` and with ``check_vma=False``.
     differentiable: Whether reverse mode can pass through a call. It costs copies on GPUs.
 
   Returns:
     An `AccumulateTransformation`, which goes wherever an optax transformation does.
 
   Raises:
-    TypeError: `inner` is not a transformation, `every_k` is not an int, or an argument or
-      gradient has the wrong dtype. An extra argument is nearly ``weight`` or ``flush``.
+    TypeError: An argument or gradient has the wrong type or dtype, or an extra argument is nearly
+      ``weight`` or ``flush``.
     ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
       parameters in tree or shape, `inner` changes the tree or a shape of its state, ``weight`` is
       negative or out of range, `axis_name` is not bound, a gradient was summed over it already
-      (with ``check_vma=True``), or the state is not an `AccumulateState`, of these options and this
-      model (see there for what can be restored into what).
+      (with ``check_vma=True``), or the state is not of these options and this model.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -184,11 +176,6 @@ def accumulate(
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):
     raise TypeError(f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None.")
-  if isinstance(every_k, (jax.Array, np.ndarray)):
-    raise TypeError(
-      f"every_k={every_k!r} is an array: give a Python int, or a schedule such as"
-      " `lambda gradient_step: k`, which may return an array."
-    )
   every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)

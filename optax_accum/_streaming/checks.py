@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 import difflib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,14 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
+from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
 from optax_accum._streaming.inner_state import difference
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
 def checked(
-  name: str, updates: Any, state: Any, params: Any, extra_args: Iterable[str]
-) -> optax.Updates:
+  name: str, updates: Grads, state: OptState, params: Params, extra_args: Iterable[str]
+) -> Grads:
   """The gradients of a call as JAX arrays, if its arguments are in order and well spelt."""
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
@@ -29,19 +29,19 @@ def checked(
         f" order is {name}(updates, state, params)."
       )
   for extra in extra_args:  # a misspelt one would go to `inner`, which ignores it
-    words = [word for word in ("weight", "flush") if _is_near(extra.lower(), word)]
-    if words:
-      raise TypeError(f"{name} got the argument {extra!r}: did you mean {words[0]}=?")
-  for leaf, x in _validate.named_leaves("updates", updates):
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
+    for word in ("weight", "flush"):
+      if _is_near(extra.lower(), word):
+        raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
 
-  def converted(x: Any) -> Any:
+  def converted(path: Path, x: Leaf) -> Leaf:
+    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
+      leaf = _validate.leaf_name("updates", path)
+      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
     # Gradients of integers have a dtype that only NumPy has.
     keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
     return x if keep else jnp.asarray(x)
 
-  return jax.tree.map(converted, updates)
+  return jax.tree_util.tree_map_with_path(converted, updates)
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -53,10 +53,22 @@ def _is_near(extra: str, word: str) -> bool:
   return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
 
 
-def check_state(state: Any, updates: optax.Updates, every_k: Any, skips: bool) -> None:
+def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -> None:
   """Checks that `state` is of an accumulation with such an `every_k`, and a `skip_fn` or none."""
   if not isinstance(state, AccumulateState):
-    raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {_fix(state)}")
+    fix = (
+      "pass what init of this transformation returned, or its update. Restore a checkpoint into"
+      " the tree that init returns, e.g. with flax.serialization.from_state_dict(tx.init(params),"
+      " restored): others lose its types."
+    )
+    if states_in(state):
+      fix = "there is one in it. Call the transformation that the whole belongs to, as a chain is."
+    if isinstance(state, optax.MultiStepsState):
+      fix = (
+        "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
+        " microbatch so far, or weight=1 where the calls that follow have no weights."
+      )
+    raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {fix}")
   if not skips and jax.tree.leaves(state.skip_state):
     raise ValueError(
       "state has a skip_state, because it was made with a skip_fn, and this accumulate has none:"
@@ -71,33 +83,7 @@ def check_state(state: Any, updates: optax.Updates, every_k: Any, skips: bool) -
     )
 
 
-def _fix(state: Any) -> str:
-  """What to do about a state that is no `AccumulateState`."""
-  if isinstance(state, optax.MultiStepsState):
-    return (
-      "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
-      " microbatch so far, or weight=1 where the calls that follow have no weights."
-    )
-  if states_in(state):
-    return (
-      "there is one in it. Call the transformation that the whole belongs to, such as the chain"
-      " around this accumulate."
-    )
-  fields = AccumulateState._fields
-  needed = set(fields).difference(AccumulateState._field_defaults)  # an older one lacks the others
-  restored = isinstance(state, dict) and needed <= set(state)
-  if isinstance(state, str):  # a chain took one key of the dict that it was given
-    restored = True
-  if restored or (type(state) in (list, tuple) and len(needed) <= len(state) <= len(fields)):
-    return (
-      "it looks like one that was saved and restored without its types; restore a checkpoint into"
-      " the tree that init returns, e.g. with flax.serialization.from_state_dict(tx.init(params),"
-      " restored), or with that tree as the target of orbax's StandardRestore."
-    )
-  return "pass what init of this transformation returned, or its last update."
-
-
-def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
+def check_device_axis(state: AccumulateState, updates: Grads) -> None:
   """Checks that what is each device's own has an axis of devices, of which a device has one."""
   acc_grads, skip_state = (
     _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
@@ -120,7 +106,7 @@ def check_device_axis(state: AccumulateState, updates: optax.Updates) -> None:
       )
 
 
-def check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
+def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
   """Checks that no gradient was reduced over the devices yet, where the types say so."""
   across_devices.check_bound(axis_name)
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
@@ -138,31 +124,19 @@ def check_not_reduced(updates: optax.Updates, axis_name: AxisName) -> None:
       )
 
 
-def check_info(info: Any, skip_state: Any) -> None:
+def check_info(info: Tree, skip_state: Tree) -> None:
   """Checks that what `skip_fn` returned as its info goes where the last call's is."""
-  trees: list[Any] = [jax.tree.structure(info), jax.tree.structure(skip_state)]
-  if trees[0] != trees[1]:
+  if different := difference("skip_state", info, skip_state):
     raise ValueError(
-      f"skip_fn returned an info of {trees[0]}, and the state's skip_state is {trees[1]}, because"
-      " it was made without skip_fn or with another: go on with"
-      " state._replace(skip_state=tx.init(params).skip_state), with axis_name from an init in"
-      " shard_map."
+      f"skip_fn returned an info by which {different}, because the state was made without skip_fn"
+      " or with another: go on with state._replace(skip_state=tx.init(params).skip_state), with"
+      " axis_name from an init in shard_map."
     )
 
 
-def check_gradients(
-  updates: optax.Updates, acc_grads: optax.Updates, requested: DTypeLike | None
-) -> None:
-  """Checks that gradients have the tree and the shapes of the accumulators, and go into them."""
-  if different := difference(
-    "updates",
-    updates,
-    acc_grads,
-    missing="{leaf} is missing",
-    shape="{leaf} has shape {got}, not {wanted}",
-    new="{leaf} is not expected",
-    tree="{leaf} is a {got} and not a {wanted}",
-  ):
+def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | None) -> None:
+  """Checks that gradients can be added to the accumulators without a surprise."""
+  if different := difference("updates", updates, acc_grads):
     raise ValueError(
       f"{different}: updates must have the tree and the shapes of the parameters that init was"
       " given. (A state that was restored has those of its own model: restore a checkpoint of this"
@@ -170,32 +144,25 @@ def check_gradients(
     )
   accs = jax.tree.leaves(acc_grads)
   for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
-    _check_dtype(name, leaf.dtype, acc.dtype, requested)
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      raise TypeError(
+        f"{name} has dtype {jnp.dtype(leaf.dtype)}; gradients are floating or complex: leave"
+        " integer parameters out with optax.masked(accumulate(...), mask)."
+      )
+    fault = f"{name} has dtype {leaf.dtype} and its accumulator {acc.dtype}, which would"
+    if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(acc):
+      raise TypeError(
+        f"{fault} lose the imaginary part: give init complex parameters, or give"
+        " accumulator_dtype=jnp.complex64."
+      )
+    if requested is None and jnp.finfo(leaf.dtype).bits > jnp.finfo(acc.dtype).bits:
+      raise TypeError(
+        f"{fault} round it: give init parameters of that dtype, pass accumulator_dtype, or cast the"
+        " gradients."
+      )
 
 
-def _check_dtype(
-  name: str, dtype: jnp.dtype, accumulator: jnp.dtype, requested: DTypeLike | None
-) -> None:
-  """Checks that gradients of `dtype` can be added to an accumulator without a surprise."""
-  if not jnp.issubdtype(dtype, jnp.inexact):
-    raise TypeError(
-      f"{name} has dtype {jnp.dtype(dtype)}; gradients are floating or complex: leave integer"
-      " parameters out with optax.masked(accumulate(...), mask)."
-    )
-  got = f"{name} has dtype {jnp.dtype(dtype)} and its accumulator {jnp.dtype(accumulator)}, which"
-  if jnp.issubdtype(dtype, jnp.complexfloating) > jnp.issubdtype(accumulator, jnp.complexfloating):
-    raise TypeError(
-      f"{got} would lose the imaginary part: give init complex parameters, or give"
-      " accumulator_dtype=jnp.complex64."
-    )
-  if requested is None and jnp.finfo(dtype).bits > jnp.finfo(accumulator).bits:
-    raise TypeError(
-      f"{got} would round it: give init parameters of that dtype, pass accumulator_dtype, or cast"
-      " the gradients."
-    )
-
-
-def checked_k(value: Any) -> jax.Array:
+def checked_k(value: Leaf) -> jax.Array:
   """What a schedule of k returned, as an int32 scalar."""
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if shape != () or not jnp.issubdtype(dtype, jnp.integer):
@@ -209,7 +176,7 @@ def checked_k(value: Any) -> jax.Array:
   return jnp.asarray(value).astype(jnp.int32)
 
 
-def checked_flush(value: Any) -> Flag:
+def checked_flush(value: Leaf) -> Flag:
   """A flag that may be traced; a Python bool stays one."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)

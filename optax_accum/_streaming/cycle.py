@@ -19,6 +19,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
+from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._streaming import checks
 from optax_accum._streaming.state import AccumulateState, stored, without_device_axis
@@ -44,7 +45,7 @@ def sending(names: Collection[str]) -> Iterator[None]:
 class MiniStep(NamedTuple):
   """What one call adds up and decides, before `inner` runs."""
 
-  total: optax.Updates  # the cycle's weighted sum of gradients on this device
+  total: Grads  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
   emit: Flag  # whether `inner` steps in this call
@@ -61,13 +62,13 @@ class Cycle:
   skip_fn: SkipFn | None
   axis_name: AxisName | None
 
-  def init(self, params: optax.Params, inner_opt_state: optax.OptState) -> AccumulateState:
+  def init(self, params: Params, inner_opt_state: OptState) -> AccumulateState:
     """An empty cycle."""
     # `optax.lookahead` steps two copies of the parameters by the gradients of one.
     grads = params.fast if isinstance(params, optax.LookaheadParams) else params
     # One array a field: a state in which one zero stands twice cannot be donated.
     gradient_step = jnp.zeros((), jnp.int32)
-    skip_state: Any = ()
+    skip_state: Tree = ()
     if self.skip_fn is not None:
       asked = functools.partial(asks_to_skip, self.skip_fn)
       info = jax.eval_shape(asked, grads, gradient_step, params)[1]
@@ -85,7 +86,7 @@ class Cycle:
     )
     return stored(state, self.axis_name)
 
-  def _accumulator(self, path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+  def _accumulator(self, path: Path, param: Leaf) -> jax.Array:
     """Zeros to add up gradients in, sharded as their parameter, also under jit."""
     dtype = jnp.result_type(param)
     dtypes.check_holds(_validate.leaf_name("params", path), dtype, self.accumulator_dtype)
@@ -100,9 +101,9 @@ class Cycle:
   @jax.named_scope("accumulate")
   def add(
     self,
-    updates: optax.Updates,
+    updates: Grads,
     state: AccumulateState,
-    params: optax.Params | None,
+    params: Params | None,
     weight: ArrayLike,
     flush: Flag,
     may_end: Flag | None,
@@ -115,7 +116,13 @@ class Cycle:
       checks.check_device_axis(state, updates)
     own = without_device_axis((state.acc_grads, state.skip_state), self.axis_name)
     state = state._replace(acc_grads=own[0], skip_state=own[1])
-    local = _checked_weight(weight, state.acc_weight.dtype)
+    weighted_mean.check_weight("The caller of update", weight)
+    # A weight that is known and not zero settles that the cycle's total is not zero either.
+    dtype = state.acc_weight.dtype
+    if isinstance(weight, (int, float)) and weight != 0:
+      local: Weight = float(weight)
+    else:
+      local = weighted_mean.as_weight(weight).astype(dtype)
     flush = checks.checked_flush(flush)
     skip: Flag = False
     if self.skip_fn is not None:
@@ -125,7 +132,7 @@ class Cycle:
       checks.check_info(info, state.skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
       state = state._replace(skip_state=info)
-    skip, flush, local, over_devices = self._agree(skip, flush, local, state.acc_weight.dtype)
+    skip, flush, local, over_devices = self._agree(skip, flush, local, dtype)
 
     changes: dict[str, jax.Array] = {}
     if self.every_k == 1:
@@ -141,7 +148,6 @@ class Cycle:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
       total = jax.tree.map(added, state.acc_grads, updates)
-      dtype = state.acc_weight.dtype
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -187,9 +193,7 @@ class Cycle:
       local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
     return skip, flush, local, total
 
-  def _of_one(
-    self, updates: optax.Updates, local: Weight, over_devices: Weight
-  ) -> tuple[optax.Updates, Weight]:
+  def _of_one(self, updates: Grads, local: Weight, over_devices: Weight) -> tuple[Grads, Weight]:
     """The sum and the divisor of a cycle of one call."""
     mean = self.reduction.name == "mean"
     if mean and self.axis_name is None:
@@ -209,26 +213,11 @@ class Cycle:
 
 def _check_arrived(**arrived: bool) -> None:
   """Checks that no transformation around this one dropped what was sent to it."""
-  lost = [name for name, there in arrived.items() if name in _sent.get() and not there]
-  if "weight" in lost:
+  if any(name in _sent.get() and not there for name, there in arrived.items()):
     raise ValueError(
-      "accumulate did not get the weight that was passed to the optimizer. If a transformation"
-      " around accumulate drops it, with all extra arguments, put accumulate around that one, as"
-      " in accumulate(transformation(optimizer), every_k). If one passes a Python number instead,"
+      "accumulate did not get all that was passed to the optimizer: its weight, and whether the"
+      " batch counts at all. Let the update of the transformation around it take **extra_args, and"
+      " hand them all on, or put accumulate around that one, as in"
+      " accumulate(transformation(optimizer), every_k). If it passes a Python number as weight,"
       " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )
-  if lost:
-    raise ValueError(
-      "accumulate got the weight of a step's batch, and not all else that was passed to the"
-      " optimizer, such as whether the batch counts at all: let the update of the transformation"
-      " around it take **extra_args, and hand them all on."
-    )
-
-
-def _checked_weight(weight: ArrayLike, dtype: DTypeLike) -> Weight:
-  """A weight that arrived, as a float where it is known and not 0."""
-  weighted_mean.check_weight("The caller of update", weight)
-  # A weight that is known and not zero settles that the cycle's total is not zero either.
-  if isinstance(weight, (int, float)) and weight != 0:
-    return float(weight)
-  return weighted_mean.as_weight(weight).astype(dtype)

@@ -11,10 +11,11 @@ import optax
 
 from optax_accum._arithmetic import conditional
 from optax_accum._arithmetic.conditional import Flag
+from optax_accum._arithmetic.trees import Grads, Kwargs, OptState
 from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._streaming import checks
 from optax_accum._streaming.cycle import Cycle, MiniStep, sending
-from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
+from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import (
   AccumulateState,
   states_in,
@@ -35,21 +36,21 @@ class Accumulation:
   cycle: Cycle
   differentiable: bool
 
-  def init(self, params: optax.Params) -> AccumulateState:
+  def init(self, params: Params) -> AccumulateState:
     """An empty cycle, and `inner`'s own state."""
     return self.cycle.init(params, self.inner.init(params))
 
   def update(
     self,
-    updates: optax.Updates,
+    updates: Grads,
     state: AccumulateState,
-    params: optax.Params | None = None,
+    params: Params | None = None,
     *,
     weight: ArrayLike = 1.0,
     flush: Flag = False,
     _may_end: Flag | None = None,  # of a step: does anything of its batch count?
     **extra_args: Any,
-  ) -> tuple[optax.Updates, AccumulateState]:
+  ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
     updates = checks.checked("update", updates, state, params, extra_args)
     step = self.cycle.add(updates, state, params, weight, flush, _may_end)
@@ -65,7 +66,7 @@ class Accumulation:
     # Where they can, sums go in and updates come out in the same buffers.
     shared = conditional.OutputBuffers(step.total, like)
 
-    def emitted(total: Any, carry: tuple[Any, Any]) -> tuple[Any, tuple[Any, Any]]:
+    def emitted(total: Grads, carry: tuple[Grads, OptState]) -> tuple[Grads, Any]:
       new, total, inner_state = traced(total, carry[1])
       total, spare = shared.filled(new, total)
       return total, (spare, inner_state)
@@ -75,7 +76,7 @@ class Accumulation:
 
   def apply(
     self,
-    updates: optax.Updates,
+    updates: Grads,
     state: AccumulateState,
     params: Params,
     *,
@@ -89,7 +90,7 @@ class Accumulation:
     updates = checks.checked("apply", updates, state, params, extra_args)
     step = self.cycle.add(updates, state, params, weight, flush, None)
 
-    def emitted(total: Any, carry: tuple[Params, Any]) -> tuple[Any, tuple[Params, Any]]:
+    def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
       old, inner_state = carry
       new, total, inner_state = self._run_inner(step, updates, extra_args, old, total, inner_state)
       return total, (same_types("params", optax.apply_updates(old, new), params), inner_state)
@@ -99,12 +100,12 @@ class Accumulation:
     return params, self._next(step, total, inner_state)
 
   def _if_it_emits(
-    self, step: MiniStep, fun: Callable[[Any, Carry], tuple[Any, Carry]], carry: Carry
-  ) -> tuple[Any, Carry]:
+    self, step: MiniStep, fun: Callable[[Grads, Carry], tuple[Grads, Carry]], carry: Carry
+  ) -> tuple[Grads, Carry]:
     """``fun(step.total, carry)`` where the cycle emits, and else the two, in the same buffers."""
     axis_name = self.cycle.axis_name
 
-    def run(operand: tuple[Any, Carry]) -> tuple[Any, Carry]:
+    def run(operand: tuple[Grads, Carry]) -> tuple[Grads, Carry]:
       total, carry = fun(without_device_axis(operand[0], axis_name), operand[1])
       return with_device_axis(total, axis_name), carry
 
@@ -119,12 +120,12 @@ class Accumulation:
   def _run_inner(
     self,
     step: MiniStep,
-    updates: optax.Updates,
-    extra_args: dict[str, Any],
-    params: optax.Params | None,
-    total: optax.Updates,
-    inner_state: optax.OptState,
-  ) -> tuple[optax.Updates, optax.Updates, optax.OptState]:
+    updates: Grads,
+    extra_args: Kwargs,
+    params: Params | None,
+    total: Grads,
+    inner_state: OptState,
+  ) -> tuple[Grads, Grads, OptState]:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's.
 
     Sums over devices are given out in place of `total`, which nothing reads again: the next mini
@@ -142,15 +143,15 @@ class Accumulation:
       if sends:
         extra_args = {**extra_args, "weight": as_weight(step.cycle_weight)}
       like = updates if params is None else params
-      restored = ("inner_opt_state", self.inner.init, like, inner_state)
-      with explained(*restored), sending(["weight"] * sends):
-        new, new_state = self.inner.update(reduced, inner_state, params, **extra_args)
-      check_kept(*restored, new, new_state)
+
+      def run() -> tuple[Grads, OptState]:
+        with sending(["weight"] * sends):
+          return self.inner.update(reduced, inner_state, params, **extra_args)
+
+      new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
     return new, total, same_types("inner_opt_state", new_state, inner_state)
 
-  def _next(
-    self, step: MiniStep, total: optax.Updates, inner_state: optax.OptState
-  ) -> AccumulateState:
+  def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
     kept = () if self.cycle.every_k == 1 else total
     state = step.state._replace(acc_grads=kept, inner_opt_state=inner_state)
     return stored(state, self.cycle.axis_name)

@@ -3,68 +3,55 @@
 The error names the first leaf that differs. JAX's own names neither leaf nor state.
 """
 
-from collections.abc import Callable, Iterator
-import contextlib
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
+from optax_accum._arithmetic.trees import Leaf, OptState, Params, Tree
 from optax_accum._streaming.state import is_state, states_in
 
-Carry = TypeVar("Carry")
-Init: TypeAlias = Callable[[Any], Any]
+Held = TypeVar("Held")
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 FIX = (
-  "it is the state of other parameters, or of another optimizer. Restore parameters and state"
-  " from a checkpoint of this model and optimizer, or begin with what init(params) returns."
+  "it is not as init makes it for these parameters. Restore parameters and state from a checkpoint"
+  " of this model and optimizer, or begin with what init(params) returns."
 )
-FAILED = object()
-# What JAX, Optax and Python say where a state lacks a leaf, or has one of another shape.
-OF_SHAPES_AND_TREES = (TypeError, ValueError, AttributeError)
 
 
-def difference(
-  name: str, got: Any, wanted: Any, *, missing: str, shape: str, new: str, tree: str
-) -> str:
-  """In these words, with ``{leaf}``, ``{got}``, ``{wanted}``: where trees first differ, or ""."""
-  gots, wanteds = (dict(_validate.named_leaves(name, x)) for x in (got, wanted))
-  for leaf, x in wanteds.items():
-    shapes = {"got": jnp.shape(gots.get(leaf, x)), "wanted": jnp.shape(x)}
+def difference(name: str, got: Tree, wanted: Tree) -> str:
+  """Where a tree first differs from another in its leaves, shapes or nodes, or ""."""
+  gots, wanteds = (
+    {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, tree)} for tree in (got, wanted)
+  )
+  for leaf, shape in wanteds.items():
     if leaf not in gots:
-      return missing.format(leaf=leaf, **shapes)
-    if shapes["got"] != shapes["wanted"]:
-      return shape.format(leaf=leaf, **shapes)
-  for leaf in gots:
-    if leaf not in wanteds:
-      return new.format(leaf=leaf)
+      return f"{leaf} is missing"
+    if gots[leaf] != shape:
+      return f"{leaf} has shape {gots[leaf]}, not {shape}"
+  if new := [leaf for leaf in gots if leaf not in wanteds]:
+    return f"{new[0]} is not expected"
   trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
-  return "" if trees[0] == trees[1] else tree.format(leaf=name, got=trees[0], wanted=trees[1])
+  return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
 
 
-def same_types(name: str, new: Any, old: Any) -> Any:
+def same_types(name: str, new: Tree, old: Tree) -> Tree:
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
-  fix = "the optimizer's init and update must return states of one tree and the same shapes."
-  if different := difference(
-    name,
-    new,
-    old,
-    missing=f"{{leaf}} is missing after an update: {fix}",
-    shape=f"{{leaf}} has shape {{wanted}}, and {{got}} after an update: {fix}",
-    new=f"{{leaf}} is new after an update: {fix} (That of optax.monitor does not: optax.snapshot"
-    " keeps what it measures from the start.)",
-    tree=f"{{leaf}} is a {{wanted}}, and a {{got}} after an update: {fix}",
-  ):
-    raise ValueError(different)
+  if different := difference(name, new, old):
+    raise ValueError(
+      f"After an update {different}: the optimizer's init and update must return states of one tree"
+      " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
+    )
   return jax.tree_util.tree_map_with_path(
     lambda path, x, before: _cast(_validate.leaf_name(name, path), x, before), new, old
   )
 
 
-def _cast(name: str, new: Any, old: Any) -> Any:
+def _cast(name: str, new: Leaf, old: Leaf) -> Leaf:
   """One leaf in the sharding that it had, and a dtype that holds it before and after."""
   before, after = jnp.result_type(old), jnp.result_type(new)
   if before == after:
@@ -78,93 +65,70 @@ def _cast(name: str, new: Any, old: Any) -> Any:
   return across_devices.sharded_like(jnp.asarray(new).astype(to), old)
 
 
-def widened(update: Callable[[Carry], Carry], carry: Carry) -> Carry:
-  """`carry` in the dtypes in which `update` gives it back, as `same_types`, in every step.
+def widened(update: Callable[[Held], Held], held: Held) -> Held:
+  """`held` in the dtypes in which `update` gives it back, as `same_types`, in every step.
 
   Moments of bfloat16 parameters become float32 by the first float32 gradients. What goes into a
   conditional is cast before it: rounding what comes out would lose something in each step.
   """
   while True:
-    new = jax.eval_shape(update, carry)
-    wide = jax.tree.map(dtypes.in_dtype_of, carry, new)
-    if all(x is y for x, y in zip(*map(jax.tree.leaves, (carry, wide)), strict=True)):
-      return carry
-    carry = wide  # which the next update may make wider: dtypes end at the widest
+    new = jax.eval_shape(update, held)
+    wide = jax.tree.map(dtypes.in_dtype_of, held, new)
+    if all(x is y for x, y in zip(*map(jax.tree.leaves, (held, wide)), strict=True)):
+      return held
+    held = wide  # which the next update may make wider: dtypes end at the widest
 
 
-@contextlib.contextmanager
-def explained(name: str, init: Init, params: optax.Params, state: optax.OptState) -> Iterator[None]:
-  """Says of an error that `state` is not as `init` makes it for these parameters, if it is not."""
+def updated(
+  name: str,
+  init: Callable[[Params], OptState],
+  params: Params,
+  state: OptState,
+  update: Callable[[], tuple[Params, OptState]],
+) -> tuple[Params, OptState]:
+  """What `update` returns: new parameters or their updates, and a state.
+
+  It is an error if it broadcast moments of other parameters to the shapes of these. An error of its
+  own says so too if `state` is not as `init` makes it. A state that grows by itself passes.
+  """
   try:
-    yield
+    new, new_state = update()
   except Exception as error:
-    different = _from_init(name, _made(init, params), state)
-    if different and isinstance(error, OF_SHAPES_AND_TREES):
+    different = _from_init(name, init, params, state)[0]
+    if different and isinstance(error, (TypeError, ValueError, AttributeError)):
       raise ValueError(f"{different}: {FIX}") from error
     if different:  # an optimizer's own error, by which its state may not have to do with it
-      error.add_note(f"{different}. If it was restored: {FIX}")
+      error.add_note(f"{different}: {FIX}")
     raise
+  moved = _shapes(name, new) != _shapes(name, params)
+  before, after = _shapes(name, state), _shapes(name, new_state)
+  if moved or before != after:
+    different, made = _from_init(name, init, params, state)
+    became_as_made = any(
+      before.get(leaf, shape) != shape == after.get(leaf) for leaf, shape in made.items()
+    )
+    if different and (moved or became_as_made):
+      raise ValueError(f"{different}: {FIX}")
+  return new, new_state
 
 
-def check_kept(
-  name: str,
-  init: Init,
-  params: optax.Params,
-  state: optax.OptState,
-  new_params: optax.Params,
-  new_state: optax.OptState,
-) -> None:
-  """Checks that an update did not broadcast moments of other parameters to the shapes of these.
-
-  A state that grows by itself passes: it does not become what `init` makes.
-  """
-  if _shapes((new_params, new_state)) == _shapes((params, state)):
-    return
-  made = _made(init, params)
-  if made is FAILED:
-    return
-  wanted, before, after = (
-    dict(_validate.named_leaves(name, _without_own(x))) for x in (made, state, new_state)
-  )
-  moved = _shapes(new_params) != _shapes(params)
-  became_as_made = any(
-    jnp.shape(before[leaf]) != jnp.shape(after[leaf]) == x.shape
-    for leaf, x in wanted.items()
-    if leaf in before and leaf in after
-  )
-  different = _from_init(name, made, state)
-  if different and (moved or became_as_made):
-    raise ValueError(f"{different}. If it was restored: {FIX}")
-
-
-def _shapes(tree: Any) -> Any:
-  leaves, treedef = jax.tree.flatten(tree)
-  return treedef, [jnp.shape(x) for x in leaves]
-
-
-def _made(init: Init, params: optax.Params) -> Any:
-  """The types of what `init` makes."""
+def _from_init(
+  name: str, init: Callable[[Params], OptState], params: Params, state: OptState
+) -> tuple[str, Shapes]:
+  """Where `state` differs from what `init` makes, and the shapes of that."""
   try:
-    return jax.eval_shape(init, params)
+    made = jax.eval_shape(init, params)
   except Exception:  # it fails by itself, or wants values: nothing to compare with
-    return FAILED
+    return "", {}
+  if len(states_in(made)) > len(states_in(state)):
+    return "", {}  # `accumulate` checks its own
+  return difference(name, _without_own(state), _without_own(made)), _shapes(name, made)
 
 
-def _from_init(name: str, made: Any, state: optax.OptState) -> str:
-  """Where `state` differs from what was made. `accumulate` checks its own."""
-  if made is FAILED or len(states_in(made)) > len(states_in(state)):
-    return ""
-  return difference(
-    name,
-    _without_own(state),
-    _without_own(made),
-    missing="{leaf} is missing, and init makes it, of shape {wanted}",
-    shape="{leaf} has shape {got}, and init makes it of shape {wanted}",
-    new="{leaf} is there, and init makes no such leaf",
-    tree="{leaf} is a {got}, and init makes a {wanted}",
-  )
+def _shapes(name: str, tree: Tree) -> Shapes:
+  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
 
 
-def _without_own(state: optax.OptState) -> Any:
+def _without_own(state: OptState) -> OptState:
   """A state without those of `accumulate` in it."""
   return jax.tree.map(lambda x: None if is_state(x) else x, state, is_leaf=is_state)

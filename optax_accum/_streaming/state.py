@@ -12,6 +12,7 @@ import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.trees import Grads, OptState, Tree
 
 State = TypeVar("State")
 
@@ -19,7 +20,14 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
 
-  Their contents differ: `from_multi_steps` converts such a state.
+  Their contents differ: `from_multi_steps` converts such a state. One that is restored in mid-cycle
+  goes on to the bit. The site's page on checkpoints has what to do where `every_k`, `skip_fn`,
+  `accumulator_dtype` or the devices are others.
+
+  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
+  of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
+  ``jax.device_get(state)``, and restore it on as many devices: ``flax.jax_utils.unreplicate`` keeps
+  one device's gradients, and in mid-cycle those of the others are lost.
 
   Attributes:
     mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
@@ -32,26 +40,14 @@ class AccumulateState(NamedTuple):
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
     has_updated: bool scalar, whether the last call emitted. Set by every call.
-    weight_rest: float scalar like `acc_weight`, what rounding took from it: their sum is exact
-      where `acc_weight` alone, of counts of tokens, is not.
-
-  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
-  of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
-  ``jax.device_get(state)``, and restore it on as many devices: ``flax.jax_utils.unreplicate`` keeps
-  one device's gradients, and in mid-cycle those of the others are lost.
-
-  A state that is restored in mid-cycle, into ``jax.eval_shape(tx.init, params)``, goes on to the
-  bit. The guide on checkpoints has what to do for another `every_k`, `skip_fn`,
-  `accumulator_dtype` or number of devices. The state of another model is refused with the first
-  leaf that differs, and so is that of another `inner`, unless the new one runs on it, as SGD
-  without momentum does.
+    weight_rest: float scalar, what rounding took from `acc_weight`: with it, counts are exact.
   """
 
   mini_step: jax.Array
   gradient_step: jax.Array
   inner_opt_state: optax.OptState
-  acc_grads: Any
-  skip_state: Any
+  acc_grads: Grads
+  skip_state: Tree
   acc_weight: jax.Array
   has_updated: jax.Array
   weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
@@ -87,13 +83,11 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
 def discard_cycle(opt_state: State) -> State:
   """The state with its present cycle begun anew: what was accumulated is dropped.
 
-  For a cycle that shall not or cannot go on: the data have changed, or its accumulators do not fit.
-  These are not read again, so that others may stand in their place:
+  The accumulators are not read again. Others may stand in their place:
   ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
 
   Args:
-    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
-      May be traced.
+    opt_state: as `has_updated` takes it. May be traced.
 
   Returns:
     `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: steps
@@ -129,20 +123,19 @@ def from_multi_steps(
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
   `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  weighted sum, in which each mini step before has the same `weight`. (If those microbatches were
+  weighted sum, in which each mini step before has the same `weight`. If those microbatches were
   uneven, their mean is wrong already: use `discard_cycle`, and the last ``state.mini_step``
-  microbatches once more.) Build ``accumulate`` around the same `inner` and `skip_fn`. The result
-  shares arrays with `state`: copy it if the old loop is to go on after these are donated.
+  microbatches once more. Build ``accumulate`` around the same `inner` and `skip_fn`. The result
+  shares arrays with `state`, which are gone when it is donated.
 
   Args:
-    state: what `optax.MultiSteps` returned, also as restored from a checkpoint, or the
-      ``opt_state`` of an `nnx.Optimizer` around it. May be traced.
-    use_grad_mean: as it was given to `optax.MultiSteps`. False: `state` holds a sum, and
-      ``accumulate(..., reduction="sum")`` goes on with it.
+    state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
+      May be traced.
+    use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum, which
+      ``accumulate(..., reduction="sum")`` goes on with.
     weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
-      loop goes on with rows or tokens as weights, the rows or tokens that each microbatch before
-      had; where it goes on without weights, 1. With 0 they are left out of the mean, even NaN.
-      Needed unless ``state.mini_step`` is known to be 0, the end of a cycle.
+      loop goes on with rows or tokens as weights, those of each microbatch before; else 1. With 0
+      they are left out of the mean, even NaN. Needed unless ``state.mini_step`` is known to be 0.
 
   Returns:
     An `AccumulateState`, with ``acc_grads`` in float32 or better. (For those of float64 parameters,
@@ -167,10 +160,10 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
-      " as a TrainState has it in state.opt_state. Restore a checkpoint into the tree that"
-      " optax.MultiSteps(...).init(params) returns. Where the state is part of a larger one, such"
-      " as a chain's, replace it there, with jax.tree.map and is_leaf."
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
+      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns. Where"
+      " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
+      " and is_leaf."
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
@@ -207,15 +200,14 @@ def from_multi_steps(
   )
 
 
-def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
+def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
 
   What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
-  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices:
-  ``PartitionSpec()``. Use them wherever the state enters or leaves `shard_map`, ``init`` included.
-  Axes that `shard_map` leaves to the partitioner are not in them.
-  Differentiate each device's own loss with respect to parameters cast to varying, as below: else
-  JAX sums the gradients in every microbatch.
+  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices. Use the
+  specs wherever the state enters or leaves `shard_map`, ``init`` included. Differentiate each
+  device's own loss with respect to parameters cast to varying, as below: else JAX sums the
+  gradients in every microbatch.
 
   Args:
     opt_state: ``jax.eval_shape(tx.init, params)`` where `tx` is an `accumulate` with `axis_name`,
@@ -224,7 +216,7 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
 
   Returns:
     A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
-    and ``out_specs``, with ``check_vma=True`` or ``False``.
+    and ``out_specs``. Axes that `shard_map` leaves to the partitioner are not in them.
 
   Raises:
     ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
@@ -250,20 +242,20 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Any:
     [0. 0.]
     [1. 1.]
   """
-  axis_name = tuple(axis_name) if isinstance(axis_name, list) else axis_name
+  spec = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
 
   def specs(x: Any) -> Any:
     if not is_state(x):
       return PartitionSpec()
-    local = jax.tree.leaves((x.acc_grads, x.skip_state))
-    if shapes := [leaf.shape for leaf in local if leaf.shape[:1] != (1,)]:
+    local = {"acc_grads": x.acc_grads, "skip_state": x.skip_state}
+    if shapes := [leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)]:
       raise ValueError(
         f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
         " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
         " jax.eval_shape(tx.init, params) returns."
       )
-    own = jax.tree.map(lambda _: PartitionSpec(axis_name), (x.acc_grads, x.skip_state))
-    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(acc_grads=own[0], skip_state=own[1])
+    own = jax.tree.map(lambda _: spec, local)
+    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**own)
 
   required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)
@@ -277,22 +269,22 @@ def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateStat
   return state._replace(acc_grads=own[0], skip_state=own[1])
 
 
-def with_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+def with_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
   """What is a device's own, as it is stored."""
   return tree if axis_name is None else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
-def without_device_axis(tree: Any, axis_name: AxisName | None) -> Any:
+def without_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
   """What is a device's own, from what was stored."""
   return tree if axis_name is None else jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
-def states_in(opt_state: optax.OptState) -> list[AccumulateState]:
+def states_in(opt_state: OptState) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
   return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
 
 
-def required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
+def required(name: str, opt_state: OptState) -> list[AccumulateState]:
   """As `states_in`, and at least one."""
   states = states_in(opt_state)
   if not states:
@@ -303,6 +295,6 @@ def required(name: str, opt_state: optax.OptState) -> list[AccumulateState]:
   return states
 
 
-def is_state(x: Any) -> bool:
+def is_state(x: object) -> bool:
   """Whether `x` is a state of `accumulate`."""
   return isinstance(x, AccumulateState)

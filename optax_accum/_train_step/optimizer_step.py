@@ -15,7 +15,7 @@ from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._streaming.cycle import sending
-from optax_accum._streaming.inner_state import check_kept, explained, same_types, widened
+from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
 
 Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
@@ -34,11 +34,13 @@ def optimizer_step(
     params, opt_state = held
     accepted = _accepted(tx.update, extra_args)
     sent = () if isinstance(extra_args["weight"], float) else extra_args.keys()
-    restored = ("opt_state", tx.init, params, opt_state)
-    with explained(*restored), sending(sent), _explicit_axes_named(held):
-      updates, new_state = tx.update(grads, opt_state, params, **accepted)
-      new = optax.apply_updates(params, updates)
-    check_kept(*restored, new, new_state)
+
+    def step() -> Held:
+      with sending(sent), _explicit_axes_named(held):
+        updates, new_state = tx.update(grads, opt_state, params, **accepted)
+        return optax.apply_updates(params, updates), new_state
+
+    new, new_state = updated("opt_state", tx.init, params, opt_state, step)
     if counted is True:
       return _sharded_as(held, (new, new_state))
     return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
