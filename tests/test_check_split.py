@@ -445,7 +445,8 @@ def test_nothing_is_compiled_twice(monkeypatch):
 
   monkeypatch.setattr(jax, "jit", counted)
   assert check(ZOO["mean"]).ok
-  assert len(compiled) == 3  # whole, even and ragged: each traced once, whatever is changed
+  # All rows, 4, 6 and 2 of them, and the microbatches as called: whatever is changed.
+  assert len(compiled) == 5
 
 
 def test_a_loss_that_is_not_finite():

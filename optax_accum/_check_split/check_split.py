@@ -3,26 +3,27 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import inspect
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._check_split import diagnose, probes, words
-from optax_accum._check_split.probes import Arguments, is_key
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Args, Aux, Leaf, Tree
+from optax_accum._check_split import diagnose, words
+from optax_accum._check_split.probes import Call, is_array, LEVELS
 from optax_accum._check_split.report import SplitReport
-from optax_accum._check_split.runs import is_array, noted, Runs
+from optax_accum._check_split.runs import LossFn, noted, Runs
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import (
   find_slots,
+  name_of,
   names_or_positions,
   refuse_keys,
   refuse_rows,
   Roles,
-  Slot,
   with_keys,
   with_rows,
 )
@@ -31,7 +32,7 @@ from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, batch)."
 
 
-def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> SplitReport:
+def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
   """Says whether splitting leaves this loss as it is, and if not, why and what to write.
 
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
@@ -129,13 +130,12 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     roles = split.roles(loss_fn, args, {}, argnums)
     for i in argnums:
       parameters.check_differentiable(f"argument {i}", args[i])
-    slots: dict[Slot, Any] = dict(enumerate(args))
-    rows = cut.batch_rows(roles.batch, slots)
+    rows = cut.batch_rows(roles.batch, dict[int | str, Tree](enumerate(args)))
   if rows == 1:
     raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
   if refused := _refused(split, roles, rows):
     return refused
-  by_position = {
+  given |= {
     "argnums": argnums[0] if isinstance(given["argnums"], int) else argnums,
     "has_aux": given["has_aux"] or bool(roles.carry),
     "batch_argnums": tuple(roles.batch),
@@ -146,18 +146,18 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     "carry_argnum": None,
     "carry_reduction": None,
   }
-  sizes, prepared = _sizes(number, size, rows), _prepared(loss_fn, args, roles, argnums)
 
   @functools.wraps(loss_fn)
-  def without_carry(*args: Any) -> Any:  # which is an argument like others
+  def without_carry(*args: Tree) -> tuple[Leaf, Aux]:  # which is an argument like others
     loss, (_, aux) = loss_fn(*args)
     return loss, aux
 
+  call = _prepared(loss_fn, args, roles, argnums)
   fun = without_carry if roles.carry else loss_fn
-  return _report(Runs(fun, prepared, roles, rows, {**given, **by_position}, sizes))
+  return _report(Runs(fun, call, given, _sizes(number, size, rows)))
 
 
-def _options(loss_fn: Any, args: Arguments, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options(loss_fn: LossFn, args: Args, options: Mapping[str, object]) -> dict[str, object]:
   """All options, checked, and with the arguments."""
   if not callable(loss_fn):
     raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, and no function. {_ORDER}")
@@ -194,7 +194,7 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
       refuse_keys(roles)
   except ValueError as error:
     slots = [int(slot) for slot in with_keys(roles)]
-    alone = all(map(is_key, jax.tree.leaves([roles.shared[slot] for slot in slots])))
+    alone = all(is_key(x) for slot in slots for x in jax.tree.leaves(roles.shared[slot]))
     mend = f"rng_argnums={words.one_or_more(slots)}" if alone else words.PASS_A_KEY
     return SplitReport("random", str(error), mend)
   return None
@@ -213,27 +213,27 @@ def _sizes(number: int | None, size: int | None, rows: int) -> list[int]:
   return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
-def _prepared(
-  loss_fn: Callable[..., Any], args: Arguments, roles: Roles, argnums: Sequence[int]
-) -> Arguments:
-  """The arguments in the dtypes of the check, and with fixed noise."""
-  cast = {*argnums, *roles.batch}
-  args = probes.map_leaves(
-    args, range(len(args)), lambda i, x: _in_check_dtype(x) if i in cast or is_array(x) else x
-  )
-  carries, level = list(map(int, roles.carry)), probes.LEVELS[0]
-  args = probes.with_noise(args, list(map(int, roles.rng)), level)
-  typed, raw = (probes.with_noise(args, carries, level, x) for x in (False, True))
-  if not any(map(probes.may_be_raw_key, jax.tree.leaves([typed[i] for i in carries]))):
-    return typed
+def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int]) -> Call:
+  """The call in the dtypes of the check, and with fixed noise."""
+  names = [name_of(loss_fn, i).replace("...", f"batch_{i}") for i in range(len(args))]
+  batch = {int(slot): axis for slot, axis in roles.batch.items()}
+  keys, carries, shared = (list(map(int, x)) for x in (roles.rng, roles.carry, roles.shared))
+  cast = {*argnums, *batch}
+  call = Call("as given", args, argnums, batch, keys, shared, names)
+  call = call.mapped(
+    range(len(args)), lambda i, x: _in_check_dtype(x) if i in cast or is_array(x) else x
+  ).with_noise(keys, LEVELS[0])
+  if not carries:
+    return call
   try:  # two words may be something else than a key, and then cannot be one
-    jax.eval_shape(lambda: loss_fn(*raw))
+    raw = call.with_noise(carries, LEVELS[0])
+    jax.eval_shape(lambda: loss_fn(*raw.args))
   except (TypeError, ValueError):
-    return typed
+    return call.with_noise(carries, LEVELS[0], raw=False)
   return raw
 
 
-def _in_check_dtype(x: Any) -> Any:
+def _in_check_dtype(x: Leaf) -> Leaf:
   """An array as NumPy's, its floats in float32, or float64 where x64 is enabled."""
   if is_key(x):
     return x
@@ -246,15 +246,13 @@ def _in_check_dtype(x: Any) -> Any:
 
 def _report(runs: Runs) -> SplitReport:
   """The report of what was run."""
-  rows, sizes = runs.rows, runs.sizes
-  if sizes == [rows] and runs.splits_nothing():
+  if runs.sizes == [runs.rows] and runs.splits_nothing():
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: leave it out, or give more."
     )
-  with noted(f"check_split ran it on the whole batch, {rows} rows."):
-    given = runs.whole(runs.args)
-    report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
+  given, how = runs.given, runs.how()
+  report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
   if not given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
@@ -263,16 +261,19 @@ def _report(runs: Runs) -> SplitReport:
     if finding := diagnose.of_error(runs):
       return report(*finding[:3])
     raise
-  compared = [
-    (f"{probe.name}; {runs.in_words(size)}", runs.compare(whole, split))
-    for probe, whole, splits in outcomes
-    for size, split in zip(sizes, splits, strict=True)
-  ]
-  names = tuple(probe.name for probe, _, _ in outcomes)
-  left_out = tuple(probe.name for probe in runs.probes if probe.name not in names)
-  wrong = next((c for c in compared if not all(leaf.agrees for leaf in c[1])), None)
-  if wrong is not None:
-    return report(*diagnose.explain(runs)[:3], *wrong, names, left_out)
+  ran = [tried.call.name for tried in outcomes]
+  left_out = [call.name for call in runs.calls if call.name not in ran]
+  report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
+  for tried in outcomes:
+    for size, parts in zip(runs.sizes, tried.splits, strict=True):
+      leaves = runs.compare(how, tried.whole, how.joined(parts))
+      if not all(leaf.agrees for leaf in leaves.values()):
+        where = f"{tried.call.name}; {runs.in_words(size)}"
+        finding = diagnose.explain(runs)
+        return report(*finding[:3], where, tuple(leaves.values()))
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH_TOO)
-  return report("ok", "", "", *compared[0], names, left_out)
+  leaves, where = runs.as_called(), f"as given; {runs.in_words(runs.sizes[0])}"
+  if all(leaf.agrees for leaf in leaves.values()):
+    return report("ok", "", "", where, tuple(leaves.values()))
+  return report("unknown", words.AS_CALLED, words.PLAIN, where, tuple(leaves.values()))

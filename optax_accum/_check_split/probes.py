@@ -9,27 +9,25 @@ Nothing is drawn at random. A named key becomes one of which every draw is the s
 row would have the same noise in a microbatch as in the whole batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import functools
+from typing import NamedTuple, TypeAlias
 
 import jax
 from jax.extend.random import define_prng_impl
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
-Arguments = tuple[Any, ...]
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves
+
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
 # varied batch. Dropout keeps, drops, and keeps what is kept rarely.
 LEVELS = (0.3, 0.7, 0.05)
 FIXED = "key<fixed>"  # the dtype of such keys
 
-
-class Probe(NamedTuple):
-  """One way to call the loss."""
-
-  name: str
-  args: Arguments
-  source: int | None = None  # 0: the given call with rows changed, 1: the varied one
+Rows: TypeAlias = np.ndarray  # which of the batch, in their order
 
 
 class BatchLeaf(NamedTuple):
@@ -39,160 +37,186 @@ class BatchLeaf(NamedTuple):
   position: int  # among the leaves of its argument
   name: str  # as Python writes it: "batch['mask']", "batch.mask"
   axis: int  # counted from the left
-  value: Any
+  value: Leaf
+
+  @property
+  def has_longer_rows(self) -> bool:
+    """Whether the entries of a row can be told apart."""
+    shape = np.moveaxis(self.value, self.axis, 0).shape
+    return len(shape) > 1 and shape[-1] > 1
 
 
-def batch_leaves(
-  args: Arguments, batch: Mapping[int, int], names: Mapping[int, str]
-) -> list[BatchLeaf]:
-  """The arrays of the batch: of the arguments `batch`, with their axes and `names`."""
-  return [
-    BatchLeaf(i, position, names[i] + jax.tree_util.keystr(path), axis % leaf.ndim, leaf)
-    for i, axis in batch.items()
-    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(args[i]))
-  ]
+class Call(NamedTuple):
+  """One way to call the loss, and what each argument is."""
+
+  name: str
+  args: Args
+  argnums: Sequence[int]  # what is differentiated
+  batch: Mapping[int, int]  # what is split, and the axis of its rows
+  keys: Collection[int]  # those that are named
+  shared: Collection[int]  # what has none of these roles
+  names: Sequence[str]  # what the loss calls each argument
+  source: int | None = None  # 0: the given call with rows changed, 1: the varied one
+
+  @property
+  def leaves(self) -> list[BatchLeaf]:
+    """The arrays of the batch."""
+    return [
+      BatchLeaf(i, position, self.names[i] + jax.tree_util.keystr(path), axis % leaf.ndim, leaf)
+      for i, axis in self.batch.items()
+      for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(self.args[i]))
+    ]
+
+  @property
+  def rows(self) -> int:
+    """How many the batch has."""
+    return self.leaves[0].value.shape[self.leaves[0].axis]
+
+  @property
+  def plain_arrays(self) -> list[np.ndarray]:
+    """What of the batch is no key."""
+    return [leaf.value for leaf in self.leaves if not is_key(leaf.value)]
+
+  def mapped(self, argnums: Collection[int], fun: Callable[[int, Leaf], Leaf]) -> "Call":
+    """The call with `fun` of every leaf of the arguments at `argnums`."""
+    mapped = [
+      jax.tree.map(functools.partial(fun, i), x) if i in argnums else x
+      for i, x in enumerate(self.args)
+    ]
+    return self._replace(args=tuple(mapped))
+
+  def take(self, rows: Rows) -> "Call":
+    """The call with some rows of the batch."""
+    at = lambda i, x: (slice(None),) * (self.batch[i] % x.ndim) + (rows,)  # noqa: E731
+    return self.mapped(self.batch, lambda i, x: x[at(i, x)])
+
+  def _with_floats(
+    self, argnums: Collection[int], new: Callable[[np.ndarray, np.ndarray], np.ndarray]
+  ) -> "Call":
+    """The call with other floats; `new` gets an array, and the place of each number in it."""
+
+    def fun(_: int, x: Leaf) -> Leaf:
+      if is_key(x) or not np.issubdtype(x.dtype, np.inexact):
+        return x
+      return new(x, np.arange(x.size).reshape(x.shape)).astype(x.dtype, copy=False)
+
+    return self.mapped(argnums, fun)
+
+  def moved(self, number: int) -> "Call":
+    """The call with other parameters, by a tenth: a weight does not depend on parameters."""
+    size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0)  # noqa: E731
+    return self._with_floats(self.argnums, lambda x, i: x + size(x) * np.sin(number * (1.0 + i)))
+
+  def nudged(self) -> "Call":
+    """The call with the last bits of the parameters changed."""
+    unit = lambda x, i: 2 * np.finfo(x.dtype).eps * np.sign(np.sin(1.0 + i))  # noqa: E731
+    return self._with_floats(self.argnums, lambda x, i: x * (1 + unit(x, i)))
+
+  def varied(self) -> "Call":
+    """The call with each float of the batch made smaller, by factors that are all different.
+
+    Masks of floats stay as they are, unless there are no other floats.
+    """
+    others = any(np.issubdtype(x.dtype, np.inexact) and not is_mask(x) for x in self.plain_arrays)
+    varied = lambda x, i: x * (0.6 + 0.4 * np.sin(1.7 * i))  # noqa: E731
+    return self._with_floats(self.batch, lambda x, i: x if others and is_mask(x) else varied(x, i))
+
+  def alike(self) -> "Call":
+    """The call with the masks, labels and counts of row 0 in every row."""
+
+    def alike(i: int, x: Leaf) -> Leaf:
+      counts = not is_key(x) and (is_mask(x) or is_integer(x))
+      return np.broadcast_to(x.take([0], self.batch[i]), x.shape) if counts else x
+
+    return self.mapped(self.batch, alike)
+
+  def with_noise(self, argnums: Collection[int], level: float, raw: bool = True) -> "Call":
+    """The call with keys at `argnums`, `raw` ones too, of which every draw is the same."""
+
+    def fixed(_: int, x: Leaf) -> Leaf:
+      if not is_key(x) and not (raw and may_be_raw_key(x)):
+        return x
+      shape = jnp.shape(x) if is_key(x) else jnp.shape(x)[:-1]
+      data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
+      return jax.random.wrap_key_data(data, impl=_FIXED)
+
+    return self.mapped(argnums, fixed)
 
 
-def of_call(
-  args: Arguments,
-  batch: Mapping[int, int],
-  argnums: Sequence[int],
-  keys: Sequence[int],
-  rows: int,
-  numbers: tuple[Sequence[int], Sequence[float]],
-  names: Mapping[int, str],
-) -> Iterator[Probe]:
+def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
   """The given call, and those with something changed.
 
-  `numbers` are the integers, and the floats, that may say that an entry does not count.
+  `integers` and `floats` are the numbers that may say that an entry does not count.
   """
-  yield Probe("as given", args, 0)
-  yield Probe("parameters moved", move(args, argnums, 1))
-  if keys:
-    yield Probe("other noise", with_noise(args, keys, LEVELS[1]))
+  yield given._replace(name="as given", source=0)
+  yield given.moved(1)._replace(name="parameters moved")
+  if given.keys:
+    yield given.with_noise(given.keys, LEVELS[1])._replace(name="other noise")
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
-  varied = vary(args, batch)
-  is_varied = any(x is not y for x, y in zip(*map(jax.tree.leaves, (args, varied)), strict=True))
-  varied = with_noise(move(varied, argnums, 1), keys, LEVELS[2])
-  for number, (source, ending) in enumerate([(args, ""), (varied, ", all floats varied")]):
+  varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
+  both = zip(jax.tree.leaves(given.args), jax.tree.leaves(varied.args), strict=True)
+  is_varied = any(x is not y for x, y in both)
+  varied = varied.moved(1).with_noise(given.keys, LEVELS[2])
+  for number, (call, ending) in enumerate([(given, ""), (varied, ", all floats varied")]):
+    source = call._replace(source=number)
     if number:
-      yield Probe(f"as given{ending}", source, number)
-    again = take_rows(source, batch, np.arange(rows) ** 2 // rows)
-    yield Probe(f"rows drawn again{ending}", again, number)
-    for leaf in batch_leaves(source, batch, names):
+      yield source._replace(name=f"as given{ending}")
+    yield source.take(again)._replace(name=f"rows drawn again{ending}")
+    for leaf in source.leaves:
       # Where no float is varied, other parameters alone tell no more about each number.
-      for name, value in list(_changes(leaf, *numbers))[: None if is_varied or number else 1]:
-        yield Probe(f"{name}{ending}", _with_leaf(source, leaf, value), number)
+      changes = list(_changes(leaf, integers, floats))[: None if is_varied or number else 1]
+      for name, value in changes:
+        yield _with_leaf(source, leaf, value)._replace(name=f"{name}{ending}")
+
+
+def _with_leaf(call: Call, leaf: BatchLeaf, value: np.ndarray) -> Call:
+  leaves, treedef = jax.tree.flatten(call.args[leaf.argnum])
+  leaves[leaf.position], args = value, list(call.args)
+  args[leaf.argnum] = jax.tree.unflatten(treedef, leaves)
+  return call._replace(args=tuple(args))
 
 
 def _changes(
   leaf: BatchLeaf, integers: Sequence[int], floats: Sequence[float]
 ) -> Iterator[tuple[str, np.ndarray]]:
   """What becomes of a leaf by one change in row 0, or in the first row and the last."""
-  name, x = leaf.name, leaf.value
+  name, x, last = leaf.name, leaf.value, leaf.value.shape[leaf.axis] - 1
   if is_key(x):
     return
-  new: list[tuple[str, Any]] = [("inverted", x == 0)] if is_mask(x) else []
+  new: list[tuple[str, ArrayLike]] = [("inverted", x == 0)] if is_mask(x) else []
   if is_integer(x):
     limits = np.iinfo(x.dtype)
     new += [(f"= {n}", n) for n in integers if limits.min <= n <= limits.max]
   elif np.issubdtype(x.dtype, np.floating):
     new += [(f"= {n:g}", n) for n in floats]
-  last = x.shape[leaf.axis] - 1
   for change, value in new:
     yield f"{name} {change} in row 0", _put(leaf, value, [0])
     yield f"{name} {change} in rows 0 and {last}", _put(leaf, value, [0, last])
   if not is_mask(x):
     change, value = ("doubled", x * 2) if is_integer(x) else ("halved", x / 2)
     yield f"{name} {change} in row 0", _put(leaf, value, [0])
-  if _has_longer_rows(leaf):
+  if leaf.has_longer_rows:
     empty = next((n for n in integers if n not in (0, -1)), 0) if is_integer(x) else 0
     yield f"{name} = {empty} in all of row 0", _put(leaf, empty, [0], is_whole=True)
 
 
-def _put(leaf: BatchLeaf, value: Any, rows: list[int], is_whole: bool = False) -> np.ndarray:
+def _put(leaf: BatchLeaf, value: ArrayLike, rows: list[int], is_whole: bool = False) -> np.ndarray:
   """A leaf with other rows, but for the first entry of longer ones."""
   out = np.array(leaf.value)
   to, source = (np.moveaxis(x, leaf.axis, 0) for x in (out, np.broadcast_to(value, out.shape)))
-  at: Any = (rows, ..., slice(1, None)) if _has_longer_rows(leaf) and not is_whole else rows
+  at = (rows, ..., slice(1, None)) if leaf.has_longer_rows and not is_whole else (rows,)
   to[at] = source[at]
   return out
 
 
-def _with_leaf(args: Arguments, leaf: BatchLeaf, value: Any) -> Arguments:
-  treedef: Any
-  leaves, treedef = jax.tree.flatten(args[leaf.argnum])
-  leaves[leaf.position] = value
-  return (*args[: leaf.argnum], treedef.unflatten(leaves), *args[leaf.argnum + 1 :])
+def is_array(x: Leaf) -> bool:
+  """Whether `x` is an array, and not a constant of the call."""
+  return isinstance(x, (jax.Array, np.ndarray, np.generic))
 
 
-def _has_longer_rows(leaf: BatchLeaf) -> bool:
-  """Whether the entries of a row can be told apart."""
-  shape = np.moveaxis(leaf.value, leaf.axis, 0).shape
-  return len(shape) > 1 and shape[-1] > 1
-
-
-def map_leaves(args: Arguments, argnums: Any, fun: Callable[[int, Any], Any]) -> Arguments:
-  """The arguments with `fun` of every leaf of those at `argnums`."""
-  return tuple(
-    jax.tree.map(lambda leaf, i=i: fun(i, leaf), x) if i in argnums else x
-    for i, x in enumerate(args)
-  )
-
-
-def take_rows(args: Arguments, batch: Mapping[int, int], rows: Any) -> Arguments:
-  """The arguments with some rows of the batch, in the order of `rows`."""
-  return map_leaves(args, batch, lambda i, x: x[(slice(None),) * (batch[i] % x.ndim) + (rows,)])
-
-
-def _map_floats(args: Arguments, argnums: Any, new: Callable[[Any, Any], Any]) -> Arguments:
-  """The arguments with other floats; `new` gets an array, and the place of each number in it."""
-
-  def fun(_: int, x: Any) -> Any:
-    if is_key(x) or not np.issubdtype(x.dtype, np.inexact):
-      return x
-    return new(x, np.arange(x.size).reshape(x.shape)).astype(x.dtype, copy=False)
-
-  return map_leaves(args, argnums, fun)
-
-
-def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
-  """The arguments with others at `argnums`, by a tenth: a weight does not depend on parameters."""
-  size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0)  # noqa: E731
-  return _map_floats(args, argnums, lambda x, i: x + size(x) * np.sin(number * (1.0 + i)))
-
-
-def nudge(args: Arguments, argnums: Sequence[int]) -> Arguments:
-  """The arguments with the last bits of those at `argnums` changed."""
-  unit = lambda x, i: 2 * np.finfo(x.dtype).eps * np.sign(np.sin(1.0 + i))  # noqa: E731
-  return _map_floats(args, argnums, lambda x, i: x * (1 + unit(x, i)))
-
-
-def vary(args: Arguments, batch: Mapping[int, int]) -> Arguments:
-  """The arguments with each float of the batch made smaller, by factors that are all different.
-
-  Masks of floats stay as they are, unless there are no other floats.
-  """
-  leaves = [x for x in jax.tree.leaves([args[i] for i in batch]) if not is_key(x)]
-  others = any(np.issubdtype(x.dtype, np.inexact) and not is_mask(x) for x in leaves)
-  varied = lambda x, i: x * (0.6 + 0.4 * np.sin(1.7 * i))  # noqa: E731
-  return _map_floats(args, batch, lambda x, i: x if others and is_mask(x) else varied(x, i))
-
-
-def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
-  """The arguments with the masks, labels and counts of row 0 in every row."""
-
-  def alike(i: int, x: Any) -> Any:
-    counts = not is_key(x) and (is_mask(x) or is_integer(x))
-    return np.broadcast_to(x.take([0], batch[i]), x.shape) if counts else x
-
-  return map_leaves(args, batch, alike)
-
-
-def negative_labels(args: Arguments, batch: Mapping[int, int]) -> list[int]:
-  """The least number of each integer leaf that has a negative one."""
-  leaves = [x for x in jax.tree.leaves([args[i] for i in batch]) if not is_key(x)]
-  return [int(x.min()) for x in leaves if is_integer(x) and x.size and x.min() < 0]
+def arrays(args: Args) -> Leaves:
+  """The arrays of a call."""
+  return [x for x in jax.tree.leaves(args) if is_array(x)]
 
 
 def is_mask(x: np.ndarray) -> bool:
@@ -205,29 +229,9 @@ def is_integer(x: np.ndarray) -> bool:
   return np.issubdtype(x.dtype, np.integer)
 
 
-def is_key(x: Any) -> bool:
-  """Whether `x` is an array of typed keys."""
-  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def may_be_raw_key(x: Any) -> bool:
+def may_be_raw_key(x: Leaf) -> bool:
   """Whether `x` looks like an array of raw keys."""
   return getattr(x, "dtype", None) == jnp.uint32 and jnp.shape(x)[-1:] in ((2,), (4,))
-
-
-def with_noise(
-  args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
-) -> Arguments:
-  """The arguments with keys at `argnums`, `raw` ones too, of which every draw is the same."""
-
-  def fixed(_: int, x: Any) -> Any:
-    if not is_key(x) and not (raw and may_be_raw_key(x)):
-      return x
-    shape = jnp.shape(x) if is_key(x) else jnp.shape(x)[:-1]
-    data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
-    return jax.random.wrap_key_data(data, impl=_FIXED)
-
-  return map_leaves(args, argnums, fixed)
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
