@@ -11,14 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _validate
-from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Leaves, Tree
 from optax_accum._check_split import words
 from optax_accum._check_split.facts import fingerprint
-from optax_accum._check_split.probes import Call, may_be_raw_key
+from optax_accum._check_split.probes import Call
 from optax_accum._check_split.report import Verdict
-from optax_accum._check_split.runs import How, Outcome, Part, Runs
+from optax_accum._check_split.runs import How, Outcome, Part, ROWS, Runs
 from optax_accum._check_split.weights import weights_of
 
 _SMALL = 0.01  # more than an epsilon that keeps a loss from dividing by zero
@@ -66,19 +64,19 @@ def _not_a_function(runs: Runs) -> Finding | None:
 
 def _unsplit(runs: Runs) -> Finding | None:
   """Whether the loss can be split once an argument is split that is not."""
-  axis = next(iter(runs.call.batch.values()))
+  axis, args = runs.options["batch_axis"][0], runs.call.args
   has_rows = lambda s: -len(s) <= axis < len(s) and s[axis] == runs.rows  # noqa: E731
-  shapes = {i: list(map(np.shape, jax.tree.leaves(runs.call.args[i]))) for i in runs.call.shared}
-  more = {i: axis for i, each in shapes.items() if each and all(map(has_rows, each))}
-  batch = {**runs.call.batch, **more}
+  shared = dict.fromkeys(x.argnum for x in runs.call.arrays if x.role == "shared")
+  more = [i for i in shared if all(has_rows(np.shape(x)) for x in jax.tree.leaves(args[i]))]
   try:
-    if not more or not runs.otherwise(batch=batch).agree(runs.how(weight_fn=None)):
+    split = [call.with_split(more, axis) for call in runs.calls]
+    if not more or not runs.otherwise(calls=split).agree(runs.how(weight=ROWS)):
       return None
   except (TypeError, ValueError):  # it cannot be split so either
     return None
   which = " and ".join(f"argument {i}" for i in more)
   reason = words.UNSPLIT.format(which=which, rows=runs.rows)
-  return Finding("unsplit", reason, f"batch_argnums={tuple(batch)}")
+  return Finding("unsplit", reason, f"batch_argnums={(*runs.options['batch_argnums'], *more)}")
 
 
 def _aux_alone(runs: Runs) -> Finding | None:
@@ -118,41 +116,45 @@ def _gradients(runs: Runs) -> Finding | None:
   A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
   """
   how, default, option = runs.how(), runs.options["reduction"], runs.options["grad_reduction"]
-  wrong, tree = runs.wrong(how), jax.tree.structure(runs.params)
+  wrong, names = runs.wrong(how), runs.names
   if 0 in wrong:
     return None
-  names = dict(enumerate([name for name, _ in _validate.named_leaves("grads", runs.params)], 1))
   moving = [i for i in names if any(np.any(x.whole.leaves[i]) for x in runs.outcomes)]
   extremes = _words_for(runs, how, _EXTREMES, moving)
   extremes |= {i: "max" for i, name in names.items() if _KEY in name}
+  given = {i: how.words[i] for i in names if how.words[i] in _EXTREMES}
   right = {i for i, name in names.items() if i not in wrong and (option or _KEY not in name)}
-  kept = {i: how.words[i] if how.words[i] in _EXTREMES else default for i in right}
-  new = {i: extremes.get(i, default) for i in names} | kept
+  new: dict[int, str] = {i: extremes.get(i, default) for i in names} | {
+    i: given.get(i, default) for i in right
+  }
   overwrites = bool(extremes) and not set(_EXTREMES).isdisjoint(new.values())
-  reductions = jax.tree.unflatten(tree, list(new.values())) if overwrites else None
+  reductions: Tree = _tree(runs, new) if overwrites else None
   mend, mended = words.option("grad_reduction", reductions), runs.how(grad_reduction=reductions)
+  if runs.agree(mended) and not overwrites:
+    return Finding("unknown", words.GRADIENTS, mend, mended)
   if not runs.agree(mended):
-    # Cotangents of a mean are larger over fewer rows, and rounded otherwise. Those of a sum not.
-    given = {i: how.words[i] for i in names if how.words[i] in _EXTREMES}
-    new, leaf = dict.fromkeys(names, "sum") | extremes | given, runs.call.leaves[0]
-    overwrites = default == "mean" and how.weight_fn is None and bool(extremes | given)
+    new = dict.fromkeys(names, "sum") | extremes | given
+    if not (extremes or given) or default != "mean" or how.weight is not ROWS:
+      return None
+    # Cotangents of a mean are larger over fewer rows, and rounded otherwise; not those of a sum.
+    reductions, rows = _tree(runs, new), runs.call.batch[0]
+    mended = runs.how(reduction="sum", grad_reduction=reductions)
 
     def part_of_mean(*args: Args) -> Tree:
       out = runs.fun(*args)
-      rows = jax.tree.leaves(args[leaf.argnum])[leaf.position].shape[leaf.axis]
-      share = rows / runs.rows
+      share = jax.tree.leaves(args[rows.argnum])[0].shape[rows.axis] / runs.rows
       return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
 
-    reductions = jax.tree.unflatten(tree, list(new.values()))
-    mended = runs.how(reduction="sum", grad_reduction=reductions)
-    if not overwrites or not runs.otherwise(fun=part_of_mean).agree(mended):
+    if not runs.otherwise(fun=part_of_mean).agree(mended):
       return None
-    option, rows = words.option("grad_reduction", reductions), f"{leaf.name}.shape[{leaf.axis}]"
-    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
-  if not overwrites:
-    return Finding("unknown", words.GRADIENTS, mend, mended)
+    option, count = words.option("grad_reduction", reductions), f"{rows.name}.shape[{rows.axis}]"
+    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=count, all_rows=runs.rows)
   which = ", ".join(names[i] for i, word in new.items() if word in _EXTREMES)
   return Finding("overwritten", words.OVERWRITTEN.format(names=which), mend, mended)
+
+
+def _tree(runs: Runs, reductions: dict[int, str]) -> Tree:
+  return jax.tree.unflatten(jax.tree.structure(runs.params), list(reductions.values()))
 
 
 def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
@@ -174,7 +176,7 @@ def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
 def _rounding(runs: Runs) -> Finding | None:
   """Whether the differences of a loss in half precision are small."""
   how = runs.how()
-  each = (runs.compare(how, x.whole, how.joined(y)) for x in runs.outcomes for y in x.splits)
+  each = (runs.compare(how, x.whole, how.join(y)) for x in runs.outcomes for y in x.splits)
   is_small = lambda x, loss: x.difference <= 0.1 * max(x.size, loss.tolerance)  # noqa: E731
   if not runs.facts.is_half or not all(is_small(x, y[0]) for y in each for x in y.values()):
     return None
@@ -184,7 +186,7 @@ def _rounding(runs: Runs) -> Finding | None:
 def _groups_of_neighbours(runs: Runs) -> Finding | None:
   """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
   how = runs.how()
-  if how.words[0] != "mean" or how.weight_fn is not None or not runs.agree(how, of=runs.in_two):
+  if how.words[0] != "mean" or how.weight is not ROWS or not runs.agree(how, of=runs.in_two):
     return None
   return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
 
@@ -194,12 +196,10 @@ def _places(runs: Runs) -> Finding | None:
   backwards = np.arange(runs.rows)[::-1]
   if all(x.whole.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes):
     return None
-  may_be_key = lambda x: is_key(x) or may_be_raw_key(x)  # noqa: E731
-  trees = [(i, runs.call.args[i]) for i in runs.call.shared]
-  keys = [i for i, tree in trees if any(map(may_be_key, jax.tree.leaves(tree)))]
-  if keys:
-    mend = f"rng_argnums={words.one_or_more([*runs.call.keys, *keys])}"
-    return Finding("random", words.SHARED_KEY, mend)
+  shared = [x for x in runs.call.arrays if x.role == "shared"]
+  if keys := [x.argnum for x in shared if x.kind == "key" or x.may_be_raw_key]:
+    named = [*runs.options["rng_argnums"], *dict.fromkeys(keys)]
+    return Finding("random", words.SHARED_KEY, f"rng_argnums={words.one_or_more(named)}")
   if runs.facts.draws_from_others:
     return Finding("random", words.SHARED_KEY, words.PASS_A_KEY)
   return Finding("coupled", words.PLACES, words.NEIGHBOURS)
@@ -207,12 +207,12 @@ def _places(runs: Runs) -> Finding | None:
 
 def _sum(runs: Runs) -> Finding | None:
   """Whether the parts add up, or would without what each of them has once more."""
-  how = runs.how(reduction="sum", weight_fn=None)
+  how = runs.how(reduction="sum", weight=ROWS)
   if runs.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)
   # What is counted in both parts is the same for all batches at the same parameters.
   for source in (0, 1):
-    each = [(x.whole, how.joined(x.splits[0])) for x in runs.in_two if x.call.source == source]
+    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.source == source]
     twice = [_less(added, whole.leaves[: whole.main]) for whole, added in each]
     if len(each) < 3 or not all(whole.fits(_less(added, twice[0])) for whole, added in each):
       return None
@@ -230,17 +230,17 @@ def _weighted(runs: Runs) -> Finding | None:
   # About a hundredth of the loss, in times of the rounding.
   slack = 1e7 if jnp.result_type(float) == np.float64 else 100.0
   mean = ', reduction="mean"' if runs.options["reduction"] != "mean" else ""
-  names = ", ".join(runs.call.names[i] for i in runs.call.batch)
+  names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
   near: list[tuple[str, str, How]] = []
-  for weight in (None, *weights_of(runs.call, runs.facts)):
-    how = runs.how(weight_fn=weight, reduction="mean")
-    if runs.agree(how, slack):
-      what = "the number of rows" if weight is None else weight.code
-      option = "None" if weight is None else f"lambda {names}: {weight.code}"
-      near.append((what, f"weight_fn={option}{mean}", how))
-      if runs.agree(how):
-        reason = words.MEAN_OF_ROWS if weight is None else words.WEIGHTED.format(what=what)
-        return Finding("weighted", reason, near[-1][1], how)
+  for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
+    how = runs.how(weight=weight, reduction="mean")
+    if not runs.agree(how, slack):
+      continue
+    mend = f"weight_fn=lambda {names}: {code}{mean}" if code else f"weight_fn=None{mean}"
+    if runs.agree(how):
+      reason = words.WEIGHTED.format(what=code) if code else words.MEAN_OF_ROWS
+      return Finding("weighted", reason, mend, how)
+    near.append((code or "the number of rows", mend, how))
   for what, mend, how in near:
     if epsilon := _epsilon(runs, how):
       reason = words.EPSILON.format(what=what, epsilon=epsilon)
@@ -255,8 +255,8 @@ def _epsilon(runs: Runs, how: How) -> float | None:
   """What is added to the weight in what the loss divides by, if that explains the loss."""
   terms = []
   for x in runs.in_two:
-    (one, a), (two, b) = zip(how.weights(x.splits[0]), x.splits[0], strict=True)
-    for whole, y, z, allowed in _scaled(x.whole, a, b):
+    one, two = (how.weight(part.call) for part in x.splits[0])
+    for whole, y, z, allowed in _scaled(x.whole, *x.splits[0]):
       # whole (one + two + epsilon) = a (one + epsilon) + b (two + epsilon)
       scale = allowed * (one + two)
       terms.append(((one * y + two * z) / scale - whole / allowed, (whole - y - z) / scale))
@@ -266,19 +266,23 @@ def _epsilon(runs: Runs, how: How) -> float | None:
 
 def _some_weight_explains(runs: Runs, call: Call) -> bool:
   """Whether one weight fits at several parameters, on which no weight depends."""
-  how = runs.how(reduction="mean", weight_fn=None, grad_reduction=None)
+  how = runs.how(reduction="mean", weight=ROWS, grad_reduction=None)
   calls = [call.moved(n) if n else call for n in _POINTS]
-  points = [(runs.whole(x, rounds=True), *runs.parts(x, runs.two)) for x in calls]
-  points = [x for x in points if x[0].is_finite]
+  wholes = [runs.rounded(x) for x in calls]
+  points = [
+    (whole, runs.parts(x, runs.two))
+    for x, whole in zip(calls, wholes, strict=True)
+    if whole.is_finite
+  ]
   # A part that has no share counts nothing: 0/0. Where it is finite, a maximum was chosen.
-  first, rest = (all(x[i].outcome.is_finite for x in points) for i in (1, 2))
+  first, rest = (all(parts[i].outcome.is_finite for _, parts in points) for i in (0, 1))
   share = float(first)
   if first and rest:
-    terms = [((w - z) / a, (y - z) / a) for x in points for w, y, z, a in _scaled(*x)]
-    share = _fit(terms)[0]
+    each = [leaf for whole, parts in points for leaf in _scaled(whole, *parts)]
+    share = _fit([((w - z) / a, (y - z) / a) for w, y, z, a in each])[0]
   if not (first or rest) or (first and rest and not 1e-3 < share < 1 - 1e-3):
     return False
-  return all(whole.fits(how.joined(parts, [share, 1 - share])) for whole, *parts in points)
+  return all(whole.fits(how.join(parts, [share, 1 - share])) for whole, parts in points)
 
 
 def _scaled(whole: Outcome, first: Part, rest: Part) -> Iterator[tuple[np.ndarray, ...]]:
@@ -300,8 +304,8 @@ def _fit(terms: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, 
 def _coupled(runs: Runs) -> Finding:
   """What is left: several denominators, or rows that meet."""
   alike = runs.call.alike()
-  whole, how = runs.whole(alike, rounds=True), runs.how(reduction="mean", weight_fn=None)
-  if whole.is_finite and whole.fits(how.joined(runs.parts(alike, runs.two))):
+  whole, how = runs.rounded(alike), runs.how(reduction="mean", weight=ROWS)
+  if whole.is_finite and whole.fits(how.join(runs.parts(alike, runs.two))):
     return Finding("coupled", words.SEVERAL_COUNTS, words.TOTALS)
   if runs.rows < 3:
     return Finding("unknown", words.TWO_ROWS, words.MORE_ROWS)

@@ -10,9 +10,9 @@ import numpy as np
 
 from optax_accum import _versions
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Leaf
+from optax_accum._arithmetic.trees import Leaf, Leaves
 from optax_accum._check_split import words
-from optax_accum._check_split.probes import arrays, Call, FIXED, is_integer
+from optax_accum._check_split.probes import Call, FIXED
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BENDS = {"max", "min", "abs", "clamp", "sign"}
@@ -47,19 +47,18 @@ class _Input(NamedTuple):
 
 def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
   """What a loss does by its jaxpr, whose inputs are the arrays of a call."""
-  roles = dict.fromkeys(call.argnums, "params") | dict.fromkeys(call.batch, "batch")
   arguments = [
-    _Input(frozenset({roles[i]})) if i in roles else _constant(x)
-    for i, arg in enumerate(call.args)
-    for x in arrays(arg)
+    _Input(frozenset({x.role})) if x.role in ("params", "batch") else _constant(x.value)
+    for x in call.arrays
   ]
   known = dict(zip(closed.jaxpr.constvars, map(_constant, closed.consts), strict=True))
   known |= zip(closed.jaxpr.invars, arguments, strict=True)
   keys, dtypes, numbers = set[str](), set[np.dtype](), list[int | float]()
   bends = finds_nan = False
   for eqn, inputs in _equations(closed.jaxpr, known):
-    name, operands, of = eqn.primitive.name, eqn.invars, _roles(inputs)
-    out = [v.aval for v in eqn.outvars]
+    name, of = eqn.primitive.name, _roles(inputs)
+    operands: Leaves = eqn.invars
+    out: Leaves = [v.aval for v in eqn.outvars]
     floats = [x for x in out if jnp.issubdtype(getattr(x, "dtype", int), jnp.floating)]
     dtypes.update(x.dtype for x in floats)
     if name in _DRAWS:
@@ -74,8 +73,8 @@ def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
   integers = dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)])
   # -1 is not among these, as it may be a weight below 0.
   data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
-  labels = [x for x in call.plain_arrays if is_integer(x)]
-  negative = [int(x.min()) for x in labels if x.size and x.min() < 0]
+  labels = [x.value for x in call.batch if x.is_integer and x.value.size]
+  negative = [int(x.min()) for x in labels if x.min() < 0]
   return Facts(
     bool(keys),
     bool(keys - {FIXED}),

@@ -1,9 +1,10 @@
 """A loss on the whole batch and on rows of it, and what microbatches add up to, in NumPy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import copy
 import functools
+import operator
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -17,16 +18,15 @@ from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
 from optax_accum._check_split.facts import Facts, facts_of, fingerprint
-from optax_accum._check_split.probes import arrays, Call, is_array, probes_of, Rows
+from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatches.loss import known_weight
-from optax_accum._microbatches.options import WeightFn
 from optax_accum._microbatches.unsplit import whole_batches
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
-_JOINS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "last": lambda x, y: y}
+ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
 Program: TypeAlias = Callable[[Leaves], tuple[Tree, Tree]]  # arrays to value and gradients
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
   leaves: Leaves  # the loss, the gradients, and the aux
   allowed: list[float]  # how much of a difference may be rounding, for each of them
-  main: int  # how many are those that are no aux
+  main: int  # how many are no aux
   aux: Aux
 
   @property
@@ -52,13 +52,13 @@ class Outcome(NamedTuple):
   def fits(self, leaves: Leaves, slack: float = 1.0) -> bool:
     """Whether loss and gradients are these, but for so many times the rounding."""
     each = zip(self.leaves[: self.main], leaves, self.allowed, strict=False)
-    return all(bool(_largest(x - y) <= slack * allowed) for x, y, allowed in each)
+    return all(_largest(x - y) <= slack * allowed for x, y, allowed in each)
 
 
 class Part(NamedTuple):
   """One microbatch."""
 
-  rows: Rows
+  rows: np.ndarray  # of the batch, which it has
   call: Call
   outcome: Outcome
 
@@ -75,43 +75,38 @@ class How(NamedTuple):
   """How microbatches become one."""
 
   words: list[str]  # that reduce the loss, each gradient and each aux
-  weight_fn: WeightFn | None
+  weight: Callable[[Call], float]
   skips: bool  # what is not finite
   axis: int  # of what "concat" joins
 
-  def weights(self, parts: Sequence[Part]) -> list[float]:
-    """How much each microbatch counts; NaN for what is no weight."""
-    weights = [float(len(part.rows)) for part in parts]
-    if self.weight_fn is not None:
-      weights = [float(self.weight_fn(*map(p.call.args.__getitem__, p.call.batch))) for p in parts]
-    counted = [part.outcome.is_finite or not self.skips for part in parts]
-    both = zip(weights, counted, strict=True)
-    return [(w if w >= 0 else np.nan) * is_counted for w, is_counted in both]
-
-  def joined(self, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Leaves:
+  def join(self, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Leaves:
     """All microbatches as one, leaf by leaf: None where a word cannot reduce a leaf."""
-    weights = self.weights(parts) if weights is None else weights
-    each = zip(self.words, *(part.outcome.leaves for part in parts), strict=True)
-    return [self._join(word, leaves, parts, weights) for word, *leaves in each]
+    weights = [self.weight(part.call) for part in parts] if weights is None else weights
+    keeps = [part.outcome.is_finite or not self.skips for part in parts]
+    # A weight of zero leaves a microbatch out, also where it is NaN; one below zero is none.
+    weights = [(w if w >= 0 else np.nan) * x for w, x in zip(weights, keeps, strict=True)]
+    rows, each = [part.rows for part in parts], [part.outcome.leaves for part in parts]
+    joined = zip(self.words, *each, strict=True)
+    return [_join(word, leaves, weights, rows, self.axis) for word, *leaves in joined]
 
-  def _join(
-    self, word: str, leaves: Leaves, parts: Sequence[Part], weights: Sequence[float]
-  ) -> np.ndarray | None:
-    if word == "concat":
-      sizes = [dict(enumerate(x.shape)).get(self.axis % (x.ndim or 1)) for x in leaves]
-      if sizes != [len(part.rows) for part in parts]:
-        return None
-      order = np.argsort(np.concatenate([part.rows for part in parts]))
-      return np.concatenate(leaves, self.axis).take(order, self.axis)
-    if len({x.shape for x in leaves}) > 1 or (word == "mean" and leaves[0].dtype.kind == "i"):
+
+def _join(
+  word: str, leaves: Leaves, weights: Sequence[float], rows: Leaves, axis: int
+) -> np.ndarray | None:
+  """One leaf of all microbatches."""
+  if word == "concat":
+    if [x.shape[axis:][:1] for x in leaves] != [x.shape for x in rows]:
       return None
-    # A weight of zero leaves a microbatch out, also where it is NaN.
-    counted = [(x, w) for x, w in zip(leaves, weights, strict=True) if w]
-    if not counted:
-      return np.zeros_like(leaves[0])
-    if word == "mean":
-      return sum(w * x for x, w in counted) / sum(w for _, w in counted)
-    return functools.reduce(_JOINS[word], [x for x, _ in counted])
+    return np.concatenate(leaves, axis).take(np.argsort(np.concatenate(rows)), axis)
+  if len({x.shape for x in leaves}) > 1 or (word == "mean" and leaves[0].dtype.kind == "i"):
+    return None
+  counted = [(x, w) for x, w in zip(leaves, weights, strict=True) if w]
+  if not counted:
+    return np.zeros_like(leaves[0])
+  if word == "mean":
+    return sum(w * x for x, w in counted) / sum(w for _, w in counted)
+  stack = np.stack([x for x, _ in counted])
+  return stack[-1] if word == "last" else getattr(stack, word)(0)
 
 
 class Runs:
@@ -121,60 +116,58 @@ class Runs:
   """
 
   def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
-    self.fun, self.call, self.sizes = fun, call, sizes
-    self.options, self.rows = dict(options), call.rows
-    # Of different size, and rows that follow each other.
+    self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
+    # Two parts of different size, whose rows follow each other.
     self.two = np.split(np.arange(self.rows), [min(-(-2 * self.rows // 3), self.rows - 1)])
-    if (weight_fn := options["weight_fn"]) is not None:  # traced, as microbatches do
-      self.options["weight_fn"] = jax.jit(functools.partial(known_weight, weight_fn))
     wrt = options["argnums"]
     self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
-    self._unsplit = whole_batches()(self.program(fun))
-    self._whole, self._part = _jit(self._unsplit), _jit(self.program(fun))
+    grads = _validate.named_leaves("grads", self.params)
+    self.names = {i: name for i, (name, _) in enumerate(grads, 1)}  # of gradients
+    self._unsplit = whole_batches()(self._program(fun))
+    self._whole, self.part = _jit(self._unsplit), _jit(self._program(fun))
 
-  def program(self, fun: LossFn, **options: object) -> Program:
-    """Value and gradients of the arrays of a call, at once; the rest of it are constants."""
+  def _program(self, fun: LossFn, **options: Tree) -> Program:
+    """Value and gradients of the arrays of a call: at once, or with these options."""
     names = ("argnums", "has_aux", "batch_argnums", "batch_axis")
-    at_once = {name: self.options[name] for name in names}
-    at_once |= {"num_microbatches": 1, "rng_argnums": (), "aux_reduction": "last"}
+    at_once = {"num_microbatches": 1, "rng_argnums": (), "aux_reduction": "last"}
+    at_once |= {name: self.options[name] for name in names}
     value_and_grad = microbatch_value_and_grad(fun, **(options or at_once))
-    leaves, treedef = jax.tree.flatten(self.call.args)
 
-    def run(given: Leaves) -> tuple[Tree, Tree]:
-      rest = iter(given)
-      args = jax.tree.unflatten(treedef, [next(rest) if is_array(x) else x for x in leaves])
-      value, grads, *_ = value_and_grad(*args)
+    def run(values: Leaves) -> tuple[Tree, Tree]:
+      value, grads, *_ = value_and_grad(*self.call.rebuild(values))
       return value, grads
 
     return run
 
-  def otherwise(self, fun: LossFn | None = None, batch: Mapping[int, int] | None = None) -> "Runs":
-    """The same batches, in microbatches of another loss or in which more is split."""
+  def otherwise(self, fun: LossFn | None = None, **changes: Tree) -> "Runs":
+    """The same with another loss in microbatches, or other attributes."""
     other = copy.copy(self)
     other.__dict__.pop("outcomes", None)
+    other.__dict__.update(changes)
     if fun is not None:
-      other._part = _jit(self.program(fun))
-    if batch is not None:
-      other.calls = [call._replace(batch=batch) for call in self.calls]
+      other.part = _jit(self._program(fun))
     return other
 
-  def how(self, **changes: object) -> How:
-    """How microbatches become one with these options, or with others."""
+  def how(self, **changes: Tree) -> How:
+    """How microbatches become one with these options, and with others."""
     options = {**self.options, **changes}
-    axis = options["concat_axis"]
-    grads = reduction_words.named_of_gradients(
-      options["grad_reduction"], REDUCTIONS[options["reduction"]]
-    )
+    reduction, axis = REDUCTIONS[options["reduction"]], options["concat_axis"]
+    grads = reduction_words.named_of_gradients(options["grad_reduction"], reduction)
     aux = reduction_words.named_of_aux(options["aux_reduction"], axis)
-    kinds = jax.tree.leaves(
-      [
-        REDUCTIONS[options["reduction"]],
-        reduction_words.match("grad_reduction", grads, self.params, "gradients"),
-        reduction_words.match("aux_reduction", aux, self.given.aux),
-      ]
-    )
-    words = [kind.name for kind in kinds]
-    return How(words, options["weight_fn"], options["skip_nonfinite"], axis or 0)
+    kinds = [
+      reduction,
+      *jax.tree.leaves(reduction_words.match("grad_reduction", grads, self.params, "gradients")),
+      *jax.tree.leaves(reduction_words.match("aux_reduction", aux, self.given.aux)),
+    ]
+    weight = ROWS if options["weight_fn"] is None else self._weight
+    weight = changes.get("weight", weight)
+    return How([kind.name for kind in kinds], weight, options["skip_nonfinite"], axis or 0)
+
+  @functools.cached_property
+  def _weight(self) -> Callable[[Call], float]:
+    """What the given `weight_fn` says, traced as in microbatches."""
+    count = jax.jit(functools.partial(known_weight, self.options["weight_fn"]))
+    return lambda call: float(count(*(call.args[i] for i in self.options["batch_argnums"])))
 
   @functools.cached_property
   def given(self) -> Outcome:
@@ -198,89 +191,85 @@ class Runs:
     return [tried for call in self.calls if (tried := self._try(call))]
 
   def _try(self, call: Call) -> Tried | None:
-    whole, how = self.whole(call), self.how()
-    if not whole.is_finite:
+    tried = Tried(call, self.whole(call), [])
+    if not tried.whole.is_finite:
       return None
-    tried = Tried(call, whole, [])
     for size in self.sizes:
-      with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
-        tried.splits.append(self.parts(call, cut(self.rows, size)))
-    if whole.is_zero and all(part.outcome.is_zero for split in tried.splits for part in split):
+      with self._noted(size):
+        tried.splits.append(self.parts(call, _cut(self.rows, size)))
+    if tried.whole.is_zero and all(x.outcome.is_zero for split in tried.splits for x in split):
       return None
-    if self.wrong(how, [tried]):
-      tried = tried._replace(whole=self.whole(call, rounds=True))
-    return tried
+    return tried._replace(whole=self.rounded(call)) if self.wrong(self.how(), [tried]) else tried
 
   @functools.cached_property
   def in_two(self) -> list[Tried]:
     """The same batches, each in two parts."""
     return [x._replace(splits=[self.parts(x.call, self.two)]) for x in self.outcomes]
 
-  def whole(self, call: Call, rounds: bool = False) -> Outcome:
-    """All rows at once, with what parameters change that differ in their last bit, if `rounds`."""
-    whole = self._outcome(self._whole, call)
-    if not rounds:
-      return whole
-    nudged = self._outcome(self._whole, call.nudged())
-    each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
-    return whole._replace(allowed=[max(a, _MANY_UNITS * _largest(x - y)) for x, y, a in each])
-
-  def parts(self, call: Call, rows: Sequence[Rows]) -> list[Part]:
+  def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
     """Some rows at once, and then others."""
-    taken = [call.take(x) for x in rows]
-    return [Part(x, y, self._outcome(self._part, y)) for x, y in zip(rows, taken, strict=True)]
+    calls = [call.take(x) for x in rows]
+    return [Part(x, y, self._outcome(self.part, y)) for x, y in zip(rows, calls, strict=True)]
+
+  def whole(self, call: Call) -> Outcome:
+    """All rows at once."""
+    return self._outcome(self._whole, call)
+
+  def rounded(self, call: Call) -> Outcome:
+    """The same, allowed also what parameters change that differ in their last bits alone."""
+    whole, nudged = self.whole(call), self.whole(call.nudged())
+    each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
+    return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
 
   def _outcome(self, program: Program, call: Call) -> Outcome:
-    out = program(arrays(call.args))
+    out = program(call.values)
     value, grads = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
     loss, aux = value if self.options["has_aux"] else (value, None)
     main = jax.tree.leaves(jax.device_get((loss, grads)))
     leaves = list(map(_wide, [*main, *jax.tree.leaves(aux)]))
-    sizes, count = list(map(_largest, leaves)), len(main)
-    kinds = [x.dtype for x in main if jnp.issubdtype(x.dtype, jnp.inexact)]
-    tolerance = 1e-9 if max(float(jnp.finfo(x).eps) for x in kinds) < 1e-12 else 1e-4
+    sizes = list(map(_largest, leaves))
+    coarsest = max(float(jnp.finfo(x.dtype).eps) for x in main if x.dtype != jax.dtypes.float0)
+    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
     # many units of what was added up: 1e-6 of the largest leaf in float32.
-    least = [1e-2 * max(sizes[:count])] * count + [0.0] * (len(leaves) - count)
-    allowed = [tolerance * max(x, y) for x, y in zip(sizes, least, strict=True)]
-    return Outcome(leaves, allowed, count, aux)
+    least = [1e-2 * max(sizes[: len(main)])] * len(main) + [0.0] * len(leaves)
+    allowed = [tolerance * max(x, y) for x, y in zip(sizes, least, strict=False)]
+    return Outcome(leaves, allowed, len(main), aux)
 
   def compare(self, how: How, whole: Outcome, leaves: Leaves) -> dict[int, LeafComparison]:
     """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
-    names = ["loss", *(name for name, _ in _validate.named_leaves("grads", self.params))]
+    names = ["loss", *self.names.values()]
     names += [name for name, _ in _validate.named_leaves("aux", whole.aux)]
-    each = zip(names, whole.leaves, leaves, whole.allowed, strict=True)
-    skipped = [i >= whole.main and word in ("stack", "last") for i, word in enumerate(how.words)]
-    return {i: _leaf(*leaf) for i, leaf in enumerate(each) if not skipped[i]}
+    each = enumerate(zip(names, whole.leaves, leaves, whole.allowed, strict=True))
+    not_reduced = {i for i, word in enumerate(how.words) if word in ("stack", "last")}
+    return {i: _leaf(*x) for i, x in each if i < whole.main or i not in not_reduced}
 
   def agree(self, how: How, slack: float = 1.0, of: Sequence[Tried] | None = None) -> bool:
     """Whether loss and gradients do in all batches and splits."""
     of = self.outcomes if of is None else of
-    return all(x.whole.fits(how.joined(parts), slack) for x in of for parts in x.splits)
+    return all(x.whole.fits(how.join(parts), slack) for x in of for parts in x.splits)
 
   def wrong(self, how: How, of: Sequence[Tried] | None = None) -> set[int]:
     """The leaves that differ in some batch."""
     each = [(x.whole, parts) for x in (of or self.outcomes) for parts in x.splits]
-    compared = (self.compare(how, whole, how.joined(parts)) for whole, parts in each)
+    compared = (self.compare(how, whole, how.join(parts)) for whole, parts in each)
     return {i for leaves in compared for i, leaf in leaves.items() if not leaf.agrees}
 
   def as_called(self) -> dict[int, LeafComparison]:
     """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
-    size = self.sizes[0]
-    program = _jit(self.program(self.fun, **self.options, microbatch_size=size))
-    with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
-      leaves = self._outcome(program, self.call).leaves
-    return self.compare(self.how(), self.whole(self.call, rounds=True), leaves)
+    options = {**self.options, "num_microbatches": None, "microbatch_size": self.sizes[0]}
+    with self._noted(self.sizes[0]):
+      outcome = self._outcome(_jit(self._program(self.fun, **options)), self.call)
+    return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
 
-  def traced(self, program: Program | None = None) -> ClosedJaxpr:
-    """The jaxpr of a program, by default of the whole batch's, traced anew."""
-    program = program or self._unsplit
-    # JAX remembers the jaxpr of a function that it knows.
-    return jax.make_jaxpr(lambda given: program(given))(arrays(self.call.args))
+  def traced(self) -> ClosedJaxpr:
+    """The jaxpr of the whole batch, traced anew: JAX remembers that of a function it knows."""
+    return jax.make_jaxpr(lambda values: self._unsplit(values))(self.call.values)
 
   def splits_nothing(self) -> bool:
     """Whether the loss calls nothing that runs in microbatches."""
-    return fingerprint(self.traced()) == fingerprint(self.traced(self.program(self.fun)))
+    split = jax.make_jaxpr(self._program(self.fun))(self.call.values)
+    return fingerprint(self.traced()) == fingerprint(split)
 
   def in_words(self, size: int) -> str:
     """A split."""
@@ -289,12 +278,15 @@ class Runs:
       return f"microbatches of {size} rows, of {self.rows}"
     return f"{count} microbatch{'es' * (count > 1)} of {size} rows"
 
+  def _noted(self, size: int) -> contextlib.AbstractContextManager[None]:
+    return noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran.")
 
-def cut(rows: int, size: int) -> list[Rows]:
+
+def _cut(rows: int, size: int) -> list[np.ndarray]:
   """The rows of each microbatch, as `microbatch_value_and_grad` cuts them."""
   full = rows // size
-  strided = [np.arange(i, full * size, full) for i in range(full)]
-  return [*strided, *([np.arange(full * size, rows)] if rows % size else [])]
+  parts = [np.arange(i, full * size, full) for i in range(full)]
+  return [*parts, np.arange(full * size, rows)] if rows % size else parts
 
 
 def _jit(program: Program) -> Program:
