@@ -341,6 +341,15 @@ def test_a_loss_and_its_aux_are_mended_at_once():
   assert check(specimen, **options_of(report)).ok
 
 
+@pytest.mark.parametrize("option", ["skip_nonfinite", "skip_empty"])
+def test_a_microbatch_that_holds_nothing(option):
+  batch = {**BATCH, "mask": BATCH["mask"] * (np.arange(8) % 2)[:, None]}  # 0/0 in the even rows
+  weigh = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
+  assert check(ZOO["token mean"], batch, **weigh).ok
+  assert check(ZOO["token mean"], batch, **weigh, **{option: True}).ok
+  assert check(ZOO["token mean"], batch, skip_nonfinite=True).verdict == "weighted"
+
+
 def test_rows_in_groups():
   def in_pairs(params, batch):
     each = zoo.per_row(params, batch).reshape(-1, 2)

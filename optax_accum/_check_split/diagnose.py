@@ -115,7 +115,8 @@ def _gradients(runs: Runs) -> Finding | None:
 
   A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
   """
-  how, default, option = runs.how(), runs.options["reduction"], runs.options["grad_reduction"]
+  how, option = runs.how(), runs.options["grad_reduction"]
+  default: str = runs.options["reduction"]
   wrong, names = runs.wrong(how), runs.names
   if 0 in wrong:
     return None
@@ -124,9 +125,7 @@ def _gradients(runs: Runs) -> Finding | None:
   extremes |= {i: "max" for i, name in names.items() if _KEY in name}
   given = {i: how.words[i] for i in names if how.words[i] in _EXTREMES}
   right = {i for i, name in names.items() if i not in wrong and (option or _KEY not in name)}
-  new: dict[int, str] = {i: extremes.get(i, default) for i in names} | {
-    i: given.get(i, default) for i in right
-  }
+  new = {i: extremes.get(i, default) for i in names} | {i: given.get(i, default) for i in right}
   overwrites = bool(extremes) and not set(_EXTREMES).isdisjoint(new.values())
   reductions: Tree = _tree(runs, new) if overwrites else None
   mend, mended = words.option("grad_reduction", reductions), runs.how(grad_reduction=reductions)
@@ -145,7 +144,7 @@ def _gradients(runs: Runs) -> Finding | None:
       share = jax.tree.leaves(args[rows.argnum])[0].shape[rows.axis] / runs.rows
       return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
 
-    if not runs.otherwise(fun=part_of_mean).agree(mended):
+    if not runs.otherwise(part=runs.compiled(part_of_mean)).agree(mended):
       return None
     option, count = words.option("grad_reduction", reductions), f"{rows.name}.shape[{rows.axis}]"
     mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=count, all_rows=runs.rows)
@@ -186,9 +185,9 @@ def _rounding(runs: Runs) -> Finding | None:
 def _groups_of_neighbours(runs: Runs) -> Finding | None:
   """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
   how = runs.how()
-  if how.words[0] != "mean" or how.weight is not ROWS or not runs.agree(how, of=runs.in_two):
-    return None
-  return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
+  if how.words[0] == "mean" and how.weight is ROWS and runs.agree(how, of=runs.in_two):
+    return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
+  return None
 
 
 def _places(runs: Runs) -> Finding | None:

@@ -123,8 +123,12 @@ class Runs:
     self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
     grads = _validate.named_leaves("grads", self.params)
     self.names = {i: name for i, (name, _) in enumerate(grads, 1)}  # of gradients
-    self._unsplit = whole_batches()(self._program(fun))
-    self._whole, self.part = _jit(self._unsplit), _jit(self._program(fun))
+    self._weight = ROWS
+    if (weight_fn := options["weight_fn"]) is not None:  # traced, as in microbatches
+      count, batch = jax.jit(functools.partial(known_weight, weight_fn)), options["batch_argnums"]
+      self._weight = lambda call: float(count(*(call.args[i] for i in batch)))
+    # The whole batch, where the loss does not split by itself, and some rows of it.
+    self._whole, self.part = whole_batches()(self.compiled(fun)), self.compiled(fun)
 
   def _program(self, fun: LossFn, **options: Tree) -> Program:
     """Value and gradients of the arrays of a call: at once, or with these options."""
@@ -139,13 +143,17 @@ class Runs:
 
     return run
 
-  def otherwise(self, fun: LossFn | None = None, **changes: Tree) -> "Runs":
-    """The same with another loss in microbatches, or other attributes."""
+  def compiled(self, fun: LossFn, **options: Tree) -> Program:
+    """The program of a loss, which is compiled fast: it runs some hundred times, on a few rows."""
+    on_cpu = jax.default_backend() == "cpu"
+    compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    return jax.jit(self._program(fun, **options), compiler_options=compiler_options)
+
+  def otherwise(self, **changes: Tree) -> "Runs":
+    """The same with other attributes."""
     other = copy.copy(self)
     other.__dict__.pop("outcomes", None)
     other.__dict__.update(changes)
-    if fun is not None:
-      other.part = _jit(self._program(fun))
     return other
 
   def how(self, **changes: Tree) -> How:
@@ -159,15 +167,8 @@ class Runs:
       *jax.tree.leaves(reduction_words.match("grad_reduction", grads, self.params, "gradients")),
       *jax.tree.leaves(reduction_words.match("aux_reduction", aux, self.given.aux)),
     ]
-    weight = ROWS if options["weight_fn"] is None else self._weight
-    weight = changes.get("weight", weight)
+    weight = changes.get("weight", self._weight)
     return How([kind.name for kind in kinds], weight, options["skip_nonfinite"], axis or 0)
-
-  @functools.cached_property
-  def _weight(self) -> Callable[[Call], float]:
-    """What the given `weight_fn` says, traced as in microbatches."""
-    count = jax.jit(functools.partial(known_weight, self.options["weight_fn"]))
-    return lambda call: float(count(*(call.args[i] for i in self.options["batch_argnums"])))
 
   @functools.cached_property
   def given(self) -> Outcome:
@@ -259,12 +260,13 @@ class Runs:
     """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
     options = {**self.options, "num_microbatches": None, "microbatch_size": self.sizes[0]}
     with self._noted(self.sizes[0]):
-      outcome = self._outcome(_jit(self._program(self.fun, **options)), self.call)
+      outcome = self._outcome(self.compiled(self.fun, **options), self.call)
     return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
 
   def traced(self) -> ClosedJaxpr:
     """The jaxpr of the whole batch, traced anew: JAX remembers that of a function it knows."""
-    return jax.make_jaxpr(lambda values: self._unsplit(values))(self.call.values)
+    with whole_batches():
+      return jax.make_jaxpr(self._program(self.fun))(self.call.values)
 
   def splits_nothing(self) -> bool:
     """Whether the loss calls nothing that runs in microbatches."""
@@ -287,13 +289,6 @@ def _cut(rows: int, size: int) -> list[np.ndarray]:
   full = rows // size
   parts = [np.arange(i, full * size, full) for i in range(full)]
   return [*parts, np.arange(full * size, rows)] if rows % size else parts
-
-
-def _jit(program: Program) -> Program:
-  """The program, which is compiled fast: it runs some hundred times, on a few rows."""
-  on_cpu = jax.default_backend() == "cpu"
-  options = {"xla_backend_optimization_level": 0} if on_cpu else None
-  return jax.jit(program, compiler_options=options)
 
 
 def _largest(x: np.ndarray) -> float:
