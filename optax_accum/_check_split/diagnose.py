@@ -296,7 +296,7 @@ def _fit(terms: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, 
   above = sum(float(np.sum(np.real(x * np.conj(y)))) for x, y in terms)
   below = sum(float(np.sum(np.abs(y) ** 2)) for _, y in terms)
   best = above / below if below else 0.5
-  before, after = (max(np.max(np.abs(x - n * y)) for x, y in terms) for n in (0.0, best))
+  before, after = (max(np.max(np.abs(x - n * y), initial=0) for x, y in terms) for n in (0.0, best))
   return best, before, after
 
 
