@@ -1,28 +1,27 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 import functools
 import inspect
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from optax_accum import _validate
-from optax_accum._check_split import diagnose, probes, words
-from optax_accum._check_split.probes import Arguments, is_key
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Args, Aux, Kwargs, Leaf, Tree
+from optax_accum._check_split import diagnose, words
+from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
-from optax_accum._check_split.runs import is_array, noted, Runs
+from optax_accum._check_split.runs import LossFn, noted, Runs
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import (
   find_slots,
+  name_of,
   names_or_positions,
   refuse_keys,
   refuse_rows,
   Roles,
-  Slot,
   with_keys,
   with_rows,
 )
@@ -31,21 +30,23 @@ from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, batch)."
 
 
-def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> SplitReport:
+def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
   """Says whether splitting leaves this loss as it is, and if not, why and what to write.
 
-  Runs ``loss_fn(*args)`` and its gradients on the whole batch and in microbatches, as
-  `microbatch_value_and_grad` does with these options. Compares loss, gradients and aux leaf by
-  leaf, in float32 (float64 where x64 is enabled). For a test, or a notebook, with a small batch::
+  Runs ``loss_fn(*args)`` and its gradients on the whole batch and on each microbatch, makes one of
+  the microbatches as `microbatch_value_and_grad` does with these options, and compares loss,
+  gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). For a test, or a
+  notebook, with a small batch::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
-  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same programs run
-  on more than the given batch. In row 0, and in row 0 and the last, which no split keeps together,
-  masks are inverted, integers doubled, floats halved, and labels and floats become 0, -1, or a
-  number that the loss compares data with, NaN included. A row is empty; rows are drawn again; all
-  floats differ; the parameters are others. A batch on which the loss is not finite is left out, and
-  so is one on which it is zero with all its gradients. Nothing is random.
+  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same is done with
+  other parameters and on changed batches. In row 0, and in row 0 and the last, which no split keeps
+  together, masks are inverted, integers doubled, floats halved, and labels and floats become 0, -1,
+  or a number that the loss compares data with, NaN included. A row is empty; rows are drawn again;
+  all floats differ. A batch on which the loss is not finite is left out, and so is one on which it
+  is zero with all its gradients. Nothing is random. Where all agree, `microbatch_value_and_grad`
+  itself is run on the given batch.
 
   A difference up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's, is taken for
   rounding (1e-9 and 1e-11 in float64), and more where the last bits of the parameters change as
@@ -66,31 +67,27 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
 
-  A mend that is options was run: loss and gradients agree with it. What an aux still needs stands
-  on a line of its own. Where the report has no table, the defaults refused the call and nothing was
-  run: check again with the mend. That of ``unsplit`` has two ways out, because an argument may
-  merely have as many rows as the batch. An odd number of rows makes that unlikely.
+  A mend that is options was tried on all of these batches: loss and gradients agree with it. What
+  an aux still needs stands on a line of its own. Where the report has no table, the defaults
+  refused the call and nothing was run: check again with the mend. That of ``unsplit`` has two ways
+  out, because an argument may merely have as many rows as the batch. An odd number of rows makes
+  that unlikely.
 
-  `SplitReport.not_checked` says what was not looked at, also where the verdict is ``ok``:
-
-  - Noise is not compared. Keys that are named in `rng_argnums`, or threaded, draw the same number
-    everywhere. Rows may meet in a drawn mask that the loss divides by, or in a permutation.
-  - A maximum or an absolute value of one number of the whole batch, such as a mean, may be on one
-    side of its threshold in all of these batches.
-
-  Three things are no part of the comparison. A loss that calls `microbatch` does not split there
-  when it runs on the whole batch; with ``num_microbatches=1`` that is all that is compared. Each
-  microbatch gets the given carry, and what becomes of it is not compared. Nor is an aux under
-  "stack" or "last".
-
-  Check a loss that computes in bfloat16 in float32. Layers in 8 bits round cotangents, which are
-  larger in a mean over fewer rows: gradients differ with the number of microbatches unless the loss
-  is a sum, divided by the rows of the whole batch.
+  `SplitReport.not_checked` says what of the loss was not looked at, even if ``ok``: whether rows
+  meet in what is drawn for them, as all keys draw the same number, and on which side of its
+  threshold a maximum or an absolute value of one number of the whole batch is. Nor is the carry
+  compared, which each microbatch gets as given, or an aux under "stack" or "last". A loss that
+  calls `microbatch` does not split there when it runs on the whole batch; with
+  ``num_microbatches=1`` that is all that is compared.
 
   What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
   says so by a number which neither the batch nor a comparison in the loss has; a missing label that
   makes the gradients NaN; a threshold of several means at once (an array of them); and, in a batch
   whose rows are all alike, what only rows that differ much would show, as the balance of a router.
+
+  Check a loss that computes in bfloat16 in float32. Layers in 8 bits round cotangents, which are
+  larger in a mean over fewer rows: gradients differ with the number of microbatches unless the loss
+  is a sum, divided by the rows of the whole batch.
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
@@ -120,17 +117,15 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     >>> report.verdict, report.mend
     ('weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
   """
-  given = _options(loss_fn, args, options)
-  number, size = (given.pop(name) for name in ("num_microbatches", "microbatch_size"))
-  split = Split.of({**given, "num_microbatches": 1}, default_argnum=1)
-  wanted = names_or_positions("argnums", given["argnums"], int)
-  argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
   with noted(_ORDER):
+    given = _options(loss_fn, args, options)
+    split = Split.of({**given, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
+    wanted = names_or_positions("argnums", given["argnums"], int)
+    argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
     roles = split.roles(loss_fn, args, {}, argnums)
     for i in argnums:
       parameters.check_differentiable(f"argument {i}", args[i])
-    slots: dict[Slot, Any] = dict(enumerate(args))
-    rows = cut.batch_rows(roles.batch, slots)
+    rows = cut.batch_rows(roles.batch, dict[int | str, Tree](enumerate(args)))
   if rows == 1:
     raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
   if refused := _refused(split, roles, rows):
@@ -146,62 +141,54 @@ def check_split(loss_fn: Callable[..., Any], /, *args: Any, **options: Any) -> S
     "carry_argnum": None,
     "carry_reduction": None,
   }
-  sizes, prepared = _sizes(number, size, rows), _prepared(loss_fn, args, roles, argnums)
 
   @functools.wraps(loss_fn)
-  def without_carry(*args: Any) -> Any:  # which is an argument like others
+  def without_carry(*args: Tree) -> tuple[Leaf, Aux]:  # which is an argument like others
     loss, (_, aux) = loss_fn(*args)
     return loss, aux
 
-  fun = without_carry if roles.carry else loss_fn
-  return _report(Runs(fun, prepared, roles, rows, {**given, **by_position}, sizes))
+  call = _prepared(loss_fn, args, roles, argnums)
+  fun, sizes = without_carry if roles.carry else loss_fn, _sizes(given, rows)
+  return _report(Runs(fun, call, {**given, **by_position}, sizes))
 
 
-def _options(loss_fn: Any, args: Arguments, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
   """All options, checked, and with the arguments."""
-  if not callable(loss_fn):
-    raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, and no function. {_ORDER}")
-  try:
-    bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
-  except TypeError as error:
-    raise TypeError(
-      f"check_split {error}. Only options of microbatch_value_and_grad have names. {_ORDER}"
-    ) from None
+  bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
-  if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
-    raise TypeError("check_split got traced arguments: call it outside jax.jit, with arrays.")
   for name, leaf in _validate.named_leaves("args", args):
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-      raise TypeError(f"{name} is a ShapeDtypeStruct: check_split runs the loss; pass arrays.")
+    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+      what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
+      raise TypeError(f"{name} is {what}: call check_split outside jax.jit, with arrays.")
   return {k: x for k, x in bound.arguments.items() if k not in ("fun", "accumulator_dtype")}
 
 
 def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
   """The report where the defaults refuse the call."""
+  given = list(map(int, roles.batch))
+  more = [int(slot) for slot, _ in with_rows(roles, {rows})] if split.batch_argnums is None else []
+  keys = [int(slot) for slot in with_keys(roles)] if split.rng_argnums is None else []
   try:
-    if split.batch_argnums is None:
+    if more:
       refuse_rows(roles, {rows})
-  except ValueError as error:
-    given = [int(slot) for slot in roles.batch]
-    batch = sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))})
-    more = " and ".join(str(slot) for slot in batch if slot not in given)
-    options = {"batch": tuple(batch), "more": more, "given": words.one_or_more(given)}
-    return SplitReport("unsplit", str(error), words.SPLIT_TOO.format(**options))
-  try:
-    if split.rng_argnums is None:
+    if keys:
       refuse_keys(roles)
   except ValueError as error:
-    slots = [int(slot) for slot in with_keys(roles)]
-    alone = all(map(is_key, jax.tree.leaves([roles.shared[slot] for slot in slots])))
-    mend = f"rng_argnums={words.one_or_more(slots)}" if alone else words.PASS_A_KEY
+    if more:
+      options = {"batch": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
+      mend = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
+      return SplitReport("unsplit", str(error), mend)
+    alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(roles.shared[slot]))
+    mend = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
     return SplitReport("random", str(error), mend)
   return None
 
 
-def _sizes(number: int | None, size: int | None, rows: int) -> list[int]:
+def _sizes(options: Kwargs, rows: int) -> list[int]:
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
+  number, size = options["num_microbatches"], options["microbatch_size"]
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
   Split(num_microbatches=number, microbatch_size=size)
@@ -213,48 +200,33 @@ def _sizes(number: int | None, size: int | None, rows: int) -> list[int]:
   return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
-def _prepared(
-  loss_fn: Callable[..., Any], args: Arguments, roles: Roles, argnums: Sequence[int]
-) -> Arguments:
-  """The arguments in the dtypes of the check, and with fixed noise."""
-  cast = {*argnums, *roles.batch}
-  args = probes.map_leaves(
-    args, range(len(args)), lambda i, x: _in_check_dtype(x) if i in cast or is_array(x) else x
-  )
-  carries, level = list(map(int, roles.carry)), probes.LEVELS[0]
-  args = probes.with_noise(args, list(map(int, roles.rng)), level)
-  typed, raw = (probes.with_noise(args, carries, level, x) for x in (False, True))
-  if not any(map(probes.may_be_raw_key, jax.tree.leaves([typed[i] for i in carries]))):
-    return typed
+def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int]) -> Call:
+  """The call in the dtypes of the check, and with fixed noise."""
+  role = dict.fromkeys(range(len(args)), "shared") | dict.fromkeys(argnums, "params")
+  for name in ("batch", "rng", "carry"):
+    role |= dict.fromkeys(map(int, getattr(roles, name)), name)
+  names = [name_of(loss_fn, i).replace("...", f"batch_{i}") for i in range(len(args))]
+  axes = {int(slot): axis for slot, axis in roles.batch.items()}
+  call = Call.of(args, role, axes, names).with_noise("rng", LEVELS[0])
+  raw, typed = (call.with_noise("carry", LEVELS[0], raw=x) for x in (True, False))
+  if not roles.carry:
+    return call
   try:  # two words may be something else than a key, and then cannot be one
-    jax.eval_shape(lambda: loss_fn(*raw))
+    jax.eval_shape(lambda: loss_fn(*raw.args))
   except (TypeError, ValueError):
     return typed
   return raw
 
 
-def _in_check_dtype(x: Any) -> Any:
-  """An array as NumPy's, its floats in float32, or float64 where x64 is enabled."""
-  if is_key(x):
-    return x
-  x = jnp.asarray(x)
-  for kind, dtype in ((jnp.complexfloating, complex), (jnp.floating, float)):
-    if jnp.issubdtype(x.dtype, kind):
-      x = x.astype(jnp.result_type(dtype))
-  return np.asarray(x)
-
-
 def _report(runs: Runs) -> SplitReport:
   """The report of what was run."""
-  rows, sizes = runs.rows, runs.sizes
-  if sizes == [rows] and runs.splits_nothing():
+  if runs.sizes == [runs.rows] and runs.splits_nothing():
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: leave it out, or give more."
     )
-  with noted(f"check_split ran it on the whole batch, {rows} rows."):
-    given = runs.whole(runs.args)
-    report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
+  given, how = runs.given, runs.how()
+  report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
   if not given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
@@ -263,16 +235,19 @@ def _report(runs: Runs) -> SplitReport:
     if finding := diagnose.of_error(runs):
       return report(*finding[:3])
     raise
-  compared = [
-    (f"{probe.name}; {runs.in_words(size)}", runs.compare(whole, split))
-    for probe, whole, splits in outcomes
-    for size, split in zip(sizes, splits, strict=True)
-  ]
-  names = tuple(probe.name for probe, _, _ in outcomes)
-  left_out = tuple(probe.name for probe in runs.probes if probe.name not in names)
-  wrong = next((c for c in compared if not all(leaf.agrees for leaf in c[1])), None)
-  if wrong is not None:
-    return report(*diagnose.explain(runs)[:3], *wrong, names, left_out)
+  ran = [tried.call.name for tried in outcomes]
+  left_out = [call.name for call in runs.calls if call.name not in ran]
+  report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
+  for tried in outcomes:
+    for size, parts in zip(runs.sizes, tried.splits, strict=True):
+      leaves = runs.compare(how, tried.whole, how.join(parts))
+      if not all(leaf.agrees for leaf in leaves.values()):
+        where = f"{tried.call.name}; {runs.in_words(size)}"
+        finding = diagnose.explain(runs)
+        return report(*finding[:3], where, tuple(leaves.values()))
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH_TOO)
-  return report("ok", "", "", *compared[0], names, left_out)
+  leaves, where = runs.as_called(), f"as given; {runs.in_words(runs.sizes[0])}"
+  if all(leaf.agrees for leaf in leaves.values()):
+    return report("ok", "", "", where, tuple(leaves.values()))
+  return report("unknown", words.AS_CALLED, words.PLAIN, where, tuple(leaves.values()))

@@ -1,98 +1,167 @@
 """Why microbatches of a loss do not give what the whole batch does: hypotheses, in their order.
 
-The loss of two parts of the rows, two thirds and the rest, tells most: whether they add up, whether
-some weight makes a mean of them, whether they run at all. What would be mended by options is run.
+Most are other ways to make one of what the microbatches gave. Two parts of different size, whose
+rows follow each other, tell the rest: whether some weight fits, whether rows belong in groups.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._check_split import facts, leaves, probes, weights, words
-from optax_accum._check_split.probes import Probe
-from optax_accum._check_split.report import Finding
-from optax_accum._check_split.runs import Parts, Runs
+from optax_accum._arithmetic.trees import Args, Leaves, Tree
+from optax_accum._check_split import words
+from optax_accum._check_split.facts import fingerprint
+from optax_accum._check_split.probes import Call
+from optax_accum._check_split.report import Verdict
+from optax_accum._check_split.runs import How, Outcome, Part, ROWS, Runs
+from optax_accum._check_split.weights import weights_of
 
-_TRIES = 3  # of weights that explain the loss: each compiles it anew
 _SMALL = 0.01  # more than an epsilon that keeps a loss from dividing by zero
 _POINTS = (0, 1, 2, 3)  # parameters at which one weight must explain the loss
+_OF_AUX = ("sum", "mean", "max", "min", "concat")
+_EXTREMES = ("max", "min")
+_KEY = "_overwrite_with_gradient"  # flax names such a collection so
+
+
+class Finding(NamedTuple):
+  """What is wrong, why that is known, and what to do about it."""
+
+  verdict: Verdict
+  reason: str
+  mend: str
+  how: How | None = None  # with which loss and gradients agree
 
 
 def explain(runs: Runs) -> Finding:
   """The first hypothesis that fits, and what is wrong with aux once it is mended."""
   hypotheses: list[Callable[[Runs], Finding | None]] = [
-    _not_a_function, _unsplit, leaves.of_aux, leaves.of_gradients, _groups, _rounding,
-    _groups_of_neighbours, _places, _sum, _weighted,
+    _not_a_function, _unsplit, _aux_alone, _gradients, _groups, _rounding, _groups_of_neighbours,
+    _places, _sum, _weighted,
   ]  # fmt: skip
   found = (finding for hypothesis in hypotheses if (finding := hypothesis(runs)))
   first = next(found, None) or _coupled(runs)
-  return first if first.mended is None else _and(first, leaves.of_aux(first.mended))
+  then = _aux(runs, first.how) if first.how else None
+  if not then:
+    return first
+  return Finding(first.verdict, f"{first.reason}\n{then.reason}", f"{first.mend}\n{then.mend}")
 
 
 def of_error(runs: Runs) -> Finding | None:
   """Why a loss that runs on the whole batch raises in microbatches."""
-  if finding := _unsplit(runs):
-    return finding
-  if runs.options["has_aux"]:
-    without_aux = runs.otherwise(lambda *args: (runs.fun(*args)[0], None), aux_reduction="sum")
-    finding = None if _raises(without_aux) else leaves.of_aux_that_raises(runs.otherwise(sizes=[]))
-    if finding is not None:
-      return finding if without_aux.agrees else _and(explain(without_aux), finding)
-  return _groups(runs, {*runs.sizes, *(runs.rows % size for size in runs.sizes)} - {0})
-
-
-def _raises(runs: Runs) -> bool:
-  try:
-    runs.outcomes  # noqa: B018
-  except Exception:
-    return True
-  return False
-
-
-def _and(first: Finding, then: Finding | None) -> Finding:
-  """Both findings, of which the first has the verdict; its mend does not help alone."""
-  if then is None:
-    return first
-  reason, mend = f"{first.reason}\n{then.reason}", f"{first.mend}\n{then.mend}"
-  return Finding(first.verdict, reason, mend)
+  sizes = {*runs.sizes, *(runs.rows % size for size in runs.sizes)} - {0}
+  return _unsplit(runs) or _groups(runs, sizes)
 
 
 def _not_a_function(runs: Runs) -> Finding | None:
-  again = runs.whole(runs.args)
-  if facts.are_the_same(runs.traced(), runs.traced()) and runs.whole(runs.args).fits(again.leaves):
+  first, again = (fingerprint(runs.traced()) for _ in range(2))
+  if first == again and runs.given.fits(runs.whole(runs.call).leaves):
     return None
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
 
 
 def _unsplit(runs: Runs) -> Finding | None:
   """Whether the loss can be split once an argument is split that is not."""
-  axis = next(iter(runs.batch.values()))
-  shapes = {
-    int(slot): [np.shape(x) for x in jax.tree.leaves(tree)]
-    for slot, tree in runs.roles.shared.items()
-  }
+  axis, args = runs.options["batch_axis"][0], runs.call.args
   has_rows = lambda s: -len(s) <= axis < len(s) and s[axis] == runs.rows  # noqa: E731
-  slots = tuple(slot for slot, each in shapes.items() if each and all(map(has_rows, each)))
-  batch, axes = (*runs.batch, *slots), (*runs.batch.values(), *(axis for _ in slots))
+  shared = dict.fromkeys(x.argnum for x in runs.call.arrays if x.role == "shared")
+  more = [i for i in shared if all(has_rows(np.shape(x)) for x in jax.tree.leaves(args[i]))]
   try:
-    if not slots or not runs.mended(batch_argnums=batch, batch_axis=axes, weight_fn=None):
+    split = [call.with_split(more, axis) for call in runs.calls]
+    if not more or not runs.otherwise(calls=split).agree(runs.how(weight=ROWS)):
       return None
   except (TypeError, ValueError):  # it cannot be split so either
     return None
-  which = " and ".join(f"argument {slot}" for slot in slots)
+  which = " and ".join(f"argument {i}" for i in more)
   reason = words.UNSPLIT.format(which=which, rows=runs.rows)
-  return Finding("unsplit", reason, f"batch_argnums={batch}")
+  return Finding("unsplit", reason, f"batch_argnums={(*runs.options['batch_argnums'], *more)}")
+
+
+def _aux_alone(runs: Runs) -> Finding | None:
+  return _aux(runs, runs.how()) if runs.agree(runs.how()) else None
+
+
+def _aux(runs: Runs, how: How) -> Finding | None:
+  """Which words reduce the aux that differs."""
+  count, tree = runs.given.main, jax.tree.structure(runs.given.aux)
+  wrong = {i for i in runs.wrong(how) if i >= count}
+  if not wrong:
+    return None
+  found = _words_for(runs, how, _OF_AUX, wrong)
+  new = [found.get(i, word) for i, word in enumerate(how.words)][count:]
+  mend = words.option("aux_reduction", jax.tree.unflatten(tree, new))
+  all_sums = all(found.get(i) == "sum" for i in wrong)
+  return Finding(
+    "sum" if all_sums else "unknown", words.AUX, mend if len(found) == len(wrong) else words.RATIO
+  )
+
+
+def _words_for(
+  runs: Runs, how: How, choices: Sequence[str], leaves: Collection[int]
+) -> dict[int, str]:
+  """The first word that makes each leaf that of the whole batch, where any does."""
+  found: dict[int, str] = {}
+  for choice in choices:
+    new = [choice if i in leaves else word for i, word in enumerate(how.words)]
+    wrong = runs.wrong(how._replace(words=new))
+    found = dict.fromkeys(set(leaves) - wrong, choice) | found
+  return found
+
+
+def _gradients(runs: Runs) -> Finding | None:
+  """Whether gradients alone differ, and do not once they are reduced otherwise.
+
+  A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
+  """
+  how, option = runs.how(), runs.options["grad_reduction"]
+  default: str = runs.options["reduction"]
+  wrong, names = runs.wrong(how), runs.names
+  if 0 in wrong:
+    return None
+  moving = [i for i in names if any(np.any(x.whole.leaves[i]) for x in runs.outcomes)]
+  extremes = _words_for(runs, how, _EXTREMES, moving)
+  extremes |= {i: "max" for i, name in names.items() if _KEY in name}
+  given = {i: how.words[i] for i in names if how.words[i] in _EXTREMES}
+  right = {i for i, name in names.items() if i not in wrong and (option or _KEY not in name)}
+  new = {i: extremes.get(i, default) for i in names} | {i: given.get(i, default) for i in right}
+  overwrites = bool(extremes) and not set(_EXTREMES).isdisjoint(new.values())
+  reductions: Tree = _tree(runs, new) if overwrites else None
+  mend, mended = words.option("grad_reduction", reductions), runs.how(grad_reduction=reductions)
+  if runs.agree(mended) and not overwrites:
+    return Finding("unknown", words.GRADIENTS, mend, mended)
+  if not runs.agree(mended):
+    new = dict.fromkeys(names, "sum") | extremes | given
+    if not (extremes or given) or default != "mean" or how.weight is not ROWS:
+      return None
+    # Cotangents of a mean are larger over fewer rows, and rounded otherwise; not those of a sum.
+    reductions, rows = _tree(runs, new), runs.call.batch[0]
+    mended = runs.how(reduction="sum", grad_reduction=reductions)
+
+    def part_of_mean(*args: Args) -> Tree:
+      out = runs.fun(*args)
+      share = jax.tree.leaves(args[rows.argnum])[0].shape[rows.axis] / runs.rows
+      return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
+
+    if not runs.otherwise(part=runs.compiled(part_of_mean)).agree(mended):
+      return None
+    option, count = words.option("grad_reduction", reductions), f"{rows.name}.shape[{rows.axis}]"
+    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=count, all_rows=runs.rows)
+  which = ", ".join(names[i] for i, word in new.items() if word in _EXTREMES)
+  return Finding("overwritten", words.OVERWRITTEN.format(names=which), mend, mended)
+
+
+def _tree(runs: Runs, reductions: dict[int, str]) -> Tree:
+  return jax.tree.unflatten(jax.tree.structure(runs.params), list(reductions.values()))
 
 
 def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
   """Whether a loss cannot be run on any number of rows; not if in no `microbatches` at all."""
-  failed, counts = {}, sorted({runs.cut, runs.rows - runs.cut, *microbatches})
+  failed, counts = {}, sorted({*map(len, runs.two), *microbatches})
   for count in counts:
     try:
-      runs.part(runs.args, np.arange(count))
+      runs.parts(runs.call, [np.arange(count)])
     except Exception as error:
       what = str(error).strip().partition("\n")[0]
       failed[str(count)] = f"{type(error).__name__}: {what}"
@@ -105,35 +174,30 @@ def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
 
 def _rounding(runs: Runs) -> Finding | None:
   """Whether the differences of a loss in half precision are small."""
-  each = (runs.compare(x.whole, split) for x in runs.outcomes for split in x.splits)
+  how = runs.how()
+  each = (runs.compare(how, x.whole, how.join(y)) for x in runs.outcomes for y in x.splits)
   is_small = lambda x, loss: x.difference <= 0.1 * max(x.size, loss.tolerance)  # noqa: E731
-  if not runs.facts.is_half or not all(is_small(x, leaves[0]) for leaves in each for x in leaves):
+  if not runs.facts.is_half or not all(is_small(x, y[0]) for y in each for x in y.values()):
     return None
   return Finding("unknown", words.HALF, words.USE_FLOAT32)
 
 
 def _groups_of_neighbours(runs: Runs) -> Finding | None:
   """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
-  if runs.options["reduction"] != "mean" or runs.options["weight_fn"] is not None:
-    return None
-  if not all(_explains(runs, None, p) for p in runs.parts):
-    return None
-  return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
+  how = runs.how()
+  if how.words[0] == "mean" and how.weight is ROWS and runs.agree(how, of=runs.in_two):
+    return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
+  return None
 
 
 def _places(runs: Runs) -> Finding | None:
   """Whether the place of a row in the batch matters: its noise is that of a place."""
   backwards = np.arange(runs.rows)[::-1]
-  if all(p.whole.fits(runs.part(p.probe.args, backwards).leaves) for p in runs.parts):
+  if all(x.whole.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes):
     return None
-  may_be_key = lambda x: probes.is_key(x) or probes.may_be_raw_key(x)  # noqa: E731
-  keys = [
-    int(slot)
-    for slot, tree in runs.roles.shared.items()
-    if any(map(may_be_key, jax.tree.leaves(tree)))
-  ]
-  if keys:
-    named = [*map(int, runs.roles.rng), *keys]
+  shared = [x for x in runs.call.arrays if x.role == "shared"]
+  if keys := [x.argnum for x in shared if x.kind == "key" or x.may_be_raw_key]:
+    named = [*runs.options["rng_argnums"], *dict.fromkeys(keys)]
     return Finding("random", words.SHARED_KEY, f"rng_argnums={words.one_or_more(named)}")
   if runs.facts.draws_from_others:
     return Finding("random", words.SHARED_KEY, words.PASS_A_KEY)
@@ -142,127 +206,105 @@ def _places(runs: Runs) -> Finding | None:
 
 def _sum(runs: Runs) -> Finding | None:
   """Whether the parts add up, or would without what each of them has once more."""
-  if all(p.whole.fits(_added(p)) for p in runs.parts) and (
-    mended := runs.mended(reduction="sum", weight_fn=None)
-  ):
-    return Finding("sum", words.SUM, 'reduction="sum"', mended)
+  how = runs.how(reduction="sum", weight=ROWS)
+  if runs.agree(how):
+    return Finding("sum", words.SUM, 'reduction="sum"', how)
   # What is counted in both parts is the same for all batches at the same parameters.
   for source in (0, 1):
-    parts = [p for p in runs.parts if p.probe.source == source]
-    twice = [_less(_added(p), p.whole.leaves) for p in parts]
-    if len(parts) < 3 or not all(p.whole.fits(_less(_added(p), twice[0])) for p in parts):
+    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.source == source]
+    twice = [_less(added, whole.leaves[: whole.main]) for whole, added in each]
+    if len(each) < 3 or not all(whole.fits(_less(added, twice[0])) for whole, added in each):
       return None
-    if parts[0].whole.fits(_added(parts[0])):  # nothing is counted twice
+    if each[0][0].fits(each[0][1]):  # nothing is counted twice
       return None
   return Finding("sum", words.SUM_AND_MORE, words.MEAN_AND_MORE)
 
 
-def _added(p: Parts) -> list[np.ndarray]:
-  return [first + rest for first, rest in zip(p.first.leaves, p.rest.leaves, strict=True)]
-
-
-def _less(xs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> list[np.ndarray]:
-  return [x - y for x, y in zip(xs, others, strict=True)]
+def _less(xs: Leaves, others: Leaves) -> Leaves:
+  return [x - y for x, y in zip(xs, others, strict=False)]
 
 
 def _weighted(runs: Runs) -> Finding | None:
   """Whether it is a mean over something that can be counted, or would be but for an epsilon."""
   # About a hundredth of the loss, in times of the rounding.
   slack = 1e7 if jnp.result_type(float) == np.float64 else 100.0
-  near: list[tuple[str, weights.Weight]] = []
-  tries = 0
-  for weight in weights.possible(runs.leaves, runs.names, runs.facts):
-    if not all(_explains(runs, weight.weight_fn, p, slack) for p in runs.parts):
+  mean = ', reduction="mean"' if runs.options["reduction"] != "mean" else ""
+  names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
+  near: list[tuple[str, str, How]] = []
+  for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
+    how = runs.how(weight=weight, reduction="mean")
+    if not runs.agree(how, slack):
       continue
-    code = weight.code + (', reduction="mean"' if runs.options["reduction"] != "mean" else "")
-    near.append((code, weight))
-    if tries == _TRIES or not all(_explains(runs, weight.weight_fn, p) for p in runs.parts):
-      continue
-    tries += 1
-    if mended := runs.mended(weight_fn=weight.weight_fn, reduction="mean"):
-      return Finding("weighted", words.weighted(weight.code), code, mended)
-  for code, weight in near[:_TRIES]:
-    if epsilon := _epsilon(runs, weight.weight_fn):
-      return Finding("weighted", words.weighted(weight.code, epsilon), f"{code}\n{words.GUARD}")
-  if near:  # and a small part of the loss is something else
+    mend = f"weight_fn=lambda {names}: {code}{mean}" if code else f"weight_fn=None{mean}"
+    if runs.agree(how):
+      reason = words.WEIGHTED.format(what=code) if code else words.MEAN_OF_ROWS
+      return Finding("weighted", reason, mend, how)
+    near.append((code or "the number of rows", mend, how))
+  for what, mend, how in near:
+    if epsilon := _epsilon(runs, how):
+      reason = words.EPSILON.format(what=what, epsilon=epsilon)
+      return Finding("weighted", reason, f"{mend}\n{words.GUARD}")
+  # Where some weight is near, a small part of the loss is something else.
+  if near or not all(_some_weight_explains(runs, x.call) for x in runs.outcomes):
     return None
-  if all(_some_weight_explains(runs, p.probe) for p in runs.parts):
-    mend = words.DENOMINATOR.format(batch=", ".join(runs.names.values()))
-    return Finding("weighted", words.SOME_WEIGHT, mend)
-  return None
+  return Finding("weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names))
 
 
-def _explains(runs: Runs, weight_fn: weights.Count | None, p: Parts, slack: float = 1.0) -> bool:
-  """Whether the whole is the mean of the parts with this weight."""
-  one, two = _of_parts(runs, weight_fn, p)
-  if min(one, two) < 0 or not one + two:
-    return False
-  return p.whole.fits(_mixed(p, one / (one + two)), slack)
-
-
-def _of_parts(runs: Runs, weight_fn: weights.Count | None, p: Parts) -> list[float]:
-  """What a weight is on the two parts."""
-  if weight_fn is None:
-    return [float(runs.cut), float(runs.rows - runs.cut)]
-  rows = np.split(np.arange(runs.rows), [runs.cut])
-  parts = [probes.take_rows(p.probe.args, runs.batch, r) for r in rows]
-  return [float(weight_fn(*(part[i] for i in runs.batch))) for part in parts]
-
-
-def _mixed(p: Parts, share: float) -> list[np.ndarray]:
-  """Loss and gradients of the parts, averaged; a part without a share may be NaN."""
-  if share in (0, 1):
-    return p.first.leaves if share else p.rest.leaves
-  both = zip(p.first.leaves, p.rest.leaves, strict=True)
-  return [share * first + (1 - share) * rest for first, rest in both]
-
-
-def _epsilon(runs: Runs, weight_fn: weights.Count | None) -> float | None:
+def _epsilon(runs: Runs, how: How) -> float | None:
   """What is added to the weight in what the loss divides by, if that explains the loss."""
   terms = []
-  for p in runs.parts:
-    one, two = _of_parts(runs, weight_fn, p)
-    for whole, a, b, allowed in _leaves_of(p):
+  for x in runs.in_two:
+    one, two = (how.weight(part.call) for part in x.splits[0])
+    for whole, y, z, allowed in _scaled(x.whole, *x.splits[0]):
       # whole (one + two + epsilon) = a (one + epsilon) + b (two + epsilon)
-      missing = one * a + two * b - (one + two) * whole
-      terms.append((missing / allowed, (whole - a - b) / allowed, one + two))
-  epsilon = _least_squares(terms)
-  off = [max(np.max(np.abs(x - e * y)) / total for x, y, total in terms) for e in (0.0, epsilon)]
-  return epsilon if off[1] <= min(1, 0.1 * off[0]) and 0 < epsilon < _SMALL else None
+      scale = allowed * (one + two)
+      terms.append(((one * y + two * z) / scale - whole / allowed, (whole - y - z) / scale))
+  epsilon, before, after = _fit(terms)
+  return epsilon if after <= min(1, 0.1 * before) and 0 < epsilon < _SMALL else None
 
 
-def _some_weight_explains(runs: Runs, probe: Probe) -> bool:
+def _some_weight_explains(runs: Runs, call: Call) -> bool:
   """Whether one weight fits at several parameters, on which no weight depends."""
-  moved = [probes.move(probe.args, runs.argnums, n) if n else probe.args for n in _POINTS]
-  points = [runs.in_parts(probe._replace(args=args)) for args in moved]
-  points = [p for p in points if p.whole.is_finite]
+  how = runs.how(reduction="mean", weight=ROWS, grad_reduction=None)
+  calls = [call.moved(n) if n else call for n in _POINTS]
+  wholes = [runs.rounded(x) for x in calls]
+  points = [
+    (whole, runs.parts(x, runs.two))
+    for x, whole in zip(calls, wholes, strict=True)
+    if whole.is_finite
+  ]
   # A part that has no share counts nothing: 0/0. Where it is finite, a maximum was chosen.
-  first = all(p.first.is_finite for p in points)
-  rest = all(p.rest.is_finite for p in points)
-  if not first or not rest:
-    return first != rest and all(p.whole.fits(_mixed(p, float(first))) for p in points)
-  each = [leaf for p in points for leaf in _leaves_of(p)]
-  share = _least_squares([((w - b) / allowed, (a - b) / allowed, 0) for w, a, b, allowed in each])
-  return 1e-3 < share < 1 - 1e-3 and all(p.whole.fits(_mixed(p, share)) for p in points)
+  first, rest = (all(parts[i].outcome.is_finite for _, parts in points) for i in (0, 1))
+  share = float(first)
+  if first and rest:
+    each = [leaf for whole, parts in points for leaf in _scaled(whole, *parts)]
+    share = _fit([((w - z) / a, (y - z) / a) for w, y, z, a in each])[0]
+  if not (first or rest) or (first and rest and not 1e-3 < share < 1 - 1e-3):
+    return False
+  return all(whole.fits(how.join(parts, [share, 1 - share])) for whole, parts in points)
 
 
-def _leaves_of(p: Parts) -> list[tuple[Any, Any, Any, float]]:
-  """Loss and gradients of the whole and of both parts, and what rounding is allowed."""
-  allowed = [max(x, 1e-100) for x in p.whole.allowed]
-  return list(zip(p.whole.leaves, p.first.leaves, p.rest.leaves, allowed, strict=True))
+def _scaled(whole: Outcome, first: Part, rest: Part) -> Iterator[tuple[np.ndarray, ...]]:
+  """Loss and gradients of the whole and of two parts, and what rounding is allowed."""
+  allowed = [np.maximum(x, 1e-100) for x in whole.allowed[: whole.main]]
+  leaves = (x.leaves[: whole.main] for x in (whole, first.outcome, rest.outcome))
+  return zip(*leaves, allowed, strict=True)
 
 
-def _least_squares(terms: Sequence[tuple[Any, Any, float]]) -> float:
-  """The number of times that the second of each pair comes nearest to the first."""
-  above = sum(float(np.sum(np.real(x * np.conj(y)))) for x, y, _ in terms)
-  below = sum(float(np.sum(np.abs(y) ** 2)) for _, y, _ in terms)
-  return above / below if below else 0.5
+def _fit(terms: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
+  """How often the second of each pair comes nearest to the first; how far off are 0 and that."""
+  above = sum(float(np.sum(np.real(x * np.conj(y)))) for x, y in terms)
+  below = sum(float(np.sum(np.abs(y) ** 2)) for _, y in terms)
+  best = above / below if below else 0.5
+  before, after = (max(np.max(np.abs(x - n * y), initial=0) for x, y in terms) for n in (0.0, best))
+  return best, before, after
 
 
 def _coupled(runs: Runs) -> Finding:
   """What is left: several denominators, or rows that meet."""
-  parts = runs.in_parts(Probe("alike", probes.all_rows_alike(runs.args, runs.batch)))
-  if parts.whole.is_finite and _explains(runs, None, parts):
+  alike = runs.call.alike()
+  whole, how = runs.rounded(alike), runs.how(reduction="mean", weight=ROWS)
+  if whole.is_finite and whole.fits(how.join(runs.parts(alike, runs.two))):
     return Finding("coupled", words.SEVERAL_COUNTS, words.TOTALS)
   if runs.rows < 3:
     return Finding("unknown", words.TWO_ROWS, words.MORE_ROWS)

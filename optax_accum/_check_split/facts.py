@@ -1,17 +1,18 @@
 """What the jaxpr of a loss tells: whether it draws, how it computes, what it compares with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _versions
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Leaf, Leaves
 from optax_accum._check_split import words
-from optax_accum._check_split.probes import FIXED, is_key
+from optax_accum._check_split.probes import Call, FIXED
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _BENDS = {"max", "min", "abs", "clamp", "sign"}
@@ -37,54 +38,61 @@ class Facts(NamedTuple):
     return (words.DRAWS,) * self.draws + (words.BENDS,) * self.bends
 
 
-class Input(NamedTuple):
+class _Input(NamedTuple):
   """What goes into an equation."""
 
   roles: frozenset[str] = frozenset()  # "params" or "batch": of the arguments that it comes from
-  numbers: tuple[Any, ...] = ()  # those of a small constant
+  numbers: tuple[int | float, ...] = ()  # those of a small constant
 
 
-def facts_of(closed: Any, arguments: Sequence[Input], labels: Sequence[int]) -> Facts:
-  """What a loss does by its jaxpr; `labels` are further integers that may not count."""
-  known = dict(zip(closed.jaxpr.constvars, map(constant, closed.consts), strict=True))
+def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
+  """What a loss does by its jaxpr, whose inputs are the arrays of a call."""
+  arguments = [
+    _Input(frozenset({x.role})) if x.role in ("params", "batch") else _constant(x.value)
+    for x in call.arrays
+  ]
+  known = dict(zip(closed.jaxpr.constvars, map(_constant, closed.consts), strict=True))
   known |= zip(closed.jaxpr.invars, arguments, strict=True)
-  keys, dtypes, numbers = set[str](), set[Any](), list[Any]()
+  keys, dtypes, numbers = set[str](), set[np.dtype](), list[int | float]()
   bends = finds_nan = False
   for eqn, inputs in _equations(closed.jaxpr, known):
-    name, operands, roles = eqn.primitive.name, eqn.invars, _roles(inputs)
-    out = [v.aval for v in eqn.outvars if hasattr(v.aval, "dtype")]
-    dtypes.update(x.dtype for x in out if jnp.issubdtype(x.dtype, jnp.floating))
+    name, of = eqn.primitive.name, _roles(inputs)
+    operands: Leaves = eqn.invars
+    out: Leaves = [v.aval for v in eqn.outvars]
+    floats = [x for x in out if jnp.issubdtype(getattr(x, "dtype", int), jnp.floating)]
+    dtypes.update(x.dtype for x in floats)
     if name in _DRAWS:
       keys.add(str(operands[0].aval.dtype) if operands else "")
-    if name in _BENDS and roles == {"params", "batch"}:  # of an array, it is of each row
-      bends |= out[0].shape == () and jnp.issubdtype(out[0].dtype, jnp.floating)
+    if name in _BENDS and of == {"params", "batch"}:  # of an array, it is of each row
+      bends |= any(x.shape == () for x in floats)
     if name == "is_finite" or (name == "ne" and operands[0] is operands[1]):
-      finds_nan |= "batch" in roles  # data, or what is computed of them
-    if name in _COMPARES and roles == {"batch"}:
+      finds_nan |= "batch" in of  # data, or what is computed of them
+    if name in _COMPARES and of == {"batch"}:
       for number in filter(np.isfinite, [n for x in inputs for n in x.numbers]):
-        beside = () if name in ("eq", "ne") else (number - 1, number + 1)
-        numbers += [number, *beside]
+        numbers += [number] if name in ("eq", "ne") else [number, number - 1, number + 1]
   integers = dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)])
-  # -1 is not among the floats, as it may be a weight below 0.
-  floats = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
+  # -1 is not among these, as it may be a weight below 0.
+  data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
+  labels = [x.value for x in call.batch if x.is_integer and x.value.size]
+  negative = [int(x.min()) for x in labels if x.min() < 0]
   return Facts(
     bool(keys),
     bool(keys - {FIXED}),
     bends,
     any(dtype.itemsize < 4 for dtype in dtypes),
-    tuple(dict.fromkeys([*list(integers)[:_MANY], *labels])),
-    tuple(floats)[:_MANY],
+    tuple(dict.fromkeys([*list(integers)[:_MANY], *negative])),
+    tuple(data)[:_MANY],
   )
 
 
-def _equations(jaxpr: Any, known: dict[Any, Input]) -> Iterator[tuple[Any, list[Input]]]:
+def _equations(jaxpr: Jaxpr, known: dict[Var, _Input]) -> Iterator[tuple[JaxprEqn, list[_Input]]]:
   """All equations, and those within them, each with what goes in."""
   for eqn in jaxpr.eqns:
     inputs = [
-      constant(v.val) if isinstance(v, Literal) else known.get(v, Input()) for v in eqn.invars
+      _constant(v.val) if isinstance(v, Literal) else known.get(v, _Input()) for v in eqn.invars
     ]
     yield eqn, inputs
-    name, everything = eqn.primitive.name, Input(_roles(inputs))
+    name, everything = eqn.primitive.name, _Input(_roles(inputs))
     for inner in _versions.inner_jaxprs(eqn):
       given = inputs[1:] if name == "cond" else inputs
       if name in ("scan", "while") or len(given) != len(inner.invars):  # what goes around: all
@@ -95,23 +103,18 @@ def _equations(jaxpr: Any, known: dict[Any, Input]) -> Iterator[tuple[Any, list[
     known.update(dict.fromkeys(eqn.outvars, everything))
 
 
-def constant(x: Any) -> Input:
+def _constant(x: Leaf) -> _Input:
   """What is known of a constant."""
-  if not jax.dtypes.issubdtype(getattr(x, "dtype", np.int32), np.number) or np.size(x) > _MANY:
-    return Input()
-  return Input(numbers=tuple(np.asarray(x).ravel().tolist()))
+  if not jnp.issubdtype(getattr(x, "dtype", np.int32), np.number) or np.size(x) > _MANY:
+    return _Input()
+  return _Input(numbers=tuple(np.asarray(x).ravel().tolist()))
 
 
-def _roles(inputs: Sequence[Input]) -> frozenset[str]:
+def _roles(inputs: Iterable[_Input]) -> frozenset[str]:
   return frozenset[str]().union(*(x.roles for x in inputs))
 
 
-def are_the_same(first: Any, second: Any) -> bool:
-  """Whether two jaxprs of a loss are; not where NumPy drew numbers while it was traced."""
-  texts = [re.sub(r"0x[0-9a-f]+", "", str(x)) for x in (first, second)]
-  consts = [[np.asarray(c) for c in x.consts if not is_key(c)] for x in (first, second)]
-  return texts[0] == texts[1] and all(map(_equal, *consts))
-
-
-def _equal(x: np.ndarray, y: np.ndarray) -> bool:
-  return np.array_equal(x, y, equal_nan=np.issubdtype(x.dtype, np.inexact))
+def fingerprint(closed: ClosedJaxpr) -> tuple[str, list[bytes]]:
+  """What two jaxprs of a loss share; not where NumPy drew numbers while it was traced."""
+  consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
+  return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts

@@ -9,225 +9,247 @@ Nothing is drawn at random. A named key becomes one of which every draw is the s
 row would have the same noise in a microbatch as in the whole batch.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 from jax.extend.random import define_prng_impl
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
-Arguments = tuple[Any, ...]
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves
+
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
 # varied batch. Dropout keeps, drops, and keeps what is kept rarely.
 LEVELS = (0.3, 0.7, 0.05)
 FIXED = "key<fixed>"  # the dtype of such keys
 
 
-class Probe(NamedTuple):
+class Array(NamedTuple):
+  """One array of a call: NumPy's, unless it holds keys."""
+
+  value: Leaf
+  role: str  # "params", "batch", "rng", "carry" or "shared"
+  argnum: int
+  argument: str  # what the loss calls it
+  path: str  # within the argument, as Python writes it: "['mask']", ".mask"
+  axis: int  # of the rows, counted from the left
+
+  @property
+  def name(self) -> str:
+    return self.argument + self.path
+
+  @property
+  def kind(self) -> str:
+    """As NumPy has it, such as "f" for floats, or "key"."""
+    return "key" if is_key(self.value) else self.value.dtype.kind
+
+  @property
+  def is_mask(self) -> bool:
+    """Whether it holds nothing but 0 and 1."""
+    x = self.value
+    return self.kind != "key" and bool(np.all((x == 0) | (x == 1)))
+
+  @property
+  def is_integer(self) -> bool:
+    """Whether it holds integers, which may be labels or counts."""
+    return self.kind in "iu"
+
+  @property
+  def may_be_raw_key(self) -> bool:
+    return self.value.dtype == np.uint32 and self.value.shape[-1:] in ((2,), (4,))
+
+  @property
+  def has_longer_rows(self) -> bool:
+    """Whether the entries of a row can be told apart."""
+    shape = np.moveaxis(self.value, self.axis, 0).shape
+    return len(shape) > 1 and shape[-1] > 1
+
+
+class Call(NamedTuple):
   """One way to call the loss."""
 
   name: str
-  args: Arguments
+  arrays: tuple[Array, ...]
+  rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
   source: int | None = None  # 0: the given call with rows changed, 1: the varied one
 
+  @classmethod
+  def of(
+    cls, args: Args, roles: Mapping[int, str], axes: Mapping[int, int], names: Sequence[str]
+  ) -> "Call":
+    """The given call, in the dtypes of the check. What is no array is a constant."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(args)
+    arrays = {}
+    for n, (path, leaf) in enumerate(leaves):
+      i, is_array = path[0].idx, isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+      if is_array or roles[i] in ("params", "batch"):
+        value = _in_check_dtype(leaf)
+        where = jax.tree_util.keystr(path[1:])
+        axis = axes.get(i, 0) % (value.ndim or 1)
+        arrays[n] = Array(value, roles[i], i, names[i], where, axis)
 
-class BatchLeaf(NamedTuple):
-  """One array of the batch: where it is, and which axis has the rows."""
+    def rebuild(values: Leaves) -> Args:
+      new = dict(zip(arrays, values, strict=True))
+      return jax.tree.unflatten(treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)])
 
-  argnum: int
-  position: int  # among the leaves of its argument
-  name: str  # as Python writes it: "batch['mask']", "batch.mask"
-  axis: int  # counted from the left
-  value: Any
+    return cls("as given", tuple(arrays.values()), rebuild, 0)
+
+  @property
+  def values(self) -> Leaves:
+    return [x.value for x in self.arrays]
+
+  @property
+  def args(self) -> Args:
+    return self.rebuild(self.values)
+
+  @property
+  def batch(self) -> list[Array]:
+    return [x for x in self.arrays if x.role == "batch"]
+
+  @property
+  def rows(self) -> int:
+    """How many the batch has."""
+    return self.batch[0].value.shape[self.batch[0].axis]
+
+  def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
+    """The call with `fun` of every array of this role."""
+    arrays = [x._replace(value=fun(x)) if x.role == role else x for x in self.arrays]
+    return self._replace(arrays=tuple(arrays))
+
+  def with_split(self, argnums: Collection[int], axis: int) -> "Call":
+    """The call of which more arguments are split."""
+    split = lambda x: x._replace(role="batch", axis=axis % x.value.ndim)  # noqa: E731
+    arrays = [split(x) if x.argnum in argnums else x for x in self.arrays]
+    return self._replace(arrays=tuple(arrays))
+
+  def take(self, rows: np.ndarray) -> "Call":
+    """The call with some rows of the batch."""
+    return self.mapped("batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)])
+
+  def moved(self, number: int) -> "Call":
+    """The call with other parameters, by a tenth: a weight does not depend on parameters."""
+    size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0)  # noqa: E731
+    new = lambda x, places: x + size(x) * np.sin(number * (1.0 + places))  # noqa: E731
+    return self.mapped("params", lambda x: _in_places(x, new))
+
+  def nudged(self) -> "Call":
+    """The call with the last bits of the parameters changed."""
+    unit = lambda x, places: 2 * np.finfo(x.dtype).eps * np.sign(np.sin(1.0 + places))  # noqa: E731
+    return self.mapped("params", lambda x: _in_places(x, lambda x, i: x * (1 + unit(x, i))))
+
+  def varied(self) -> "Call":
+    """The call with each float of the batch made smaller, by factors that are all different.
+
+    Masks of floats stay as they are, unless there are no other floats.
+    """
+    others = any(x.kind in "fc" and not x.is_mask for x in self.batch)
+
+    def varied(x: Array) -> Leaf:
+      if x.kind not in "fc" or (others and x.is_mask):
+        return x.value
+      return _in_places(x, lambda x, places: x * (0.6 + 0.4 * np.sin(1.7 * places)))
+
+    return self.mapped("batch", varied)
+
+  def alike(self) -> "Call":
+    """The call with the masks, labels and counts of row 0 in every row."""
+
+    def alike(x: Array) -> Leaf:
+      counts = x.is_mask or x.is_integer
+      return np.broadcast_to(x.value.take([0], x.axis), x.value.shape) if counts else x.value
+
+    return self.mapped("batch", alike)
+
+  def with_noise(self, role: str, level: float, raw: bool = True) -> "Call":
+    """The call with keys, `raw` ones too, of which every draw is the same."""
+
+    def fixed(x: Array) -> Leaf:
+      if x.kind != "key" and not (raw and x.may_be_raw_key):
+        return x.value
+      shape = x.value.shape if x.kind == "key" else x.value.shape[:-1]
+      data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
+      return jax.random.wrap_key_data(data, impl=_FIXED)
+
+    return self.mapped(role, fixed)
 
 
-def batch_leaves(
-  args: Arguments, batch: Mapping[int, int], names: Mapping[int, str]
-) -> list[BatchLeaf]:
-  """The arrays of the batch: of the arguments `batch`, with their axes and `names`."""
-  return [
-    BatchLeaf(i, position, names[i] + jax.tree_util.keystr(path), axis % leaf.ndim, leaf)
-    for i, axis in batch.items()
-    for position, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(args[i]))
-  ]
+def _in_check_dtype(x: Leaf) -> Leaf:
+  """An array as NumPy's, its floats in float32, or float64 where x64 is enabled."""
+  if is_key(x):
+    return x
+  x = jnp.asarray(x)
+  for kind, dtype in ((jnp.complexfloating, complex), (jnp.floating, float)):
+    if jnp.issubdtype(x.dtype, kind):
+      x = x.astype(jnp.result_type(dtype))
+  return np.asarray(x)
 
 
-def of_call(
-  args: Arguments,
-  batch: Mapping[int, int],
-  argnums: Sequence[int],
-  keys: Sequence[int],
-  rows: int,
-  numbers: tuple[Sequence[int], Sequence[float]],
-  names: Mapping[int, str],
-) -> Iterator[Probe]:
+def _in_places(x: Array, new: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+  """Other numbers, by those in an array and the place of each."""
+  places = np.arange(x.value.size).reshape(x.value.shape)
+  return new(x.value, places).astype(x.value.dtype)
+
+
+def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
   """The given call, and those with something changed.
 
-  `numbers` are the integers, and the floats, that may say that an entry does not count.
+  `integers` and `floats` are the numbers that may say that an entry does not count.
   """
-  yield Probe("as given", args, 0)
-  yield Probe("parameters moved", move(args, argnums, 1))
-  if keys:
-    yield Probe("other noise", with_noise(args, keys, LEVELS[1]))
+  yield given
+  yield given.moved(1)._replace(name="parameters moved", source=None)
+  if any(x.role == "rng" for x in given.arrays):
+    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise", source=None)
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
-  varied = vary(args, batch)
-  is_varied = any(x is not y for x, y in zip(*map(jax.tree.leaves, (args, varied)), strict=True))
-  varied = with_noise(move(varied, argnums, 1), keys, LEVELS[2])
-  for number, (source, ending) in enumerate([(args, ""), (varied, ", all floats varied")]):
+  varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
+  is_varied = any(x is not y for x, y in zip(given.values, varied.values, strict=True))
+  varied = varied.moved(1).with_noise("rng", LEVELS[2])
+  for number, (call, ending) in enumerate([(given, ""), (varied, ", all floats varied")]):
+    source = call._replace(source=number)
     if number:
-      yield Probe(f"as given{ending}", source, number)
-    again = take_rows(source, batch, np.arange(rows) ** 2 // rows)
-    yield Probe(f"rows drawn again{ending}", again, number)
-    for leaf in batch_leaves(source, batch, names):
+      yield source._replace(name=f"as given{ending}")
+    yield source.take(again)._replace(name=f"rows drawn again{ending}")
+    for n, x in enumerate(source.arrays):
       # Where no float is varied, other parameters alone tell no more about each number.
-      for name, value in list(_changes(leaf, *numbers))[: None if is_varied or number else 1]:
-        yield Probe(f"{name}{ending}", _with_leaf(source, leaf, value), number)
+      changes = list(_changes(x, integers, floats)) if x.role == "batch" else []
+      for name, value in changes[: None if is_varied or number else 1]:
+        arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
+        yield source._replace(name=f"{name}{ending}", arrays=arrays)
 
 
 def _changes(
-  leaf: BatchLeaf, integers: Sequence[int], floats: Sequence[float]
+  x: Array, integers: Sequence[int], floats: Sequence[float]
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """What becomes of a leaf by one change in row 0, or in the first row and the last."""
-  name, x = leaf.name, leaf.value
-  if is_key(x):
+  """What becomes of an array by one change in row 0, or in the first row and the last."""
+  if x.kind == "key":
     return
-  new: list[tuple[str, Any]] = [("inverted", x == 0)] if is_mask(x) else []
-  if is_integer(x):
-    limits = np.iinfo(x.dtype)
+  name, value, last = x.name, x.value, x.value.shape[x.axis] - 1
+  new: list[tuple[str, ArrayLike]] = [("inverted", value == 0)] if x.is_mask else []
+  if x.is_integer:
+    limits = np.iinfo(value.dtype)
     new += [(f"= {n}", n) for n in integers if limits.min <= n <= limits.max]
-  elif np.issubdtype(x.dtype, np.floating):
+  elif x.kind == "f":
     new += [(f"= {n:g}", n) for n in floats]
-  last = x.shape[leaf.axis] - 1
-  for change, value in new:
-    yield f"{name} {change} in row 0", _put(leaf, value, [0])
-    yield f"{name} {change} in rows 0 and {last}", _put(leaf, value, [0, last])
-  if not is_mask(x):
-    change, value = ("doubled", x * 2) if is_integer(x) else ("halved", x / 2)
-    yield f"{name} {change} in row 0", _put(leaf, value, [0])
-  if _has_longer_rows(leaf):
-    empty = next((n for n in integers if n not in (0, -1)), 0) if is_integer(x) else 0
-    yield f"{name} = {empty} in all of row 0", _put(leaf, empty, [0], is_whole=True)
+  for change, entry in new:
+    yield f"{name} {change} in row 0", _put(x, entry, [0])
+    yield f"{name} {change} in rows 0 and {last}", _put(x, entry, [0, last])
+  if not x.is_mask:
+    change, entry = ("doubled", value * 2) if x.is_integer else ("halved", value / 2)
+    yield f"{name} {change} in row 0", _put(x, entry, [0])
+  if x.has_longer_rows:
+    empty = next((n for n in integers if n not in (0, -1)), 0) if x.is_integer else 0
+    yield f"{name} = {empty} in all of row 0", _put(x, empty, [0], is_whole=True)
 
 
-def _put(leaf: BatchLeaf, value: Any, rows: list[int], is_whole: bool = False) -> np.ndarray:
-  """A leaf with other rows, but for the first entry of longer ones."""
-  out = np.array(leaf.value)
-  to, source = (np.moveaxis(x, leaf.axis, 0) for x in (out, np.broadcast_to(value, out.shape)))
-  at: Any = (rows, ..., slice(1, None)) if _has_longer_rows(leaf) and not is_whole else rows
+def _put(x: Array, entry: ArrayLike, rows: list[int], is_whole: bool = False) -> np.ndarray:
+  """An array with other rows, but for the first entry of longer ones."""
+  out = np.array(x.value)
+  to, source = (np.moveaxis(y, x.axis, 0) for y in (out, np.broadcast_to(entry, out.shape)))
+  at = (rows, ..., slice(1, None)) if x.has_longer_rows and not is_whole else (rows,)
   to[at] = source[at]
   return out
-
-
-def _with_leaf(args: Arguments, leaf: BatchLeaf, value: Any) -> Arguments:
-  treedef: Any
-  leaves, treedef = jax.tree.flatten(args[leaf.argnum])
-  leaves[leaf.position] = value
-  return (*args[: leaf.argnum], treedef.unflatten(leaves), *args[leaf.argnum + 1 :])
-
-
-def _has_longer_rows(leaf: BatchLeaf) -> bool:
-  """Whether the entries of a row can be told apart."""
-  shape = np.moveaxis(leaf.value, leaf.axis, 0).shape
-  return len(shape) > 1 and shape[-1] > 1
-
-
-def map_leaves(args: Arguments, argnums: Any, fun: Callable[[int, Any], Any]) -> Arguments:
-  """The arguments with `fun` of every leaf of those at `argnums`."""
-  return tuple(
-    jax.tree.map(lambda leaf, i=i: fun(i, leaf), x) if i in argnums else x
-    for i, x in enumerate(args)
-  )
-
-
-def take_rows(args: Arguments, batch: Mapping[int, int], rows: Any) -> Arguments:
-  """The arguments with some rows of the batch, in the order of `rows`."""
-  return map_leaves(args, batch, lambda i, x: x[(slice(None),) * (batch[i] % x.ndim) + (rows,)])
-
-
-def _map_floats(args: Arguments, argnums: Any, new: Callable[[Any, Any], Any]) -> Arguments:
-  """The arguments with other floats; `new` gets an array, and the place of each number in it."""
-
-  def fun(_: int, x: Any) -> Any:
-    if is_key(x) or not np.issubdtype(x.dtype, np.inexact):
-      return x
-    return new(x, np.arange(x.size).reshape(x.shape)).astype(x.dtype, copy=False)
-
-  return map_leaves(args, argnums, fun)
-
-
-def move(args: Arguments, argnums: Sequence[int], number: int) -> Arguments:
-  """The arguments with others at `argnums`, by a tenth: a weight does not depend on parameters."""
-  size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0)  # noqa: E731
-  return _map_floats(args, argnums, lambda x, i: x + size(x) * np.sin(number * (1.0 + i)))
-
-
-def nudge(args: Arguments, argnums: Sequence[int]) -> Arguments:
-  """The arguments with the last bits of those at `argnums` changed."""
-  unit = lambda x, i: 2 * np.finfo(x.dtype).eps * np.sign(np.sin(1.0 + i))  # noqa: E731
-  return _map_floats(args, argnums, lambda x, i: x * (1 + unit(x, i)))
-
-
-def vary(args: Arguments, batch: Mapping[int, int]) -> Arguments:
-  """The arguments with each float of the batch made smaller, by factors that are all different.
-
-  Masks of floats stay as they are, unless there are no other floats.
-  """
-  leaves = [x for x in jax.tree.leaves([args[i] for i in batch]) if not is_key(x)]
-  others = any(np.issubdtype(x.dtype, np.inexact) and not is_mask(x) for x in leaves)
-  varied = lambda x, i: x * (0.6 + 0.4 * np.sin(1.7 * i))  # noqa: E731
-  return _map_floats(args, batch, lambda x, i: x if others and is_mask(x) else varied(x, i))
-
-
-def all_rows_alike(args: Arguments, batch: Mapping[int, int]) -> Arguments:
-  """The arguments with the masks, labels and counts of row 0 in every row."""
-
-  def alike(i: int, x: Any) -> Any:
-    counts = not is_key(x) and (is_mask(x) or is_integer(x))
-    return np.broadcast_to(x.take([0], batch[i]), x.shape) if counts else x
-
-  return map_leaves(args, batch, alike)
-
-
-def negative_labels(args: Arguments, batch: Mapping[int, int]) -> list[int]:
-  """The least number of each integer leaf that has a negative one."""
-  leaves = [x for x in jax.tree.leaves([args[i] for i in batch]) if not is_key(x)]
-  return [int(x.min()) for x in leaves if is_integer(x) and x.size and x.min() < 0]
-
-
-def is_mask(x: np.ndarray) -> bool:
-  """Whether an array holds nothing but 0 and 1."""
-  return x.dtype == bool or bool(np.all((x == 0) | (x == 1)))
-
-
-def is_integer(x: np.ndarray) -> bool:
-  """Whether an array holds integers, which may be labels or counts."""
-  return np.issubdtype(x.dtype, np.integer)
-
-
-def is_key(x: Any) -> bool:
-  """Whether `x` is an array of typed keys."""
-  return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def may_be_raw_key(x: Any) -> bool:
-  """Whether `x` looks like an array of raw keys."""
-  return getattr(x, "dtype", None) == jnp.uint32 and jnp.shape(x)[-1:] in ((2,), (4,))
-
-
-def with_noise(
-  args: Arguments, argnums: Sequence[int], level: float, raw: bool = True
-) -> Arguments:
-  """The arguments with keys at `argnums`, `raw` ones too, of which every draw is the same."""
-
-  def fixed(_: int, x: Any) -> Any:
-    if not is_key(x) and not (raw and may_be_raw_key(x)):
-      return x
-    shape = jnp.shape(x) if is_key(x) else jnp.shape(x)[:-1]
-    data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
-    return jax.random.wrap_key_data(data, impl=_FIXED)
-
-  return map_leaves(args, argnums, fixed)
 
 
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

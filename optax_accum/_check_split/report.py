@@ -2,22 +2,13 @@
 
 import dataclasses
 import textwrap
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Verdict: TypeAlias = Literal[
   "ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit", "unknown"
 ]
 
 _MANY = 6  # leaves that agree, of which the table says no more than how many they are
-
-
-class Finding(NamedTuple):
-  """What is wrong, why that is known, and what to do about it."""
-
-  verdict: Verdict
-  reason: str
-  mend: str
-  mended: Any = None  # the `Runs` with the mend, whose loss and gradients agree
 
 
 class LeafComparison(NamedTuple):

@@ -1,265 +1,277 @@
-"""A loss on the whole batch and in microbatches, and all that was run of it, as NumPy arrays."""
+"""A loss on the whole batch and on rows of it, and what microbatches add up to, in NumPy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import copy
 import functools
-import inspect
-from typing import Any, NamedTuple
+import operator
+from typing import NamedTuple, TypeAlias
 
 import jax
+from jax.extend.core import ClosedJaxpr
 import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
-from optax_accum._check_split import probes
-from optax_accum._check_split.facts import are_the_same, constant, Facts, facts_of, Input
-from optax_accum._check_split.probes import Arguments, BatchLeaf, is_key, Probe
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.reductions import REDUCTIONS
+from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
+from optax_accum._check_split.facts import Facts, facts_of, fingerprint
+from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
+from optax_accum._microbatches.loss import known_weight
 from optax_accum._microbatches.microbatch import whole_batches
-from optax_accum._microbatches.roles import Roles
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
-# What makes a mean of the microbatches of what is one mean of the whole batch.
-_OF_MICROBATCHES = ("weight_fn", "skip_nonfinite", "skip_empty")
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
+ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
+
+LossFn: TypeAlias = Callable[..., Tree]
+Program: TypeAlias = Callable[[Leaves], tuple[Tree, Tree]]  # arrays to value and gradients
 
 
 class Outcome(NamedTuple):
   """What a loss gave, in NumPy."""
 
-  leaves: list[np.ndarray]  # the loss and the gradients, in float64 or complex128
-  aux: Any
-  allowed: list[float]  # how much of a difference may be rounding, for each of the leaves
+  leaves: Leaves  # the loss, the gradients, and the aux
+  allowed: list[float]  # how much of a difference may be rounding, for each of them
+  main: int  # how many are no aux
+  aux: Aux
 
   @property
   def is_finite(self) -> bool:
-    return all(bool(np.all(np.isfinite(x))) for x in self.leaves)
+    return all(bool(np.all(np.isfinite(x))) for x in self.leaves[: self.main])
 
   @property
   def is_zero(self) -> bool:
     """Whether loss and gradients are all zero, which those of a wrong split may be too."""
-    return not any(map(np.any, self.leaves))
+    return not any(map(np.any, self.leaves[: self.main]))
 
-  def fits(self, leaves: Sequence[np.ndarray], slack: float = 1.0) -> bool:
+  def fits(self, leaves: Leaves, slack: float = 1.0) -> bool:
     """Whether loss and gradients are these, but for so many times the rounding."""
-    both = zip(self.leaves, leaves, self.allowed, strict=True)
-    return all(bool(_largest(x - y) <= slack * allowed) for x, y, allowed in both)
+    each = zip(self.leaves[: self.main], leaves, self.allowed, strict=False)
+    return all(_largest(x - y) <= slack * allowed for x, y, allowed in each)
 
 
-class Compared(NamedTuple):
-  """One batch: what the whole of it gives, and what each split."""
+class Part(NamedTuple):
+  """One microbatch."""
 
-  probe: Probe
+  rows: np.ndarray  # of the batch, which it has
+  call: Call
+  outcome: Outcome
+
+
+class Tried(NamedTuple):
+  """One batch: what the whole of it gives, and what the microbatches of each split."""
+
+  call: Call
   whole: Outcome
-  splits: list[Outcome]
-
-  @property
-  def agree(self) -> bool:
-    """Whether loss and gradients do, and not aux perhaps."""
-    return all(self.whole.fits(split.leaves) for split in self.splits)
+  splits: list[list[Part]]
 
 
-class Parts(NamedTuple):
-  """A loss on the whole batch, and on two parts of its rows, of different size."""
+class How(NamedTuple):
+  """How microbatches become one."""
 
-  probe: Probe
-  whole: Outcome
-  first: Outcome
-  rest: Outcome
+  words: list[str]  # that reduce the loss, each gradient and each aux
+  weight: Callable[[Call], float]
+  skips: bool  # what is not finite
+  axis: int  # of what "concat" joins
+
+  def join(self, parts: Sequence[Part], weights: Sequence[float] | None = None) -> Leaves:
+    """All microbatches as one, leaf by leaf: None where a word cannot reduce a leaf."""
+    weights = [self.weight(part.call) for part in parts] if weights is None else weights
+    keeps = [part.outcome.is_finite or not self.skips for part in parts]
+    # A weight of zero leaves a microbatch out, also where it is NaN; one below zero is none.
+    weights = [(w if w >= 0 else np.nan) * x for w, x in zip(weights, keeps, strict=True)]
+    rows, each = [part.rows for part in parts], [part.outcome.leaves for part in parts]
+    joined = zip(self.words, *each, strict=True)
+    return [_join(word, leaves, weights, rows, self.axis) for word, *leaves in joined]
+
+
+def _join(
+  word: str, leaves: Leaves, weights: Sequence[float], rows: Leaves, axis: int
+) -> np.ndarray | None:
+  """One leaf of all microbatches."""
+  if word == "concat":
+    if [x.shape[axis:][:1] for x in leaves] != [x.shape for x in rows]:
+      return None
+    return np.concatenate(leaves, axis).take(np.argsort(np.concatenate(rows)), axis)
+  if len({x.shape for x in leaves}) > 1 or (word == "mean" and leaves[0].dtype.kind == "i"):
+    return None
+  counted = [(x, w) for x, w in zip(leaves, weights, strict=True) if w]
+  if not counted:
+    return np.zeros_like(leaves[0])
+  if word == "mean":
+    return sum(w * x for x, w in counted) / sum(w for _, w in counted)
+  stack = np.stack([x for x, _ in counted])
+  return stack[-1] if word == "last" else getattr(stack, word)(0)
 
 
 class Runs:
-  """A loss, its arguments and its splits, and what was run. Each program is compiled once.
+  """A loss, a call of it and its splits, and all that was run.
 
   `sizes` are the rows of a microbatch, of each split.
   """
 
-  def __init__(
-    self,
-    fun: Callable[..., Any],
-    args: Arguments,
-    roles: Roles,
-    rows: int,
-    options: Mapping[str, Any],
-    sizes: Sequence[int],
-  ):
-    self.fun, self.args, self.roles, self.rows = fun, args, roles, rows
-    self.options, self.sizes = options, sizes
-    self.batch = {int(slot): axis for slot, axis in roles.batch.items()}
-    self.names = _names(fun, self.batch)
+  def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
+    self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
+    # Two parts of different size, whose rows follow each other.
+    self.two = np.split(np.arange(self.rows), [min(-(-2 * self.rows // 3), self.rows - 1)])
     wrt = options["argnums"]
-    self.argnums: Sequence[int] = [wrt] if isinstance(wrt, int) else wrt
-    self.params = args[wrt] if isinstance(wrt, int) else tuple(args[i] for i in wrt)
-    self.cut = min(-(-2 * rows // 3), rows - 1)  # the rows of the first of two parts
-    whole = {name: x for name, x in options.items() if name not in _OF_MICROBATCHES}
-    if options["has_aux"]:  # as the loss returns it
-      whole |= {"aux_reduction": "last", "concat_axis": None}
-    self._whole_fun = whole_batches()(self._of_arrays(microbatch_size=rows, **whole))
-    self._whole = _jit(self._whole_fun)
-    self._wholes: dict[int, Outcome] = {}  # by the ids of probes
-    self._split_funs = [self._of_arrays(microbatch_size=size, **options) for size in sizes]
-    self._splits = list(map(_jit, self._split_funs))
+    self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
+    grads = _validate.named_leaves("grads", self.params)
+    self.names = {i: name for i, (name, _) in enumerate(grads, 1)}  # of gradients
+    self._weight = ROWS
+    if (weight_fn := options["weight_fn"]) is not None:  # traced, as in microbatches
+      count, batch = jax.jit(functools.partial(known_weight, weight_fn)), options["batch_argnums"]
+      self._weight = lambda call: float(count(*(call.args[i] for i in batch)))
+    # The whole batch, where the loss does not split by itself, and some rows of it.
+    self._whole, self.part = whole_batches()(self.compiled(fun)), self.compiled(fun)
 
-  def _of_arrays(self, **options: Any) -> Callable[[list[Any]], Any]:
-    """Loss, aux and gradients, of the arrays of a call alone: the rest of it are constants."""
-    value_and_grad = microbatch_value_and_grad(self.fun, **options)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(self.args)
+  def _program(self, fun: LossFn, **options: Tree) -> Program:
+    """Value and gradients of the arrays of a call: at once, or with these options."""
+    names = ("argnums", "has_aux", "batch_argnums", "batch_axis")
+    at_once = {"num_microbatches": 1, "rng_argnums": (), "aux_reduction": "last"}
+    at_once |= {name: self.options[name] for name in names}
+    value_and_grad = microbatch_value_and_grad(fun, **(options or at_once))
 
-    def run(arrays: list[Any]) -> tuple[Any, Any]:
-      rest = iter(arrays)
-      value, grads = value_and_grad(
-        *treedef.unflatten([next(rest) if is_array(x) else x for x in leaves])
-      )[:2]
+    def run(values: Leaves) -> tuple[Tree, Tree]:
+      value, grads, *_ = value_and_grad(*self.call.rebuild(values))
       return value, grads
 
     return run
 
-  def otherwise(
-    self, fun: Callable[..., Any] | None = None, sizes: Sequence[int] | None = None, **options: Any
-  ) -> "Runs":
-    """The same on the same batches, of another loss, or split otherwise."""
-    options, sizes = {**self.options, **options}, self.sizes if sizes is None else sizes
-    runs = Runs(fun or self.fun, self.args, self.roles, self.rows, options, sizes)
-    runs.names, runs.facts, runs.probes = self.names, self.facts, self.probes
-    if fun is None:
-      runs._whole, runs._whole_fun, runs._wholes = self._whole, self._whole_fun, self._wholes
-    return runs
+  def compiled(self, fun: LossFn, **options: Tree) -> Program:
+    """The program of a loss, which is compiled fast: it runs some hundred times, on a few rows."""
+    on_cpu = jax.default_backend() == "cpu"
+    compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    return jax.jit(self._program(fun, **options), compiler_options=compiler_options)
 
-  def mended(self, **changes: Any) -> "Runs | None":
-    """The same with another loss or options, if the microbatches then give what the batch does."""
-    if changes.get("weight_fn", 0) is None and "skip_empty" in self.options:
-      changes["skip_empty"] = False
-    runs = self.otherwise(**changes)
-    tried: list[Compared] = []
-    for compared in runs._compared():
-      if not compared.agree:
-        return None
-      tried.append(compared)
-    runs.outcomes = tried  # which need not be run again
-    return runs
+  def otherwise(self, **changes: Tree) -> "Runs":
+    """The same with other attributes."""
+    other = copy.copy(self)
+    other.__dict__.pop("outcomes", None)
+    other.__dict__.update(changes)
+    return other
 
-  @functools.cached_property
-  def outcomes(self) -> list[Compared]:
-    """All batches that tell something. Raises what the loss does."""
-    return list(self._compared())
-
-  def _compared(self) -> Iterator[Compared]:
-    for probe in self.probes:
-      if id(probe) not in self._wholes:
-        self._wholes[id(probe)] = self.whole(probe.args)
-      whole, splits = self._wholes[id(probe)], []
-      if not whole.is_finite:
-        continue
-      for size, split in zip(self.sizes, self._splits, strict=True):
-        with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
-          splits.append(self._outcome(split, probe.args))
-      compared = Compared(probe, whole, splits)
-      if not compared.agree:
-        compared = compared._replace(whole=self._with_rounding(whole, probe.args))
-      if not all(outcome.is_zero for outcome in (whole, *splits)):
-        yield compared
-
-  @property
-  def agrees(self) -> bool:
-    return all(compared.agree for compared in self.outcomes)
+  def how(self, **changes: Tree) -> How:
+    """How microbatches become one with these options, and with others."""
+    options = {**self.options, **changes}
+    reduction, axis = REDUCTIONS[options["reduction"]], options["concat_axis"]
+    grads = reduction_words.named_of_gradients(options["grad_reduction"], reduction)
+    aux = reduction_words.named_of_aux(options["aux_reduction"], axis)
+    kinds = [
+      reduction,
+      *jax.tree.leaves(reduction_words.match("grad_reduction", grads, self.params, "gradients")),
+      *jax.tree.leaves(reduction_words.match("aux_reduction", aux, self.given.aux)),
+    ]
+    weight = changes.get("weight", self._weight)
+    return How([kind.name for kind in kinds], weight, options["skip_nonfinite"], axis or 0)
 
   @functools.cached_property
-  def parts(self) -> list[Parts]:
-    """All batches that tell something, in parts."""
-    return [self.in_parts(x.probe, x.whole) for x in self.outcomes]
-
-  def in_parts(self, probe: Probe, whole: Outcome | None = None) -> Parts:
-    first, rest = np.split(np.arange(self.rows), [self.cut])
-    whole = whole or self._with_rounding(self.whole(probe.args), probe.args)
-    return Parts(probe, whole, self.part(probe.args, first), self.part(probe.args, rest))
-
-  def whole(self, args: Arguments) -> Outcome:
-    """The loss on all rows at once: of the batch, or of a part of it."""
-    return self._outcome(self._whole, args)
-
-  def part(self, args: Arguments, rows: Any) -> Outcome:
-    """The loss of some rows."""
-    return self.whole(probes.take_rows(args, self.batch, rows))
-
-  def _outcome(self, jitted: Callable[[list[Any]], Any], args: Arguments) -> Outcome:
-    out = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, jitted(_arrays(args)))
-    value, grads = jax.device_get(out)
-    loss, aux = value if self.options["has_aux"] else (value, None)
-    given = jax.tree.leaves((loss, grads))
-    leaves, sizes = list(map(_wide, given)), list(map(_largest, given))
-    kinds = [x.dtype for x in given if jnp.issubdtype(x.dtype, jnp.inexact)]
-    coarsest = max(float(jnp.finfo(dtype).eps) for dtype in kinds)
-    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
-    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
-    # many units of what was added up: 1e-6 of the largest leaf in float32.
-    return Outcome(leaves, aux, [tolerance * max(size, 1e-2 * max(sizes)) for size in sizes])
-
-  def _with_rounding(self, whole: Outcome, args: Arguments) -> Outcome:
-    """The same, allowed also what parameters change that differ in their last bit alone."""
-    nudged = self.whole(probes.nudge(args, self.argnums))
-    both = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
-    return whole._replace(allowed=[max(_MANY_UNITS * _largest(x - y), z) for x, y, z in both])
-
-  def compare(self, whole: Outcome, split: Outcome) -> tuple[LeafComparison, ...]:
-    """The loss, the gradients and the aux of the whole batch beside those of microbatches."""
-    names = ["loss", *(name for name, _ in _validate.named_leaves("grads", self.params))]
-    both = zip(names, whole.leaves, split.leaves, whole.allowed, strict=True)
-    return (*(_leaf(*each) for each in both), *self.compared_aux(whole, split).values())
-
-  def compared_aux(self, whole: Outcome, split: Outcome) -> dict[int, LeafComparison]:
-    """The aux that a split can leave as it is, each by its place among the leaves."""
-    tolerance = whole.allowed[0] / (_largest(whole.leaves[0]) or 1.0)
-    named = _validate.named_leaves("aux", whole.aux)
-    both = zip(self.aux_words(whole.aux), named, jax.tree.leaves(split.aux), strict=True)
-    return {
-      i: _leaf(name, _wide(x), _wide(y), tolerance * _largest(x))
-      for i, (word, (name, x), y) in enumerate(both)
-      if word not in ("stack", "last")
-    }
-
-  def aux_words(self, aux: Any) -> list[str]:
-    """How each leaf of the aux is reduced."""
-    given, axis = self.options["aux_reduction"], self.options["concat_axis"]
-    words = reduction_words.named_of_aux(given, axis)
-    matched = reduction_words.match("aux_reduction", words, aux)
-    return [kind.name for kind in jax.tree.leaves(matched)]
+  def given(self) -> Outcome:
+    """What the given call gives."""
+    with noted(f"check_split ran it on the whole batch, {self.rows} rows."):
+      return self.whole(self.call)
 
   @functools.cached_property
   def facts(self) -> Facts:
     """What the loss does by its jaxpr."""
-    roles = dict.fromkeys(self.argnums, "params") | dict.fromkeys(self.batch, "batch")
-    inputs = [
-      Input(frozenset({roles[i]})) if i in roles else constant(x)
-      for i, arg in enumerate(self.args)
-      for x in _arrays((arg,))
-    ]
-    return facts_of(self.traced(), inputs, probes.negative_labels(self.args, self.batch))
+    return facts_of(self.traced(), self.call)
 
   @functools.cached_property
-  def probes(self) -> Sequence[Probe]:
+  def calls(self) -> list[Call]:
     """The batches to run, the given one first."""
-    keys, numbers = list(map(int, self.roles.rng)), (self.facts.integers, self.facts.floats)
-    about = (self.args, self.batch, self.argnums, keys, self.rows, numbers, self.names)
-    return list(probes.of_call(*about))
+    return list(probes_of(self.call, self.facts.integers, self.facts.floats))
 
-  @property
-  def leaves(self) -> list[BatchLeaf]:
-    """The arrays of the batch."""
-    return probes.batch_leaves(self.args, self.batch, self.names)
+  @functools.cached_property
+  def outcomes(self) -> list[Tried]:
+    """All batches that tell something. Raises what the loss does."""
+    return [tried for call in self.calls if (tried := self._try(call))]
 
-  def traced(self, fun: Callable[[list[Any]], Any] | None = None) -> Any:
-    """The jaxpr of a program, by default of the whole batch's, traced anew."""
-    fun = fun or self._whole_fun
-    # JAX remembers the jaxpr of a function that it knows.
-    return jax.make_jaxpr(lambda arrays: fun(arrays))(_arrays(self.args))
+  def _try(self, call: Call) -> Tried | None:
+    tried = Tried(call, self.whole(call), [])
+    if not tried.whole.is_finite:
+      return None
+    for size in self.sizes:
+      with self._noted(size):
+        tried.splits.append(self.parts(call, _cut(self.rows, size)))
+    if tried.whole.is_zero and all(x.outcome.is_zero for split in tried.splits for x in split):
+      return None
+    return tried._replace(whole=self.rounded(call)) if self.wrong(self.how(), [tried]) else tried
+
+  @functools.cached_property
+  def in_two(self) -> list[Tried]:
+    """The same batches, each in two parts."""
+    return [x._replace(splits=[self.parts(x.call, self.two)]) for x in self.outcomes]
+
+  def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
+    """Some rows at once, and then others."""
+    calls = [call.take(x) for x in rows]
+    return [Part(x, y, self._outcome(self.part, y)) for x, y in zip(rows, calls, strict=True)]
+
+  def whole(self, call: Call) -> Outcome:
+    """All rows at once."""
+    return self._outcome(self._whole, call)
+
+  def rounded(self, call: Call) -> Outcome:
+    """The same, allowed also what parameters change that differ in their last bits alone."""
+    whole, nudged = self.whole(call), self.whole(call.nudged())
+    each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
+    return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
+
+  def _outcome(self, program: Program, call: Call) -> Outcome:
+    out = program(call.values)
+    value, grads = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
+    loss, aux = value if self.options["has_aux"] else (value, None)
+    main = jax.tree.leaves(jax.device_get((loss, grads)))
+    leaves = list(map(_wide, [*main, *jax.tree.leaves(aux)]))
+    sizes = list(map(_largest, leaves))
+    coarsest = max(float(jnp.finfo(x.dtype).eps) for x in main if x.dtype != jax.dtypes.float0)
+    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
+    # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
+    # many units of what was added up: 1e-6 of the largest leaf in float32.
+    least = [1e-2 * max(sizes[: len(main)])] * len(main) + [0.0] * len(leaves)
+    allowed = [tolerance * max(x, y) for x, y in zip(sizes, least, strict=False)]
+    return Outcome(leaves, allowed, len(main), aux)
+
+  def compare(self, how: How, whole: Outcome, leaves: Leaves) -> dict[int, LeafComparison]:
+    """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
+    names = ["loss", *self.names.values()]
+    names += [name for name, _ in _validate.named_leaves("aux", whole.aux)]
+    each = enumerate(zip(names, whole.leaves, leaves, whole.allowed, strict=True))
+    not_reduced = {i for i, word in enumerate(how.words) if word in ("stack", "last")}
+    return {i: _leaf(*x) for i, x in each if i < whole.main or i not in not_reduced}
+
+  def agree(self, how: How, slack: float = 1.0, of: Sequence[Tried] | None = None) -> bool:
+    """Whether loss and gradients do in all batches and splits."""
+    of = self.outcomes if of is None else of
+    return all(x.whole.fits(how.join(parts), slack) for x in of for parts in x.splits)
+
+  def wrong(self, how: How, of: Sequence[Tried] | None = None) -> set[int]:
+    """The leaves that differ in some batch."""
+    each = [(x.whole, parts) for x in (of or self.outcomes) for parts in x.splits]
+    compared = (self.compare(how, whole, how.join(parts)) for whole, parts in each)
+    return {i for leaves in compared for i, leaf in leaves.items() if not leaf.agrees}
+
+  def as_called(self) -> dict[int, LeafComparison]:
+    """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
+    options = {**self.options, "num_microbatches": None, "microbatch_size": self.sizes[0]}
+    with self._noted(self.sizes[0]):
+      outcome = self._outcome(self.compiled(self.fun, **options), self.call)
+    return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
+
+  def traced(self) -> ClosedJaxpr:
+    """The jaxpr of the whole batch, traced anew: JAX remembers that of a function it knows."""
+    with whole_batches():
+      return jax.make_jaxpr(self._program(self.fun))(self.call.values)
 
   def splits_nothing(self) -> bool:
-    """Whether what runs in microbatches is the program of the whole batch."""
-    whole = self.traced()
-    return all(are_the_same(whole, self.traced(fun)) for fun in self._split_funs)
+    """Whether the loss calls nothing that runs in microbatches."""
+    split = jax.make_jaxpr(self._program(self.fun))(self.call.values)
+    return fingerprint(self.traced()) == fingerprint(split)
 
   def in_words(self, size: int) -> str:
     """A split."""
@@ -268,43 +280,30 @@ class Runs:
       return f"microbatches of {size} rows, of {self.rows}"
     return f"{count} microbatch{'es' * (count > 1)} of {size} rows"
 
-
-def _jit(fun: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-  """The program, which is compiled fast: it runs some fifty times, on a few rows."""
-  on_cpu = jax.default_backend() == "cpu"
-  return jax.jit(fun, compiler_options={"xla_backend_optimization_level": 0} if on_cpu else None)
+  def _noted(self, size: int) -> contextlib.AbstractContextManager[None]:
+    return noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran.")
 
 
-def is_array(x: Any) -> bool:
-  """Whether `x` is an array, and not a constant of the call."""
-  return isinstance(x, (jax.Array, np.ndarray, np.generic))
+def _cut(rows: int, size: int) -> list[np.ndarray]:
+  """The rows of each microbatch, as `microbatch_value_and_grad` cuts them."""
+  full = rows // size
+  parts = [np.arange(i, full * size, full) for i in range(full)]
+  return [*parts, np.arange(full * size, rows)] if rows % size else parts
 
 
-def _arrays(args: Arguments) -> list[Any]:
-  return [x for x in jax.tree.leaves(args) if is_array(x)]
-
-
-def _names(fun: Callable[..., Any], batch: Mapping[int, int]) -> Mapping[int, str]:
-  """What the loss calls the batch arguments."""
-  try:
-    names = list(inspect.signature(fun).parameters)
-  except (TypeError, ValueError):
-    names = []
-  return {i: names[i] if i < len(names) else f"batch_{i}" for i in batch}
-
-
-def _largest(x: Any) -> float:
+def _largest(x: np.ndarray) -> float:
   return float(np.max(np.abs(x), initial=0.0))
 
 
-def _wide(x: Any) -> np.ndarray:
-  return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+def _wide(x: Leaf) -> np.ndarray:
+  x = np.asarray(x)
+  dtype = {"c": np.complex128, "i": np.int64, "u": np.int64, "b": np.int64}
+  return x.astype(dtype.get(x.dtype.kind, np.float64))
 
 
-def _leaf(name: str, x: np.ndarray, y: np.ndarray, allowed: float) -> LeafComparison:
-  same_shape = x.shape == y.shape and bool(np.all(np.isfinite(y)))
-  difference = _largest(x - y) if same_shape else float("inf")
-  return LeafComparison(name, _largest(x), difference, allowed)
+def _leaf(name: str, x: np.ndarray, y: np.ndarray | None, allowed: float) -> LeafComparison:
+  fits = y is not None and x.shape == y.shape and bool(np.all(np.isfinite(y)))
+  return LeafComparison(name, _largest(x), _largest(x - y) if fits else float("inf"), allowed)
 
 
 @contextlib.contextmanager

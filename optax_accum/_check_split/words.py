@@ -109,6 +109,12 @@ MORE_ROWS = "Give check_split 4 rows or more."
 RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
 GRADIENTS = "The loss agrees, and gradients do not: they are not reduced as grad_reduction says."
 AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
+AS_CALLED = (
+  "The microbatches agree with the whole batch where each runs by itself, and not as"
+  " microbatch_value_and_grad runs them with these options."
+)
+PLAIN = "Leave out options that should change no value, such as in_place, one by one."
+MEAN_OF_ROWS = "The loss is a mean over rows, and is weighed or added up otherwise."
 # Of these the caller fills in what is in braces.
 UNSPLIT = (
   "{which}: {rows} rows, as many as the batch, and not split. Where they are split too, the"
@@ -127,6 +133,14 @@ DENOMINATOR = (
   "A weight_fn that gets rows of the batch, and returns what the loss divides by on these rows:\n"
   "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # for example"
 )
+WEIGHTED = (
+  "The loss is no mean over rows: what it divides by is {what}. With this weight the microbatches"
+  " give what the whole batch does."
+)
+EPSILON = (
+  "What the loss divides by is {what} and about {epsilon:.1g} that is added to it. With this weight"
+  " alone the microbatches differ by as much."
+)
 OVERWRITTEN = (
   "{names}: not a mean over rows but an extreme of them, while the loss agrees. It is a value to"
   " overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
@@ -137,22 +151,6 @@ SUM_OVER_ALL_ROWS = (
   " mean are larger where there are fewer rows, and 8 bits round them otherwise:\n"
   "  return loss * ({rows} / {all_rows})  # loss: the mean; {all_rows}: all rows of the batch"
 )
-
-
-def weighted(code: str, epsilon: float = 0.0) -> str:
-  """Why a weight is the right one, or would be without a small number in the denominator."""
-  counted = "the number of rows" if code == "weight_fn=None" else code.partition(": ")[2]
-  if epsilon:
-    return (
-      f"What the loss divides by is {counted} and about {epsilon:.1g} that is added to it. With"
-      " this weight alone the microbatches differ by as much."
-    )
-  if code == "weight_fn=None":
-    return "The loss is a mean over rows, and is weighed or added up otherwise."
-  return (
-    f"The loss is no mean over rows: what it divides by is {counted}. With this weight the"
-    " microbatches give what the whole batch does."
-  )
 
 
 def option(name: str, tree: Any) -> str:

@@ -104,7 +104,7 @@ def _option(slots: Collection[Slot]) -> str:
 def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -> str:
   """What to say where Python asks for the value of something that a step traces."""
   scalars = [
-    _name_of(fun, slot)
+    name_of(fun, slot)
     for slot, tree in roles.shared.items()
     if any(getattr(leaf, "shape", ()) == () for leaf in jax.tree.leaves(tree))
   ]
@@ -154,7 +154,7 @@ def find_slots(
   return tuple(slots[argument] for argument in wanted)
 
 
-def _name_of(fun: Callable[..., Tree], slot: Slot) -> str:
+def name_of(fun: Callable[..., Tree], slot: Slot) -> str:
   """What `fun` calls an argument: "..." where it has no name."""
   names = _positional_names(fun)
   return slot if isinstance(slot, str) else (names[slot:] or [""])[0] or "..."
