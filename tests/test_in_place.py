@@ -19,7 +19,7 @@ from support.optimizers import relaxed
 
 import optax_accum
 from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
-from optax_accum._microbatches import fit_for_references
+from optax_accum._microbatches import in_place_fit
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
@@ -315,7 +315,7 @@ def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
     return jax.jit(run)(params, batch)[1]
 
   trees.assert_close(grads(), expected, 1e-10)
-  monkeypatch.setattr(fit_for_references, "kept_apart", lambda jaxpr, leaves: set())
+  monkeypatch.setattr(in_place_fit, "kept_apart", lambda jaxpr, leaves: set())
   if loss_fn is clamped:
     assert not np.allclose(grads()["embedding"], expected["embedding"])
 
@@ -340,7 +340,7 @@ def test_which_parameters_are_kept_apart():
 
   for fun, expected in ((cond, set()), (beside_a_barrier, {0, 1}), (scan_in_a_scan, {0})):
     jaxpr = jax.vjp(fun, x, x)[1].jaxpr
-    assert fit_for_references.kept_apart(jaxpr, [x, x]) == expected, fun
+    assert in_place_fit.kept_apart(jaxpr, [x, x]) == expected, fun
 
 
 def test_a_loss_narrower_than_parameters_where_nothing_is_weighed():

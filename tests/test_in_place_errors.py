@@ -7,7 +7,7 @@ import pytest
 from support.devices import make_mesh
 
 from optax_accum import make_train_step, microbatch_value_and_grad
-from optax_accum._microbatches import fit_for_references
+from optax_accum._microbatches import in_place_fit
 
 
 def loss_fn(params, batch):
@@ -24,7 +24,7 @@ PARAMS, BATCH = jnp.ones(3), jnp.ones((8, 3))
 @pytest.fixture
 def supported(monkeypatch):
   """As a JAX that can."""
-  monkeypatch.setattr(fit_for_references, "is_right", lambda: True)
+  monkeypatch.setattr(in_place_fit, "is_right", lambda: True)
 
 
 @pytest.mark.usefixtures("supported")
@@ -54,7 +54,7 @@ def test_what_is_no_bool(value):
 
 
 def test_a_jax_that_cannot_is_refused(monkeypatch):
-  monkeypatch.setattr(fit_for_references, "is_right", lambda: False)
+  monkeypatch.setattr(in_place_fit, "is_right", lambda: False)
   message = (
     rf"in JAX {jax.__version__} a backward pass cannot add .* Use in_place=False, or a newer"
   )
@@ -65,7 +65,7 @@ def test_a_jax_that_cannot_is_refused(monkeypatch):
 def test_this_jax_is_tried():
   """Before 0.10 it cannot, because of `jax.checkpoint`."""
   version = tuple(map(int, jax.__version__.split(".")[:2]))
-  assert fit_for_references.is_right() is (version >= (0, 10))
+  assert in_place_fit.is_right() is (version >= (0, 10))
 
 
 @pytest.mark.usefixtures("supported")

@@ -15,7 +15,7 @@ from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Batch, Grads, Leaf, Tree
 from optax_accum._mesh.placement import place, sharding_of
-from optax_accum._mesh.shards import Dims
+from optax_accum._mesh.state_of_parameters import Dims
 from optax_accum._microbatches.options import Split
 
 Sharding: TypeAlias = NamedSharding | None  # None where it is not known

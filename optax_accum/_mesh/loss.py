@@ -11,7 +11,8 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.placement import place, place_state, sharding_of
-from optax_accum._mesh.shards import Sharded, spread_as_parameters
+from optax_accum._mesh.shards import Sharded
+from optax_accum._mesh.state_of_parameters import spread_as_parameters
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs

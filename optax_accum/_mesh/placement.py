@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Leaf, Leaves, OptState, Params, Path, Tree
-from optax_accum._mesh.shards import followed
+from optax_accum._mesh.state_of_parameters import followed
 
 
 def place(

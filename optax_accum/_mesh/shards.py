@@ -1,13 +1,6 @@
-"""Parameters and state of which every device holds a part.
+"""Parameters that every device holds a part of: gathered for use, their gradients scattered."""
 
-Parameters are gathered for use, and their gradients scattered. Which leaves of an optimizer state
-belong to which parameter is found by their paths, which end in that of the parameter: in Adam's
-moments, in an accumulator, and within any transformation around them.
-"""
-
-from collections.abc import Sequence
 import dataclasses
-from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -16,9 +9,7 @@ from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices, reduction_words
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path, Tree
-
-Dims: TypeAlias = tuple[tuple[str, ...], ...]  # the mesh axes that each dimension is spread over
+from optax_accum._arithmetic.trees import Params, Tree
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -58,47 +49,3 @@ class Sharded:
     specs = self.gradient_specs
     each = reduction_words.match("grad_reduction", reductions, specs, "gradients")
     return jax.tree.map(placed, each, specs, self.automatic)
-
-
-def followed(params: Params, opt_state: OptState) -> list[int | None]:
-  """For each leaf of the state the number of the parameter that it follows, or None."""
-  paths = jax.tree_util.tree_leaves_with_path(params)
-  numbers = {_words(path): i for i, (path, _) in enumerate(paths)}
-
-  def parameter(path: Path, x: Leaf) -> int | None:
-    words = _words(path)
-    ends = (words[i:] for i in range(len(words) + 1))  # the longest first
-    # A number for each parameter follows none.
-    return next((numbers[end] for end in ends if end in numbers), None) if jnp.ndim(x) else None
-
-  state = jax.tree_util.tree_leaves_with_path(opt_state)
-  return [parameter(path, x) for path, x in state]
-
-
-def spread_as_parameters(
-  params: Params, opt_state: OptState, dims: Sequence[Dims]
-) -> list[Dims | None]:
-  """For each parameter how the state that follows it is spread; None where that is not one way.
-
-  ZeRO-1: this is the part of its gradient that each device keeps. `dims` are those of the leaves of
-  both trees. All leaves that follow the parameter must have its shape. What is found by mistake
-  changes where the step computes, and not what.
-  """
-  leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
-  following: list[set[tuple[tuple[int, ...], Dims]]] = [set() for _ in leaves]
-  spreads = dims[len(leaves) :]
-  for number, x, spread in zip(followed(params, opt_state), state, spreads, strict=True):
-    if number is not None:
-      following[number].add((jnp.shape(x), spread))
-
-  def dims_of(found: set[tuple[tuple[int, ...], Dims]], x: Leaf) -> Dims | None:
-    if len(found) != 1:
-      return None
-    [(shape, spread)] = found
-    return spread if shape == jnp.shape(x) else None
-
-  return list(map(dims_of, following, leaves))
-
-
-def _words(path: Path) -> tuple[str, ...]:
-  return tuple(map(str, path))

@@ -14,7 +14,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches import fit_for_references
+from optax_accum._microbatches import in_place_fit
 from optax_accum._microbatches.options import Split
 
 
@@ -58,7 +58,7 @@ class Accumulators:
 
       loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
       refs: Leaves = [*self._refs]
-      apart = fit_for_references.kept_apart(backward.jaxpr, leaves)
+      apart = in_place_fit.kept_apart(backward.jaxpr, leaves)
       for i in apart:
         refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
       grads = backward.with_refs(*refs)(_cotangent(loss, leaves, factor))
@@ -108,7 +108,7 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
       f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
       f" asks for more. {without} grad_reduction out."
     )
-  if not fit_for_references.is_right():
+  if not in_place_fit.is_right():
     raise NotImplementedError(
       f"in_place=True: in JAX {jax.__version__} a backward pass cannot add gradients to references"
       " rightly, or not where layers are rematerialised. Use in_place=False, or a newer JAX."

@@ -26,7 +26,7 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
 )
-from optax_accum._microbatches.fit_for_references import is_right
+from optax_accum._microbatches.in_place_fit import is_right
 
 # JAX 0.10.1 was the first to bring such an XLA. Before 0.9 none compiles for absent GPUs.
 FORGETS = (0, 10, 1) <= jax.__version_info__ < (0, 12)
