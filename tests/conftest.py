@@ -43,25 +43,35 @@ def usual_promotion():
     yield
 
 
+# A case of each test of these runs on all versions.
+SMOKE = {f"test_{name}.py" for name in (
+  "accumulate", "carry", "donation", "flax_linen", "flax_nnx", "mesh", "settings", "train_step",
+)}  # fmt: skip
+
+
 def pytest_addoption(parser):
-  text = "the I-th of N shares of the cases of every test, at least one each"
+  text = "the I-th of N shares of the tests, a case of each, and of those of the smoke set"
   parser.addoption("--share", metavar="I/N", help=text)
 
 
 def pytest_collection_modifyitems(config, items):
-  """Every test runs, but not with all of its cases: `.ci/run` does this on further versions."""
+  """`.ci/run` has further versions run a case of each test of the smoke set, and of a share."""
   if config.getoption("--share") is None:
     return
   share, shares = map(int, config.getoption("--share").split("/"))
   assert 1 <= share <= shares, config.getoption("--share")
   cases = collections.defaultdict(list)
   for item in items:
-    cases[item.nodeid.partition("[")[0]].append(item)
+    cases[item.path.name, item.nodeid.partition("[")[0]].append(item)
 
-  def mine(item):  # by no pattern, or one share would have one value of a parameter alone
-    return zlib.crc32(item.nodeid.encode()) % shares == share - 1
+  def number(name):  # by no pattern, or one share would have one value of a parameter alone
+    return zlib.crc32(name.encode())
 
-  kept = {id(x) for each in cases.values() for x in (list(filter(mine, each)) or each[:1])}
+  kept = {
+    id(each[(number(test) + share) % len(each)])
+    for (file, test), each in cases.items()
+    if file in SMOKE or number(test) % shares == share - 1
+  }
   config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
   items[:] = [item for item in items if id(item) in kept]
 
