@@ -47,7 +47,8 @@ class StepProgram:
   def __post_init__(self) -> None:
     self.local = self.loss.local
     self._jitted: dict[Placed, Any] = {}
-    self._returned, self._passed, self._structure = Known([]), Known([]), None  # of the last call
+    # Of the last call, of which there was none yet.
+    self._returned, self._passed, self._structure = Known([]), Known([]), jax.tree.structure(None)
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
     """Checks the arguments, puts them on the mesh, and sees that nothing is donated twice.
