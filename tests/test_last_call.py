@@ -111,7 +111,7 @@ def test_what_was_returned_and_then_deleted_elsewhere_without_a_mesh_argument():
 def test_parameters_and_state_without_arrays():
   step = make_train_step(lambda params, x: jnp.mean(x), optax.sgd(0.1), num_microbatches=2)
   for _ in range(2):
-    params, state, metrics = step({}, optax.sgd(0.1).init({}), X)
+    params, _, metrics = step({}, optax.sgd(0.1).init({}), X)
     assert (params, float(metrics["loss"])) == ({}, 1.5)
 
 
