@@ -102,13 +102,13 @@ def test_options(options, error, match):
       ({"batch_stats": {"norm": {"mean": jnp.zeros(3)}}},),
       STATS_ALONE,
       ValueError,
-      r"\['mean'\] has shape \(2,\) and dtype float32, and the function returned shape \(3,\)",
+      r"\['mean'\] was float32\[2\], and is float32\[3\] in the new_carry",
     ),
     (
       ({"batch_stats": {"norm": {"mean": jnp.zeros(2, jnp.bfloat16)}}},),
       STATS_ALONE,
       ValueError,
-      r"\['mean'\] has .*dtype float32, and the function returned .*dtype bfloat16",
+      r"\['mean'\] was float32\[2\], and is bfloat16\[2\] in the new_carry",
     ),
   ],
 )

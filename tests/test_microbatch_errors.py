@@ -289,7 +289,7 @@ def test_leaves_that_are_no_arrays():
 def test_keys_that_are_none():
   raises(
     TypeError,
-    "invalid PRNG key data",  # JAX's own
+    r"random argument 2\['key'\] has shape \(\) and dtype float32; it must be a key",
     lambda p, b, k: loss_fn(p, b),
     (PARAMS, BATCH, {"key": jnp.ones(())}),
     rng_argnums=2,

@@ -51,6 +51,8 @@ class Microbatches:
       refuse_rows(roles, rows)
     if split.rng_argnums is None:
       refuse_keys(roles)
+    for slot in roles.rng:
+      keys_and_carry.check_keys(f"random argument {slot!r}", self._arguments[slot])
 
   @property
   def _devices(self) -> int:

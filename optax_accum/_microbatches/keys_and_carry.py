@@ -31,6 +31,17 @@ def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
   return fold(keys, number)
 
 
+def check_keys(name: str, tree: Tree) -> None:
+  """Checks that these are random keys, typed or raw."""
+  for leaf, x in _validate.named_leaves(name, tree):
+    shape, dtype = jnp.shape(x), jnp.result_type(x)
+    if not dtypes.is_key(x) and not (dtype == jnp.uint32 and shape):
+      raise TypeError(
+        f"{leaf} has shape {shape} and dtype {dtype}; it must be a key, of jax.random.key(seed) or"
+        " jax.random.PRNGKey(seed)."
+      )
+
+
 def over_devices(
   words: Tree,
   carry: tuple[Carry, ...],
