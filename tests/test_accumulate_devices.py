@@ -228,9 +228,24 @@ def nested(tx, form):  # `apply` is not there behind a chain
   return optax.chain(tx, optax.scale(1.0)) if form == "update" else tx
 
 
-@forms
-@VMA
-@pytest.mark.parametrize(("count", "every_k"), [(2, 3), (8, 1), (8, 3)])
+def assert_one_reduction(report, params, outside):
+  """One of the gradients, in the branch that emits; outside of it one of so many bytes, or none."""
+  nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
+  assert report.inside == {"all-reduce": (1, nbytes)}
+  assert len(report.unknown_trip_counts) == 1
+  # What the devices agree about on every call.
+  assert report.outside == ({"all-reduce": (1, outside)} if outside else {})
+
+
+@pytest.mark.parametrize(
+  ("form", "check_vma", "count", "every_k"),
+  [
+    *((form, check_vma, 8, 3) for form in FORMS for check_vma in (True, False)),
+    ("update", True, 8, 1),
+    ("apply", False, 8, 1),
+    ("update", False, 2, 3),
+  ],
+)
 def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_k):
   with jax.enable_x64(True):
     tx = nested(accumulate(optimizer(), every_k, axis_name="data"), form)
@@ -238,6 +253,9 @@ def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_
     batches = microbatches(2 * every_k)
     params, state = run_steps(init, step, init_params(), batches)
     trees.assert_close(params, whole_batch(every_k, 2 * every_k), 1e-13)
+    if every_k > 1:
+      report = count_collectives(step.lower(init_params(), state, batches[0]).compile())
+      assert_one_reduction(report, params, 8)  # a weight
   for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
     assert leaf.sharding.is_equivalent_to(NamedSharding(make_mesh(count), spec), leaf.ndim)
   acc_grads = optax.tree.get(state, "acc_grads")
@@ -257,16 +275,19 @@ def test_a_skip_on_one_device_in_shard_map(form, check_vma):
     params, state = run_steps(init, step, init_params(), [first, bad, second])
     trees.assert_close(params, whole_batch(2, 2), 1e-13)
     _, state = run_steps(init, step, init_params(), [first, bad])
+    report = count_collectives(step.lower(init_params(), state, bad).compile())
+    assert_one_reduction(report, params, 16)  # and whether it is skipped
   assert (int(state.mini_step), bool(state.has_updated)) == (1, False)
   assert float(state.acc_weight) == first["valid"].sum()
   # Which device it was can be read.
   assert np.flatnonzero(state.skip_state["should_skip"]).tolist() == [2]
 
 
-@forms
+@pytest.mark.parametrize(
+  ("form", "every_k", "reduction"),
+  [("update", 1, "mean"), ("update", 3, "sum"), ("apply", 1, "sum"), ("apply", 3, "mean")],
+)
 @VMA
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("every_k", [1, 2, 3])
 def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every_k, reduction):
   tx = accumulate(optax.sgd(1.0), every_k, reduction=reduction, axis_name="data")
   params = {"w": np.zeros(3, np.float32)}
@@ -277,13 +298,16 @@ def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every
   def call(params, state, grads):
     return mini_step(tx, form)(params, state, {"w": grads[0]})
 
-  state = shard_map(tx.init, in_specs=P(), out_specs=specs)(params)
+  state = jax.jit(shard_map(tx.init, in_specs=P(), out_specs=specs))(params)
   step = jax.jit(shard_map(call, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
   for grad in grads:
     params, state = step(params, state, np.float32(grad))
   expected = {"mean": grads.mean((0, 1)), "sum": grads.sum((0, 1))}[reduction]
   np.testing.assert_allclose(params["w"], -expected, rtol=1e-5)
   assert (int(state.gradient_step), int(state.mini_step)) == (1, 0)
+  if every_k > 1:
+    report = count_collectives(step.lower(params, state, np.float32(grads[0])).compile())
+    assert_one_reduction(report, params, 0)
 
 
 def test_several_axes():
@@ -455,30 +479,25 @@ def test_a_gradient_of_zero_is_fine(check_vma):
   assert 0.5 < along[0] < 1
 
 
-OPTIONS = {
-  "plain": ({}, False, 0),
-  "weights_and_skips": ({"skip_fn": optax.skip_not_finite}, True, 2),
-}
-
-
-@forms
-@VMA
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
-def test_one_gradient_all_reduce_in_the_branch_that_emits(form, check_vma, options, platform):
-  kwargs, weighted, numbers = OPTIONS[options]
-  mesh = make_mesh(DEVICES, platform=platform)
+@pytest.mark.parametrize(
+  ("form", "check_vma", "weighs_and_skips"),
+  [
+    ("update", True, True),
+    ("update", False, False),
+    ("apply", True, False),
+    ("apply", False, True),
+  ],
+)
+def test_tpus_reduce_the_gradients_once_in_the_branch_that_emits(form, check_vma, weighs_and_skips):
+  kwargs = {"skip_fn": optax.skip_not_finite} if weighs_and_skips else {}
+  mesh = make_mesh(DEVICES, platform="tpu")
   tx = nested(accumulate(optimizer(), 4, axis_name="data", **kwargs), form)
   params = init_params(np.float32)
-  init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighted)
+  init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighs_and_skips)
   args = (params, jax.eval_shape(init, params), jax.tree.map(np.float32, make_batch(64)))
   args = devices.abstract(args, mesh, (P(), specs, P("data")))
   report = count_collectives(step.lower(*args).compile())
-  nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
-  assert report.inside == {"all-reduce": (1, nbytes)}
-  assert len(report.unknown_trip_counts) == 1
-  # What the devices agree about on every call.
-  assert report.outside == ({"all-reduce": (1, 4 * numbers)} if numbers else {})
+  assert_one_reduction(report, params, 8 if weighs_and_skips else 0)
 
 
 @forms
@@ -589,9 +608,15 @@ def assert_sharded_as(tree, params):
     assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (path, x.sharding, like.sharding)
 
 
-@forms
-@kinds
-@pytest.mark.parametrize("init", ["eager", "jit"])
+@pytest.mark.parametrize(
+  ("form", "kind", "init"),
+  [
+    ("update", AUTO, "eager"),
+    ("apply", AUTO, "jit"),
+    ("update", EXPLICIT, "jit"),
+    ("apply", EXPLICIT, "eager"),
+  ],
+)
 def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
   mesh = make_mesh(4, 2, kind=kind)
   params = sharded_params(mesh)

@@ -13,7 +13,7 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.optimizers import loss_elsewhere, relaxed
+from support.optimizers import relaxed, with_loss_elsewhere
 
 from optax_accum import count_collectives, make_train_step, microbatch, microbatch_value_and_grad
 from optax_accum._compiled.matrix_flops import matrix_flops
@@ -66,36 +66,67 @@ def optimizer():
 
 
 @functools.cache
-def expected_steps(rows=ROWS):
+def expected_steps():
   """Three steps on one device with the whole batch at once."""
   with jax.enable_x64(True):
-    params, tx = jax.tree.map(jnp.asarray, init_params()), optimizer()
+    params, tx = jax.tree.map(jnp.asarray, init_params()), with_loss_elsewhere(optimizer())
     step = oracle.whole_batch_step(loss_fn, tx)
-    return oracle.take_steps(step, tx, params, [make_batch(rows)] * 3)
+    return oracle.take_steps(step, tx, params, [make_batch()] * 3)
+
+
+@functools.cache
+def expected_gradients():
+  """The loss and the gradients of the whole batch."""
+  with jax.enable_x64(True):
+    params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
+    return jax.device_get(jax.jit(jax.value_and_grad(loss_fn))(params, batch))
+
+
+def assert_one_reduction(compiled, params):
+  """All-reduces gradients like the parameters in one operation, after the loop."""
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+  report = count_collectives(compiled)
+  assert report.at_least(1024).inside == {}
+  reductions = report.at_least(1024).outside
+  assert set(reductions) == {"all-reduce"}
+  # Scalars (loss, weights) may ride along.
+  assert size <= reductions["all-reduce"].bytes <= size + 64
+  assert reductions["all-reduce"].operations == 1
+
+
+def with_aux(params, batch):
+  return loss_fn(params, batch), {"loss": loss_fn(params, batch)}
 
 
 @pytest.mark.parametrize(
   ("count", "options", "kind"),
   [
     (1, {"num_microbatches": 4}, AUTO),
-    (2, {"num_microbatches": 8}, AUTO),
     (2, {"num_microbatches": 1}, EXPLICIT),
-    (4, {"num_microbatches": 2}, EXPLICIT),
-    (4, {"microbatch_size": 24}, AUTO),
-    (8, {"num_microbatches": 1}, AUTO),
-    (8, {"num_microbatches": 4}, AUTO),
-    (8, {"num_microbatches": 8}, EXPLICIT),
-    (8, {"microbatch_size": 24}, EXPLICIT),
-    (8, {"num_microbatches": 4, "reduce_gradients": "per_microbatch"}, AUTO),
+    (4, {"microbatch_size": 24, "skip_nonfinite": True}, AUTO),
+    (8, {"num_microbatches": 8, "has_aux": True}, EXPLICIT),
   ],
 )
 def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
+  """Compiled once, with one reduction of the gradients, for arrays of the host too."""
   with jax.enable_x64(True):
-    mesh, tx = make_mesh(count, kind=kind), optimizer()
-    step = make_train_step(loss_fn, tx, mesh=mesh, weight_fn=valid_tokens, **options)
-    params = devices.put(init_params(), mesh)
-    actual = oracle.take_steps(step, tx, params, [make_batch()] * 3)
-    trees.assert_close(actual, expected_steps(), 1e-9)
+    mesh, tx, made = make_mesh(count, kind=kind), optimizer(), []
+    fun = with_aux if "has_aux" in options else loss_fn
+    step = make_train_step(fun, tx, mesh=mesh, weight_fn=valid_tokens, **options)
+
+    def counted(*args):
+      out = step(*args)
+      made.append(len(programs))
+      return out
+
+    with compilations() as programs:
+      params, state, loss = oracle.take_steps(counted, tx, init_params(), [make_batch()] * 3)
+    expected, (expected_state, _), expected_loss = expected_steps()
+    trees.assert_close((params, state, loss), (expected, expected_state, expected_loss), 1e-9)
+    assert made[0] == made[-1] > 0
+    if count > 1:
+      placed = devices.put((params, state), mesh)
+      assert_one_reduction(step.lower(*placed, make_batch()).compile(), params)
 
 
 SHARDED = {
@@ -115,47 +146,37 @@ TENSOR_PARALLEL = {
 }
 
 
-@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-@kinds
-@pytest.mark.parametrize(
-  ("specs", "shape"),
-  [(SHARDED, (8,)), (SHARDED_2D, (4, 2)), (TENSOR_PARALLEL, (4, 2))],
-  ids=["fsdp", "fsdp+tp", "tp"],
-)
-def test_sharded_parameters(specs, shape, kind, reduce_gradients):
-  with jax.enable_x64(True):
-    mesh, tx = make_mesh(*shape, kind=kind), optimizer()
-    shardings = devices.shardings(init_params(), mesh, specs)
-
-    def fun(params, batch):
-      if kind == EXPLICIT and len(shape) > 1:  # explicit axes want to be told where a product goes
-        params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
-      return loss_fn(params, batch)
-
-    step = make_train_step(
-      fun,
-      tx,
-      mesh=mesh,
-      num_microbatches=4,
-      weight_fn=valid_tokens,
-      reduce_gradients=reduce_gradients,
-    )
-    params = jax.device_put(init_params(), shardings)
-    opt_state = tx.init(params)
-    for _ in range(3):
-      params, opt_state, metrics = step(params, opt_state, make_batch())
-    held = jax.device_get((params, opt_state, metrics["loss"]))
-    trees.assert_close(held, expected_steps(), 1e-9)
-    for name, x in params.items():
-      assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-      assert opt_state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
+  """Three steps from parameters that are sharded so; the program of the first."""
+  shardings = devices.shardings(init_params(), mesh, specs)
+  params = jax.device_put(init_params(), shardings)
+  opt_state, batch = trees.strong(tx.init(params)), devices.put(make_batch(), mesh, P("data"))
+  compiled = step.lower(params, opt_state, batch).compile()
+  for i in range(3):
+    held = params, opt_state
+    params, opt_state, metrics = step(*held, batch)
+    if i == 0:
+      twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())
+      elsewhere = loss_fn(twice, jax.tree.map(jnp.asarray, make_batch()))
+      np.testing.assert_allclose(opt_state[1], elsewhere, rtol=1e-12)
+      assert abs(elsewhere - metrics["loss"]) > 1e-2
+    # The first state is on the mesh but for its numbers.
+    given = held if i else [x for x in jax.tree.leaves(held) if x.ndim]
+    assert all(x.is_deleted() for x in jax.tree.leaves(given))
+  assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
+  actual = jax.device_get((params, opt_state, metrics["loss"]))
+  trees.assert_close(actual, expected_steps(), 1e-9)
+  for name, x in params.items():
+    assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
+    assert opt_state[0][1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+  return compiled
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
 @kinds
-def test_value_fn_of_sharded_parameters_is_the_loss_of_the_whole_batch(kind, reduce_gradients):
+def test_one_step_takes_replicated_and_sharded_parameters(kind, reduce_gradients):
   with jax.enable_x64(True):
-    mesh, tx, batch = make_mesh(8, kind=kind), loss_elsewhere(), make_batch()
+    mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
     step = make_train_step(
       loss_fn,
       tx,
@@ -164,20 +185,54 @@ def test_value_fn_of_sharded_parameters_is_the_loss_of_the_whole_batch(kind, red
       weight_fn=valid_tokens,
       reduce_gradients=reduce_gradients,
     )
-    params = devices.put(init_params(), mesh, SHARDED)
-    _, elsewhere, metrics = step(params, tx.init(params), batch)
-    twice = jax.tree.map(lambda x: jnp.asarray(2 * x), init_params())
-    expected = loss_fn(twice, jax.tree.map(jnp.asarray, batch))
-    np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
-    assert abs(expected - metrics["loss"]) > 1e-2
+    compiled = assert_steps_as_the_whole_batch(step, tx, mesh, P())
+    assert_steps_as_the_whole_batch(step, tx, mesh, SHARDED)
+    assert_steps_as_the_whole_batch(step, tx, mesh, P())
+    if reduce_gradients == "per_cycle":
+      assert_one_reduction(compiled, init_params())
+    else:
+      with pytest.raises(AssertionError):
+        assert_one_reduction(compiled, init_params())
+      size = sum(x.nbytes for x in jax.tree.leaves(init_params()))
+      inside = count_collectives(compiled).at_least(64).inside["all-reduce"]
+      assert inside.bytes >= 4 * size
+
+
+@pytest.mark.parametrize(
+  ("specs", "kind", "reduce_gradients"),
+  [
+    (SHARDED_2D, AUTO, "per_microbatch"),
+    (SHARDED_2D, EXPLICIT, "per_cycle"),
+    (TENSOR_PARALLEL, AUTO, "per_cycle"),
+    (TENSOR_PARALLEL, EXPLICIT, "per_microbatch"),
+  ],
+)
+def test_parameters_sharded_over_two_axes(specs, kind, reduce_gradients):
+  def fun(params, batch):
+    if kind == EXPLICIT:  # explicit axes want to be told where a product goes
+      params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
+    return loss_fn(params, batch)
+
+  with jax.enable_x64(True):
+    mesh, tx = make_mesh(4, 2, kind=kind), with_loss_elsewhere(optimizer())
+    step = make_train_step(
+      fun,
+      tx,
+      mesh=mesh,
+      num_microbatches=4,
+      weight_fn=valid_tokens,
+      reduce_gradients=reduce_gradients,
+    )
+    assert_steps_as_the_whole_batch(step, tx, mesh, specs)
 
 
 def columns_loss(params, x, y):
   return jnp.mean((jnp.einsum("ib,i->b", x, params) - y) ** 2)
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 24}])
-@kinds
+@pytest.mark.parametrize(
+  ("kind", "options"), [(AUTO, {"num_microbatches": 2}), (EXPLICIT, {"microbatch_size": 24})]
+)
 def test_rows_on_the_last_axis(kind, options):
   rng = np.random.default_rng(4)
   params, x, y = rng.normal(size=3), rng.normal(size=(3, 64)), rng.normal(size=64)
@@ -187,25 +242,32 @@ def test_rows_on_the_last_axis(kind, options):
       columns_loss, tx, mesh=make_mesh(8, kind=kind), batch_argnums=(1, 2), batch_axis=-1, **options
     )
     new, _, metrics = step(params, tx.init(params), x, y)
-    loss, grad = jax.value_and_grad(columns_loss)(*map(jnp.asarray, (params, x, y)))
+    loss, grad = jax.jit(jax.value_and_grad(columns_loss))(params, x, y)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
     np.testing.assert_allclose(new, params - grad, rtol=1e-12)
 
 
-@pytest.mark.parametrize("size", [8, 16, 32, 40])
+@pytest.mark.parametrize("size", [24, 56])
 def test_rows_of_an_explicit_mesh_that_do_not_divide(size):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
     step = make_train_step(loss_fn, tx, mesh=mesh, microbatch_size=size, weight_fn=valid_tokens)
-    batch = devices.put(make_batch(48), mesh, P("data"))
-    actual = oracle.take_steps(step, tx, init_params(), [batch] * 3)
-    trees.assert_close(actual, expected_steps(48), 1e-9)
+    batch = devices.put(make_batch(), mesh, P("data"))
+    params, state, loss = oracle.take_steps(step, tx, init_params(), [batch] * 3)
+    expected, (expected_state, _), expected_loss = expected_steps()
+    trees.assert_close((params, state, loss), (expected, expected_state, expected_loss), 1e-9)
 
 
-@kinds
 @pytest.mark.parametrize(
-  ("size", "on_each"),
-  [(8, [1] * 6), (16, [2, 2, 2]), (32, [4, 2]), (40, [5, 1]), (48, [6]), (96, [6])],
+  ("size", "on_each", "kind"),
+  [
+    (8, [1] * 6, AUTO),
+    (16, [2, 2, 2], EXPLICIT),
+    (32, [4, 2], AUTO),
+    (40, [5, 1], EXPLICIT),
+    (48, [6], EXPLICIT),
+    (96, [6], AUTO),
+  ],
 )
 def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
   def fun(params, x):
@@ -226,46 +288,16 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
   tx, mesh = optax.sgd(0.001), make_mesh(8)
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False)
   x, y = np.arange(16, dtype=np.float32), np.ones(16, np.float32)
+  gradient = jax.jit(jax.grad(fun))
   calls = [((x, y), {}), ((x,), {"other": y}), ((), {"batch": x, "other": y}), ((x, y), {})]
   for goes_on in (False, True):  # with other parameters, or with those that the last call returned
     params, state = jnp.asarray(2.0), tx.init(2.0)
     for args, kwargs in calls:
-      expected = params - 0.001 * jax.grad(fun)(params, jnp.asarray(x), jnp.asarray(y))
+      expected = params - 0.001 * gradient(params, x, y)
       new, new_state, metrics = step(params, state, *args, **kwargs)
       np.testing.assert_allclose(new, expected, rtol=1e-6)
       assert float(metrics["total_weight"]) == 16
       params, state = (new, new_state) if goes_on else (params, state)
-
-
-@kinds
-def test_one_step_takes_replicated_and_sharded_parameters(kind):
-  with jax.enable_x64(True):
-    mesh, tx = make_mesh(8, kind=kind), optimizer()
-    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens)
-    for specs in (P(), SHARDED, P()):
-      shardings = devices.shardings(init_params(), mesh, specs)
-      params = jax.device_put(init_params(), shardings)
-      new, state, _ = step(params, tx.init(params), make_batch())
-      for name, x in new.items():
-        assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-        assert state[1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
-      params = jax.device_put(init_params(), shardings)
-      actual = oracle.take_steps(step, tx, params, [make_batch()] * 3)
-      trees.assert_close(actual, expected_steps(), 1e-9)
-
-
-@pytest.mark.parametrize("donate", [True, False])
-@kinds
-def test_parameters_and_state_on_a_mesh_are_donated_unless_told_otherwise(kind, donate):
-  mesh, tx = make_mesh(8, kind=kind), relaxed(optax.adam(0.1))
-  params = devices.put(init_params(np.float32), mesh)
-  opt_state = devices.put(tx.init(params), mesh)
-  batch = devices.put(make_batch(dtype=np.float32), mesh, P("data"))
-  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=donate)
-  step(params, opt_state, batch)
-  deleted = [x.is_deleted() for x in jax.tree.leaves((params, opt_state))]
-  assert deleted == [donate] * len(deleted)
-  assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
 
 
 @pytest.mark.parametrize(("axis", "spec"), [(0, ("data",)), (-1, (None, "data"))])
@@ -317,57 +349,19 @@ def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, row
   return step.lower(on_mesh, opt_state, batch).compile(), params
 
 
-def assert_one_reduction(compiled, params):
-  size = sum(4 * x.size for x in jax.tree.leaves(params))  # float32 accumulators
-  report = count_collectives(compiled)
-  assert report.at_least(1024).inside == {}
-  reductions = report.at_least(1024).outside
-  assert set(reductions) == {"all-reduce"}
-  # Scalars (loss, weights) may ride along.
-  assert size <= reductions["all-reduce"].bytes <= size + 64
-  assert reductions["all-reduce"].operations == 1
+def test_one_gradient_reduction_a_cycle_in_the_dtype_of_the_accumulators():
+  mesh = make_mesh(8)
+  compiled, params = compiled_step(mesh, num_microbatches=32, dtype=jnp.bfloat16)
+  accumulators = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+  assert_one_reduction(compiled, accumulators)
 
 
-def with_aux(params, batch):
-  return loss_fn(params, batch), {"loss": loss_fn(params, batch)}
-
-
-@pytest.mark.parametrize(
-  ("num_microbatches", "kind", "options"),
-  [
-    (1, AUTO, {}),
-    (4, EXPLICIT, {}),
-    (8, AUTO, {"weight_fn": valid_tokens, "skip_nonfinite": True}),
-    (32, AUTO, {}),
-    (4, EXPLICIT, {"weight_fn": valid_tokens, "fun": with_aux, "has_aux": True}),
-    (4, AUTO, {"dtype": jnp.bfloat16}),
-    (None, AUTO, {"microbatch_size": 96}),
-  ],
-)
-def test_one_gradient_reduction_a_cycle(num_microbatches, kind, options):
-  compiled, params = compiled_step(
-    make_mesh(8, kind=kind), num_microbatches=num_microbatches, **options
-  )
-  assert_one_reduction(compiled, params)
-
-
-@pytest.mark.parametrize("chips", [8, 64])
-def test_one_gradient_reduction_a_cycle_on_tpus(chips):
-  mesh = make_mesh(chips, platform="tpu")
+def test_one_gradient_reduction_a_cycle_on_tpus():
+  mesh = make_mesh(64, platform="tpu")
   compiled, params = compiled_step(
     mesh, rows=1024, num_microbatches=8, weight_fn=valid_tokens, width=128
   )
   assert_one_reduction(compiled, params)
-
-
-def test_a_reduction_every_microbatch_is_told_apart():
-  mesh = make_mesh(8)
-  compiled, params = compiled_step(mesh, num_microbatches=8, reduce_gradients="per_microbatch")
-  with pytest.raises(AssertionError):
-    assert_one_reduction(compiled, params)
-  size = sum(4 * x.size for x in jax.tree.leaves(params))
-  inside = count_collectives(compiled).at_least(64).inside["all-reduce"]
-  assert inside.bytes >= 8 * size
 
 
 def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
@@ -433,7 +427,7 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   cycle = jax.jit(microbatch_value_and_grad(mean_square, num_microbatches=4))
   compiled = cycle.lower(params, batch).compile()
   assert set(count_collectives(compiled).inside) <= {"all-reduce"}
-  expected = jax.value_and_grad(mean_square)(*jax.device_get((params, batch)))
+  expected = jax.jit(jax.value_and_grad(mean_square))(*jax.device_get((params, batch)))
   trees.assert_close(jax.device_get(cycle(params, batch)), expected, 1e-5)
 
 
@@ -448,8 +442,7 @@ def scale_of(gradient_fn, params, batch, **options):
     **options,
   )
   actual = jax.jit(mapped)(params, batch)
-  expected = jax.grad(lambda w, x: jnp.mean(w * x))(params, batch)
-  return float(actual / expected)
+  return float(actual / np.mean(batch))
 
 
 def test_scale_in_shard_map_and_the_errors_that_people_make():
@@ -472,9 +465,8 @@ def test_scale_in_shard_map_and_the_errors_that_people_make():
   assert unreduced == pytest.approx(float(jnp.mean(batch[:8]) / jnp.mean(batch)))
 
 
-@pytest.mark.parametrize("axis_name", ["data", ("data", "model")], ids=["axis", "axes"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_axis_name_in_shard_map(check_vma, axis_name):
+@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])
+def test_axis_name_in_shard_map(axis_name, check_vma):
   with jax.enable_x64(True):
     mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)
     cycle = microbatch_value_and_grad(
@@ -490,9 +482,7 @@ def test_axis_name_in_shard_map(check_vma, axis_name):
     params, batch = jax.tree.map(jnp.asarray, (init_params(), make_batch()))
     compiled = jax.jit(mapped).lower(params, batch).compile()
     assert count_collectives(compiled).inside == {}
-    trees.assert_close(
-      jax.jit(mapped)(params, batch), jax.value_and_grad(loss_fn)(params, batch), 1e-10
-    )
+    trees.assert_close(jax.jit(mapped)(params, batch), expected_gradients(), 1e-10)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -579,9 +569,8 @@ def test_axis_name_in_pmap_with_everything():
     (loss, (carry, aux)), grads, stats = jax.pmap(
       cycle, axis_name="data", in_axes=(None, 0, None, None)
     )(params, split, jnp.zeros(()), jax.random.key(0))
-    expected = jax.value_and_grad(loss_fn)(params, batch)
     first = jax.tree.map(lambda x: x[0], (loss, grads))
-    trees.assert_close(first, expected, 1e-10)
+    trees.assert_close(first, expected_gradients(), 1e-10)
     assert float(stats.total_weight[0]) == float(jnp.sum(batch["valid"]))
     assert int(aux["tokens"][0]) == int(jnp.sum(batch["valid"]))
     counts = np.asarray(batch["valid"]).reshape(8, -1).sum(1)  # a carry weighs as its device
@@ -619,13 +608,15 @@ def test_aux_carry_keys_and_skips_over_a_mesh(kind):
   )
   x = np.arange(16, dtype=np.float32)
   x[5] = np.nan  # row 1 of device 1: in its second microbatch
+  start = devices.put(jnp.asarray(1.0), mesh)
   params, _, carry, metrics = step(
-    jnp.asarray(1.0),
+    start,
     optax.sgd(0.1).init(1.0),
     x,
     {"mean": jnp.zeros(()), "big": jnp.asarray(10)},
     jax.random.key(0),
   )
+  assert not start.is_deleted()
   kept = np.delete(x, [5, 7])
   assert int(metrics["skipped_microbatches"]) == 1
   assert float(metrics["total_weight"]) == 14
@@ -663,33 +654,6 @@ def test_embedding_gradients_are_exact():
     )
     table, _, _ = step(np.zeros((50, 4), np.float32), (optax.EmptyState(),) * 2, batch)
     np.testing.assert_array_equal(-np.asarray(table), expected.astype(np.float32))
-
-
-def test_line_search_over_a_mesh():
-  with jax.enable_x64(True):
-    tx = relaxed(optax.lbfgs())
-    step = make_train_step(
-      loss_fn, tx, mesh=make_mesh(8), num_microbatches=2, weight_fn=valid_tokens, donate=False
-    )
-    params, batches = jax.tree.map(jnp.asarray, init_params()), [make_batch()] * 2
-    actual, _, _ = oracle.take_steps(step, tx, params, batches)
-    whole_batch_step = oracle.whole_batch_step(loss_fn, tx)
-    expected, _, _ = oracle.take_steps(whole_batch_step, tx, params, batches)
-    trees.assert_close(actual, expected, 1e-8)
-
-
-def test_one_compilation_over_a_mesh():
-  for kind in (AUTO, EXPLICIT):
-    tx = optimizer()
-    step = make_train_step(loss_fn, tx, mesh=make_mesh(8, kind=kind), num_microbatches=2)
-    params, batch = init_params(np.float32), make_batch(dtype=np.float32)
-    opt_state = tx.init(jax.tree.map(jnp.asarray, params))
-    made = []
-    with compilations() as programs:
-      for _ in range(3):
-        params, opt_state, _ = step(params, opt_state, batch)
-        made.append(len(programs))
-    assert made[0] == made[-1] > 0
 
 
 def test_accumulators_take_the_shardings_of_the_parameters():

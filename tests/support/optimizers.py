@@ -43,6 +43,20 @@ def loss_elsewhere():
   return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
 
 
+def with_loss_elsewhere(tx):
+  """`tx`, with the loss at twice the parameters as another part of its state."""
+
+  def update(updates, state, params, *, value_fn, **extra_args):
+    value = value_fn(jax.tree.map(lambda x: x + x, params))
+    updates, inner = tx.update(updates, state[0], params, value_fn=value_fn, **extra_args)
+    return updates, (inner, value)
+
+  def init(params):
+    return tx.init(params), jnp.zeros((), jax.tree.leaves(params)[0].dtype)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
 # By name, for runs whose parameters are "w", "b" and "scale". An eps bounds how much the step of a
 # parameter whose gradient is nearly zero magnifies rounding.
 DRAWN = {
