@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 import inspect
-from typing import Any, Concatenate, Generic, Literal
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TYPE_CHECKING, TypeVar
 
 import jax
 from jax.typing import DTypeLike
 import optax
-from typing_extensions import ParamSpec, TypeVar  # with defaults: Python 3.13 has them too
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
@@ -17,9 +16,14 @@ from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Step, step_loss
 
-Params = TypeVar("Params", default=Any)
 OptState = TypeVar("OptState")
-Args = ParamSpec("Args", default=...)
+if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
+  import typing_extensions
+
+  Params = typing_extensions.TypeVar("Params", default=Any)
+  Args = typing_extensions.ParamSpec("Args", default=...)
+else:
+  Params, Args = TypeVar("Params"), ParamSpec("Args")
 
 
 class TrainStep(Step, Generic[Params, Args]):
