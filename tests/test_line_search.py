@@ -1,5 +1,7 @@
 """What a line search is given: the same objective at other parameters, and its derivative."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -39,26 +41,42 @@ def recorded(inspect):
     return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
 
   return optax.GradientTransformationExtraArgs(
-    lambda params: inspect(lambda p: loss_fn(p, data()), params), update
+    jax.jit(lambda params: inspect(lambda p: loss_fn(p, data()), params)), update
   )
 
 
-@pytest.mark.parametrize("axis_kind", [None, devices.AUTO, devices.EXPLICIT])
-@pytest.mark.parametrize("options", [{"num_microbatches": 1}, {"num_microbatches": 2}, PADDED])
-def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch(options, axis_kind):
-  if axis_kind is not None and "microbatch_size" in options:
-    options = {**options, "microbatch_size": 6}
-  mesh = None if axis_kind is None else make_mesh(2, kind=axis_kind)
+def padded_steps(step):
+  """The parameters after four steps of L-BFGS in float64."""
+  batch, start = data(dtype=np.float64), params(np.float64)
+  return oracle.take_steps(step, relaxed(optax.lbfgs()), start, [batch] * 4)[0]
+
+
+@functools.cache
+def whole_padded_steps():
   with jax.enable_x64(True):
-    batch, start, tx = data(dtype=np.float64), params(np.float64), relaxed(optax.lbfgs())
-    options = {"weight_fn": PADDED["weight_fn"], **options}
-    step = optax_accum.make_train_step(loss_fn, tx, donate=False, mesh=mesh, **options)
-    actual = oracle.take_steps(step, tx, start, [batch] * 4)
-    expected = oracle.take_steps(oracle.whole_batch_step(loss_fn, tx), tx, start, [batch] * 4)
-    chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-7)
-    assert abs(actual[0]["b"] - start["b"]) > 0.1
+    batch, start = data(dtype=np.float64), params(np.float64)
+    stepped = padded_steps(oracle.whole_batch_step(loss_fn, relaxed(optax.lbfgs())))
+    assert abs(stepped["b"] - start["b"]) > 0.1
     without = optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3)
-    assert np.isnan(without(start, batch)[0])  # padding that is weighed by its rows
+    assert np.isnan(jax.jit(without)(start, batch)[0])  # padding that is weighed by its rows
+    return stepped
+
+
+@pytest.mark.parametrize(
+  ("options", "mesh"),
+  [
+    ({"num_microbatches": 1}, None),
+    ({"microbatch_size": 3}, None),
+    ({"num_microbatches": 2}, (8, devices.AUTO)),
+    ({"microbatch_size": 6}, (2, devices.EXPLICIT)),
+  ],
+)
+def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch(options, mesh):
+  mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
+  with jax.enable_x64(True):
+    options = {"weight_fn": PADDED["weight_fn"], "donate": False, "mesh": mesh, **options}
+    step = optax_accum.make_train_step(loss_fn, relaxed(optax.lbfgs()), **options)
+    chex.assert_trees_all_close(padded_steps(step), whole_padded_steps(), rtol=1e-7)
 
 
 @pytest.mark.parametrize("mesh_size", [None, 4])
@@ -76,7 +94,7 @@ def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
   options = {**PADDED, "microbatch_size": 4, "donate": False, "mesh": mesh}
   step = optax_accum.make_train_step(loss_fn, tx, **options)
   _, seen, _ = step(params(), tx.init(params()), batch)
-  value, grad = jax.value_and_grad(loss_fn)(params(), batch)
+  value, grad = jax.jit(jax.value_and_grad(loss_fn))(params(), batch)
   np.testing.assert_allclose(seen["value"], value, rtol=1e-6)
   chex.assert_trees_all_close(jax.device_get(seen["reverse"]), grad, rtol=1e-5)
   np.testing.assert_allclose(seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5)
@@ -98,14 +116,15 @@ def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
   batch = jnp.arange(1.0, 9.0)
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, donate=False)
   _, seen, _ = step(start, start, batch)
-  expected = jax.grad(loss_fn)(start, batch)
+  expected = jax.jit(jax.grad(loss_fn))(start, batch)
   chex.assert_trees_all_equal_dtypes(seen, expected)
   np.testing.assert_allclose(seen["z"], expected["z"], rtol=1e-6)
   np.testing.assert_allclose(np.float32(seen["w"]), np.float32(expected["w"]), rtol=1e-2)
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"microbatch_size": 6}])
-@pytest.mark.parametrize("mesh_size", [None, 2])
+@pytest.mark.parametrize(
+  ("options", "mesh_size"), [({"num_microbatches": 2}, None), ({"microbatch_size": 6}, 2)]
+)
 def test_a_line_search_does_not_leave_out_what_diverges(options, mesh_size):
   def barrier(p, x):  # infinite at p = 1, and NaN beyond
     return jnp.mean(-jnp.log(1 - p * x) - 3 * p * x) + 5
@@ -143,12 +162,10 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
 
 def test_the_memory_of_lbfgs_falls_with_the_microbatches():
   def deep(layers, batch):
-    x = batch["x"]
-    for w in layers:
-      x = jnp.tanh(x @ w)
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], layers)
     return jnp.mean((x.sum(-1) - batch["y"]) ** 2)
 
-  layers = [jnp.zeros((32, 32))] * 6
+  layers = jnp.zeros((6, 32, 32))
   batch = {"x": jnp.ones((1024, 32)), "y": jnp.ones(1024)}
   tx = optax.lbfgs()
   state = jax.eval_shape(tx.init, layers)
@@ -159,55 +176,73 @@ def test_the_memory_of_lbfgs_falls_with_the_microbatches():
   assert temp[0] > 2 * temp[1] > 2 * temp[2]
 
 
-# JAX 0.8 has no vmap of a sum over devices, which both Jacobians take.
-MESH_SIZES = [None, 2] if jax.__version_info__ >= (0, 9) else [None]
-
-
-@pytest.mark.parametrize("mesh_size", MESH_SIZES)
-@pytest.mark.parametrize("by", ["batch", "params", "both"])
-@pytest.mark.parametrize("derivative", [jax.jacfwd, jax.jacrev])
-def test_a_step_that_reads_value_fn_can_be_differentiated_itself(derivative, mesh_size, by):
-  # Whether something counted is a loop, which reverse mode cannot pass.
-  weighted = derivative is jax.jacfwd
+def scaled_by_value():
+  """Steps against the gradient, scaled by the loss at other parameters."""
 
   def update(updates, state, params, *, value_fn, **extra_args):
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, updates)
     return jax.tree.map(lambda g: -0.1 * g * value_fn(moved), updates), state
 
-  tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
-  rows = data(8) | {"valid": np.ones(8, np.float32) + weighted * np.arange(8, dtype=np.float32)}
-  directions = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)), params())
-  directions = jax.tree.map(lambda d, p: d.reshape(jnp.shape(p)), directions, params())
+  return optax.GradientTransformationExtraArgs(lambda params: (), update)
 
-  def moved(amount, run):
-    """The parameters after a step, where they and the batch depend on `amount`."""
+
+def derivative_of_a_step(derivative, by, run):
+  """Of the parameters after a step, where they or the batch, or both, depend on a number."""
+  rows = data(8) | {"valid": valid_of(derivative)}
+
+  def moved(amount):
     start, batch = params(), {name: jnp.asarray(x) for name, x in rows.items()}
     if by != "batch":
-      start = jax.tree.map(lambda p, d: p + amount * d, start, directions)
+      direction = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)), start)
+      start = jax.tree.map(lambda p, d: p + amount * d.reshape(p.shape), start, direction)
     if by != "params":
       batch["y"] = batch["y"] + amount * batch["x"][:, 0]
     return run(start, batch)
 
+  return jax.jit(derivative(moved))(jnp.float32(0.3))
+
+
+def valid_of(derivative):
+  # Whether something counted is a loop, which reverse mode cannot pass.
+  return np.ones(8, np.float32) + (derivative is jax.jacfwd) * np.arange(8, dtype=np.float32)
+
+
+@functools.cache
+def derivative_of_the_whole_step(derivative, by):
   def whole(start, batch):
     value, grads = jax.value_and_grad(loss_fn)(start, batch)
     extra_args = {"value": value, "value_fn": lambda p: loss_fn(p, batch)}
-    updates, _ = tx.update(grads, (), start, **extra_args)
+    updates, _ = scaled_by_value().update(grads, (), start, **extra_args)
     return optax.apply_updates(start, updates)
 
-  mesh = mesh_size and make_mesh(mesh_size)
+  return derivative_of_a_step(derivative, by, whole)
+
+
+BOTH_WAYS = [(way, by) for way in (jax.jacfwd, jax.jacrev) for by in ("batch", "params", "both")]
+OVER_A_MESH = [(jax.jacfwd, "both"), (jax.jacrev, "batch"), (jax.jacrev, "params")]
+
+
+@pytest.mark.parametrize(
+  ("derivative", "by", "mesh_size"),
+  [
+    *((*case, None) for case in BOTH_WAYS),
+    # JAX 0.8 has no vmap of a sum over devices, which both Jacobians take.
+    *((*case, 2) for case in OVER_A_MESH if jax.__version_info__ >= (0, 9)),
+  ],
+)
+def test_a_step_that_reads_value_fn_can_be_differentiated_itself(derivative, by, mesh_size):
   step = optax_accum.make_train_step(
     loss_fn,
-    tx,
+    scaled_by_value(),
     num_microbatches=2,
-    weight_fn=PADDED["weight_fn"] if weighted else None,
+    weight_fn=PADDED["weight_fn"] if derivative is jax.jacfwd else None,
     donate=False,
-    mesh=mesh,
+    mesh=mesh_size and make_mesh(mesh_size),
   )
 
   def split(start, batch):
     return step(start, (), batch)[0]
 
-  expected, actual = (
-    derivative(lambda t, run=run: moved(t, run))(jnp.float32(0.3)) for run in (whole, split)
-  )
+  actual = derivative_of_a_step(derivative, by, split)
+  expected = derivative_of_the_whole_step(derivative, by)
   chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=5e-6)
