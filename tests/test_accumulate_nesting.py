@@ -147,9 +147,10 @@ def test_inside_lookahead_it_counts_calls():
   tx = make(accumulate(optax.sgd(0.1), K), 2 * K)
   state = tx.init(params)
   expected, _ = whole(make(optax.sgd(0.1), 2), params, of=lambda p: p.fast)
+  step = jax.jit(mini_step(tx))
   for seed in range(CYCLES):
     for grads in [gradients(PARAMS, seed)[1]] * K:  # lookahead passes no weights on
-      params, state = mini_step(tx)(params, state, grads)
+      params, state = step(params, state, grads)
     trees.assert_close(params, expected[seed], 1e-5)
 
 
@@ -164,12 +165,13 @@ def test_extra_arguments_through_an_outer_chain():
   inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
   tx = optax.chain(accumulate(inner, K), optax.identity())
   params, state = PARAMS, tx.init(PARAMS)
+  call, of_inner = jax.jit(tx.update), jax.jit(inner.update)
   for _ in range(4 * K):  # a value that never falls: two steps of patience, then halved
-    updates, state = tx.update(PARAMS, state, params, value=1.0)
+    updates, state = call(PARAMS, state, params, value=1.0)
   scale = optax.tree.get(state, "scale")
   reference_state = inner.init(PARAMS)
   for _ in range(4):
-    expected, reference_state = inner.update(PARAMS, reference_state, params, value=1.0)
+    expected, reference_state = of_inner(PARAMS, reference_state, params, value=1.0)
   assert scale == optax.tree.get(reference_state, "scale")
   assert scale < 1
   trees.assert_close(updates, expected, 1e-6)

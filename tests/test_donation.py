@@ -1,5 +1,7 @@
 """Arrays that a step is donated, and given a second time: on a mesh that ended the process."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -14,8 +16,18 @@ from support.optimizers import relaxed
 from optax_accum import make_train_step
 from optax_accum._train_step import donation
 
-MESHES = [None, make_mesh(1), make_mesh(8), make_mesh(4, 2, kind=EXPLICIT)]
-everywhere = pytest.mark.parametrize("mesh", MESHES, ids=["alone", "mesh1", "mesh8", "explicit"])
+MESHES = {
+  "alone": None,
+  "mesh1": make_mesh(1),
+  "mesh8": make_mesh(8),
+  "explicit": make_mesh(4, 2, kind=EXPLICIT),
+}
+
+
+def everywhere(name, *values):
+  """Every mesh, with each of the `values`: the first is all that there is without one."""
+  cases = [(at, value) for at, mesh in MESHES.items() for value in values[: 3 if mesh else 1]]
+  return pytest.mark.parametrize(("at", name), cases)
 
 
 def init_params():
@@ -49,16 +61,28 @@ def steps(step, params, state, *others):
   return jax.device_get((params, state, metrics["loss"]))
 
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+@functools.cache
 def expected(tx, fun=towards):
   step = make_train_step(fun, tx, num_microbatches=2, donate=False)
   others = (init_params(),) if fun is towards else ()
   return steps(step, init_params(), tx.init(init_params()), *others)
 
 
-@pytest.mark.parametrize("on_mesh", ["neither", "params", "both"])
-@everywhere
-def test_a_teacher_that_starts_as_the_parameters(mesh, on_mesh):
-  tx = optax.sgd(0.1, momentum=0.9)
+@functools.cache
+def moved_along():
+  """What a teacher that is the parameters comes to: no gradient but that of the first step."""
+  moved = make_train_step(
+    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)), MOMENTUM, num_microbatches=2
+  )
+  return steps(moved, init_params(), MOMENTUM.init(init_params()))
+
+
+@everywhere("on_mesh", "neither", "params", "both")
+def test_a_teacher_that_starts_as_the_parameters(at, on_mesh):
+  tx, mesh = MOMENTUM, MESHES[at]
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
   params = teacher = init_params()
   if mesh and on_mesh != "neither":
@@ -68,21 +92,19 @@ def test_a_teacher_that_starts_as_the_parameters(mesh, on_mesh):
   actual = steps(step, params, tx.init(params), teacher)
   trees.assert_close(actual, expected(tx), 1e-6)
   trees.assert_close(jax.device_get(teacher), jax.device_get(init_params()), 0)
-  # The teacher that moved along would have given no gradient but that of the first step.
-  moved = make_train_step(
-    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)), tx, num_microbatches=2
-  )
-  wrong = steps(moved, init_params(), tx.init(init_params()))
-  assert trees.largest_difference(actual[0], wrong[0]) > 0.1
+  assert trees.largest_difference(actual[0], moved_along()[0]) > 0.1
 
 
-@pytest.mark.parametrize("put", [False, True])
-@everywhere
-def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(mesh, put):
-  def fun(params, x):
-    return jnp.mean(x) * jnp.sum(params["w"] ** 2) + params["b"]
+REMEMBER = remember()
 
-  tx = remember()
+
+def grows(params, x):
+  return jnp.mean(x) * jnp.sum(params["w"] ** 2) + params["b"]
+
+
+@everywhere("put", False, True)
+def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(at, put):
+  mesh, tx, fun = MESHES[at], REMEMBER, grows
   params = init_params()
   state = tx.init(params)
   if mesh and put:
@@ -116,10 +138,9 @@ def test_what_stands_once_is_donated_and_not_copied():
   assert not any(x.is_deleted() for x in jax.tree.leaves(teacher))
 
 
-@pytest.mark.parametrize("mesh", MESHES[1:], ids=["mesh1", "mesh8", "explicit"])
-def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(mesh):
-  tx = optax.sgd(0.1, momentum=0.9)
-  results = []
+@pytest.mark.parametrize("at", ["mesh1", "mesh8", "explicit"])
+def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(at):
+  tx, mesh, results = optax.sgd(0.1, momentum=0.9), MESHES[at], []
   for one_device in (lambda p: p.addressable_data(0), lambda p: jnp.asarray(np.array(p))):
     step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
     params = devices.put(init_params(), mesh)
@@ -212,9 +233,14 @@ AGAIN = {
 }
 
 
-@pytest.mark.parametrize("when", [0, 2])
-@pytest.mark.parametrize("again", AGAIN)
-@pytest.mark.parametrize("mesh", [None, make_mesh(8), REVERSED], ids=["alone", "mesh", "reversed"])
+@pytest.mark.parametrize(
+  ("mesh", "again", "when"),
+  [
+    (mesh, again, 2 * ((i + j) % 2))  # each way on each mesh, and all at once or later
+    for i, mesh in enumerate((None, make_mesh(8), REVERSED))
+    for j, again in enumerate(AGAIN)
+  ],
+)
 def test_a_teacher_that_is_made_anew_of_the_same_buffers(mesh, again, when):
   tx, x = optax.sgd(0.1, momentum=0.9), X
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)

@@ -3,6 +3,7 @@
 import ast
 import difflib
 import doctest
+import functools
 import importlib
 import inspect
 import pathlib
@@ -141,27 +142,28 @@ def test_every_public_function_has_an_example_that_runs():
     assert function.__module__ in MODULES, function.__name__
 
 
-def output_of(*code):
+@functools.cache
+def printed():
+  """The modules after optax, after this package and after a later import; and what Python finds."""
+  code = (
+    "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)",
+    "optax_accum.check_split; print(*sys.modules)",
+    "from optax_accum import *; print(plan_microbatches.__name__, microbatch.__name__)",
+    "print(hasattr(optax_accum, 'chek_split'))",
+  )
   command = [sys.executable, "-c", "\n".join(code)]
   return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def test_optional_packages_are_not_imported():
-  printed = output_of(
-    "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)"
-  )
-  before, after = ({name.split(".")[0] for name in line.split()} for line in printed)
+  before, after = ({name.split(".")[0] for name in line.split()} for line in printed()[:2])
   assert "optax" in before
   assert not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"} & after
   assert after - before == {"optax_accum"}  # nor chex, which some versions of optax import
 
 
 def test_what_looks_at_a_step_is_imported_where_it_is_used():
-  printed = output_of(
-    "import sys, optax_accum; print(*sys.modules)",
-    "optax_accum.check_split; print(*sys.modules)",
-  )
-  before, after = ({".".join(name.split(".")[:2]) for name in line.split()} for line in printed)
+  before, after = ({".".join(x.split(".")[:2]) for x in line.split()} for line in printed()[1:3])
   later = {"optax_accum._check_split", "optax_accum._compiled", "optax_accum._plan", "jax.extend"}
   assert "optax_accum._train_step" in before
   assert not later & before  # the last takes longer to import than this package
@@ -176,11 +178,7 @@ def test_names_that_are_imported_later_are_like_others():
   read = {each.name: node.module for node in branch.body for each in node.names}
   assert read == {name: f"optax_accum.{module}" for name, module in optax_accum._LATER.items()}
   assert set(PUBLIC) - set(dir(optax_accum.flax)) == set(optax_accum.__all__)
-  printed = output_of(
-    "from optax_accum import *; print(plan_microbatches.__name__, microbatch.__name__)",
-    "import optax_accum; print(hasattr(optax_accum, 'chek_split'))",
-  )
-  assert printed == ["plan_microbatches microbatch", "False"]
+  assert printed()[3:] == ["plan_microbatches microbatch", "False"]
 
 
 def test_the_package_is_typed():

@@ -11,6 +11,7 @@ alone:
 """
 
 import argparse
+import functools
 import sys
 import time
 import traceback
@@ -26,12 +27,17 @@ from support.draws import Draw, drawn, parsed, shrunk
 TOLERANCE = {"float32": 3e-5, "complex64": 5e-4, "float64": 1e-11, "bfloat16": 4e-2}
 
 
+@functools.lru_cache(maxsize=1)
+def run(draw: Draw):
+  """What is held after each call of a draw; kept to be compared with several gradients."""
+  return placements.run(draw, cycles.cycles_of(draw))
+
+
 def problems(draw: Draw, gradient=plain.gradient) -> list[str]:
   """What is wrong in the run of a draw, a line each; what is raised counts too."""
-  all_cycles = cycles.cycles_of(draw)
-  expected = plain.whole_batch_steps(draw, all_cycles, gradient)
+  expected = plain.whole_batch_steps(draw, cycles.cycles_of(draw), gradient)
   try:
-    actual = placements.run(draw, all_cycles)
+    actual = run(draw)
   except Exception as e:
     where = traceback.extract_tb(e.__traceback__)[-1]
     return [f"{type(e).__name__} at {where.filename}:{where.lineno}: {e}".replace("\n", " ")]

@@ -52,7 +52,7 @@ def with_loss_elsewhere(tx):
     return updates, (inner, value)
 
   def init(params):
-    return tx.init(params), jnp.zeros((), jax.tree.leaves(params)[0].dtype)
+    return tx.init(params), jnp.zeros(())
 
   return optax.GradientTransformationExtraArgs(init, update)
 

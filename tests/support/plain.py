@@ -159,6 +159,20 @@ def _update(optimizer, by_group):
   return jax.jit(optimizer_of(optimizer, by_group).update)
 
 
+@functools.lru_cache(maxsize=1)
+def _searching_update(draw):
+  """The update of an optimizer that evaluates the loss, of the batch `last`."""
+  tx = optimizer_of(draw.optimizer, draw.wrap == "partition")
+
+  def update(grads, state, params, *, last, **extra_args):
+    def value_fn(params):
+      return jnp.zeros(()) if last is None else loss_of(draw, params, last, jnp)
+
+    return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
+
+  return jax.jit(update)
+
+
 def whole_batch_steps(draw, all_cycles, gradient=gradient):
   """What is held after each call: parameters, optimizer state, carry, and the call's metrics.
 
@@ -215,11 +229,7 @@ def _step(draw, params, state, cycle, last, metrics, gradient):
   tx = (draw.optimizer, draw.wrap == "partition")
   update, extra_args = _update(*tx), {"value": jnp.asarray(metrics["loss"])}
   if draw.optimizer in ("linesearch", "lbfgs"):
-
-    def value_fn(params):
-      return jnp.zeros(()) if last is None else loss_of(draw, params, last, jnp)
-
-    extra_args |= {"grad": metrics["grad"], "value_fn": value_fn}
-    update = optimizer_of(*tx).update
+    extra_args |= {"grad": metrics["grad"], "last": last}
+    update = _searching_update(draw)
   updates, state = update(grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
   return jax.device_get(optax.apply_updates(params, updates)), state
