@@ -119,9 +119,15 @@ def _shards(leaves: Leaves) -> set[Shard]:
 
 def _like_one(shards: set[Shard], leaves: Leaves) -> Leaves:
   """The arrays that could be cut into one of these shards: to ask all how they are takes longer."""
-  kinds = {(len(shape), dtype) for shape, dtype in shards}
+  if not shards:
+    return []
+
+  def holds_one(aval: jax.core.ShapedArray) -> bool:
+    alike = [shape for shape, dtype in shards if (len(shape), dtype) == (aval.ndim, aval.dtype)]
+    return any(all(map(operator.ge, aval.shape, shape)) for shape in alike)
+
   avals = set(map(operator.attrgetter("aval"), arrays(leaves)))
-  alike = {aval for aval in avals if (aval.ndim, aval.dtype) in kinds}
+  alike = set(filter(holds_one, avals))
   return [x for x in arrays(leaves) if x.aval in alike] if alike else []
 
 
