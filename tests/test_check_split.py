@@ -190,7 +190,7 @@ def test_batches_that_are_left_out():
 
 def test_an_argument_that_has_as_many_rows_by_chance():
   report = report_of("labels apart")
-  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
+  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if it merely has")
   assert report.mend.endswith("  batch_argnums=1")
 
 

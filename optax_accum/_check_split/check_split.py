@@ -157,8 +157,8 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
       refuse_rows(roles, {rows})
   except ValueError as error:
     given, more = list(map(int, roles.batch)), [int(slot) for slot, _ in with_rows(roles, {rows})]
-    which = {"batch": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
-    mend = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **which)
+    both = tuple(sorted({*given, *more}))
+    mend = words.SPLIT_TOO.format(both=both, given=words.one_or_more(given))
     return SplitReport("unsplit", str(error), mend)
   try:
     if split.rng_argnums is None:
@@ -197,7 +197,6 @@ def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int])
 
 
 def _report(runs: Runs) -> SplitReport:
-  """The report of what was run."""
   if runs.sizes == [runs.rows] and runs.splits_nothing():
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"

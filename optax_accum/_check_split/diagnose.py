@@ -115,16 +115,15 @@ def _gradients(runs: Runs) -> Finding | None:
 
   A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
   """
-  how, names, default = runs.how(), runs.names, runs.options["reduction"]
-  wrong = runs.wrong(how)
+  how, names = runs.how(), runs.names
+  wrong, default = runs.wrong(how), how.words[0]
   if 0 in wrong:
     return None
   named = {i for i, name in names.items() if _KEY in name}
   moving = {i for i in names if any(np.any(x.whole.main[i]) for x in runs.outcomes)} | named
   unknown = moving & wrong if runs.options["grad_reduction"] else (moving & wrong) | named
-  kept = {i: how.words[i] for i in moving - unknown if how.words[i] in _EXTREMES}
-  found = _words_for(runs, how, _EXTREMES, unknown) | dict.fromkeys(unknown & named, "max")
-  extremes = kept | found
+  extremes = {i: how.words[i] for i in moving - unknown if how.words[i] in _EXTREMES}
+  extremes |= _words_for(runs, how, _EXTREMES, unknown) | dict.fromkeys(unknown & named, "max")
   new = _tree(runs, dict.fromkeys(names, default) | extremes) if extremes else None
   mended, mend = runs.how(grad_reduction=new), words.option("grad_reduction", new)
   if not runs.agree(mended):
@@ -218,10 +217,12 @@ def _weighted(runs: Runs) -> Finding | None:
   """Whether it is a mean over something that can be counted, or would be but for an epsilon."""
   mean = ', reduction="mean"' if runs.options["reduction"] != "mean" else ""
   names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
-  tried = [("the number of rows", "None", ROWS)]
-  tried += [(x, f"lambda {names}: {x}", weight) for x, weight in weights_of(runs.call, runs.facts)]
-  hows = [(x, f"weight_fn={f}{mean}", runs.how(weight=w, reduction="mean")) for x, f, w in tried]
-  near = [x for x in hows if runs.agree(x[2], _hundredth())]
+  near: list[tuple[str, str, How]] = []
+  for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
+    how = runs.how(weight=weight, reduction="mean")
+    if runs.agree(how, _hundredth()):
+      weight_fn = f"lambda {names}: {code}" if code else "None"
+      near.append((code or "the number of rows", f"weight_fn={weight_fn}{mean}", how))
   for what, mend, how in near:
     if runs.agree(how):
       return Finding("weighted", words.WEIGHTED.format(what=what), mend, how)
@@ -263,8 +264,8 @@ def _some_weight_explains(runs: Runs, call: Call) -> bool:
   first, rest = (all(parts[i].outcome.is_finite for _, parts in points) for i in (0, 1))
   share = float(first)
   if first and rest:
-    each = [(whole, *(part.outcome.main for part in parts)) for whole, parts in points]
-    share = _nearest([(whole, z, _less(y, z)) for whole, y, z in each])
+    mains = [(whole, one.outcome.main, two.outcome.main) for whole, (one, two) in points]
+    share = _nearest([(whole, two, _less(one, two)) for whole, one, two in mains])
     if not 1e-3 < share < 1 - 1e-3:
       return False
   return all(whole.fits(how.join(parts, [share, 1 - share])) for whole, parts in points)

@@ -23,8 +23,6 @@ _MANY = 16  # numbers of a constant, or of all that are tried in each leaf of th
 
 
 class Facts(NamedTuple):
-  """What a loss does."""
-
   not_checked: tuple[str, ...]  # what the check does not look at
   draws_from_others: bool  # random numbers, from other keys than those that are named
   is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
@@ -32,9 +30,7 @@ class Facts(NamedTuple):
   floats: tuple[float, ...]  # the same, in arrays of floats
 
 
-class _Input(NamedTuple):
-  """What goes into an equation."""
-
+class _Input(NamedTuple):  # of an equation
   roles: frozenset[str] = frozenset()  # "params" or "batch": of the arguments that it comes from
   numbers: tuple[int | float, ...] = ()  # those of a small constant
 
@@ -97,7 +93,6 @@ def _equations(jaxpr: Jaxpr, known: dict[Var, _Input]) -> Iterator[tuple[JaxprEq
 
 
 def _constant(x: Leaf) -> _Input:
-  """What is known of a constant."""
   if not jnp.issubdtype(getattr(x, "dtype", np.int32), np.number) or np.size(x) > _MANY:
     return _Input()
   return _Input(numbers=tuple(np.asarray(x).ravel().tolist()))

@@ -45,13 +45,11 @@ class Array(NamedTuple):
 
   @property
   def is_mask(self) -> bool:
-    """Whether it holds nothing but 0 and 1."""
     x = self.value
     return self.kind != "key" and bool(np.all((x == 0) | (x == 1)))
 
   @property
-  def is_integer(self) -> bool:
-    """Whether it holds integers, which may be labels or counts."""
+  def is_integer(self) -> bool:  # labels, counts
     return self.kind in "iu"
 
   @property
@@ -68,8 +66,6 @@ class Array(NamedTuple):
 
 
 class Call(NamedTuple):
-  """One way to call the loss."""
-
   name: str
   arrays: tuple[Array, ...]
   rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
@@ -111,7 +107,6 @@ class Call(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """How many the batch has."""
     return self.batch[0].value.shape[self.batch[0].axis]
 
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
@@ -200,26 +195,20 @@ def _places(x: Array) -> np.ndarray:
 
 
 def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
-  """The given call, and those with something changed.
-
-  `integers` and `floats` are the numbers that may say that an entry does not count.
-  """
+  """The given call, and changed ones; the numbers may say that an entry does not count."""
   yield given
   yield given.moved(1)._replace(name="parameters moved")
   if any(x.role == "rng" for x in given.arrays):
     yield given.with_noise("rng", LEVELS[1])._replace(name="other noise")
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
   varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
-  is_varied = any(x is not y for x, y in zip(given.values, varied.values, strict=True))
   varied = varied.moved(1).with_noise("rng", LEVELS[2])
   for source, ending in [(given, ""), (varied, ", all floats varied")]:
     if source is varied:
       yield source._replace(name=f"as given{ending}")
     yield source.take(again)._replace(name=f"rows drawn again{ending}")
     for n, x in enumerate(source.arrays):
-      # Where no float is varied, other parameters alone tell no more about each number.
-      changes = list(_changes(x, integers, floats)) if x.role == "batch" else []
-      for name, value in changes[: None if is_varied or source is varied else 1]:
+      for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
         arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
         yield source._replace(name=f"{name}{ending}", arrays=arrays)
 

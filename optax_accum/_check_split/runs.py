@@ -57,9 +57,7 @@ class Outcome(NamedTuple):
     return all(_largest(x - y) <= slack * allowed for x, y, allowed in each)
 
 
-class Part(NamedTuple):
-  """One microbatch."""
-
+class Part(NamedTuple):  # a microbatch
   rows: np.ndarray  # of the batch, which it has
   call: Call
   outcome: Outcome
@@ -154,13 +152,11 @@ class Runs:
 
   @functools.cached_property
   def given(self) -> Outcome:
-    """What the given call gives."""
     with noted(f"check_split ran it on the whole batch, {self.rows} rows."):
       return self.whole(self.call)
 
   @functools.cached_property
   def facts(self) -> Facts:
-    """What the loss does by its jaxpr."""
     return facts_of(self.traced(), self.call)
 
   @functools.cached_property
@@ -186,11 +182,9 @@ class Runs:
 
   @functools.cached_property
   def in_two(self) -> list[Tried]:
-    """The same batches, each in two parts."""
     return [x._replace(splits=[self.parts(x.call, self.two)]) for x in self.outcomes]
 
   def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
-    """Some rows at once, and then others."""
     calls = [call.take(x) for x in rows]
     return [Part(x, y, self._outcome(self._run, y)) for x, y in zip(rows, calls, strict=True)]
 
@@ -259,7 +253,6 @@ class Runs:
     return fingerprint(self.traced()) == fingerprint(self.traced(is_whole=False))
 
   def in_words(self, size: int) -> str:
-    """A split."""
     count, rest = divmod(self.rows, size)
     if rest:
       return f"microbatches of {size} rows, of {self.rows}"
@@ -279,8 +272,8 @@ def _largest(x: np.ndarray) -> float:
 
 def _wide(x: Leaf) -> np.ndarray:
   x = np.asarray(x)
-  dtype = {"c": np.complex128, "i": np.int64, "u": np.int64, "b": np.int64}
-  return x.astype(dtype.get(x.dtype.kind, np.float64))
+  wide = np.int64 if x.dtype.kind in "iub" else np.complex128
+  return x.astype(wide if x.dtype.kind in "iubc" else np.float64)
 
 
 @contextlib.contextmanager

@@ -87,19 +87,17 @@ RATIO = 'Return what each aux divides, and what it divides by, as two aux reduce
 GRADIENTS = "The loss agrees, and gradients do not: they are not reduced as grad_reduction says."
 AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
 AS_CALLED = (
-  "The microbatches agree with the whole batch where each runs by itself, and not as"
-  " microbatch_value_and_grad runs them with these options."
+  "Each microbatch by itself agrees, and not microbatch_value_and_grad with these options."
 )
 PLAIN = "Leave out options that should change no value, such as in_place, one by one."
-MEAN_OF_ROWS = "The loss is a mean over rows, and is weighed or added up otherwise."
 # Of these the caller fills in what is in braces.
 UNSPLIT = (
   "{which}: {rows} rows, as many as the batch, and not split. Where they are split too, the"
   " microbatches give what the whole batch does."
 )
 SPLIT_TOO = (
-  "batch_argnums={batch}\n"
-  "or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
+  "batch_argnums={both}\n"
+  "or, if it merely has as many rows and every microbatch is to have it whole,\n"
   "  batch_argnums={given}"
 )
 UNEVEN = (
