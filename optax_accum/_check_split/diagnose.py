@@ -246,10 +246,10 @@ def _epsilon(runs: Runs, how: How) -> float | None:
     steps = [y / weight for y in _less(added.join(parts), x.whole.main)]
     each.append((x.whole, how.join(parts), steps))
   epsilon = _nearest(each)
-  if not 0 < epsilon < _SMALL:
-    return None
-  fits = (whole.fits(_less(mean, steps, -epsilon)) for whole, mean, steps in each)
-  return epsilon if all(fits) else None
+  before, after = (
+    max(whole.misfit(_less(mean, steps, -n)) for whole, mean, steps in each) for n in (0.0, epsilon)
+  )
+  return epsilon if 0 < epsilon < _SMALL and after <= min(1, 0.1 * before) else None
 
 
 def _some_weight_explains(runs: Runs, call: Call) -> bool:

@@ -53,8 +53,12 @@ class Outcome(NamedTuple):
 
   def fits(self, leaves: Leaves, slack: float = 1.0) -> bool:
     """Whether loss and gradients are these, but for so many times the rounding."""
+    return self.misfit(leaves) <= slack
+
+  def misfit(self, leaves: Leaves) -> float:
+    """The largest difference from such loss and gradients, in times of the rounding."""
     each = zip(self.main, leaves, self.allowed, strict=False)
-    return all(_largest(x - y) <= slack * allowed for x, y, allowed in each)
+    return float(np.max([_largest(x - y) / max(allowed, 1e-100) for x, y, allowed in each]))
 
 
 class Part(NamedTuple):  # a microbatch
