@@ -11,6 +11,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Aux, Kwargs, Leaf, Tree
 from optax_accum._check_split import diagnose, words
+from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, noted, Runs
@@ -156,8 +157,8 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
     if split.batch_argnums is None:
       refuse_rows(roles, {rows})
   except ValueError as error:
-    given, more = list(map(int, roles.batch)), [int(slot) for slot, _ in with_rows(roles, {rows})]
-    both = tuple(sorted({*given, *more}))
+    given = list(map(int, roles.batch))
+    both = tuple(sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))}))
     mend = words.SPLIT_TOO.format(both=both, given=words.one_or_more(given))
     return SplitReport("unsplit", str(error), mend)
   try:
@@ -197,14 +198,15 @@ def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int])
 
 
 def _report(runs: Runs) -> SplitReport:
-  if runs.sizes == [runs.rows] and runs.splits_nothing():
-    raise ValueError(
-      "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
-      " does: leave it out, or give more."
-    )
-  given, how = runs.given, runs.how()
-  report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
-  if not given.is_finite:
+  if runs.sizes == [runs.rows]:
+    whole, split = (fingerprint(runs.traced(is_whole)) for is_whole in (True, False))
+    if whole == split:
+      raise ValueError(
+        "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
+        " does: leave it out, or give more."
+      )
+  report, how = functools.partial(SplitReport, not_checked=runs.facts.not_checked), runs.how()
+  if not runs.given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
     outcomes = runs.outcomes
@@ -219,8 +221,7 @@ def _report(runs: Runs) -> SplitReport:
     for size, parts in zip(runs.sizes, tried.splits, strict=True):
       leaves = runs.compare(how, tried.whole, how.join(parts))
       if not all(leaf.agrees for leaf in leaves.values()):
-        where = f"{tried.call.name}; {runs.in_words(size)}"
-        finding = diagnose.explain(runs)
+        finding, where = diagnose.explain(runs), f"{tried.call.name}; {runs.in_words(size)}"
         return report(*finding[:3], where, tuple(leaves.values()))
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)

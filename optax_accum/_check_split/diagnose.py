@@ -172,9 +172,9 @@ def _hundredth() -> float:
 
 
 def _groups_of_neighbours(runs: Runs) -> Finding | None:
-  """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
+  """Whether parts whose rows follow each other give the whole batch, and microbatches do not."""
   how = runs.how()
-  if how.words[0] == "mean" and how.weight is ROWS and runs.agree(how, of=runs.in_two):
+  if all(x.whole.fits(how.join(x.splits[0])) for x in runs.in_two):
     return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
   return None
 

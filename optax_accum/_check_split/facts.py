@@ -63,7 +63,7 @@ def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
   integers = dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)])
   # -1 is not among these, as it may be a weight below 0.
   data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
-  labels = [x.value for x in call.batch if x.is_integer and x.value.size]
+  labels = [x.value for x in call.batch if x.kind in "iu" and x.value.size]
   negative = [int(x.min()) for x in labels if x.min() < 0]
   return Facts(
     (words.DRAWS,) * bool(keys) + (words.BENDS,) * bends,

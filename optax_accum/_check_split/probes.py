@@ -49,10 +49,6 @@ class Array(NamedTuple):
     return self.kind != "key" and bool(np.all((x == 0) | (x == 1)))
 
   @property
-  def is_integer(self) -> bool:  # labels, counts
-    return self.kind in "iu"
-
-  @property
   def may_be_key(self) -> bool:
     """Whether it is a key, or has the words of a raw one."""
     x = self.value
@@ -161,7 +157,7 @@ class Call(NamedTuple):
     """The call with the masks, labels and counts of row 0 in every row."""
 
     def alike(x: Array) -> Leaf:
-      counts = x.is_mask or x.is_integer
+      counts = x.is_mask or x.kind in "iu"
       return np.broadcast_to(x.value.take([0], x.axis), x.value.shape) if counts else x.value
 
     return self.mapped("batch", alike)
@@ -221,7 +217,7 @@ def _changes(
     return
   name, value, last = x.name, x.value, x.value.shape[x.axis] - 1
   new: list[tuple[str, ArrayLike]] = [("inverted", value == 0)] if x.is_mask else []
-  if x.is_integer:
+  if x.kind in "iu":
     limits = np.iinfo(value.dtype)
     new += [(f"= {n}", n) for n in integers if limits.min <= n <= limits.max]
   elif x.kind == "f":
@@ -230,10 +226,10 @@ def _changes(
     yield f"{name} {change} in row 0", _put(x, entry, [0])
     yield f"{name} {change} in rows 0 and {last}", _put(x, entry, [0, last])
   if not x.is_mask:
-    change, entry = ("doubled", value * 2) if x.is_integer else ("halved", value / 2)
+    change, entry = ("doubled", value * 2) if x.kind in "iu" else ("halved", value / 2)
     yield f"{name} {change} in row 0", _put(x, entry, [0])
   if x.has_longer_rows:
-    empty = next((n for n in integers if n not in (0, -1)), 0) if x.is_integer else 0
+    empty = next((n for n in integers if n not in (0, -1)), 0) if x.kind in "iu" else 0
     yield f"{name} = {empty} in all of row 0", _put(x, empty, [0], is_whole=True)
 
 

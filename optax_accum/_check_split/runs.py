@@ -15,7 +15,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
-from optax_accum._check_split.facts import Facts, facts_of, fingerprint
+from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatches.loss import known_weight
@@ -27,7 +27,6 @@ _MANY_UNITS = 20.0
 ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
-Program: TypeAlias = Callable[[Leaves], Tree]  # arrays of a call to value, gradients, and the rest
 
 
 class Outcome(NamedTuple):
@@ -136,8 +135,8 @@ class Runs:
     split = {**options, "num_microbatches": None, "microbatch_size": sizes[0]}
     self._split = self._compiled(microbatch_value_and_grad(fun, **split))
 
-  def _compiled(self, value_and_grad: Callable[..., Tree]) -> Program:
-    """A program, which is compiled fast: it runs some hundred times, on a few rows."""
+  def _compiled(self, value_and_grad: LossFn) -> Callable[[Leaves], Tree]:
+    """A program of the arrays of a call, compiled fast: it runs some hundred times on few rows."""
     on_cpu = jax.default_backend() == "cpu"
     compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else None
     run = lambda values: value_and_grad(*self.call.rebuild(values))  # noqa: E731
@@ -203,7 +202,7 @@ class Runs:
     each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
     return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
 
-  def _outcome(self, program: Program, call: Call) -> Outcome:
+  def _outcome(self, program: Callable[[Leaves], Tree], call: Call) -> Outcome:
     out = program(call.values)
     value, grads, *_ = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
     loss, aux = value if self.options["has_aux"] else (value, None)
@@ -230,10 +229,9 @@ class Runs:
         compared[i] = LeafComparison(name, _largest(x), difference, allowed)
     return compared
 
-  def agree(self, how: How, slack: float = 1.0, of: Sequence[Tried] | None = None) -> bool:
+  def agree(self, how: How, slack: float = 1.0) -> bool:
     """Whether loss and gradients do in all batches and splits."""
-    of = self.outcomes if of is None else of
-    return all(x.whole.fits(how.join(parts), slack) for x in of for parts in x.splits)
+    return all(x.whole.fits(how.join(y), slack) for x in self.outcomes for y in x.splits)
 
   def wrong(self, how: How, of: Sequence[Tried] | None = None) -> set[int]:
     """The leaves that differ in some batch."""
@@ -247,14 +245,10 @@ class Runs:
     return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
 
   def traced(self, is_whole: bool = True) -> ClosedJaxpr:
-    """The jaxpr of the whole batch, traced anew: JAX remembers that of a function it knows."""
+    """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
     run = lambda values: self._at_once(*self.call.rebuild(values))  # noqa: E731
     with whole_batches() if is_whole else contextlib.nullcontext():
       return jax.make_jaxpr(run)(self.call.values)
-
-  def splits_nothing(self) -> bool:
-    """Whether the loss calls nothing that runs in microbatches."""
-    return fingerprint(self.traced()) == fingerprint(self.traced(is_whole=False))
 
   def in_words(self, size: int) -> str:
     count, rest = divmod(self.rows, size)

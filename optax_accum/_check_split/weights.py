@@ -33,7 +33,7 @@ def _templates(x: Array, facts: Facts) -> Iterator[str]:
   if x.is_mask:
     yield from ("jnp.sum({})", "jnp.sum({} == 0)", "jnp.sum({} > 0)")
     yield "jnp.sum(jnp.any({} != 0, axis=-1))"
-  if x.is_integer:
+  if x.kind in "iu":
     # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
     for n in sorted(facts.integers, key=lambda n: n == -1):
       yield from ["jnp.sum({} >= 0)"] * (n == -1)

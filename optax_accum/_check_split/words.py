@@ -71,8 +71,8 @@ NEIGHBOURS = (
   f" whole batch. See the guide to contrastive losses.\n{ROUTER}"
 )
 GROUPS_OF_NEIGHBOURS = (
-  "The loss is a mean over parts whose rows follow each other, and not over the microbatches, whose"
-  " rows do not: rows belong in groups with their neighbours."
+  "Parts whose rows follow each other give what the whole batch does, and microbatches, whose rows"
+  " do not, differ: rows belong in groups with their neighbours."
 )
 GROUPS = (
   "Make each group one row, which every microbatch then holds whole, and flatten it in the loss:\n"
