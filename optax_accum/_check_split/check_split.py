@@ -205,7 +205,8 @@ def _report(runs: Runs) -> SplitReport:
         "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
         " does: leave it out, or give more."
       )
-  report, how = functools.partial(SplitReport, not_checked=runs.facts.not_checked), runs.how()
+  how = runs.how()  # runs the whole batch, and notes where the loss raises
+  report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
   if not runs.given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
