@@ -1,6 +1,7 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
 from collections.abc import Callable, Sequence
+import contextlib
 import functools
 import inspect
 
@@ -10,6 +11,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Aux, Kwargs, Leaf, Tree
 from optax_accum._check_split import diagnose, words
+from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, noted, Runs
@@ -17,7 +19,6 @@ from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import (
   find_slots,
-  name_of,
   names_or_positions,
   refuse_keys,
   refuse_rows,
@@ -41,16 +42,14 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
   A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same is done with
-  other parameters and on changed batches. In row 0, and in row 0 and the last, which no split keeps
-  together, masks are inverted, integers doubled, floats halved, and labels and floats become 0, -1,
-  or a number that the loss compares data with, NaN included. A row is empty; rows are drawn again;
-  all floats differ. A batch on which the loss is not finite is left out, and so is one on which it
-  is zero with all its gradients. Nothing is random. Where all agree, `microbatch_value_and_grad`
-  itself is run on the given batch.
+  other parameters and on batches whose masks, labels and floats are changed in a row or two. A
+  batch on which the loss is not finite is left out, and so is one on which it is zero with all its
+  gradients. Nothing is random. Where all agree, `microbatch_value_and_grad` itself is run once.
 
   A difference up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's, is taken for
   rounding (1e-9 and 1e-11 in float64), and more where the last bits of the parameters change as
-  much. So a small term of a loss that does split badly, such as a z-loss, may not be seen.
+  much. So a small term of a loss that does split badly, such as a z-loss, may not be seen. Check a
+  loss that computes in bfloat16 in float32.
 
   ===============  ================================================================
   verdict          what it means
@@ -67,35 +66,22 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
 
-  A mend that is options was tried on all of these batches: loss and gradients agree with it. What
-  an aux still needs stands on a line of its own. Where the report has no table, the defaults
-  refused the call and nothing was run: check again with the mend. That of ``unsplit`` has two ways
-  out, because an argument may merely have as many rows as the batch. An odd number of rows makes
-  that unlikely.
+  A mend that is nothing but options was tried on all of these batches: loss and gradients agree
+  with it. Where the report has no table, the defaults refused the call and nothing was run: check
+  again with the mend.
 
-  `SplitReport.not_checked` says what of the loss was not looked at, even if ``ok``: whether rows
-  meet in what is drawn for them, as all keys draw the same number, and on which side of its
-  threshold a maximum or an absolute value of one number of the whole batch is. Nor is the carry
-  compared, which each microbatch gets as given, or an aux under "stack" or "last". A loss that
-  calls `microbatch` does not split there when it runs on the whole batch; with
-  ``num_microbatches=1`` that is all that is compared.
-
-  What stays hidden: what a loss does where a microbatch holds nothing that counts; a label that
-  says so by a number which neither the batch nor a comparison in the loss has; a missing label that
-  makes the gradients NaN; a threshold of several means at once (an array of them); and, in a batch
-  whose rows are all alike, what only rows that differ much would show, as the balance of a router.
-
-  Check a loss that computes in bfloat16 in float32. Layers in 8 bits round cotangents, which are
-  larger in a mean over fewer rows: gradients differ with the number of microbatches unless the loss
-  is a sum, divided by the rows of the whole batch.
+  `SplitReport.not_checked` says what of the loss was not looked at, even if ``ok``. Nor is the
+  carry compared, which each microbatch gets as given, or an aux under "stack" or "last". The guide
+  *When something is wrong* has an example of each verdict, and says what stays hidden.
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
     *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
     **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
       number above 1 that divides the rows. Unless `microbatch_size` is given, a split whose last
-      microbatch is smaller runs too. 1 is an error unless the loss calls `microbatch` itself.
-      `accumulator_dtype` is left at its default, and `axis_name` is refused.
+      microbatch is smaller runs too. 1 is an error unless the loss calls `microbatch` itself, which
+      does not split in the whole batch that it is compared with. `accumulator_dtype` is left at its
+      default, and `axis_name` is refused.
 
   Returns:
     A `SplitReport`: its `ok`, its `verdict`, and a table with the mend as `str`.
@@ -167,19 +153,19 @@ def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
 
 def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
   """The report where the defaults refuse the call."""
-  given = list(map(int, roles.batch))
-  more = [int(slot) for slot, _ in with_rows(roles, {rows})] if split.batch_argnums is None else []
-  keys = [int(slot) for slot in with_keys(roles)] if split.rng_argnums is None else []
   try:
-    if more:
+    if split.batch_argnums is None:
       refuse_rows(roles, {rows})
-    if keys:
+  except ValueError as error:
+    given = list(map(int, roles.batch))
+    both = tuple(sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))}))
+    mend = words.SPLIT_TOO.format(both=both, given=words.one_or_more(given))
+    return SplitReport("unsplit", str(error), mend)
+  try:
+    if split.rng_argnums is None:
       refuse_keys(roles)
   except ValueError as error:
-    if more:
-      options = {"batch": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
-      mend = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
-      return SplitReport("unsplit", str(error), mend)
+    keys = [int(slot) for slot in with_keys(roles)]
     alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(roles.shared[slot]))
     mend = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
     return SplitReport("random", str(error), mend)
@@ -202,32 +188,26 @@ def _sizes(options: Kwargs, rows: int) -> list[int]:
 
 def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int]) -> Call:
   """The call in the dtypes of the check, and with fixed noise."""
-  role = dict.fromkeys(range(len(args)), "shared") | dict.fromkeys(argnums, "params")
-  for name in ("batch", "rng", "carry"):
-    role |= dict.fromkeys(map(int, getattr(roles, name)), name)
-  names = [name_of(loss_fn, i).replace("...", f"batch_{i}") for i in range(len(args))]
-  axes = {int(slot): axis for slot, axis in roles.batch.items()}
-  call = Call.of(args, role, axes, names).with_noise("rng", LEVELS[0])
-  raw, typed = (call.with_noise("carry", LEVELS[0], raw=x) for x in (True, False))
-  if not roles.carry:
-    return call
-  try:  # two words may be something else than a key, and then cannot be one
-    jax.eval_shape(lambda: loss_fn(*raw.args))
-  except (TypeError, ValueError):
-    return typed
-  return raw
+  call = Call.of(loss_fn, args, roles, argnums).with_noise("rng", LEVELS[0])
+  if roles.carry:
+    raw, call = (call.with_noise("carry", LEVELS[0], raw=x) for x in (True, False))
+    with contextlib.suppress(TypeError, ValueError):  # two words that are no key cannot be one
+      jax.eval_shape(lambda: loss_fn(*raw.args))
+      return raw
+  return call
 
 
 def _report(runs: Runs) -> SplitReport:
-  """The report of what was run."""
-  if runs.sizes == [runs.rows] and runs.splits_nothing():
-    raise ValueError(
-      "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
-      " does: leave it out, or give more."
-    )
-  given, how = runs.given, runs.how()
+  if runs.sizes == [runs.rows]:
+    whole, split = (fingerprint(runs.traced(is_whole)) for is_whole in (True, False))
+    if whole == split:
+      raise ValueError(
+        "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
+        " does: leave it out, or give more."
+      )
+  how = runs.how()  # runs the whole batch, and notes where the loss raises
   report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
-  if not given.is_finite:
+  if not runs.given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
     outcomes = runs.outcomes
@@ -242,11 +222,10 @@ def _report(runs: Runs) -> SplitReport:
     for size, parts in zip(runs.sizes, tried.splits, strict=True):
       leaves = runs.compare(how, tried.whole, how.join(parts))
       if not all(leaf.agrees for leaf in leaves.values()):
-        where = f"{tried.call.name}; {runs.in_words(size)}"
-        finding = diagnose.explain(runs)
+        finding, where = diagnose.explain(runs), f"{tried.call.name}; {runs.in_words(size)}"
         return report(*finding[:3], where, tuple(leaves.values()))
   if not outcomes:
-    return report("unknown", words.ALL_ZERO, words.OTHER_BATCH_TOO)
+    return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
   leaves, where = runs.as_called(), f"as given; {runs.in_words(runs.sizes[0])}"
   if all(leaf.agrees for leaf in leaves.values()):
     return report("ok", "", "", where, tuple(leaves.values()))

@@ -4,19 +4,19 @@ Most are other ways to make one of what the microbatches gave. Two parts of diff
 rows follow each other, tell the rest: whether some weight fits, whether rows belong in groups.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arithmetic.trees import Args, Leaves, Tree
+from optax_accum._arithmetic.trees import Leaves, Tree
 from optax_accum._check_split import words
 from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call
 from optax_accum._check_split.report import Verdict
-from optax_accum._check_split.runs import How, Outcome, Part, ROWS, Runs
+from optax_accum._check_split.runs import How, Outcome, ROWS, Runs
 from optax_accum._check_split.weights import weights_of
 
 _SMALL = 0.01  # more than an epsilon that keeps a loss from dividing by zero
@@ -68,9 +68,11 @@ def _unsplit(runs: Runs) -> Finding | None:
   has_rows = lambda s: -len(s) <= axis < len(s) and s[axis] == runs.rows  # noqa: E731
   shared = dict.fromkeys(x.argnum for x in runs.call.arrays if x.role == "shared")
   more = [i for i in shared if all(has_rows(np.shape(x)) for x in jax.tree.leaves(args[i]))]
+  if not more:
+    return None
   try:
-    split = [call.with_split(more, axis) for call in runs.calls]
-    if not more or not runs.otherwise(calls=split).agree(runs.how(weight=ROWS)):
+    split = Runs(runs.fun, runs.call.with_split(more, axis), runs.options, runs.sizes)
+    if not split.agree(split.how(weight=ROWS)):
       return None
   except (TypeError, ValueError):  # it cannot be split so either
     return None
@@ -85,17 +87,15 @@ def _aux_alone(runs: Runs) -> Finding | None:
 
 def _aux(runs: Runs, how: How) -> Finding | None:
   """Which words reduce the aux that differs."""
-  count, tree = runs.given.main, jax.tree.structure(runs.given.aux)
+  count, tree = len(runs.given.main), jax.tree.structure(runs.given.aux)
   wrong = {i for i in runs.wrong(how) if i >= count}
   if not wrong:
     return None
   found = _words_for(runs, how, _OF_AUX, wrong)
   new = [found.get(i, word) for i, word in enumerate(how.words)][count:]
   mend = words.option("aux_reduction", jax.tree.unflatten(tree, new))
-  all_sums = all(found.get(i) == "sum" for i in wrong)
-  return Finding(
-    "sum" if all_sums else "unknown", words.AUX, mend if len(found) == len(wrong) else words.RATIO
-  )
+  verdict: Verdict = "sum" if all(found.get(i) == "sum" for i in wrong) else "unknown"
+  return Finding(verdict, words.AUX, mend if len(found) == len(wrong) else words.RATIO)
 
 
 def _words_for(
@@ -115,40 +115,27 @@ def _gradients(runs: Runs) -> Finding | None:
 
   A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
   """
-  how, option = runs.how(), runs.options["grad_reduction"]
-  default: str = runs.options["reduction"]
-  wrong, names = runs.wrong(how), runs.names
+  how, names = runs.how(), runs.names
+  wrong, default = runs.wrong(how), how.words[0]
   if 0 in wrong:
     return None
-  moving = [i for i in names if any(np.any(x.whole.leaves[i]) for x in runs.outcomes)]
-  extremes = _words_for(runs, how, _EXTREMES, moving)
-  extremes |= {i: "max" for i, name in names.items() if _KEY in name}
-  given = {i: how.words[i] for i in names if how.words[i] in _EXTREMES}
-  right = {i for i, name in names.items() if i not in wrong and (option or _KEY not in name)}
-  new = {i: extremes.get(i, default) for i in names} | {i: given.get(i, default) for i in right}
-  overwrites = bool(extremes) and not set(_EXTREMES).isdisjoint(new.values())
-  reductions: Tree = _tree(runs, new) if overwrites else None
-  mend, mended = words.option("grad_reduction", reductions), runs.how(grad_reduction=reductions)
-  if runs.agree(mended) and not overwrites:
-    return Finding("unknown", words.GRADIENTS, mend, mended)
+  named = {i for i, name in names.items() if _KEY in name}
+  moving = {i for i in names if any(np.any(x.whole.main[i]) for x in runs.outcomes)} | named
+  unknown = moving & wrong if runs.options["grad_reduction"] else (moving & wrong) | named
+  extremes = {i: how.words[i] for i in moving - unknown if how.words[i] in _EXTREMES}
+  extremes |= _words_for(runs, how, _EXTREMES, unknown) | dict.fromkeys(unknown & named, "max")
+  new = _tree(runs, dict.fromkeys(names, default) | extremes) if extremes else None
+  mended, mend = runs.how(grad_reduction=new), words.option("grad_reduction", new)
   if not runs.agree(mended):
-    new = dict.fromkeys(names, "sum") | extremes | given
-    if not (extremes or given) or default != "mean" or how.weight is not ROWS:
+    if not extremes or default != "mean" or how.weight is not ROWS:
       return None
     # Cotangents of a mean are larger over fewer rows, and rounded otherwise; not those of a sum.
-    reductions, rows = _tree(runs, new), runs.call.batch[0]
-    mended = runs.how(reduction="sum", grad_reduction=reductions)
-
-    def part_of_mean(*args: Args) -> Tree:
-      out = runs.fun(*args)
-      share = jax.tree.leaves(args[rows.argnum])[0].shape[rows.axis] / runs.rows
-      return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
-
-    if not runs.otherwise(part=runs.compiled(part_of_mean)).agree(mended):
-      return None
-    option, count = words.option("grad_reduction", reductions), f"{rows.name}.shape[{rows.axis}]"
-    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=count, all_rows=runs.rows)
-  which = ", ".join(names[i] for i, word in new.items() if word in _EXTREMES)
+    new, x = _tree(runs, dict.fromkeys(names, "sum") | extremes), runs.call.batch[0]
+    option, rows = words.option("grad_reduction", new), f"{x.name}.shape[{x.axis}]"
+    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
+  elif not extremes:
+    return Finding("unknown", words.GRADIENTS, mend, mended)
+  which = ", ".join(names[i] for i in sorted(extremes))
   return Finding("overwritten", words.OVERWRITTEN.format(names=which), mend, mended)
 
 
@@ -173,19 +160,21 @@ def _groups(runs: Runs, microbatches: Collection[int] = ()) -> Finding | None:
 
 
 def _rounding(runs: Runs) -> Finding | None:
-  """Whether the differences of a loss in half precision are small."""
-  how = runs.how()
-  each = (runs.compare(how, x.whole, how.join(y)) for x in runs.outcomes for y in x.splits)
-  is_small = lambda x, loss: x.difference <= 0.1 * max(x.size, loss.tolerance)  # noqa: E731
-  if not runs.facts.is_half or not all(is_small(x, y[0]) for y in each for x in y.values()):
-    return None
-  return Finding("unknown", words.HALF, words.USE_FLOAT32)
+  """Whether the differences of a loss in half precision are small: about a tenth of it."""
+  if runs.facts.is_half and runs.agree(runs.how(), 10 * _hundredth()):
+    return Finding("unknown", words.HALF, words.USE_FLOAT32)
+  return None
+
+
+def _hundredth() -> float:
+  """About a hundredth of the loss, in times of the rounding."""
+  return 1e7 if jnp.result_type(float) == np.float64 else 100.0
 
 
 def _groups_of_neighbours(runs: Runs) -> Finding | None:
-  """Whether a loss is a mean over rows in parts that follow each other, and not in others."""
+  """Whether parts whose rows follow each other give the whole batch, and microbatches do not."""
   how = runs.how()
-  if how.words[0] == "mean" and how.weight is ROWS and runs.agree(how, of=runs.in_two):
+  if all(x.whole.fits(how.join(x.splits[0])) for x in runs.in_two):
     return Finding("coupled", words.GROUPS_OF_NEIGHBOURS, words.GROUPS)
   return None
 
@@ -196,7 +185,7 @@ def _places(runs: Runs) -> Finding | None:
   if all(x.whole.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes):
     return None
   shared = [x for x in runs.call.arrays if x.role == "shared"]
-  if keys := [x.argnum for x in shared if x.kind == "key" or x.may_be_raw_key]:
+  if keys := [x.argnum for x in shared if x.may_be_key]:
     named = [*runs.options["rng_argnums"], *dict.fromkeys(keys)]
     return Finding("random", words.SHARED_KEY, f"rng_argnums={words.one_or_more(named)}")
   if runs.facts.draws_from_others:
@@ -210,36 +199,33 @@ def _sum(runs: Runs) -> Finding | None:
   if runs.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)
   # What is counted in both parts is the same for all batches at the same parameters.
-  for source in (0, 1):
-    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.source == source]
-    twice = [_less(added, whole.leaves[: whole.main]) for whole, added in each]
-    if len(each) < 3 or not all(whole.fits(_less(added, twice[0])) for whole, added in each):
+  for moves in (0, 1):
+    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.moves == moves]
+    if len(each) < 3 or each[0][0].fits(each[0][1]):  # nothing is counted twice
       return None
-    if each[0][0].fits(each[0][1]):  # nothing is counted twice
+    twice = _less(each[0][1], each[0][0].main)
+    if not all(whole.fits(_less(added, twice)) for whole, added in each):
       return None
   return Finding("sum", words.SUM_AND_MORE, words.MEAN_AND_MORE)
 
 
-def _less(xs: Leaves, others: Leaves) -> Leaves:
-  return [x - y for x, y in zip(xs, others, strict=False)]
+def _less(xs: Leaves, others: Leaves, times: float = 1.0) -> Leaves:
+  return [x - times * y for x, y in zip(xs, others, strict=False)]
 
 
 def _weighted(runs: Runs) -> Finding | None:
   """Whether it is a mean over something that can be counted, or would be but for an epsilon."""
-  # About a hundredth of the loss, in times of the rounding.
-  slack = 1e7 if jnp.result_type(float) == np.float64 else 100.0
   mean = ', reduction="mean"' if runs.options["reduction"] != "mean" else ""
   names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
   near: list[tuple[str, str, How]] = []
   for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
     how = runs.how(weight=weight, reduction="mean")
-    if not runs.agree(how, slack):
-      continue
-    mend = f"weight_fn=lambda {names}: {code}{mean}" if code else f"weight_fn=None{mean}"
+    if runs.agree(how, _hundredth()):
+      weight_fn = f"lambda {names}: {code}" if code else "None"
+      near.append((code or "the number of rows", f"weight_fn={weight_fn}{mean}", how))
+  for what, mend, how in near:
     if runs.agree(how):
-      reason = words.WEIGHTED.format(what=code) if code else words.MEAN_OF_ROWS
-      return Finding("weighted", reason, mend, how)
-    near.append((code or "the number of rows", mend, how))
+      return Finding("weighted", words.WEIGHTED.format(what=what), mend, how)
   for what, mend, how in near:
     if epsilon := _epsilon(runs, how):
       reason = words.EPSILON.format(what=what, epsilon=epsilon)
@@ -252,52 +238,48 @@ def _weighted(runs: Runs) -> Finding | None:
 
 def _epsilon(runs: Runs, how: How) -> float | None:
   """What is added to the weight in what the loss divides by, if that explains the loss."""
-  terms = []
+  added, each = runs.how(reduction="sum", weight=ROWS, grad_reduction=None), []
   for x in runs.in_two:
-    one, two = (how.weight(part.call) for part in x.splits[0])
-    for whole, y, z, allowed in _scaled(x.whole, *x.splits[0]):
-      # whole (one + two + epsilon) = a (one + epsilon) + b (two + epsilon)
-      scale = allowed * (one + two)
-      terms.append(((one * y + two * z) / scale - whole / allowed, (whole - y - z) / scale))
-  epsilon, before, after = _fit(terms)
-  return epsilon if after <= min(1, 0.1 * before) and 0 < epsilon < _SMALL else None
+    parts = x.splits[0]
+    weight = sum(how.weight(part.call) for part in parts)
+    # whole (weight + epsilon) = mean weight + epsilon sum
+    steps = [y / weight for y in _less(added.join(parts), x.whole.main)]
+    each.append((x.whole, how.join(parts), steps))
+  epsilon = _nearest(each)
+  before, after = (
+    max(whole.misfit(_less(mean, steps, -n)) for whole, mean, steps in each) for n in (0.0, epsilon)
+  )
+  return epsilon if 0 < epsilon < _SMALL and after <= min(1, 0.1 * before) else None
 
 
 def _some_weight_explains(runs: Runs, call: Call) -> bool:
   """Whether one weight fits at several parameters, on which no weight depends."""
   how = runs.how(reduction="mean", weight=ROWS, grad_reduction=None)
-  calls = [call.moved(n) if n else call for n in _POINTS]
-  wholes = [runs.rounded(x) for x in calls]
   points = [
     (whole, runs.parts(x, runs.two))
-    for x, whole in zip(calls, wholes, strict=True)
-    if whole.is_finite
+    for x in map(call.moved, _POINTS)
+    if (whole := runs.rounded(x)).is_finite
   ]
   # A part that has no share counts nothing: 0/0. Where it is finite, a maximum was chosen.
   first, rest = (all(parts[i].outcome.is_finite for _, parts in points) for i in (0, 1))
   share = float(first)
   if first and rest:
-    each = [leaf for whole, parts in points for leaf in _scaled(whole, *parts)]
-    share = _fit([((w - z) / a, (y - z) / a) for w, y, z, a in each])[0]
-  if not (first or rest) or (first and rest and not 1e-3 < share < 1 - 1e-3):
-    return False
+    mains = [(whole, one.outcome.main, two.outcome.main) for whole, (one, two) in points]
+    share = _nearest([(whole, two, _less(one, two)) for whole, one, two in mains])
+    if not 1e-3 < share < 1 - 1e-3:
+      return False
   return all(whole.fits(how.join(parts, [share, 1 - share])) for whole, parts in points)
 
 
-def _scaled(whole: Outcome, first: Part, rest: Part) -> Iterator[tuple[np.ndarray, ...]]:
-  """Loss and gradients of the whole and of two parts, and what rounding is allowed."""
-  allowed = [np.maximum(x, 1e-100) for x in whole.allowed[: whole.main]]
-  leaves = (x.leaves[: whole.main] for x in (whole, first.outcome, rest.outcome))
-  return zip(*leaves, allowed, strict=True)
-
-
-def _fit(terms: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[float, float, float]:
-  """How often the second of each pair comes nearest to the first; how far off are 0 and that."""
-  above = sum(float(np.sum(np.real(x * np.conj(y)))) for x, y in terms)
-  below = sum(float(np.sum(np.abs(y) ** 2)) for _, y in terms)
-  best = above / below if below else 0.5
-  before, after = (max(np.max(np.abs(x - n * y), initial=0) for x, y in terms) for n in (0.0, best))
-  return best, before, after
+def _nearest(each: Sequence[tuple[Outcome, Leaves, Leaves]]) -> float:
+  """How many steps from the first leaves come nearest to the whole, by least squares."""
+  above = below = 0.0
+  for whole, leaves, steps in each:
+    for x, y, step, allowed in zip(whole.leaves, leaves, steps, whole.allowed, strict=False):
+      scale = max(allowed, 1e-100)
+      above += float(np.sum(np.real((x - y) / scale * np.conj(step / scale))))
+      below += float(np.sum(np.abs(step / scale) ** 2))
+  return above / below if below else 0.5
 
 
 def _coupled(runs: Runs) -> Finding:

@@ -23,24 +23,14 @@ _MANY = 16  # numbers of a constant, or of all that are tried in each leaf of th
 
 
 class Facts(NamedTuple):
-  """What a loss does."""
-
-  draws: bool  # random numbers
-  draws_from_others: bool  # than the keys that are named
-  bends: bool  # one number of the parameters and the batch: a maximum, or the like
+  not_checked: tuple[str, ...]  # what the check does not look at
+  draws_from_others: bool  # random numbers, from other keys than those that are named
   is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
   integers: tuple[int, ...]  # what may say that an entry does not count
   floats: tuple[float, ...]  # the same, in arrays of floats
 
-  @property
-  def not_checked(self) -> tuple[str, ...]:
-    """What the check does not look at."""
-    return (words.DRAWS,) * self.draws + (words.BENDS,) * self.bends
 
-
-class _Input(NamedTuple):
-  """What goes into an equation."""
-
+class _Input(NamedTuple):  # of an equation
   roles: frozenset[str] = frozenset()  # "params" or "batch": of the arguments that it comes from
   numbers: tuple[int | float, ...] = ()  # those of a small constant
 
@@ -73,12 +63,11 @@ def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
   integers = dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)])
   # -1 is not among these, as it may be a weight below 0.
   data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
-  labels = [x.value for x in call.batch if x.is_integer and x.value.size]
+  labels = [x.value for x in call.batch if x.kind in "iu" and x.value.size]
   negative = [int(x.min()) for x in labels if x.min() < 0]
   return Facts(
-    bool(keys),
+    (words.DRAWS,) * bool(keys) + (words.BENDS,) * bends,
     bool(keys - {FIXED}),
-    bends,
     any(dtype.itemsize < 4 for dtype in dtypes),
     tuple(dict.fromkeys([*list(integers)[:_MANY], *negative])),
     tuple(data)[:_MANY],
@@ -104,7 +93,6 @@ def _equations(jaxpr: Jaxpr, known: dict[Var, _Input]) -> Iterator[tuple[JaxprEq
 
 
 def _constant(x: Leaf) -> _Input:
-  """What is known of a constant."""
   if not jnp.issubdtype(getattr(x, "dtype", np.int32), np.number) or np.size(x) > _MANY:
     return _Input()
   return _Input(numbers=tuple(np.asarray(x).ravel().tolist()))

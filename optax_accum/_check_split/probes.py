@@ -9,7 +9,7 @@ Nothing is drawn at random. A named key becomes one of which every draw is the s
 row would have the same noise in a microbatch as in the whole batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Args, Leaf, Leaves
+from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
+from optax_accum._microbatches.roles import name_of, Roles, Slot
 
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
 # varied batch. Dropout keeps, drops, and keeps what is kept rarely.
@@ -34,12 +35,8 @@ class Array(NamedTuple):
   role: str  # "params", "batch", "rng", "carry" or "shared"
   argnum: int
   argument: str  # what the loss calls it
-  path: str  # within the argument, as Python writes it: "['mask']", ".mask"
+  name: str  # as Python writes it: "batch['mask']", "batch.mask"
   axis: int  # of the rows, counted from the left
-
-  @property
-  def name(self) -> str:
-    return self.argument + self.path
 
   @property
   def kind(self) -> str:
@@ -48,18 +45,14 @@ class Array(NamedTuple):
 
   @property
   def is_mask(self) -> bool:
-    """Whether it holds nothing but 0 and 1."""
     x = self.value
     return self.kind != "key" and bool(np.all((x == 0) | (x == 1)))
 
   @property
-  def is_integer(self) -> bool:
-    """Whether it holds integers, which may be labels or counts."""
-    return self.kind in "iu"
-
-  @property
-  def may_be_raw_key(self) -> bool:
-    return self.value.dtype == np.uint32 and self.value.shape[-1:] in ((2,), (4,))
+  def may_be_key(self) -> bool:
+    """Whether it is a key, or has the words of a raw one."""
+    x = self.value
+    return self.kind == "key" or (x.dtype == np.uint32 and x.shape[-1:] in ((2,), (4,)))
 
   @property
   def has_longer_rows(self) -> bool:
@@ -69,33 +62,32 @@ class Array(NamedTuple):
 
 
 class Call(NamedTuple):
-  """One way to call the loss."""
-
   name: str
   arrays: tuple[Array, ...]
   rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
-  source: int | None = None  # 0: the given call with rows changed, 1: the varied one
+  moves: int = 0  # of the parameters, which are the same in all calls with as many
 
   @classmethod
-  def of(
-    cls, args: Args, roles: Mapping[int, str], axes: Mapping[int, int], names: Sequence[str]
-  ) -> "Call":
+  def of(cls, fun: Callable[..., Tree], args: Args, roles: Roles, argnums: Sequence[int]) -> "Call":
     """The given call, in the dtypes of the check. What is no array is a constant."""
+    role_of: dict[Slot, str] = dict.fromkeys(argnums, "params")
+    for role in ("batch", "rng", "carry"):
+      role_of |= dict.fromkeys(getattr(roles, role), role)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(args)
     arrays = {}
     for n, (path, leaf) in enumerate(leaves):
-      i, is_array = path[0].idx, isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-      if is_array or roles[i] in ("params", "batch"):
-        value = _in_check_dtype(leaf)
-        where = jax.tree_util.keystr(path[1:])
-        axis = axes.get(i, 0) % (value.ndim or 1)
-        arrays[n] = Array(value, roles[i], i, names[i], where, axis)
+      i = path[0].idx
+      role, argument = role_of.get(i, "shared"), name_of(fun, i).replace("...", f"batch_{i}")
+      if role in ("params", "batch") or isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        value, name = _in_check_dtype(leaf), argument + jax.tree_util.keystr(path[1:])
+        axis = roles.batch.get(i, 0) % (value.ndim or 1)
+        arrays[n] = Array(value, role, i, argument, name, axis)
 
     def rebuild(values: Leaves) -> Args:
       new = dict(zip(arrays, values, strict=True))
       return jax.tree.unflatten(treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)])
 
-    return cls("as given", tuple(arrays.values()), rebuild, 0)
+    return cls("as given", tuple(arrays.values()), rebuild)
 
   @property
   def values(self) -> Leaves:
@@ -111,7 +103,6 @@ class Call(NamedTuple):
 
   @property
   def rows(self) -> int:
-    """How many the batch has."""
     return self.batch[0].value.shape[self.batch[0].axis]
 
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
@@ -131,26 +122,34 @@ class Call(NamedTuple):
 
   def moved(self, number: int) -> "Call":
     """The call with other parameters, by a tenth: a weight does not depend on parameters."""
-    size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x) ** 2)) or 1.0)  # noqa: E731
-    new = lambda x, places: x + size(x) * np.sin(number * (1.0 + places))  # noqa: E731
-    return self.mapped("params", lambda x: _in_places(x, new))
+
+    def moved(x: Array) -> Leaf:
+      size = 0.1 * (np.sqrt(np.mean(np.abs(x.value) ** 2)) or 1.0)
+      return (x.value + size * np.sin(number * (1.0 + _places(x)))).astype(x.value.dtype)
+
+    return self.mapped("params", moved)._replace(moves=number)
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""
-    unit = lambda x, places: 2 * np.finfo(x.dtype).eps * np.sign(np.sin(1.0 + places))  # noqa: E731
-    return self.mapped("params", lambda x: _in_places(x, lambda x, i: x * (1 + unit(x, i))))
+
+    def nudged(x: Array) -> Leaf:
+      units = 2 * np.finfo(x.value.dtype).eps * np.sign(np.sin(1.0 + _places(x)))
+      return (x.value * (1 + units)).astype(x.value.dtype)
+
+    return self.mapped("params", nudged)
 
   def varied(self) -> "Call":
     """The call with each float of the batch made smaller, by factors that are all different.
 
     Masks of floats stay as they are, unless there are no other floats.
     """
-    others = any(x.kind in "fc" and not x.is_mask for x in self.batch)
+    floats = [x for x in self.batch if x.kind in "fc"]
+    names = {x.name for x in floats if not x.is_mask} or {x.name for x in floats}
 
     def varied(x: Array) -> Leaf:
-      if x.kind not in "fc" or (others and x.is_mask):
+      if x.name not in names:
         return x.value
-      return _in_places(x, lambda x, places: x * (0.6 + 0.4 * np.sin(1.7 * places)))
+      return (x.value * (0.6 + 0.4 * np.sin(1.7 * _places(x)))).astype(x.value.dtype)
 
     return self.mapped("batch", varied)
 
@@ -158,7 +157,7 @@ class Call(NamedTuple):
     """The call with the masks, labels and counts of row 0 in every row."""
 
     def alike(x: Array) -> Leaf:
-      counts = x.is_mask or x.is_integer
+      counts = x.is_mask or x.kind in "iu"
       return np.broadcast_to(x.value.take([0], x.axis), x.value.shape) if counts else x.value
 
     return self.mapped("batch", alike)
@@ -167,7 +166,7 @@ class Call(NamedTuple):
     """The call with keys, `raw` ones too, of which every draw is the same."""
 
     def fixed(x: Array) -> Leaf:
-      if x.kind != "key" and not (raw and x.may_be_raw_key):
+      if not (x.may_be_key if raw else x.kind == "key"):
         return x.value
       shape = x.value.shape if x.kind == "key" else x.value.shape[:-1]
       data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
@@ -181,40 +180,31 @@ def _in_check_dtype(x: Leaf) -> Leaf:
   if is_key(x):
     return x
   x = jnp.asarray(x)
-  for kind, dtype in ((jnp.complexfloating, complex), (jnp.floating, float)):
-    if jnp.issubdtype(x.dtype, kind):
-      x = x.astype(jnp.result_type(dtype))
+  if jnp.issubdtype(x.dtype, jnp.inexact):
+    x = x.astype(complex if jnp.iscomplexobj(x) else float)
   return np.asarray(x)
 
 
-def _in_places(x: Array, new: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-  """Other numbers, by those in an array and the place of each."""
-  places = np.arange(x.value.size).reshape(x.value.shape)
-  return new(x.value, places).astype(x.value.dtype)
+def _places(x: Array) -> np.ndarray:
+  """A number for each place in an array."""
+  return np.arange(x.value.size).reshape(x.value.shape)
 
 
 def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
-  """The given call, and those with something changed.
-
-  `integers` and `floats` are the numbers that may say that an entry does not count.
-  """
+  """The given call, and changed ones; the numbers may say that an entry does not count."""
   yield given
-  yield given.moved(1)._replace(name="parameters moved", source=None)
+  yield given.moved(1)._replace(name="parameters moved")
   if any(x.role == "rng" for x in given.arrays):
-    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise", source=None)
+    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise")
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
   varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
-  is_varied = any(x is not y for x, y in zip(given.values, varied.values, strict=True))
   varied = varied.moved(1).with_noise("rng", LEVELS[2])
-  for number, (call, ending) in enumerate([(given, ""), (varied, ", all floats varied")]):
-    source = call._replace(source=number)
-    if number:
+  for source, ending in [(given, ""), (varied, ", all floats varied")]:
+    if source is varied:
       yield source._replace(name=f"as given{ending}")
     yield source.take(again)._replace(name=f"rows drawn again{ending}")
     for n, x in enumerate(source.arrays):
-      # Where no float is varied, other parameters alone tell no more about each number.
-      changes = list(_changes(x, integers, floats)) if x.role == "batch" else []
-      for name, value in changes[: None if is_varied or number else 1]:
+      for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
         arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
         yield source._replace(name=f"{name}{ending}", arrays=arrays)
 
@@ -227,7 +217,7 @@ def _changes(
     return
   name, value, last = x.name, x.value, x.value.shape[x.axis] - 1
   new: list[tuple[str, ArrayLike]] = [("inverted", value == 0)] if x.is_mask else []
-  if x.is_integer:
+  if x.kind in "iu":
     limits = np.iinfo(value.dtype)
     new += [(f"= {n}", n) for n in integers if limits.min <= n <= limits.max]
   elif x.kind == "f":
@@ -236,10 +226,10 @@ def _changes(
     yield f"{name} {change} in row 0", _put(x, entry, [0])
     yield f"{name} {change} in rows 0 and {last}", _put(x, entry, [0, last])
   if not x.is_mask:
-    change, entry = ("doubled", value * 2) if x.is_integer else ("halved", value / 2)
+    change, entry = ("doubled", value * 2) if x.kind in "iu" else ("halved", value / 2)
     yield f"{name} {change} in row 0", _put(x, entry, [0])
   if x.has_longer_rows:
-    empty = next((n for n in integers if n not in (0, -1)), 0) if x.is_integer else 0
+    empty = next((n for n in integers if n not in (0, -1)), 0) if x.kind in "iu" else 0
     yield f"{name} = {empty} in all of row 0", _put(x, empty, [0], is_whole=True)
 
 

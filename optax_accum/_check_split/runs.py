@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
-import copy
 import functools
 import operator
 from typing import NamedTuple, TypeAlias
@@ -15,9 +14,8 @@ import numpy as np
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
-from optax_accum._check_split.facts import Facts, facts_of, fingerprint
+from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatches.loss import known_weight
@@ -29,35 +27,40 @@ _MANY_UNITS = 20.0
 ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
-Program: TypeAlias = Callable[[Leaves], tuple[Tree, Tree]]  # arrays to value and gradients
 
 
 class Outcome(NamedTuple):
   """What a loss gave, in NumPy."""
 
-  leaves: Leaves  # the loss, the gradients, and the aux
+  main: Leaves  # the loss and the gradients
+  others: Leaves  # the aux
   allowed: list[float]  # how much of a difference may be rounding, for each of them
-  main: int  # how many are no aux
   aux: Aux
 
   @property
+  def leaves(self) -> Leaves:
+    return [*self.main, *self.others]
+
+  @property
   def is_finite(self) -> bool:
-    return all(bool(np.all(np.isfinite(x))) for x in self.leaves[: self.main])
+    return all(bool(np.all(np.isfinite(x))) for x in self.main)
 
   @property
   def is_zero(self) -> bool:
     """Whether loss and gradients are all zero, which those of a wrong split may be too."""
-    return not any(map(np.any, self.leaves[: self.main]))
+    return not any(map(np.any, self.main))
 
   def fits(self, leaves: Leaves, slack: float = 1.0) -> bool:
     """Whether loss and gradients are these, but for so many times the rounding."""
-    each = zip(self.leaves[: self.main], leaves, self.allowed, strict=False)
-    return all(_largest(x - y) <= slack * allowed for x, y, allowed in each)
+    return self.misfit(leaves) <= slack
+
+  def misfit(self, leaves: Leaves) -> float:
+    """The largest difference from such loss and gradients, in times of the rounding."""
+    each = zip(self.main, leaves, self.allowed, strict=False)
+    return float(np.max([_largest(x - y) / max(allowed, 1e-100) for x, y, allowed in each]))
 
 
-class Part(NamedTuple):
-  """One microbatch."""
-
+class Part(NamedTuple):  # a microbatch
   rows: np.ndarray  # of the batch, which it has
   call: Call
   outcome: Outcome
@@ -127,58 +130,36 @@ class Runs:
     if (weight_fn := options["weight_fn"]) is not None:  # traced, as in microbatches
       count, batch = jax.jit(functools.partial(known_weight, weight_fn)), options["batch_argnums"]
       self._weight = lambda call: float(count(*(call.args[i] for i in batch)))
-    # The whole batch, where the loss does not split by itself, and some rows of it.
-    self._whole, self.part = whole_batches()(self.compiled(fun)), self.compiled(fun)
+    self._at_once = jax.value_and_grad(fun, wrt, options["has_aux"])
+    self._run = self._compiled(self._at_once)
+    split = {**options, "num_microbatches": None, "microbatch_size": sizes[0]}
+    self._split = self._compiled(microbatch_value_and_grad(fun, **split))
 
-  def _program(self, fun: LossFn, **options: Tree) -> Program:
-    """Value and gradients of the arrays of a call: at once, or with these options."""
-    names = ("argnums", "has_aux", "batch_argnums", "batch_axis")
-    at_once = {"num_microbatches": 1, "rng_argnums": (), "aux_reduction": "last"}
-    at_once |= {name: self.options[name] for name in names}
-    value_and_grad = microbatch_value_and_grad(fun, **(options or at_once))
-
-    def run(values: Leaves) -> tuple[Tree, Tree]:
-      value, grads, *_ = value_and_grad(*self.call.rebuild(values))
-      return value, grads
-
-    return run
-
-  def compiled(self, fun: LossFn, **options: Tree) -> Program:
-    """The program of a loss, which is compiled fast: it runs some hundred times, on a few rows."""
+  def _compiled(self, value_and_grad: LossFn) -> Callable[[Leaves], Tree]:
+    """A program of the arrays of a call, compiled fast: it runs some hundred times on few rows."""
     on_cpu = jax.default_backend() == "cpu"
     compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    return jax.jit(self._program(fun, **options), compiler_options=compiler_options)
-
-  def otherwise(self, **changes: Tree) -> "Runs":
-    """The same with other attributes."""
-    other = copy.copy(self)
-    other.__dict__.pop("outcomes", None)
-    other.__dict__.update(changes)
-    return other
+    run = lambda values: value_and_grad(*self.call.rebuild(values))  # noqa: E731
+    return jax.jit(run, compiler_options=compiler_options)
 
   def how(self, **changes: Tree) -> How:
     """How microbatches become one with these options, and with others."""
     options = {**self.options, **changes}
-    reduction, axis = REDUCTIONS[options["reduction"]], options["concat_axis"]
-    grads = reduction_words.named_of_gradients(options["grad_reduction"], reduction)
-    aux = reduction_words.named_of_aux(options["aux_reduction"], axis)
-    kinds = [
-      reduction,
-      *jax.tree.leaves(reduction_words.match("grad_reduction", grads, self.params, "gradients")),
-      *jax.tree.leaves(reduction_words.match("aux_reduction", aux, self.given.aux)),
-    ]
+    grads = options["grad_reduction"] or options["reduction"]
+    grads = reduction_words.match("grad_reduction", grads, self.params, "gradients")
+    aux = options["aux_reduction"] or "mean"
+    aux = reduction_words.match("aux_reduction", aux, self.given.aux)
     weight = changes.get("weight", self._weight)
-    return How([kind.name for kind in kinds], weight, options["skip_nonfinite"], axis or 0)
+    words = [options["reduction"], *jax.tree.leaves(grads), *jax.tree.leaves(aux)]
+    return How(words, weight, options["skip_nonfinite"], options["concat_axis"] or 0)
 
   @functools.cached_property
   def given(self) -> Outcome:
-    """What the given call gives."""
     with noted(f"check_split ran it on the whole batch, {self.rows} rows."):
       return self.whole(self.call)
 
   @functools.cached_property
   def facts(self) -> Facts:
-    """What the loss does by its jaxpr."""
     return facts_of(self.traced(), self.call)
 
   @functools.cached_property
@@ -196,7 +177,7 @@ class Runs:
     if not tried.whole.is_finite:
       return None
     for size in self.sizes:
-      with self._noted(size):
+      with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
         tried.splits.append(self.parts(call, _cut(self.rows, size)))
     if tried.whole.is_zero and all(x.outcome.is_zero for split in tried.splits for x in split):
       return None
@@ -204,17 +185,16 @@ class Runs:
 
   @functools.cached_property
   def in_two(self) -> list[Tried]:
-    """The same batches, each in two parts."""
     return [x._replace(splits=[self.parts(x.call, self.two)]) for x in self.outcomes]
 
   def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
-    """Some rows at once, and then others."""
     calls = [call.take(x) for x in rows]
-    return [Part(x, y, self._outcome(self.part, y)) for x, y in zip(rows, calls, strict=True)]
+    return [Part(x, y, self._outcome(self._run, y)) for x, y in zip(rows, calls, strict=True)]
 
   def whole(self, call: Call) -> Outcome:
-    """All rows at once."""
-    return self._outcome(self._whole, call)
+    """All rows at once, where the loss does not split by itself."""
+    with whole_batches():
+      return self._outcome(self._run, call)
 
   def rounded(self, call: Call) -> Outcome:
     """The same, allowed also what parameters change that differ in their last bits alone."""
@@ -222,33 +202,36 @@ class Runs:
     each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
     return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
 
-  def _outcome(self, program: Program, call: Call) -> Outcome:
+  def _outcome(self, program: Callable[[Leaves], Tree], call: Call) -> Outcome:
     out = program(call.values)
-    value, grads = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
+    value, grads, *_ = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
     loss, aux = value if self.options["has_aux"] else (value, None)
-    main = jax.tree.leaves(jax.device_get((loss, grads)))
-    leaves = list(map(_wide, [*main, *jax.tree.leaves(aux)]))
-    sizes = list(map(_largest, leaves))
-    coarsest = max(float(jnp.finfo(x.dtype).eps) for x in main if x.dtype != jax.dtypes.float0)
-    tolerance = 1e-9 if coarsest < 1e-12 else 1e-4
+    given = jax.device_get(jax.tree.leaves((loss, grads)))
+    main, others = list(map(_wide, given)), list(map(_wide, jax.tree.leaves(aux)))
+    sizes = list(map(_largest, main))
+    tolerance = 1e-9 if all(jnp.finfo(x.dtype).eps < 1e-12 for x in given) else 1e-4
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
     # many units of what was added up: 1e-6 of the largest leaf in float32.
-    least = [1e-2 * max(sizes[: len(main)])] * len(main) + [0.0] * len(leaves)
-    allowed = [tolerance * max(x, y) for x, y in zip(sizes, least, strict=False)]
-    return Outcome(leaves, allowed, len(main), aux)
+    least = 1e-2 * max(sizes)
+    sizes = [*(max(size, least) for size in sizes), *map(_largest, others)]
+    return Outcome(main, others, [tolerance * size for size in sizes], aux)
 
   def compare(self, how: How, whole: Outcome, leaves: Leaves) -> dict[int, LeafComparison]:
     """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
     names = ["loss", *self.names.values()]
     names += [name for name, _ in _validate.named_leaves("aux", whole.aux)]
-    each = enumerate(zip(names, whole.leaves, leaves, whole.allowed, strict=True))
-    not_reduced = {i for i, word in enumerate(how.words) if word in ("stack", "last")}
-    return {i: _leaf(*x) for i, x in each if i < whole.main or i not in not_reduced}
+    compared = {}
+    each = zip(names, how.words, whole.leaves, leaves, whole.allowed, strict=True)
+    for i, (name, word, x, y, allowed) in enumerate(each):
+      if i < len(whole.main) or word not in ("stack", "last"):
+        fits = y is not None and x.shape == y.shape and bool(np.all(np.isfinite(y)))
+        difference = _largest(x - y) if fits else float("inf")
+        compared[i] = LeafComparison(name, _largest(x), difference, allowed)
+    return compared
 
-  def agree(self, how: How, slack: float = 1.0, of: Sequence[Tried] | None = None) -> bool:
+  def agree(self, how: How, slack: float = 1.0) -> bool:
     """Whether loss and gradients do in all batches and splits."""
-    of = self.outcomes if of is None else of
-    return all(x.whole.fits(how.join(parts), slack) for x in of for parts in x.splits)
+    return all(x.whole.fits(how.join(y), slack) for x in self.outcomes for y in x.splits)
 
   def wrong(self, how: How, of: Sequence[Tried] | None = None) -> set[int]:
     """The leaves that differ in some batch."""
@@ -258,30 +241,20 @@ class Runs:
 
   def as_called(self) -> dict[int, LeafComparison]:
     """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
-    options = {**self.options, "num_microbatches": None, "microbatch_size": self.sizes[0]}
-    with self._noted(self.sizes[0]):
-      outcome = self._outcome(self.compiled(self.fun, **options), self.call)
+    outcome = self._outcome(self._split, self.call)
     return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
 
-  def traced(self) -> ClosedJaxpr:
-    """The jaxpr of the whole batch, traced anew: JAX remembers that of a function it knows."""
-    with whole_batches():
-      return jax.make_jaxpr(self._program(self.fun))(self.call.values)
-
-  def splits_nothing(self) -> bool:
-    """Whether the loss calls nothing that runs in microbatches."""
-    split = jax.make_jaxpr(self._program(self.fun))(self.call.values)
-    return fingerprint(self.traced()) == fingerprint(split)
+  def traced(self, is_whole: bool = True) -> ClosedJaxpr:
+    """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
+    run = lambda values: self._at_once(*self.call.rebuild(values))  # noqa: E731
+    with whole_batches() if is_whole else contextlib.nullcontext():
+      return jax.make_jaxpr(run)(self.call.values)
 
   def in_words(self, size: int) -> str:
-    """A split."""
     count, rest = divmod(self.rows, size)
     if rest:
       return f"microbatches of {size} rows, of {self.rows}"
     return f"{count} microbatch{'es' * (count > 1)} of {size} rows"
-
-  def _noted(self, size: int) -> contextlib.AbstractContextManager[None]:
-    return noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran.")
 
 
 def _cut(rows: int, size: int) -> list[np.ndarray]:
@@ -297,13 +270,8 @@ def _largest(x: np.ndarray) -> float:
 
 def _wide(x: Leaf) -> np.ndarray:
   x = np.asarray(x)
-  dtype = {"c": np.complex128, "i": np.int64, "u": np.int64, "b": np.int64}
-  return x.astype(dtype.get(x.dtype.kind, np.float64))
-
-
-def _leaf(name: str, x: np.ndarray, y: np.ndarray | None, allowed: float) -> LeafComparison:
-  fits = y is not None and x.shape == y.shape and bool(np.all(np.isfinite(y)))
-  return LeafComparison(name, _largest(x), _largest(x - y) if fits else float("inf"), allowed)
+  wide = np.int64 if x.dtype.kind in "iub" else np.complex128
+  return x.astype(wide if x.dtype.kind in "iubc" else np.float64)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """What a loss may be a mean over: counts of what the batch holds, as code that is also run."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+import functools
 
 import numpy as np
 
@@ -9,27 +9,20 @@ from optax_accum._check_split.facts import Facts
 from optax_accum._check_split.probes import Array, Call
 
 
-class Weight(NamedTuple):
-  """How much a microbatch counts, by one array of it."""
-
-  template: str  # of the code, with {} for the array
-  position: int  # among the arrays of a call
-
-  def __call__(self, call: Call) -> float:
-    code = self.template.format("x")
-    return float(eval(code, {"x": call.arrays[self.position].value, "jnp": np}))
-
-
-def weights_of(call: Call, facts: Facts) -> Iterator[tuple[str, Weight]]:
-  """What each array of the batch may say that a row or a token counts, and its code."""
-  for index, x in enumerate(call.arrays):
+def weights_of(call: Call, facts: Facts) -> Iterator[tuple[str, Callable[[Call], float]]]:
+  """What each array of the batch may say that a row or a token counts: code, and what runs it."""
+  for position, x in enumerate(call.arrays):
     parts = ["{}"] if x.role == "batch" and x.kind != "key" else []
     if parts and x.has_longer_rows and x.axis != x.value.ndim - 1:
       parts += ["{}[..., 1:]", "{}[..., :-1]"]  # where each token predicts the next
     for part in parts:
       for template in _templates(x, facts):
-        weight = Weight(template.format(part), index)
-        yield weight.template.format(x.name), weight
+        template = template.format(part)
+        yield template.format(x.name), functools.partial(_count, template.format("x"), position)
+
+
+def _count(code: str, position: int, call: Call) -> float:
+  return float(eval(code, {"x": call.arrays[position].value, "jnp": np}))
 
 
 def _templates(x: Array, facts: Facts) -> Iterator[str]:
@@ -40,7 +33,7 @@ def _templates(x: Array, facts: Facts) -> Iterator[str]:
   if x.is_mask:
     yield from ("jnp.sum({})", "jnp.sum({} == 0)", "jnp.sum({} > 0)")
     yield "jnp.sum(jnp.any({} != 0, axis=-1))"
-  if x.is_integer:
+  if x.kind in "iu":
     # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
     for n in sorted(facts.integers, key=lambda n: n == -1):
       yield from ["jnp.sum({} >= 0)"] * (n == -1)
