@@ -74,20 +74,19 @@ Run: TypeAlias = Callable[..., Microbatch]
 def runner(call: Microbatches, run_fn: RunFn) -> Run:
   """What runs the function of a call on one microbatch. It is traced once for each size of them."""
   split = call.split
-  functions: dict[float | None, RunFn] = {}
+  one = functools.partial(run_fn, call)
+  if not call.is_whole:  # a factor that is known when tracing is a constant
+    one = jax.jit(one, inline=True, static_argnums=() if split.in_place and split.weighs else 0)
 
   def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = None) -> Microbatch:
     batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place:
-      factor = _in_units(weight if unit is None else unit, weight, rows / call.size)[1]
-    known = None if isinstance(factor, jax.Array) else factor
-    given = () if factor is known else (factor,)
-    one: RunFn = functools.partial(run_fn, call, *([] if given else [known]))
-    if not call.is_whole:
-      one = functions.setdefault(known, jax.jit(one, inline=True))
-    new_carry, outputs = one(*given, *call.inputs(index, batch, carry))
+      factor = rows / call.size
+      if weight is not None:
+        factor = weighted_mean.in_first_units(weight if unit is None else unit, weight)[1]
+    new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
@@ -199,7 +198,9 @@ class _Loop:
     outputs = jax.tree.leaves(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
-      unit, weight = _in_units(held.unit, new.weight, rows / self.call.size)
+      unit, weight = held.unit, rows / self.call.size  # in full microbatches, if known
+      if new.weight is not None:
+        unit, weight = weighted_mean.in_first_units(unit, new.weight)
       reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
@@ -262,17 +263,6 @@ class _Loop:
     finished = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, leaves)
     outputs = jax.tree.unflatten(treedef, finished)
     return Reduced(carry, outputs, _stats(total, skipped), recorded)
-
-
-def _in_units(unit: Leaf, weight: Leaf, known: float) -> tuple[Leaf, Weight]:
-  """The unit that weights are counted in, and a microbatch's weight in it.
-
-  One that is `known` when tracing is counted in microbatches, so that most are 1.
-  """
-  if weight is None:
-    return unit, known
-  unit = weighted_mean.first_unit(unit, weight)
-  return unit, weighted_mean.still_counting(weighted_mean.in_units(weight, unit), weight)
 
 
 def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> list[Reduction]:
