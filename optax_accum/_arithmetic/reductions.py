@@ -31,8 +31,9 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
-  default = False  # whether nobody asked for it, so that it may be wrong for values per row
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
+  # Whether nobody asked for it, so that it may be wrong for values per row.
+  default: bool = dataclasses.field(default=False, kw_only=True)
 
   def __repr__(self) -> str:
     return repr(self.name)
@@ -155,12 +156,6 @@ class Mean(Sum):
     return weighted_mean.mean(held, weight, dtype)
 
 
-class DefaultMean(Mean):
-  """The weighted mean of what has no value for each row."""
-
-  default = True
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class SumInLoop(Reduction):
   """The sum or mean `of` values that are reduced over devices in every microbatch."""
@@ -175,7 +170,7 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    held = across_devices.types(lambda: self._reduced(self.of.start(leaf, dtype)))
+    _, held = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
     return across_devices.full_like(held, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
@@ -250,6 +245,7 @@ class Concat(Stack):
   """Every row's value, in the order of the batch, along an axis of the output."""
 
   axis: int = 0
+  first: bool = False  # whether the rows come out on the first axis
   name = "concat"
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
@@ -268,23 +264,16 @@ class Concat(Stack):
     axis = self.axis % (collected.ndim - 1)
     rows = jnp.moveaxis(collected, 0, axis + 1)
     rows = lax.collapse(rows, axis, axis + 2)
-    return rows if tail is None else jnp.concatenate([rows, tail], axis)
+    return self.only(rows if tail is None else jnp.concatenate([rows, tail], axis))
 
   def only(self, value: jax.Array) -> jax.Array:
-    return value
+    return jnp.moveaxis(value, self.axis, 0) if self.first else value
 
   def rows_first(self) -> Reduction:
-    return _RowsFirst(self.axis) if self.axis else self
+    return dataclasses.replace(self, first=self.axis != 0)
 
   def rows_back(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, 0, self.axis) if self.axis else value
-
-
-class _RowsFirst(Concat):
-  """One device's part of a concatenation along another axis than the first."""
-
-  def join(self, held: Held, collected: Any, tail: Any) -> Held:
-    return jnp.moveaxis(super().join(held, collected, tail), self.axis, 0)
 
 
 _ALL = (

@@ -44,12 +44,12 @@ def check_keys(name: str, tree: Tree) -> None:
 
 def over_devices(
   words: Tree,
-  carry: tuple[Carry, ...],
-  start: tuple[Carry, ...],
+  carry: Carry,
+  start: Carry,
   weight: Weight,
   total: Weight,
   axis_name: AxisName,
-) -> tuple[Carry, ...]:
+) -> Carry:
   """What the devices' carries become together.
 
   `start` is what all devices started with, `weight` what this device counted and `total` what all
@@ -71,11 +71,8 @@ def over_devices(
     mean = weighted_mean.mean(held, total, x.dtype)
     return weighted_mean.select(weighted_mean.counts(total), mean, first)
 
-  def one(carry: Carry, start: Carry) -> Carry:
-    each = reduction_words.match("carry_reduction", "" if words is None else words, carry)
-    return jax.tree_util.tree_map_with_path(together, carry, each, start)
-
-  return tuple(map(one, carry, start))
+  each = reduction_words.match("carry_reduction", "" if words is None else words, carry)
+  return jax.tree_util.tree_map_with_path(together, carry, each, start)
 
 
 def _reduction(name: str, word: str, x: jax.Array) -> Reduction | None:

@@ -115,16 +115,12 @@ def run_in_microbatches(
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
-  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  jaxprs, like = [], []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    closed, shapes = jax.make_jaxpr(one, return_shape=True)()
-    # Of `shapes`, an explicit sharding is left out where other axes of the mesh are automatic.
-    like.append(jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals))
-    jaxprs.append(closed.jaxpr)
+  jaxpr, full = across_devices.traced(lambda: run(0, start, lambda: take(0), call.size))
+  like = [full]
+  if call.tail_rows:
+    like.append(across_devices.traced(lambda: run(0, start, lambda: tail, call.tail_rows))[1])
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(jaxprs[0]))
+  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(jaxpr))
   return loop.reduced(*loop.all())
 
 
@@ -189,7 +185,7 @@ class _Loop:
   def _add(
     self, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, tuple[Leaves, Leaf]]:
-    """What is held after one more microbatch, and what is kept of each."""
+    """What is held after one more microbatch, and what is kept of this one."""
     held = held._replace(
       outputs=self._each(lambda r, h: r.unhoisted(h, self.gathered), held.outputs),
       carry=hoisting.unhoisted(held.carry, self.gathered),
@@ -205,9 +201,12 @@ class _Loop:
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    collected = self._each(lambda r, x: x if r.collected else None, outputs)
-    recorded = None if new.skipped is None else new.weight
-    return _Held(carry, reduced, weights, unit, skipped), (collected, recorded)
+    return _Held(carry, reduced, weights, unit, skipped), self._kept(new)
+
+  def _kept(self, one: Microbatch) -> tuple[Leaves, Leaf]:
+    """What is kept of each: outputs that are collected, and the weight if some may be left out."""
+    collected = self._each(lambda r, x: x if r.collected else None, jax.tree.leaves(one.outputs))
+    return collected, None if one.skipped is None else one.weight
 
   def _add_unless_empty(
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
@@ -217,13 +216,8 @@ class _Loop:
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zero = functools.partial(across_devices.full_like, value=0)
-    leaves = jax.tree.leaves(like.outputs)
-    zeros = self._each(lambda r, x: zero(x) if r.collected else None, leaves)
-    recorded = None if like.skipped is None else zero(like.weight)
-    return update_if(
-      counted, lambda both: self._add(both[0], index, take, rows), (held, (zeros, recorded))
-    )
+    zeros = jax.tree.map(functools.partial(across_devices.full_like, value=0), self._kept(like))
+    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
@@ -255,7 +249,10 @@ class _Loop:
         weight = total = weights.over_devices(axis_name)
         skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
       words = call.split.carry_reduction
-      carry = keys_and_carry.over_devices(words, carry, call.carry, local, weight, axis_name)
+      carry = tuple(
+        keys_and_carry.over_devices(words, x, start, local, weight, axis_name)
+        for x, start in zip(carry, call.carry, strict=True)
+      )
       outputs = self._each(lambda r, h: r.across_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import cast, ParamSpec, TypeVar
 
+import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
@@ -123,7 +124,7 @@ def microbatch(
     call = Microbatches(fun, asked, args, kwargs)
     run = runner(call, run_fn)
     if not call.is_whole:
-      run = Recomputed(call, run, reduction_words.collects(reductions))
+      run = Recomputed(call, run, any(r.collected for r in jax.tree.leaves(reductions)))
     return cast(Out, run_in_microbatches(call, run, reductions).outputs)
 
   return microbatched
