@@ -102,13 +102,13 @@ def test_options(options, error, match):
       ({"batch_stats": {"norm": {"mean": jnp.zeros(3)}}},),
       STATS_ALONE,
       ValueError,
-      r"\['mean'\] was float32\[2\], and is float32\[3\] in the new_carry",
+      r"new_carry .*\['mean'\] has type float32\[3\], not float32\[2\]: ",
     ),
     (
       ({"batch_stats": {"norm": {"mean": jnp.zeros(2, jnp.bfloat16)}}},),
       STATS_ALONE,
       ValueError,
-      r"\['mean'\] was float32\[2\], and is bfloat16\[2\] in the new_carry",
+      r"new_carry .*\['mean'\] has type bfloat16\[2\], not float32\[2\]: ",
     ),
   ],
 )

@@ -94,16 +94,10 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction | None:
 
 def check(old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
-
-  def types(carry: tuple[Carry, ...]) -> dict[str, str]:
-    named = [leaf for tree in carry for leaf in _validate.named_leaves("carry", tree)]
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}
-
-  had, got = types(old), types(new)
-  for name in had | got:
-    before, after = (x.get(name, "not there") for x in (had, got))
-    if before != after:
+  type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
+  for before, after in zip(old, new, strict=True):
+    if different := _validate.difference("carry", after, before, "type", type_of):
       raise ValueError(
-        f"{name} was {before}, and is {after} in the new_carry that the function returned: return"
-        " the same structure, shapes and dtypes, e.g. with .astype."
+        f"In the new_carry that the function returned {different}: return the same structure,"
+        " shapes and dtypes, e.g. with .astype."
       )
