@@ -57,9 +57,9 @@ def over_devices(
   """
 
   def together(path: Path, x: jax.Array, word: str, first: ArrayLike) -> jax.Array:
-    kind = _reduction(_validate.leaf_name("carry", path), word, x)
-    if kind is None:
+    if dtypes.is_key(x):
       return across_devices.of_first(x, axis_name)
+    kind = _reduction(_validate.leaf_name("carry", path), word, x)
     if kind.name in ("max", "min"):
       return kind.across_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
@@ -75,10 +75,8 @@ def over_devices(
   return jax.tree_util.tree_map_with_path(together, carry, each, start)
 
 
-def _reduction(name: str, word: str, x: jax.Array) -> Reduction | None:
-  """How a leaf is reduced, by default if its `word` is ""; None for keys, which are not."""
-  if dtypes.is_key(x):
-    return None
+def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
+  """How a leaf is reduced, by default if its `word` is ""."""
   if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
       f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"

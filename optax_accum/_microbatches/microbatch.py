@@ -48,18 +48,9 @@ def microbatch(
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
   do not fit. `microbatch_value_and_grad` is for a loss that is a mean over rows.
 
-  It can be differentiated, which serves losses that are no such mean. Going backward, each
-  microbatch is computed again from its inputs, with the same keys, so that only one microbatch's
-  intermediate values are kept. For example, a contrastive loss needs the embeddings of all rows
-  (the guides to contrastive losses and to a large vocabulary have more)::
-
-    encode_in_parts = optax_accum.microbatch(
-        encode, reduction="concat", batch_argnums=1, microbatch_size=64)
-
-    def loss_fn(params, batch):  # for jax.grad, or for make_train_step with num_microbatches=1
-      images = encode_in_parts(params["images"], batch["images"])
-      texts = encode_in_parts(params["texts"], batch["texts"])
-      return contrastive(images, texts, params["temperature"])
+  It can be differentiated, which serves losses that are no such mean: the guides to contrastive
+  losses and to a large vocabulary show how. Going backward, each microbatch is computed again from
+  its inputs, with the same keys, so that only one microbatch's intermediate values are kept.
 
   In a `shard_map` of your own, pass parameters as arguments, and `axis_name`: their cotangents are
   then reduced over devices once, and not in every microbatch. What `fun` changes in place is lost,
