@@ -43,7 +43,7 @@ GOOD = {"batch_stats": STATS}
     ({"microbatches": 2}, TypeError, "has no option 'microbatches': see those of make_train_step"),
     ({"mutable": True}, TypeError, r'mutable=True must name collections, .*\("batch_stats",\)'),
     ({"mutable": ("params",)}, TypeError, r"mutable=\('params',\) must name collections, fields"),
-    ({"carry_reduction": "max"}, ValueError, "carry_reduction='max' says what becomes of a carry"),
+    ({"carry_reduction": "max"}, ValueError, "carry_reduction='max' asks for a carry"),
     ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),
     ({"num_microbatches": None}, ValueError, "give exactly one of the two"),
   ],

@@ -152,7 +152,7 @@ def test_traced_counts():
     ({"x": jnp.ones((6, 3)), "y": jnp.ones(())}, r"1\['y'\] has shape \(\), without an axis 0"),
     ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without an axis 0"),
     ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, "The batch is empty"),
-    ({}, "no arrays: there is nothing to split"),
+    ({}, "no arrays: give one to split"),
   ],
 )
 def test_batches(batch, match):
@@ -239,7 +239,10 @@ def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
 @pytest.mark.parametrize(
   ("new_carry", "match"),
   [
-    ({"mean": jnp.zeros(2)}, r"new_carry .* carry\['mean'\] has type float32\[2\], not float32\[\]"),
+    (
+      {"mean": jnp.zeros(2)},
+      r"new_carry .* carry\['mean'\] has type float32\[2\], not float32\[\]",
+    ),
     ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] has type int32\[\], not float32\[\]: "),
     ({"other": jnp.zeros(())}, r"new_carry .* carry\['mean'\] is missing: .* same structure"),
   ],

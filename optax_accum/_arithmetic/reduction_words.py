@@ -37,9 +37,8 @@ def named(
       return reduction
     if concat_axis is None and any(batch_axis):
       raise ValueError(
-        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: which axis of an'
-        " output has the rows cannot be told from its shape. Give it as concat_axis, e.g."
-        " concat_axis=0."
+        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: give the axis of'
+        " the outputs that has the rows, e.g. concat_axis=0."
       )
     return Concat(concat_axis or 0)
 

@@ -60,16 +60,13 @@ class Split:
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.skip_empty and self.weight_fn is None:
-      raise ValueError(
-        "skip_empty=True leaves out microbatches of weight zero, and with weight_fn=None there are"
-        " none: give weight_fn."
-      )
+      raise ValueError("skip_empty=True asks for weights, and weight_fn=None: give weight_fn.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     if self.carry_reduction is not None and self.carry_argnum is None:
       raise ValueError(
-        f"carry_reduction={self.carry_reduction!r} says what becomes of a carry, and"
-        " carry_argnum=None names none: give carry_argnum, or leave it out."
+        f"carry_reduction={self.carry_reduction!r} asks for a carry: give carry_argnum, or leave"
+        " it out."
       )
     for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
@@ -104,10 +101,7 @@ class Split:
     axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
     each = axes if isinstance(axes, tuple) else (axes,) * count
     if any(type(axis) is not int for axis in each):
-      raise TypeError(
-        f"batch_axis={axes!r} must be an int, the axis of every leaf, or a tuple with one for each"
-        " batch argument."
-      )
+      raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
     if len(each) != count:
       raise ValueError(
         f"batch_axis={axes!r} has {len(each)} axes for {count} batch arguments (positions"
@@ -135,9 +129,8 @@ class Split:
       batch = tuple(slot for slot in arguments if slot not in rng)
       if len(batch) != 1:
         raise ValueError(
-          f"batch_argnums=None is the only argument, and this call has {len(batch)}:"
-          f" {list(batch)}. Name those that are split, e.g. batch_argnums=1 where argument 0 is the"
-          " parameters, or batch_argnums=0."
+          f"batch_argnums=None is the only argument, and this call has {list(batch)}: name those"
+          " that are split, e.g. batch_argnums=1 where argument 0 is the parameters."
         )
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):
@@ -148,10 +141,7 @@ class Split:
     named = {"differentiated": differentiated, "split": axes, "a random key": rng, "carried": carry}
     for slot, role in ((slot, role) for role, slots in named.items() for slot in slots):
       if slot in taken:
-        raise ValueError(
-          f"Argument {slot!r} is both {taken[slot]} and {role}; it can be only one of them: change"
-          " the argnums."
-        )
+        raise ValueError(f"Argument {slot!r} is both {taken[slot]} and {role}: name it once.")
       taken[slot] = role
     shared = {slot: x for slot, x in arguments.items() if slot not in taken}
     return Roles(axes, rng, carry, shared)
