@@ -170,11 +170,6 @@ largest = functools.partial(_extreme, lax.pmax)
 smallest = functools.partial(_extreme, lax.pmin)
 
 
-def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """`x`, which all devices have the same of, also in its type."""
-  return of_first(x, axis_name) if varying_axes(x) & set(_axes(axis_name)) else x
-
-
 def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:
   """What the first device holds."""
   return _of_one(x, axis_name, lax.axis_index(axis_name) == 0)

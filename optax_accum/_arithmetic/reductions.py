@@ -41,15 +41,6 @@ class Reduction:
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     """Checks that outputs like `leaf`, of `rows` rows, can be reduced, in `dtype` if given."""
 
-  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
-    """Checks that the output of a smaller last microbatch can be reduced with the others."""
-    if leaf.shape != tail.shape:
-      raise ValueError(
-        f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
-        f' last one, so {self!r} cannot reduce it: use "concat" for values per row, or a'
-        " microbatch size that divides the batch."
-      )
-
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
     return across_devices.full_like(leaf, 0)
@@ -255,9 +246,6 @@ class Concat(Stack):
         f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
         f' {where}: use "stack" for one value per microbatch, or give concat_axis.'
       )
-
-  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
-    """Its rows are fewer."""
 
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.

@@ -63,7 +63,9 @@ def over_devices(
     if kind.name in ("max", "min"):
       return kind.across_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
-    first = across_devices.same(jnp.asarray(first), axis_name)
+    first = jnp.asarray(first)
+    if across_devices.varying_axes(first):  # which all devices have the same of, but for the type
+      first = across_devices.of_first(first, axis_name)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)
       return (first.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Reduction
+from optax_accum._arithmetic.reductions import Concat, Reduction
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
@@ -142,7 +142,7 @@ class _Loop:
     """What is held after all microbatches, and the weight of each where some may be left out."""
     call, held, (take, tail) = self.call, self._empty(), self.call.cut
     add = self._add
-    if call.split.leaves_out:
+    if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory beside that of a sum of gradients.
@@ -271,7 +271,12 @@ def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) 
       refuse_aux_rows(call.roles, name, leaf, call.size)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
     for tail in smaller:
-      reduction.check_tail(name, leaf, tail)
+      if leaf.shape != tail.shape and not isinstance(reduction, Concat):
+        raise ValueError(
+          f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
+          f' last one, so {reduction!r} cannot reduce it: use "concat" for values per row, or a'
+          " microbatch size that divides the batch."
+        )
   return each
 
 

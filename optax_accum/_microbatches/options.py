@@ -70,7 +70,15 @@ class Split:
       )
     for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
-    self.batch_axis = self._axes()
+    axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
+    self.batch_axis = axes if isinstance(axes, tuple) else (axes,) * count
+    if any(type(axis) is not int for axis in self.batch_axis):
+      raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
+    if len(self.batch_axis) != count:
+      raise ValueError(
+        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments (positions"
+        f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int."
+      )
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
@@ -85,30 +93,11 @@ class Split:
     return self.weight_fn is not None or self.skip_nonfinite
 
   @property
-  def leaves_out(self) -> bool:
-    """Whether a microbatch of weight zero is not run."""
-    return self.skip_empty or (self.in_place and self.weighs)
-
-  @property
   def batch_positions(self) -> tuple[int, ...]:
     """The positions that are split, given or by default."""
     if self.batch_argnums is not None:
       return self.batch_argnums
     return () if self.default_argnum is None else (self.default_argnum,)
-
-  def _axes(self) -> tuple[int, ...]:
-    """The axis that is split, of each argument that is named."""
-    axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
-    each = axes if isinstance(axes, tuple) else (axes,) * count
-    if any(type(axis) is not int for axis in each):
-      raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
-    if len(each) != count:
-      raise ValueError(
-        f"batch_axis={axes!r} has {len(each)} axes for {count} batch arguments (positions"
-        f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int"
-        " for all."
-      )
-    return each
 
   def roles(
     self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
