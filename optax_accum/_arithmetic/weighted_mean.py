@@ -90,11 +90,10 @@ def in_first_units(unit: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.A
   In units of the first, weights that are all alike are 1, and round as the plain mean does. A
   million times 51 tokens is 1e-4 wrong otherwise, as the error of every sum has the same sign.
   """
-  usual = (weight >= 1e-3) & (weight <= 1e10) | (weight == 0)
+  # By no more than this, the least weight is not divided to 0.
+  usual = (weight >= 1e-3) & (weight <= 1e7) | (weight == 0)
   unit = jnp.where(unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit)
-  counted = in_units(weight, unit)
-  least = jnp.full_like(counted, jnp.finfo(counted.dtype).tiny)  # what counts is not rounded to 0
-  return unit, jnp.where(counts(weight), jnp.maximum(counted, least), counted)
+  return unit, in_units(weight, unit)
 
 
 def in_units(weight: jax.Array, unit: jax.Array) -> jax.Array:

@@ -63,16 +63,17 @@ class _Held(NamedTuple):
   skipped: Leaf  # how many were left out, or None
 
 
-# What runs: it takes the call's microbatches, a factor for the gradients, which is None where they
-# are weighed later, and a microbatch's inputs. It returns ``(new_carry, outputs)``.
-RunFn: TypeAlias = Callable[..., tuple[Carry, Tree]]
 # What `runner` makes: of a microbatch's index, the carry, what cuts it out, its rows, and the unit
 # that weights are counted in.
 Run: TypeAlias = Callable[..., Microbatch]
 
 
-def runner(call: Microbatches, run_fn: RunFn) -> Run:
-  """What runs the function of a call on one microbatch. It is traced once for each size of them."""
+def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:
+  """What runs the function of a call on one microbatch. It is traced once for each size of them.
+
+  `run_fn` takes the call, a factor for the gradients, which is None where they are weighed later,
+  and a microbatch's inputs. It returns ``(new_carry, outputs)``.
+  """
   split = call.split
   one = functools.partial(run_fn, call)
   if not call.is_whole:  # a factor that is known when tracing is a constant
