@@ -151,8 +151,8 @@ def test_weight_and_flush(kwargs, error, message, every_k):
   ("returned", "message"),
   [
     (jnp.bool_(True), r"skip_fn returned .*; it must return the pair \(should_skip, info\)"),
-    ((jnp.int32(1), ()), r"should_skip of shape \(\) and dtype int32; it must be a bool scalar"),
-    ((jnp.ones(2, bool), ()), r"should_skip of shape \(2,\) and dtype bool; .* bool scalar"),
+    ((jnp.int32(1), ()), r"should_skip=.*; it must be a bool scalar"),
+    ((jnp.ones(2, bool), ()), r"should_skip=.*; it must be a bool scalar"),
   ],
 )
 def test_skip_fn(returned, message):
