@@ -264,13 +264,12 @@ class Concat(Stack):
     return jnp.moveaxis(value, 0, self.axis) if self.axis else value
 
 
-_ALL = (
-  Mean(),
-  Sum(),
-  Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
-  Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
-  Last(),
-  Stack(),
-  Concat(),
-)
-REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
+REDUCTIONS: dict[str, Reduction] = {
+  "mean": Mean(),
+  "sum": Sum(),
+  "max": Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
+  "min": Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
+  "last": Last(),
+  "stack": Stack(),
+  "concat": Concat(),
+}

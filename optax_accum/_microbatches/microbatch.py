@@ -97,7 +97,7 @@ def microbatch(
 
   References:
     `optax.microbatching.microbatch` is the closest peer; it has no smaller last microbatch and no
-    weights. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
+    weights.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 from jax.typing import ArrayLike, DTypeLike
@@ -105,15 +106,10 @@ class Split:
     """What each argument is in this call of `fun`."""
     arguments: dict[Slot, Tree] = dict(enumerate(args))
     arguments.update(kwargs)
-    carried = [] if self.carry_argnum is None else [self.carry_argnum]
-    batch, rng, carry = (
-      find_slots(option, wanted, fun, args, kwargs)
-      for option, wanted in (
-        ("batch_argnums", (*self.batch_positions, *self.batch_argnames)),
-        ("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames)),
-        ("carry_argnum", carried),
-      )
-    )
+    find = functools.partial(find_slots, fun=fun, args=args, kwargs=kwargs)
+    batch = find("batch_argnums", (*self.batch_positions, *self.batch_argnames))
+    rng = find("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames))
+    carry = find("carry_argnum", () if self.carry_argnum is None else (self.carry_argnum,))
     if not batch:
       batch = tuple(slot for slot in arguments if slot not in rng)
       if len(batch) != 1:
