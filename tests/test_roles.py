@@ -34,8 +34,8 @@ LOSSES = pytest.mark.parametrize(
   ("fun", "w", "y"), [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)]
 )
 REFUSED = (
-  r"argument 2 has 8 rows on axis 0, as many as the batch, and batch_argnums=None does not split it\."
-  r".* name both, batch_argnums=\(1, 2\); .* batch_argnums=1\."
+  r"argument 2 has 8 rows on axis 0, as many as the batch, and batch_argnums=None does not split"
+  r" it\..* name both, batch_argnums=\(1, 2\); .* batch_argnums=1\."
 )
 
 

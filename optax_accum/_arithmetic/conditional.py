@@ -1,14 +1,14 @@
 """A conditional update that copies nothing, and buffers that are used again."""
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 from jax import lax
 import jax.numpy as jnp
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
-from optax_accum._arithmetic.trees import Grads, Tree
+from optax_accum._arithmetic.trees import Grads, Leaves, Tree
 
 Operand = TypeVar("Operand")
 Flag: TypeAlias = bool | jax.Array
@@ -39,42 +39,50 @@ def update_if(
 
 
 class OutputBuffers:
-  """Buffers that updates like `like` come out of a conditional in: those of `total`, or `spare`.
+  """Buffers that updates like `like` come out of a conditional in; those of `total` where they can.
 
-  Accumulators can serve if all have the shapes, hold the dtypes without rounding and, in
-  `shard_map`, are as varying (after a reduction over devices they are more so).
+  An accumulator can serve if it has the shape, holds the dtype without rounding and, in
+  `shard_map`, is as varying (after a reduction over devices it is more so). The others get `spare`
+  buffers.
   """
 
   def __init__(self, total: Grads, like: Tree):
-    self._like = like
-    one_tree = jax.tree.structure(total) == jax.tree.structure(like)
-    self._shared = one_tree and all(map(_holds, jax.tree.leaves(total), jax.tree.leaves(like)))
-    self.spare: Tree = ()
-    if not self._shared:
-      # XLA makes one array of constants that are the same, and copies it.
-      zeros = lax.optimization_barrier(jax.tree.map(lambda x: jnp.zeros((), x.dtype), like))
-      self.spare = jax.tree.map(across_devices.full_like, like, zeros)
+    self._like: Leaves
+    self._treedef: Any
+    self._like, self._treedef = jax.tree.flatten(like)
+    one_tree = jax.tree.structure(total) == self._treedef
+    sums = jax.tree.leaves(total) if one_tree else [None] * len(self._like)
+    self._shared = list(map(_holds, sums, self._like))
+    spare = [x for x, shared in zip(self._like, self._shared, strict=True) if not shared]
+    # XLA makes one array of constants that are the same, and copies it.
+    numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
+    self.spare = list(map(across_devices.full_like, spare, numbers))
 
-  def filled(self, updates: Grads, total: Grads) -> tuple[Grads, Tree]:
-    """`total` and the spare buffers, with `updates` in the ones or the others."""
-    if not self._shared:
-      return total, updates
-    return jax.tree.map(lambda x, acc: jnp.asarray(x).astype(acc.dtype), updates, total), ()
+  def filled(self, updates: Grads, total: Grads) -> tuple[Grads, Leaves]:
+    """`total` and the spare buffers, with `updates` in them where they come out."""
+    sums, spare = jax.tree.leaves(total), []
+    for i, update in enumerate(jax.tree.leaves(updates)):
+      if self._shared[i]:
+        sums[i] = jnp.asarray(update).astype(sums[i].dtype)
+      else:
+        spare.append(update)
+    return jax.tree.unflatten(jax.tree.structure(total), sums), spare
 
-  def updates(self, total: Grads, spare: Tree, emit: Flag) -> Grads:
+  def updates(self, total: Grads, spare: Leaves, emit: Flag) -> Grads:
     """What `filled` put there where the cycle emits, and else zeros."""
-    if not self._shared:
-      return spare
+    sums, others = jax.tree.leaves(total), iter(spare)
+    return self._treedef.unflatten(
+      weighted_mean.select(emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype))
+      if self._shared[i]
+      else next(others)
+      for i, x in enumerate(self._like)
+    )
 
-    def emitted(acc: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-      return weighted_mean.select(emit, acc.astype(like.dtype), jnp.zeros_like(acc, like.dtype))
 
-    return jax.tree.map(emitted, total, self._like)
-
-
-def _holds(acc: jax.Array, like: jax.ShapeDtypeStruct) -> bool:
+def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
   return (
-    acc.shape == like.shape
+    acc is not None
+    and acc.shape == like.shape
     and dtypes.promote(acc.dtype, like.dtype) == acc.dtype
     and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
     and across_devices.varying_axes(acc) == across_devices.varying_axes(like)

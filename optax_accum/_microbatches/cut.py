@@ -187,6 +187,6 @@ def check_sharding(x: jax.Array, axis: int, size: int) -> None:
   if size % devices or (names and rows % size):
     raise ValueError(
       f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
-      f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide {rows},"
-      " or split each device's rows alone, by axis_name= in jax.shard_map or make_train_step(mesh=)."
+      f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
+      f" {rows}, or split each device's rows alone, by axis_name= or make_train_step(mesh=...)."
     )

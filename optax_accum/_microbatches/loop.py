@@ -75,18 +75,17 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
   and a microbatch's inputs. It returns ``(new_carry, outputs)``.
   """
   split = call.split
-  one = functools.partial(run_fn, call)
+  one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
   if not call.is_whole:  # a factor that is known when tracing is a constant
     one = jax.jit(one, inline=True, static_argnums=() if split.in_place and split.weighs else 0)
 
-  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = None) -> Microbatch:
+  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0) -> Microbatch:
     batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place:
-      factor = rows / call.size
-      if weight is not None:
-        factor = weighted_mean.in_first_units(weight if unit is None else unit, weight)[1]
+      known = weight is None
+      factor = rows / call.size if known else weighted_mean.in_first_units(unit, weight)[1]
     new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
@@ -195,7 +194,8 @@ class _Loop:
     outputs = jax.tree.leaves(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
-      unit, weight = held.unit, rows / self.call.size  # in full microbatches, if known
+      weight: Weight = rows / self.call.size  # in full microbatches, if known
+      unit = held.unit
       if new.weight is not None:
         unit, weight = weighted_mean.in_first_units(unit, new.weight)
       reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)

@@ -25,7 +25,7 @@ class Split:
   microbatch_size: int | None = None
   batch_argnums: Any = None  # as built, a tuple or None, as all that are named so
   batch_argnames: Any = ()
-  batch_axis: Any = 0  # as built, one for each of `batch_positions` and then of the names
+  batch_axis: Any = 0  # as built, one for each position and then for each name
   weight_fn: WeightFn | None = None
   rng_argnums: Any = None
   rng_argnames: Any = ()
@@ -71,14 +71,18 @@ class Split:
       )
     for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
-    axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
+    given = self.batch_argnums
+    if given is None and self.default_argnum is not None:
+      given = (self.default_argnum,)
+    self._batch: tuple[Slot, ...] = (*(given or ()), *self.batch_argnames)
+    axes, count = self.batch_axis, len(self._batch) or 1
     self.batch_axis = axes if isinstance(axes, tuple) else (axes,) * count
     if any(type(axis) is not int for axis in self.batch_axis):
       raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
     if len(self.batch_axis) != count:
       raise ValueError(
-        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments (positions"
-        f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int."
+        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments {self._batch}: give"
+        " one for each, or one int."
       )
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
@@ -93,13 +97,6 @@ class Split:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
 
-  @property
-  def batch_positions(self) -> tuple[int, ...]:
-    """The positions that are split, given or by default."""
-    if self.batch_argnums is not None:
-      return self.batch_argnums
-    return () if self.default_argnum is None else (self.default_argnum,)
-
   def roles(
     self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
   ) -> Roles:
@@ -107,7 +104,7 @@ class Split:
     arguments: dict[Slot, Tree] = dict(enumerate(args))
     arguments.update(kwargs)
     find = functools.partial(find_slots, fun=fun, args=args, kwargs=kwargs)
-    batch = find("batch_argnums", (*self.batch_positions, *self.batch_argnames))
+    batch = find("batch_argnums", self._batch)
     rng = find("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames))
     carry = find("carry_argnum", () if self.carry_argnum is None else (self.carry_argnum,))
     if not batch:
