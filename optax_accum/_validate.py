@@ -10,6 +10,7 @@ import operator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
 
 P = ParamSpec("P")
@@ -24,6 +25,22 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
 def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
   """The leaves of a tree, each with the name that messages have for it."""
   return [(leaf_name(root, path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def difference(
+  name: str, got: Any, wanted: Any, what: str = "shape", of: Callable[[Any], Any] = jnp.shape
+) -> str:
+  """Where a tree first differs from another in its leaves, in `what` these have, or in nodes."""
+  gots, wanteds = ({leaf: of(x) for leaf, x in named_leaves(name, tree)} for tree in (got, wanted))
+  for leaf, kind in wanteds.items():
+    if leaf not in gots:
+      return f"{leaf} is missing"
+    if gots[leaf] != kind:
+      return f"{leaf} has {what} {gots[leaf]}, not {kind}"
+  if new := [leaf for leaf in gots if leaf not in wanteds]:
+    return f"{new[0]} is not expected"
+  trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
+  return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
 
 
 def positive_int(name: str, value: Any) -> int:

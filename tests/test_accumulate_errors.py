@@ -132,10 +132,10 @@ def test_missing_parameters():
   ("kwargs", "error", "message"),
   [
     ({"weight": jnp.ones(2)}, ValueError, r"a weight of shape \(2,\).*must be a real scalar"),
-    ({"weight": -1.0}, ValueError, r"the weight -1\.0; it must be 0 or more"),
-    ({"weight": jnp.float32(-1)}, ValueError, r"the weight -1\.0; it must be 0 or more"),
-    ({"weight": float("nan")}, ValueError, r"the weight nan; it must be 0 or more"),
-    ({"weight": 1j}, ValueError, r"must be a real scalar"),
+    ({"weight": -1.0}, ValueError, r"the weight -1\.0; it must be 0, or from"),
+    ({"weight": jnp.float32(-1)}, ValueError, r"the weight -1\.0; it must be 0, or from"),
+    ({"weight": float("nan")}, ValueError, r"the weight nan; it must be 0, or from"),
+    ({"weight": 1j}, TypeError, r"must be a real scalar"),
     ({"flush": 1}, TypeError, r"flush=1 must be a bool, or a bool scalar array"),
     ({"flush": jnp.ones(2, bool)}, TypeError, r"flush=.* must be a bool, or a bool scalar array"),
     ({"flush": jnp.int32(1)}, TypeError, r"flush=.* must be a bool, or a bool scalar array"),
@@ -151,8 +151,8 @@ def test_weight_and_flush(kwargs, error, message, every_k):
   ("returned", "message"),
   [
     (jnp.bool_(True), r"skip_fn returned .*; it must return the pair \(should_skip, info\)"),
-    ((jnp.int32(1), ()), r"should_skip of shape \(\) and dtype int32; it must be a bool scalar"),
-    ((jnp.ones(2, bool), ()), r"should_skip of shape \(2,\) and dtype bool; .* bool scalar"),
+    ((jnp.int32(1), ()), r"should_skip=.*; it must be a bool scalar"),
+    ((jnp.ones(2, bool), ()), r"should_skip=.*; it must be a bool scalar"),
   ],
 )
 def test_skip_fn(returned, message):

@@ -121,7 +121,7 @@ def test_a_sum_that_goes_on_with_weights():
 @pytest.mark.parametrize(
   ("weight", "error", "match"),
   [
-    (-1, ValueError, "The caller of from_multi_steps gave the weight -1; it must be 0 or more"),
+    (-1, ValueError, "The caller of from_multi_steps gave the weight -1; it must be 0, or from"),
     (np.ones(2), ValueError, r"gave a weight of shape \(2,\)"),
     ("rows", TypeError, "gave the weight 'rows'; it must be a real scalar"),
   ],

@@ -153,6 +153,24 @@ def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, concat_axis, si
     np.testing.assert_allclose(metrics["aux"]["error"], aux["error"], rtol=1e-12)
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_mesh_of_one_device_leaves_the_rows_of_aux_on_their_axis(num_microbatches):
+  tx, x = optax.sgd(1.0), jnp.arange(12.0).reshape(3, 4)
+  step = make_train_step(
+    lambda w, x: (jnp.mean(w * x), jnp.stack([x[:, 0], 2 * x[:, 0]])),
+    tx,
+    mesh=make_mesh(1),
+    num_microbatches=num_microbatches,
+    has_aux=True,
+    aux_reduction="concat",
+    concat_axis=-1,
+    donate=False,
+  )
+  aux = step(jnp.ones(()), tx.init(jnp.ones(())), x.T)[-1]["aux"]
+  assert aux.shape == (2, 4)
+  np.testing.assert_array_equal(aux, [x[0], 2 * x[0]])
+
+
 def test_microbatches_follow_an_explicit_sharding_of_the_axis_of_rows_alone():
   run = microbatch_value_and_grad(
     lambda w, x: jnp.mean(w * x), microbatch_size=3, batch_axis=1, batch_argnums=1
@@ -196,9 +214,7 @@ def test_rows_of_a_microbatch_are_not_taken_for_another_axis_of_their_number():
   run = functools.partial(
     microbatch, lambda x: 2 * x, reduction="concat", batch_axis=1, num_microbatches=4
   )
-  match = (
-    r'reduction="concat" with batch_axis=1: which axis .* cannot be told .* Give it as concat_axis'
-  )
+  match = r'reduction="concat" with batch_axis=1: give the axis .* e\.g\. concat_axis'
   with pytest.raises(ValueError, match=match):
     run()
   np.testing.assert_array_equal(run(concat_axis=1)(x), 2 * x)
@@ -244,10 +260,10 @@ MAKERS = pytest.mark.parametrize(
     (
       {"batch_argnums": 1, "batch_argnames": "y", "batch_axis": (0, 1, 0)},
       ValueError,
-      r"has 3 axes for 2 batch arguments \(positions \(1,\), then names \('y',\)\): give one for",
+      r"has 3 axes for 2 batch arguments \(1, 'y'\): give one for",
     ),
     ({"batch_argnums": 1, "batch_axis": ()}, ValueError, "has 0 axes for 1 batch"),
-    ({"batch_argnums": 1, "batch_axis": (0.0,)}, TypeError, "must be an int, the axis of every"),
+    ({"batch_argnums": 1, "batch_axis": (0.0,)}, TypeError, "must be an int, or one for each"),
     ({"batch_argnums": 1, "batch_axis": True}, TypeError, "batch_axis=True must be an int"),
     ({"batch_argnums": 1, "concat_axis": 1.0}, TypeError, "concat_axis=1.0 must be an int"),
   ],

@@ -242,7 +242,7 @@ def test_words_that_cannot_be_kept():
     step({"a": "last"}, {"a": jnp.ones(())})
   with pytest.raises(
     ValueError,
-    match=r"carry_reduction='sum' says .* carry_argnum=None names none: give carry_argnum",
+    match=r"carry_reduction='sum' asks for a carry: give carry_argnum",
   ):
     optax_accum.make_train_step(fun, TX, num_microbatches=2, carry_reduction="sum")
   with pytest.raises(TypeError, match=r'carry\[\'n\'\] has dtype int32, which "mean" cannot keep'):

@@ -77,14 +77,14 @@ def _train_step(fun, **options):
     ({"accumulator_dtype": jnp.int32}, TypeError, "accumulator_dtype=int32 cannot hold a mean"),
     ({"axis_name": "data"}, ValueError, "axis_name='data' is not bound here"),
     ({"weight_fn": lambda b: b["y"]}, ValueError, r"weight of shape \(3,\) .* real scalar"),
-    ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0 or more"),
-    ({"weight_fn": lambda b: np.nan}, ValueError, "weight nan; it must be 0 or more"),
-    ({"weight_fn": lambda b: np.inf}, ValueError, "weight inf; .* finite"),
+    ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0, or from"),
+    ({"weight_fn": lambda b: np.nan}, ValueError, "weight nan; it must be 0, or from"),
+    ({"weight_fn": lambda b: np.inf}, ValueError, "weight inf; it must be 0, or from"),
     ({"weight_fn": lambda b: None}, TypeError, "weight None; it must be a real scalar"),
     ({"weight_fn": 3}, TypeError, "weight_fn=3 must be a function of the batch"),
     ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
     ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
-    ({"weight_fn": lambda b: 1j}, ValueError, "complex.* real scalar"),
+    ({"weight_fn": lambda b: 1j}, TypeError, "weight 1j; it must be a real scalar"),
     (
       {"has_aux": True},
       TypeError,
@@ -152,7 +152,7 @@ def test_traced_counts():
     ({"x": jnp.ones((6, 3)), "y": jnp.ones(())}, r"1\['y'\] has shape \(\), without an axis 0"),
     ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without an axis 0"),
     ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, "The batch is empty"),
-    ({}, "no arrays: there is nothing to split"),
+    ({}, "no arrays: give one to split"),
   ],
 )
 def test_batches(batch, match):
@@ -241,13 +241,10 @@ def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
   [
     (
       {"mean": jnp.zeros(2)},
-      r"carry\['mean'\] was float32\[\], and is float32\[2\] in the new_carry",
+      r"new_carry .* carry\['mean'\] has type float32\[2\], not float32\[\]",
     ),
-    ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] was float32\[\], and is int32\[\] in"),
-    (
-      {"other": jnp.zeros(())},
-      r"carry\['mean'\] was float32\[\], and is not there .*same structure",
-    ),
+    ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] has type int32\[\], not float32\[\]: "),
+    ({"other": jnp.zeros(())}, r"new_carry .* carry\['mean'\] is missing: .* same structure"),
   ],
 )
 def test_carries(new_carry, match, num_microbatches):

@@ -34,8 +34,8 @@ LOSSES = pytest.mark.parametrize(
   ("fun", "w", "y"), [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)]
 )
 REFUSED = (
-  r"argument 2 has 8 rows on axis 0, as many as the batch, and is not split: batch_argnums=None"
-  r" splits argument 1 alone.* name both, batch_argnums=\(1, 2\)\. .* batch_argnums=1\."
+  r"argument 2 has 8 rows on axis 0, as many as the batch, and batch_argnums=None does not split"
+  r" it\..* name both, batch_argnums=\(1, 2\); .* batch_argnums=1\."
 )
 
 
@@ -116,7 +116,7 @@ def nested(w, x, *others, named=None):
       (np.ones(6),),
       np.ones(6),
       {"batch_argnames": "named"},
-      r"splits argument 1 and argument 'named' alone.*\(1, 2\) with batch_argnames=\('named',\)",
+      r"argument 2 has 6 rows.*\(1, 2\) with batch_argnames=\('named',\);.*\('named',\)\.",
     ),
     ((np.ones((6, 2)),), None, {"batch_axis": -1}, None),
     ((np.ones((2, 6)),), None, {"batch_axis": -1}, "argument 2 has 6 rows on axis -1"),
@@ -180,7 +180,7 @@ def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, wh
   if where is None:
     jax.eval_shape(run, jnp.ones(shape))
     return
-  match = rf"^aux\['a'\]\[0\] has {where}, as many as a microbatch.* say \"concat\".* say \"mean\""
+  match = rf"^aux\['a'\]\[0\] has {where}, as many as a microbatch.* say \"concat\".* or \"mean\""
   with pytest.raises(ValueError, match=match):
     jax.eval_shape(run, jnp.ones(shape))
 
@@ -243,10 +243,10 @@ def test_microbatch_of_several_arguments_says_which_is_split():
 
   w, x = jnp.arange(4.0), jnp.ones((4, 4))
   run = functools.partial(microbatch, predict, reduction="concat", num_microbatches=2)
-  match = r"batch_argnums=None is the only argument, and this call has 2: \[0, 1\]\. Name those"
+  match = r"batch_argnums=None is the only argument, and this call has \[0, 1\]: name those"
   with pytest.raises(ValueError, match=match):
     run()(w, x)
-  with pytest.raises(ValueError, match="this call has 2"):
+  with pytest.raises(ValueError, match=r"this call has \[0, 'x'\]"):
     run()(w, x=x)
   np.testing.assert_array_equal(run(batch_argnums=1)(w, x), x @ w)
   np.testing.assert_array_equal(run(batch_argnames="x")(w[:3], x=x[:, :3]), x @ w - 3)

@@ -223,5 +223,5 @@ def test_a_line_search_skips_too():
 
 
 def test_it_needs_weights():
-  with pytest.raises(ValueError, match=r"skip_empty=True .* weight_fn=None .*: give weight_fn"):
+  with pytest.raises(ValueError, match=r"skip_empty=True .* weight_fn=None: give weight_fn"):
     microbatch_value_and_grad(loss_fn, num_microbatches=2, skip_empty=True)

@@ -54,10 +54,13 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def types(fun: Callable[[], Tree]) -> Tree:
-  """The types of what `fun` returns, with all explicit shardings, which `jax.eval_shape` drops."""
+def traced(fun: Callable[[], Tree]) -> tuple[Any, Tree]:
+  """The jaxpr of `fun`, and the types of what it returns, with all their explicit shardings.
+
+  `jax.eval_shape` drops these where other axes of the mesh are automatic.
+  """
   closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
-  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+  return closed.jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(
@@ -165,11 +168,6 @@ def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> An
 
 largest = functools.partial(_extreme, lax.pmax)
 smallest = functools.partial(_extreme, lax.pmin)
-
-
-def same(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """`x`, which all devices have the same of, also in its type."""
-  return of_first(x, axis_name) if varying_axes(x) & set(_axes(axis_name)) else x
 
 
 def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:

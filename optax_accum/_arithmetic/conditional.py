@@ -23,17 +23,15 @@ def update_if(
   every backend, where XLA for GPU copies each operand and result of a conditional. A Python bool
   leaves neither in the program. Reverse mode cannot pass a loop: `differentiable` uses `lax.cond`.
   """
-
-  def varying_like(value: jax.Array, like: jax.Array) -> jax.Array:
-    # In shard_map, what devices may disagree about is part of a carry's type too.
-    return across_devices.vary_like(jnp.asarray(value), like)
-
-  def run(operand: Operand) -> Operand:
-    return jax.tree.map(varying_like, fun(operand), operand)
-
   if isinstance(pred, bool):
     return fun(operand) if pred else operand
   operand = jax.tree.map(jnp.asarray, operand)
+
+  def run(operand: Operand) -> Operand:
+    # In shard_map, what devices may disagree about is part of a carry's type too.
+    new = jax.tree.map(jnp.asarray, fun(operand))
+    return jax.tree.map(across_devices.vary_like, new, operand)
+
   if differentiable:
     return lax.cond(pred, run, lambda operand: operand, operand)
   stop = jnp.zeros_like(pred)
@@ -49,9 +47,11 @@ class OutputBuffers:
   """
 
   def __init__(self, total: Grads, like: Tree):
-    self._like, self._treedef = _flat(like)
-    sums, treedef = _flat(total)
-    sums = sums if treedef == self._treedef else [None] * len(self._like)
+    self._like: Leaves
+    self._treedef: Any
+    self._like, self._treedef = jax.tree.flatten(like)
+    one_tree = jax.tree.structure(total) == self._treedef
+    sums = jax.tree.leaves(total) if one_tree else [None] * len(self._like)
     self._shared = list(map(_holds, sums, self._like))
     spare = [x for x, shared in zip(self._like, self._shared, strict=True) if not shared]
     # XLA makes one array of constants that are the same, and copies it.
@@ -60,14 +60,13 @@ class OutputBuffers:
 
   def filled(self, updates: Grads, total: Grads) -> tuple[Grads, Leaves]:
     """`total` and the spare buffers, with `updates` in them where they come out."""
-    sums, treedef = _flat(total)
-    spare = []
+    sums, spare = jax.tree.leaves(total), []
     for i, update in enumerate(jax.tree.leaves(updates)):
       if self._shared[i]:
         sums[i] = jnp.asarray(update).astype(sums[i].dtype)
       else:
         spare.append(update)
-    return treedef.unflatten(sums), spare
+    return jax.tree.unflatten(jax.tree.structure(total), sums), spare
 
   def updates(self, total: Grads, spare: Leaves, emit: Flag) -> Grads:
     """What `filled` put there where the cycle emits, and else zeros."""
@@ -78,10 +77,6 @@ class OutputBuffers:
       else next(others)
       for i, x in enumerate(self._like)
     )
-
-
-def _flat(tree: Tree) -> tuple[Leaves, Any]:
-  return jax.tree.flatten(tree)
 
 
 def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.reductions import Concat, DefaultMean, Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import Concat, Mean, Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Path, Tree
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
@@ -37,9 +37,8 @@ def named(
       return reduction
     if concat_axis is None and any(batch_axis):
       raise ValueError(
-        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: which axis of an'
-        " output has the rows cannot be told from its shape. Give it as concat_axis, e.g."
-        " concat_axis=0."
+        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: give the axis of'
+        " the outputs that has the rows, e.g. concat_axis=0."
       )
     return Concat(concat_axis or 0)
 
@@ -51,7 +50,7 @@ def named_of_aux(
 ) -> Tree:
   """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
   reductions = named("aux_reduction", tree, concat_axis, batch_axis)
-  return DefaultMean() if tree is None else reductions
+  return Mean(default=True) if tree is None else reductions
 
 
 def named_of_gradients(tree: Tree, default: Reduction) -> Tree:
@@ -61,11 +60,6 @@ def named_of_gradients(tree: Tree, default: Reduction) -> Tree:
   for where, name in _validate.named_leaves("grad_reduction", tree):
     _validate.one_of(where, name, get_args(GradReductionName))
   return named("grad_reduction", tree)
-
-
-def collects(reductions: Tree) -> bool:
-  """Whether some outputs are kept of every microbatch, also of one that does not count."""
-  return any(reduction.collected for reduction in jax.tree.leaves(reductions))
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:

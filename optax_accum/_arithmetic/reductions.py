@@ -31,23 +31,15 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
-  default = False  # whether nobody asked for it, so that it may be wrong for values per row
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
+  # Whether nobody asked for it, so that it may be wrong for values per row.
+  default: bool = dataclasses.field(default=False, kw_only=True)
 
   def __repr__(self) -> str:
     return repr(self.name)
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     """Checks that outputs like `leaf`, of `rows` rows, can be reduced, in `dtype` if given."""
-
-  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
-    """Checks that the output of a smaller last microbatch can be reduced with the others."""
-    if leaf.shape != tail.shape:
-      raise ValueError(
-        f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
-        f' last one, so {self!r} cannot reduce it: use "concat" for values per row, or a'
-        " microbatch size that divides the batch."
-      )
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
@@ -155,12 +147,6 @@ class Mean(Sum):
     return weighted_mean.mean(held, weight, dtype)
 
 
-class DefaultMean(Mean):
-  """The weighted mean of what has no value for each row."""
-
-  default = True
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class SumInLoop(Reduction):
   """The sum or mean `of` values that are reduced over devices in every microbatch."""
@@ -175,7 +161,7 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    held = across_devices.types(lambda: self._reduced(self.of.start(leaf, dtype)))
+    _, held = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
     return across_devices.full_like(held, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
@@ -250,6 +236,7 @@ class Concat(Stack):
   """Every row's value, in the order of the batch, along an axis of the output."""
 
   axis: int = 0
+  first: bool = False  # whether the rows come out on the first axis
   name = "concat"
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
@@ -260,40 +247,29 @@ class Concat(Stack):
         f' {where}: use "stack" for one value per microbatch, or give concat_axis.'
       )
 
-  def check_tail(self, name: str, leaf: Leaf, tail: Leaf) -> None:
-    """Its rows are fewer."""
-
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
     axis = self.axis % (collected.ndim - 1)
     rows = jnp.moveaxis(collected, 0, axis + 1)
     rows = lax.collapse(rows, axis, axis + 2)
-    return rows if tail is None else jnp.concatenate([rows, tail], axis)
+    return self.only(rows if tail is None else jnp.concatenate([rows, tail], axis))
 
   def only(self, value: jax.Array) -> jax.Array:
-    return value
+    return jnp.moveaxis(value, self.axis, 0) if self.first else value
 
   def rows_first(self) -> Reduction:
-    return _RowsFirst(self.axis) if self.axis else self
+    return dataclasses.replace(self, first=self.axis != 0)
 
   def rows_back(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, 0, self.axis) if self.axis else value
 
 
-class _RowsFirst(Concat):
-  """One device's part of a concatenation along another axis than the first."""
-
-  def join(self, held: Held, collected: Any, tail: Any) -> Held:
-    return jnp.moveaxis(super().join(held, collected, tail), self.axis, 0)
-
-
-_ALL = (
-  Mean(),
-  Sum(),
-  Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
-  Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
-  Last(),
-  Stack(),
-  Concat(),
-)
-REDUCTIONS: dict[str, Reduction] = {reduction.name: reduction for reduction in _ALL}
+REDUCTIONS: dict[str, Reduction] = {
+  "mean": Mean(),
+  "sum": Sum(),
+  "max": Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
+  "min": Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
+  "last": Last(),
+  "stack": Stack(),
+  "concat": Concat(),
+}

@@ -27,16 +27,11 @@ def asks_to_skip(
   """What `skip_fn` says of these gradients, checked."""
   result = skip_fn(updates, gradient_step, params)
   if not isinstance(result, tuple) or len(result) != 2:
-    raise TypeError(
-      f"skip_fn returned {result!r}; it must return the pair (should_skip, info), e.g."
-      " `return should_skip, ()`."
-    )
+    raise TypeError(f"skip_fn returned {result!r}; it must return the pair (should_skip, info).")
   should_skip, info = result
-  shape, dtype = jnp.shape(should_skip), jnp.result_type(should_skip)
-  if shape != () or dtype != jnp.bool_:
+  if jnp.shape(should_skip) != () or jnp.result_type(should_skip) != jnp.bool_:
     raise TypeError(
-      f"skip_fn returned a should_skip of shape {shape} and dtype {dtype}; it must be a bool"
-      " scalar, e.g. jnp.any(...)."
+      f"skip_fn returned should_skip={should_skip!r}; it must be a bool scalar, e.g. jnp.any(...)."
     )
   return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
 

@@ -145,10 +145,7 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
       try:
         shape = jax.typeof(leaf).shape
       except TypeError as error:
-        raise TypeError(
-          f"{name} has no numbers ({error}): leave it out of the batch, or pass it as an argument"
-          " that is not split."
-        ) from None
+        raise TypeError(f"{name} has no numbers ({error}): leave it out of the batch.") from None
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
           f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
@@ -156,15 +153,12 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
         )
       rows[name] = shape[axis]
   if not rows:
-    raise ValueError(
-      f"The batch (arguments {list(axes)}) has no arrays: there is nothing to split."
-    )
+    raise ValueError(f"The batch (arguments {list(axes)}) has no arrays: give one to split.")
   count, *others = set(rows.values())
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
     raise ValueError(
-      f"Batch leaves disagree on the number of rows, along batch_axis ({listed}): all must have the"
-      " same."
+      f"Batch leaves must all have the same number of rows, along batch_axis: {listed}."
     )
   if count == 0:
     raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
@@ -194,6 +188,5 @@ def check_sharding(x: jax.Array, axis: int, size: int) -> None:
     raise ValueError(
       f"The batch's {rows} rows are sharded over {devices} devices, which its microbatches of"
       f" {size} rows cannot be: use microbatches of a multiple of {devices} rows that divide the"
-      f" {rows}. Or split each device's rows alone, by axis_name= inside jax.shard_map, or by"
-      " make_train_step(mesh=...)."
+      f" {rows}, or split each device's rows alone, by axis_name= or make_train_step(mesh=...)."
     )

@@ -44,12 +44,12 @@ def check_keys(name: str, tree: Tree) -> None:
 
 def over_devices(
   words: Tree,
-  carry: tuple[Carry, ...],
-  start: tuple[Carry, ...],
+  carry: Carry,
+  start: Carry,
   weight: Weight,
   total: Weight,
   axis_name: AxisName,
-) -> tuple[Carry, ...]:
+) -> Carry:
   """What the devices' carries become together.
 
   `start` is what all devices started with, `weight` what this device counted and `total` what all
@@ -57,13 +57,15 @@ def over_devices(
   """
 
   def together(path: Path, x: jax.Array, word: str, first: ArrayLike) -> jax.Array:
-    kind = _reduction(_validate.leaf_name("carry", path), word, x)
-    if kind is None:
+    if dtypes.is_key(x):
       return across_devices.of_first(x, axis_name)
+    kind = _reduction(_validate.leaf_name("carry", path), word, x)
     if kind.name in ("max", "min"):
       return kind.across_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
-    first = across_devices.same(jnp.asarray(first), axis_name)
+    first = jnp.asarray(first)
+    if across_devices.varying_axes(first):  # which all devices have the same of, but for the type
+      first = across_devices.of_first(first, axis_name)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)
       return (first.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)
@@ -71,17 +73,12 @@ def over_devices(
     mean = weighted_mean.mean(held, total, x.dtype)
     return weighted_mean.select(weighted_mean.counts(total), mean, first)
 
-  def one(carry: Carry, start: Carry) -> Carry:
-    each = reduction_words.match("carry_reduction", "" if words is None else words, carry)
-    return jax.tree_util.tree_map_with_path(together, carry, each, start)
-
-  return tuple(map(one, carry, start))
+  each = reduction_words.match("carry_reduction", "" if words is None else words, carry)
+  return jax.tree_util.tree_map_with_path(together, carry, each, start)
 
 
-def _reduction(name: str, word: str, x: jax.Array) -> Reduction | None:
-  """How a leaf is reduced, by default if its `word` is ""; None for keys, which are not."""
-  if dtypes.is_key(x):
-    return None
+def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
+  """How a leaf is reduced, by default if its `word` is ""."""
   if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
       f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"
@@ -97,16 +94,10 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction | None:
 
 def check(old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
-
-  def types(carry: tuple[Carry, ...]) -> dict[str, str]:
-    named = [leaf for tree in carry for leaf in _validate.named_leaves("carry", tree)]
-    return {name: f"{x.dtype}{list(x.shape)}" for name, x in named}
-
-  had, got = types(old), types(new)
-  for name in had | got:
-    before, after = (x.get(name, "not there") for x in (had, got))
-    if before != after:
+  type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
+  for before, after in zip(old, new, strict=True):
+    if different := _validate.difference("carry", after, before, "type", type_of):
       raise ValueError(
-        f"{name} was {before}, and is {after} in the new_carry that the function returned: return"
-        " the same structure, shapes and dtypes, e.g. with .astype."
+        f"In the new_carry that the function returned {different}: return the same structure,"
+        " shapes and dtypes, e.g. with .astype."
       )

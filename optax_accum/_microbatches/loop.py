@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Reduction
+from optax_accum._arithmetic.reductions import Concat, Reduction
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
@@ -63,31 +63,30 @@ class _Held(NamedTuple):
   skipped: Leaf  # how many were left out, or None
 
 
-# What runs: it takes the call's microbatches, a factor for the gradients, which is None where they
-# are weighed later, and a microbatch's inputs. It returns ``(new_carry, outputs)``.
-RunFn: TypeAlias = Callable[..., tuple[Carry, Tree]]
 # What `runner` makes: of a microbatch's index, the carry, what cuts it out, its rows, and the unit
 # that weights are counted in.
 Run: TypeAlias = Callable[..., Microbatch]
 
 
-def runner(call: Microbatches, run_fn: RunFn) -> Run:
-  """What runs the function of a call on one microbatch. It is traced once for each size of them."""
-  split = call.split
-  functions: dict[float | None, RunFn] = {}
+def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:
+  """What runs the function of a call on one microbatch. It is traced once for each size of them.
 
-  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = None) -> Microbatch:
+  `run_fn` takes the call, a factor for the gradients, which is None where they are weighed later,
+  and a microbatch's inputs. It returns ``(new_carry, outputs)``.
+  """
+  split = call.split
+  one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
+  if not call.is_whole:  # a factor that is known when tracing is a constant
+    one = jax.jit(one, inline=True, static_argnums=() if split.in_place and split.weighs else 0)
+
+  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0) -> Microbatch:
     batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place:
-      factor = _in_units(weight if unit is None else unit, weight, rows / call.size)[1]
-    known = None if isinstance(factor, jax.Array) else factor
-    given = () if factor is known else (factor,)
-    one: RunFn = functools.partial(run_fn, call, *([] if given else [known]))
-    if not call.is_whole:
-      one = functions.setdefault(known, jax.jit(one, inline=True))
-    new_carry, outputs = one(*given, *call.inputs(index, batch, carry))
+      known = weight is None
+      factor = rows / call.size if known else weighted_mean.in_first_units(unit, weight)[1]
+    new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
@@ -116,16 +115,12 @@ def run_in_microbatches(
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
-  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  jaxprs, like = [], []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    closed, shapes = jax.make_jaxpr(one, return_shape=True)()
-    # Of `shapes`, an explicit sharding is left out where other axes of the mesh are automatic.
-    like.append(jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals))
-    jaxprs.append(closed.jaxpr)
+  jaxpr, full = across_devices.traced(lambda: run(0, start, lambda: take(0), call.size))
+  like = [full]
+  if call.tail_rows:
+    like.append(across_devices.traced(lambda: run(0, start, lambda: tail, call.tail_rows))[1])
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(jaxprs[0]))
+  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(jaxpr))
   return loop.reduced(*loop.all())
 
 
@@ -147,7 +142,7 @@ class _Loop:
     """What is held after all microbatches, and the weight of each where some may be left out."""
     call, held, (take, tail) = self.call, self._empty(), self.call.cut
     add = self._add
-    if call.split.leaves_out:
+    if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory beside that of a sum of gradients.
@@ -190,7 +185,7 @@ class _Loop:
   def _add(
     self, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, tuple[Leaves, Leaf]]:
-    """What is held after one more microbatch, and what is kept of each."""
+    """What is held after one more microbatch, and what is kept of this one."""
     held = held._replace(
       outputs=self._each(lambda r, h: r.unhoisted(h, self.gathered), held.outputs),
       carry=hoisting.unhoisted(held.carry, self.gathered),
@@ -199,14 +194,20 @@ class _Loop:
     outputs = jax.tree.leaves(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
-      unit, weight = _in_units(held.unit, new.weight, rows / self.call.size)
+      weight: Weight = rows / self.call.size  # in full microbatches, if known
+      unit = held.unit
+      if new.weight is not None:
+        unit, weight = weighted_mean.in_first_units(unit, new.weight)
       reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    collected = self._each(lambda r, x: x if r.collected else None, outputs)
-    recorded = None if new.skipped is None else new.weight
-    return _Held(carry, reduced, weights, unit, skipped), (collected, recorded)
+    return _Held(carry, reduced, weights, unit, skipped), self._kept(new)
+
+  def _kept(self, one: Microbatch) -> tuple[Leaves, Leaf]:
+    """What is kept of each: outputs that are collected, and the weight if some may be left out."""
+    collected = self._each(lambda r, x: x if r.collected else None, jax.tree.leaves(one.outputs))
+    return collected, None if one.skipped is None else one.weight
 
   def _add_unless_empty(
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
@@ -216,13 +217,8 @@ class _Loop:
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zero = functools.partial(across_devices.full_like, value=0)
-    leaves = jax.tree.leaves(like.outputs)
-    zeros = self._each(lambda r, x: zero(x) if r.collected else None, leaves)
-    recorded = None if like.skipped is None else zero(like.weight)
-    return update_if(
-      counted, lambda both: self._add(both[0], index, take, rows), (held, (zeros, recorded))
-    )
+    zeros = jax.tree.map(functools.partial(across_devices.full_like, value=0), self._kept(like))
+    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
@@ -254,7 +250,10 @@ class _Loop:
         weight = total = weights.over_devices(axis_name)
         skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
       words = call.split.carry_reduction
-      carry = keys_and_carry.over_devices(words, carry, call.carry, local, weight, axis_name)
+      carry = tuple(
+        keys_and_carry.over_devices(words, x, start, local, weight, axis_name)
+        for x, start in zip(carry, call.carry, strict=True)
+      )
       outputs = self._each(lambda r, h: r.across_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
@@ -262,17 +261,6 @@ class _Loop:
     finished = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, leaves)
     outputs = jax.tree.unflatten(treedef, finished)
     return Reduced(carry, outputs, _stats(total, skipped), recorded)
-
-
-def _in_units(unit: Leaf, weight: Leaf, known: float) -> tuple[Leaf, Weight]:
-  """The unit that weights are counted in, and a microbatch's weight in it.
-
-  One that is `known` when tracing is counted in microbatches, so that most are 1.
-  """
-  if weight is None:
-    return unit, known
-  unit = weighted_mean.first_unit(unit, weight)
-  return unit, weighted_mean.still_counting(weighted_mean.in_units(weight, unit), weight)
 
 
 def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> list[Reduction]:
@@ -284,7 +272,12 @@ def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) 
       refuse_aux_rows(call.roles, name, leaf, call.size)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
     for tail in smaller:
-      reduction.check_tail(name, leaf, tail)
+      if leaf.shape != tail.shape and not isinstance(reduction, Concat):
+        raise ValueError(
+          f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
+          f' last one, so {reduction!r} cannot reduce it: use "concat" for values per row, or a'
+          " microbatch size that divides the batch."
+        )
   return each
 
 

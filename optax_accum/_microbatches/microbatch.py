@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import cast, ParamSpec, TypeVar
 
+import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import DTypeLike
 
@@ -47,18 +48,9 @@ def microbatch(
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
   do not fit. `microbatch_value_and_grad` is for a loss that is a mean over rows.
 
-  It can be differentiated, which serves losses that are no such mean. Going backward, each
-  microbatch is computed again from its inputs, with the same keys, so that only one microbatch's
-  intermediate values are kept. For example, a contrastive loss needs the embeddings of all rows
-  (the guides to contrastive losses and to a large vocabulary have more)::
-
-    encode_in_parts = optax_accum.microbatch(
-        encode, reduction="concat", batch_argnums=1, microbatch_size=64)
-
-    def loss_fn(params, batch):  # for jax.grad, or for make_train_step with num_microbatches=1
-      images = encode_in_parts(params["images"], batch["images"])
-      texts = encode_in_parts(params["texts"], batch["texts"])
-      return contrastive(images, texts, params["temperature"])
+  It can be differentiated, which serves losses that are no such mean: the guides to contrastive
+  losses and to a large vocabulary show how. Going backward, each microbatch is computed again from
+  its inputs, with the same keys, so that only one microbatch's intermediate values are kept.
 
   In a `shard_map` of your own, pass parameters as arguments, and `axis_name`: their cotangents are
   then reduced over devices once, and not in every microbatch. What `fun` changes in place is lost,
@@ -105,7 +97,7 @@ def microbatch(
 
   References:
     `optax.microbatching.microbatch` is the closest peer; it has no smaller last microbatch and no
-    weights. Contrastive losses: GradCache (Gao et al. 2021, arXiv:2101.06983).
+    weights.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
@@ -123,7 +115,7 @@ def microbatch(
     call = Microbatches(fun, asked, args, kwargs)
     run = runner(call, run_fn)
     if not call.is_whole:
-      run = Recomputed(call, run, reduction_words.collects(reductions))
+      run = Recomputed(call, run, any(r.collected for r in jax.tree.leaves(reductions)))
     return cast(Out, run_in_microbatches(call, run, reductions).outputs)
 
   return microbatched

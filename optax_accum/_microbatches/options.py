@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 from jax.typing import ArrayLike, DTypeLike
@@ -24,7 +25,7 @@ class Split:
   microbatch_size: int | None = None
   batch_argnums: Any = None  # as built, a tuple or None, as all that are named so
   batch_argnames: Any = ()
-  batch_axis: Any = 0  # as built, one for each of `batch_positions` and then of the names
+  batch_axis: Any = 0  # as built, one for each position and then for each name
   weight_fn: WeightFn | None = None
   rng_argnums: Any = None
   rng_argnames: Any = ()
@@ -60,20 +61,29 @@ class Split:
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.skip_empty and self.weight_fn is None:
-      raise ValueError(
-        "skip_empty=True leaves out microbatches of weight zero, and with weight_fn=None there are"
-        " none: give weight_fn."
-      )
+      raise ValueError("skip_empty=True asks for weights, and weight_fn=None: give weight_fn.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     if self.carry_reduction is not None and self.carry_argnum is None:
       raise ValueError(
-        f"carry_reduction={self.carry_reduction!r} says what becomes of a carry, and"
-        " carry_argnum=None names none: give carry_argnum, or leave it out."
+        f"carry_reduction={self.carry_reduction!r} asks for a carry: give carry_argnum, or leave"
+        " it out."
       )
     for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
-    self.batch_axis = self._axes()
+    given = self.batch_argnums
+    if given is None and self.default_argnum is not None:
+      given = (self.default_argnum,)
+    self._batch: tuple[Slot, ...] = (*(given or ()), *self.batch_argnames)
+    axes, count = self.batch_axis, len(self._batch) or 1
+    self.batch_axis = axes if isinstance(axes, tuple) else (axes,) * count
+    if any(type(axis) is not int for axis in self.batch_axis):
+      raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
+    if len(self.batch_axis) != count:
+      raise ValueError(
+        f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments {self._batch}: give"
+        " one for each, or one int."
+      )
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
   @classmethod
@@ -87,57 +97,22 @@ class Split:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
 
-  @property
-  def leaves_out(self) -> bool:
-    """Whether a microbatch of weight zero is not run."""
-    return self.skip_empty or (self.in_place and self.weighs)
-
-  @property
-  def batch_positions(self) -> tuple[int, ...]:
-    """The positions that are split, given or by default."""
-    if self.batch_argnums is not None:
-      return self.batch_argnums
-    return () if self.default_argnum is None else (self.default_argnum,)
-
-  def _axes(self) -> tuple[int, ...]:
-    """The axis that is split, of each argument that is named."""
-    axes, count = self.batch_axis, len(self.batch_positions) + len(self.batch_argnames) or 1
-    each = axes if isinstance(axes, tuple) else (axes,) * count
-    if any(type(axis) is not int for axis in each):
-      raise TypeError(
-        f"batch_axis={axes!r} must be an int, the axis of every leaf, or a tuple with one for each"
-        " batch argument."
-      )
-    if len(each) != count:
-      raise ValueError(
-        f"batch_axis={axes!r} has {len(each)} axes for {count} batch arguments (positions"
-        f" {self.batch_positions}, then names {self.batch_argnames}): give one for each, or one int"
-        " for all."
-      )
-    return each
-
   def roles(
     self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
   ) -> Roles:
     """What each argument is in this call of `fun`."""
     arguments: dict[Slot, Tree] = dict(enumerate(args))
     arguments.update(kwargs)
-    carried = [] if self.carry_argnum is None else [self.carry_argnum]
-    batch, rng, carry = (
-      find_slots(option, wanted, fun, args, kwargs)
-      for option, wanted in (
-        ("batch_argnums", (*self.batch_positions, *self.batch_argnames)),
-        ("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames)),
-        ("carry_argnum", carried),
-      )
-    )
+    find = functools.partial(find_slots, fun=fun, args=args, kwargs=kwargs)
+    batch = find("batch_argnums", self._batch)
+    rng = find("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames))
+    carry = find("carry_argnum", () if self.carry_argnum is None else (self.carry_argnum,))
     if not batch:
       batch = tuple(slot for slot in arguments if slot not in rng)
       if len(batch) != 1:
         raise ValueError(
-          f"batch_argnums=None is the only argument, and this call has {len(batch)}:"
-          f" {list(batch)}. Name those that are split, e.g. batch_argnums=1 where argument 0 is the"
-          " parameters, or batch_argnums=0."
+          f"batch_argnums=None is the only argument, and this call has {list(batch)}: name those"
+          " that are split, e.g. batch_argnums=1 where argument 0 is the parameters."
         )
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):
@@ -148,10 +123,7 @@ class Split:
     named = {"differentiated": differentiated, "split": axes, "a random key": rng, "carried": carry}
     for slot, role in ((slot, role) for role, slots in named.items() for slot in slots):
       if slot in taken:
-        raise ValueError(
-          f"Argument {slot!r} is both {taken[slot]} and {role}; it can be only one of them: change"
-          " the argnums."
-        )
+        raise ValueError(f"Argument {slot!r} is both {taken[slot]} and {role}: name it once.")
       taken[slot] = role
     shared = {slot: x for slot, x in arguments.items() if slot not in taken}
     return Roles(axes, rng, carry, shared)

@@ -32,11 +32,10 @@ def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
   if not (found := with_rows(roles, rows)):
     return
   both = dict.fromkeys((*roles.batch, *(slot for slot, _ in found)))
-  split = " and ".join(f"argument {slot!r}" for slot in roles.batch)
   raise ValueError(
-    f"{found[0][1]}, as many as the batch, and is not split: batch_argnums=None splits"
-    f" {split} alone. If the rows of both belong together, name both, {_option(both)}."
-    f" If every microbatch is to have it whole, say so, {_option(roles.batch)}."
+    f"{found[0][1]}, as many as the batch, and batch_argnums=None does not split it. If the rows"
+    f" of both belong together, name both, {_option(both)}; if every microbatch is to have it"
+    f" whole, say so, {_option(roles.batch)}."
   )
 
 
@@ -55,10 +54,9 @@ def refuse_aux_rows(roles: Roles, name: str, leaf: Leaf, rows: int) -> None:
   axes = (*roles.batch.values(), 0)  # rows of outputs are mostly on the first, whatever the batch's
   if has := _has_rows(axes, leaf, (rows,)):
     raise ValueError(
-      f"{name} {has}, as many as a microbatch, and aux_reduction=None would average rows of"
-      ' different microbatches. If it has a value for each row, say "concat"; if it merely has'
-      ' that size, as counts of classes may, say "mean" (or "sum"). Where aux has others, name all:'
-      ' aux_reduction={"logits": "concat", "accuracy": "mean"}.'
+      f"{name} {has}, as many as a microbatch, and aux_reduction=None would average different"
+      ' rows: say "concat" for values per row, or "mean" (or "sum") for what merely has that size,'
+      ' for all of aux or for each: aux_reduction={"logits": "concat", "accuracy": "mean"}.'
     )
 
 
@@ -112,9 +110,8 @@ def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -
     return ""
   fixed = ", ".join(f"{name}=..." for name in scalars)
   return (
-    "A step traces all that it is passed, so Python cannot branch on it, nor look it up in a dict"
-    f" or have it static. Fix a setting in the loss, functools.partial(loss_fn, {fixed}), and"
-    " make a step for each value."
+    "A step traces all that it is passed, so Python cannot branch on it or have it static. Fix a"
+    f" setting in the loss, functools.partial(loss_fn, {fixed}), and make a step for each value."
   )
 
 

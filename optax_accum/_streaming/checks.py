@@ -14,7 +14,6 @@ from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
-from optax_accum._streaming.inner_state import difference
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
@@ -126,7 +125,7 @@ def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
 
 def check_info(info: Tree, skip_state: Tree) -> None:
   """Checks that what `skip_fn` returned as its info goes where the last call's is."""
-  if different := difference("skip_state", info, skip_state):
+  if different := _validate.difference("skip_state", info, skip_state):
     raise ValueError(
       f"skip_fn returned an info by which {different}, because the state was made without skip_fn"
       " or with another: go on with state._replace(skip_state=tx.init(params).skip_state), with"
@@ -136,7 +135,7 @@ def check_info(info: Tree, skip_state: Tree) -> None:
 
 def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | None) -> None:
   """Checks that gradients can be added to the accumulators without a surprise."""
-  if different := difference("updates", updates, acc_grads):
+  if different := _validate.difference("updates", updates, acc_grads):
     raise ValueError(
       f"{different}: updates must have the tree and the shapes of the parameters that init was"
       " given. (A state that was restored has those of its own model: restore a checkpoint of this"

@@ -4,7 +4,7 @@ The error names the first leaf that differs. JAX's own names neither leaf nor st
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,25 +23,9 @@ FIX = (
 )
 
 
-def difference(name: str, got: Tree, wanted: Tree) -> str:
-  """Where a tree first differs from another in its leaves, shapes or nodes, or ""."""
-  gots, wanteds = (
-    {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, tree)} for tree in (got, wanted)
-  )
-  for leaf, shape in wanteds.items():
-    if leaf not in gots:
-      return f"{leaf} is missing"
-    if gots[leaf] != shape:
-      return f"{leaf} has shape {gots[leaf]}, not {shape}"
-  if new := [leaf for leaf in gots if leaf not in wanteds]:
-    return f"{new[0]} is not expected"
-  trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
-  return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
-
-
 def same_types(name: str, new: Tree, old: Tree) -> Tree:
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
-  if different := difference(name, new, old):
+  if different := _validate.difference(name, new, old):
     raise ValueError(
       f"After an update {different}: the optimizer's init and update must return states of one tree"
       " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
@@ -122,7 +106,7 @@ def _from_init(
     return "", {}
   if len(states_in(made)) > len(states_in(state)):
     return "", {}  # `accumulate` checks its own
-  return difference(name, _without_own(state), _without_own(made)), _shapes(name, made)
+  return _validate.difference(name, _without_own(state), _without_own(made)), _shapes(name, made)
 
 
 def _shapes(name: str, tree: Tree) -> Shapes:
