@@ -162,7 +162,8 @@ def search(
   on TPUs one row may need more than two.
 
   The `whole` batch is a program without a scan: without accumulators, and without a copy of a
-  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not.
+  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not. It is left out
+  where scans of several sizes say that its activations alone are too many.
   """
   known: dict[int, PlanCandidate] = {}  # by rows
 
@@ -173,11 +174,15 @@ def search(
   bisect.bisect_left(possible, True, key=too_large)
   if len(known) < min(len(possible), 2):  # so that programs of several numbers are compared
     too_large(possible[0])
-  scans = sorted(size for size, each in known.items() if each.analysed and size != whole)
-  if scans and whole == possible[-1] and whole not in known:
-    least, most = known[scans[0]], known[scans[-1]]
-    x, y = (0, most.fixed_bytes) if least is most else (least.microbatch_size, least.peak_bytes)
-    slope = (most.peak_bytes - y) / (most.microbatch_size - x)
-    if most.fixed_bytes + max(slope - row_bytes, 0) * whole <= limit:
+  # XLA writes products of one row in another way, which does not tell of more rows.
+  scans = [known[size] for size in sorted(known) if size not in (possible[0], whole)]
+  scans = [each for each in scans if each.analysed]
+  if whole == possible[-1] and whole not in known:
+    needed = 0.0
+    if len(scans) > 1:
+      rise = scans[-1].peak_bytes - scans[0].peak_bytes
+      slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
+      needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
+    if needed <= limit:
       too_large(whole)
   return [*known.values()]
