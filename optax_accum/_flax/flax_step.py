@@ -56,8 +56,7 @@ class FlaxStep(Step):
     options = {**self._options, **decided, "carry_argnum": 3 if threads else None}
     return step_loss(loss_fn, has_aux=self.has_aux or threads, batch_argnums=1, **options)
 
-  def _program(self, loss: Loss, tx: optax.GradientTransformation) -> "FlaxProgram":
-    tx = optax.with_extra_args_support(tx)
+  def _program(self, loss: Loss, tx: optax.GradientTransformationExtraArgs) -> "FlaxProgram":
     return FlaxProgram(loss, tx, self.updated, len(self.updated) + 1, self._donate, self)
 
 

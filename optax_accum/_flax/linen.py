@@ -8,6 +8,7 @@ import jax
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Params, Tree
 from optax_accum._flax import state_fields
 from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics
@@ -159,9 +160,9 @@ class LinenTrainStep(FlaxStep):
       tx, loss = optax.with_extra_args_support(state.tx), self.loss
       if overwrites:
         tx = state_fields.beside_overwritten(tx)
-      if overwrites and self._options.get("grad_reduction") is None:
-        kept = self._options.get("reduction", "mean")
-        loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
+        if self._options.get("grad_reduction") is None:
+          kept = self._options.get("reduction", "mean")
+          loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
       self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
@@ -180,8 +181,9 @@ class LinenTrainStep(FlaxStep):
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
-    constant = {name: x for name, x in constant.items() if not state_fields.holds_keys(x)}
+    keys = [n for n, x in constant.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
     given = {**variables_of(params), **constant, **mutable}
+    given = {name: x for name, x in given.items() if name not in keys}
     with state_fields.opened_on_device(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
     if not self._mutable and (self.has_aux or not isinstance(out, (tuple, list))):

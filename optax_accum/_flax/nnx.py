@@ -6,6 +6,7 @@ import weakref
 
 from flax import nnx
 import jax
+import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Tree
@@ -179,7 +180,7 @@ class NnxTrainStep(FlaxStep):
       # Where nothing is threaded, nothing is to be reduced.
       unused = {} if changed else {"carry_reduction": None}
       loss = self._step_loss(pure, bool(changed), rng_argnums=(), **unused)
-      self._programs[key] = self._program(loss, optimizer.tx)
+      self._programs[key] = self._program(loss, optax.with_extra_args_support(optimizer.tx))
     updated = Values((params, optimizer.opt_state, carry, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))

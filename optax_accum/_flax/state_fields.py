@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
 
 Collections: TypeAlias = dict[str, Tree]
@@ -59,21 +58,14 @@ def variables_of(params: Params) -> Collections:
   return dict(params) if is_split else {"params": params}
 
 
-def holds_keys(collection: Tree) -> bool:
-  """Whether there is a typed key in it."""
-  return any(map(dtypes.is_key, jax.tree.leaves(collection)))
-
-
 def as_held(updates: Collections, held: Collections) -> Collections:
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
   bare = (unfreeze(_map_boxes(lambda box: box.value, x)) for x in (updates, held))
   got, had = ({name for name, _ in _validate.named_leaves("updates", x)} for x in bare)
   for leaf in sorted(got ^ had):
-    how = f"returned {leaf}, which the state lacks"
-    if leaf in had:
-      how = f"did not return {leaf}, which the state has"
+    did, state = ("did not return", "has") if leaf in had else ("returned", "lacks")
     raise ValueError(
-      f"The loss {how}: with mutable={tuple(held)!r} return the updates that model.apply(...,"
+      f"The loss {did} {leaf}, which the state {state}: return the updates that model.apply(...,"
       f" mutable={list(held)!r}) gives, and give create what model.init of the same model gives."
     )
   return jax.tree.unflatten(jax.tree.structure(held), jax.tree.leaves(unfreeze(updates)))
