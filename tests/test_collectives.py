@@ -529,5 +529,5 @@ def test_programs_that_are_not_compiled_are_refused():
   with pytest.raises(ValueError, match=r"compiled='' has no ENTRY"):
     count("")
   text = module("  ROOT %r = f32[4]{0} call(%p), to_apply=%elsewhere")
-  with pytest.raises(ValueError, match=r"lacks computations \(r needs elsewhere\)"):
+  with pytest.raises(ValueError, match=r"lacks computations, such as elsewhere: pass all of it"):
     count(text)

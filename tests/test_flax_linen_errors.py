@@ -90,7 +90,7 @@ def test_options(options, error, match):
       ({"batch_stats": {"norm": {"mean": jnp.zeros(2), "var": jnp.ones(2)}}},),
       STATS_ALONE,
       ValueError,
-      r"returned updates\['batch_stats'\]\['norm'\]\['var'\], which the state lacks: with mutable=",
+      r"returned updates\['batch_stats'\]\['norm'\]\['var'\], which the state lacks: return",
     ),
     (
       ({"batch_stats": {}},),

@@ -718,6 +718,19 @@ def test_the_whole_batch_may_fit_where_half_of_it_does_not():
   assert 1 not in asked
 
 
+@pytest.mark.parametrize("rows", [4, 96])
+def test_one_row_does_not_tell_what_the_whole_batch_needs(rows):
+  """With bfloat16 parameters scans need float32 accumulators, and XLA writes one row otherwise."""
+  params = [shape(256, 256, dtype=jnp.bfloat16)] * 4
+  args = arguments(params, shape(rows, 256, dtype=jnp.bfloat16))
+  steps = Compilations(mlp_loss, args)
+  whole, one_row = steps.memory(1), steps.memory(rows)
+  assert whole < one_row < steps.memory(2)
+  for limit in (whole, (whole + one_row) // 2, one_row):
+    plan = plan_microbatches(steps.build_step, args, batch_size=rows, memory_limit=limit)
+    assert (plan.num_microbatches, plan.peak_bytes) == (1, whole)
+
+
 def test_two_rows_may_fit_where_one_nearly_does():
   """A layout of one row may need more than that of two: bisecting tries two before one."""
   temp = {16: 1040, 8: 990, 4: 3000, 2: 5000, 1: 9000}

@@ -95,8 +95,8 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   ===========================================  ==================================================
 
   It counts what the compiler made of the program. XLA combines, splits, moves and replaces
-  collectives: for many TPU chips a small all-gather becomes an all-reduce, and the ``op_name`` in
-  ``operations`` still says what it was. Sends, receives and custom calls are not counted.
+  collectives; the ``op_name`` in ``operations`` still says what they were. Sends, receives and
+  custom calls are not counted.
 
   Args:
     compiled: what ``jax.jit(f).lower(...).compile()`` returns, for any backend, or the text of an

@@ -59,11 +59,9 @@ class Module:
         if assigned[1]:
           computation.root = op.name
     operations = (op for each in self.computations.values() for op in each.operations.values())
-    called = ((op.name, name) for op in operations for _, name in op.called)
-    lacking = {f"{op} needs {name}" for op, name in called if name not in self.computations}
-    if lacking:
-      named = ", ".join(sorted(lacking)[:3])
-      raise ValueError(f"The HLO text lacks computations ({named}): pass all of it.")
+    called = {name for op in operations for _, name in op.called}
+    if lacking := sorted(called - self.computations.keys()):
+      raise ValueError(f"The HLO text lacks computations, such as {lacking[0]}: pass all of it.")
 
   def runs(self, wanted: Callable[[Operation], bool]) -> Iterator[Run]:
     """The operations that are `wanted`, from wherever they are reached.
@@ -88,20 +86,17 @@ class Module:
         if wanted(op):
           yield run
         called = [(role, name) for role, name in op.called if holds(name)]
-        trips = self._trip_count(op, scope) if called and op.opcode == "while" else None
-        for role, name in called:
-          if op.opcode != "while":
-            yield from walk(self._callee(op, name, scope), run)
-            continue
-          times, unknown = 1, run.unknown_trip_counts
-          if trips is None:
-            unknown += (f"{op.name} ({run.op_name})" if run.op_name else op.name,)
+        times: dict[str, int] = {}
+        if called and op.opcode == "while":
+          run = run._replace(loop=op.name)
+          if (trips := self._trip_count(op, scope)) is not None:
+            times = {"body": trips, "condition": trips + 1}
           else:
-            times = trips + (role == "condition")
-          inner = run._replace(
-            executions=run.executions * times, loop=op.name, unknown_trip_counts=unknown
-          )
-          yield from walk(_Scope(self.computations[name]), inner)
+            shown = f"{op.name} ({run.op_name})" if run.op_name else op.name
+            run = run._replace(unknown_trip_counts=(*run.unknown_trip_counts, shown))
+        for role, name in called:
+          inner = run._replace(executions=run.executions * times.get(role, 1))
+          yield from walk(self._callee(op, name, scope), inner)
 
     return walk(_Scope(self.entry), None)
 

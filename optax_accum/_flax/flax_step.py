@@ -1,6 +1,7 @@
 """What the steps of linen and nnx share: options, and programs that count the optimizer's steps."""
 
 from collections.abc import Callable, Mapping
+import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeAlias
 
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
+from optax_accum._microbatches import parameters
 from optax_accum._streaming.state import AccumulateState
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
@@ -24,6 +26,8 @@ class FlaxStep(Step):
 
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
+  params_name: ClassVar[str]  # of the parameters, in messages
+  updated: ClassVar[tuple[int, ...]]  # positions in the arguments of a `FlaxProgram`
   decided: ClassVar[Mapping[str, str]]  # options that are not the user's here, and why
 
   def __init__(self, loss_fn: LossFn, has_aux: bool, options: Kwargs, **own: Any):
@@ -36,7 +40,7 @@ class FlaxStep(Step):
       if option not in known:
         raise TypeError(f"{self.name} has no option {option!r}: see those of make_train_step.")
     _validate.check_takes(self.name, loss_fn, self.takes)
-    self.__name__, self._loss_fn, self._has_aux = self.name, loss_fn, has_aux
+    self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options = dict(options)
     self._donate = self._options.pop("donate", True)
@@ -47,17 +51,24 @@ class FlaxStep(Step):
     named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
     return f"{self.name}({', '.join([loss, *named])})"
 
-  def _step_loss(self, loss_fn: LossFn, carry: int | None, **decided: Any) -> Loss:
-    """`loss_fn` as the loss of a step; `carry` is the position of the argument that is threaded."""
-    options = {**self._options, **decided}
-    has_aux = self._has_aux or carry is not None
-    return step_loss(loss_fn, has_aux=has_aux, batch_argnums=1, carry_argnum=carry, **options)
+  def _step_loss(self, loss_fn: LossFn, threads: bool, **decided: Any) -> Loss:
+    """The loss that a `FlaxProgram` steps by; whether it returns ``(loss, (new_carry, aux))``."""
+    options = {**self._options, **decided, "carry_argnum": 3 if threads else None}
+    return step_loss(loss_fn, has_aux=self.has_aux or threads, batch_argnums=1, **options)
+
+  def _program(self, loss: Loss, tx: optax.GradientTransformationExtraArgs) -> "FlaxProgram":
+    return FlaxProgram(loss, tx, self.updated, len(self.updated) + 1, self._donate, self)
 
 
-class CountingProgram(StepProgram):
-  """A `StepProgram` that takes, last, how many steps the optimizer took, and returns it anew."""
+@dataclasses.dataclass(eq=False, repr=False)
+class FlaxProgram(StepProgram):
+  """A `StepProgram` that also counts how many steps the optimizer took.
 
-  name: ClassVar[str]
+  Its arguments are the parameters, the optimizer state, the batch, what the loss leaves alone,
+  what it changes (without arrays where it changes nothing), keys if any, and the count.
+  """
+
+  step: Any  # the `FlaxStep`, whose `names` its arguments have in messages
 
   def function(self, loss: Placed) -> Callable[..., Any]:
     """What is compiled."""
@@ -67,10 +78,21 @@ class CountingProgram(StepProgram):
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
       stepped = (metrics["total_weight"] != 0) & _has_stepped(opt_state, new[1])
-      return *new, count + stepped.astype(count.dtype), metrics
+      carry = new[2] if len(new) > 2 else others[2]
+      if not self.step.has_aux:
+        metrics.pop("aux", None)
+      return new[0], new[1], carry, count + stepped.astype(count.dtype), metrics
 
-    counting.__name__ = self.name
+    counting.__name__ = self.step.name
     return counting
+
+  def check(self, *args: Any) -> None:
+    """Checks arguments that are not what the last call returned."""
+    parameters.check_differentiable(self.step.params_name, args[0])
+
+  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
+    """The arguments, by the names that messages have for them."""
+    return self.step.names(*args)
 
 
 def _has_stepped(before: OptState, after: OptState) -> jax.Array:

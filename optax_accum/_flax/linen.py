@@ -8,11 +8,11 @@ import jax
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Params, Tree
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import CountingProgram, FlaxStep, LossFn, Metrics
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
-from optax_accum._microbatches import parameters
 from optax_accum._train_step.program import PreparedCall
 from optax_accum._train_step.step import Loss
 
@@ -34,28 +34,15 @@ def linen_train_step(
   """A jitted training step of a flax `TrainState`, on a batch that is run in microbatches.
 
   ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` by the gradient
-  of the whole batch, as of `make_train_step`::
-
-    class TrainState(flax.training.train_state.TrainState):
-      batch_stats: Any
-
-    def loss_fn(variables, batch, rngs):
-      logits, updates = model.apply(variables, batch["x"], mutable=["batch_stats"], rngs=rngs)
-      return cross_entropy(logits, batch["y"]).mean(), updates
-
-    step = linen_train_step(loss_fn, mutable=("batch_stats",), num_microbatches=8)
-    state, metrics = step(state, batch, rngs={"dropout": jax.random.fold_in(key, i)})
-
-  With batch normalisation the step is not that of the whole batch: a microbatch is normalised by
-  its own statistics (over a mesh, its rows on one device). The running statistics are updated once
-  a microbatch, and left alone by one of weight zero. The guide "Flax linen" measures it.
+  of the whole batch, as of `make_train_step`. The guide "Flax linen" has dropout, adapters (LoRA)
+  and batch normalisation, with which the step is not that of the whole batch: a microbatch is
+  normalised by its own statistics (over a mesh, its rows on one device).
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
-  it in ``variables``, whole, and no gradient is taken of it: statistics in use, or the frozen
-  parameters under adapters (LoRA). Arrays that the loss closes over are constants of the program.
+  it in ``variables``, whole, and no gradient is taken of it.
 
   Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
-  With ``mesh=`` their constraints in the loss name automatic axes alone. So do those of
+  With ``mesh=`` what is in them is constrained over automatic axes alone. So are the constraints of
   `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and not in the
   loss.
 
@@ -64,20 +51,20 @@ def linen_train_step(
       `has_aux`. With `mutable` it returns ``(loss, updates)``, or ``(loss, (updates, aux))``, where
       ``updates`` is what ``model.apply(..., mutable=...)`` gives. ``variables`` is what a model is
       applied to: ``"params"``, and the collections in the state. ``rngs`` is a dict of keys, or
-      None where the call has none: a loss without noise takes it too.
-    mutable: The collections that microbatches update, one after the other: fields of the state.
-      Default: none. Over a mesh each device updates its own, and they are averaged by what each
-      counted (`carry_reduction`, a prefix tree over ``{"batch_stats": ...}``, says otherwise).
+      None where the call has none.
+    mutable: The collections that microbatches update, one after the other, but for those of weight
+      zero: fields of the state, by default none. Over a mesh each device updates its own, and they
+      are averaged by what each counted (`carry_reduction`, a prefix tree over
+      ``{"batch_stats": ...}``, says otherwise).
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, but for the roles of arguments.
 
   Returns:
     A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
     ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
-    other fields live on, even if they are the same arrays (an EMA that starts as the parameters).
-    ``state.step`` counts optimizer steps: it stays where nothing in the batch counted, and in the
-    mini steps of an `accumulate`. ``rngs`` are folded with the index of each microbatch, and of
-    each device, so give a new key in each step.
+    other fields live on, even if they are the same arrays. ``state.step`` counts optimizer steps:
+    it stays where nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs``
+    are folded with the index of each microbatch and device, so give a new key in each step.
 
   Raises:
     TypeError: An option is unknown, or decided here; `loss_fn` takes or returns other things; a
@@ -107,6 +94,7 @@ class LinenTrainStep(FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
+  params_name, updated = "state.params", (0, 1, 4, 6)
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the state's",
     "rng_argnums": "pass keys as rngs",
@@ -118,7 +106,7 @@ class LinenTrainStep(FlaxStep):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     self.loss = self._loss_of_variables()
-    self._programs: dict[object, StateProgram] = {}
+    self._programs: dict[object, FlaxProgram] = {}
 
   @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -145,7 +133,7 @@ class LinenTrainStep(FlaxStep):
     _, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, call.jitted.eval_shape(*call.args))
 
-  def _prepare(self, state: State, batch: Batch, rngs: Rngs) -> tuple["StateProgram", PreparedCall]:
+  def _prepare(self, state: State, batch: Batch, rngs: Rngs) -> tuple[FlaxProgram, PreparedCall]:
     """The program for such a call, and the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -153,19 +141,17 @@ class LinenTrainStep(FlaxStep):
         " parameters and an optimizer state use make_train_step."
       )
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
-    program, count = self._program(state), state_fields.counted(state.step)
-    args = state.params, state.opt_state, batch, constant, rngs, mutable, count
+    program, count = self._program_of(state), state_fields.counted(state.step)
+    args = state.params, state.opt_state, batch, constant, mutable, rngs, count
     return program, program.prepare(args, {}, others)
 
   def _replaced(self, state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
     """The state after a step, and the metrics."""
-    params, opt_state, *mutable, count, metrics = out
-    if not self._has_aux:
-      metrics.pop("aux", None)
-    collections = {**call.args[3], **dict(*mutable)}  # the constant ones where the step put them
+    params, opt_state, mutable, count, metrics = out
+    collections = {**call.args[3], **mutable}  # the constant ones where the step put them
     return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics
 
-  def _program(self, state: train_state.TrainState) -> "StateProgram":
+  def _program_of(self, state: train_state.TrainState) -> FlaxProgram:
     """The program for states of this optimizer."""
     overwrites = OVERWRITTEN in variables_of(state.params)
     key = state.tx, overwrites
@@ -174,58 +160,44 @@ class LinenTrainStep(FlaxStep):
       tx, loss = optax.with_extra_args_support(state.tx), self.loss
       if overwrites:
         tx = state_fields.beside_overwritten(tx)
-      if overwrites and self._options.get("grad_reduction") is None:
-        kept = self._options.get("reduction", "mean")
-        loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
-      updated = (0, 1, 5, 6) if self._mutable else (0, 1, 6)
-      self._programs[key] = StateProgram(loss, tx, updated, len(updated) + 1, self._donate)
+        if self._options.get("grad_reduction") is None:
+          kept = self._options.get("reduction", "mean")
+          loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
+      self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
   def _loss_of_variables(self, **decided: Any) -> Loss:
     """The loss, of such arguments as the program has."""
-    return self._step_loss(self._loss, 4 if self._mutable else None, rng_argnums=3, **decided)
+    return self._step_loss(self._loss, bool(self._mutable), rng_argnums=4, **decided)
+
+  def names(self, *args: Any) -> dict[str, Tree]:
+    """The arguments of a program, by the names that messages have for them."""
+    params, opt_state, batch, constant, mutable, rngs, count = args
+    state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
+    return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
 
   def _loss(
-    self, params: Params, batch: Batch, constant: Collections, rngs: Rngs, mutable: Collections
+    self, params: Params, batch: Batch, constant: Collections, mutable: Collections, rngs: Rngs
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
-    constant = {name: x for name, x in constant.items() if not state_fields.holds_keys(x)}
+    keys = [n for n, x in constant.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
     given = {**variables_of(params), **constant, **mutable}
+    given = {name: x for name, x in given.items() if name not in keys}
     with state_fields.opened_on_device(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
-    if not self._mutable and (self._has_aux or not isinstance(out, (tuple, list))):
+    if not self._mutable and (self.has_aux or not isinstance(out, (tuple, list))):
       return out
-    if not self._mutable or not _is_pair(out) or (self._has_aux and not _is_pair(out[1])):
-      rest = "(updates, aux)" if self._has_aux else "updates"
+    if not self._mutable or not _is_pair(out) or (self.has_aux and not _is_pair(out[1])):
+      rest = "(updates, aux)" if self.has_aux else "updates"
       raise TypeError(
         f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
-        f" has_aux={self._has_aux} it must return {f'(loss, {rest})' if self._mutable else 'loss'}."
+        f" has_aux={self.has_aux} it must return {f'(loss, {rest})' if self._mutable else 'loss'}."
         " Name updates of collections, as model.apply(..., mutable=...) gives them, in mutable; and"
         " for what else is returned pass has_aux=True."
       )
-    updates, aux = out[1] if self._has_aux else (out[1], None)
+    updates, aux = out[1] if self.has_aux else (out[1], None)
     return out[0], (state_fields.as_held(updates, mutable), aux)
-
-
-class StateProgram(CountingProgram):
-  """A `CountingProgram` of the parts of a `TrainState`.
-
-  Its arguments are the parameters, the optimizer state, the batch, collections that are constant,
-  keys, the mutable collections, and the count of steps.
-  """
-
-  name = "linen_train_step"
-
-  def check(self, *args: Any) -> None:
-    """Checks arguments that are not what the last call returned."""
-    parameters.check_differentiable("state.params", args[0])
-
-  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
-    """The arguments, by the names that messages have for them."""
-    params, opt_state, batch, constant, rngs, mutable, count = args
-    state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
-    return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
 
 
 def _is_pair(x: object) -> bool:

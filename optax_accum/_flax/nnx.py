@@ -11,7 +11,7 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import CountingProgram, FlaxStep, LossFn, Metrics
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
 from optax_accum._mesh.placement import place, place_state
@@ -50,16 +50,13 @@ def nnx_train_step(
   ``step(model, optimizer, batch) -> metrics`` updates both in place, as a function under `nnx.jit`
   would: one step of ``optimizer.tx`` by the gradient of the whole batch, as of `make_train_step`.
 
-  What the loss changes in the model is threaded through the microbatches: running statistics of
-  `nnx.BatchNorm`, counters of random streams, caches, Variables of your own. So each microbatch
-  draws noise of its own, and the model ends as after a loop over the microbatches. Over a mesh each
-  device threads its own, with its index folded into keys. In the end floats are averaged, by what
-  each device counted, and of integers the largest is taken (`carry_reduction`). A microbatch of
-  weight zero leaves the model alone. With batch normalisation the step is not the whole batch's, as
-  `linen_train_step` says.
+  What the loss changes in the model is threaded through the microbatches, but for those of weight
+  zero: running statistics, counters of random streams, caches, Variables of your own. Over a mesh
+  each device threads its own, with its index folded into keys. In the end floats are averaged, by
+  what each device counted, and of integers the largest is taken (`carry_reduction`). With batch
+  normalisation the step is not the whole batch's, as `linen_train_step` says.
 
-  For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer. Only adapters have accumulators
-  and moments; the other parameters are neither copied nor donated.
+  For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer: the guide "Flax nnx, and LoRA".
 
   Args:
     loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
@@ -70,8 +67,7 @@ def nnx_train_step(
     has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
       a step deletes the arrays that parameters and optimizer held, which an `nnx.clone` and an
-      `nnx.state` share: keep ``jax.tree.map(jnp.copy, nnx.state(model))``, as the guide "Flax nnx,
-      and LoRA" does.
+      `nnx.state` share: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
 
   Returns:
     An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
@@ -107,6 +103,7 @@ class NnxTrainStep(FlaxStep):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
+  params_name, updated = "model", (0, 1, 4, 5)
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the optimizer's",
     "rng_argnums": "random streams are part of the model",
@@ -118,9 +115,9 @@ class NnxTrainStep(FlaxStep):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self._views: dict[object, _View] = {}
-    self._programs: dict[object, NnxProgram] = {}
+    self._programs: dict[object, FlaxProgram] = {}
     self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
-    self.loss = self._step_loss(loss_fn, 3, rng_argnums=())
+    self.loss = self._step_loss(loss_fn, threads=True, rng_argnums=())
 
   @_validate.hinted(
     "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -129,10 +126,7 @@ class NnxTrainStep(FlaxStep):
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """One optimizer step on a batch, which model and optimizer are updated with."""
-    metrics = self._with_call(_View.run, model, optimizer, batch)
-    if not self._has_aux:
-      metrics.pop("aux", None)
-    return metrics
+    return self._with_call(_View.run, model, optimizer, batch)
 
   def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
@@ -181,32 +175,18 @@ class NnxTrainStep(FlaxStep):
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
     key = graphdef, optimizer.tx, changed
     if key not in self._programs:
-      self._programs[key] = self._program(*key)
-    threaded = [carry] if changed else []
-    updated = Values((params, optimizer.opt_state, *threaded, optimizer.step))
+      axis = parallel.axes if parallel else self._options.get("axis_name")
+      pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
+      # Where nothing is threaded, nothing is to be reduced.
+      unused = {} if changed else {"carry_reduction": None}
+      loss = self._step_loss(pure, bool(changed), rng_argnums=(), **unused)
+      self._programs[key] = self._program(loss, optax.with_extra_args_support(optimizer.tx))
+    updated = Values((params, optimizer.opt_state, carry, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
 
-  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> "NnxProgram":
-    """The program for a model of this structure, of which the loss changes these Variables."""
-    parallel = self.loss.parallel
-    axis = parallel.axes if parallel else self._options.get("axis_name")
-    pure = PureLoss(self._loss_fn, self._has_aux, graphdef, changed, axis)
-    tx = optax.with_extra_args_support(tx)
-    if changed:  # all but the batch, and what is fixed, is updated
-      loss = self._step_loss(pure, 3, rng_argnums=())
-      return NnxProgram(loss, tx, (0, 1, 4, 5), 5, self._donate)
-    loss = self._step_loss(pure, None, rng_argnums=(), carry_reduction=None)
-    return NnxProgram(loss, tx, (0, 1, 4), 4, self._donate)
-
-
-class NnxProgram(CountingProgram):
-  """A `CountingProgram` of what a model and its optimizer hold."""
-
-  name = "nnx_train_step"
-
-  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
-    """The arguments, by the names that messages have for them."""
+  def names(self, *args: Any) -> dict[str, Tree]:
+    """The arguments of a program, by the names that messages have for them."""
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
     return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}
@@ -217,14 +197,14 @@ class _View(NamedTuple):
 
   snapshot: Snapshot
   graphdef: Any
-  program: NnxProgram
+  program: FlaxProgram
   updated: Values  # parameters, optimizer state, what the loss changes, and the count of steps
   fixed: Values  # what the loss does not change
 
   def arguments(self, batch: Batch) -> Args:
     """The arguments of the program."""
-    params, opt_state, *others = self.updated.read()
-    return params, opt_state, batch, self.fixed.read(), *others
+    params, opt_state, carry, count = self.updated.read()
+    return params, opt_state, batch, self.fixed.read(), carry, count
 
   def run(self, call: PreparedCall) -> Metrics:
     """One step: puts back what it returned, but for the metrics."""

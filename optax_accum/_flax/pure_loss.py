@@ -23,7 +23,10 @@ class ChangedByLossError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
-  """``loss(params, batch, fixed, carry)``, of a loss that is called with a model."""
+  """``loss(params, batch, fixed, carry)``, of a loss that is called with a model.
+
+  Where the loss changes Variables it returns ``(loss, (new_carry, aux))``.
+  """
 
   fun: LossFn
   has_aux: bool
@@ -35,10 +38,9 @@ class PureLoss:
   def __name__(self) -> str:
     return getattr(self.fun, "__name__", repr(self.fun))
 
-  def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry = None) -> Any:
-    """The loss; with a carry ``(loss, (new_carry, aux))``."""
+  def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry) -> Any:
     fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
-    states = params, fixed, *([] if carry is None else [carry])
+    states = params, fixed, carry
     model = nnx.merge(self.graphdef, *states)
     before = _held(model)
     out = self.fun(model, batch)
@@ -51,7 +53,7 @@ class PureLoss:
     changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
-    if carry is None:
+    if not self.changed:
       return out
     loss, aux = out if self.has_aux else (out, None)
     return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)

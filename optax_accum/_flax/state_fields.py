@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import functools
 from typing import Any, TypeAlias
 
 from flax import linen as nn
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
 
 Collections: TypeAlias = dict[str, Tree]
@@ -60,21 +58,14 @@ def variables_of(params: Params) -> Collections:
   return dict(params) if is_split else {"params": params}
 
 
-def holds_keys(collection: Tree) -> bool:
-  """Whether there is a typed key in it."""
-  return any(map(dtypes.is_key, jax.tree.leaves(collection)))
-
-
 def as_held(updates: Collections, held: Collections) -> Collections:
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
   bare = (unfreeze(_map_boxes(lambda box: box.value, x)) for x in (updates, held))
   got, had = ({name for name, _ in _validate.named_leaves("updates", x)} for x in bare)
   for leaf in sorted(got ^ had):
-    how = f"returned {leaf}, which the state lacks"
-    if leaf in had:
-      how = f"did not return {leaf}, which the state has"
+    did, state = ("did not return", "has") if leaf in had else ("returned", "lacks")
     raise ValueError(
-      f"The loss {how}: with mutable={tuple(held)!r} return the updates that model.apply(...,"
+      f"The loss {did} {leaf}, which the state {state}: return the updates that model.apply(...,"
       f" mutable={list(held)!r}) gives, and give create what model.init of the same model gives."
     )
   return jax.tree.unflatten(jax.tree.structure(held), jax.tree.leaves(unfreeze(updates)))
@@ -124,39 +115,32 @@ def beside_overwritten(
 def opened_on_device(variables: Collections) -> Iterator[Collections]:
   """Has boxes, in the variables that it yields, and logical axes mean automatic axes alone.
 
-  JAX refuses a constraint that names the data axis, which `jax.shard_map` has made manual. Boxes
-  keep all of their names, which transforms of layers need.
+  JAX refuses a constraint that names the data axis, which `jax.shard_map` has made manual. So what
+  is in boxes is constrained here, and the boxes of the loss keep their names, which transforms of
+  layers need, and constrain nothing.
   """
-  if not jax.sharding.get_abstract_mesh().manual_axes:
+  mesh = jax.sharding.get_abstract_mesh()
+  if not mesh.manual_axes:
     yield variables
     return
 
-  with nn.logical_axis_rules([(name, _automatic(to)) for name, to in nn.get_logical_axis_rules()]):
-    yield _map_boxes(lambda box: _on_device(box.__class__)(**vars(box)), variables)
+  def automatic(axes: Any) -> Any:
+    """Those of the axes of one dimension that are left to the compiler here."""
+    if not isinstance(axes, (str, tuple)):  # None, or what is not constrained
+      return axes
+    named = (axes,) if isinstance(axes, str) else axes
+    return tuple(name for name in named if name in mesh.auto_axes) or None
 
+  def constrained(box: Any) -> Any:
+    logical = isinstance(box, nn.LogicallyPartitioned)
+    names: Any = nn.logical_to_mesh_axes(box.names, box.rules) if logical else box.names
+    spec, value = PartitionSpec(*map(automatic, names)), box.value
+    if mesh.auto_axes:
+      value = jax.lax.with_sharding_constraint(value, spec)
+    return nn.LogicallyPartitioned(value, box.names, rules=())
 
-@functools.cache
-def _on_device(kind: Any) -> Any:
-  class OnDevice(kind):
-    def unbox(self, apply_constraint: bool = True) -> Any:
-      if not apply_constraint or not jax.sharding.get_abstract_mesh().auto_axes:
-        return self.value
-      logical = isinstance(self, nn.LogicallyPartitioned)
-      names: Any = nn.logical_to_mesh_axes(self.names, self.rules) if logical else self.names
-      spec = PartitionSpec(*map(_automatic, names))
-      return jax.lax.with_sharding_constraint(self.value, spec)
-
-  return OnDevice
-
-
-def _automatic(axes: Any) -> Any:
-  """Those of the axes of one dimension that are left to the compiler here."""
-  if not isinstance(axes, (str, tuple)):  # None, or what is not constrained
-    return axes
-  mesh = jax.sharding.get_abstract_mesh()
-  named = (axes,) if isinstance(axes, str) else axes
-  taken = {*mesh.manual_axes, *mesh.explicit_axes}
-  return tuple(name for name in named if name not in taken) or None
+  with nn.logical_axis_rules([(name, automatic(to)) for name, to in nn.get_logical_axis_rules()]):
+    yield _map_boxes(constrained, variables)
 
 
 def _map_boxes(fun: Callable[[Any], Leaf], tree: Tree) -> Tree:

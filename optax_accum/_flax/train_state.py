@@ -31,10 +31,8 @@ class TrainState(train_state.TrainState):
 
   ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
 
-  Among frozen parameters only adapters (LoRA) are accumulated if that is within what leaves the
-  others out; ``accumulate(optax.partition(...), k)`` adds all gradients up::
-
-    tx = optax.partition({"train": accumulate(adamw, 8), "freeze": optax.set_to_zero()}, labels)
+  Among frozen parameters only adapters (LoRA) are accumulated if `accumulate` is within what leaves
+  the others out: ``optax.partition({"train": accumulate(tx, 8), ...}, labels)``.
   """
 
   @classmethod

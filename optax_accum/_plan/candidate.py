@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
-import hashlib
 import re
 from typing import Any, TypeAlias
 
@@ -73,7 +72,7 @@ class Builder:
 
   def __init__(self, build_step: BuildStep, args: Args, rows: int, choice: Choice):
     self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
-    self._programs: dict[str, int] = {}  # `num_microbatches`, by the hash of the program
+    self._programs: dict[str, int] = {}  # `num_microbatches`, by the text of the program
     self.first = self._step(1)
 
   def call(self, num_microbatches: int) -> str:
@@ -124,8 +123,8 @@ class Builder:
     return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
 
   def _check_other_program(self, lowered: jax.stages.Lowered, num_microbatches: int) -> None:
-    program = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-    if (same := self._programs.setdefault(program, num_microbatches)) != num_microbatches:
+    same = self._programs.setdefault(lowered.as_text(), num_microbatches)
+    if same != num_microbatches:
       raise ValueError(
         f"build_step made the same program for num_microbatches={same} and {num_microbatches}: it"
         " must split the batch into as many microbatches as it is given, as in"

@@ -27,38 +27,35 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
   """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
 
-  Steps are compiled for some of the numbers of microbatches that divide the batch, and their memory
-  compared with the limit. Nothing runs, so nothing can run out of memory. The possible sizes are
-  bisected: three or four programs for each choice where a batch has 12 divisors. The answer and the
-  next larger microbatch are among them.
+  Steps are compiled for some of the numbers of microbatches that divide the batch, and what they
+  reserve on one device is compared with the limit: arguments, outputs that are not written into
+  donated arguments, temporary buffers, and code. Nothing runs, so nothing can run out of memory.
+  The possible sizes are bisected: three to five programs for each choice where a batch has 12
+  divisors. The answer and the next larger microbatch are among them.
 
-  What counts is what the program reserves on one device: arguments, outputs that are not written
-  into donated arguments, temporary buffers, and code. Set other arrays that live on the device off
-  against `memory_limit`.
-
-  Nothing is timed: a smaller microbatch may be as fast as the largest, or faster. Give a batch with
-  many divisors. And plan for the device that you train on: XLA for CPU may merge what
-  rematerialised layers compute again, unless they are in a scan. The guide "Choosing the microbatch
-  and the batch" plans for TPUs and GPUs that are not there.
+  Plan for the device that you train on: XLA for CPU may merge what rematerialised layers compute
+  again, unless they are in a scan. The guide "Choosing the microbatch and the batch" plans for TPUs
+  and GPUs that are not there, and times sizes that fit: the largest need not be the fastest.
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
       `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
     args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`, with shardings if
-      any. `jax.eval_shape` (`nnx.eval_shape`) makes such shapes. They are not donated.
+      any. They are not donated.
     batch_size: The rows of the batch in `args`, on all devices together. The numbers of
       microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
       function of your own that splits the rows of one device, inside `shard_map`, give those.
-    memory_limit: Bytes of one device, as an int or a string such as ``"16GiB"`` or ``"80 GB"``.
-      Default: what the device may allocate, its ``memory_stats()["bytes_limit"]``, less 5% for
-      fragmentation. (On a GPU 75% of its memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
+    memory_limit: Bytes of one device, less other arrays that live there, as an int or a string such
+      as ``"16GiB"`` or ``"80 GB"``. Default: what the device may allocate, its
+      ``memory_stats()["bytes_limit"]``, less 5% for fragmentation. (On a GPU 75% of its memory,
+      unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
     choices: Further options of `build_step`, each with the values to try, in all combinations.
 
   Returns:
     A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
     ``microbatch_size`` and ``choice`` to use: the largest microbatch that fits, of the choice with
-    the fewest floating-point operations among those that fit. So layers are rematerialised where
-    nothing else fits. Of choices that differ by less than 1%, the larger microbatch is taken.
+    the fewest floating-point operations among those that fit. Of choices that differ by less than
+    1%, the larger microbatch is taken.
 
   Raises:
     ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
@@ -108,7 +105,7 @@ def plan_microbatches(
   if not isinstance(args, (tuple, list)):
     raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
   args = tuple(map(_without_deleted, args))
-  given = None if memory_limit is None else sizes.parse(memory_limit)
+  given = memory_limit is not None and sizes.parse(memory_limit)
   products = itertools.product(*choices.values())
   combinations = [dict(zip(choices, each, strict=True)) for each in products]
   builders = [Builder(build_step, args, rows, choice) for choice in combinations]
@@ -130,6 +127,7 @@ def _without_deleted(tree: Tree) -> Tree:
   def shape(x: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
 
+  # In a tree that is mapped, Variables that an nnx model shares would become several.
   return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
 
 
@@ -162,7 +160,8 @@ def search(
   on TPUs one row may need more than two.
 
   The `whole` batch is a program without a scan: without accumulators, and without a copy of a
-  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not.
+  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not. It is left out
+  where scans of several sizes say that its activations alone are too many.
   """
   known: dict[int, PlanCandidate] = {}  # by rows
 
@@ -173,11 +172,15 @@ def search(
   bisect.bisect_left(possible, True, key=too_large)
   if len(known) < min(len(possible), 2):  # so that programs of several numbers are compared
     too_large(possible[0])
-  scans = sorted(size for size, each in known.items() if each.analysed and size != whole)
-  if scans and whole == possible[-1] and whole not in known:
-    least, most = known[scans[0]], known[scans[-1]]
-    x, y = (0, most.fixed_bytes) if least is most else (least.microbatch_size, least.peak_bytes)
-    slope = (most.peak_bytes - y) / (most.microbatch_size - x)
-    if most.fixed_bytes + max(slope - row_bytes, 0) * whole <= limit:
+  # XLA writes products of one row in another way, which does not tell of more rows.
+  scans = [known[size] for size in sorted(known) if size not in (possible[0], whole)]
+  scans = [each for each in scans if each.analysed]
+  if whole == possible[-1] and whole not in known:
+    needed = 0.0
+    if len(scans) > 1:
+      rise = scans[-1].peak_bytes - scans[0].peak_bytes
+      slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
+      needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
+    if needed <= limit:
       too_large(whole)
   return [*known.values()]
