@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_accum import _validate
+from optax_accum import _validate, _versions
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction
@@ -108,10 +108,9 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
       f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
       f" asks for more. {without} grad_reduction out."
     )
-  if not in_place_fit.is_right():
+  if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(
-      f"in_place=True: in JAX {jax.__version__} a backward pass cannot add gradients to references"
-      " rightly, or not where layers are rematerialised. Use in_place=False, or a newer JAX."
+      f"in_place=True needs JAX 0.10 or newer, and this is {jax.__version__}: pass in_place=False."
     )
 
 
