@@ -14,7 +14,7 @@ HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 ADDS_TO_REFERENCES = jax.__version_info__ >= (0, 10)
 
 # Whether it adds nothing where an index was before the array.
-GATHERS_RIGHTLY = jax.__version_info__ < (0, 12)
+GATHERS_RIGHTLY = jax.__version_info__ < (0, 11)
 
 
 def scan_inputs(eqn: Any) -> tuple[int, int]:

@@ -4,7 +4,7 @@
 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a part,
 and the backward pass of a scan mixes up gradients that have references and those that have not (jax
 pull request 38929). To 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere
-than it read, an optimization barrier fails, and in 0.12 an index before the array, which reads
+than it read, an optimization barrier fails, and from 0.11 on an index before the array, which reads
 nothing, adds to another row. So a parameter has its gradient added within only where it goes into
 none of these, nor into an inner function of a kind that is not listed here. Of the others the whole
 gradient exists before it is added, as in a plain scan.
