@@ -4,7 +4,7 @@ The error names the first leaf that differs. JAX's own names neither leaf nor st
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ from optax_accum._arithmetic.trees import Leaf, OptState, Params, Tree
 from optax_accum._streaming.state import is_state, states_in
 
 Held = TypeVar("Held")
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 FIX = (
   "it is not as init makes it for these parameters. Restore parameters and state from a checkpoint"
@@ -24,9 +23,16 @@ FIX = (
 
 
 def difference(name: str, got: Tree, wanted: Tree) -> str:
-  """Where a tree first differs from another in its leaves, shapes or nodes, or ""."""
+  """Where a tree first differs from another in its leaves, shapes or nodes, or "".
+
+  A state of `accumulate` in it is not looked at, because that checks its own.
+  """
+  trees = [
+    jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
+    for tree in (got, wanted)
+  ]
   gots, wanteds = (
-    {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, tree)} for tree in (got, wanted)
+    {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, tree)} for tree in trees
   )
   for leaf, shape in wanteds.items():
     if leaf not in gots:
@@ -35,8 +41,8 @@ def difference(name: str, got: Tree, wanted: Tree) -> str:
       return f"{leaf} has shape {gots[leaf]}, not {shape}"
   if new := [leaf for leaf in gots if leaf not in wanteds]:
     return f"{new[0]} is not expected"
-  trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
-  return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
+  nodes: list[Any] = list(map(jax.tree.structure, trees))
+  return "" if nodes[0] == nodes[1] else f"{name} is a {nodes[0]} and not a {nodes[1]}"
 
 
 def same_types(name: str, new: Tree, old: Tree) -> Tree:
@@ -54,15 +60,14 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
 def _cast(name: str, new: Leaf, old: Leaf) -> Leaf:
   """One leaf in the sharding that it had, and a dtype that holds it before and after."""
   before, after = jnp.result_type(old), jnp.result_type(new)
-  if before == after:
-    return across_devices.sharded_like(new, old)
-  if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (before, after)):
-    raise TypeError(
-      f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
-      f" {after} there."
-    )
-  to = dtypes.promote(before, after)
-  return across_devices.sharded_like(jnp.asarray(new).astype(to), old)
+  if before != after:
+    if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (before, after)):
+      raise TypeError(
+        f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
+        f" {after} there."
+      )
+    new = jnp.asarray(new).astype(dtypes.promote(before, after))
+  return across_devices.sharded_like(new, old)
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
@@ -94,41 +99,24 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
-    different = _from_init(name, init, params, state)[0]
-    if different and isinstance(error, (TypeError, ValueError, AttributeError)):
-      raise ValueError(f"{different}: {FIX}") from error
-    if different:  # an optimizer's own error, by which its state may not have to do with it
-      error.add_note(f"{different}: {FIX}")
+    if different := difference(name, state, _made(init, params, state)):
+      if isinstance(error, (TypeError, ValueError, AttributeError)):
+        raise ValueError(f"{different}: {FIX}") from error
+      error.add_note(f"{different}: {FIX}")  # of an error that may have another cause
     raise
-  moved = _shapes(name, new) != _shapes(name, params)
-  before, after = _shapes(name, state), _shapes(name, new_state)
-  if moved or before != after:
-    different, made = _from_init(name, init, params, state)
-    became_as_made = any(
-      before.get(leaf, shape) != shape == after.get(leaf) for leaf, shape in made.items()
-    )
-    if different and (moved or became_as_made):
+  moved = difference(name, new, params)
+  if moved or difference(name, new_state, state):
+    made = _made(init, params, state)
+    different = difference(name, state, made)
+    if different and (moved or not difference(name, new_state, made)):
       raise ValueError(f"{different}: {FIX}")
   return new, new_state
 
 
-def _from_init(
-  name: str, init: Callable[[Params], OptState], params: Params, state: OptState
-) -> tuple[str, Shapes]:
-  """Where `state` differs from what `init` makes, and the shapes of that."""
+def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -> OptState:
+  """What `init` makes, or `state` where there is nothing to compare it with."""
   try:
     made = jax.eval_shape(init, params)
-  except Exception:  # it fails by itself, or wants values: nothing to compare with
-    return "", {}
-  if len(states_in(made)) > len(states_in(state)):
-    return "", {}  # `accumulate` checks its own
-  return difference(name, _without_own(state), _without_own(made)), _shapes(name, made)
-
-
-def _shapes(name: str, tree: Tree) -> Shapes:
-  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
-
-
-def _without_own(state: OptState) -> OptState:
-  """A state without those of `accumulate` in it."""
-  return jax.tree.map(lambda x: None if is_state(x) else x, state, is_leaf=is_state)
+  except Exception:  # it fails by itself, or wants values
+    return state
+  return state if len(states_in(made)) > len(states_in(state)) else made
