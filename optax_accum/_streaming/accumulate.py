@@ -1,6 +1,6 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
-from typing import Any, Literal, Protocol, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -22,26 +22,8 @@ _PEERS = {
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
 }
-
-
-class ApplyFn(Protocol):
-  """The type of `AccumulateTransformation.apply`."""
-
-  def __call__(
-    self,
-    updates: Grads,
-    state: AccumulateState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[Params, AccumulateState]:
-    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-
-
-_NO_ATTRIBUTES = {
-  "apply": "the `update` of this transformation was replaced, so use optax.apply_updates",
+# And its methods.
+_METHODS = {
   "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
   "gradient_transformation": "pass it as it is",
 }
@@ -56,23 +38,30 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       returns ``(updates, state)``: zeros, until a cycle ends.
   """
 
-  @property
-  def apply(self) -> ApplyFn:
-    """``apply(updates, state, params, **kwargs) -> (params, state)``, see `accumulate`."""
-    # It belongs to `update`, and is looked up there. So a copy of this transformation has it too,
-    # and one whose `update` was replaced does not offer an `apply` that ignores that.
+  def apply(
+    self,
+    updates: Grads,
+    state: AccumulateState,
+    params: Params,
+    *,
+    weight: ArrayLike = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[Params, AccumulateState]:
+    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
     owner = getattr(self.update, "__self__", None)
-    if not isinstance(owner, Accumulation):
-      raise AttributeError  # Python then asks __getattr__
-    return owner.apply
+    if isinstance(owner, Accumulation):
+      return owner.apply(updates, state, params, weight=weight, flush=flush, **extra_args)
+    # Another `update`, which somebody has put in its place.
+    updates, state = self.update(updates, state, params, weight=weight, flush=flush, **extra_args)
+    return optax.apply_updates(params, updates), state
 
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
     def __getattr__(self, name: str) -> Any:
-      """Says what to write for a name of `optax.MultiSteps`, or of before `update` changed."""
-      reason = _NO_ATTRIBUTES.get(name)
-      kind = type(self).__name__
-      raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")
+      """Says what to write for a name of `optax.MultiSteps`."""
+      instead = f": {_METHODS[name]}" if name in _METHODS else ""
+      raise AttributeError(f"This {type(self).__name__} has no {name!r}{instead}.")
 
 
 @_validate.hinted(names=_PEERS)
