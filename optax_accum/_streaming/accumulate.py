@@ -83,18 +83,16 @@ def accumulate(
 
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, and mostly faster: until the cycle ends, parameters and inner state are
-  neither read nor written. Donate ``params`` and ``state`` to the jitted function around it, and
-  return them in the order in which it takes them, before results of the parameters' shapes: JAX
-  pairs buffers by shape, in order, and copies everything if it pairs parameters with moments.
+  neither read nor written. Donate both to the jitted function around it, and return them first, in
+  the order in which it takes them: else JAX copies everything.
 
-  ``update`` and ``apply`` take two more arguments, of which a misspelt one is an error. All others
-  (``value=``, ``value_fn=`` ...) go to `inner`, which gets those of the call that emits.
+  ``update`` and ``apply`` take two more arguments. All others (``value=``, ``value_fn=`` ...) go to
+  `inner`, which gets those of the call that emits.
 
-  - ``weight``: real scalar, 0 or more, may be traced; default 1. How much the microbatch counts in
-    the mean: its rows, or its valid tokens. Weights other than 0 are from 1e-30 to 1e30, and their
-    products with the gradients normal numbers of the accumulators' dtype. The step is NaN if a
-    traced weight is below 0, or their total below 1e-30 or above 1e36. The derivative with respect
-    to a weight of exactly 0 is 0: let learned weights start above it.
+  - ``weight``: real scalar, may be traced; default 1. How much the microbatch counts in the mean:
+    its rows, or its valid tokens. 0, or from 1e-30 to 1e30, and their products with the gradients
+    normal numbers of the accumulators' dtype. The step is NaN if a traced weight is below 0, or
+    their total below 1e-30 or above 1e36. The derivative by a weight of exactly 0 is 0.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -115,9 +113,8 @@ def accumulate(
   not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
 
   What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call. The whole
-  batch's step is ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more on this,
-  on a state whose dtypes change, as the carry of a `lax.scan` must not, and on parameters that are
-  overwritten with their "gradient" (fp8), whose mean is silently wrong.
+  batch's step is ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has a state whose
+  dtypes change, and parameters that are overwritten (fp8), whose mean is silently wrong.
 
   Args:
     inner: Any optax transformation, also a whole `optax.chain`: all that shall see the mean.
@@ -130,11 +127,10 @@ def accumulate(
       `optax.skip_not_finite`. True leaves the gradients of this call out. The state keeps ``info``.
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis
-      once, when the cycle emits: by ``apply`` in the accumulators, by ``update`` in a buffer as
-      large as the updates where `shard_map` checks types. Any device that skips or flushes does so
-      for all. The state needs `accumulate_specs`, and is to be saved whole, see `AccumulateState`.
-      Without `axis_name`, reduce the gradients yourself: else every device takes a step of its own,
-      unnoticed in `pmap` and with ``check_vma=False``.
+      once, when the cycle emits (by ``update`` in a buffer as large as the updates where
+      `shard_map` checks types). Any device that skips or flushes does so for all. The state needs
+      `accumulate_specs`, and is to be saved whole, see `AccumulateState`. Without `axis_name`,
+      reduce the gradients yourself, or every device takes a step of its own, perhaps unnoticed.
     differentiable: Whether reverse mode can pass through a call. It costs copies on GPUs.
 
   Returns:
@@ -143,10 +139,10 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type or dtype, or an extra argument is nearly
       ``weight`` or ``flush``.
-    ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
-      parameters in tree or shape, `inner` changes the tree or a shape of its state, ``weight`` is
-      negative or out of range, `axis_name` is not bound, a gradient was summed over it already
-      (with ``check_vma=True``), or the state is not of these options and this model.
+    ValueError: `every_k`, `reduction` or ``weight`` is none, gradients differ from the parameters
+      in tree or shape, `inner` changes the tree or a shape of its state, `axis_name` is not bound,
+      a gradient was summed over it already (with ``check_vma=True``), or the state is not of these
+      options and this model.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
