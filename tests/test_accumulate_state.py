@@ -205,7 +205,7 @@ SGD = optax.sgd(1.0)
 TX = accumulate(SGD, 2)
 SKIPS = accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
 STATE = TX.init(PARAMS)
-NOT_OURS = r"and not an AccumulateState: pass what init .* Restore a checkpoint into the tree"
+NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint into the tree"
 
 
 @forms
