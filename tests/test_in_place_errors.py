@@ -32,9 +32,9 @@ def supported(monkeypatch):
   [
     (
       {"skip_nonfinite": True},
-      r"all of it is known, so skip_nonfinite=True cannot leave it out\. Pass in_place=False",
+      r"all of it is known, so skip_nonfinite=True cannot leave it out: leave one of",
     ),
-    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more\. Pass in_place=False"),
+    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more: leave one of"),
     (
       {"mesh": make_mesh(2), "reduce_gradients": "per_microbatch"},
       r'"per_microbatch" only shards of it: pass in_place=False, or "per_cycle"',

@@ -97,16 +97,15 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
-  without = "Pass in_place=False, or leave"
   if split.skip_nonfinite:
     raise ValueError(
       "in_place=True adds a gradient up before all of it is known, so skip_nonfinite=True cannot"
-      f" leave it out. {without} skip_nonfinite out."
+      " leave it out: leave one of the two out."
     )
   if grad_reduction is not None:
     raise ValueError(
       f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
-      f" asks for more. {without} grad_reduction out."
+      " asks for more: leave one of the two out."
     )
   if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(

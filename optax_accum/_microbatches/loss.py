@@ -16,7 +16,7 @@ from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
+from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
@@ -66,15 +66,15 @@ class LocalLoss:
   def value_and_grad(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     positions = self._positions(args)
+    held = list(args)
     for i in positions:
       parameters.check_differentiable(f"argument {i}", args[i])
-      differentiated = across_devices.varying(args[i], self.split.axis_name)
-      args = (*args[:i], differentiated, *args[i + 1 :])
+      arrays = jax.tree.map(jnp.asarray, args[i])
+      held[i] = across_devices.varying(arrays, self.split.axis_name)
+    args = tuple(held)
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return run_in_microbatches(call, *self._scanned(call, self._run, None), root="")
-    for i in positions:
-      args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
+      return self._scanned(call, self._run)
     run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
     if weight_fn is not None:
       weight_fn = traced_once(functools.partial(known_weight, weight_fn))
@@ -87,8 +87,7 @@ class LocalLoss:
         accumulators = Accumulators(
           args, self.argnums, self.grad_reduction, split.accumulator_dtype
         )
-      call = loss._call(weights, args, kwargs)
-      return run_in_microbatches(call, *loss._scanned(call, run_fn, accumulators), root="")
+      return loss._scanned(loss._call(weights, args, kwargs), run_fn, accumulators)
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, weights, args, kwargs)
@@ -97,15 +96,16 @@ class LocalLoss:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
   def _scanned(
-    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None
-  ) -> tuple[Run, Outputs]:
-    """What runs a microbatch, and how the outputs of all become one."""
+    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None = None
+  ) -> Reduced:
+    """The loss and its gradients, by `run` for each microbatch."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
     grads = self.grad_reduction if accumulators is None else accumulators.reductions
     one = functools.partial(self._differentiate, run, accumulators)
-    return runner(call, one), Outputs(self.reduction, self.aux_reduction, grads, noise)
+    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
+    return run_in_microbatches(call, runner(call, one), reductions, root="")
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -168,8 +168,7 @@ class LocalLoss:
     if axes and self.split.axis_name is None:
       raise ValueError(
         f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
-        " device would step by its own gradient: pass axis_name= to make_train_step, or call it"
-        " outside, with mesh=."
+        " device would step by its own gradient: pass axis_name=, or call it outside, with mesh=."
       )
     return self, args, kwargs
 
