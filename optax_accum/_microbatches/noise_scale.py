@@ -137,19 +137,24 @@ class Noise(NamedTuple):
   count: Leaf  # 1: the sum is how many counted
 
 
-class _WideMean(Mean):
-  """The mean, added up in float32 or better, whatever gradients are added up in."""
+class _WideSum(Sum):
+  """The sum in float32 or better, whatever gradients are added up in."""
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> jax.Array:
     return super().start(leaf, None)
 
 
-NOISE_REDUCTIONS = Noise(_WideMean(), Sum())
+class _WideMean(_WideSum, Mean):
+  """The mean, likewise."""
+
+
+NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
 
 
 def noise_of(derivatives: Grads) -> Noise:
   """What one microbatch's gradient tells."""
-  return Noise(squared_norm(derivatives), jnp.ones((), jnp.int32))
+  squared = squared_norm(derivatives)
+  return Noise(squared, jnp.ones_like(squared))  # of one dtype, for one reduction over devices
 
 
 def squared_norm(derivatives: Grads) -> jax.Array:

@@ -20,21 +20,22 @@ class Program:
   Of its arguments only arrays may be others in a call.
   """
 
-  def __init__(self, fun: Callable[..., Tree], *args: Tree):
+  def __init__(self, fun: Callable[..., Tree], *args: Tree, **kwargs: Tree):
     treedef: Any
-    leaves, treedef = jax.tree.flatten(args)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
 
     def of_arrays(*arrays: jax.Array) -> Tree:
       new = iter(arrays)
       leaves_with = [next(new) if isinstance(x, jax.Array) else x for x in leaves]
-      return fun(*treedef.unflatten(leaves_with))
+      args, kwargs = treedef.unflatten(leaves_with)
+      return fun(*args, **kwargs)
 
-    closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(args))
+    closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(leaves))
     self.jaxpr, self.held = closed.jaxpr, closed.consts
     self._out_tree: Any = jax.tree.structure(like)
 
-  def __call__(self, held: Leaves, *args: Tree) -> Tree:
-    return self.returned(_evaluate(self.jaxpr, held, arrays_of(args)))
+  def __call__(self, held: Leaves, *args: Tree, **kwargs: Tree) -> Tree:
+    return self.returned(_evaluate(self.jaxpr, held, arrays_of((args, kwargs))))
 
   def returned(self, leaves: Leaves) -> Tree:
     """What the function returns, of its leaves."""
@@ -54,9 +55,8 @@ def traced_once(fun: Callable[..., Tree]) -> Callable[..., Tree]:
   def call(*args: Any, **kwargs: Any) -> Tree:
     types = tuple(map(jax.typeof, arrays_of((args, kwargs))))
     if types not in programs:
-      apply = lambda args, kwargs: fun(*args, **kwargs)  # noqa: E731
-      programs[types] = Program(apply, args, kwargs)
-    return programs[types](programs[types].held, args, kwargs)
+      programs[types] = Program(fun, *args, **kwargs)
+    return programs[types](programs[types].held, *args, **kwargs)
 
   return call
 

@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
 from optax_accum._streaming.inner_state import difference
 from optax_accum._streaming.state import AccumulateState, states_in
 
@@ -32,16 +32,9 @@ def checked(
     for word in ("weight", "flush"):
       if _is_near(extra.lower(), word):
         raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
-
-  def converted(path: Path, x: Leaf) -> Leaf:
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      leaf = _validate.leaf_name("updates", path)
-      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
-    # Gradients of integers have a dtype that only NumPy has.
-    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
-    return x if keep else jnp.asarray(x)
-
-  return jax.tree_util.tree_map_with_path(converted, updates)
+  # Gradients of integers have a dtype that only NumPy has.
+  is_float0 = lambda x: getattr(x, "dtype", None) == jax.dtypes.float0  # noqa: E731
+  return jax.tree.map(lambda x: x if is_float0(x) else jnp.asarray(x), updates)
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -169,8 +162,7 @@ def checked_flush(value: Leaf) -> Flag:
   """A flag that may be traced; a Python bool stays one."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
-  is_array = isinstance(value, (jax.Array, np.ndarray))
-  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
+  if getattr(value, "dtype", None) != jnp.bool_ or value.shape != ():
     raise TypeError(
       f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
     )

@@ -217,7 +217,6 @@ def _check_arrived(**arrived: bool) -> None:
     raise ValueError(
       "accumulate did not get all that was passed to the optimizer: its weight, and whether the"
       " batch counts at all. Let the update of the transformation around it take **extra_args, and"
-      " hand them all on, or put accumulate around that one, as in"
-      " accumulate(transformation(optimizer), every_k). If it passes a Python number as weight,"
-      " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
+      " hand them all on, or put accumulate around that one. If it passes weight=1.0, because every"
+      " call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )
