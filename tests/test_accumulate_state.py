@@ -281,7 +281,7 @@ def test_gradients_that_are_numbers(form, every_k, number):
 def test_gradients_that_are_nothing(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
-    with pytest.raises(TypeError, match="'x' .* is not a valid JAX array type"):
+    with pytest.raises(TypeError, match=r"'x' .* is not a valid JAX array type"):
       getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
 
 

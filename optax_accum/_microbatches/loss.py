@@ -192,16 +192,15 @@ def _check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     return isinstance(x, (tuple, list)) and len(x) == 2
 
   def shown(x: Tree) -> str:
-    several = isinstance(x, (tuple, list, dict))
-    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
+    if isinstance(x, (tuple, list, dict)):
+      return f"a {type(x).__name__} of length {len(x)}"
+    return "None" if x is None else "a single value"
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
     option = "carry_argnum" if carries else "has_aux=True"
     raise TypeError(f"The function returned {shown(out)}; with {option} it must return {wanted}.")
   loss = out[0] if has_aux else out
-  if loss is None:
-    raise TypeError(f"The function returned None; it must return {wanted}.")
-  if isinstance(loss, (tuple, list, dict)):
+  if loss is None or isinstance(loss, (tuple, list, dict)):
     raise TypeError(
       f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest"
       " is auxiliary, return (loss, aux) and pass has_aux=True."

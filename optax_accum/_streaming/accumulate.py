@@ -154,9 +154,6 @@ def accumulate(
     ...   print(params)
     [0. 0.]
     [-1. -3.]
-
-  References:
-    `optax.MultiSteps`, which this replaces. It keeps an inf for ever, and runs `inner` every time.
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

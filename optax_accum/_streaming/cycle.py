@@ -73,12 +73,11 @@ class Cycle:
       asked = functools.partial(asks_to_skip, self.skip_fn)
       info = jax.eval_shape(asked, grads, gradient_step, params)[1]
       skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info)
-    zeros = functools.partial(jax.tree_util.tree_map_with_path, self._accumulator)
     state = AccumulateState(
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
       inner_opt_state=inner_opt_state,
-      acc_grads=() if self.every_k == 1 else zeros(grads),
+      acc_grads=() if self.every_k == 1 else jax.tree.map_with_path(self._accumulator, grads),
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
-from optax_accum._arithmetic.trees import Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path, Tree
 from optax_accum._streaming.state import is_state, states_in
 
 Held = TypeVar("Held")
@@ -52,22 +52,18 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
       f"After an update {different}: the optimizer's init and update must return states of one tree"
       " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
     )
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x, before: _cast(_validate.leaf_name(name, path), x, before), new, old
-  )
+  def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
+    was, now = jnp.result_type(before), jnp.result_type(x)
+    if was != now:
+      if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (was, now)):
+        raise TypeError(
+          f"{_validate.leaf_name(name, path)} has dtype {was}, and"
+          f" {now} after an update: have the optimizer's init return that there."
+        )
+      x = jnp.asarray(x).astype(dtypes.promote(was, now))
+    return across_devices.sharded_like(x, before)
 
-
-def _cast(name: str, new: Leaf, old: Leaf) -> Leaf:
-  """One leaf in the sharding that it had, and a dtype that holds it before and after."""
-  before, after = jnp.result_type(old), jnp.result_type(new)
-  if before != after:
-    if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (before, after)):
-      raise TypeError(
-        f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
-        f" {after} there."
-      )
-    new = jnp.asarray(new).astype(dtypes.promote(before, after))
-  return across_devices.sharded_like(new, old)
+  return jax.tree_util.tree_map_with_path(cast, new, old)
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:

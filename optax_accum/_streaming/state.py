@@ -154,10 +154,9 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns. Where"
-      " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
-      " and is_leaf."
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
+      " also where that is part of a larger state. Restore a checkpoint into the tree that"
+      " optax.MultiSteps(...).init(params) returns."
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
@@ -170,8 +169,8 @@ def from_multi_steps(
       where = "is traced" if traced else f"is {mini_step}"
       raise ValueError(
         f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the"
-        " cycle counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if"
-        " these are weighed by rows (or tokens), and weight=1 if they have no weights."
+        " cycle counts: pass weight=rows, the rows (or tokens) of each, if those that follow are"
+        " weighed so, and weight=1 if they have no weights."
       )
     weight = 1.0  # of none
   weighted_mean.check_weight("The caller of from_multi_steps", weight)
@@ -239,8 +238,8 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     if shapes := [leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)]:
       raise ValueError(
         f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
-        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
-        " jax.eval_shape(tx.init, params) returns."
+        " an axis of length 1 in front: pass jax.eval_shape(tx.init, params) of an accumulate with"
+        " axis_name."
       )
     own = jax.tree.map(lambda _: spec, local)
     return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**own)
