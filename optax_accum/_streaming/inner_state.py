@@ -52,6 +52,7 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
       f"After an update {different}: the optimizer's init and update must return states of one tree"
       " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
     )
+
   def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
     was, now = jnp.result_type(before), jnp.result_type(x)
     if was != now:
