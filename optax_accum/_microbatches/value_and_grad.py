@@ -122,10 +122,6 @@ def microbatch_value_and_grad(
     >>> loss, grads = jax.jit(step)(params, batch)
     >>> float(loss), grads.tolist()
     (4.0, [-20.0, -24.0])
-
-  References:
-    `jax.value_and_grad` and `optax.microbatching.micro_grad`, which lacks uneven batches, weights,
-    float32 sums of bfloat16 gradients, folded keys and a carry.
   """
   split = Split.of(locals(), default_argnum=1)
   loss = local_loss(
