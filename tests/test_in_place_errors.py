@@ -82,7 +82,7 @@ def test_a_narrow_loss_that_is_weighed():
 
     microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)(params, BATCH)
 
-  message = r"The loss has dtype {}, .*return the loss in the parameters' dtype"
+  message = r"The loss has dtype {}, .*return it in the parameters' dtype"
   with pytest.raises(TypeError, match=message.format("bfloat16")):
     run(jnp.bfloat16, PARAMS)
   with jax.enable_x64(True), pytest.raises(TypeError, match=message.format("float32")):

@@ -135,9 +135,8 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):
     raise TypeError(
-      f"The loss has dtype {loss.dtype}, narrower than parameters, and in_place=True weighs"
-      " gradients by weighing the loss, which would round the weight: return the loss in the"
-      " parameters' dtype, or pass in_place=False."
+      f"The loss has dtype {loss.dtype}, narrower than parameters, in which in_place=True would"
+      " round weights: return it in the parameters' dtype, or pass in_place=False."
     )
   return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 

@@ -6,6 +6,7 @@ where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is anot
 
 from collections.abc import Callable
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -32,14 +33,10 @@ class Program:
 
     closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(leaves))
     self.jaxpr, self.held = closed.jaxpr, closed.consts
-    self._out_tree: Any = jax.tree.structure(like)
+    self.out_tree: Any = jax.tree.structure(like)
 
   def __call__(self, held: Leaves, *args: Tree, **kwargs: Tree) -> Tree:
-    return self.returned(_evaluate(self.jaxpr, held, arrays_of((args, kwargs))))
-
-  def returned(self, leaves: Leaves) -> Tree:
-    """What the function returns, of its leaves."""
-    return self._out_tree.unflatten(leaves)
+    return self.out_tree.unflatten(_evaluate(self.jaxpr, held, arrays_of((args, kwargs))))
 
 
 def arrays_of(tree: Tree) -> list[jax.Array]:
@@ -71,7 +68,8 @@ def differentiated_as(other: Callable[..., Tree], run: Callable[..., Tree], *arg
     return plain(plain.held, *args)
   added = Program(run, *args)
   inputs = *plain.held, *added.held, *arrays_of(args)
-  return added.returned(_in_place().bind(*inputs, plain=plain.jaxpr, added=added.jaxpr))
+  leaves = _in_place().bind(*inputs, plain=plain.jaxpr, added=added.jaxpr)
+  return added.out_tree.unflatten(leaves)
 
 
 def _evaluate(jaxpr: Any, held: Leaves, arrays: Leaves) -> Leaves:
@@ -99,8 +97,8 @@ def _in_place() -> Any:
       count = len(plain.constvars)
       return _evaluate(plain, values[:count], values[count + len(added.constvars) :])
 
-    moved = lambda xs: [x for m, x in zip(moves, xs, strict=True) if m]  # noqa: E731
-    return jax.jvp(of_moving, moved(inputs), moved(tangents))
+    moving, along = ([*itertools.compress(xs, moves)] for xs in (inputs, tangents))
+    return jax.jvp(of_moving, moving, along)
 
   def refuse(*args: Args, **params: Kwargs) -> None:
     raise NotImplementedError(

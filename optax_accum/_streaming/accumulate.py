@@ -112,9 +112,9 @@ def accumulate(
   Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that is
   not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
 
-  What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call. The whole
-  batch's step is ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has a state whose
-  dtypes change, and parameters that are overwritten (fp8), whose mean is silently wrong.
+  ``chain(clip, accumulate(adam, k))`` clips in every call; the whole batch's step is that of
+  ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more, such as parameters that
+  are overwritten (fp8), whose mean is silently wrong.
 
   Args:
     inner: Any optax transformation, also a whole `optax.chain`: all that shall see the mean.

@@ -74,17 +74,13 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
 
 def check_device_axis(state: AccumulateState, updates: Grads) -> None:
   """Checks that what is each device's own has an axis of devices, of which a device has one."""
-  acc_grads, skip_state = (
+  accs, infos = (
     _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
   )
   # An accumulator whose own first axis is 1 long may have lost the devices' too.
-  gone = [
-    name
-    for (name, acc), g in zip(acc_grads, jax.tree.leaves(updates), strict=False)
-    if jnp.ndim(acc) <= jnp.ndim(g)
-  ]
-  for name, leaf in acc_grads + skip_state:
-    if name in gone or jnp.shape(leaf)[:1] != (1,):
+  own_dims = map(jnp.ndim, jax.tree.leaves(updates))
+  for (name, leaf), dims in [*zip(accs, own_dims, strict=False), *((info, 0) for info in infos)]:
+    if jnp.ndim(leaf) <= dims or jnp.shape(leaf)[0] != 1:
       raise ValueError(
         f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
         " devices, of length 1 on each. In jax.shard_map, run init and update with the specs of"
