@@ -181,14 +181,12 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
 
 def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
   """Checks what `noise_scale` is given with."""
-  if not noise_scale:
-    return
-  if reduction != "mean":
+  if noise_scale and reduction != "mean":
     raise ValueError(
       'noise_scale=True compares means over rows, and reduction="sum" has none: leave one of the'
       " two out."
     )
-  if split.in_place:
+  if noise_scale and split.in_place:
     raise ValueError(
       "noise_scale=True takes the norm of a microbatch's gradient, and in_place=True never has one:"
       " leave one of the two out."
