@@ -16,7 +16,7 @@ from optax_accum._arithmetic.weighted_mean import as_weight
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
+from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import (
   check_noise_scale,
   check_several,
@@ -74,7 +74,7 @@ class LocalLoss:
     args = tuple(held)
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return self._scanned(call, self._run)
+      return run_in_microbatches(call, *self._scanned(call, self._run), root="")
     run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
     if weight_fn is not None:
       weight_fn = traced_once(functools.partial(known_weight, weight_fn))
@@ -87,7 +87,8 @@ class LocalLoss:
         accumulators = Accumulators(
           args, self.argnums, self.grad_reduction, split.accumulator_dtype
         )
-      return loss._scanned(loss._call(weights, args, kwargs), run_fn, accumulators)
+      call = loss._call(weights, args, kwargs)
+      return run_in_microbatches(call, *loss._scanned(call, run_fn, accumulators), root="")
 
     plain, added = (functools.partial(run, in_place) for in_place in (False, True))
     return differentiated_as(plain, added, weights, args, kwargs)
@@ -97,15 +98,14 @@ class LocalLoss:
 
   def _scanned(
     self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None = None
-  ) -> Reduced:
-    """The loss and its gradients, by `run` for each microbatch."""
+  ) -> tuple[Run, Outputs]:
+    """What runs a microbatch, and how the outputs of all become one."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
     grads = self.grad_reduction if accumulators is None else accumulators.reductions
     one = functools.partial(self._differentiate, run, accumulators)
-    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
-    return run_in_microbatches(call, runner(call, one), reductions, root="")
+    return runner(call, one), Outputs(self.reduction, self.aux_reduction, grads, noise)
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
