@@ -10,6 +10,12 @@ NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
 # Whether XLA for TPU and GPU moves an all-reduce out of a loop wrongly (XLA issue 49143).
 HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 
+# Whether a backward pass adds gradients to references within a `jax.checkpoint` in a scan.
+ADDS_TO_REFERENCES = jax.__version_info__ >= (0, 10)
+
+# Whether it adds nothing where an index was before the array.
+GATHERS_RIGHTLY = jax.__version_info__ < (0, 11)
+
 
 def scan_inputs(eqn: Any) -> tuple[int, int]:
   """How many inputs of a scan are constants, and how many are carried."""

@@ -39,7 +39,7 @@ def test_every_k_takes_integers_of_arrays(one):
   [
     (lambda _: 2.0, TypeError, r"shape \(\) and dtype float32; .* integer scalar: cast it"),
     (lambda s: jnp.stack([s, s]), TypeError, r"shape \(2,\) and dtype int32; .* integer scalar"),
-    (lambda _: True, TypeError, r"dtype bool; it must return an integer"),
+    (lambda _: True, TypeError, r"dtype bool; it must be an integer"),
     (lambda _: 0, ValueError, r"The schedule every_k returned 0; it must return 1 or more"),
   ],
 )

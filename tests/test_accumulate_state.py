@@ -205,7 +205,7 @@ SGD = optax.sgd(1.0)
 TX = accumulate(SGD, 2)
 SKIPS = accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
 STATE = TX.init(PARAMS)
-NOT_OURS = r"and not an AccumulateState: pass what init .* Restore a checkpoint into the tree"
+NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint into the tree"
 
 
 @forms
@@ -281,7 +281,7 @@ def test_gradients_that_are_numbers(form, every_k, number):
 def test_gradients_that_are_nothing(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
-    with pytest.raises(TypeError, match=r"updates\['b'\] is a str: gradients are arrays"):
+    with pytest.raises(TypeError, match=r"'x' .* is not a valid JAX array type"):
       getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
 
 

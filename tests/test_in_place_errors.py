@@ -6,8 +6,7 @@ import optax
 import pytest
 from support.devices import make_mesh
 
-from optax_accum import make_train_step, microbatch_value_and_grad
-from optax_accum._microbatches import in_place_fit
+from optax_accum import _versions, make_train_step, microbatch_value_and_grad
 
 
 def loss_fn(params, batch):
@@ -24,7 +23,7 @@ PARAMS, BATCH = jnp.ones(3), jnp.ones((8, 3))
 @pytest.fixture
 def supported(monkeypatch):
   """As a JAX that can."""
-  monkeypatch.setattr(in_place_fit, "is_right", lambda: True)
+  monkeypatch.setattr(_versions, "ADDS_TO_REFERENCES", True)
 
 
 @pytest.mark.usefixtures("supported")
@@ -33,9 +32,9 @@ def supported(monkeypatch):
   [
     (
       {"skip_nonfinite": True},
-      r"all of it is known, so skip_nonfinite=True cannot leave it out\. Pass in_place=False",
+      r"all of it is known, so skip_nonfinite=True cannot leave it out: leave one of",
     ),
-    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more\. Pass in_place=False"),
+    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more: leave one of"),
     (
       {"mesh": make_mesh(2), "reduce_gradients": "per_microbatch"},
       r'"per_microbatch" only shards of it: pass in_place=False, or "per_cycle"',
@@ -54,18 +53,10 @@ def test_what_is_no_bool(value):
 
 
 def test_a_jax_that_cannot_is_refused(monkeypatch):
-  monkeypatch.setattr(in_place_fit, "is_right", lambda: False)
-  message = (
-    rf"in JAX {jax.__version__} a backward pass cannot add .* Use in_place=False, or a newer"
-  )
+  monkeypatch.setattr(_versions, "ADDS_TO_REFERENCES", False)
+  message = rf"needs JAX 0\.10 or newer, and this is {jax.__version__}: pass in_place=False"
   with pytest.raises(NotImplementedError, match=message):
     microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
-
-
-def test_this_jax_is_tried():
-  """Before 0.10 it cannot, because of `jax.checkpoint`."""
-  version = tuple(map(int, jax.__version__.split(".")[:2]))
-  assert in_place_fit.is_right() is (version >= (0, 10))
 
 
 @pytest.mark.usefixtures("supported")
@@ -91,7 +82,7 @@ def test_a_narrow_loss_that_is_weighed():
 
     microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)(params, BATCH)
 
-  message = r"The loss has dtype {}, .*return the loss in the parameters' dtype"
+  message = r"The loss has dtype {}, .*return it in the parameters' dtype"
   with pytest.raises(TypeError, match=message.format("bfloat16")):
     run(jnp.bfloat16, PARAMS)
   with jax.enable_x64(True), pytest.raises(TypeError, match=message.format("float32")):

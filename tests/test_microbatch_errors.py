@@ -169,7 +169,7 @@ def test_batches(batch, match):
     ),
     (lambda p, b: jnp.sum(b["y"] > 0), "loss has .* dtype int32; it must be a real scalar"),
     (lambda p, b: (loss_fn(p, b), {}), r"a tuple of length 2 as its loss.* pass has_aux=True"),
-    (lambda p, b: None, "returned None; it must return loss"),
+    (lambda p, b: None, "returned None as its loss, which must be a real scalar"),
   ],
 )
 @pytest.mark.parametrize("num_microbatches", [1, 2])

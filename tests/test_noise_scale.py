@@ -364,7 +364,7 @@ def test_forward_derivatives_where_a_gradient_is_zero():
 
 
 def test_in_place_is_refused():
-  with pytest.raises(ValueError, match="norm of each microbatch's gradient, and in_place=True"):
+  with pytest.raises(ValueError, match="norm of a microbatch's gradient, and in_place=True"):
     make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, noise_scale=True, in_place=True)
 
 

@@ -44,15 +44,9 @@ def mlp():
 
 
 REFUSED = [
-  (linen_state, r"is a TrainState, .* pass its parts, state.params and state.opt_state"),
-  (
-    Normed,
-    r"is Normed, an nnx module, .* graphdef, params, rest = nnx.split\(model, nnx.Param, .*",
-  ),
-  (
-    Noisy,
-    r"is Noisy, an nnx module, .* nnx.merge\(graphdef, params, rest, copy=True\)\. nnx.update",
-  ),
+  (linen_state, r"is a TrainState, .* pass state.params and state.opt_state"),
+  (Normed, r"is Normed, an nnx module, .* the params of nnx.split\(model, nnx.Param, .*"),
+  (Noisy, r"is Noisy, an nnx module, .* nnx\.merge them with copy=True, and nnx\.update"),
   (
     mlp,
     r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_accum import _validate
+from optax_accum import _validate, _versions
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction
@@ -97,21 +97,19 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
-  without = "Pass in_place=False, or leave"
   if split.skip_nonfinite:
     raise ValueError(
       "in_place=True adds a gradient up before all of it is known, so skip_nonfinite=True cannot"
-      f" leave it out. {without} skip_nonfinite out."
+      " leave it out: leave one of the two out."
     )
   if grad_reduction is not None:
     raise ValueError(
       f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
-      f" asks for more. {without} grad_reduction out."
+      " asks for more: leave one of the two out."
     )
-  if not in_place_fit.is_right():
+  if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(
-      f"in_place=True: in JAX {jax.__version__} a backward pass cannot add gradients to references"
-      " rightly, or not where layers are rematerialised. Use in_place=False, or a newer JAX."
+      f"in_place=True needs JAX 0.10 or newer, and this is {jax.__version__}: pass in_place=False."
     )
 
 
@@ -137,9 +135,8 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):
     raise TypeError(
-      f"The loss has dtype {loss.dtype}, narrower than parameters, and in_place=True weighs"
-      " gradients by weighing the loss, which would round the weight: return the loss in the"
-      " parameters' dtype, or pass in_place=False."
+      f"The loss has dtype {loss.dtype}, narrower than parameters, in which in_place=True would"
+      " round weights: return it in the parameters' dtype, or pass in_place=False."
     )
   return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 

@@ -4,20 +4,16 @@
 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a part,
 and the backward pass of a scan mixes up gradients that have references and those that have not (jax
 pull request 38929). To 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere
-than it read, an optimization barrier fails, and in 0.12 an index before the array, which reads
+than it read, an optimization barrier fails, and from 0.11 on an index before the array, which reads
 nothing, adds to another row. So a parameter has its gradient added within only where it goes into
 none of these, nor into an inner function of a kind that is not listed here. Of the others the whole
 gradient exists before it is added, as in a plain scan.
 """
 
-from collections.abc import Callable, Sequence
-import concurrent.futures
-import functools
-from typing import Any, cast, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from optax_accum import _versions
 
@@ -27,6 +23,8 @@ _VALUE = -1  # another tangent; None is no tangent
 
 # What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
+if not _versions.GATHERS_RIGHTLY:
+  _NOT_TO_PASS |= {"gather"}
 # What runs an inner function of the same operands in the same order; cond, of all but the first.
 _INNER = {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"}
 _INNER |= {"scan", "cond"}
@@ -63,8 +61,7 @@ def _unfit_in(eqn: Any, at: list[Kind]) -> set[int]:
   here = _parameters(at)
   name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
   if not inner:
-    passes = name not in _NOT_TO_PASS and (name != "gather" or not here or _gathers_rightly())
-    return set() if passes else here
+    return here if name in _NOT_TO_PASS else set()
   if name not in _INNER or not here:
     return here
   unfit = {i for i in here if at.count(i) > 1}
@@ -84,50 +81,3 @@ def _unfit_in(eqn: Any, at: list[Kind]) -> set[int]:
 
 def _parameters(kinds: Sequence[Kind]) -> set[int]:
   return {i for i in kinds if i is not None and i != _VALUE}
-
-
-@functools.cache
-def is_right() -> bool:
-  """Whether a loss with a scan has the gradients that it should, tried once in a process."""
-
-  def loss(first: jax.Array, second: jax.Array, const: jax.Array) -> jax.Array:
-    def layer(x: jax.Array, ws: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-      return jnp.tanh(x * ws[0] + 2 * ws[1] * const), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(layer), jnp.ones(2, jnp.float32), (first, second))
-    return jnp.sum(x)
-
-  return _adds_rightly(loss, (3, 2), (3, 2), (2,))
-
-
-@functools.cache
-def _gathers_rightly() -> bool:
-  """Whether nothing is added where an index is out of range, tried once in a process."""
-
-  def loss(x: jax.Array) -> jax.Array:
-    rows = x.at[jnp.asarray([0, -3], jnp.int32)]
-    return jnp.sum(rows.get(mode="fill", fill_value=0, wrap_negative_indices=False))
-
-  return _adds_rightly(loss, (4,))
-
-
-def _adds_rightly(loss: Callable[..., jax.Array], *shapes: tuple[int, ...]) -> bool:
-  """Whether the gradients of a loss are those that are added to references."""
-
-  def both(*params: jax.Array) -> Any:
-    refs = [jax.new_ref(jnp.zeros_like(x)) for x in params]
-    out, backward = cast(Any, jax.vjp(loss, *params))
-    backward.with_refs(*refs)(jnp.ones_like(out))
-    return backward(jnp.ones_like(out)), tuple(map(jax.freeze, refs))
-
-  def tried() -> bool:
-    try:
-      with jax.disable_jit(False), jax.numpy_dtype_promotion("standard"):
-        params = [jnp.full(shape, 0.5, jnp.float32) for shape in shapes]
-        return all(map(np.allclose, *jax.jit(both)(*params)))
-    except (TypeError, NotImplementedError, AttributeError):  # of versions that cannot do it at all
-      return False
-
-  # A thread of its own has no trace, no mesh and no setting of the caller's.
-  with concurrent.futures.ThreadPoolExecutor(1) as thread:
-    return thread.submit(tried).result()

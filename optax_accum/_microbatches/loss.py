@@ -66,15 +66,15 @@ class LocalLoss:
   def value_and_grad(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     positions = self._positions(args)
+    held = list(args)
     for i in positions:
       parameters.check_differentiable(f"argument {i}", args[i])
-      differentiated = across_devices.varying(args[i], self.split.axis_name)
-      args = (*args[:i], differentiated, *args[i + 1 :])
+      arrays = jax.tree.map(jnp.asarray, args[i])
+      held[i] = across_devices.varying(arrays, self.split.axis_name)
+    args = tuple(held)
     call = self._call(weights, args, kwargs)
     if not self.split.in_place or call.is_whole:
-      return run_in_microbatches(call, *self._scanned(call, self._run, None), root="")
-    for i in positions:
-      args = (*args[:i], jax.tree.map(jnp.asarray, args[i]), *args[i + 1 :])
+      return run_in_microbatches(call, *self._scanned(call, self._run), root="")
     run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
     if weight_fn is not None:
       weight_fn = traced_once(functools.partial(known_weight, weight_fn))
@@ -97,7 +97,7 @@ class LocalLoss:
     return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
   def _scanned(
-    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None
+    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None = None
   ) -> tuple[Run, Outputs]:
     """What runs a microbatch, and how the outputs of all become one."""
     if self.noise_scale:
@@ -168,8 +168,7 @@ class LocalLoss:
     if axes and self.split.axis_name is None:
       raise ValueError(
         f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
-        " device would step by its own gradient: pass axis_name= to make_train_step, or call it"
-        " outside, with mesh=."
+        " device would step by its own gradient: pass axis_name=, or call it outside, with mesh=."
       )
     return self, args, kwargs
 
@@ -193,16 +192,15 @@ def _check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     return isinstance(x, (tuple, list)) and len(x) == 2
 
   def shown(x: Tree) -> str:
-    several = isinstance(x, (tuple, list, dict))
-    return f"a {type(x).__name__} of length {len(x)}" if several else "a single value"
+    if isinstance(x, (tuple, list, dict)):
+      return f"a {type(x).__name__} of length {len(x)}"
+    return "None" if x is None else "a single value"
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
     option = "carry_argnum" if carries else "has_aux=True"
     raise TypeError(f"The function returned {shown(out)}; with {option} it must return {wanted}.")
   loss = out[0] if has_aux else out
-  if loss is None:
-    raise TypeError(f"The function returned None; it must return {wanted}.")
-  if isinstance(loss, (tuple, list, dict)):
+  if loss is None or isinstance(loss, (tuple, list, dict)):
     raise TypeError(
       f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest"
       " is auxiliary, return (loss, aux) and pass has_aux=True."

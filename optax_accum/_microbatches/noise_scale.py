@@ -27,9 +27,8 @@ class NoiseScaleTerms(NamedTuple):
     squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
     trace: An estimate of the trace of the covariance of the gradients of single rows. With a
       `weight_fn`, of single units of weight, which must count rows or tokens that are drawn
-      independently: weights of rows, as in importance sampling, do not. With half-precision
-      parameters the rounding of the mean gradient is in it, which shows where the noise scale is
-      far below the rows of a microbatch.
+      independently: weights of rows, as in importance sampling, do not. The rounding of a mean
+      gradient in half precision is in it.
   """
 
   squared_norm: jax.Array
@@ -52,24 +51,19 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
   """The simple noise scale: about how many rows a batch should have.
 
   It is ``trace / |G|^2``, both averaged over steps before the division. The gradient of a batch of
-  this many rows (or of what a `weight_fn` counts) has as much noise as signal. With SGD, batches of
-  B rows need ``1 + noise_scale / B`` times the steps that very large ones need. The guide "Choosing
-  the microbatch and the batch" has what to do with the number.
-
-  It is derived for SGD on a locally quadratic loss; Adam and momentum follow it in trend only. It
-  grows in training, by a factor of ten and more, and the averages lag behind. Rows must be drawn
-  independently: several windows of one document count as fewer. Dropout counts as noise. Where rows
-  meet within a microbatch, as in batch normalisation, it means nothing.
+  this many rows (or of what a `weight_fn` counts) has as much noise as signal. Rows must be drawn
+  independently, and dropout counts as noise. Where rows meet within a microbatch, as in batch
+  normalisation, it means nothing. It is derived for SGD on a locally quadratic loss. The guide
+  "Choosing the microbatch and the batch" has what to do with the number, and what misleads.
 
   Args:
     decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps.
 
   Returns:
     A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
-    of arrays to save and restore as any other. ``update(terms, state)`` takes a step's
-    ``metrics["noise_scale"]``, and gives ``(noise_scale, state)``, of which the first is a scalar,
-    inf as long as the averaged ``|G|^2`` is not above 0: too few steps, or rows, to tell. A step
-    that tells nothing, or whose terms are not finite, leaves the state as it is.
+    of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
+    ``(noise_scale, state)``, of which the first is a scalar, inf as long as the averaged ``|G|^2``
+    is not above 0. A step whose terms are both 0, or not finite, leaves the state as it is.
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
@@ -126,8 +120,8 @@ def _check_update(terms: NoiseScaleTerms, state: optax.EmaState) -> None:
   if not isinstance(terms, NoiseScaleTerms) or not isinstance(state, optax.EmaState):
     raise TypeError(
       f"update(terms, state) got a {type(terms).__name__} and a {type(state).__name__}: pass"
-      ' metrics["noise_scale"] of a step with noise_scale=True, and what init() or the last update'
-      " returned; restore a checkpoint into the tree that init() returns."
+      ' metrics["noise_scale"], and what init() or the last update returned; restore a checkpoint'
+      " into the tree that init() returns."
     )
   if shape := jnp.shape(terms.trace):
     raise ValueError(
@@ -160,7 +154,7 @@ NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
 def noise_of(derivatives: Grads) -> Noise:
   """What one microbatch's gradient tells."""
   squared = squared_norm(derivatives)
-  return Noise(squared, jnp.ones_like(squared))
+  return Noise(squared, jnp.ones_like(squared))  # of one dtype, for one reduction over devices
 
 
 def squared_norm(derivatives: Grads) -> jax.Array:
@@ -187,17 +181,15 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
 
 def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
   """Checks what `noise_scale` is given with."""
-  if not noise_scale:
-    return
-  if reduction != "mean":
+  if noise_scale and reduction != "mean":
     raise ValueError(
-      'noise_scale=True compares means over rows, and with reduction="sum" a loss is no mean: pass'
-      ' noise_scale=False, or a loss that is a mean and reduction="mean".'
+      'noise_scale=True compares means over rows, and reduction="sum" has none: leave one of the'
+      " two out."
     )
-  if split.in_place:
+  if noise_scale and split.in_place:
     raise ValueError(
-      "noise_scale=True takes the norm of each microbatch's gradient, and in_place=True never has"
-      " one: leave one of the two out."
+      "noise_scale=True takes the norm of a microbatch's gradient, and in_place=True never has one:"
+      " leave one of the two out."
     )
 
 

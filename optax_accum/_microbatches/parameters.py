@@ -56,9 +56,9 @@ def check_differentiable(what: str, tree: Params) -> None:
     if not _is_inexact(kind):
       word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
       raise TypeError(
-        f"{name} has {word} and cannot be differentiated: keep all but floating and complex arrays"
-        " out of the differentiated argument, e.g. close over them or pass them as another argument"
-        " (in Equinox: eqx.partition(model, eqx.is_inexact_array))."
+        f"{name} has {word} and cannot be differentiated: close over what is no floating or complex"
+        " array, or pass it as another argument (in Equinox: eqx.partition(model,"
+        " eqx.is_inexact_array))."
       )
 
 
@@ -72,14 +72,12 @@ def _instead(tree: Params) -> str:
   if all(hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")):
     return (
       f"a {kind.__name__}, which holds more than parameters: optax_accum.flax.linen_train_step"
-      " takes it. Or pass its parts, state.params and state.opt_state, and put what comes back in"
-      " its place with state.replace(params=params, opt_state=opt_state)."
+      " takes it. Or pass state.params and state.opt_state, and state.replace them by the new ones."
     )
   if any(c.__name__ == "Module" and c.__module__.startswith("flax.nnx") for c in kind.__mro__):
     return (
       f"{kind.__name__}, an nnx module, which holds more than parameters:"
-      " optax_accum.flax.nnx_train_step takes it. Or take them out with graphdef, params, rest ="
-      " nnx.split(model, nnx.Param, ...), pass params, and have the loss use nnx.merge(graphdef,"
-      " params, rest, copy=True). nnx.update(model, params) puts them back."
+      " optax_accum.flax.nnx_train_step takes it. Or pass the params of nnx.split(model, nnx.Param,"
+      " ...), have the loss nnx.merge them with copy=True, and nnx.update the model by new ones."
     )
   return ""

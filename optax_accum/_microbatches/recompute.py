@@ -1,7 +1,5 @@
 """A function that can be differentiated: going backward, each microbatch is computed again."""
 
-from typing import NamedTuple
-
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -28,7 +26,7 @@ class Recomputed:
     self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     call.map_shared(self._varying)
     take, tail = call.cut
-    self._programs: dict[int, tuple[Program, Leaves]] = {}  # and what it takes from outside
+    self._programs: dict[int, tuple[Program, Leaves]] = {}  # and copies of what it holds
     for rows, batch in ((call.size, take(0)), (call.tail_rows, tail)):
       if rows:
         one = lambda index, batch, rows=rows: run(index, (), lambda: batch, rows)  # noqa: E731
@@ -48,9 +46,10 @@ class Recomputed:
     return x.astype(dtypes.promote(x.dtype, wide))
 
   def _linked(self, x: Leaf) -> Leaf:
+    """The copy of `x` in a dtype to add up cotangents in; `x` itself if it has none."""
     if not _may_have_tangent(x):
       return x
-    return _Linked(self._links[id(x)] if id(x) in self._links else self._wide(x), x.dtype)
+    return self._links[id(x)] if id(x) in self._links else self._wide(x)
 
   def __call__(
     self, index: ArrayLike, carry: Carry, take: Take, rows: int, unit: Leaf = None
@@ -63,9 +62,14 @@ class Recomputed:
     return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
   def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
-    program, held = self._programs[rows]
+    program, copies = self._programs[rows]
     gathered = hoisting.shapes_in(program.jaxpr)
-    held = [x.value(gathered) if isinstance(x, _Linked) else x for x in held]
+
+    def narrow(x: Leaf, copy: Leaf) -> Leaf:
+      # Cast back in the loop's body, so that the loop adds up what is wide.
+      return hoisting.unhoisted(copy, gathered).astype(x.dtype) if _may_have_tangent(x) else x
+
+    held = list(map(narrow, program.held, copies))
     if self._guards:
       counted = weighted_mean.counts(self.call.weight(index, batch, rows))
 
@@ -74,17 +78,6 @@ class Recomputed:
 
       held, batch = jax.tree.map(guarded, (held, batch))
     return program(held, jnp.asarray(index, jnp.int32), batch)
-
-
-class _Linked(NamedTuple):
-  """A copy of an array in a dtype to add up cotangents in, and that of the array."""
-
-  wide: jax.Array
-  dtype: jnp.dtype
-
-  def value(self, gathered: hoisting.Shapes) -> jax.Array:
-    """The array: cast back in the loop's body, so that the loop adds up what is wide."""
-    return hoisting.unhoisted(self.wide, gathered).astype(self.dtype)
 
 
 def _may_have_tangent(x: Leaf) -> bool:

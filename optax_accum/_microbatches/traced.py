@@ -6,6 +6,7 @@ where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is anot
 
 from collections.abc import Callable
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -20,25 +21,22 @@ class Program:
   Of its arguments only arrays may be others in a call.
   """
 
-  def __init__(self, fun: Callable[..., Tree], *args: Tree):
+  def __init__(self, fun: Callable[..., Tree], *args: Tree, **kwargs: Tree):
     treedef: Any
-    leaves, treedef = jax.tree.flatten(args)
+    leaves, treedef = jax.tree.flatten((args, kwargs))
 
     def of_arrays(*arrays: jax.Array) -> Tree:
       new = iter(arrays)
       leaves_with = [next(new) if isinstance(x, jax.Array) else x for x in leaves]
-      return fun(*treedef.unflatten(leaves_with))
+      args, kwargs = treedef.unflatten(leaves_with)
+      return fun(*args, **kwargs)
 
-    closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(args))
+    closed, like = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays_of(leaves))
     self.jaxpr, self.held = closed.jaxpr, closed.consts
-    self._out_tree: Any = jax.tree.structure(like)
+    self.out_tree: Any = jax.tree.structure(like)
 
-  def __call__(self, held: Leaves, *args: Tree) -> Tree:
-    return self.returned(_evaluate(self.jaxpr, held, arrays_of(args)))
-
-  def returned(self, leaves: Leaves) -> Tree:
-    """What the function returns, of its leaves."""
-    return self._out_tree.unflatten(leaves)
+  def __call__(self, held: Leaves, *args: Tree, **kwargs: Tree) -> Tree:
+    return self.out_tree.unflatten(_evaluate(self.jaxpr, held, arrays_of((args, kwargs))))
 
 
 def arrays_of(tree: Tree) -> list[jax.Array]:
@@ -54,9 +52,8 @@ def traced_once(fun: Callable[..., Tree]) -> Callable[..., Tree]:
   def call(*args: Any, **kwargs: Any) -> Tree:
     types = tuple(map(jax.typeof, arrays_of((args, kwargs))))
     if types not in programs:
-      apply = lambda args, kwargs: fun(*args, **kwargs)  # noqa: E731
-      programs[types] = Program(apply, args, kwargs)
-    return programs[types](programs[types].held, args, kwargs)
+      programs[types] = Program(fun, *args, **kwargs)
+    return programs[types](programs[types].held, *args, **kwargs)
 
   return call
 
@@ -71,7 +68,8 @@ def differentiated_as(other: Callable[..., Tree], run: Callable[..., Tree], *arg
     return plain(plain.held, *args)
   added = Program(run, *args)
   inputs = *plain.held, *added.held, *arrays_of(args)
-  return added.returned(_in_place().bind(*inputs, plain=plain.jaxpr, added=added.jaxpr))
+  leaves = _in_place().bind(*inputs, plain=plain.jaxpr, added=added.jaxpr)
+  return added.out_tree.unflatten(leaves)
 
 
 def _evaluate(jaxpr: Any, held: Leaves, arrays: Leaves) -> Leaves:
@@ -99,8 +97,8 @@ def _in_place() -> Any:
       count = len(plain.constvars)
       return _evaluate(plain, values[:count], values[count + len(added.constvars) :])
 
-    moved = lambda xs: [x for m, x in zip(moves, xs, strict=True) if m]  # noqa: E731
-    return jax.jvp(of_moving, moved(inputs), moved(tangents))
+    moving, along = ([*itertools.compress(xs, moves)] for xs in (inputs, tangents))
+    return jax.jvp(of_moving, moving, along)
 
   def refuse(*args: Args, **params: Kwargs) -> None:
     raise NotImplementedError(

@@ -44,9 +44,7 @@ def microbatch_value_and_grad(
 
   Let ``w`` be the weight of a microbatch: its rows, or what `weight_fn` counts. The value and the
   gradients are the weighted means, ``sum(w * g) / sum(w)`` over the microbatches. They are those of
-  the whole batch if the loss is itself a mean over what the weights count, and not where rows
-  interact, as in a contrastive loss. `check_split` says which a loss is, and what to write. What
-  `fun` changes in place is lost: thread it with `carry_argnum`.
+  the whole batch if the loss is itself a mean over what the weights count: ask `check_split`.
 
   ============================  ======================================================
   edge case                     what happens
@@ -66,8 +64,8 @@ def microbatch_value_and_grad(
     num_microbatches: How many; must divide the rows. Give this or `microbatch_size`, not both.
     microbatch_size: The rows of one microbatch, on one device; the last may have fewer.
     batch_argnums: The positions of the arguments that are split: pytrees of arrays, which all have
-      the same rows. Default: 1, ``fun(params, batch)``, and a call in which another argument has as
-      many rows is an error: name both, ``(1, 2)``, or 1 if all microbatches get it whole.
+      the same rows. Default: 1, and a call in which another argument has as many rows is an error:
+      name both, ``(1, 2)``, or 1 if all microbatches get it whole.
     batch_argnames: The names of keyword arguments that are split too.
     batch_axis: The axis that is split: one for all leaves, or a tuple with one for each batch
       argument, in the order of `batch_argnums` and then of `batch_argnames`.
@@ -124,10 +122,6 @@ def microbatch_value_and_grad(
     >>> loss, grads = jax.jit(step)(params, batch)
     >>> float(loss), grads.tolist()
     (4.0, [-20.0, -24.0])
-
-  References:
-    `jax.value_and_grad` and `optax.microbatching.micro_grad`, which lacks uneven batches, weights,
-    float32 sums of bfloat16 gradients, folded keys and a carry.
   """
   split = Split.of(locals(), default_argnum=1)
   loss = local_loss(

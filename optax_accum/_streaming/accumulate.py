@@ -1,6 +1,6 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
-from typing import Any, Literal, Protocol, TYPE_CHECKING
+from typing import Any, Literal, TYPE_CHECKING
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -22,26 +22,8 @@ _PEERS = {
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
 }
-
-
-class ApplyFn(Protocol):
-  """The type of `AccumulateTransformation.apply`."""
-
-  def __call__(
-    self,
-    updates: Grads,
-    state: AccumulateState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[Params, AccumulateState]:
-    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-
-
-_NO_ATTRIBUTES = {
-  "apply": "the `update` of this transformation was replaced, so use optax.apply_updates",
+# And its methods.
+_METHODS = {
   "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
   "gradient_transformation": "pass it as it is",
 }
@@ -56,23 +38,30 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       returns ``(updates, state)``: zeros, until a cycle ends.
   """
 
-  @property
-  def apply(self) -> ApplyFn:
-    """``apply(updates, state, params, **kwargs) -> (params, state)``, see `accumulate`."""
-    # It belongs to `update`, and is looked up there. So a copy of this transformation has it too,
-    # and one whose `update` was replaced does not offer an `apply` that ignores that.
+  def apply(
+    self,
+    updates: Grads,
+    state: AccumulateState,
+    params: Params,
+    *,
+    weight: ArrayLike = 1.0,
+    flush: bool | jax.Array = False,
+    **extra_args: Any,
+  ) -> tuple[Params, AccumulateState]:
+    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
     owner = getattr(self.update, "__self__", None)
-    if not isinstance(owner, Accumulation):
-      raise AttributeError  # Python then asks __getattr__
-    return owner.apply
+    if isinstance(owner, Accumulation):
+      return owner.apply(updates, state, params, weight=weight, flush=flush, **extra_args)
+    # Another `update`, which somebody has put in its place.
+    updates, state = self.update(updates, state, params, weight=weight, flush=flush, **extra_args)
+    return optax.apply_updates(params, updates), state
 
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
     def __getattr__(self, name: str) -> Any:
-      """Says what to write for a name of `optax.MultiSteps`, or of before `update` changed."""
-      reason = _NO_ATTRIBUTES.get(name)
-      kind = type(self).__name__
-      raise AttributeError(f"This {kind} has no {name!r}{': ' * bool(reason)}{reason or ''}.")
+      """Says what to write for a name of `optax.MultiSteps`."""
+      instead = f": {_METHODS[name]}" if name in _METHODS else ""
+      raise AttributeError(f"This {type(self).__name__} has no {name!r}{instead}.")
 
 
 @_validate.hinted(names=_PEERS)
@@ -94,18 +83,16 @@ def accumulate(
 
   ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
   `optax.apply_updates`, and mostly faster: until the cycle ends, parameters and inner state are
-  neither read nor written. Donate ``params`` and ``state`` to the jitted function around it, and
-  return them in the order in which it takes them, before results of the parameters' shapes: JAX
-  pairs buffers by shape, in order, and copies everything if it pairs parameters with moments.
+  neither read nor written. Donate both to the jitted function around it, and return them first, in
+  the order in which it takes them: else JAX copies everything.
 
-  ``update`` and ``apply`` take two more arguments, of which a misspelt one is an error. All others
-  (``value=``, ``value_fn=`` ...) go to `inner`, which gets those of the call that emits.
+  ``update`` and ``apply`` take two more arguments. All others (``value=``, ``value_fn=`` ...) go to
+  `inner`, which gets those of the call that emits.
 
-  - ``weight``: real scalar, 0 or more, may be traced; default 1. How much the microbatch counts in
-    the mean: its rows, or its valid tokens. Weights other than 0 are from 1e-30 to 1e30, and their
-    products with the gradients normal numbers of the accumulators' dtype. The step is NaN if a
-    traced weight is below 0, or their total below 1e-30 or above 1e36. The derivative with respect
-    to a weight of exactly 0 is 0: let learned weights start above it.
+  - ``weight``: real scalar, may be traced; default 1. How much the microbatch counts in the mean:
+    its rows, or its valid tokens. 0, or from 1e-30 to 1e30, and their products with the gradients
+    normal numbers of the accumulators' dtype. The step is NaN if a traced weight is below 0, or
+    their total below 1e-30 or above 1e36. The derivative by a weight of exactly 0 is 0.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -125,10 +112,9 @@ def accumulate(
   Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that is
   not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
 
-  What stands outside, as in ``chain(clip, accumulate(adam, k))``, runs on every call. The whole
-  batch's step is ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more on this,
-  on a state whose dtypes change, as the carry of a `lax.scan` must not, and on parameters that are
-  overwritten with their "gradient" (fp8), whose mean is silently wrong.
+  ``chain(clip, accumulate(adam, k))`` clips in every call; the whole batch's step is that of
+  ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more, such as parameters that
+  are overwritten (fp8), whose mean is silently wrong.
 
   Args:
     inner: Any optax transformation, also a whole `optax.chain`: all that shall see the mean.
@@ -141,11 +127,10 @@ def accumulate(
       `optax.skip_not_finite`. True leaves the gradients of this call out. The state keeps ``info``.
     axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
       `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis
-      once, when the cycle emits: by ``apply`` in the accumulators, by ``update`` in a buffer as
-      large as the updates where `shard_map` checks types. Any device that skips or flushes does so
-      for all. The state needs `accumulate_specs`, and is to be saved whole, see `AccumulateState`.
-      Without `axis_name`, reduce the gradients yourself: else every device takes a step of its own,
-      unnoticed in `pmap` and with ``check_vma=False``.
+      once, when the cycle emits (by ``update`` in a buffer as large as the updates where
+      `shard_map` checks types). Any device that skips or flushes does so for all. The state needs
+      `accumulate_specs`, and is to be saved whole, see `AccumulateState`. Without `axis_name`,
+      reduce the gradients yourself, or every device takes a step of its own, perhaps unnoticed.
     differentiable: Whether reverse mode can pass through a call. It costs copies on GPUs.
 
   Returns:
@@ -154,10 +139,10 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type or dtype, or an extra argument is nearly
       ``weight`` or ``flush``.
-    ValueError: `every_k` is less than 1, `reduction` is unknown, gradients differ from the
-      parameters in tree or shape, `inner` changes the tree or a shape of its state, ``weight`` is
-      negative or out of range, `axis_name` is not bound, a gradient was summed over it already
-      (with ``check_vma=True``), or the state is not of these options and this model.
+    ValueError: `every_k`, `reduction` or ``weight`` is none, gradients differ from the parameters
+      in tree or shape, `inner` changes the tree or a shape of its state, `axis_name` is not bound,
+      a gradient was summed over it already (with ``check_vma=True``), or the state is not of these
+      options and this model.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -169,9 +154,6 @@ def accumulate(
     ...   print(params)
     [0. 0.]
     [-1. -3.]
-
-  References:
-    `optax.MultiSteps`, which this replaces. It keeps an inf for ever, and runs `inner` every time.
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

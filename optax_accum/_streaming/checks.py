@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
@@ -31,16 +31,9 @@ def checked(
     for word in ("weight", "flush"):
       if _is_near(extra.lower(), word):
         raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
-
-  def converted(path: Path, x: Leaf) -> Leaf:
-    if not isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex)):
-      leaf = _validate.leaf_name("updates", path)
-      raise TypeError(f"{leaf} is a {type(x).__name__}: gradients are arrays, or numbers.")
-    # Gradients of integers have a dtype that only NumPy has.
-    keep = isinstance(x, jax.Array) or getattr(x, "dtype", None) == jax.dtypes.float0
-    return x if keep else jnp.asarray(x)
-
-  return jax.tree_util.tree_map_with_path(converted, updates)
+  # Gradients of integers have a dtype that only NumPy has.
+  is_float0 = lambda x: getattr(x, "dtype", None) == jax.dtypes.float0  # noqa: E731
+  return jax.tree.map(lambda x: x if is_float0(x) else jnp.asarray(x), updates)
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -56,22 +49,18 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
   """Checks that `state` is of an accumulation with such an `every_k`, and a `skip_fn` or none."""
   if not isinstance(state, AccumulateState):
     fix = (
-      "pass what init of this transformation returned, or its update. Restore a checkpoint into"
-      " the tree that init returns, e.g. with flax.serialization.from_state_dict(tx.init(params),"
-      " restored): others lose its types."
+      "pass what init or update of this transformation returned, and restore a checkpoint into the"
+      " tree that init returns, e.g. by flax.serialization.from_state_dict(tx.init(params), state)."
     )
     if states_in(state):
       fix = "there is one in it. Call the transformation that the whole belongs to, as a chain is."
     if isinstance(state, optax.MultiStepsState):
-      fix = (
-        "convert it with optax_accum.from_multi_steps(state, weight=rows), the rows of each"
-        " microbatch so far, or weight=1 where the calls that follow have no weights."
-      )
+      fix = "convert it with optax_accum.from_multi_steps(state, weight=rows)."
     raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {fix}")
   if not skips and jax.tree.leaves(state.skip_state):
     raise ValueError(
-      "state has a skip_state, because it was made with a skip_fn, and this accumulate has none:"
-      " pass skip_fn, or drop it with state._replace(skip_state=())."
+      "state was made with a skip_fn, and this accumulate has none: pass skip_fn, or"
+      " state._replace(skip_state=())."
     )
   has = bool(jax.tree.leaves(state.acc_grads))
   if jax.tree.leaves(updates) and has != (every_k != 1):
@@ -84,24 +73,18 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
 
 def check_device_axis(state: AccumulateState, updates: Grads) -> None:
   """Checks that what is each device's own has an axis of devices, of which a device has one."""
-  acc_grads, skip_state = (
+  accs, infos = (
     _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
   )
   # An accumulator whose own first axis is 1 long may have lost the devices' too.
-  gone = [
-    name
-    for (name, acc), g in zip(acc_grads, jax.tree.leaves(updates), strict=False)
-    if jnp.ndim(acc) <= jnp.ndim(g)
-  ]
-  for name, leaf in acc_grads + skip_state:
-    if name in gone or jnp.shape(leaf)[:1] != (1,):
+  own_dims = map(jnp.ndim, jax.tree.leaves(updates))
+  for (name, leaf), dims in [*zip(accs, own_dims, strict=False), *((info, 0) for info in infos)]:
+    if jnp.ndim(leaf) <= dims or jnp.shape(leaf)[0] != 1:
       raise ValueError(
         f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
-        " devices, of length 1 on each, as init makes it. In jax.shard_map, run init and update"
-        " with the specs of optax_accum.accumulate_specs. Restore a state on as many devices as it"
-        " was saved from (for others see the guide on checkpoints), and save it whole, e.g. by"
-        " jax.device_get(state): flax's unreplicate drops that axis, and the gradients of all"
-        " devices but one."
+        " devices, of length 1 on each. In jax.shard_map, run init and update with the specs of"
+        " optax_accum.accumulate_specs. Save a state whole, by jax.device_get(state) and not by"
+        " flax's unreplicate, and restore it on as many devices (see the guide on checkpoints)."
       )
 
 
@@ -114,12 +97,11 @@ def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
   for name, leaf in _validate.named_leaves("updates", updates):
     if missing := known.difference(across_devices.varying_axes(leaf)):
       raise ValueError(
-        f"{name} is the same on all devices of the axes {sorted(missing)} of"
-        f" axis_name={axis_name!r}, so it was reduced in this microbatch, and accumulate would"
-        " reduce it again. Gradients of parameters that are the same on all devices are *summed*"
-        " by JAX: differentiate with respect to"
-        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. (Cast'
-        " gradients that you made yourself, such as zeros, in the same way.)"
+        f"{name} is the same on all devices of the axes {sorted(missing)}, so it was reduced in"
+        " this microbatch (by JAX, if the parameters are the same on all devices), and accumulate"
+        " would reduce it again: differentiate with respect to"
+        f' jax.lax.pcast(params, {axis_name!r}, to="varying"), and leave lax.pmean out. Cast'
+        " gradients that you made yourself, such as zeros, likewise."
       )
 
 
@@ -128,8 +110,7 @@ def check_info(info: Tree, skip_state: Tree) -> None:
   if different := _validate.difference("skip_state", info, skip_state):
     raise ValueError(
       f"skip_fn returned an info by which {different}, because the state was made without skip_fn"
-      " or with another: go on with state._replace(skip_state=tx.init(params).skip_state), with"
-      " axis_name from an init in shard_map."
+      " or with another: go on with state._replace(skip_state=tx.init(params).skip_state)."
     )
 
 
@@ -138,8 +119,7 @@ def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | Non
   if different := _validate.difference("updates", updates, acc_grads):
     raise ValueError(
       f"{different}: updates must have the tree and the shapes of the parameters that init was"
-      " given. (A state that was restored has those of its own model: restore a checkpoint of this"
-      " one, or begin with tx.init(params).)"
+      " given, or that a state was restored of: begin anew with tx.init(params), if they changed."
     )
   accs = jax.tree.leaves(acc_grads)
   for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
@@ -156,8 +136,7 @@ def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | Non
       )
     if requested is None and jnp.finfo(leaf.dtype).bits > jnp.finfo(acc.dtype).bits:
       raise TypeError(
-        f"{fault} round it: give init parameters of that dtype, pass accumulator_dtype, or cast the"
-        " gradients."
+        f"{fault} round it: init with such parameters, pass accumulator_dtype, or cast gradients."
       )
 
 
@@ -166,9 +145,8 @@ def checked_k(value: Leaf) -> jax.Array:
   shape, dtype = jnp.shape(value), jnp.result_type(value)
   if shape != () or not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
-      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must return"
-      " an integer scalar: cast it, e.g."
-      " `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
+      f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must be an"
+      " integer scalar: cast it, e.g. `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
     )
   if not isinstance(value, jax.core.Tracer) and value < 1:
     raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
@@ -179,8 +157,7 @@ def checked_flush(value: Leaf) -> Flag:
   """A flag that may be traced; a Python bool stays one."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
-  is_array = isinstance(value, (jax.Array, np.ndarray))
-  if not is_array or (value.shape, value.dtype) != ((), jnp.bool_):
+  if getattr(value, "dtype", None) != jnp.bool_ or value.shape != ():
     raise TypeError(
       f"flush={value!r} must be a bool, or a bool scalar array, e.g. `step == last_step`."
     )

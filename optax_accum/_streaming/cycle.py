@@ -73,12 +73,11 @@ class Cycle:
       asked = functools.partial(asks_to_skip, self.skip_fn)
       info = jax.eval_shape(asked, grads, gradient_step, params)[1]
       skip_state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info)
-    zeros = functools.partial(jax.tree_util.tree_map_with_path, self._accumulator)
     state = AccumulateState(
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
       inner_opt_state=inner_opt_state,
-      acc_grads=() if self.every_k == 1 else zeros(grads),
+      acc_grads=() if self.every_k == 1 else jax.tree.map_with_path(self._accumulator, grads),
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
@@ -114,8 +113,8 @@ class Cycle:
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
       checks.check_device_axis(state, updates)
-    own = without_device_axis((state.acc_grads, state.skip_state), self.axis_name)
-    state = state._replace(acc_grads=own[0], skip_state=own[1])
+    own = (state.acc_grads, state.skip_state)
+    acc_grads, skip_state = without_device_axis(own, self.axis_name)
     weighted_mean.check_weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     dtype = state.acc_weight.dtype
@@ -129,17 +128,16 @@ class Cycle:
       skip, info = asks_to_skip(self.skip_fn, updates, state.gradient_step, params)
       if isinstance(local, jax.Array):  # what has no weight may be NaN: no cause to skip
         skip = skip & weighted_mean.counts(local)
-      checks.check_info(info, state.skip_state)
-      info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, state.skip_state)
+      checks.check_info(info, skip_state)
+      info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
       state = state._replace(skip_state=info)
     skip, flush, local, over_devices = self._agree(skip, flush, local, dtype)
 
-    changes: dict[str, jax.Array] = {}
     if self.every_k == 1:
       total, divisor = self._of_one(updates, local, over_devices)
       cycle_weight, ends = over_devices, True if skip is False else jnp.logical_not(skip)
     else:
-      checks.check_gradients(updates, state.acc_grads, self.accumulator_dtype)
+      checks.check_gradients(updates, acc_grads, self.accumulator_dtype)
       first = state.mini_step == 0
 
       # The first mini step overwrites: selecting is free where zeroing after the cycle costs
@@ -147,7 +145,7 @@ class Cycle:
       def added(acc: jax.Array, g: jax.Array) -> jax.Array:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
-      total = jax.tree.map(added, state.acc_grads, updates)
+      total = jax.tree.map(added, acc_grads, updates)
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -159,17 +157,17 @@ class Cycle:
       ends = (counted & (mini_step >= k)) | (flush & (mini_step > 0))
       ends = ends if may_end is None else ends & may_end
       kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), weight_sum)
-      mini_step = jnp.where(ends, 0, mini_step)
-      changes = {"mini_step": mini_step, "acc_weight": kept.total, "weight_rest": kept.rest}
+      state = state._replace(
+        mini_step=jnp.where(ends, 0, mini_step), acc_weight=kept.total, weight_rest=kept.rest
+      )
 
     emit = ends
     if isinstance(over_devices, jax.Array):  # else it is not 0
-      emit = emit & (state.acc_weight + over_devices != 0)
+      emit = emit & (cycle_weight != 0)
     gradient_step = optax.safe_increment(state.gradient_step)
     state = state._replace(
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
       has_updated=jnp.asarray(emit),
-      **changes,
     )
     return MiniStep(total, divisor, cycle_weight, emit, state)
 
@@ -217,7 +215,6 @@ def _check_arrived(**arrived: bool) -> None:
     raise ValueError(
       "accumulate did not get all that was passed to the optimizer: its weight, and whether the"
       " batch counts at all. Let the update of the transformation around it take **extra_args, and"
-      " hand them all on, or put accumulate around that one, as in"
-      " accumulate(transformation(optimizer), every_k). If it passes a Python number as weight,"
-      " because every call shall count the same, let it pass weight=jnp.asarray(1.0)."
+      " hand them all on, or put accumulate around that one. If it passes weight=1.0, because every"
+      " call shall count the same, let it pass weight=jnp.asarray(1.0)."
     )

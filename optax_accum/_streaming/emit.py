@@ -59,10 +59,8 @@ class Accumulation:
       updates, total, inner_state = run(step.total, state.inner_opt_state)
       return updates, self._next(step, total, inner_state)
 
-    # `inner` is traced once, for the types of its state and updates and for the conditional.
-    traced = jax.jit(run, inline=True)
-    old_state = widened(lambda x: traced(step.total, x)[2], state.inner_opt_state)
-    like = jax.eval_shape(traced, step.total, old_state)[0]
+    traced = jax.jit(run, inline=True)  # once, for the types of updates and for the conditional
+    like = jax.eval_shape(traced, step.total, state.inner_opt_state)[0]
     # Where they can, sums go in and updates come out in the same buffers.
     shared = conditional.OutputBuffers(step.total, like)
 
@@ -71,7 +69,8 @@ class Accumulation:
       total, spare = shared.filled(new, total)
       return total, (spare, inner_state)
 
-    total, (spare, inner_state) = self._if_it_emits(step, emitted, (shared.spare, old_state))
+    carry = (shared.spare, state.inner_opt_state)
+    total, (spare, inner_state) = self._if_it_emits(step, emitted, carry)
     return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
 
   def apply(

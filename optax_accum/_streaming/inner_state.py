@@ -4,18 +4,17 @@ The error names the first leaf that differs. JAX's own names neither leaf nor st
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
-from optax_accum._arithmetic.trees import Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path, Tree
 from optax_accum._streaming.state import is_state, states_in
 
 Held = TypeVar("Held")
-Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 FIX = (
   "it is not as init makes it for these parameters. Restore parameters and state from a checkpoint"
@@ -30,23 +29,19 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
       f"After an update {different}: the optimizer's init and update must return states of one tree"
       " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
     )
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x, before: _cast(_validate.leaf_name(name, path), x, before), new, old
-  )
 
+  def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
+    was, now = jnp.result_type(before), jnp.result_type(x)
+    if was != now:
+      if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (was, now)):
+        raise TypeError(
+          f"{_validate.leaf_name(name, path)} has dtype {was}, and"
+          f" {now} after an update: have the optimizer's init return that there."
+        )
+      x = jnp.asarray(x).astype(dtypes.promote(was, now))
+    return across_devices.sharded_like(x, before)
 
-def _cast(name: str, new: Leaf, old: Leaf) -> Leaf:
-  """One leaf in the sharding that it had, and a dtype that holds it before and after."""
-  before, after = jnp.result_type(old), jnp.result_type(new)
-  if before == after:
-    return across_devices.sharded_like(new, old)
-  if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (before, after)):
-    raise TypeError(
-      f"{name} has dtype {before}, and {after} after an update: have the optimizer's init return"
-      f" {after} there."
-    )
-  to = dtypes.promote(before, after)
-  return across_devices.sharded_like(jnp.asarray(new).astype(to), old)
+  return jax.tree_util.tree_map_with_path(cast, new, old)
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
@@ -78,41 +73,33 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
-    different = _from_init(name, init, params, state)[0]
-    if different and isinstance(error, (TypeError, ValueError, AttributeError)):
-      raise ValueError(f"{different}: {FIX}") from error
-    if different:  # an optimizer's own error, by which its state may not have to do with it
-      error.add_note(f"{different}: {FIX}")
+    if different := _difference(name, state, _made(init, params, state)):
+      if isinstance(error, (TypeError, ValueError, AttributeError)):
+        raise ValueError(f"{different}: {FIX}") from error
+      error.add_note(f"{different}: {FIX}")  # of an error that may have another cause
     raise
-  moved = _shapes(name, new) != _shapes(name, params)
-  before, after = _shapes(name, state), _shapes(name, new_state)
-  if moved or before != after:
-    different, made = _from_init(name, init, params, state)
-    became_as_made = any(
-      before.get(leaf, shape) != shape == after.get(leaf) for leaf, shape in made.items()
-    )
-    if different and (moved or became_as_made):
+  moved = _difference(name, new, params)
+  if moved or _difference(name, new_state, state):
+    made = _made(init, params, state)
+    different = _difference(name, state, made)
+    if different and (moved or not _difference(name, new_state, made)):
       raise ValueError(f"{different}: {FIX}")
   return new, new_state
 
 
-def _from_init(
-  name: str, init: Callable[[Params], OptState], params: Params, state: OptState
-) -> tuple[str, Shapes]:
-  """Where `state` differs from what `init` makes, and the shapes of that."""
+def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -> OptState:
+  """What `init` makes, or `state` where there is nothing to compare it with."""
   try:
     made = jax.eval_shape(init, params)
-  except Exception:  # it fails by itself, or wants values: nothing to compare with
-    return "", {}
-  if len(states_in(made)) > len(states_in(state)):
-    return "", {}  # `accumulate` checks its own
-  return _validate.difference(name, _without_own(state), _without_own(made)), _shapes(name, made)
+  except Exception:  # it fails by itself, or wants values
+    return state
+  return state if len(states_in(made)) > len(states_in(state)) else made
 
 
-def _shapes(name: str, tree: Tree) -> Shapes:
-  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
+def _difference(name: str, got: Tree, wanted: Tree) -> str:
+  """Where trees differ, without the states of `accumulate` in them, which checks its own."""
 
+  def others(tree: Tree) -> Tree:
+    return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
 
-def _without_own(state: OptState) -> OptState:
-  """A state without those of `accumulate` in it."""
-  return jax.tree.map(lambda x: None if is_state(x) else x, state, is_leaf=is_state)
+  return _validate.difference(name, others(got), others(wanted))

@@ -20,26 +20,23 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
 
-  Their contents differ: `from_multi_steps` converts such a state. One that is restored in mid-cycle
-  goes on to the bit. The site's page on checkpoints has what to do where `every_k`, `skip_fn`,
-  `accumulator_dtype` or the devices are others.
+  Their contents differ: `from_multi_steps` converts such a state. The site's page on checkpoints
+  has what to do where `every_k`, `skip_fn`, `accumulator_dtype` or the devices are others.
 
   With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
   of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
-  ``jax.device_get(state)``, and restore it on as many devices: ``flax.jax_utils.unreplicate`` keeps
-  one device's gradients, and in mid-cycle those of the others are lost.
+  ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps one device's gradients alone.
 
   Attributes:
     mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
     gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
     inner_opt_state: the state of `inner`. Changes only when a cycle emits.
-    acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of
-      the cycle's gradients so far. Stale while `mini_step` is 0: the next mini step overwrites
-      it. ``()`` if ``every_k=1``.
+    acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of the
+      cycle's gradients so far. Never read while `mini_step` is 0. ``()`` if ``every_k=1``.
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
-    has_updated: bool scalar, whether the last call emitted. Set by every call.
+    has_updated: bool scalar, whether the last call emitted.
     weight_rest: float scalar, what rounding took from `acc_weight`: with it, counts are exact.
   """
 
@@ -83,15 +80,13 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
 def discard_cycle(opt_state: State) -> State:
   """The state with its present cycle begun anew: what was accumulated is dropped.
 
-  The accumulators are not read again. Others may stand in their place:
-  ``discard_cycle(state)._replace(acc_grads=tx.init(params).acc_grads)``.
-
   Args:
     opt_state: as `has_updated` takes it. May be traced.
 
   Returns:
-    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: steps
-    that were taken stay, and so does what an `accumulate` within ``inner_opt_state`` has added up.
+    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: what an
+    `accumulate` within ``inner_opt_state`` has added up stays. ``acc_grads`` is not read again, so
+    those of a new init may stand in its place.
 
   Raises:
     ValueError: there is no `AccumulateState` in `opt_state`.
@@ -122,11 +117,10 @@ def from_multi_steps(
 ) -> AccumulateState:
   """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
 
-  `optax.MultiSteps` keeps the mean of the cycle's gradients so far, and `AccumulateState` their
-  weighted sum, in which each mini step before has the same `weight`. If those microbatches were
-  uneven, their mean is wrong already: use `discard_cycle`, and the last ``state.mini_step``
-  microbatches once more. Build ``accumulate`` around the same `inner` and `skip_fn`. The result
-  shares arrays with `state`, which are gone when it is donated.
+  Each mini step before has the same `weight`. If those microbatches were uneven, their mean is
+  wrong already: use `discard_cycle`, and the last ``state.mini_step`` microbatches once more. Build
+  ``accumulate`` around the same `inner` and `skip_fn`. The result shares arrays with `state`, which
+  are gone when it is donated. See the site's page on coming from `optax.MultiSteps`.
 
   Args:
     state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
@@ -134,8 +128,8 @@ def from_multi_steps(
     use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum, which
       ``accumulate(..., reduction="sum")`` goes on with.
     weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
-      loop goes on with rows or tokens as weights, those of each microbatch before; else 1. With 0
-      they are left out of the mean, even NaN. Needed unless ``state.mini_step`` is known to be 0.
+      loop goes on with rows or tokens as weights, those of each microbatch before; else 1. Needed
+      unless ``state.mini_step`` is known to be 0.
 
   Returns:
     An `AccumulateState`, with ``acc_grads`` in float32 or better. (For those of float64 parameters,
@@ -160,10 +154,9 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns. Where"
-      " the state is part of a larger one, such as a chain's, replace it there, with jax.tree.map"
-      " and is_leaf."
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
+      " also where that is part of a larger state. Restore a checkpoint into the tree that"
+      " optax.MultiSteps(...).init(params) returns."
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
@@ -176,8 +169,8 @@ def from_multi_steps(
       where = "is traced" if traced else f"is {mini_step}"
       raise ValueError(
         f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the"
-        " cycle counts beside those that follow: pass weight=rows, the rows (or tokens) of each, if"
-        " these are weighed by rows (or tokens), and weight=1 if they have no weights."
+        " cycle counts: pass weight=rows, the rows (or tokens) of each, if those that follow are"
+        " weighed so, and weight=1 if they have no weights."
       )
     weight = 1.0  # of none
   weighted_mean.check_weight("The caller of from_multi_steps", weight)
@@ -189,11 +182,7 @@ def from_multi_steps(
     return weighted_mean.weigh(x, counted, dtypes.accumulator_dtype(x.dtype))
 
   return AccumulateState(
-    mini_step=state.mini_step,
-    gradient_step=state.gradient_step,
-    inner_opt_state=state.inner_opt_state,
-    acc_grads=jax.tree.map(summed, state.acc_grads),
-    skip_state=state.skip_state,
+    **state._replace(acc_grads=jax.tree.map(summed, state.acc_grads))._asdict(),
     acc_weight=boxed([total]),
     has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
     weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
@@ -203,15 +192,13 @@ def from_multi_steps(
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
 
-  What each device accumulates is its own: ``acc_grads`` and ``skip_state`` have an axis of devices
-  in front, and the spec ``PartitionSpec(axis_name)``. All else is the same on all devices. Use the
-  specs wherever the state enters or leaves `shard_map`, ``init`` included. Differentiate each
-  device's own loss with respect to parameters cast to varying, as below: else JAX sums the
-  gradients in every microbatch.
+  Use them wherever the state enters or leaves `shard_map`, ``init`` included: ``acc_grads`` and
+  ``skip_state`` are each device's own. Differentiate each device's own loss with respect to
+  parameters cast to varying, as below: else JAX sums the gradients in every microbatch.
 
   Args:
-    opt_state: ``jax.eval_shape(tx.init, params)`` where `tx` is an `accumulate` with `axis_name`,
-      or any pytree that holds such a state: of a `chain`, a train state.
+    opt_state: ``jax.eval_shape(tx.init, params)``, of an `accumulate` with `axis_name` or of what
+      holds one.
     axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
 
   Returns:
@@ -251,8 +238,8 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     if shapes := [leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)]:
       raise ValueError(
         f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
-        " an axis of length 1 in front: pass accumulate(..., axis_name=), and here what"
-        " jax.eval_shape(tx.init, params) returns."
+        " an axis of length 1 in front: pass jax.eval_shape(tx.init, params) of an accumulate with"
+        " axis_name."
       )
     own = jax.tree.map(lambda _: spec, local)
     return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**own)

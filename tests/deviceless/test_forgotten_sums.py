@@ -26,7 +26,6 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
 )
-from optax_accum._microbatches.in_place_fit import is_right
 
 # JAX 0.10.1 was the first to bring such an XLA. Before 0.9 none compiles for absent GPUs.
 FORGETS = (0, 10, 1) <= jax.__version_info__ < (0, 12)
@@ -110,7 +109,7 @@ WAYS = {
   "counts in aux": step_of(counting, has_aux=True, aux_reduction="sum"),
   "counts in a carry": step_of(counting, carry_argnum=2),
 }
-if is_right():
+if _versions.ADDS_TO_REFERENCES:
   WAYS["in place"] = step_of(in_place=True)
   WAYS["the gradient in place"] = gradient(in_place=True)
 
