@@ -39,7 +39,7 @@ def update_if(
 
 
 class OutputBuffers:
-  """Buffers that updates like `like` come out of a conditional in; those of `total` where they can.
+  """The buffers in which a conditional returns updates: those of `total`, or spare ones.
 
   An accumulator can serve if it has the shape, holds the dtype without rounding and, in
   `shard_map`, is as varying (after a reduction over devices it is more so). The others get `spare`

@@ -252,9 +252,12 @@ class Concat(Stack):
     axis = self.axis % (collected.ndim - 1)
     rows = jnp.moveaxis(collected, 0, axis + 1)
     rows = lax.collapse(rows, axis, axis + 2)
-    return self.only(rows if tail is None else jnp.concatenate([rows, tail], axis))
+    return self._placed(rows if tail is None else jnp.concatenate([rows, tail], axis))
 
   def only(self, value: jax.Array) -> jax.Array:
+    return self._placed(value)
+
+  def _placed(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, self.axis, 0) if self.first else value
 
   def rows_first(self) -> Reduction:

@@ -85,12 +85,13 @@ class WeightSum(NamedTuple):
 
 
 def in_first_units(unit: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """What to count weights in, and `weight` in it: `unit`, or if that is 0 the first that is not.
+  """The unit that weights are counted in, and `weight` in it. A unit of 0: there is none yet.
 
-  In units of the first, weights that are all alike are 1, and round as the plain mean does. A
+  The first weight that is not 0 becomes the unit, or 1 does, if that weight is far from usual. In
+  units of the first, weights that are all alike are 1, and round as the plain mean does. A
   million times 51 tokens is 1e-4 wrong otherwise, as the error of every sum has the same sign.
   """
-  # By no more than this, the least weight is not divided to 0.
+  # 1e-30 / 1e7 is a normal float32. Divided by more, the least weight would be 0.
   usual = (weight >= 1e-3) & (weight <= 1e7) | (weight == 0)
   unit = jnp.where(unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit)
   return unit, in_units(weight, unit)

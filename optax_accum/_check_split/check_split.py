@@ -1,7 +1,6 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
 from collections.abc import Callable, Sequence
-import contextlib
 import functools
 import inspect
 
@@ -189,12 +188,14 @@ def _sizes(options: Kwargs, rows: int) -> list[int]:
 def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int]) -> Call:
   """The call in the dtypes of the check, and with fixed noise."""
   call = Call.of(loss_fn, args, roles, argnums).with_noise("rng", LEVELS[0])
-  if roles.carry:
-    raw, call = (call.with_noise("carry", LEVELS[0], raw=x) for x in (True, False))
-    with contextlib.suppress(TypeError, ValueError):  # two words that are no key cannot be one
-      jax.eval_shape(lambda: loss_fn(*raw.args))
-      return raw
-  return call
+  if not roles.carry:
+    return call
+  raw = call.with_noise("carry", LEVELS[0])
+  try:  # two words may be something else than a key, and then cannot be one
+    jax.eval_shape(lambda: loss_fn(*raw.args))
+  except (TypeError, ValueError):
+    return call.with_noise("carry", LEVELS[0], raw=False)
+  return raw
 
 
 def _report(runs: Runs) -> SplitReport:

@@ -111,7 +111,7 @@ def _words_for(
 
 
 def _gradients(runs: Runs) -> Finding | None:
-  """Whether gradients alone differ, and do not once they are reduced otherwise.
+  """Whether the loss agrees, and gradients would, reduced by another `grad_reduction`.
 
   A layer in 8 bits records the largest cotangent of a batch as the "gradient" of a leaf.
   """
@@ -126,6 +126,7 @@ def _gradients(runs: Runs) -> Finding | None:
   extremes |= _words_for(runs, how, _EXTREMES, unknown) | dict.fromkeys(unknown & named, "max")
   new = _tree(runs, dict.fromkeys(names, default) | extremes) if extremes else None
   mended, mend = runs.how(grad_reduction=new), words.option("grad_reduction", new)
+  reason = words.OVERWRITTEN.format(names=", ".join(names[i] for i in sorted(extremes)))
   if not runs.agree(mended):
     if not extremes or default != "mean" or how.weight is not ROWS:
       return None
@@ -133,10 +134,10 @@ def _gradients(runs: Runs) -> Finding | None:
     new, x = _tree(runs, dict.fromkeys(names, "sum") | extremes), runs.call.batch[0]
     option, rows = words.option("grad_reduction", new), f"{x.name}.shape[{x.axis}]"
     mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
-  elif not extremes:
-    return Finding("unknown", words.GRADIENTS, mend, mended)
-  which = ", ".join(names[i] for i in sorted(extremes))
-  return Finding("overwritten", words.OVERWRITTEN.format(names=which), mend, mended)
+    return Finding("overwritten", reason, mend)  # not tried: it needs a change of the loss
+  if extremes:
+    return Finding("overwritten", reason, mend, mended)
+  return Finding("unknown", words.GRADIENTS, mend, mended)
 
 
 def _tree(runs: Runs, reductions: dict[int, str]) -> Tree:

@@ -45,7 +45,7 @@ class SplitReport:
       nothing was compared.
     leaves: The loss, the gradients and the aux, compared.
     batches: The batches that were run: the given one, and those with something changed.
-    left_out: Those on which the loss or its gradients are not finite, and so tell nothing.
+    left_out: Those that tell nothing: the loss or a gradient is not finite, or all are zero.
     not_checked: What of this loss was not looked at, in sentences: ``()`` where all was.
   """
 
@@ -82,7 +82,9 @@ class SplitReport:
     if self.ok:
       lines += _wrapped("the same for: ", "; ".join(self.batches))
     if self.left_out:
-      lines.append(f"left out, as the loss is not finite: {len(self.left_out)} batches")
+      lines.append(
+        f"left out, as the loss is not finite or all is zero: {len(self.left_out)} batches"
+      )
     for sentence in self.not_checked:
       lines += _wrapped("not checked: ", sentence)
     lines += _wrapped("why:  ", self.reason) + _wrapped("mend: ", self.mend)

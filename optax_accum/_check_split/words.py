@@ -119,8 +119,8 @@ OVERWRITTEN = (
 )
 SUM_OVER_ALL_ROWS = (
   'reduction="sum", {option}\n'
-  "and the sum over rows, divided by all rows of the batch: 8 bits round the cotangents of a mean"
-  " over fewer rows, which are larger, otherwise:\n"
+  "and a loss that is the sum over its rows, divided by all rows of the batch. A mean over fewer"
+  " rows has larger cotangents, and 8 bits round larger numbers differently:\n"
   "  return loss * ({rows} / {all_rows})  # loss: the mean"
 )
 

@@ -52,7 +52,7 @@ class FlaxStep(Step):
     return f"{self.name}({', '.join([loss, *named])})"
 
   def _step_loss(self, loss_fn: LossFn, threads: bool, **decided: Any) -> Loss:
-    """The loss that a `FlaxProgram` steps by; whether it returns ``(loss, (new_carry, aux))``."""
+    """The loss of a `FlaxProgram`. If it `threads`, it returns ``(loss, (new_carry, aux))``."""
     options = {**self._options, **decided, "carry_argnum": 3 if threads else None}
     return step_loss(loss_fn, has_aux=self.has_aux or threads, batch_argnums=1, **options)
 

@@ -34,17 +34,16 @@ def linen_train_step(
   """A jitted training step of a flax `TrainState`, on a batch that is run in microbatches.
 
   ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` by the gradient
-  of the whole batch, as of `make_train_step`. The guide "Flax linen" has dropout, adapters (LoRA)
-  and batch normalisation, with which the step is not that of the whole batch: a microbatch is
-  normalised by its own statistics (over a mesh, its rows on one device).
+  of the whole batch, as of `make_train_step`. With batch normalisation it is another step: a
+  microbatch is normalised by its own statistics (over a mesh, by those of its rows on one device).
+  The guide "Flax linen" measures it, and has dropout and adapters (LoRA).
 
   A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
   it in ``variables``, whole, and no gradient is taken of it.
 
   Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
-  With ``mesh=`` what is in them is constrained over automatic axes alone. So are the constraints of
-  `nn.with_logical_constraint`, if `nn.logical_axis_rules` are set around the step, and not in the
-  loss.
+  With ``mesh=``, they and `nn.with_logical_constraint` constrain automatic axes alone. Set
+  `nn.logical_axis_rules` around the step, and not in the loss.
 
   Args:
     loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with

@@ -77,7 +77,7 @@ def nnx_train_step(
     TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; those of a
       call are no nnx model and optimizer. Otherwise as `make_train_step`.
     ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
-      removed Variables, changed one that `wrt` selects, or an attribute that is none.
+      removed Variables, changed one that `wrt` selects, or an attribute that is no Variable.
     RuntimeError: The model or the optimizer holds an array that an earlier step deleted.
 
   Examples:
@@ -100,7 +100,11 @@ def nnx_train_step(
 
 
 class NnxTrainStep(FlaxStep):
-  """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``."""
+  """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``.
+
+  Which Variables the loss changes is found while it is traced: with none at first, until
+  `ChangedByLossError` names some, and then anew, with those threaded through the microbatches.
+  """
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   params_name, updated = "model", (0, 1, 4, 5)

@@ -21,8 +21,8 @@ def place(
 ) -> Tree:
   """`tree` on a mesh: as it is where it is there, else with the `PartitionSpec` of `spec`.
 
-  Shapes are placed as arrays, Python numbers as the
-  weakly typed arrays that `jax.jit` makes of them; tracers stay.
+  Shapes are placed as arrays, and Python numbers as the weakly typed arrays that `jax.jit` makes of
+  them. Tracers stay.
   """
   leaves = jax.tree.leaves(tree)
   return tree if _are_on(mesh, leaves) else _put(mesh, name, tree, list(map(spec, leaves)))

@@ -77,6 +77,7 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
   split = call.split
   one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
   if not call.is_whole:  # a factor that is known when tracing is a constant
+    # In place the factor is the microbatch's weight.
     one = jax.jit(one, inline=True, static_argnums=() if split.in_place and split.weighs else 0)
 
   def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0) -> Microbatch:

@@ -49,7 +49,7 @@ class LocalLoss:
   aux_reduction: Tree
   split: Split
   noise_scale: bool = False
-  # Of the first argument and the others in a microbatch: what is differentiated.
+  # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
 
   @property
@@ -172,6 +172,7 @@ class LocalLoss:
       )
     return self, args, kwargs
 
+  # What follows is what a step asks of a `PlacedLoss`, which has more to do.
   parallel = None  # the `DataParallel` of a loss over a mesh
   out_shardings = None  # of what a step returns first: left to the compiler
 

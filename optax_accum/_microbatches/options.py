@@ -23,7 +23,7 @@ class Split:
 
   num_microbatches: int | None = None
   microbatch_size: int | None = None
-  batch_argnums: Any = None  # as built, a tuple or None, as all that are named so
+  batch_argnums: Any = None  # once built a tuple or None, as all `*_argnums`
   batch_argnames: Any = ()
   batch_axis: Any = 0  # as built, one for each position and then for each name
   weight_fn: WeightFn | None = None

@@ -18,6 +18,9 @@ class Recomputed:
   Cotangents of what all microbatches share, such as parameters, are added up in the dtype of
   accumulators, and reduced over the devices of `axis_name` once, after the loop. A microbatch of
   weight zero adds none, even where it is NaN, unless its outputs are `collected`.
+
+  For this the loop gets a wide copy of each shared array, and casts it back in its body. JAX adds
+  the copies' cotangents up in their dtype, and reduces them over devices, after the loop.
   """
 
   def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:

@@ -90,9 +90,10 @@ def accumulate(
   `inner`, which gets those of the call that emits.
 
   - ``weight``: real scalar, may be traced; default 1. How much the microbatch counts in the mean:
-    its rows, or its valid tokens. 0, or from 1e-30 to 1e30, and their products with the gradients
-    normal numbers of the accumulators' dtype. The step is NaN if a traced weight is below 0, or
-    their total below 1e-30 or above 1e36. The derivative by a weight of exactly 0 is 0.
+    its rows, or its valid tokens. Give 0, or a number from 1e-30 to 1e30 whose product with the
+    gradients neither underflows nor overflows in the accumulators' dtype. The step is NaN if a
+    traced weight is below 0, or their total below 1e-30 or above 1e36. The derivative by a weight
+    of exactly 0 is 0.
   - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
     batch of an epoch. The mean is over what was accumulated.
 
@@ -139,10 +140,10 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type or dtype, or an extra argument is nearly
       ``weight`` or ``flush``.
-    ValueError: `every_k`, `reduction` or ``weight`` is none, gradients differ from the parameters
-      in tree or shape, `inner` changes the tree or a shape of its state, `axis_name` is not bound,
-      a gradient was summed over it already (with ``check_vma=True``), or the state is not of these
-      options and this model.
+    ValueError: `every_k` or ``weight`` is out of range, `reduction` is not one of its words,
+      gradients differ from the parameters in tree or shape, `inner` changes the tree or a shape of
+      its state, `axis_name` is not bound, a gradient was summed over it already (with
+      ``check_vma=True``), or the state is not of these options and this model.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum

@@ -34,7 +34,11 @@ _sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", 
 
 @contextlib.contextmanager
 def sending(names: Collection[str]) -> Iterator[None]:
-  """Says which extra arguments are given to the transformation that runs in this context."""
+  """Says which extra arguments a step gives to the transformation that runs in this context.
+
+  If a transformation around `accumulate` drops them, `accumulate` sees its defaults. It compares
+  them with what was sent, and raises.
+  """
   token = _sent.set(names)
   try:
     yield

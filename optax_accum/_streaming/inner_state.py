@@ -27,7 +27,7 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
   if different := _validate.difference(name, new, old):
     raise ValueError(
       f"After an update {different}: the optimizer's init and update must return states of one tree"
-      " and the same shapes. (Those of optax.monitor do not, and those of optax.snapshot do.)"
+      " and the same shapes. (optax.monitor's do not: use optax.snapshot.)"
     )
 
   def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
@@ -67,8 +67,8 @@ def updated(
 ) -> tuple[Params, OptState]:
   """What `update` returns: new parameters or their updates, and a state.
 
-  It is an error if it broadcast moments of other parameters to the shapes of these. An error of its
-  own says so too if `state` is not as `init` makes it. A state that grows by itself passes.
+  Raises if it broadcast moments of other parameters to the shapes of these. Where it raises itself,
+  the error says so too if `state` is not as `init` makes it. A state that grows by itself passes.
   """
   try:
     new, new_state = update()

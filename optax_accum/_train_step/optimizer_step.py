@@ -30,10 +30,11 @@ def optimizer_step(
 ) -> Held:
   """A step of `tx`. Where nothing was counted, no parameter moves."""
 
-  def update(held: Held) -> Held:
+  def update(held: Held, **more: Flag) -> Held:
     params, opt_state = held
-    accepted = _accepted(tx.update, extra_args)
-    sent = () if isinstance(extra_args["weight"], float) else extra_args.keys()
+    accepted = _accepted(tx.update, {**extra_args, **more})
+    # A weight that is a float says that there are none, so nothing is lost where it is dropped.
+    sent = () if isinstance(extra_args["weight"], float) else {*extra_args, *more}
 
     def step() -> Held:
       with sending(sent), _explicit_axes_named(held):
@@ -51,8 +52,7 @@ def optimizer_step(
       held = widened(update, held)
     return update_if(counted, update, held)
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
-  extra_args = {**extra_args, "_may_end": counted}
-  new = update(held)
+  new = update(held, _may_end=counted)
   counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
 

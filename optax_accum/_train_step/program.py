@@ -34,8 +34,8 @@ class StepProgram:
   """A step of `tx` by the gradient of a loss, compiled for each way to shard its arguments.
 
   Its arguments are the parameters, the optimizer state, and all others of the loss. It returns the
-  first two anew, the carry if there is one, and the metrics. A step of another signature is one
-  with another `function`, whose arguments begin alike, and with its own words for them.
+  first two anew, the carry if there is one, and the metrics. A step of another signature
+  overrides `function`, `check` and `names`.
   """
 
   loss: Loss

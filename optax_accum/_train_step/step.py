@@ -36,12 +36,12 @@ class Step:
 
   def counts(self, rows: int) -> list[int]:
     """The numbers of microbatches that a batch of so many rows can have, the largest first."""
-    split, least = rows, 1
+    each = rows  # of one device
     if (parallel := self.loss.parallel) is not None:
       parallel.check_rows(rows)
-      split = rows // parallel.devices
-    least = 2 if self.loss.local.noise_scale and split == rows else 1
-    return [n for n in range(split, least - 1, -1) if split % n == 0]
+      each = rows // parallel.devices
+    least = 2 if self.loss.local.noise_scale and each == rows else 1
+    return [n for n in range(each, least - 1, -1) if each % n == 0]
 
   def __reduce__(self) -> Any:
     raise TypeError(
@@ -75,10 +75,9 @@ def step_loss(
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  roles = Split(default_argnum=1, **split)
-  local = local_loss(
-    loss_fn, 0, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, roles, noise_scale
-  )
+  microbatches = Split(default_argnum=1, **split)
+  reductions = reduction, grad_reduction, aux_reduction
+  local = local_loss(loss_fn, 0, has_aux, *reductions, concat_axis, microbatches, noise_scale)
   if mesh is None:
     return local
   return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
