@@ -54,13 +54,12 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def traced(fun: Callable[[], Tree]) -> tuple[Any, Tree]:
-  """The jaxpr of `fun`, and the types of what it returns, with all their explicit shardings.
+def types(closed: Any, shapes: Tree) -> Tree:
+  """The types of what a jaxpr returns, with all explicit shardings; `shapes` tell of the tree.
 
-  `jax.eval_shape` drops these where other axes of the mesh are automatic.
+  Of an explicit sharding shapes say nothing where other axes of the mesh are automatic.
   """
-  closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
-  return closed.jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(

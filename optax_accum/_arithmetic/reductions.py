@@ -161,7 +161,8 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    _, held = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
+    start = lambda: self._reduced(self.of.start(leaf, dtype))  # noqa: E731
+    held = across_devices.types(*jax.make_jaxpr(start, return_shape=True)())
     return across_devices.full_like(held, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:

@@ -116,12 +116,14 @@ def run_in_microbatches(
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
-  jaxpr, full = across_devices.traced(lambda: run(0, start, lambda: take(0), call.size))
-  like = [full]
-  if call.tail_rows:
-    like.append(across_devices.traced(lambda: run(0, start, lambda: tail, call.tail_rows))[1])
+  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
+  traced = []
+  for rows in filter(None, parts):
+    one = functools.partial(run, 0, start, parts[rows], rows)
+    traced.append(jax.make_jaxpr(one, return_shape=True)())
+  like = [across_devices.types(*each) for each in traced]
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(jaxpr))
+  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(traced[0][0].jaxpr))
   return loop.reduced(*loop.all())
 
 
