@@ -1,10 +1,13 @@
 """Weights of every type and size, counted right or refused; derivatives with respect to them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import trees
 from support.devices import make_mesh
 from support.optimizers import FORMS, mini_step, relaxed
 
@@ -22,6 +25,11 @@ def step_of(weights, form="update", **options):
   for g, weight in zip(GRADS, weights, strict=True):
     params, state = mini_step(tx, form)(params, state, jnp.asarray(g), weight=weight)
   return params
+
+
+@functools.cache
+def jitted_step_of(form):
+  return jax.jit(lambda weights: step_of(list(weights), form))
 
 
 def mean_of(weights):
@@ -44,9 +52,12 @@ LARGE = [
 
 
 @forms
-@pytest.mark.parametrize("weights", LARGE, ids=str)
-def test_numbers_beyond_int32_and_far_from_one(weights, form):
-  np.testing.assert_allclose(step_of(weights, form), -mean_of(weights), rtol=1e-6)
+def test_numbers_beyond_int32_and_far_from_one(form):
+  every = jax.jit(lambda: [step_of(weights, form) for weights in LARGE])()
+  for weights, step in zip(LARGE, every, strict=True):
+    np.testing.assert_allclose(step, -mean_of(weights), rtol=1e-6, err_msg=str(weights))
+  # Of what is not traced:
+  np.testing.assert_allclose(step_of(LARGE[0], form), -mean_of(LARGE[0]), rtol=1e-6)
 
 
 def test_they_are_converted_before_jax_can_wrap_them():
@@ -67,10 +78,11 @@ def loss_of(weight_of):
   return microbatch_value_and_grad(loss_fn, num_microbatches=2, weight_fn=weight_of)
 
 
-@pytest.mark.parametrize("weight", [2**33, np.int64(2**33), 1e-30])
-def test_weights_of_a_weight_fn(weight):
-  loss, grad = jax.jit(loss_of(lambda batch: weight))(jnp.float32(2.0), BATCH)
-  np.testing.assert_allclose((loss, grad), (7.0, 3.5), rtol=1e-6)
+def test_weights_of_a_weight_fn():
+  cycles = [loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)]
+  every = jax.jit(lambda *args: [cycle(*args) for cycle in cycles])
+  for loss, grad in every(jnp.float32(2.0), BATCH):
+    np.testing.assert_allclose((loss, grad), (7.0, 3.5), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -84,20 +96,20 @@ def test_weights_that_float32_cannot_divide_by(weight):
     jax.eval_shape(loss_of(lambda batch: weight), jnp.float32(2.0), BATCH)
 
 
-@forms
-@pytest.mark.parametrize("size", [2e-38, 1e-32, 1e37, 2e38])
-def test_a_traced_total_that_float32_cannot_divide_by_shows(size, form):
-  weights = jnp.array([size, size], jnp.float32)
-  moved = jax.jit(lambda weights: step_of(list(weights), form))(weights)
-  assert np.all(np.isnan(moved))
-  loss, grad = jax.jit(lambda w: loss_of(lambda batch: w)(jnp.float32(2.0), BATCH))(weights[0])
-  assert np.isnan(loss)
-  assert np.isnan(grad)
+def test_a_traced_total_that_float32_cannot_divide_by_shows():
+  cycle = jax.jit(lambda w: loss_of(lambda batch: w)(jnp.float32(2.0), BATCH))
+  for size in (2e-38, 1e-32, 1e37, 2e38):
+    weights = np.array([size, size], np.float32)
+    for form in FORMS:
+      assert np.all(np.isnan(jitted_step_of(form)(weights)))
+    loss, grad = cycle(weights[0])
+    assert np.isnan(loss)
+    assert np.isnan(grad)
 
 
 def test_traced_weights_in_range_are_as_known_ones():
   for weights in ([1e-30, 3e-30], [4e29, 2e29], [0.0, 3.0], [2e-38, 1.0]):
-    moved = jax.jit(lambda w: step_of(list(w)))(jnp.array(weights, jnp.float32))
+    moved = jitted_step_of("update")(np.array(weights, np.float32))
     np.testing.assert_allclose(moved, -mean_of(weights), rtol=1e-5)
 
 
@@ -116,11 +128,12 @@ def test_the_derivative_with_respect_to_a_weight(reduction):
     return jnp.sum(step_of(weights, reduction=reduction, differentiable=True))
 
   first, second = GRADS.astype(np.float64).sum(1)
+  derivative = jax.jit(jax.grad(moved))
   for weight in (1e-6, 0.5, 2.0):
     exact = -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
-    np.testing.assert_allclose(jax.grad(moved)(jnp.float32(weight)), exact, rtol=1e-4)
+    np.testing.assert_allclose(derivative(np.float32(weight)), exact, rtol=1e-4)
   # A microbatch of no weight is left out, as it may be NaN.
-  assert jax.grad(moved)(jnp.float32(0)) == 0
+  assert derivative(np.float32(0)) == 0
 
 
 def exact_sum(counts):
@@ -195,29 +208,27 @@ def test_what_a_train_step_says_of_its_weight_ends_with_it():
   accumulated.update(params, accumulated.init(params), params)
 
 
-@pytest.mark.parametrize("weight", [51, 51.3, 1e-7])
 @pytest.mark.parametrize("padding", [False, True])
-def test_weights_that_are_all_alike_round_as_none(weight, padding):
+def test_weights_that_are_all_alike_round_as_none(padding):
   n = 1 << 16
   x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
-  weights = np.full(n, weight, np.float32)
-  weights[: n // 2 if padding else 0] = 0  # the unit is that of the first that counts
-  batch = {"x": x, "weight": weights}
 
-  def loss_of(batch, weight_fn=None):
-    def loss_fn(p, batch):
-      return jnp.mean(p * batch["x"])
+  def loss_fn(p, batch):
+    return jnp.mean(p * batch["x"])
 
-    split = microbatch_value_and_grad(loss_fn, microbatch_size=1, weight_fn=weight_fn)
-    return jax.jit(split)(jnp.float32(1), batch)
-
-  weighted = loss_of(batch, lambda batch: batch["weight"][0])
-  plain = loss_of({"x": x[weights != 0]})
-  if weight > 1e-6:
-    np.testing.assert_array_equal(weighted, plain)
-  np.testing.assert_allclose(weighted, plain, rtol=1e-4)
+  split = functools.partial(microbatch_value_and_grad, loss_fn, microbatch_size=1)
+  of_weights = jax.jit(split(weight_fn=lambda batch: batch["weight"][0]))
+  unweighted = jax.jit(split())(np.float32(1), {"x": x[n // 2 if padding else 0 :]})
+  for weight in (51, 51.3, 1e-7):
+    weights = np.full(n, weight, np.float32)
+    weights[: n // 2 if padding else 0] = 0  # the unit is that of the first that counts
+    weighted = of_weights(np.float32(1), {"x": x, "weight": weights})
+    if weight > 1e-6:
+      np.testing.assert_array_equal(weighted, unweighted)
+    np.testing.assert_allclose(weighted, unweighted, rtol=1e-4)
 
 
+@functools.partial(jax.jit, static_argnames="reduction")
 def sums_of_touched_rows(weights, reduction):
   """The step of a cycle in which each microbatch has a gradient for a parameter of its own."""
   tx = accumulate(optax.sgd(-1.0), len(weights), reduction=reduction)
@@ -226,68 +237,72 @@ def sums_of_touched_rows(weights, reduction):
     return tx.apply(both[0], held[1], held[0], weight=both[1]), None
 
   params = jnp.zeros(len(weights))
-  both = (jnp.eye(len(weights)), jnp.asarray(weights, jnp.float32))
-  return jax.jit(lambda both: jax.lax.scan(body, (params, tx.init(params)), both)[0][0])(both)
+  return jax.lax.scan(body, (params, tx.init(params)), (jnp.eye(len(weights)), weights))[0][0]
+
+
+@jax.jit
+@functools.partial(
+  microbatch_value_and_grad, microbatch_size=1, weight_fn=lambda batch: batch["tokens"][0]
+)
+def of_rows(rows, batch):
+  return jnp.mean(rows[batch["row"]])
 
 
 @pytest.mark.parametrize("weights", [[2.0**24, 1, 2, 1], [1e8, 1, 1, 3], [50_001] * 300 + [1, 2]])
 def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
   exact = np.array(weights) / np.sum(weights)
-  np.testing.assert_allclose(sums_of_touched_rows(weights, "mean"), exact, rtol=3e-7)
-  np.testing.assert_array_equal(sums_of_touched_rows(weights, "sum"), np.float32(weights))
-  batch = {"row": np.arange(len(weights)), "tokens": np.array(weights, np.float32)}
-  grads = microbatch_value_and_grad(
-    lambda rows, batch: jnp.mean(rows[batch["row"]]),
-    microbatch_size=1,
-    weight_fn=lambda batch: batch["tokens"][0],
-  )(jnp.zeros(len(weights)), batch)[1]
+  given = np.float32(weights)
+  np.testing.assert_allclose(sums_of_touched_rows(given, "mean"), exact, rtol=3e-7)
+  np.testing.assert_array_equal(sums_of_touched_rows(given, "sum"), given)
+  batch = {"row": np.arange(len(weights)), "tokens": given}
+  grads = of_rows(np.zeros(len(weights), np.float32), batch)[1]
   np.testing.assert_allclose(grads, exact, rtol=3e-7)
 
 
-@pytest.mark.parametrize("weights", [[1e10, 1e-29], [5e8, 1e-30], [1e-3, 1e30]])
-def test_what_counts_is_kept_however_small_its_weight_is_beside_another(weights):
+def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
   def fun(p, batch, seen):
     aux = {"rows": jnp.int32(1), "last": batch["weight"][0], "most": batch["x"][0]}
     return p * jnp.sum(batch["x"]), (seen + 1, aux)
 
-  batch = {"x": np.float32([1, 2]), "weight": np.float32(weights)}
-  (loss, (seen, aux)), grad = microbatch_value_and_grad(
-    fun,
-    has_aux=True,
-    microbatch_size=1,
-    weight_fn=lambda batch: batch["weight"][0],
-    reduction="sum",
-    carry_argnum=2,
-    aux_reduction={"rows": "sum", "last": "last", "most": "max"},
-  )(jnp.float32(1), batch, jnp.int32(0))
-  assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (3, 3, 2, 2)
-  assert (aux["last"], aux["most"]) == (np.float32(weights[1]), 2)
+  run = jax.jit(
+    microbatch_value_and_grad(
+      fun,
+      has_aux=True,
+      microbatch_size=1,
+      weight_fn=lambda batch: batch["weight"][0],
+      reduction="sum",
+      carry_argnum=2,
+      aux_reduction={"rows": "sum", "last": "last", "most": "max"},
+    )
+  )
+  for weights in ([1e10, 1e-29], [5e8, 1e-30], [1e-3, 1e30]):
+    batch = {"x": np.float32([1, 2]), "weight": np.float32(weights)}
+    (loss, (seen, aux)), grad = run(np.float32(1), batch, np.int32(0))
+    assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (3, 3, 2, 2)
+    assert (aux["last"], aux["most"]) == (np.float32(weights[1]), 2)
 
 
 @forms
-@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf, 1e-35, 0.0, 3.0, 1e30])
-def test_a_traced_weight_where_every_call_steps(form, weight):
+def test_a_traced_weight_where_every_call_steps(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
   run = mini_step(tx, form)
-  moved, _ = jax.jit(lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w))(
-    weight
-  )
-  expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(weight, np.full(3, np.nan))
-  np.testing.assert_array_equal(moved, expected)
+  step = jax.jit(lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0])
+  for weight in (-1.0, np.nan, np.inf, 1e-35, 0.0, 3.0, 1e30):
+    expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(weight, np.full(3, np.nan))
+    np.testing.assert_array_equal(step(weight), expected, err_msg=str(weight))
 
 
 def test_a_traced_weight_below_zero_shows():
+  cycle = jax.jit(loss_of(lambda batch: batch[0]))
   for weights in ([3.0, -1.0], [-1.0, 3.0]):
-    moved = jax.jit(lambda weights: step_of(list(weights)))(jnp.array(weights))
-    assert np.all(np.isnan(moved))
+    assert np.all(np.isnan(jitted_step_of("update")(np.array(weights, np.float32))))
     batch = np.array([*weights, 1, 1, 1, 1], np.float32)  # each is the first of a microbatch
-    loss, grad = jax.jit(loss_of(lambda batch: batch[0]))(jnp.float32(2.0), batch)
+    loss, grad = cycle(jnp.float32(2.0), batch)
     assert np.isnan(loss)
     assert np.isnan(grad)
 
 
-@pytest.mark.parametrize("weight", [819, 51.3])
-def test_a_weighted_mean_rounds_as_the_plain_one(weight):
+def test_a_weighted_mean_rounds_as_the_plain_one():
   n, tx = 65_536, accumulate(optax.sgd(1.0), 65_536)
   x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
   x[n // 2 :] += 1  # late weights that were too large would show
@@ -300,10 +315,12 @@ def test_a_weighted_mean_rounds_as_the_plain_one(weight):
     start = jnp.float32(0)
     return jax.lax.scan(body, (start, tx.init(start)), x)[0]
 
-  errors = [float(cycle(x, jnp.float32(w))[0]) + x.astype(np.float64).mean() for w in (weight, 1)]
-  assert abs(errors[0]) < 10 * max(abs(errors[1]), 1e-6)
-  rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
-  assert abs(rounded / (n * weight) - 1) > 5e-4  # by which a float32 sum of weights is wrong
+  mean = x.astype(np.float64).mean()
+  plain, *errors = (float(cycle(x, np.float32(w))[0]) + mean for w in (1, 819, 51.3))
+  for weight, error in zip((819, 51.3), errors, strict=True):
+    assert abs(error) < 10 * max(abs(plain), 1e-6)
+    rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
+    assert abs(rounded / (n * weight) - 1) > 5e-4  # by which a float32 sum of weights is wrong
 
 
 def test_the_sum_of_weights_in_a_state_is_exact():
@@ -320,14 +337,15 @@ def test_the_sum_of_weights_in_a_state_is_exact():
 
 
 def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
-  tx, params = accumulate(optax.sgd(1.0), 3), jnp.zeros(2)
-  for grads in (jnp.full(2, jnp.nan), jnp.ones(2)):
-    state = tx.init(params)
-    for g, w in ((jnp.ones(2), 2.0**25), (grads, 1.0), (jnp.ones(2), 1.0)):
-      updates, state = tx.update(g, state, weight=jnp.float32(w))
-    assert bool(jnp.all(jnp.isnan(updates))) == bool(jnp.isnan(grads[0]))
-  for g, w in ((jnp.ones(2), 2.0**25), (jnp.ones(2), 1.0), (jnp.full(2, jnp.nan), 0.0)):
-    updates, state = tx.update(g, state, weight=jnp.float32(w))
+  tx, one, nan = accumulate(optax.sgd(1.0), 3), np.ones(2, np.float32), np.float32([np.nan] * 2)
+  update, start = jax.jit(tx.update), tx.init(jnp.zeros(2))
+  for grads in (nan, one):
+    state = start
+    for g, w in ((one, 2.0**25), (grads, 1.0), (one, 1.0)):
+      updates, state = update(g, state, weight=np.float32(w))
+    assert np.all(np.isnan(updates)) == np.isnan(grads[0])
+  for g, w in ((one, 2.0**25), (one, 1.0), (nan, 0.0)):
+    updates, state = update(g, state, weight=np.float32(w))
   np.testing.assert_array_equal(updates, [-1, -1])
 
 
@@ -348,7 +366,7 @@ def test_float64_weights_reach_the_optimizer_in_float64():
       part = {name: x[half] for name, x in batch.items()}
       moved, state, metrics = step(moved, state, part)
     assert metrics["total_weight"].dtype == jnp.float64
-    expected = params - jax.grad(loss_fn)(params, batch)
+    expected = params - jax.jit(jax.grad(loss_fn))(params, batch)
     np.testing.assert_allclose(moved, expected, rtol=0, atol=2e-15)
 
 
@@ -356,10 +374,10 @@ def test_float64_weights_reach_the_optimizer_in_float64():
 def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
   weights, grads = (1, 3, 5, 7), (1.0, 2.0, 3.0, 4.0)
   for outer, inner in ((2, 2), (1, 4), (4, 1)):
-    tx, params = accumulate(accumulate(optax.sgd(1.0), inner), outer), jnp.float32(0)
-    state = tx.init(params)
+    tx, params = accumulate(accumulate(optax.sgd(1.0), inner), outer), np.float32(0)
+    state, step = trees.strong(tx.init(params)), jax.jit(mini_step(tx, form))
     for w, g in zip(weights, grads, strict=True):
-      params, state = mini_step(tx, form)(params, state, jnp.float32(g), weight=w)
+      params, state = step(params, state, np.float32(g), weight=w)
     assert float(params) == -(1 + 6 + 15 + 28) / 16
   assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
 
@@ -384,7 +402,7 @@ def test_a_weight_that_is_lost_on_the_way(loses):
     tx = loses(accumulate(optax.sgd(1.0), 2))
     step = make_train_step(loss_fn, tx, num_microbatches=2, **options)
     with pytest.raises(ValueError, match=message):
-      step(params, tx.init(params), x)
+      step.eval_shape(params, tx.init(params), x)
   outer = accumulate(loses(accumulate(optax.sgd(1.0), 2)), 2)
   state = outer.init(params)
   with pytest.raises(ValueError, match=message):
