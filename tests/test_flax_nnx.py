@@ -83,9 +83,7 @@ def strided(batch, count):
   return [jax.tree.map(lambda x, i=i: x[i::count], batch) for i in range(count)]
 
 
-@pytest.mark.parametrize(
-  ("size", "devices"), [(24, None), (8, None), (5, None), (1, None), (24, 8), (8, 8)]
-)
+@pytest.mark.parametrize(("size", "devices"), [(24, None), (8, None), (5, None), (8, 8)])
 def test_steps_are_those_of_the_whole_batch(size, devices):
   mesh = devices and make_mesh(devices)
   with jax.enable_x64(True):
@@ -105,12 +103,12 @@ def test_the_model_ends_as_after_a_loop_over_the_microbatches():
   batch = make_batch()  # in float32, as nnx keeps running statistics
   model, optimizer = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
   expected, other = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
-  step = nnx_train_step(loss_fn, num_microbatches=4, weight_fn=total)
+  step = nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)
   for _ in range(2):
     step(model, optimizer, batch)
-    hand_written(expected, other, strided(batch, 4))
+    hand_written(expected, other, strided(batch, 3))
   trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
-  assert arrays(model)["['dropout']['rngs']['count']"] == 8
+  assert arrays(model)["['dropout']['rngs']['count']"] == 6
 
 
 def test_over_devices_statistics_are_averaged_with_what_each_counted():

@@ -83,6 +83,25 @@ def lowers_to(count, stats):
   return Made(lower=lambda *args: lowered)
 
 
+def compiled_once(build_step, args):
+  """`build_step` for several plans of these arguments, which together compile each step once."""
+
+  @functools.cache
+  def build(num_microbatches, **choice):
+    step = build_step(num_microbatches, **choice)
+    lower = step.lower
+
+    @functools.cache
+    def lowered():
+      made = lower(*args)
+      return Made(as_text=made.as_text, compile=functools.cache(made.compile))
+
+    step.lower = lambda *args: lowered()
+    return step
+
+  return build
+
+
 class Memory(NamedTuple):
   """What `memory_analysis` returns."""
 
@@ -202,18 +221,19 @@ def test_the_cheapest_choice_that_fits():
   assert max(c.flops for c in again) > 1.2 * whole.candidates[0].flops
   # Where only the layers that are computed again fit, they are what is planned.
   pair = arguments(shape(8, 64, 64), shape(2, ROWS * 8, 64))  # no smaller than two microbatches
+  build_once = compiled_once(build_step, pair)
   least = {
     kept: min(
       c.peak_bytes
       for c in plan_microbatches(
-        build_step, pair, batch_size=2, memory_limit="1 GB", choices={"layers_kept": [kept]}
+        build_once, pair, batch_size=2, memory_limit="1 GB", choices={"layers_kept": [kept]}
       ).candidates
     )
     for kept in (False, True)
   }
   assert least[False] < least[True]
   plan = plan_microbatches(
-    build_step, pair, batch_size=2, memory_limit=least[True] - 1, choices=choices
+    build_once, pair, batch_size=2, memory_limit=least[True] - 1, choices=choices
   )
   assert plan.choice == {"layers_kept": False}
   assert [c.fits for c in plan.candidates] == sorted(c.fits for c in plan.candidates)[::-1]
@@ -254,7 +274,7 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
   params, state, _ = mlp_args()
   batch = shape(32, 256, 64)
   args = (*devices.abstract((params, state), mesh), devices.abstract(batch, mesh, jax.P("data")))
-  build_step = functools.partial(build_mlp, mesh=mesh)
+  build_step = compiled_once(functools.partial(build_mlp, mesh=mesh), args)
   plan = functools.partial(plan_microbatches, build_step, args, batch_size=32)
   whole = plan(memory_limit="1GiB")
   assert (whole.num_microbatches, whole.microbatch_size) == (1, 32)
@@ -297,13 +317,13 @@ def test_chips_that_are_not_there():
   args = arguments([shape(128, 128)] * 3, shape(4096, 128))
   args = jax.tree.map(lambda x: x.update(sharding=one), args)
   with pytest.raises(ValueError, match=r"TPU.* does not say: give memory_limit, such as"):
-    plan_microbatches(build_mlp, args, batch_size=4)
+    plan_microbatches(build_mlp, args, batch_size=2)
   steps = Compilations(mlp_loss, args)
-  counts = [4, 2, 1]
+  counts = [2, 1]
   memory = {n: steps.memory(n) for n in counts}
-  for limit in (memory[1] - 1, memory[4]):
+  for limit in (memory[1] - 1, memory[2]):
     steps.asked.clear()
-    plan = plan_microbatches(steps.build_step, args, batch_size=4, memory_limit=limit)
+    plan = plan_microbatches(steps.build_step, args, batch_size=2, memory_limit=limit)
     assert plan.num_microbatches == min(n for n in counts if memory[n] <= limit)
     assert plan.candidates[0].code_bytes > 0
 
