@@ -194,7 +194,10 @@ def test_batches_that_are_left_out():
   assert report.ok
   assert report.left_out
   assert all("= -1" in name for name in report.left_out)
-  assert f"left out, as the loss is not finite or all is zero: {len(report.left_out)} batches" in str(report)
+  assert (
+    f"left out, as the loss is not finite or all is zero: {len(report.left_out)} batches"
+    in str(report)
+  )
 
 
 def test_an_argument_that_has_as_many_rows_by_chance():
