@@ -72,6 +72,8 @@ def test_methods_of_multisteps():
   assert not hasattr(tx, "has_updated")
   assert copy.copy(tx) == tx
   assert callable(copy.deepcopy(tx).apply)
+  with pytest.raises(AttributeError, match="was replaced, and `apply` would ignore that"):
+    tx._replace(update=SGD.update).apply(jnp.zeros(2), (), jnp.zeros(2))
 
 
 @pytest.mark.parametrize(

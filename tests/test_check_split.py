@@ -202,7 +202,7 @@ def test_batches_that_are_left_out():
 
 def test_an_argument_that_has_as_many_rows_by_chance():
   report = report_of("labels apart")
-  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if it merely has")
+  assert report.mend.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
   assert report.mend.endswith("  batch_argnums=1")
 
 
@@ -523,8 +523,32 @@ def test_a_loss_that_raises():
   assert "in 2 microbatches of 4 rows; on all 8 rows it ran" in raised.value.__notes__[-1]
 
 
+def test_a_regulariser_that_draws_is_counted_in_every_microbatch():
+  def loss(params, batch, key):
+    kept = jax.random.bernoulli(key, 0.5, params["w"].shape)
+    return jnp.sum((batch["x"] @ params["w"]) ** 2) + jnp.sum(
+      jnp.where(kept, params["w"], 0.0) ** 2
+    )
+
+  batch = {"x": np.random.default_rng(0).normal(size=(6, 2)).astype(np.float32)}
+  params = {"w": jnp.array([1.0, -0.5])}
+  report = check_split(loss, params, batch, jax.random.key(0), rng_argnums=2)
+  assert report.verdict == "sum"
+  assert "Take the mean over rows in place of the sum" in report.mend
+
+
+@pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])
+def test_an_empty_tree_of_words(option):
+  def loss(params, batch):
+    return jnp.sum(batch["x"] @ params["w"]), {"rows": jnp.float32(len(batch["x"]))}
+
+  batch = {"x": np.ones((6, 2), np.float32)}
+  with pytest.raises(ValueError, match=f"{option}={{}} is not a prefix tree"):
+    check_split(loss, {"w": jnp.ones(2)}, batch, has_aux=True, **{option: {}})
+
+
 def test_a_loss_that_returns_no_scalar():
-  with pytest.raises(TypeError, match=r"scalar-output functions. Output had shape: \(8,\)"):
+  with pytest.raises(TypeError, match=r"loss has shape \(8,\) .* it must be a real scalar"):
     check(Specimen(zoo.per_row, XY))
 
 

@@ -423,6 +423,11 @@ def other_inner(change):
     # JAX broadcasts these, and would step by them.
     (ADAM.init({**PARAMS, "b": jnp.ones(1)}), r"\[0\]\.mu\['b'\] has shape \(1,\)"),
     (ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"\[0\]\.mu\['b'\] has shape \(2, 3\)"),
+    # One leaf is broadcast, and another stays as it should not be.
+    (
+      optax.tree.set(ADAM.init({**PARAMS, "b": jnp.ones(1)}), count=jnp.zeros(1, jnp.int32)),
+      r"\[0\]\.count has shape \(1,\)",
+    ),
   ],
 )
 def test_an_inner_state_of_another_model(form, inner_state, message):

@@ -146,7 +146,9 @@ if hasattr(optax, "monitor"):  # since optax 0.2.7
   def test_a_monitor():
     measure = {"norm": optax.tree.norm}
     tx = accumulate(optax.chain(optax.sgd(0.1), optax.monitor(measure)), 2)
-    message = r"measurements\['norm'\] is not expected: .* optax\.monitor do not, .*snapshot do"
+    message = (
+      r"measurements\['norm'\] is not expected: .*optax\.monitor's do not: use optax\.snapshot"
+    )
     with pytest.raises(ValueError, match=message):
       tx.apply(ONES, tx.init(PARAMS), PARAMS)
     # As it says.

@@ -44,6 +44,11 @@ def varying_axes(x: Leaf) -> frozenset[Any]:
   return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
 
 
+def varies(x: Leaf, axis_name: AxisName) -> bool:
+  """Whether the type of an array says that it differs between the devices of an axis."""
+  return not varying_axes(x).isdisjoint(_axes(axis_name))
+
+
 def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
   """`x`, typed as differing between devices over the axes over which `like` does."""
   return _vary(x, varying_axes(like))

@@ -43,8 +43,8 @@ def check_weight(source: str, value: Leaf) -> None:
   number = value if isinstance(value, (int, float)) else float(value)
   if number and not LEAST <= number <= MOST:
     raise ValueError(
-      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to {MOST}: float32 cannot"
-      " divide by others. Rescale the weights. In a mean their ratios alone matter."
+      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to {MOST}, which float32"
+      " can divide by. In a mean their ratios alone matter, so all of them can be rescaled."
     )
 
 

@@ -8,13 +8,14 @@ import jax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Args, Aux, Kwargs, Leaf, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, noted, Runs
 from optax_accum._microbatches import cut, parameters
+from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import (
   find_slots,
@@ -128,13 +129,13 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   }
 
   @functools.wraps(loss_fn)
-  def without_carry(*args: Tree) -> tuple[Leaf, Aux]:  # which is an argument like others
-    loss, (_, aux) = loss_fn(*args)
-    return loss, aux
+  def checked(*args: Tree) -> Tree:
+    out, carries = loss_fn(*args), bool(roles.carry)
+    check_loss(out, given["has_aux"] or carries, carries)
+    return (out[0], out[1][1]) if carries else out  # the carry is an argument like others
 
-  call = _prepared(loss_fn, args, roles, argnums)
-  fun, sizes = without_carry if roles.carry else loss_fn, _sizes(given, rows)
-  return _report(Runs(fun, call, {**given, **by_position}, sizes))
+  call, sizes = _prepared(loss_fn, args, roles, argnums), _sizes(given, rows)
+  return _report(Runs(checked, call, {**given, **by_position}, sizes))
 
 
 def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
@@ -157,8 +158,9 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
       refuse_rows(roles, {rows})
   except ValueError as error:
     given = list(map(int, roles.batch))
-    both = tuple(sorted({*given, *(int(slot) for slot, _ in with_rows(roles, {rows}))}))
-    mend = words.SPLIT_TOO.format(both=both, given=words.one_or_more(given))
+    more = [int(slot) for slot, _ in with_rows(roles, {rows})]
+    options = {"both": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
+    mend = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
     return SplitReport("unsplit", str(error), mend)
   try:
     if split.rng_argnums is None:

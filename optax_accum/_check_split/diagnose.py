@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arithmetic.trees import Leaves, Tree
+from optax_accum._arithmetic.trees import Args, Leaves, Tree
 from optax_accum._check_split import words
 from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call
@@ -134,7 +134,15 @@ def _gradients(runs: Runs) -> Finding | None:
     new, x = _tree(runs, dict.fromkeys(names, "sum") | extremes), runs.call.batch[0]
     option, rows = words.option("grad_reduction", new), f"{x.name}.shape[{x.axis}]"
     mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
-    return Finding("overwritten", reason, mend)  # not tried: it needs a change of the loss
+
+    def part_of_mean(*args: Args) -> Tree:
+      out = runs.fun(*args)
+      share = jax.tree.leaves(args[x.argnum])[0].shape[x.axis] / runs.rows
+      return (out[0] * share, out[1]) if runs.options["has_aux"] else out * share
+
+    tried = Runs(part_of_mean, runs.call, runs.options, runs.sizes)
+    agrees = tried.agree(tried.how(reduction="sum", grad_reduction=new))
+    return Finding("overwritten", reason, mend) if agrees else None
   if extremes:
     return Finding("overwritten", reason, mend, mended)
   return Finding("unknown", words.GRADIENTS, mend, mended)
@@ -200,8 +208,8 @@ def _sum(runs: Runs) -> Finding | None:
   if runs.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)
   # What is counted in both parts is the same for all batches at the same parameters.
-  for moves in (0, 1):
-    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.moves == moves]
+  for source in (0, 1):
+    each = [(x.whole, how.join(x.splits[0])) for x in runs.in_two if x.call.source == source]
     if len(each) < 3 or each[0][0].fits(each[0][1]):  # nothing is counted twice
       return None
     twice = _less(each[0][1], each[0][0].main)

@@ -65,7 +65,7 @@ class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
   rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
-  moves: int = 0  # of the parameters, which are the same in all calls with as many
+  source: int | None = 0  # calls of one have the same parameters and noise; None: no other call's
 
   @classmethod
   def of(cls, fun: Callable[..., Tree], args: Args, roles: Roles, argnums: Sequence[int]) -> "Call":
@@ -127,7 +127,7 @@ class Call(NamedTuple):
       size = 0.1 * (np.sqrt(np.mean(np.abs(x.value) ** 2)) or 1.0)
       return (x.value + size * np.sin(number * (1.0 + _places(x)))).astype(x.value.dtype)
 
-    return self.mapped("params", moved)._replace(moves=number)
+    return self.mapped("params", moved)
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""
@@ -193,12 +193,12 @@ def _places(x: Array) -> np.ndarray:
 def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
   """The given call, and changed ones; the numbers may say that an entry does not count."""
   yield given
-  yield given.moved(1)._replace(name="parameters moved")
+  yield given.moved(1)._replace(name="parameters moved", source=None)
   if any(x.role == "rng" for x in given.arrays):
-    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise")
+    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise", source=None)
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
   varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
-  varied = varied.moved(1).with_noise("rng", LEVELS[2])
+  varied = varied.moved(1).with_noise("rng", LEVELS[2])._replace(source=1)
   for source, ending in [(given, ""), (varied, ", all floats varied")]:
     if source is varied:
       yield source._replace(name=f"as given{ending}")

@@ -145,9 +145,10 @@ class Runs:
   def how(self, **changes: Tree) -> How:
     """How microbatches become one with these options, and with others."""
     options = {**self.options, **changes}
-    grads = options["grad_reduction"] or options["reduction"]
+    given, default = options["grad_reduction"], options["reduction"]
+    grads = default if given is None else given
     grads = reduction_words.match("grad_reduction", grads, self.params, "gradients")
-    aux = options["aux_reduction"] or "mean"
+    aux = "mean" if options["aux_reduction"] is None else options["aux_reduction"]
     aux = reduction_words.match("aux_reduction", aux, self.given.aux)
     weight = changes.get("weight", self._weight)
     words = [options["reduction"], *jax.tree.leaves(grads), *jax.tree.leaves(aux)]

@@ -97,7 +97,7 @@ UNSPLIT = (
 )
 SPLIT_TOO = (
   "batch_argnums={both}\n"
-  "or, if it merely has as many rows and every microbatch is to have it whole,\n"
+  "or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
   "  batch_argnums={given}"
 )
 UNEVEN = (

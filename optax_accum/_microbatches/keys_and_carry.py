@@ -64,7 +64,7 @@ def over_devices(
       return kind.across_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
     first = jnp.asarray(first)
-    if across_devices.varying_axes(first):  # which all devices have the same of, but for the type
+    if across_devices.varies(first, axis_name):  # as its type says; it is the same on all devices
       first = across_devices.of_first(first, axis_name)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)

@@ -157,7 +157,7 @@ class LocalLoss:
         error.add_note(note)
       raise
     carries = self.split.carry_argnum is not None
-    _check_loss(out, self.has_aux or carries, carries)
+    check_loss(out, self.has_aux or carries, carries)
     if carries:
       return out
     return (out[0], (None, out[1])) if self.has_aux else (out, (None, None))
@@ -185,7 +185,7 @@ class LocalLoss:
     return update((params, opt_state))
 
 
-def _check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
+def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
   """Checks what a loss function returned."""
   wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
 

@@ -49,12 +49,12 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     **extra_args: Any,
   ) -> tuple[Params, AccumulateState]:
     """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-    owner = getattr(self.update, "__self__", None)
-    if isinstance(owner, Accumulation):
-      return owner.apply(updates, state, params, weight=weight, flush=flush, **extra_args)
-    # Another `update`, which somebody has put in its place.
-    updates, state = self.update(updates, state, params, weight=weight, flush=flush, **extra_args)
-    return optax.apply_updates(params, updates), state
+    if not isinstance(self.update, Accumulation):
+      raise AttributeError(
+        "The `update` of this transformation was replaced, and `apply` would ignore that: use"
+        " `update` and optax.apply_updates."
+      )
+    return self.update.apply(updates, state, params, weight=weight, flush=flush, **extra_args)
 
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
@@ -164,4 +164,4 @@ def accumulate(
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
   cycle = Cycle(every_k, kind, dtype, skip_fn, axis_name)
   accumulation = Accumulation(optax.with_extra_args_support(inner), cycle, differentiable)
-  return AccumulateTransformation(accumulation.init, accumulation.update)
+  return AccumulateTransformation(accumulation.init, accumulation)

@@ -30,7 +30,7 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Accumulation:
-  """Adds the gradients of each call up, and runs `inner` when a cycle emits."""
+  """The `update` of `accumulate`: adds gradients up, and runs `inner` when a cycle emits."""
 
   inner: optax.GradientTransformationExtraArgs
   cycle: Cycle
@@ -40,7 +40,7 @@ class Accumulation:
     """An empty cycle, and `inner`'s own state."""
     return self.cycle.init(params, self.inner.init(params))
 
-  def update(
+  def __call__(
     self,
     updates: Grads,
     state: AccumulateState,

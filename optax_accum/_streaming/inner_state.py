@@ -81,8 +81,12 @@ def updated(
   moved = _difference(name, new, params)
   if moved or _difference(name, new_state, state):
     made = _made(init, params, state)
-    different = _difference(name, state, made)
-    if different and (moved or not _difference(name, new_state, made)):
+    before, after, wanted = (_shapes(name, x) for x in (state, new_state, made))
+    # Of a state of other parameters, some leaf becomes what `init` makes.
+    grown = any(
+      before.get(leaf, wanted[leaf]) != wanted[leaf] == after.get(leaf) for leaf in wanted
+    )
+    if (moved or grown) and (different := _difference(name, state, made)):
       raise ValueError(f"{different}: {FIX}")
   return new, new_state
 
@@ -98,8 +102,12 @@ def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -
 
 def _difference(name: str, got: Tree, wanted: Tree) -> str:
   """Where trees differ, without the states of `accumulate` in them, which checks its own."""
+  return _validate.difference(name, _without_own(got), _without_own(wanted))
 
-  def others(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
 
-  return _validate.difference(name, others(got), others(wanted))
+def _shapes(name: str, tree: Tree) -> dict[str, tuple[int, ...]]:
+  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
+
+
+def _without_own(tree: Tree) -> Tree:
+  return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
