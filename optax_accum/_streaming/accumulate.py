@@ -11,7 +11,7 @@ from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
-from optax_accum._arithmetic.trees import Grads
+from optax_accum._arithmetic.trees import Grads, OptState
 from optax_accum._streaming.cycle import Cycle, Schedule
 from optax_accum._streaming.emit import Accumulation, Params
 from optax_accum._streaming.state import AccumulateState
@@ -41,7 +41,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
   def apply(
     self,
     updates: Grads,
-    state: AccumulateState,
+    state: OptState,
     params: Params,
     *,
     weight: ArrayLike = 1.0,
