@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from optax_accum import accumulate
+from optax_accum import accumulate, make_train_step
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 SGD = optax.sgd(0.1)
@@ -79,6 +79,22 @@ def test_methods_of_multisteps():
 @pytest.mark.parametrize(
   ("make", "match"),
   [
+    (
+      lambda: make_train_step(jnp.mean, SGD, 8),
+      r"make_train_step: too many positional arguments\. Options go by name: .*num_microbatches=8",
+    ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, every_k=8),
+      "every_k= is num_microbatches= here, because a call gets the whole batch",
+    ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, gradient_accumulation_steps=8),
+      "unexpected keyword.*gradient_accumulation_steps= is num_microbatches= here",
+    ),
+    (
+      lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
+      r"The loss comes before the optimizer: make_train_step\(loss_fn, tx",
+    ),
     (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
     (
       lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2),
@@ -103,7 +119,7 @@ def test_methods_of_multisteps():
     ),
   ],
 )
-def test_steps_of_flax(make, match):
+def test_steps(make, match):
   with pytest.raises(TypeError, match=match):
     make()
 

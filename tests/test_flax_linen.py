@@ -60,7 +60,7 @@ def test_steps_are_those_of_the_whole_batch(size, count):
       state, metrics = step(state, batch)
     trees.assert_close(jax.device_get(state.params), expected_steps().params, 1e-10)
     assert int(state.step) == 3
-    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches"}
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches", "stepped"}
 
 
 def with_statistics(model):

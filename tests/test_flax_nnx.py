@@ -96,7 +96,7 @@ def test_steps_are_those_of_the_whole_batch(size, devices):
       hand_written(expected, other, [batch])
     trees.assert_close(arrays(model), arrays(expected), 1e-10)
     trees.assert_close(arrays(optimizer), arrays(other), 1e-10)
-    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches"}
+    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches", "stepped"}
 
 
 def test_the_model_ends_as_after_a_loop_over_the_microbatches():

@@ -139,12 +139,15 @@ def test_metrics_are_those_of_the_whole_batch():
   )
   _, _, metrics = step(params, tx.init(params), batch)
   loss, _, norm = value_grad_and_norm(params, batch)
-  assert sorted(metrics) == ["aux", "grad_norm", "loss", "skipped_microbatches", "total_weight"]
+  names = ["aux", "grad_norm", "loss", "skipped_microbatches", "stepped", "total_weight"]
+  assert sorted(metrics) == names
   chex.assert_trees_all_close(metrics["loss"], loss, rtol=1e-6)
   chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-6)
   chex.assert_trees_all_equal(metrics["aux"]["rows"], batch["y"])
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(metrics))
   assert (float(metrics["total_weight"]), int(metrics["skipped_microbatches"])) == (13.0, 0)
+  assert metrics["stepped"].dtype == bool
+  assert metrics["stepped"]
 
 
 def test_grad_norm_of_half_precision_gradients_is_float32():
@@ -249,8 +252,10 @@ def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
   params = init_params()
   state, seen = tx.init(params), []
   for valid in (1.0, 1.0, 0.0, 1.0, 0.0):
-    params, state, _ = step(params, state, {**digits(4), "valid": jnp.full(4, valid)})
-    seen.append((int(state.mini_step), int(state.gradient_step), bool(state.has_updated)))
+    new, state, metrics = step(params, state, {**digits(4), "valid": jnp.full(4, valid)})
+    moved, params = trees.largest_difference(new, params) > 0, new
+    assert bool(metrics["stepped"]) == bool(state.has_updated) == moved
+    seen.append((int(state.mini_step), int(state.gradient_step), moved))
   assert seen == [(1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True), (1, 2, False)]
 
 
@@ -305,9 +310,11 @@ def test_a_batch_of_padding_takes_no_step(tx):
   new, new_state, metrics = step(params, opt_state, batch)
   chex.assert_trees_all_equal((new, new_state), (params, opt_state))
   assert (float(metrics["total_weight"]), float(metrics["loss"])) == (0.0, 0.0)
+  assert not metrics["stepped"]
   batch["valid"] = np.eye(8, dtype=np.float32)[3]
   new, _, metrics = step(params, opt_state, batch)
   assert float(metrics["total_weight"]) == 1.0
+  assert metrics["stepped"]
   assert trees.largest_difference(new, params) > 0.01
 
 

@@ -5,14 +5,11 @@ import dataclasses
 import inspect
 from typing import Any, ClassVar, TypeAlias
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
-from optax_accum._streaming.state import AccumulateState
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
 from optax_accum._train_step.train_step import make_train_step
@@ -77,11 +74,10 @@ class FlaxProgram(StepProgram):
     def counting(params: Params, opt_state: OptState, /, *args: Any) -> Args:
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
-      stepped = (metrics["total_weight"] != 0) & _has_stepped(opt_state, new[1])
       carry = new[2] if len(new) > 2 else others[2]
       if not self.step.has_aux:
         metrics.pop("aux", None)
-      return new[0], new[1], carry, count + stepped.astype(count.dtype), metrics
+      return new[0], new[1], carry, count + metrics["stepped"].astype(count.dtype), metrics
 
     counting.__name__ = self.step.name
     return counting
@@ -93,15 +89,3 @@ class FlaxProgram(StepProgram):
   def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
     """The arguments, by the names that messages have for them."""
     return self.step.names(*args)
-
-
-def _has_stepped(before: OptState, after: OptState) -> jax.Array:
-  """Whether the optimizer took a step, which one that accumulates does once a cycle."""
-  states = (AccumulateState, optax.MultiStepsState)
-
-  def counts(opt_state: OptState) -> Leaves:
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
-    return [x.gradient_step for x in leaves if isinstance(x, states)]
-
-  moved = [a != b for a, b in zip(counts(before), counts(after), strict=True)]
-  return jnp.any(jnp.stack(moved)) if moved else jnp.bool_(True)

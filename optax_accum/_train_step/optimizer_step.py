@@ -13,10 +13,10 @@ import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, Leaves, OptState, Params, Tree
 from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
-from optax_accum._streaming.state import has_updated, is_state, states_in
+from optax_accum._streaming.state import AccumulateState, has_updated, is_state, states_in
 
 Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
 
@@ -103,6 +103,18 @@ def _accepted(update: Callable[..., Any], extra_args: Kwargs) -> Kwargs:
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return extra_args
   return {name: x for name, x in extra_args.items() if name in parameters}
+
+
+def has_stepped(before: OptState, after: OptState) -> jax.Array:
+  """Whether the optimizer took a step, which one that accumulates does once a cycle."""
+  states = (AccumulateState, optax.MultiStepsState)
+
+  def counts(opt_state: OptState) -> Leaves:
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
+    return [x.gradient_step for x in leaves if isinstance(x, states)]
+
+  moved = [a != b for a, b in zip(counts(before), counts(after), strict=True)]
+  return jnp.any(jnp.stack(moved)) if moved else jnp.bool_(True)
 
 
 def loss_elsewhere(

@@ -14,7 +14,7 @@ from optax_accum._microbatches import parameters
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._train_step.donation import check_alive, distinct, Known
-from optax_accum._train_step.optimizer_step import loss_elsewhere, optimizer_step
+from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
 from optax_accum._train_step.step import Loss, Placed
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
@@ -129,6 +129,7 @@ def _step_function(local: LocalLoss, placed: Placed, tx: Transform) -> Callable[
       new = loss.stepped(update, params, opt_state)
     of_mean = squared_norm(local.derivatives(out.grads))
     metrics = {"loss": out.loss, "grad_norm": jnp.sqrt(of_mean), **stats._asdict()}
+    metrics["stepped"] = counted & has_stepped(opt_state, new[1])
     if local.noise_scale:
       metrics["noise_scale"] = noise_terms(out.noise, of_mean, stats.total_weight)
     if local.has_aux or reduced.carry:

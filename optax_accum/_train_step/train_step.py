@@ -77,6 +77,14 @@ class TrainStep(Step, Generic[Params, Args]):
     return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
 
 
+@_validate.hinted(
+  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).",
+  names={
+    "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
+    "every_k_schedule": "every_k_schedule= of optax.MultiSteps is num_microbatches= here.",
+    "gradient_accumulation_steps": "gradient_accumulation_steps= is num_microbatches= here.",
+  },
+)
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],
   tx: optax.GradientTransformation,
@@ -186,9 +194,10 @@ def make_train_step(
     carry comes before the metrics. ``metrics`` is a dict of arrays: ``loss``; ``grad_norm``, the
     global norm of the gradients before `tx`, in float32 or better, without those whose
     `grad_reduction` is not `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``aux``, with `has_aux` or `carry_argnum`; and ``noise_scale``, if asked for. Reverse-mode
-    differentiation passes through a step unless `weight_fn` or `skip_nonfinite` can have it move
-    nothing; forward mode always does.
+    ``stepped`` (bool), whether the parameters moved: not where nothing counted, and of the calls of
+    an `accumulate` or `MultiSteps` only in those that end a cycle; ``aux``, with `has_aux` or
+    `carry_argnum`; and ``noise_scale``, if asked for. Reverse-mode differentiation passes through a
+    step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
@@ -221,6 +230,8 @@ def make_train_step(
     microbatch; its derivative is zero by parameters whose `grad_reduction` is not `reduction`.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
+  if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):
+    raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
   results = 3 if carry_argnum is None else 4

@@ -145,7 +145,7 @@ def _metric_names(draw):
   names = ["loss", "aux"]
   if draw.nan or draw.entry != "gradient":
     names += ["total_weight", "skipped_microbatches"]
-  return names if draw.entry == "gradient" else [*names, "grad_norm"]
+  return names if draw.entry == "gradient" else [*names, "grad_norm", "stepped"]
 
 
 def _in_pmap(training, params, inputs):
