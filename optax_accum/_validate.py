@@ -80,8 +80,8 @@ def transformation(value: Any, name: str = "inner") -> None:
   if isinstance(value, optax.MultiSteps):
     raise TypeError(
       f"{name} is an optax.MultiSteps object, which accumulates already: give the optimizer that"
-      " it wraps. A step that runs the microbatches itself takes it as it is; a loop that has one"
-      " microbatch at a time takes it as optax_accum.accumulate(optimizer, every_k)."
+      " it wraps. A step that runs the microbatches itself takes that optimizer; a loop that has"
+      " one microbatch at a time takes optax_accum.accumulate(optimizer, every_k)."
     )
   if not isinstance(value, optax.GradientTransformation):
     fix = (

@@ -131,7 +131,7 @@ def test_what_the_loss_returned(returned, options, error, match):
       lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)),
       {},
       TypeError,
-      r"state\.tx is an optax\.MultiSteps.*takes it as it is; a loop",
+      r"state\.tx is an optax\.MultiSteps.*takes that optimizer; a loop",
     ),
     (
       lambda: make_state(train_state.TrainState),

@@ -72,7 +72,7 @@ class DataParallel:
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
     count, size, devices = split.num_microbatches, split.microbatch_size, self.devices
-    self.check_rows(rows)
+    self.check_rows(rows, count)
     if count is not None and (rows // devices) % count:
       fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
       raise ValueError(
@@ -92,14 +92,16 @@ class DataParallel:
       rows=rows,
     )
 
-  def check_rows(self, rows: int) -> None:
+  def check_rows(self, rows: int, microbatches: int | None = None) -> None:
     """Checks that the devices divide the rows of the global batch."""
-    devices = self.devices
-    if rest := rows % devices:
+    if rows % self.devices:
+      each = self.devices * (microbatches or 1)
+      fewer = rows - rows % each
+      fit = " or ".join(str(n) for n in (fewer, fewer + each) if n)
       raise ValueError(
-        f"The batch has {rows} rows, which {self} do not divide: use {rows - rest or devices} or"
-        f" {rows + devices - rest} rows, or fill up with rows that weight_fn counts as 0. (They"
-        " would have to be replicated, and every device to compute all of them.)"
+        f"The batch has {rows} rows, which {self} do not divide: use {fit} rows, or fill up with"
+        " rows that weight_fn counts as 0. (They would have to be replicated, and every device to"
+        " compute all of them.)"
       )
 
   def shard_spec(self, sharding: Sharding) -> PartitionSpec:

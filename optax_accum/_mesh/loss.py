@@ -53,7 +53,8 @@ class MeshLoss:
       )
     params, opt_state, *others = args
     axes, carried, arguments = self._batch(params, others, kwargs)
-    parallel.check_rows(cut.batch_rows(axes, arguments))
+    rows = cut.batch_rows(axes, arguments)
+    parallel.check_rows(rows, self.local.split.num_microbatches)
 
     def put(slot: Slot, x: Tree) -> Tree:
       if slot in axes:

@@ -158,7 +158,7 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
     raise ValueError(
-      f"Batch leaves must all have the same number of rows, along batch_axis: {listed}."
+      f"Batch leaves disagree: all must have the same number of rows, along batch_axis: {listed}."
     )
   if count == 0:
     raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")

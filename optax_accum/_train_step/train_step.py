@@ -194,8 +194,8 @@ def make_train_step(
     carry comes before the metrics. ``metrics`` is a dict of arrays: ``loss``; ``grad_norm``, the
     global norm of the gradients before `tx`, in float32 or better, without those whose
     `grad_reduction` is not `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``stepped`` (bool), whether the parameters moved: not where nothing counted, and of the calls of
-    an `accumulate` or `MultiSteps` only in those that end a cycle; ``aux``, with `has_aux` or
+    ``stepped`` (bool), whether `tx` took a step: not where nothing counted, and of the calls of an
+    `accumulate` or `MultiSteps` in it only in those that end a cycle; ``aux``, with `has_aux` or
     `carry_argnum`; and ``noise_scale``, if asked for. Reverse-mode differentiation passes through a
     step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
 
