@@ -696,7 +696,7 @@ def test_meshes_that_cannot_work():
 @pytest.mark.parametrize(
   ("rows", "options", "match"),
   [
-    (60, {"num_microbatches": 4}, r"60 rows, which the 8 devices .* use 56 or 64 rows"),
+    (60, {"num_microbatches": 4}, r"60 rows, which the 8 devices .* use 32 or 64 rows"),
     (64, {"num_microbatches": 3}, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
     (64, {"microbatch_size": 12}, r"microbatch_size=12 .* use 8 or 16"),
   ],

@@ -235,6 +235,6 @@ def test_axes_that_cannot_be():
       make(data_axis=axes)
   step = make(data_axis=AXES, donate=False)
   params = init_params(np.float32)
-  match = r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 24 or 32"
+  match = r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32"
   with pytest.raises(ValueError, match=match):
     step(params, optax.sgd(0.1).init(params), make_batch(np.float32, rows=28))
