@@ -10,10 +10,10 @@ NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
 # Whether XLA for TPU and GPU moves an all-reduce out of a loop wrongly (XLA issue 49143).
 HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)
 
-# Whether a backward pass adds gradients to references within a `jax.checkpoint` in a scan.
+# Whether a backward pass can add gradients to references within a `jax.checkpoint` in a scan.
 ADDS_TO_REFERENCES = jax.__version_info__ >= (0, 10)
 
-# Whether it adds nothing where an index was before the array.
+# Whether it then adds nothing for an index before the array, which reads nothing.
 GATHERS_RIGHTLY = jax.__version_info__ < (0, 11)
 
 

@@ -10,6 +10,7 @@ from support import devices
 from support.devices import make_mesh
 
 import optax_accum
+from optax_accum import count_collectives
 
 TX = optax.sgd(0.1)
 kinds = pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
@@ -173,6 +174,25 @@ def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
     np.testing.assert_array_equal(
       jax.random.key_data(carry[name]), jax.random.key_data(first[name])
     )
+
+
+def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
+  cycle = optax_accum.microbatch_value_and_grad(
+    lambda p, x, c: (p * jnp.mean(x), (c + jnp.sum(x), None)),
+    num_microbatches=2,
+    carry_argnum=2,
+    carry_reduction="sum",
+    axis_name="data",
+  )
+  specs = {"in_specs": (P(), P("data"), P("model")), "out_specs": P("model")}
+  mapped = jax.shard_map(
+    lambda p, x, c: cycle(p, x, c[0])[0][1][0][None], mesh=make_mesh(4, 2), **specs
+  )
+  args = np.float32(1), np.arange(16, dtype=np.float32), np.array([10, 20], np.float32)
+  compiled = jax.jit(mapped).lower(*args).compile()
+  assert compiled(*args).tolist() == [130, 140]
+  # The start is the same over "data", and needs no sum to be so in its type.
+  assert count_collectives(compiled).outside["all-reduce"].operations == 1
 
 
 def test_in_a_users_shard_map_and_in_pmap():

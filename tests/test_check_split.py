@@ -306,6 +306,31 @@ def test_scales_of_fp8_are_overwritten(name, given):
   assert again.ok, again
 
 
+def test_a_wrong_gradient_beside_one_that_is_overwritten():
+  @jax.custom_vjp
+  def records_its_largest(x, largest):
+    return x
+
+  records_its_largest.defvjp(lambda x, _: (x, x), lambda x, g: (g, jnp.max(jnp.abs(x))))
+
+  @jax.custom_vjp
+  def differentiated_wrongly(x):
+    return x
+
+  differentiated_wrongly.defvjp(lambda x: (x, x), lambda x, g: (g * len(x) ** 1.5,))
+
+  def loss(params, x):
+    y = records_its_largest(x @ params["a"], params["largest"])
+    return jnp.mean(y**2 + differentiated_wrongly(x @ params["b"]) * wrong)
+
+  x = np.linspace(-0.4, 0.8, 24, dtype=np.float32).reshape(6, 4)
+  params = {"a": jnp.ones(4), "b": jnp.ones(4), "largest": jnp.float32(1)}
+  wrong = np.float32(0)
+  assert check_split(loss, params, x).verdict == "overwritten"
+  wrong = np.float32(1)  # no words for gradients are right for all of them
+  assert check_split(loss, params, x).verdict == "coupled"
+
+
 def test_overwritten_leaves_keep_their_words():
   loss = lambda params, batch: jnp.sum(zoo.per_row(params, batch)) / 8  # noqa: E731
 

@@ -259,6 +259,16 @@ def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
   assert seen == [(1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True), (1, 2, False)]
 
 
+def test_steps_of_optaxs_multi_steps_are_told(usual_promotion):
+  tx, params = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(), init_params()
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  state, stepped = tx.init(params), []
+  for _ in range(4):
+    params, state, metrics = step(params, state, digits(4))
+    stepped.append(bool(metrics["stepped"]))
+  assert stepped == [False, True, False, True]
+
+
 def test_a_weight_that_is_not_a_number_shows():
   step = optax_accum.make_train_step(
     loss_fn, optax.sgd(0.1), num_microbatches=2, weight_fn=lambda b: jnp.nan * b["x"][0, 0]

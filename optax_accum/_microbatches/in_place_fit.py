@@ -1,13 +1,17 @@
 """Which gradients JAX adds to references within a backward pass, and rightly.
 
-`jax.vjp` can (``with_refs``) since 0.8, and not everywhere. 0.9 cannot pass a `jax.checkpoint`. To
-0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a part,
-and the backward pass of a scan mixes up gradients that have references and those that have not (jax
-pull request 38929). To 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere
-than it read, an optimization barrier fails, and from 0.11 on an index before the array, which reads
-nothing, adds to another row. So a parameter has its gradient added within only where it goes into
-none of these, nor into an inner function of a kind that is not listed here. Of the others the whole
-gradient exists before it is added, as in a plain scan.
+`jax.vjp` (``with_refs``) is wrong or fails in some places:
+
+- In 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a
+  part, and the backward pass of a scan mixes up gradients that have references and those that have
+  not (jax pull request 38929).
+- In 0.10 to 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere than it
+  read, and an optimization barrier fails.
+- In 0.11 and 0.12 an index before the array, which reads nothing, adds to another row.
+
+So a parameter has a reference only if it goes into none of these, nor into an inner function of a
+kind that is not listed here. Of the others the whole gradient exists before it is added, as in a
+plain scan.
 """
 
 from collections.abc import Sequence
