@@ -2,8 +2,8 @@
 
     python benchmarks/record.py [--target-config FILE]
 
-Half an hour on 2 cores that do nothing else. Programs for a TPU are compiled if libtpu is
-installed, and for an H100 with --target-config (see memory.py). What is timed comes last.
+Three quarters of an hour on 2 cores that do nothing else. Programs for a TPU are compiled if
+libtpu is installed, and for an H100 with --target-config (see memory.py). What is timed comes last.
 """
 
 import argparse
@@ -24,6 +24,7 @@ def runs(target_config):
       "streaming.py --tpu --save",
     ]
   gpu = ["memory.py", "--platform", "gpu", "--target-config", target_config, "--save"]
+  trained = ["noise_scale.py --save"]
   timed = [
     "memory.py --time --save",
     "streaming.py --save",
@@ -33,6 +34,7 @@ def runs(target_config):
   return [
     *map(str.split, compiled),
     *([gpu] if target_config else []),
+    *map(str.split, trained),
     *map(str.split, timed),
   ]
 

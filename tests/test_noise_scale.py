@@ -288,6 +288,23 @@ def test_smoothed_apart_and_then_divided():
   assert float(scale) == np.inf
 
 
+@pytest.mark.parametrize("grows", [1, 10])
+def test_the_default_follows_within_a_few_steps(grows):
+  """The noise scale of training grows: an average over 100 steps says a quarter of it or less."""
+
+  def after(*decay):
+    estimate = gradient_noise_scale(*decay)
+    state = estimate.init()
+    for i in range(1, 61):
+      terms = NoiseScaleTerms(1.0, 100.0) if i <= 30 else NoiseScaleTerms(1 / grows, 100.0)
+      scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, terms)), state)
+    return float(scale)
+
+  assert after() == after(0.9)
+  assert 0.5 < after() / (100 * grows) <= 1.001
+  assert (after(0.99) < 0.25 * 100 * grows) == (grows > 1)
+
+
 def test_bad_input():
   make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), noise_scale=True)
   with pytest.raises(ValueError, match=r'noise_scale=True compares means.*reduction="sum"'):
@@ -367,7 +384,7 @@ def test_forward_derivatives_where_a_gradient_is_zero():
 
 
 def test_in_place_is_refused():
-  with pytest.raises(ValueError, match="norm of a microbatch's gradient, and in_place=True"):
+  with pytest.raises(ValueError, match="gradient of each microbatch, which in_place=True"):
     make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, noise_scale=True, in_place=True)
 
 

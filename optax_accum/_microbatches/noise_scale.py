@@ -1,4 +1,4 @@
-"""What batch is worth having: the noise scale, from the gradients of the microbatches of a step."""
+"""How large a batch is useful: the noise scale, from the gradients of a step's microbatches."""
 
 from collections.abc import Callable
 import functools
@@ -19,16 +19,15 @@ from optax_accum._microbatches.options import Split
 class NoiseScaleTerms(NamedTuple):
   """The two parts of the noise scale, estimated from one step alone.
 
-  ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are scalars,
-  float32 (float64 where x64 is enabled), right on average over steps and far off in one: smooth
-  them by `gradient_noise_scale`. Both are 0 where fewer than two microbatches counted.
+  They are ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are
+  float32 scalars (float64 if x64 is enabled). They are unbiased but very noisy: average them over
+  steps with `gradient_noise_scale`. Both are 0 if fewer than two microbatches counted.
 
   Attributes:
     squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
     trace: An estimate of the trace of the covariance of the gradients of single rows. With a
-      `weight_fn`, of single units of weight, which must count rows or tokens that are drawn
-      independently: weights of rows, as in importance sampling, do not. The rounding of a mean
-      gradient in half precision is in it.
+      `weight_fn`: of single units of weight, which must be rows or tokens that are drawn
+      independently. Importance weights are not. Rounding of gradients in half precision adds to it.
   """
 
   squared_norm: jax.Array
@@ -47,28 +46,39 @@ class GradientNoiseScale(NamedTuple):
   update: Callable[[NoiseScaleTerms, optax.EmaState], tuple[jax.Array, optax.EmaState]]
 
 
-def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
+def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
   """The simple noise scale: about how many rows a batch should have.
 
-  It is ``trace / |G|^2``, both averaged over steps before the division. The gradient of a batch of
-  this many rows (or of what a `weight_fn` counts) has as much noise as signal. Rows must be drawn
-  independently, and dropout counts as noise. Where rows meet within a microbatch, as in batch
-  normalisation, it means nothing. It is derived for SGD on a locally quadratic loss. The guide
-  "Choosing the microbatch and the batch" has what to do with the number, and what misleads.
+  It is ``trace / |G|^2``, where both are averaged over steps before the division. The gradient of a
+  batch of this many rows (or of this total weight) has as much noise as signal. Rows must be drawn
+  independently. Dropout counts as noise. If the gradient of a row depends on other rows, as with
+  batch normalisation, the number means nothing. The derivation assumes SGD on a locally quadratic
+  loss. How to use the number is in the guide "Choosing the microbatch and the batch".
 
   Args:
-    decay: Of the moving averages, at least 0 and below 1. The default is about the last 100 steps.
+    decay: Of the moving averages, at least 0 and below 1. They cover about ``1 / (1 - decay)``
+      steps. In training the noise scale grows, and a long average lags behind (measured by
+      ``benchmarks/noise_scale.py``):
+
+      ========================  ===========  =========  ==========  ==========
+      noise scale, in rows      of all rows  decay=0.9  decay=0.97  decay=0.99
+      ========================  ===========  =========  ==========  ==========
+      digits, step 50           100          77         69          65
+      digits, step 250          653          785        604         331
+      language model, step 50   29           19         7           6
+      language model, step 250  120          103        79          43
+      ========================  ===========  =========  ==========  ==========
 
   Returns:
-    A `GradientNoiseScale`, for use inside `jax.jit` or outside. ``init()`` gives the state, a tree
-    of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]``, and gives
-    ``(noise_scale, state)``, of which the first is a scalar, inf as long as the averaged ``|G|^2``
-    is not above 0. A step whose terms are both 0, or not finite, leaves the state as it is.
+    A `GradientNoiseScale`, for use inside or outside `jax.jit`. ``init()`` returns the state, a
+    tree of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]`` and returns
+    ``(noise_scale, state)``. The noise scale is a scalar, and inf while the averaged ``|G|^2`` is
+    not above 0. A step whose terms are both 0, or not finite, does not change the state.
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
       steps.
-    TypeError: ``update`` got no `NoiseScaleTerms`, or no state of ``init()``.
+    TypeError: ``update`` got something other than `NoiseScaleTerms` and the state of ``init()``.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -78,7 +88,7 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     >>> batch = {"x": x, "y": x.sum(1) + jax.random.normal(jax.random.key(1), (64,))}
     >>> tx = optax.sgd(0.01)
     >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
-    >>> estimate = optax_accum.gradient_noise_scale(decay=0.9)
+    >>> estimate = optax_accum.gradient_noise_scale()
     >>> params, noise_state = jnp.zeros(2), estimate.init()
     >>> opt_state = tx.init(params)
     >>> for _ in range(10):
@@ -92,8 +102,8 @@ def gradient_noise_scale(decay: float = 0.99) -> GradientNoiseScale:
     which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
   """
   if not 0 <= np.float32(decay) < 1:
-    raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.99.")
-  # Dividing cancels what debiasing would do.
+    raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.9.")
+  # Both have the same bias, which the division cancels.
   average = optax.ema(float(decay), debias=False)
 
   def init() -> optax.EmaState:
@@ -125,20 +135,20 @@ def _check_update(terms: NoiseScaleTerms, state: optax.EmaState) -> None:
     )
   if shape := jnp.shape(terms.trace):
     raise ValueError(
-      f"The terms have shape {shape}, and update takes the scalars of one step: call it in the scan"
-      " over steps, or scan it over the stacked terms."
+      f"The terms have shape {shape}, and update takes the scalars of one step: call it inside the"
+      " scan over steps, or scan it over the stacked terms."
     )
 
 
 class Noise(NamedTuple):
-  """What the scan reduces of each microbatch."""
+  """The values of each microbatch that the scan reduces."""
 
-  squared_norm: Leaf  # of the gradient: the weighted mean
-  count: Leaf  # 1: the sum is how many counted
+  squared_norm: Leaf  # of the gradient; reduced to the weighted mean
+  count: Leaf  # 1; reduced to the number of microbatches that counted
 
 
 class _WideSum(Sum):
-  """The sum in float32 or better, whatever gradients are added up in."""
+  """The sum in float32 or better, whatever `accumulator_dtype` is."""
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> jax.Array:
     return super().start(leaf, None)
@@ -152,9 +162,9 @@ NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
 
 
 def noise_of(derivatives: Grads) -> Noise:
-  """What one microbatch's gradient tells."""
+  """The values of one microbatch, from its gradient."""
   squared = squared_norm(derivatives)
-  return Noise(squared, jnp.ones_like(squared))  # of one dtype, for one reduction over devices
+  return Noise(squared, jnp.ones_like(squared))  # the same dtype, so devices reduce them together
 
 
 def squared_norm(derivatives: Grads) -> jax.Array:
@@ -180,16 +190,16 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
 
 
 def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
-  """Checks what `noise_scale` is given with."""
+  """Checks the options that exclude `noise_scale`."""
   if noise_scale and reduction != "mean":
     raise ValueError(
-      'noise_scale=True compares means over rows, and reduction="sum" has none: leave one of the'
-      " two out."
+      'noise_scale=True compares means over rows, and reduction="sum" has none: leave out one of'
+      " the two."
     )
   if noise_scale and split.in_place:
     raise ValueError(
-      "noise_scale=True takes the norm of a microbatch's gradient, and in_place=True never has one:"
-      " leave one of the two out."
+      "noise_scale=True needs the whole gradient of each microbatch, which in_place=True never has:"
+      " leave out one of the two."
     )
 
 
