@@ -245,11 +245,12 @@ def test_it_prints_as_a_table_and_draws_itself(tmp_path):
   )
   lines = str(plan).splitlines()
   assert lines[0] == "a batch of 768 rows, within 1.0 MiB on each device"
-  head = "microbatch N remat arguments outputs temp code total XLA peak matrix FLOPs"
-  assert " ".join(lines[1].split()) == head + " collectives fits"
+  head = "fits  microbatches  rows  remat  peak_bytes  temp_bytes  matrix FLOPs  collectives"
+  assert re.sub(" {2,}", "  ", lines[1]).strip() == head
+  assert max(map(len, lines)) <= 85
   first = lines[2].split()
-  assert first[:3] == [str(plan.microbatch_size), str(plan.num_microbatches), "False"]
-  assert [line.split()[-1] for line in lines[2:-1]] == [
+  assert first[:4] == ["yes", str(plan.num_microbatches), str(plan.microbatch_size), "False"]
+  assert [line.split()[0] for line in lines[2:-1]] == [
     "yes" if c.fits else "no" for c in plan.candidates
   ]
   assert lines[-1] == (
@@ -266,6 +267,27 @@ def test_it_prints_as_a_table_and_draws_itself(tmp_path):
   }
   ax = plan.plot(figure.axes[0])
   assert ax is figure.axes[0]
+
+
+def head_of(choice, **numbers):
+  """The columns of a table, which fits a page."""
+  plan = MicrobatchPlan.of([[candidate(16, 2**29, choice=choice, **numbers)]], 16, 2**30)
+  table = str(plan).splitlines()[1:3]
+  assert max(map(len, table)) <= 85
+  return re.split(" {2,}", table[0].strip())
+
+
+def test_columns_that_a_page_has_no_room_for_are_left_out_from_the_right():
+  kept = ["fits", "microbatches", "rows"]
+  numbers = ["peak_bytes", "temp_bytes", "matrix FLOPs", "collectives"]
+  large = {"argument_bytes": 2**29, "flops": 10**15, "collectives": 99, "collective_bytes": 2**29}
+  assert head_of({}, **large) == kept + numbers
+  assert head_of({"remat": False}, **large) == [*kept, "remat", *numbers]
+  two = {"remat": False, "saved": "of_layers"}
+  assert head_of(two, **large) == [*kept, *two, *numbers[:3]]
+  four = {f"option_{i}": True for i in range(4)}
+  assert head_of(four, **large) == [*kept, *four, "peak_bytes"]
+  assert head_of({"policy": "a value of many words " * 9}) == [*kept, "policy", *numbers[:3]]
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -316,7 +338,7 @@ def test_chips_that_are_not_there():
   one = SingleDeviceSharding(devices.tpu_topology().devices[0])
   args = arguments([shape(128, 128)] * 3, shape(4096, 128))
   args = jax.tree.map(lambda x: x.update(sharding=one), args)
-  with pytest.raises(ValueError, match=r"TPU.* does not say: give memory_limit, such as"):
+  with pytest.raises(ValueError, match=r"TPU.* reports none: give memory_limit, such as"):
     plan_microbatches(build_mlp, args, batch_size=2)
   steps = Compilations(mlp_loss, args)
   counts = [2, 1]
@@ -416,8 +438,8 @@ def candidate(size, temp=0, rows=16, choice=NO_CHOICE, **numbers):
 
 
 ADVICE = (
-  "Give a larger memory_limit, shard parameters or state over more devices, have steps donate them,"
-  " use in_place=True or rematerialisation, or a smaller model."
+  "Give a larger memory_limit, shard parameters or optimizer state over more devices, use"
+  " donate=True, in_place=True or rematerialisation, or use a smaller model."
 )
 
 
@@ -434,13 +456,13 @@ def test_the_words_of_nothing_fits():
   scans = [candidate(size, 2**14 + 2**10 * size, **sizes) for size in (1, 2, 4)]
   assert words(*scans, candidate(16, 2**20, **sizes)) == (
     "Nothing fits: microbatches of 1 row need 18.1 KiB on each device, and the limit is 1.0 KiB."
-    " Most of it is gradients, accumulators and what else stays the same:\n"
+    " Most of it is gradients, accumulators, and all that does not grow:\n"
     "       256 B  params\n"
     "       512 B  opt_state\n"
-    "       300 B  outputs that no argument was donated for\n"
+    "       300 B  outputs without a donated argument\n"
     "        20 B  code\n"
-    "     1.0 KiB  activations and what else grows with the microbatch\n"
-    "    16.0 KiB  gradients, accumulators and what else stays the same\n" + ADVICE
+    "     1.0 KiB  activations, and all that grows with the microbatch\n"
+    "    16.0 KiB  gradients, accumulators, and all that does not grow\n" + ADVICE
   )
   # One program says nothing of what grows. The step has placed its arguments otherwise.
   assert words(candidate(2, 100, argument_bytes=2000)) == (
@@ -453,8 +475,9 @@ def test_the_words_of_nothing_fits():
   unnamed = words(candidate(1, 1000, argument_bytes=768), candidate(2, analysed=False), step=3)
   assert "\n       256 B  argument 0\n       512 B  argument 1\n" in unnamed
   assert words(candidate(2, analysed=False), candidate(1, analysed=False)) == (
-    "Nothing fits: XLA compiles not even the smallest microbatch, which is larger than the chip's"
-    " memory. Shard parameters or state over more devices, or take a smaller model."
+    "Nothing fits: even with the smallest microbatch, the program is larger than the chip's memory,"
+    " and XLA does not compile it. Shard parameters or optimizer state over more devices, or use a"
+    " smaller model."
   )
 
 
@@ -462,7 +485,7 @@ def test_the_words_of_nothing_fits():
   "limit", [0, -1, 0.5, "0GiB", "GiB", "16 giga", "", "1e3GiB", True, [1], "16GiB 1"]
 )
 def test_limits_that_are_no_size(limit):
-  match = rf"memory_limit={re.escape(repr(limit))} is no size: give bytes, .*\"16GiB\""
+  match = rf"memory_limit={re.escape(repr(limit))} is not a size: give bytes, .*\"16GiB\""
   with pytest.raises(ValueError, match=match):
     plan_microbatches(build_mlp, mlp_args(), batch_size=768, memory_limit=limit)
 
@@ -494,14 +517,18 @@ def test_a_twentieth_of_a_devices_memory_is_left_free():
 
 def test_bad_input():
   plan = functools.partial(plan_microbatches, args=mlp_args(), batch_size=768, memory_limit="1GiB")
-  with pytest.raises(ValueError, match=r"memory_limit=None asks the device .*give memory_limit"):
+  with pytest.raises(ValueError, match=r"memory_limit=None uses the memory .*give memory_limit"):
     plan(build_mlp, memory_limit=None)
   with pytest.raises(TypeError, match=r"build_step\(1\) returned .*which has no lower\(\): return"):
     plan(lambda num_microbatches: mlp_loss)
-  with pytest.raises(ValueError, match=r"the same program for num_microbatches=\d+ and \d+: it"):
+  with pytest.raises(
+    ValueError, match=r"build_step\(\d+\) and build_step\(\d+\) made the same program"
+  ):
     plan(lambda num_microbatches: build_mlp(4))
   always_two = functools.partial(written_down(lambda n: 0), 2)
-  with pytest.raises(ValueError, match=r"the same program for num_microbatches=1 and 2: it"):
+  with pytest.raises(
+    ValueError, match=r"build_step\(1\) and build_step\(2\) made the same program"
+  ):
     plan(lambda n: always_two(), args=(shape(2),), batch_size=2)
   with pytest.raises(TypeError, match=r"build_mlp\(\) got an unexpected keyword .* 'rematt'"):
     plan(build_mlp, choices={"rematt": [True]})
@@ -616,7 +643,7 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
       ["--choice", "remt=true"],
       r"build_step\(\) got an unexpected keyword .*'remt'",
     ),
-    ("job.py:build", ["--memory", "much"], r"memory_limit='much' is no size"),
+    ("job.py:build", ["--memory", "much"], r"memory_limit='much' is not a size"),
     ("job.py:build", ["--memory", "1KiB"], r"Nothing fits: microbatches of 1 row need"),
   ],
 )
@@ -714,12 +741,98 @@ def test_a_batch_with_few_divisors():
     return str(plan).splitlines()[-1]
 
   assert last_line(9, fits=3) == (
-    "No microbatch between 3 and 9 rows divides the batch: another batch_size may have a larger one"
-    " that fits."
+    "No microbatch of 4 to 8 rows divides the batch. With a parameter microbatch_size, build_step"
+    " gets such sizes too."
   )
-  assert last_line(2 * 61, fits=2).startswith("No microbatch between 2 and 61 rows divides")
+  assert last_line(2 * 61, fits=2).startswith("No microbatch of 3 to 60 rows divides")
   for rows, fits in ((16, 4), (9, 9), (2 * 61, 122)):  # never more than twice apart, or all fit
     assert last_line(rows, fits).startswith("best: ")
+
+
+def by_size(temp, asked=None):
+  """The same as `written_down`, for `temp` of the rows of a microbatch."""
+
+  def build_step(microbatch_size):
+    return written_down(lambda _: temp(microbatch_size), asked)(microbatch_size)
+
+  return build_step
+
+
+@pytest.mark.parametrize("rows", [1, 7, 96, 241])
+def test_sizes_that_do_not_divide_the_batch(rows):
+  # Of two sizes that make as many microbatches, the smaller one.
+  possible = sorted({-(-rows // n) for n in range(1, rows + 1)})
+  for limit in range(1, rows + 1, 3):
+    asked = []
+    plan = plan_microbatches(
+      by_size(lambda size: size, asked), (shape(rows),), batch_size=rows, memory_limit=FIXED + limit
+    )
+    assert plan.microbatch_size == max(size for size in possible if size <= limit)
+    assert plan.num_microbatches == -(-rows // plan.microbatch_size)
+    assert len(asked) == len(set(asked)) <= 10
+
+
+def test_sizes_that_divide_are_looked_at_first():
+  """Where the last microbatch takes more than it saves, the plan is that of sizes that divide."""
+  plan = functools.partial(plan_microbatches, args=(shape(96),), batch_size=96)
+  uneven = plan(by_size(lambda size: size + 50 * (96 % size > 0)), memory_limit=FIXED + 50)
+  even = plan(written_down(lambda n: 96 // n), memory_limit=FIXED + 50)
+  assert uneven.microbatch_size == even.microbatch_size == 48
+
+
+def test_a_step_of_a_size_has_a_smaller_last_microbatch():
+  made = []
+
+  def build_step(microbatch_size, mesh=None, **options):
+    made.append(microbatch_size)
+    return make_train_step(mlp_loss, TX, microbatch_size=microbatch_size, mesh=mesh, **options)
+
+  rows = 29 * 64
+  args = mlp_args(rows=rows)
+  whole = plan_microbatches(build_step, args, batch_size=rows, memory_limit="1GiB").candidates[0]
+  assert (whole.num_microbatches, whole.microbatch_size) == (1, rows)
+  limit = whole.fixed_bytes + whole.temp_bytes // 3
+  plan = plan_microbatches(build_step, args, batch_size=rows, memory_limit=limit)
+  assert rows % plan.microbatch_size
+  assert plan.peak_bytes <= limit
+  last = rows - (plan.num_microbatches - 1) * plan.microbatch_size
+  assert 0 < last < plan.microbatch_size
+  assert str(plan).splitlines()[-1] == (
+    f"best: microbatch_size={plan.microbatch_size} ({plan.num_microbatches} microbatches, the last"
+    f" of {last} rows)"
+  )
+  # Over a mesh, sizes are multiples of the devices.
+  made.clear()
+  mesh = make_mesh(8)
+  on_mesh = functools.partial(build_step, mesh=mesh)
+  plan = plan_microbatches(on_mesh, args, batch_size=rows, memory_limit="1GiB").candidates[0]
+  limit = plan.fixed_bytes + plan.temp_bytes // 2
+  plan = plan_microbatches(on_mesh, args, batch_size=rows, memory_limit=limit)
+  assert all(size % 8 == 0 for size in made)
+  assert any(rows % size for size in made)
+  # The noise scale needs two microbatches, and they may be uneven.
+  noisy = functools.partial(build_step, noise_scale=True)
+  plan = plan_microbatches(noisy, mlp_args(rows=5), batch_size=5, memory_limit="1GiB")
+  assert (plan.num_microbatches, plan.microbatch_size) == (2, 3)
+
+
+def test_a_size_that_is_a_choice_is_the_users():
+  def build_step(num_microbatches, microbatch_size):
+    return written_down(lambda n: microbatch_size)(num_microbatches)
+
+  plan = plan_microbatches(
+    build_step,
+    (shape(8),),
+    batch_size=8,
+    memory_limit="1GiB",
+    choices={"microbatch_size": [3]},
+  )
+  assert (plan.num_microbatches, plan.choice) == (1, {"microbatch_size": 3})
+  match = r"build_step\(microbatch_size=\d+\) and build_step\(microbatch_size=\d+\) made the same"
+  with pytest.raises(ValueError, match=match):
+    plan_microbatches(
+      lambda microbatch_size: build_mlp(4), mlp_args(), batch_size=768, memory_limit="1GiB"
+    )
 
 
 def test_the_whole_batch_may_fit_where_half_of_it_does_not():

@@ -23,10 +23,7 @@ Take: TypeAlias = Callable[[], tuple[Batch, ...]]
 
 
 class Microbatches:
-  """The microbatches of one call of `fun`, whose signature says what the arguments are called.
-
-  `weights` are those of the microbatches, where they are known from a call before.
-  """
+  """The microbatches of one call of `fun`; `weights` are theirs, where a call before found them."""
 
   def __init__(
     self,
@@ -110,9 +107,8 @@ class Microbatches:
   def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
     """The `full` microbatches of equal size, by index, and the rows left over.
 
-    Strided: microbatch i has the rows i, i + full, i + 2 full, ..., so that a device
-    that holds a contiguous part of the batch holds its part of every microbatch. The
-    rows are read where they lie, without a copy of the batch.
+    Strided: microbatch i has the rows i, i + full, i + 2 full, ... So a device that holds a
+    contiguous part of the batch holds a part of every microbatch. The batch is not copied.
     """
     size, full = self.size, self.full
     batch = jax.tree.map(jnp.asarray, self.batch)
@@ -177,6 +173,13 @@ def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -
       " microbatch smaller and is exact too."
     )
   return rows // num_microbatches
+
+
+def sizes(rows: int, uneven: bool, fewest: int = 1) -> list[int]:
+  """Sizes for `fewest` microbatches or more, ascending. If not `uneven`, they divide the rows."""
+  # Of the sizes that make as many microbatches, the smallest.
+  counts = (n for n in range(fewest, rows + 1) if uneven or rows % n == 0)
+  return sorted({-(-rows // n) for n in counts})
 
 
 def check_sharding(x: jax.Array, axis: int, size: int) -> None:

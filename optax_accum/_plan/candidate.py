@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 import dataclasses
+import inspect
 import re
 from typing import Any, TypeAlias
 
@@ -10,12 +11,13 @@ import jax
 from optax_accum._arithmetic.trees import Args
 from optax_accum._compiled.collectives import count_collectives
 from optax_accum._compiled.matrix_flops import matrix_flops
+from optax_accum._microbatches import cut
 from optax_accum._train_step.step import Step
 
-Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan tells them by identity
+Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
 
-# XLA for TPU says so of a program when it has analysed its memory, and before anything runs.
+# Errors of XLA for TPU about a program that is too large, raised before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
 
 
@@ -24,22 +26,23 @@ class PlanCandidate:
   """One step that `plan_microbatches` compiled. All numbers are per call and per device.
 
   Attributes:
-    num_microbatches: What `build_step` was given.
-    microbatch_size: The rows of one microbatch, on all devices together.
+    num_microbatches: The number of microbatches.
+    microbatch_size: The rows of one microbatch, on all devices together. The last microbatch may
+      have fewer.
     choice: The further options that `build_step` was given.
-    argument_bytes: Of the arguments: parameters, optimizer state, batch.
-    output_bytes: Of what is returned, but for what is returned in donated arguments.
-    temp_bytes: Of temporary buffers: activations, gradients and their accumulators.
-    code_bytes: Of the program. (0 on CPU, where XLA does not say.)
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, to compare with. On CPU it leaves temporary
-      buffers out. None where this JAX has no such number.
-    flops: Floating-point operations in matrix products and convolutions. (Fewer where a device has
-      one row of each microbatch: XLA writes such products as sums, which are not counted.)
-    collectives: How many run.
-    collective_bytes: What they return.
+    argument_bytes: Memory of the arguments: parameters, optimizer state, batch.
+    output_bytes: Memory of the outputs that are not written into donated arguments.
+    temp_bytes: Memory of temporary buffers: activations, gradients and their accumulators.
+    code_bytes: Memory of the program. 0 on CPU, where XLA does not report it.
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, for comparison. On CPU it excludes temporary
+      buffers. None if this version of JAX does not report it.
+    flops: Floating-point operations in matrix products and convolutions. The count is too low if
+      a microbatch has one row per device: XLA writes such products as sums.
+    collectives: The number of collectives that run.
+    collective_bytes: The bytes that they return.
     fits: Whether `peak_bytes` is within the limit.
-    analysed: Whether there are such numbers. XLA for TPU compiles no program that is larger than
-      the chip's memory, and says so: it does not fit, and its numbers are 0.
+    analysed: Whether the program was compiled. XLA for TPU refuses a program that is larger than
+      the chip's memory. Such a candidate does not fit, and its numbers are 0.
   """
 
   num_microbatches: int
@@ -58,12 +61,12 @@ class PlanCandidate:
 
   @property
   def peak_bytes(self) -> int:
-    """What is reserved for arguments, outputs, temporary buffers, and code."""
+    """Memory of arguments, outputs, temporary buffers and code, all added up."""
     return self.fixed_bytes + self.temp_bytes
 
   @property
   def fixed_bytes(self) -> int:
-    """All but temporary buffers."""
+    """Memory of arguments, outputs and code."""
     return self.argument_bytes + self.output_bytes + self.code_bytes
 
 
@@ -72,16 +75,19 @@ class Builder:
 
   def __init__(self, build_step: BuildStep, args: Args, rows: int, choice: Choice):
     self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
-    self._programs: dict[str, int] = {}  # `num_microbatches`, by the text of the program
-    self.first = self._step(1)
+    self._programs: dict[str, int] = {}  # sizes, by the text of the program
+    # If `build_step` takes the rows of a microbatch, they need not divide the batch.
+    self.uneven = "microbatch_size" in {*inspect.signature(build_step).parameters} - {*choice}
+    self.first = self._step(rows)
 
-  def call(self, num_microbatches: int) -> str:
+  def call(self, size: int) -> str:
     """A call of `build_step`, as a user would write it."""
     options = [f"{name}={value!r}" for name, value in self._choice.items()]
-    return f"build_step({', '.join([str(num_microbatches), *options])})"
+    given = f"microbatch_size={size}" if self.uneven else str(self._rows // size)
+    return f"build_step({', '.join([given, *options])})"
 
-  def counts(self) -> list[int]:
-    """The numbers of microbatches that the step can have, the largest first."""
+  def sizes(self, uneven: bool) -> list[int]:
+    """The microbatches that the step can have, in rows, the smallest first."""
     rows, step = self._rows, self.first if isinstance(self.first, Step) else None
     found = step.rows(self._args) if step else None
     if found not in (None, rows):
@@ -91,24 +97,24 @@ class Builder:
       raise ValueError(
         f"batch_size={rows}, and no array in args has so many rows: give the rows of the batch."
       )
-    # What can have none, such as noise_scale of one row, has an error of its own when lowered.
-    return (step.counts(rows) or [1]) if step else [n for n in range(rows, 0, -1) if rows % n == 0]
+    # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
+    return (step.sizes(rows, uneven) or [rows]) if step else cut.sizes(rows, uneven)
 
-  def compile(self, num_microbatches: int, limit: int) -> PlanCandidate:
+  def compile(self, size: int, limit: int) -> PlanCandidate:
     """Compiles one step. Nothing runs."""
-    candidate = PlanCandidate(num_microbatches, self._rows // num_microbatches, self._choice)
+    candidate = PlanCandidate(-(-self._rows // size), size, self._choice)
     try:
-      lowered: jax.stages.Lowered = self._step(num_microbatches).lower(*self._args)
-      self._check_other_program(lowered, num_microbatches)
+      lowered: jax.stages.Lowered = self._step(size).lower(*self._args)
+      self._check_other_program(lowered, size)
       compiled = lowered.compile()
     except Exception as error:
       if _LARGER_THAN_THE_CHIP.search(str(error)):
         return dataclasses.replace(candidate, analysed=False)
-      error.add_note(f"This is {self.call(num_microbatches)}, lowered and compiled with args.")
+      error.add_note(f"This is {self.call(size)}, lowered and compiled with args.")
       raise
     memory, collectives = compiled.memory_analysis(), count_collectives(compiled).operations
     if memory is None:
-      raise ValueError("This backend's compiler does not say how much memory a program needs.")
+      raise ValueError("This backend's compiler does not report the memory of a program.")
     candidate = dataclasses.replace(
       candidate,
       argument_bytes=memory.argument_size_in_bytes,
@@ -122,20 +128,22 @@ class Builder:
     )
     return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
 
-  def _check_other_program(self, lowered: jax.stages.Lowered, num_microbatches: int) -> None:
-    same = self._programs.setdefault(lowered.as_text(), num_microbatches)
-    if same != num_microbatches:
+  def _check_other_program(self, lowered: jax.stages.Lowered, size: int) -> None:
+    same = self._programs.setdefault(lowered.as_text(), size)
+    if same != size:
       raise ValueError(
-        f"build_step made the same program for num_microbatches={same} and {num_microbatches}: it"
-        " must split the batch into as many microbatches as it is given, as in"
-        " make_train_step(..., num_microbatches=num_microbatches)."
+        f"{self.call(same)} and {self.call(size)} made the same program: build_step must pass the"
+        " number on, as in make_train_step(..., num_microbatches=num_microbatches)."
       )
 
-  def _step(self, num_microbatches: int) -> Any:
-    step = self._build_step(num_microbatches, **self._choice)
+  def _step(self, size: int) -> Any:
+    if self.uneven:
+      step = self._build_step(**self._choice, microbatch_size=size)
+    else:
+      step = self._build_step(self._rows // size, **self._choice)
     if not callable(getattr(step, "lower", None)):
       raise TypeError(
-        f"{self.call(num_microbatches)} returned {step!r:.80}, which has no lower(): return what"
-        " make_train_step returns, or a function that jax.jit has wrapped."
+        f"{self.call(size)} returned {step!r:.80}, which has no lower(): return the result of"
+        " make_train_step, or a function wrapped by jax.jit."
       )
     return step

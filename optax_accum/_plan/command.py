@@ -16,10 +16,10 @@ from optax_accum._plan.report import new_figure
 from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
-Says which microbatch fits, by compiling some and reading XLA's own memory analysis. Nothing runs.
+Finds the largest microbatch that fits in memory, by compiling a few sizes. The step does not run.
 
-FILE.py:NAME is a function without arguments that returns (build_step, args, batch_size), as
-optax_accum.plan_microbatches takes them:
+FILE.py:NAME is a function without arguments that returns (build_step, args, batch_size), the
+arguments of optax_accum.plan_microbatches:
 
   def build():
     def build_step(num_microbatches, remat=False):
@@ -33,30 +33,30 @@ example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
 _CHOICE = """\
-an option of build_step and the values to try: true, 8, null as in JSON or in Python, other words as
-they are; may be given again"""
-# Files that are not a user's: of this package and of Python; and so are those in site-packages.
+an option of build_step and the values to try: numbers, true, false and null as in JSON or Python,
+anything else as a string; can be repeated"""
+# Files that are not the user's: of this package and of Python, besides those in site-packages.
 _OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command; returns the exit status: 1 where nothing fits or the user's code fails."""
+  """Runs a command. Returns the exit status: 1 if nothing fits or the user's code fails."""
   parser = argparse.ArgumentParser(prog="python -m optax_accum")
   command = parser.add_subparsers(required=True, metavar="plan").add_parser(
     "plan",
-    help="which microbatch fits",
+    help="find the largest microbatch that fits",
     description=_DESCRIPTION,
     epilog=_EXAMPLE,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   flag = command.add_argument
-  flag("target", metavar="FILE.py:NAME", help="what makes the step")
-  flag("--memory", help="of one device, e.g. 16GiB; default: what the device has")
+  flag("target", metavar="FILE.py:NAME", help="the function that makes the step")
+  flag("--memory", help="of one device, such as 16GiB; default: what the device reports")
   flag("--choice", action="append", default=[], metavar="NAME=VALUE,...", help=_CHOICE)
   flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   try:
-    figure = new_figure() if options.plot else None  # before much is compiled for it
+    figure = new_figure() if options.plot else None  # fails before anything is compiled
     choices: dict[str, list[Any]] = {}
     for name, values in map(_choice, options.choice):
       choices.setdefault(name, []).extend(values)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
       figure.savefig(options.plot)
   except KeyboardInterrupt:
     return 130
-  except (Exception, SystemExit) as error:  # what a script runs may end by itself
+  except (Exception, SystemExit) as error:  # the user's file may call sys.exit
     print(_explained(error), file=sys.stderr)
     return 1
   return 0
@@ -99,7 +99,7 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   if not file:
     raise ValueError(f"{target}: give FILE.py:NAME, such as train.py:build.")
   path = pathlib.Path(file).resolve()
-  # A name that no other module has: the file may be called as one of Python's own.
+  # A new name, because the file may have the name of one of Python's own modules.
   module = types.ModuleType(f"planned_{path.stem}")
   module.__file__ = str(path)
   sys.modules[module.__name__] = module
@@ -108,14 +108,14 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   built = getattr(module, function)()
   if not isinstance(built, tuple) or len(built) != 3:
     raise TypeError(
-      f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), as"
-      " optax_accum.plan_microbatches takes them."
+      f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), the"
+      " arguments of optax_accum.plan_microbatches."
     )
   return built
 
 
 def _explained(error: BaseException) -> str:
-  """The message of an error, after the lines of the user's own files that led to it, if any."""
+  """The message of an error, after the lines of the user's own files that led to it."""
   notes = getattr(error, "__notes__", [])
   error.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
   own = [

@@ -12,21 +12,24 @@ from optax_accum._arithmetic.trees import Args
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, PlanCandidate
 
-# Of steps whose work differs by less, the one with the larger microbatch is better.
+# Of choices whose FLOPs differ by less, the one with the larger microbatch is taken.
 _SAME_WORK = 0.01
+_WIDTH = 85  # of the table
 
 _size = operator.attrgetter("microbatch_size")
 
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchPlan:
-  """What `plan_microbatches` found; it prints as a table.
+  """The result of `plan_microbatches`. ``print(plan)`` shows a table, ``plan.plot()`` a plot.
+
+  The table leaves out the last columns if it would be wider than 85. `candidates` has all numbers.
 
   Attributes:
     batch_size: The rows of the batch.
-    limit_bytes: What a program may reserve on one device.
-    candidates: Each `PlanCandidate` that was compiled. First those that fit, of the cheapest
-      choice in floating-point operations first, and the largest microbatch of each choice first.
+    limit_bytes: The memory that a program may use on one device.
+    candidates: Each `PlanCandidate` that was compiled. Those that fit come first, of them the
+      choice with the fewest floating-point operations, and of a choice the largest microbatch.
   """
 
   batch_size: int
@@ -38,7 +41,7 @@ class MicrobatchPlan:
     """The plan of what was compiled of each choice."""
 
     def work(each: Sequence[PlanCandidate]) -> int:
-      # Whatever the microbatch; but that of one row on a device XLA writes in a way not counted.
+      # The same for all sizes, except one row per device, which XLA writes in a way not counted.
       return max(c.flops for c in each)
 
     least = min((work(each) for each in found if any(c.fits for c in each)), default=0)
@@ -52,67 +55,70 @@ class MicrobatchPlan:
 
   @property
   def num_microbatches(self) -> int:
-    """How many microbatches to run."""
+    """The number of microbatches to use."""
     return self.candidates[0].num_microbatches
 
   @property
   def microbatch_size(self) -> int:
-    """The rows of one microbatch, on all devices together."""
+    """The rows of one microbatch, on all devices together. The last may have fewer."""
     return self.candidates[0].microbatch_size
 
   @property
   def choice(self) -> Choice:
-    """The further options of `build_step`."""
+    """The further options of `build_step` to use."""
     return self.candidates[0].choice
 
   @property
   def peak_bytes(self) -> int:
-    """What the planned step reserves on one device."""
+    """The memory that the planned step needs on one device."""
     return self.candidates[0].peak_bytes
 
   def __str__(self) -> str:
     limit = sizes.shown(self.limit_bytes)
     lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
+    if not all(c.analysed for c in self.candidates):
+      lines.append("A line without numbers: XLA compiles no program larger than the chip's memory.")
     if self.candidates[0].fits:
-      split = f"num_microbatches={self.num_microbatches} (of {_rows(self.microbatch_size)})"
+      count, size = self.num_microbatches, self.microbatch_size
+      split = f"num_microbatches={count} (of {_rows(size)})"
+      if last := self.batch_size % size:
+        split = f"microbatch_size={size} ({count} microbatches, the last of {_rows(last)})"
       lines.append(", ".join([f"best: {split}", *_options(self.choice)]))
       not_fitting = (c for c in self.candidates if c.choice is self.choice and not c.fits)
       larger = min(map(_size, not_fitting), default=0)
-      if larger > 2 * self.microbatch_size:
+      if larger > 2 * size:
         lines.append(
-          f"No microbatch between {self.microbatch_size} and {larger} rows divides the batch:"
-          " another batch_size may have a larger one that fits."
+          f"No microbatch of {size + 1} to {larger - 1} rows divides the batch. With a parameter"
+          " microbatch_size, build_step gets such sizes too."
         )
     return "\n".join(lines)
 
   def _table(self) -> list[str]:
     """All candidates, by choice and microbatch."""
-    head = ["microbatch", "N", *self.choice, "arguments", "outputs", "temp", "code", "total"]
-    rows = [[*head, "XLA peak", "matrix FLOPs", "collectives", "fits"]]
+    kept = ["fits", "microbatches", "rows", *self.choice, "peak_bytes"]
+    rows = [[*kept, "temp_bytes", "matrix FLOPs", "collectives"]]
     for c in self.candidates:
-      kinds = (c.argument_bytes, c.output_bytes, c.temp_bytes, c.code_bytes, c.peak_bytes)
-      peak = "-" if c.xla_peak_bytes is None else sizes.shown(c.xla_peak_bytes)
-      numbers = [*map(sizes.shown, kinds), peak, f"{c.flops:.3g}"]
+      numbers = [*map(sizes.shown, (c.peak_bytes, c.temp_bytes)), f"{c.flops:.3g}"]
       sent = f"{c.collectives}, {sizes.shown(c.collective_bytes)}" if c.collectives else "-"
-      fits = "yes" if c.fits else "no"
-      if not c.analysed:
-        numbers, fits = ["-"] * len(numbers), "no, larger than the chip"
-      split = str(c.microbatch_size), str(c.num_microbatches)
-      rows.append([*split, *map(_named, c.choice.values()), *numbers, sent, fits])
+      split = "yes" if c.fits else "no", str(c.num_microbatches), str(c.microbatch_size)
+      values = (_named(value)[:20] for value in c.choice.values())
+      rows.append([*split, *values, *(numbers if c.analysed else ["-"] * len(numbers)), sent])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    while len(widths) > len(kept) and sum(widths) + 2 * len(widths) - 2 > _WIDTH:
+      widths.pop()
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
   def plot(self, ax: Any = None) -> Any:
-    """Draws the memory of each candidate over its microbatch, and the limit.
+    """Draws the memory of each candidate over its microbatch size, and the limit.
 
     Args:
-      ax: A `matplotlib.axes.Axes` to draw on. Default: a new figure's.
+      ax: A `matplotlib.axes.Axes` to draw on. Default: the axes of a new figure.
 
     Returns:
-      The axes; ``plan.plot().figure.savefig("plan.png")`` writes the picture.
+      The axes. ``plan.plot().figure.savefig("plan.png")`` writes the picture.
 
     Raises:
-      ImportError: matplotlib is not there: ``pip install "optax-accum[plot]"``.
+      ImportError: matplotlib is not installed: ``pip install "optax-accum[plot]"``.
     """
     ax = new_figure().subplots() if ax is None else ax
     analysed = [c for c in self.candidates if c.analysed]
@@ -133,12 +139,12 @@ class MicrobatchPlan:
     if first.fits:
       label = f"best: {_rows(first.microbatch_size)}"
       ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
-      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="all but temporary buffers")
+      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="arguments, outputs, code")
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
-    ax.set_ylabel(f"reserved on a device, {name}")
+    ax.set_ylabel(f"peak memory of a device, {name}")
     ax.legend()
     return ax
 
@@ -165,26 +171,27 @@ def new_figure() -> Any:
 
 
 def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
-  """Says what takes the memory where not even one row fits."""
+  """The message that says what takes the memory, if not even one row fits."""
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
     return (
-      "Nothing fits: XLA compiles not even the smallest microbatch, which is larger than the chip's"
-      f" memory. Shard parameters or state over more devices, or take a smaller model.\n{plan}"
+      "Nothing fits: even with the smallest microbatch, the program is larger than the chip's"
+      " memory, and XLA does not compile it. Shard parameters or optimizer state over more devices,"
+      f" or use a smaller model.\n{plan}"
     )
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
   parts = _arguments(step, args)
   if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
-    parts = {"arguments": least.argument_bytes}  # the step places them otherwise
-  parts["outputs that no argument was donated for"] = least.output_bytes
+    parts = {"arguments": least.argument_bytes}  # the step places them in another way
+  parts["outputs without a donated argument"] = least.output_bytes
   parts["code"] = least.code_bytes
   scans = [c for c in analysed if c.choice is least.choice and c.num_microbatches > 1]
   largest = max(scans, key=_size, default=least)
   if (more_rows := largest.microbatch_size - least.microbatch_size) > 0:
     a_row = (largest.temp_bytes - least.temp_bytes) / more_rows
     of_rows = min(max(int(a_row * least.microbatch_size), 0), least.temp_bytes)
-    parts["activations and what else grows with the microbatch"] = of_rows
-    parts["gradients, accumulators and what else stays the same"] = least.temp_bytes - of_rows
+    parts["activations, and all that grows with the microbatch"] = of_rows
+    parts["gradients, accumulators, and all that does not grow"] = least.temp_bytes - of_rows
   else:
     parts["temporary buffers: activations, gradients, accumulators"] = least.temp_bytes
   listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size)
@@ -192,8 +199,8 @@ def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) 
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
     f" the limit is {limit}. Most of it is {max(parts, key=parts.__getitem__)}:\n{listed}\n"
-    "Give a larger memory_limit, shard parameters or state over more devices, have steps donate"
-    f" them, use in_place=True or rematerialisation, or a smaller model.\n{plan}"
+    "Give a larger memory_limit, shard parameters or optimizer state over more devices, use"
+    f" donate=True, in_place=True or rematerialisation, or use a smaller model.\n{plan}"
   )
 
 
@@ -201,6 +208,6 @@ def _arguments(step: Callable[..., object], args: Args) -> dict[str, int]:
   """The bytes of each argument on one device."""
   try:
     named = inspect.signature(step).bind(*args).arguments
-  except (TypeError, ValueError):  # it has no signature, or none that says it all
+  except (TypeError, ValueError):  # it has no signature, or one that does not fit
     named = {f"argument {i}": x for i, x in enumerate(args)}
   return {name: sum(map(sizes.shard_bytes, jax.tree.leaves(x))) for name, x in named.items()}

@@ -1,4 +1,4 @@
-"""`plan_microbatches`: the largest microbatch that fits, found by compiling few of them."""
+"""`plan_microbatches`: the largest microbatch that fits, found by compiling a few sizes."""
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
@@ -25,45 +25,46 @@ def plan_microbatches(
   memory_limit: int | str | None = None,
   choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> MicrobatchPlan:
-  """The largest microbatch that fits, found by compiling and reading XLA's own memory analysis.
+  """The largest microbatch that fits in memory, found by compiling a few sizes. Nothing runs.
 
-  Steps are compiled for some of the numbers of microbatches that divide the batch, and what they
-  reserve on one device is compared with the limit: arguments, outputs that are not written into
-  donated arguments, temporary buffers, and code. Nothing runs, so nothing can run out of memory.
-  The possible sizes are bisected: three to five programs for each choice where a batch has 12
-  divisors. The answer and the next larger microbatch are among them.
+  The memory of a step is what XLA reports for its compiled program: arguments, outputs that are not
+  written into donated arguments, temporary buffers, and code. The possible sizes are bisected: if
+  the batch has 12 divisors, three to five programs are compiled for each choice. The answer and the
+  next larger size are always among them.
 
-  Plan for the device that you train on: XLA for CPU may merge what rematerialised layers compute
-  again, unless they are in a scan. The guide "Choosing the microbatch and the batch" plans for TPUs
-  and GPUs that are not there, and times sizes that fit: the largest need not be the fastest.
+  Plan for the device that you train on. XLA for CPU may undo rematerialisation of layers that are
+  not in a scan. The guide "Choosing the microbatch and the batch" plans for TPUs and GPUs from a
+  machine without them, and times the sizes that fit: the largest is not always the fastest.
 
   Args:
-    build_step: ``build_step(num_microbatches, **choice)`` returns the step: what `make_train_step`,
-      `linen_train_step` or `nnx_train_step` returns, or another function that `jax.jit` wraps.
-    args: The arguments of a call of the step, arrays or `jax.ShapeDtypeStruct`, with shardings if
-      any. They are not donated.
-    batch_size: The rows of the batch in `args`, on all devices together. The numbers of
-      microbatches that are tried divide it; with a step of ``mesh=``, the rows of one device. For a
-      function of your own that splits the rows of one device, inside `shard_map`, give those.
-    memory_limit: Bytes of one device, less other arrays that live there, as an int or a string such
-      as ``"16GiB"`` or ``"80 GB"``. Default: what the device may allocate, its
-      ``memory_stats()["bytes_limit"]``, less 5% for fragmentation. (On a GPU 75% of its memory,
-      unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
-    choices: Further options of `build_step`, each with the values to try, in all combinations.
+    build_step: ``build_step(num_microbatches, **choice)`` returns the step: the result of
+      `make_train_step`, `linen_train_step` or `nnx_train_step`, or a function wrapped by `jax.jit`.
+      If it has a parameter ``microbatch_size``, it is called as ``build_step(microbatch_size=rows,
+      **choice)`` instead, and sizes that do not divide the batch are tried too. With them the last
+      microbatch is smaller.
+    args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
+      shardings if they have any. They are not donated.
+    batch_size: The rows of the batch in `args`, on all devices together. For a function of your own
+      that splits the rows of one device, inside `shard_map`: the rows of one device.
+    memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or
+      ``"80 GB"``. Subtract other arrays on the device. Default: the device's
+      ``memory_stats()["bytes_limit"]``, less 5% for fragmentation. (On a GPU that is 75% of its
+      memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
+    choices: Further options of `build_step`, each with a list of values, in all combinations.
 
   Returns:
-    A `MicrobatchPlan`, which prints as a table. It has the ``num_microbatches``,
-    ``microbatch_size`` and ``choice`` to use: the largest microbatch that fits, of the choice with
-    the fewest floating-point operations among those that fit. Of choices that differ by less than
-    1%, the larger microbatch is taken.
+    A `MicrobatchPlan`. ``print(plan)`` shows a table. ``plan.num_microbatches``,
+    ``plan.microbatch_size`` and ``plan.choice`` say what to use: the choice with the fewest
+    floating-point operations of those that fit, and its largest microbatch that fits. If choices
+    differ by less than 1%, the one with the larger microbatch is taken.
 
   Raises:
-    ValueError: Not even microbatches of one row fit: the message says what takes the memory. Or
-      `memory_limit` is no size; or it is None, and the device does not say; or `build_step` makes
-      the same program whatever it is given; or the batch has other rows.
-    TypeError: `build_step` returns what cannot be lowered, or takes other options than `choices`
-      has; an argument has the wrong type.
-    Exception: Whatever compiling raises, with a note that says which step it was.
+    ValueError: Not even microbatches of one row fit (the message says what takes the memory);
+      `memory_limit` is not a size, or is None and the device does not report its memory; two sizes
+      make the same program; the batch in `args` does not have `batch_size` rows.
+    TypeError: `build_step` returns something that cannot be lowered, or does not take the options
+      in `choices`; an argument has the wrong type.
+    Exception: Any error of compiling, with a note that says which step it was.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -119,7 +120,7 @@ def plan_microbatches(
 
 
 def _without_deleted(tree: Tree) -> Tree:
-  """The same, with shapes in the place of arrays that a step before has deleted."""
+  """The same tree, with shapes instead of arrays that an earlier step has deleted."""
 
   def is_deleted(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and x.is_deleted()
@@ -127,24 +128,25 @@ def _without_deleted(tree: Tree) -> Tree:
   def shape(x: Leaf) -> Leaf:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
 
-  # In a tree that is mapped, Variables that an nnx model shares would become several.
+  # Mapping a tree would copy the Variables that an nnx model shares.
   return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
 
 
 def _compiled(
   builder: Builder, args: Args, rows: int, limit: int, bar: "tqdm.tqdm"
 ) -> list[PlanCandidate]:
-  """What was compiled of one choice to find its largest microbatch that fits."""
+  """All that was compiled to find the largest microbatch that fits with one choice."""
 
   def compile_size(size: int) -> PlanCandidate:
-    bar.set_postfix_str(builder.call(rows // size))
-    candidate = builder.compile(rows // size, limit)
+    bar.set_postfix_str(builder.call(size))
+    candidate = builder.compile(size, limit)
     bar.update()
     return candidate
 
-  counts = builder.counts()
-  row_bytes = sizes.of_rows(args, rows) * counts[0] / rows  # on one device
-  return search([rows // n for n in counts], rows, limit, row_bytes, compile_size)
+  even = builder.sizes(uneven=False)
+  uneven = builder.sizes(uneven=True) if builder.uneven else []
+  row_bytes = sizes.of_rows(args, rows) / even[0]  # on one device
+  return search(even, rows, limit, row_bytes, compile_size, uneven)
 
 
 def search(
@@ -153,15 +155,18 @@ def search(
   limit: int,
   row_bytes: float,
   compile_size: Callable[[int], PlanCandidate],
+  uneven: Sequence[int] = (),
 ) -> list[PlanCandidate]:
-  """What is compiled of the possible microbatches, in rows, the smallest first.
+  """Bisects the possible microbatches, in rows, for the largest that fits: all that it compiled.
 
-  They are bisected for the largest that fits. The smallest comes last, after the next larger one:
-  on TPUs one row may need more than two.
+  `possible` has the smallest size first. It is compiled last, after the next larger one, because on
+  TPUs one row may need more memory than two.
 
-  The `whole` batch is a program without a scan: without accumulators, and without a copy of a
-  microbatch's rows, each of `row_bytes`. So it may fit where half of it does not. It is left out
-  where scans of several sizes say that its activations alone are too many.
+  The `whole` batch is a program without a scan. It has no accumulators and no copy of a
+  microbatch's rows (`row_bytes` each), so it may fit even if half of it does not. It is not
+  compiled if several scans show that its activations alone exceed the limit.
+
+  The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
   known: dict[int, PlanCandidate] = {}  # by rows
 
@@ -170,9 +175,9 @@ def search(
     return not known[size].fits
 
   bisect.bisect_left(possible, True, key=too_large)
-  if len(known) < min(len(possible), 2):  # so that programs of several numbers are compared
+  if len(known) < min(len(possible), 2):  # so that two programs are compared
     too_large(possible[0])
-  # XLA writes products of one row in another way, which does not tell of more rows.
+  # XLA writes products of one row in another way, so the smallest size says little of others.
   scans = [known[size] for size in sorted(known) if size not in (possible[0], whole)]
   scans = [each for each in scans if each.analysed]
   if whole == possible[-1] and whole not in known:
@@ -183,4 +188,7 @@ def search(
       needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
     if needed <= limit:
       too_large(whole)
+  fits = max((size for size in known if known[size].fits), default=0)
+  larger = min((size for size in known if size > fits), default=whole + 1)
+  bisect.bisect_left([size for size in uneven if fits < size < larger], True, key=too_large)
   return [*known.values()]

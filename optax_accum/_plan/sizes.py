@@ -1,4 +1,4 @@
-"""Sizes of memory: what a user gives, what a device has, and how they are printed."""
+"""Sizes of memory: of a limit, of a device, of arrays, and how they are printed."""
 
 import math
 import re
@@ -8,7 +8,7 @@ import jax
 from optax_accum._arithmetic.trees import Leaf, Tree
 from optax_accum._train_step.step import Step
 
-# The part of what a device may allocate that is left free, because free memory is in pieces.
+# The part of a device's memory that is left free, because free memory is fragmented.
 MARGIN = 0.05
 
 _UNITS = {"": 1, "B": 1}
@@ -23,14 +23,14 @@ def parse(memory_limit: int | str) -> int:
   size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
   if size < 1:
     raise ValueError(
-      f"memory_limit={memory_limit!r} is no size: give bytes, 1 or more, as an int or as a string"
-      f' such as "16GiB" or "80 GB", with one of {", ".join(_UNITS).lstrip(", ")}.'
+      f"memory_limit={memory_limit!r} is not a size: give bytes, 1 or more, as an int or as a"
+      f' string such as "16GiB" or "80 GB", with one of {", ".join(_UNITS).lstrip(", ")}.'
     )
   return size
 
 
 def of_device(args: Tree, step: object) -> int:
-  """What arrays may take on the device that a step runs on, less a margin."""
+  """The memory for arrays on the device that a step runs on, less a margin."""
   shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
   of_args = [d for s in shardings for d in getattr(s, "device_set", ())]
   of_mesh = step.devices if isinstance(step, Step) else []
@@ -41,14 +41,14 @@ def of_device(args: Tree, step: object) -> int:
     stats = {}
   if "bytes_limit" not in stats:
     raise ValueError(
-      f"memory_limit=None asks the device how much memory it has, and {device} does not say: give"
+      f"memory_limit=None uses the memory that the device reports, and {device} reports none: give"
       ' memory_limit, such as "16GiB".'
     )
   return int(stats["bytes_limit"] * (1 - MARGIN))
 
 
 def shard_bytes(x: Leaf) -> int:
-  """What an array, or a shape, takes on one device."""
+  """The bytes of an array, or of a shape, on one device."""
   if not hasattr(x, "dtype"):
     return 0
   sharding = getattr(x, "sharding", None)
@@ -57,7 +57,7 @@ def shard_bytes(x: Leaf) -> int:
 
 
 def of_rows(args: Tree, rows: int) -> float:
-  """What one row of a batch of `rows` takes in the arrays that have so many."""
+  """The bytes of one row, added up over the arrays that have this number of rows."""
   batch = [x for x in jax.tree.leaves(args) if rows in getattr(x, "shape", ())]
   return sum(math.prod(x.shape) * x.dtype.itemsize for x in batch) / rows
 
