@@ -112,15 +112,23 @@ def hinted(
       try:
         return fun(*args, **kwargs)
       except TypeError:
-        misfit = _misfit(signature, args, kwargs)
-        found = [text for name, text in (names or {}).items() if name in kwargs] or [hint]
-        if not misfit or not found[0]:
+        why = hint_on(signature, args, kwargs, names or {}, hint)
+        if not why:
           raise
-      raise TypeError(f"{fun.__qualname__}: {misfit}. {' '.join(found)}")
+      raise TypeError(f"{fun.__qualname__}: {why}")
 
     return called
 
   return decorate
+
+
+def hint_on(
+  signature: inspect.Signature, args: Any, kwargs: Any, names: Mapping[str, str], hint: str = ""
+) -> str:
+  """Why a call does not fit a signature and what to write, or "" where it fits or nobody knows."""
+  misfit = _misfit(signature, args, kwargs)
+  found = " ".join(text for name, text in names.items() if name in kwargs) or hint
+  return f"{misfit}. {found}" if misfit and found else ""
 
 
 def check_takes(where: str, loss_fn: Callable[..., Any], arguments: str) -> None:

@@ -86,7 +86,7 @@ def pytest_runtest_makereport(item):
   report = yield
   if report.failed and item.get_closest_marker("optax_bug"):
     advice = (
-      "This test asserts what optax does wrong. If optax has mended that, accumulate is not at"
+      "This test asserts what optax does wrong. If optax has fixed that, accumulate is not at"
       ' fault: remove the test, and what we say of it (grep MultiSteps). -m "not optax_bug" goes on'
       " without these tests."
     )

@@ -216,7 +216,7 @@ NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint 
     (optax.MultiSteps(SGD, 2).init(PARAMS), r"MultiStepsState.*optax_accum\.from_multi_steps\("),
     (SGD.init(PARAMS), f"is a tuple {NOT_OURS}"),
     (None, f"is a NoneType {NOT_OURS}"),
-    ((STATE, optax.EmptyState()), "there is one in it. Call the transformation that the whole"),
+    ((STATE, optax.EmptyState()), "there is one in it. Call the transformation of the whole"),
     (STATE._asdict(), f"is a dict {NOT_OURS}"),  # restored without its types
     (list(STATE), f"is a list {NOT_OURS}"),
   ],
@@ -243,7 +243,7 @@ def test_a_restored_state_goes_on_as_the_message_says():
 def test_a_state_made_with_or_without_skip_fn(form):
   with pytest.raises(ValueError, match=r"made with a skip_fn, and this accumulate has none"):
     getattr(TX, form)(PARAMS, SKIPS.init(PARAMS), PARAMS)
-  with pytest.raises(ValueError, match=r"made without skip_fn or with another: go on with"):
+  with pytest.raises(ValueError, match=r"made without skip_fn or with another one: go on with"):
     getattr(SKIPS, form)(PARAMS, STATE, PARAMS)
   for tx, skip_state in ((TX, ()), (SKIPS, SKIPS.init(PARAMS).skip_state)):
     getattr(tx, form)(PARAMS, STATE._replace(skip_state=skip_state), PARAMS)  # as it says

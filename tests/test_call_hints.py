@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from optax_accum import accumulate, make_train_step
+from optax_accum import (
+  accumulate,
+  from_multi_steps,
+  make_train_step,
+  microbatch,
+  microbatch_value_and_grad,
+)
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 SGD = optax.sgd(0.1)
@@ -95,6 +101,26 @@ def test_methods_of_multisteps():
       lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
       r"The loss comes before the optimizer: make_train_step\(loss_fn, tx",
     ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, flush=True),
+      r"unexpected keyword argument 'flush'\. There is nothing to flush: every call runs its whole",
+    ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, weight=jnp.sum),
+      r"'weight'\. weight= of optax_accum\.accumulate is weight_fn= here, a function of the batch",
+    ),
+    (
+      lambda: linen_train_step(linen_loss, num_microbatch=2),
+      r"linen_train_step has no option 'num_microbatch': did you mean num_microbatches=\?",
+    ),
+    (
+      lambda: nnx_train_step(nnx_loss, every_k=2),
+      r"nnx_train_step has no option 'every_k': every_k= is num_microbatches= here",
+    ),
+    (
+      lambda: nnx_train_step(nnx_loss, xyz=2),
+      r"no option 'xyz': it takes num_microbatches, microbatch_size, weight_fn, .*, batch_axis\.$",
+    ),
     (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
     (
       lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2),
@@ -124,16 +150,88 @@ def test_steps(make, match):
     make()
 
 
+def mean_loss(params, batch):
+  return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+PARAMS = {"w": jnp.ones((2, 1))}
+
+
+@pytest.mark.parametrize(
+  ("call", "match"),
+  [
+    (
+      lambda: microbatch_value_and_grad(mean_loss, 4),
+      r"arguments after fun are argnums=4 and has_aux=False, as in jax\.value_and_grad, and there"
+      r" is no number of microbatches: give it by name, microbatch_value_and_grad\(fun, num_mic",
+    ),
+    (lambda: microbatch_value_and_grad(mean_loss, 0, 4), "argnums=0 and has_aux=4, as in jax"),
+    (
+      lambda: microbatch_value_and_grad(mean_loss, 0, False, 4),
+      r"microbatch_value_and_grad: too many positional arguments\. Options go by name: .*=8\)",
+    ),
+    (
+      lambda: microbatch(mean_loss, 4),
+      r'microbatch: too many .*by name, .* no default: microbatch\(fun, reduction="mean", num_mic',
+    ),
+    (lambda: microbatch(mean_loss, num_microbatches=4), r"missing .*'reduction'\. Options go by"),
+    (
+      lambda: from_multi_steps(optax.MultiSteps(SGD, 2).init(PARAMS), 8),
+      r"from_multi_steps: too many .* weight of a mini step goes by name: .*\(state, weight=8\)",
+    ),
+  ],
+)
+def test_functions(call, match):
+  with pytest.raises(TypeError, match=match):
+    call()
+
+
+def test_options_of_accumulate_in_a_step():
+  step = make_train_step(mean_loss, SGD, num_microbatches=2, donate=False)
+  with pytest.raises(TypeError, match=r"step: .*'flush'\. There is nothing to flush: every call"):
+    step(PARAMS, SGD.init(PARAMS), BATCH, flush=True)
+  with pytest.raises(TypeError, match=r"step: .*'weight'\. weight= of optax_accum\.accumulate is"):
+    step(PARAMS, SGD.init(PARAMS), BATCH, weight=3)
+
+  def with_flush(params, batch, flush):
+    return jnp.where(flush, 2.0, 1.0) * mean_loss(params, batch)
+
+  step = make_train_step(with_flush, SGD, num_microbatches=2, donate=False)
+  metrics = step(PARAMS, SGD.init(PARAMS), BATCH, flush=True)[-1]
+  assert metrics["loss"] == 8  # it is the loss's own
+
+
+@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"])
+def test_parameters_and_batch_swapped(tx):
+  state = tx.init(PARAMS)
+  step = make_train_step(mean_loss, tx, num_microbatches=2, donate=False)
+  match = (
+    r"opt_state is not a state of the first argument \(opt_state.*\['x'\] is missing\) but of"
+    r" another one, which has the parameters: the order is step\(params, opt_state, batch\)"
+  )
+  with pytest.raises(TypeError, match=match):
+    step(BATCH, state, PARAMS)
+  # Where the order is right, an error is that of the loss.
+  with pytest.raises(KeyError, match="'x'"):
+    step(PARAMS, state, {"y": BATCH["x"]})
+  with pytest.raises(TypeError, match=r"argument .* as an abstract array"):
+    step(BATCH, state, "text")
+
+
 def test_calls_of_steps_of_flax():
   state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
   step = linen_train_step(linen_loss, num_microbatches=2)
   with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*Fix a setting in the loss"):
     step(state, BATCH, train=True)
+  with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*There is nothing to flush"):
+    step(state, BATCH, flush=True)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
   step = nnx_train_step(nnx_loss, num_microbatches=2)
   with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .*Variables of the model"):
     step(model, optimizer, BATCH, jnp.ones(4))
+  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: .*weight= .* is weight_fn= here"):
+    step(model, optimizer, BATCH, weight=3)
 
 
 def test_losses_that_fit_or_cannot_be_asked():

@@ -244,7 +244,7 @@ def code_of_docs():
   page = Page("guides/checkpoints.md")
   rows_and_key, _, save, _ = page.blocks("Save and restore")
   _, of_nnx, _ = page.blocks("A model and optimizer of nnx")
-  onto, _ = page.blocks("A streaming state on other devices")
+  (onto,) = page.blocks("A streaming state on other devices")
   imports = "".join(re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE))
   return [imports + code for code in (rows_and_key + save, of_nnx, onto)]
 
@@ -390,7 +390,7 @@ def test_discard_cycle(jitted):
 
 OTHER = {"b": jnp.ones(4), "w": jnp.zeros((8, 4))}
 ADAM = relaxed(optax.adam(0.1))
-OF_OTHERS = r"it is not as init makes it for these parameters\. Restore"
+OF_OTHERS = r"the state is not as init makes it for these parameters\. Restore"
 
 
 @forms

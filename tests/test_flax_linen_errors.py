@@ -40,7 +40,7 @@ GOOD = {"batch_stats": STATS}
     ({"rng_argnums": 2}, TypeError, "takes no rng_argnums: pass keys as rngs"),
     ({"carry_argnum": 2}, TypeError, "takes no carry_argnum: name collections in mutable"),
     ({"tx": optax.sgd(0.1)}, TypeError, "takes no tx: it is the state's"),
-    ({"microbatches": 2}, TypeError, "has no option 'microbatches': see those of make_train_step"),
+    ({"microbatches": 2}, TypeError, "has no option 'microbatches': did you mean num_micro"),
     ({"mutable": True}, TypeError, r'mutable=True must name collections, .*\("batch_stats",\)'),
     ({"mutable": ("params",)}, TypeError, r"mutable=\('params',\) must name collections, fields"),
     ({"carry_reduction": "max"}, ValueError, "carry_reduction='max' asks for a carry"),
@@ -71,7 +71,7 @@ def test_options(options, error, match):
       ((GOOD, {"each": jnp.ones(12)}),),
       WITH_AUX,
       ValueError,
-      r"aux\['each'\] has .* rows on axis 0, as many as a microbatch.* say \"concat\"",
+      r"aux\['each'\] has .* rows on axis 0, as many as a microbatch.* give \"concat\"",
     ),
     (
       ({},),
@@ -185,6 +185,6 @@ def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():
   state = make_state().replace(opt_state=optax.adam(0.1).init({"w": jnp.ones(())}))
   state = state.replace(tx=optax.sgd(0.1, momentum=0.9))
   with pytest.raises(
-    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing: it is not as init makes it"
+    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing: the state is not as init makes it"
   ):
     linen_train_step(returning(), num_microbatches=4)(state, make_batch(np.float32))

@@ -471,14 +471,14 @@ def forgets(model, batch):
       forgets,
       {},
       ValueError,
-      r"loss_fn removed model\.last\.bias, and all microbatches have",
+      r"loss_fn removed model\.last\.bias, and all microbatches need",
     ),
     (loss_fn, {"has_aux": True}, TypeError, r"has_aux=True it must return \(loss, aux\)"),
     (
       lambda model, batch: (loss_fn(model, batch), jax.tree.leaves(batch)[0]),
       {"has_aux": True},
       ValueError,
-      'aux has .* rows on axis 0, as many as a microbatch.* say "concat"',
+      'aux has .* rows on axis 0, as many as a microbatch.* give "concat"',
     ),
     (
       loss_fn,
@@ -496,7 +496,7 @@ def forgets(model, batch):
       loss_fn,
       {"carry_argnum": 2},
       TypeError,
-      "takes no carry_argnum: what the loss changes",
+      "takes no carry_argnum: the step carries what",
     ),
     (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
   ],
@@ -541,7 +541,7 @@ def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
 def test_an_array_that_wrt_selects_is_refused():
   model = Model()
   model.table = nnx.data(jnp.ones(2))
-  with pytest.raises(ValueError, match=r"selects model\.table, an array that is no Variable"):
+  with pytest.raises(ValueError, match=r"selects model\.table, an array that is not a Variable"):
     nnx_train_step(loss_fn, wrt=everything, num_microbatches=2)(
       *make(model, wrt=everything), make_batch()
     )

@@ -84,7 +84,9 @@ def test_it_is_flax_s_where_nothing_accumulates():
   assert ours.step == theirs.step == 1
   state = make(TrainState)
   for given in ({"weight": 2.0}, {"flush": True}, {"weight": jnp.float32(1)}):
-    with pytest.raises(ValueError, match=r"tx is no accumulate and holds none, and would ignore"):
+    with pytest.raises(
+      ValueError, match=r"tx is not an accumulate and holds none, so it would ignore"
+    ):
       state.apply_gradients(grads=grads, **given)
   with pytest.raises(ValueError, match=r"has no gradient_step: use state\.step"):
     state.gradient_step  # noqa: B018

@@ -32,12 +32,12 @@ def supported(monkeypatch):
   [
     (
       {"skip_nonfinite": True},
-      r"all of it is known, so skip_nonfinite=True cannot leave it out: leave one of",
+      r"it is complete, so skip_nonfinite=True cannot leave it out any more: use one of",
     ),
-    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for more: leave one of"),
+    ({"grad_reduction": "sum"}, r"grad_reduction='sum' asks for another way: use one of"),
     (
       {"mesh": make_mesh(2), "reduce_gradients": "per_microbatch"},
-      r'"per_microbatch" only shards of it: pass in_place=False, or "per_cycle"',
+      r'"per_microbatch" keeps shards: pass in_place=False, or "per_cycle"',
     ),
   ],
 )
@@ -82,7 +82,7 @@ def test_a_narrow_loss_that_is_weighed():
 
     microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)(params, BATCH)
 
-  message = r"The loss has dtype {}, .*return it in the parameters' dtype"
+  message = r"The loss has dtype {}, .*return the loss in the parameters' dtype"
   with pytest.raises(TypeError, match=message.format("bfloat16")):
     run(jnp.bfloat16, PARAMS)
   with jax.enable_x64(True), pytest.raises(TypeError, match=message.format("float32")):

@@ -1,6 +1,7 @@
 """What is public, that its documentation is true, and that optional packages stay optional."""
 
 import ast
+import dataclasses
 import difflib
 import doctest
 import functools
@@ -17,6 +18,10 @@ import jax
 import pytest
 
 import optax_accum
+from optax_accum._flax.flax_step import StepOptions
+from optax_accum._flax.linen import LinenTrainStep
+from optax_accum._flax.nnx import NnxTrainStep
+from optax_accum._microbatches.options import Split
 import optax_accum.flax
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,11 +61,13 @@ def test_every_docstring_says_all_that_a_page_needs(name):
 def missing_of(value):
   """What a docstring lacks: a section, or an argument or a field under its name."""
   doc = inspect.cleandoc(value.__doc__ or "")
+  missing = [] if doc else ["a docstring"]
   if inspect.isfunction(value):
-    sections = {"Args": inspect.signature(value).parameters, **dict.fromkeys(RESULTS, ())}
+    sections = {"Args": (), **dict.fromkeys(RESULTS, ())}
+    documented = documented_options(doc)
+    missing += [name for name in inspect.signature(value).parameters if name not in documented]
   else:
     sections = {"Attributes": own_fields(value)} if own_fields(value) else {}
-  missing = [] if doc else ["a docstring"]
   for section, names in sections.items():
     found = re.search(rf"^{section}:\n((?:[ ]+.*\n?|\n)+)", doc, re.MULTILINE)
     if found is None:
@@ -72,6 +79,60 @@ def missing_of(value):
 
 
 RESULTS = ("Returns", "Raises", "Examples")
+# The options of a function with many are in these groups: those that most people need come first.
+GROUPS = (
+  "Args",
+  "Randomness and carried state",
+  "Robustness and monitoring",
+  "Several devices",
+  "Expert options",
+)
+
+
+def documented_options(doc):
+  """What a docstring has in "Args" and in the groups after it, in its order."""
+  section = rf"^(?:{'|'.join(GROUPS)}):\n((?:[ ]+.*\n?|\n)+)"
+  options = "".join(re.findall(section, doc, re.MULTILINE))
+  names = re.findall(r"^  [*]*(\w+(?:, \w+)*):", options, re.MULTILINE)
+  return [name for several in names for name in several.split(", ")]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_options_are_documented_in_the_order_of_the_signature(function):
+  parameters = list(inspect.signature(function).parameters)
+  assert documented_options(inspect.cleandoc(function.__doc__)) == parameters
+  headings = re.findall(r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE)
+  groups = [name for name in headings if name in GROUPS]
+  assert groups == [name for name in GROUPS if name in groups]
+
+
+def options_of(function):
+  """The options that go by name, and have a default."""
+  parameters = inspect.signature(function).parameters.values()
+  return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+
+
+OF_A_STEP = options_of(optax_accum.make_train_step)
+
+
+def test_options_have_one_order():
+  of_flax = list(StepOptions.__annotations__)
+  of_split = [field.name for field in dataclasses.fields(Split)]
+  shared = [optax_accum.microbatch_value_and_grad, optax_accum.microbatch]
+  for options in (*map(options_of, shared), of_flax, [x for x in of_split if x in OF_A_STEP]):
+    assert options == [name for name in OF_A_STEP if name in options]
+    assert len(options) > 10
+  first = ["num_microbatches", "microbatch_size", "weight_fn", "has_aux", "aux_reduction"]
+  assert OF_A_STEP[:5] == first
+
+
+@pytest.mark.parametrize("step", [LinenTrainStep, NnxTrainStep])
+def test_the_options_of_flax_are_those_of_a_step_that_it_takes(step):
+  own = {"has_aux", "batch_argnums", "batch_argnames", *step.decided}
+  assert list(StepOptions.__annotations__) == [name for name in OF_A_STEP if name not in own]
+  assert not StepOptions.__required_keys__
+  hints = typing.get_type_hints(StepOptions), typing.get_type_hints(optax_accum.make_train_step)
+  assert hints[0] == {name: hints[1][name] for name in hints[0]}
 
 
 def own_fields(cls):

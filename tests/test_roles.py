@@ -182,7 +182,7 @@ def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, wh
   if where is None:
     jax.eval_shape(run, x)
     return
-  match = rf"^aux\['a'\]\[0\] has {where}, as many as a microbatch.* say \"concat\".* or \"mean\""
+  match = rf"^aux\['a'\]\[0\] has {where}, as many as a microbatch.* give \"concat\".* or \"mean\""
   with pytest.raises(ValueError, match=match):
     jax.eval_shape(run, x)
 
@@ -250,7 +250,10 @@ def test_microbatch_of_several_arguments_says_which_is_split():
   def run(**options):
     return jax.jit(microbatch(predict, reduction="concat", num_microbatches=2, **options))
 
-  match = r"batch_argnums=None is the only argument, and this call has \[0, 1\]: name those"
+  match = (
+    r"batch_argnums=None splits the only argument, and this call has \[0, 1\], of which any may be"
+    r" the batch: say which, e\.g\. batch_argnums=1 .*\(A loss has its parameters first"
+  )
   with pytest.raises(ValueError, match=match):
     run()(w, x)
   with pytest.raises(ValueError, match=r"this call has \[0, 'x'\]"):
@@ -286,7 +289,7 @@ def test_a_key_that_would_be_shared_is_refused(mesh):
   x, key, tx = np.ones((8, 16), np.float32), {"dropout": jax.random.key(0)}, optax.sgd(0.1)
   options = {"num_microbatches": 4, "has_aux": True, "aux_reduction": "stack"}
   match = (
-    r"argument 2\['dropout'\] is a random key that every microbatch would share.*name it,"
+    r"argument 2\['dropout'\] is a random key, from which every microbatch .* name it,"
     r" rng_argnums=2, .* rng_argnums=\(\)"
   )
 
@@ -315,13 +318,13 @@ def test_keys_that_microbatch_would_share_are_refused():
   options = {"reduction": "stack", "num_microbatches": 2, "batch_argnums": 0}
   run = lambda **more: jax.jit(microbatch(noise, **options, **more))  # noqa: E731
   key = jax.random.key(0)
-  match = r"argument 'key' is a random key .* rng_argnames='key', .* share it, rng_argnums=\(\)"
+  match = r"argument 'key' is a random key, .* rng_argnames='key', .* share it, rng_argnums=\(\)"
   with pytest.raises(ValueError, match=match):
     run()(jnp.ones(4), key=key)
   with pytest.raises(ValueError, match="argument 'other' is a random key"):
     run(rng_argnames="key")(jnp.ones(4), key=key, other=key)
   match = (
-    r"'other'\['k'\] is a random key .* an argument of its own, .* or carry all \(carry_argnum"
+    r"'other'\['k'\] is a random key, .* an argument of its own, .* or carry all \(carry_argnum"
   )
   with pytest.raises(ValueError, match=match):
     run(rng_argnames="key")(jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())})

@@ -60,20 +60,14 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 
 
 def types(closed: Any, shapes: Tree) -> Tree:
-  """The types of what a jaxpr returns, with all explicit shardings; `shapes` tell of the tree.
-
-  Of an explicit sharding shapes say nothing where other axes of the mesh are automatic.
-  """
+  """The types of a jaxpr's results, as a tree like `shapes`, which lack some explicit shardings."""
   return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(
   like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
 ) -> jax.Array:
-  """An array of one value with the type of `like`, whose dtype may be another.
-
-  The carry of a scan keeps its type: also an explicit sharding and the axes that it varies over.
-  """
+  """An array of one value with the type of `like`, or another dtype, for the carry of a scan."""
   sharding = like.sharding if _is_explicit(like.sharding) else None
   return vary_like(lax.full(like.shape, value, dtype or like.dtype, sharding=sharding), like)
 
@@ -93,8 +87,8 @@ def sharded_like(x: jax.Array, like: Leaf) -> jax.Array:
 def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
   """`tree`, typed as differing between the devices of an axis (in `shard_map`).
 
-  JAX sums the gradient of what is the same on all devices over them, in every microbatch; the
-  gradient of a varying value stays on its device.
+  JAX sums the gradient of an unvarying value over devices in every microbatch. That of a varying
+  value stays on its device.
   """
   if axis_name is None:
     return tree
@@ -126,7 +120,7 @@ def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) 
     raise ValueError(
       f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
       " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
-      " return the loss of the device's own rows. What all devices return is reduced afterwards."
+      " return the loss of the device's own rows. It is reduced over devices afterwards."
     )
 
 
@@ -204,10 +198,7 @@ def sum_scattered(
   spec: PartitionSpec,
   automatic: PartitionSpec,
 ) -> jax.Array:
-  """The sum over devices, of which each keeps its part as `spec` says.
-
-  `automatic` says how it is sharded over automatic axes.
-  """
+  """The sum over devices. Each keeps its part by `spec`; `automatic` has the automatic axes."""
   if _is_explicit(jax.typeof(held).sharding):
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
     return own_part(lax.psum(held, axis_name), spec)
@@ -238,10 +229,7 @@ def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax
 def _on_shards(
   fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec
 ) -> jax.Array:
-  """`fun` of the shards of `x` over the axes of `automatic`.
-
-  XLA would gather `x` over automatic axes before it is sent over others.
-  """
+  """`fun` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
   sent = {dim for dim, _ in _sharded_dims(spec)}
   dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
   axes = {name for names in dims for name in names_of(names)}
@@ -252,7 +240,7 @@ def _on_shards(
 
 
 def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-  """The part that a device keeps, as `spec` says, of what all devices have in whole."""
+  """The part of a replicated array that a device keeps, as `spec` says."""
   for dim, names in _sharded_dims(spec):
     size = x.shape[dim] // lax.axis_size(names)
     x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)

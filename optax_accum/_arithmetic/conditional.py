@@ -19,9 +19,9 @@ def update_if(
 ) -> Operand:
   """``fun(operand) if pred else operand``, without copying `operand`, whose type `fun` keeps.
 
-  The loop below runs zero times or once. XLA updates the carry of a loop in place on
-  every backend, where XLA for GPU copies each operand and result of a conditional. A Python bool
-  leaves neither in the program. Reverse mode cannot pass a loop: `differentiable` uses `lax.cond`.
+  The loop below runs zero times or once. XLA updates the carry of a loop in place on every backend,
+  but XLA for GPU copies the operands and results of a conditional. A Python bool leaves neither in
+  the program. Reverse mode cannot pass a loop, so `differentiable` uses `lax.cond`.
   """
   if isinstance(pred, bool):
     return fun(operand) if pred else operand
@@ -42,8 +42,7 @@ class OutputBuffers:
   """The buffers in which a conditional returns updates: those of `total`, or spare ones.
 
   An accumulator can serve if it has the shape, holds the dtype without rounding and, in
-  `shard_map`, is as varying (after a reduction over devices it is more so). The others get `spare`
-  buffers.
+  `shard_map`, varies over the same devices.
   """
 
   def __init__(self, total: Grads, like: Tree):

@@ -28,9 +28,8 @@ def is_key(x: Leaf) -> bool:
 def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
   """The dtype that values of `dtype` are added up in.
 
-  Floating and complex values: `requested`, or by default `dtype` promoted with float32, so
-  bfloat16 becomes float32, and float64 and complex64 stay. Where `requested` is complex, real
-  values get its real part's dtype. Integers and bools: at least 32 bits.
+  Floating and complex: `requested` (its real part's dtype for real values), or by default `dtype`
+  promoted with float32. Integers and bools: at least 32 bits.
   """
   if not jnp.issubdtype(dtype, jnp.inexact):
     if jnp.dtype(dtype).itemsize >= 4:

@@ -23,10 +23,7 @@ Shapes: TypeAlias = set[tuple[int, ...]]
 
 
 def shapes_in(jaxpr: Any) -> Shapes:
-  """The shapes of what a function gathers from or scatters to; none where XLA is right.
-
-  They tell which accumulators are meant: what is reshaped or transposed first is safe.
-  """
+  """The shapes that a function gathers from or scatters to; none where XLA is right."""
   if not _versions.HOISTS_ALL_REDUCES:
     return set()
   shapes: Shapes = set()

@@ -22,10 +22,10 @@ Held: TypeAlias = Any  # what a scan carries of one output from one microbatch t
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Reduction:
-  """How the microbatches' values of one output become one value.
+  """Combines the values that one output has in all microbatches.
 
   A scan calls `start` once, `add` with every microbatch, `join`, `across_devices` if the batch is
-  spread over an axis, and `finish`.
+  sharded over an axis, and `finish`.
   """
 
   name = ""

@@ -13,11 +13,11 @@ class SkipFn(Protocol):
   """The type of `accumulate`'s `skip_fn`, which `optax.ShouldSkipUpdateFunction` is one of."""
 
   def __call__(self, updates: Any, gradient_step: Any, params: Any, /) -> tuple[Any, Any]:
-    """``(should_skip, info)`` of one call's gradients, before they are added up.
+    """Returns ``(should_skip, info)`` for the gradients of one call, before they are added up.
 
-    `should_skip` is a bool scalar. True leaves the gradients out, as if the call had not been
-    made. `info` is any pytree of arrays, for the state's ``skip_state``. `gradient_step` is an
-    int32 scalar; `params` is None where `update` got none.
+    `should_skip` is a bool scalar. True leaves the gradients out, as if the call had not happened.
+    `info` is a pytree of arrays, for ``skip_state``. `gradient_step` is an int32 scalar.
+    `params` is None if `update` got none.
     """
 
 

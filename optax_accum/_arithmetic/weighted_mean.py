@@ -51,8 +51,8 @@ def check_weight(source: str, value: Leaf) -> None:
 def as_weight(weight: ArrayLike) -> jax.Array:
   """A weight as a scalar of the default float: float32, or float64 where x64 is enabled.
 
-  A traced one below zero becomes NaN: one that is known was refused in words. The derivative with
-  respect to one that is zero is zero, because what does not count may be NaN.
+  A traced weight below 0 becomes NaN; a known one was refused before. The derivative with respect
+  to a weight of 0 is 0, because what does not count may be NaN.
   """
   dtype = jnp.result_type(float)
   if not isinstance(weight, jax.Array):
@@ -87,9 +87,9 @@ class WeightSum(NamedTuple):
 def in_first_units(unit: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The unit that weights are counted in, and `weight` in it. A unit of 0: there is none yet.
 
-  The first weight that is not 0 becomes the unit, or 1 does, if that weight is far from usual. In
-  units of the first, weights that are all alike are 1, and round as the plain mean does. A
-  million times 51 tokens is 1e-4 wrong otherwise, as the error of every sum has the same sign.
+  The unit is the first weight that is not 0, or 1 if that weight is extreme. Equal weights are then
+  1, and round as the plain mean does. Otherwise a sum over a million microbatches of 51 tokens has
+  a relative error of 1e-4, because every addition rounds in the same direction.
   """
   # 1e-30 / 1e7 is a normal float32. Divided by more, the least weight would be 0.
   usual = (weight >= 1e-3) & (weight <= 1e7) | (weight == 0)

@@ -19,10 +19,12 @@ from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import (
   find_slots,
+  name_of,
   names_or_positions,
   refuse_keys,
   refuse_rows,
   Roles,
+  Slot,
   with_keys,
   with_rows,
 )
@@ -37,7 +39,7 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and on each microbatch, makes one of
   the microbatches as `microbatch_value_and_grad` does with these options, and compares loss,
   gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). For a test, or a
-  notebook, with a small batch::
+  notebook, with a small batch; a step checks its own loss by `TrainStep.check`::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
@@ -66,9 +68,9 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   ``unknown``      they differ, and none of these explains it
   ===============  ================================================================
 
-  A mend that is nothing but options was tried on all of these batches: loss and gradients agree
+  A fix that is nothing but options was tried on all of these batches: loss and gradients agree
   with it. Where the report has no table, the defaults refused the call and nothing was run: check
-  again with the mend.
+  again with the fix.
 
   `SplitReport.not_checked` says what of the loss was not looked at, even if ``ok``. Nor is the
   carry compared, which each microbatch gets as given, or an aux under "stack" or "last". The guide
@@ -84,14 +86,14 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
       default, and `axis_name` is refused.
 
   Returns:
-    A `SplitReport`: its `ok`, its `verdict`, and a table with the mend as `str`.
+    A `SplitReport`: its `ok`, its `verdict`, and a table with the fix as `str`.
 
   Raises:
     ValueError: The batch has no arrays or one row, or nothing is split.
     TypeError: An option that there is not, traced or abstract arguments, or parameters that cannot
       be differentiated.
     Exception: What the loss raises, with a note that says on how many rows it did. A loss that
-      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a mend.
+      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a fix.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -100,8 +102,19 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     ...   return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6), "mask": jnp.ones(6)}
     >>> report = optax_accum.check_split(loss_fn, jnp.array([1.0, -1.0]), batch)
-    >>> report.verdict, report.mend
+    >>> report.verdict, report.fix
     ('weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
+  """
+  runs = runs_of(loss_fn, args, options)
+  return runs if isinstance(runs, SplitReport) else report_of(runs)
+
+
+def runs_of(
+  loss_fn: LossFn, args: Args, options: Kwargs, drawing: Sequence[str] = ("rng", "carry")
+) -> Runs | SplitReport:
+  """What `check_split` runs, or a report where the defaults refuse the call.
+
+  Of keys in arguments of the roles `drawing` every draw is the same number.
   """
   with noted(_ORDER):
     given = _options(loss_fn, args, options)
@@ -134,21 +147,38 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     check_loss(out, given["has_aux"] or carries, carries)
     return (out[0], out[1][1]) if carries else out  # the carry is an argument like others
 
-  call, sizes = _prepared(loss_fn, args, roles, argnums), _sizes(given, rows)
-  return _report(Runs(checked, call, {**given, **by_position}, sizes))
+  call = Call.of(loss_fn, args, roles, argnums)
+  for role in drawing:
+    call = _with_fixed_noise(loss_fn, call, role)
+  sizes = sizes_of(given["num_microbatches"], given["microbatch_size"], rows)
+  return Runs(checked, call, {**given, **by_position}, sizes)
 
 
 def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
   """All options, checked, and with the arguments."""
+  if of_step := options.keys() & {"mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"}:
+    raise TypeError(
+      f"check_split runs the loss on one device, and has no {min(of_step)}=: leave it out, or have"
+      " a step check its own loss, step.check(params, opt_state, batch)."
+    )
   bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
-  for name, leaf in _validate.named_leaves("args", args):
-    if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-      what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
-      raise TypeError(f"{name} is {what}: call check_split outside jax.jit, with arrays.")
+  check_concrete(loss_fn, args, {})
   return {k: x for k, x in bound.arguments.items() if k not in ("fun", "accumulator_dtype")}
+
+
+def check_concrete(loss_fn: LossFn, args: Args, kwargs: Kwargs) -> None:
+  """Checks that the arguments of a loss are arrays that have values."""
+  given: dict[Slot, Tree] = dict(enumerate(args))
+  given.update(kwargs)
+  for slot, tree in given.items():
+    argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
+    for name, leaf in _validate.named_leaves(argument, tree):
+      if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
+        raise TypeError(f"{name} is {what}: check outside jax.jit, with arrays.")
 
 
 def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
@@ -160,22 +190,21 @@ def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
     given = list(map(int, roles.batch))
     more = [int(slot) for slot, _ in with_rows(roles, {rows})]
     options = {"both": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
-    mend = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
-    return SplitReport("unsplit", str(error), mend)
+    fix = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
+    return SplitReport("unsplit", str(error), fix)
   try:
     if split.rng_argnums is None:
       refuse_keys(roles)
   except ValueError as error:
     keys = [int(slot) for slot in with_keys(roles)]
     alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(roles.shared[slot]))
-    mend = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
-    return SplitReport("random", str(error), mend)
+    fix = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
+    return SplitReport("random", str(error), fix)
   return None
 
 
-def _sizes(options: Kwargs, rows: int) -> list[int]:
+def sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
-  number, size = options["num_microbatches"], options["microbatch_size"]
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
   Split(num_microbatches=number, microbatch_size=size)
@@ -187,20 +216,18 @@ def _sizes(options: Kwargs, rows: int) -> list[int]:
   return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
-def _prepared(loss_fn: LossFn, args: Args, roles: Roles, argnums: Sequence[int]) -> Call:
-  """The call in the dtypes of the check, and with fixed noise."""
-  call = Call.of(loss_fn, args, roles, argnums).with_noise("rng", LEVELS[0])
-  if not roles.carry:
-    return call
-  raw = call.with_noise("carry", LEVELS[0])
+def _with_fixed_noise(loss_fn: LossFn, call: Call, role: str) -> Call:
+  raw = call.with_noise(role, LEVELS[0])
+  if role == "rng" or all(x.role != role for x in call.arrays):
+    return raw
   try:  # two words may be something else than a key, and then cannot be one
     jax.eval_shape(lambda: loss_fn(*raw.args))
   except (TypeError, ValueError):
-    return call.with_noise("carry", LEVELS[0], raw=False)
+    return call.with_noise(role, LEVELS[0], raw=False)
   return raw
 
 
-def _report(runs: Runs) -> SplitReport:
+def report_of(runs: Runs) -> SplitReport:
   if runs.sizes == [runs.rows]:
     whole, split = (fingerprint(runs.traced(is_whole)) for is_whole in (True, False))
     if whole == split:

@@ -31,12 +31,12 @@ class Finding(NamedTuple):
 
   verdict: Verdict
   reason: str
-  mend: str
+  fix: str
   how: How | None = None  # with which loss and gradients agree
 
 
 def explain(runs: Runs) -> Finding:
-  """The first hypothesis that fits, and what is wrong with aux once it is mended."""
+  """The first hypothesis that fits, and what is wrong with aux once it is fixed."""
   hypotheses: list[Callable[[Runs], Finding | None]] = [
     _not_a_function, _unsplit, _aux_alone, _gradients, _groups, _rounding, _groups_of_neighbours,
     _places, _sum, _weighted,
@@ -46,7 +46,7 @@ def explain(runs: Runs) -> Finding:
   then = _aux(runs, first.how) if first.how else None
   if not then:
     return first
-  return Finding(first.verdict, f"{first.reason}\n{then.reason}", f"{first.mend}\n{then.mend}")
+  return Finding(first.verdict, f"{first.reason}\n{then.reason}", f"{first.fix}\n{then.fix}")
 
 
 def of_error(runs: Runs) -> Finding | None:
@@ -93,9 +93,9 @@ def _aux(runs: Runs, how: How) -> Finding | None:
     return None
   found = _words_for(runs, how, _OF_AUX, wrong)
   new = [found.get(i, word) for i, word in enumerate(how.words)][count:]
-  mend = words.option("aux_reduction", jax.tree.unflatten(tree, new))
+  fix = words.option("aux_reduction", jax.tree.unflatten(tree, new))
   verdict: Verdict = "sum" if all(found.get(i) == "sum" for i in wrong) else "unknown"
-  return Finding(verdict, words.AUX, mend if len(found) == len(wrong) else words.RATIO)
+  return Finding(verdict, words.AUX, fix if len(found) == len(wrong) else words.RATIO)
 
 
 def _words_for(
@@ -125,15 +125,15 @@ def _gradients(runs: Runs) -> Finding | None:
   extremes = {i: how.words[i] for i in moving - unknown if how.words[i] in _EXTREMES}
   extremes |= _words_for(runs, how, _EXTREMES, unknown) | dict.fromkeys(unknown & named, "max")
   new = _tree(runs, dict.fromkeys(names, default) | extremes) if extremes else None
-  mended, mend = runs.how(grad_reduction=new), words.option("grad_reduction", new)
+  fixed, fix = runs.how(grad_reduction=new), words.option("grad_reduction", new)
   reason = words.OVERWRITTEN.format(names=", ".join(names[i] for i in sorted(extremes)))
-  if not runs.agree(mended):
+  if not runs.agree(fixed):
     if not extremes or default != "mean" or how.weight is not ROWS:
       return None
     # Cotangents of a mean are larger over fewer rows, and rounded otherwise; not those of a sum.
     new, x = _tree(runs, dict.fromkeys(names, "sum") | extremes), runs.call.batch[0]
     option, rows = words.option("grad_reduction", new), f"{x.name}.shape[{x.axis}]"
-    mend = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
+    fix = words.SUM_OVER_ALL_ROWS.format(option=option, rows=rows, all_rows=runs.rows)
 
     def part_of_mean(*args: Args) -> Tree:
       out = runs.fun(*args)
@@ -142,10 +142,10 @@ def _gradients(runs: Runs) -> Finding | None:
 
     tried = Runs(part_of_mean, runs.call, runs.options, runs.sizes)
     agrees = tried.agree(tried.how(reduction="sum", grad_reduction=new))
-    return Finding("overwritten", reason, mend) if agrees else None
+    return Finding("overwritten", reason, fix) if agrees else None
   if extremes:
-    return Finding("overwritten", reason, mend, mended)
-  return Finding("unknown", words.GRADIENTS, mend, mended)
+    return Finding("overwritten", reason, fix, fixed)
+  return Finding("unknown", words.GRADIENTS, fix, fixed)
 
 
 def _tree(runs: Runs, reductions: dict[int, str]) -> Tree:
@@ -232,13 +232,13 @@ def _weighted(runs: Runs) -> Finding | None:
     if runs.agree(how, _hundredth()):
       weight_fn = f"lambda {names}: {code}" if code else "None"
       near.append((code or "the number of rows", f"weight_fn={weight_fn}{mean}", how))
-  for what, mend, how in near:
+  for what, fix, how in near:
     if runs.agree(how):
-      return Finding("weighted", words.WEIGHTED.format(what=what), mend, how)
-  for what, mend, how in near:
+      return Finding("weighted", words.WEIGHTED.format(what=what), fix, how)
+  for what, fix, how in near:
     if epsilon := _epsilon(runs, how):
       reason = words.EPSILON.format(what=what, epsilon=epsilon)
-      return Finding("weighted", reason, f"{mend}\n{words.GUARD}")
+      return Finding("weighted", reason, f"{fix}\n{words.GUARD}")
   # Where some weight is near, a small part of the loss is something else.
   if near or not all(_some_weight_explains(runs, x.call) for x in runs.outcomes):
     return None
@@ -267,7 +267,7 @@ def _some_weight_explains(runs: Runs, call: Call) -> bool:
   points = [
     (whole, runs.parts(x, runs.two))
     for x in map(call.moved, _POINTS)
-    if (whole := runs.rounded(x)).is_finite
+    if (whole := runs.rounded(x, runs.whole(x))).is_finite
   ]
   # A part that has no share counts nothing: 0/0. Where it is finite, a maximum was chosen.
   first, rest = (all(parts[i].outcome.is_finite for _, parts in points) for i in (0, 1))
@@ -294,7 +294,7 @@ def _nearest(each: Sequence[tuple[Outcome, Leaves, Leaves]]) -> float:
 def _coupled(runs: Runs) -> Finding:
   """What is left: several denominators, or rows that meet."""
   alike = runs.call.alike()
-  whole, how = runs.rounded(alike), runs.how(reduction="mean", weight=ROWS)
+  whole, how = runs.rounded(alike, runs.whole(alike)), runs.how(reduction="mean", weight=ROWS)
   if whole.is_finite and whole.fits(how.join(runs.parts(alike, runs.two))):
     return Finding("coupled", words.SEVERAL_COUNTS, words.TOTALS)
   if runs.rows < 3:

@@ -1,14 +1,14 @@
-"""What `check_split` returns: the verdict, leaf by leaf, with the reason and the mend."""
+"""What `check_split` returns: the verdict, why, what to write, and the leaves compared."""
 
+from collections.abc import Iterable
 import dataclasses
 import textwrap
 from typing import Literal, NamedTuple, TypeAlias
+import warnings
 
 Verdict: TypeAlias = Literal[
   "ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit", "unknown"
 ]
-
-_MANY = 6  # leaves that agree, of which the table says no more than how many they are
 
 
 class LeafComparison(NamedTuple):
@@ -34,12 +34,12 @@ class LeafComparison(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SplitReport:
-  """What `check_split` found; it prints as a table.
+  """What `check_split` found. It prints the verdict, the fix and the leaves that differ.
 
   Attributes:
     verdict: ``"ok"``, or what is wrong.
     reason: The evidence, in words; empty where nothing is wrong.
-    mend: What to write; empty where nothing is wrong. Options are Python that can be pasted, on
+    fix: What to write; empty where nothing is wrong. Options are Python that can be pasted, on
       lines of their own.
     where: The batch and the split that `leaves` are of: the first that disagrees. Empty where
       nothing was compared.
@@ -51,7 +51,7 @@ class SplitReport:
 
   verdict: Verdict
   reason: str = ""
-  mend: str = ""
+  fix: str = ""
   where: str = ""
   leaves: tuple[LeafComparison, ...] = ()
   batches: tuple[str, ...] = ()
@@ -63,32 +63,45 @@ class SplitReport:
     """Whether the microbatches give what the whole batch does, in all that was compared."""
     return self.verdict == "ok"
 
+  @property
+  def mend(self) -> str:
+    """The former name of `fix`, which the next release does not have."""
+    warnings.warn("SplitReport.mend is now SplitReport.fix.", DeprecationWarning, stacklevel=2)
+    return self.fix
+
   def __str__(self) -> str:
-    lines = [f"check_split: {self.verdict}"]
-    if self.leaves:
-      differ = [leaf for leaf in self.leaves[1:] if not leaf.agrees]
-      same = [leaf for leaf in self.leaves[1:] if leaf.agrees]
-      shown = [self.leaves[0], *differ, *(same if len(same) <= _MANY else [])]
-      width = max(len("leaf"), *(len(leaf.name) for leaf in shown))
-      lines.append(self.where)
-      lines.append(f"{'leaf':<{width}}{'largest':>12}{'difference':>12}{'allowed':>10}")
-      lines += [
-        f"{leaf.name:<{width}}{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
-        + ("" if leaf.agrees else "  differs")
-        for leaf in shown
-      ]
-      if len(same) > _MANY:
-        lines.append(f"and {len(same)} leaves that agree")
+    lines = self._summary()
+    if differ := [leaf for leaf in self.leaves if not leaf.agrees]:
+      return "\n".join([*lines, "", self.where, *_table(differ)])
     if self.ok:
-      lines += _wrapped("the same for: ", "; ".join(self.batches))
-    if self.left_out:
-      lines.append(
-        f"left out, as the loss is not finite or all is zero: {len(self.left_out)} batches"
-      )
+      lines.append(f"{len(self.leaves)} leaves agree on {len(self.batches)} batches")
+    return "\n".join(lines)
+
+  def details(self) -> str:
+    """The same with all leaves, those that agree too, and the batches that were run."""
+    lines = self._summary()
+    if self.leaves:
+      lines += ["", self.where, *_table(self.leaves)]
+    lines += _wrapped("batches:  ", "; ".join(self.batches))
+    lines += _wrapped("left out: ", "; ".join(self.left_out))
+    return "\n".join(lines)
+
+  def _summary(self) -> list[str]:
+    lines = [f"check_split: {self.verdict}"]
+    lines += _wrapped("why: ", self.reason) + _wrapped("fix: ", self.fix)
     for sentence in self.not_checked:
       lines += _wrapped("not checked: ", sentence)
-    lines += _wrapped("why:  ", self.reason) + _wrapped("mend: ", self.mend)
-    return "\n".join(lines)
+    return lines
+
+
+def _table(leaves: Iterable[LeafComparison]) -> list[str]:
+  leaves = list(leaves)
+  width = max(len("leaf"), *(len(leaf.name) for leaf in leaves))
+  lines = [f"{'leaf':<{width}}{'largest':>12}{'difference':>12}{'allowed':>10}"]
+  for leaf in leaves:
+    numbers = f"{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
+    lines.append(f"{leaf.name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}")
+  return lines
 
 
 def _wrapped(label: str, text: str) -> list[str]:
@@ -98,5 +111,5 @@ def _wrapped(label: str, text: str) -> list[str]:
   lines: list[str] = []
   for line in text.splitlines():
     is_code = line.startswith("  ")
-    lines += [line] if is_code else textwrap.wrap(line, 92, break_long_words=False)
+    lines += [line] if is_code else textwrap.wrap(line, 85 - len(label), break_long_words=False)
   return [(label if i == 0 else " " * len(label)) + line for i, line in enumerate(lines)]

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
@@ -171,7 +172,8 @@ class Runs:
   @functools.cached_property
   def outcomes(self) -> list[Tried]:
     """All batches that tell something. Raises what the loss does."""
-    return [tried for call in self.calls if (tried := self._try(call))]
+    bar = tqdm.tqdm(self.calls, "checking", delay=3, unit="batch", leave=False, disable=None)
+    return [tried for call in bar if (tried := self._try(call))]
 
   def _try(self, call: Call) -> Tried | None:
     tried = Tried(call, self.whole(call), [])
@@ -180,9 +182,13 @@ class Runs:
     for size in self.sizes:
       with noted(f"check_split ran it in {self.in_words(size)}; on all {self.rows} rows it ran."):
         tried.splits.append(self.parts(call, _cut(self.rows, size)))
+    if not self.weighs(self.how(), tried):
+      return None
     if tried.whole.is_zero and all(x.outcome.is_zero for split in tried.splits for x in split):
       return None
-    return tried._replace(whole=self.rounded(call)) if self.wrong(self.how(), [tried]) else tried
+    if not self.wrong(self.how(), [tried]):
+      return tried
+    return tried._replace(whole=self.rounded(call, tried.whole))
 
   @functools.cached_property
   def in_two(self) -> list[Tried]:
@@ -197,9 +203,9 @@ class Runs:
     with whole_batches():
       return self._outcome(self._run, call)
 
-  def rounded(self, call: Call) -> Outcome:
-    """The same, allowed also what parameters change that differ in their last bits alone."""
-    whole, nudged = self.whole(call), self.whole(call.nudged())
+  def rounded(self, call: Call, whole: Outcome) -> Outcome:
+    """`whole`, allowed also what parameters change that differ in their last bits alone."""
+    nudged = self.whole(call.nudged())
     each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
     return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
 
@@ -230,9 +236,15 @@ class Runs:
         compared[i] = LeafComparison(name, _largest(x), difference, allowed)
     return compared
 
+  def weighs(self, how: How, tried: Tried) -> bool:
+    """Whether no microbatch of a changed batch weighs less than 0, as with lengths of -1."""
+    parts = [part for split in tried.splits for part in split]
+    return tried.call is self.call or all(how.weight(part.call) >= 0 for part in parts)
+
   def agree(self, how: How, slack: float = 1.0) -> bool:
     """Whether loss and gradients do in all batches and splits."""
-    return all(x.whole.fits(how.join(y), slack) for x in self.outcomes for y in x.splits)
+    of = [x for x in self.outcomes if self.weighs(how, x)]
+    return all(x.whole.fits(how.join(y), slack) for x in of for y in x.splits)
 
   def wrong(self, how: How, of: Sequence[Tried] | None = None) -> set[int]:
     """The leaves that differ in some batch."""
@@ -243,7 +255,7 @@ class Runs:
   def as_called(self) -> dict[int, LeafComparison]:
     """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
     outcome = self._outcome(self._split, self.call)
-    return self.compare(self.how(), self.rounded(self.call), outcome.leaves)
+    return self.compare(self.how(), self.rounded(self.call, self.given), outcome.leaves)
 
   def traced(self, is_whole: bool = True) -> ClosedJaxpr:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""

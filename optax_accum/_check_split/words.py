@@ -78,6 +78,17 @@ GROUPS = (
   "Make each group one row, which every microbatch then holds whole, and flatten it in the loss:\n"
   "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)"
 )
+SOME_ROWS = "it ran on the first {some} of the {rows} rows"
+ONE_DEVICE = "it ran on one device, on which nothing is reduced over devices"
+NO_COLLECTIVES = (
+  "step.check runs the loss on one device, where no axis has a name. The loss of a step returns the"
+  " mean over the rows that it is given, without lax.pmean or lax.psum: the step reduces over"
+  " devices. A loss that needs another collective is checked without it."
+)
+TOO_LARGE = (
+  "step.check runs the loss on one device, which has no room for these parameters and gradients:"
+  " check a smaller model with the same loss."
+)
 NOT_FINITE = "The loss or its gradients are not finite on the whole batch: nothing can be compared."
 ALL_ZERO = "The loss and its gradients are zero on all batches: nothing can be compared."
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."

@@ -1,21 +1,50 @@
 """What the steps of linen and nnx share: options, and programs that count the optimizer's steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
-import inspect
-from typing import Any, ClassVar, TypeAlias
+import difflib
+from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
 
+import jax
+from jax.typing import DTypeLike
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
+from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
-from optax_accum._train_step.train_step import make_train_step
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
+
+
+class StepOptions(TypedDict, total=False):
+  """The options of `make_train_step` that a step of Flax takes too."""
+
+  num_microbatches: int | None
+  microbatch_size: int | None
+  weight_fn: WeightFn | None
+  aux_reduction: ReductionTree
+  reduction: Literal["mean", "sum"]
+  donate: bool
+  skip_nonfinite: bool
+  skip_empty: bool
+  noise_scale: bool
+  mesh: jax.sharding.Mesh | None
+  data_axis: str | Sequence[str]
+  reduce_gradients: Literal["per_cycle", "per_microbatch"]
+  axis_name: AxisName | None
+  in_place: bool
+  accumulator_dtype: DTypeLike | None
+  unroll: int | bool
+  grad_reduction: GradReductionTree
+  carry_reduction: ReductionTree
+  concat_axis: int | None
+  batch_axis: int | tuple[int, ...]
 
 
 class FlaxStep(Step):
@@ -25,21 +54,23 @@ class FlaxStep(Step):
   takes: ClassVar[str]  # the arguments of the loss
   params_name: ClassVar[str]  # of the parameters, in messages
   updated: ClassVar[tuple[int, ...]]  # positions in the arguments of a `FlaxProgram`
-  decided: ClassVar[Mapping[str, str]]  # options that are not the user's here, and why
+  decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
 
-  def __init__(self, loss_fn: LossFn, has_aux: bool, options: Kwargs, **own: Any):
-    known = inspect.signature(make_train_step).parameters
+  def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
     batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument")
     decided = {**batch, **self.decided}
+    known = StepOptions.__annotations__
     for option in options:
       if option in decided:
         raise TypeError(f"{self.name} takes no {option}: {decided[option]}.")
       if option not in known:
-        raise TypeError(f"{self.name} has no option {option!r}: see those of make_train_step.")
+        near = difflib.get_close_matches(option, known, 1)
+        instead = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}."
+        raise TypeError(f"{self.name} has no option {option!r}: {OTHER_NAMES.get(option, instead)}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
-    self._options = dict(options)
+    self._options: Kwargs = dict(options)
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
 

@@ -1,7 +1,7 @@
-"""Which results of a traced function are its arguments, given back as they were.
+"""Which results of a traced function are its arguments, unchanged.
 
-A transform of nnx, such as `nnx.remat` or `nnx.scan`, gives back every Variable that goes into it,
-changed or not, as a new value. So only the traced program can tell.
+A transform of nnx, such as `nnx.remat` or `nnx.scan`, returns every Variable that goes into it as a
+new value, changed or not. So only the traced program can tell.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -9,12 +9,16 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Params, Tree
+from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
+from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
 from optax_accum._train_step.step import Loss
+
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
@@ -29,47 +33,12 @@ def linen_train_step(
   *,
   mutable: Sequence[str] = (),
   has_aux: bool = False,
-  **options: Any,
+  **options: Unpack[StepOptions],
 ) -> "LinenTrainStep":
-  """A jitted training step of a flax `TrainState`, on a batch that is run in microbatches.
+  """Makes a jitted training step of a flax `TrainState` that runs its batch in microbatches.
 
-  ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` by the gradient
-  of the whole batch, as of `make_train_step`. With batch normalisation it is another step: a
-  microbatch is normalised by its own statistics (over a mesh, by those of its rows on one device).
-  The guide "Flax linen" measures it, and has dropout and adapters (LoRA).
-
-  A further field of the state that is a dict or `FrozenDict` is a collection too. `loss_fn` gets
-  it in ``variables``, whole, and no gradient is taken of it.
-
-  Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
-  With ``mesh=``, they and `nn.with_logical_constraint` constrain automatic axes alone. Set
-  `nn.logical_axis_rules` around the step, and not in the loss.
-
-  Args:
-    loss_fn: ``loss_fn(variables, batch, rngs)``, which returns ``loss``, or ``(loss, aux)`` with
-      `has_aux`. With `mutable` it returns ``(loss, updates)``, or ``(loss, (updates, aux))``, where
-      ``updates`` is what ``model.apply(..., mutable=...)`` gives. ``variables`` is what a model is
-      applied to: ``"params"``, and the collections in the state. ``rngs`` is a dict of keys, or
-      None where the call has none.
-    mutable: The collections that microbatches update, one after the other, but for those of weight
-      zero: fields of the state, by default none. Over a mesh each device updates its own, and they
-      are averaged by what each counted (`carry_reduction`, a prefix tree over
-      ``{"batch_stats": ...}``, says otherwise).
-    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
-    **options: Those of `make_train_step`, but for the roles of arguments.
-
-  Returns:
-    A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
-    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
-    other fields live on, even if they are the same arrays. ``state.step`` counts optimizer steps:
-    it stays where nothing in the batch counted, and in the mini steps of an `accumulate`. ``rngs``
-    are folded with the index of each microbatch and device, so give a new key in each step.
-
-  Raises:
-    TypeError: An option is unknown, or decided here; `loss_fn` takes or returns other things; a
-      state is no flax `TrainState`, or its ``tx`` no transformation.
-    ValueError: The state lacks a collection; the loss returned others than `mutable` names.
-    RuntimeError: The state was donated to an earlier step.
+  ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` with the
+  gradients of the whole batch, as `make_train_step` takes it.
 
   Examples:
     >>> import flax.linen as nn, jax.numpy as jnp, optax
@@ -85,6 +54,42 @@ def linen_train_step(
     >>> state, metrics = step(state, batch)
     >>> int(state.step), float(metrics["loss"])
     (1, 4.0)
+
+  Args:
+    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``, or ``(loss, aux)`` with
+      `has_aux`. With `mutable` it returns ``(loss, updates)``, or ``(loss, (updates, aux))``, where
+      ``updates`` is what ``model.apply(..., mutable=...)`` returns. ``variables`` is what a model
+      is applied to: ``"params"``, and every field of the state that is a dict or a `FrozenDict`.
+      ``rngs`` is a dict of keys, or None if the call has none.
+    mutable: The collections that each microbatch updates for the next: fields of the state, such as
+      ``["batch_stats"]``. Microbatches of weight 0 do not update them. Over a mesh each device
+      updates its own, and their weighted mean comes out; for another word than the mean give
+      `carry_reduction`, a prefix tree over ``{"batch_stats": ...}``.
+    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+    **options: Those of `make_train_step`, except the positions of arguments.
+
+  Returns:
+    A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
+    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
+    other fields live on, even if they are the same arrays. ``state.step`` counts optimizer steps:
+    it stays where nothing in the batch counted, and inside the cycle of an `accumulate`. The index
+    of each microbatch and device is folded into ``rngs``, so give a new key in each step.
+
+  Raises:
+    TypeError: An option is unknown or not yours to give; `loss_fn` takes or returns other things; a
+      state is not a flax `TrainState`, or its ``tx`` not a transformation.
+    ValueError: The state lacks a collection; the loss returned others than `mutable` names.
+    RuntimeError: The state was donated to an earlier step.
+
+  The loss:
+    With batch normalisation the step is not that of the whole batch: each microbatch is normalised
+    with its own statistics (over a mesh, those of its rows on one device). The guide "Flax linen"
+    measures it, and has dropout and adapters (LoRA).
+
+  Over a mesh:
+    Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
+    With ``mesh=``, they and `nn.with_logical_constraint` constrain automatic axes only. Set
+    `nn.logical_axis_rules` around the step, and not in the loss.
   """
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
@@ -94,6 +99,11 @@ class LinenTrainStep(FlaxStep):
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
   params_name, updated = "state.params", (0, 1, 4, 6)
+  _fixes: ClassVar[dict[str, str]] = {
+    "unsplit": "Put what has the batch's rows into the batch.",
+    "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
+    ' step(state, batch, rngs={"dropout": key}).',
+  }
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the state's",
     "rng_argnums": "pass keys as rngs",
@@ -101,7 +111,7 @@ class LinenTrainStep(FlaxStep):
     "carry_argnum": "name collections in mutable",
   }
 
-  def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: Kwargs):
+  def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: StepOptions):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     self.loss = self._loss_of_variables()
@@ -109,13 +119,20 @@ class LinenTrainStep(FlaxStep):
 
   @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
-    " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
-    " rows into a field of the state that is a dict."
+    " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
+    " arrays into a field of the state that is a dict.",
+    names=OTHER_NAMES,
   )
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """One optimizer step on a batch: the new state, and the metrics."""
     program, call = self._prepare(state, batch, rngs)
     return self._replaced(state, call, program.run(call))
+
+  def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
+    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
+    program, call = self._prepare(state, batch, rngs)
+    args = call.args[0], *call.args[2:-1]
+    return self._report(program.local, args, {}, fixes=self._fixes)
 
   def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives. Shapes will do."""

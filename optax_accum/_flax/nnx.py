@@ -1,7 +1,8 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
 import weakref
 
 from flax import nnx
@@ -9,13 +10,17 @@ import jax
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Tree
+from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
 from optax_accum._mesh.placement import place, place_state
+from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
+
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
 
 Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
@@ -23,13 +28,13 @@ Optimizer: TypeAlias = nnx.Optimizer[Any]
 # What is added to an error, by words in it: the first that are.
 _NOTES = {
   "has been deleted": (
-    "A step updates model and optimizer in place. If arrays were put in from elsewhere, put in"
-    " copies, nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone,"
-    " copy.deepcopy it; or pass donate=False."
+    "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
+    " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, use copy.deepcopy"
+    " instead of nnx.clone; or pass donate=False."
   ),
   "opt_state": (
-    "The optimizer is made with the wrt of the step, of the model as it is. After adapters were"
-    " added, or a layer was replaced, make it again: nnx.Optimizer(model, tx, wrt=...)."
+    "The optimizer must be made with the wrt of the step and for the present model. After you added"
+    " adapters or replaced a layer, make it again: nnx.Optimizer(model, tx, wrt=...)."
   ),
 }
 
@@ -43,42 +48,13 @@ def nnx_train_step(
   *,
   wrt: Any = nnx.Param,
   has_aux: bool = False,
-  **options: Any,
+  **options: Unpack[StepOptions],
 ) -> "NnxTrainStep":
-  """A jitted training step of an nnx model, on a batch that is run in microbatches.
+  """Makes a jitted training step of an nnx model that runs its batch in microbatches.
 
   ``step(model, optimizer, batch) -> metrics`` updates both in place, as a function under `nnx.jit`
-  would: one step of ``optimizer.tx`` by the gradient of the whole batch, as of `make_train_step`.
-
-  What the loss changes in the model is threaded through the microbatches, but for those of weight
-  zero: running statistics, counters of random streams, caches, Variables of your own. Over a mesh
-  each device threads its own, with its index folded into keys. In the end floats are averaged, by
-  what each device counted, and of integers the largest is taken (`carry_reduction`). With batch
-  normalisation the step is not the whole batch's, as `linen_train_step` says.
-
-  For LoRA give `nnx.LoRAParam` as `wrt`, here and to the optimizer: the guide "Flax nnx, and LoRA".
-
-  Args:
-    loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
-      `has_aux`. It may change values of Variables, but for those that `wrt` selects. It may add
-      none: of `nnx.Module.sow` take ``nnx.pop(model, nnx.Intermediate)``, and return it as aux.
-    wrt: A filter: the Variables that are differentiated and stepped, as in `nnx.grad`. Give the
-      optimizer the same, and make it after adapters were added to the model.
-    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
-    **options: Those of `make_train_step`, but for the roles of arguments. With ``donate`` (default)
-      a step deletes the arrays that parameters and optimizer held, which an `nnx.clone` and an
-      `nnx.state` share: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
-
-  Returns:
-    An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
-    optimizer steps, as ``state.step`` of `linen_train_step` does.
-
-  Raises:
-    TypeError: An option is unknown, or decided here; `loss_fn` takes other arguments; those of a
-      call are no nnx model and optimizer. Otherwise as `make_train_step`.
-    ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
-      removed Variables, changed one that `wrt` selects, or an attribute that is no Variable.
-    RuntimeError: The model or the optimizer holds an array that an earlier step deleted.
+  would: one step of ``optimizer.tx`` with the gradients of the whole batch, as `make_train_step`
+  takes it.
 
   Examples:
     >>> from flax import nnx
@@ -93,6 +69,37 @@ def nnx_train_step(
     >>> losses = [float(step(model, optimizer, batch)["loss"]) for _ in range(3)]
     >>> losses[2] < losses[0], int(optimizer.step[...])
     (True, 3)
+
+  Args:
+    loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
+      `has_aux`. It may change the values of Variables that `wrt` does not select. It must not add
+      Variables: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the
+      result as aux.
+    wrt: A filter: the Variables that are differentiated and updated, as in `nnx.grad`. Give the
+      optimizer the same, and make it after adapters were added to the model. For LoRA it is
+      `nnx.LoRAParam`: see the guide "Flax nnx, and LoRA".
+    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+    **options: Those of `make_train_step`, except the positions of arguments. With ``donate``
+      (default) a step deletes the arrays that parameters and optimizer held. An `nnx.clone` and an
+      `nnx.state` share them: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
+
+  Returns:
+    An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
+    optimizer steps, as ``state.step`` of `linen_train_step` does.
+
+  Raises:
+    TypeError: An option is unknown or not yours to give; `loss_fn` takes other arguments; a call
+      gets something else than an nnx model and its optimizer. Otherwise as `make_train_step`.
+    ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
+      removed Variables, changed one that `wrt` selects, or an attribute that is not a Variable.
+    RuntimeError: The model or the optimizer holds an array that an earlier step deleted.
+
+  The loss:
+    What the loss changes in the model goes from each microbatch to the next: running statistics,
+    counters of random streams, caches, Variables of your own. Microbatches of weight 0 change
+    nothing. Over a mesh each device has its own, with its index folded into keys. In the end the
+    weighted mean of floats comes out, and the maximum of integers (see `carry_reduction`). With
+    batch normalisation the step is not that of the whole batch, as `linen_train_step` says.
   """
   if isinstance(wrt, nnx.Pytree):
     raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
@@ -102,20 +109,24 @@ def nnx_train_step(
 class NnxTrainStep(FlaxStep):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``.
 
-  Which Variables the loss changes is found while it is traced: with none at first, until
-  `ChangedByLossError` names some, and then anew, with those threaded through the microbatches.
+  Which Variables the loss changes is found by tracing it. At first none are carried from one
+  microbatch to the next; if `ChangedByLossError` names some, the loss is traced again with these.
   """
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   params_name, updated = "model", (0, 1, 4, 5)
+  _fixes: ClassVar[dict[str, str]] = {
+    "unsplit": "Put what has the batch's rows into the batch.",
+    "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
+  }
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the optimizer's",
     "rng_argnums": "random streams are part of the model",
     "rng_argnames": "random streams are part of the model",
-    "carry_argnum": "what the loss changes in the model is threaded",
+    "carry_argnum": "the step carries what the loss changes in the model",
   }
 
-  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: Kwargs):
+  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self._views: dict[object, _View] = {}
@@ -125,12 +136,24 @@ class NnxTrainStep(FlaxStep):
 
   @_validate.hinted(
     "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
-    " train=True), and make a step for each value. Rows go into the batch, and arrays that are no"
-    " rows into Variables of the model."
+    " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
+    " arrays into Variables of the model.",
+    names=OTHER_NAMES,
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """One optimizer step on a batch, which model and optimizer are updated with."""
     return self._with_call(_View.run, model, optimizer, batch)
+
+  def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
+    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
+
+    def report(view: "_View", call: PreparedCall) -> "SplitReport":
+      loss, args = view.program.local, (call.args[0], *call.args[2:-1])
+      pure: Any = loss.fun
+      loss = dataclasses.replace(loss, fun=dataclasses.replace(pure, axis=None))
+      return self._report(loss, args, {}, drawing=("rng", "carry", "shared"), fixes=self._fixes)
+
+    return self._with_call(report, model, optimizer, batch)
 
   def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
@@ -181,7 +204,7 @@ class NnxTrainStep(FlaxStep):
     if key not in self._programs:
       axis = parallel.axes if parallel else self._options.get("axis_name")
       pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-      # Where nothing is threaded, nothing is to be reduced.
+      # Without a carry there is nothing to reduce over devices.
       unused = {} if changed else {"carry_reduction": None}
       loss = self._step_loss(pure, bool(changed), rng_argnums=(), **unused)
       self._programs[key] = self._program(loss, optax.with_extra_args_support(optimizer.tx))

@@ -18,15 +18,12 @@ _LOST = (
 
 
 class ChangedByLossError(Exception):
-  """The loss changed Variables, of these names, that `NnxTrainStep` is to thread from now on."""
+  """The loss changed the Variables of these names. `NnxTrainStep` then carries them."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
-  """``loss(params, batch, fixed, carry)``, of a loss that is called with a model.
-
-  Where the loss changes Variables it returns ``(loss, (new_carry, aux))``.
-  """
+  """``loss(params, batch, fixed, carry)``; with a carry it returns ``(loss, (new_carry, aux))``."""
 
   fun: LossFn
   has_aux: bool
@@ -73,16 +70,16 @@ class PureLoss:
     return {n for n, x in after.items() if jax.tree.leaves(x) != jax.tree.leaves(before[n])}
 
   def _check_changed(self, changed: set[str], params: Params, model: nnx.Module) -> None:
-    """Checks that only what is threaded changed."""
+    """Checks that only the carry changed."""
     if of_params := sorted(changed & variables.named(params).keys()):
       raise ValueError(
         f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
-        " in a Variable of another type, or change it before the step. (A transform that gives it"
-        " back as it was, in a way that the program does not show, is taken for a change.)"
+        " in a Variable of another type, or change it before the step. (A transform may also return"
+        " it unchanged, in a way that the traced program does not show.)"
       )
     held = variables.named(nnx.state(model))
     if lost := sorted(name for name in changed if not variables.is_variable(held[name])):
-      raise ValueError(_LOST.format(f"model.{lost[0]}, an array that is no Variable"))
+      raise ValueError(_LOST.format(f"model.{lost[0]}, an array that is not a Variable"))
     if not changed <= self.changed:
       raise ChangedByLossError(*changed)
 
@@ -92,9 +89,9 @@ class PureLoss:
     """Checks that the loss left all as it was but values of Variables."""
     for name in sorted(before.keys() ^ after.keys()):
       raise ValueError(
-        f"loss_fn {'added' if name in after else 'removed'} model.{name}, and all microbatches have"
-        " the same model: make what it needs with it. What nnx.Module.sow added, take out and"
-        " return as aux: nnx.pop(model, nnx.Intermediate), with has_aux=True."
+        f"loss_fn {'added' if name in after else 'removed'} model.{name}, and all microbatches need"
+        " the same model: create Variables when you make the model. Take out what nnx.Module.sow"
+        " added, nnx.pop(model, nnx.Intermediate), and return it as aux, with has_aux=True."
       )
     if nnx.graphdef(model) != self.graphdef:
       raise ValueError(_LOST.format("an attribute of the model, or the metadata of a Variable"))

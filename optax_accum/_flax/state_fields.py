@@ -72,10 +72,7 @@ def as_held(updates: Collections, held: Collections) -> Collections:
 
 
 def counted(step: Leaf) -> Leaf:
-  """How many steps a state has taken: an array that is not weakly typed, as a step returns it.
-
-  What flax's ``create`` gives, an int, would have the program made twice.
-  """
+  """The step count as an array that is not weakly typed. An int would compile the program twice."""
   dtype, shape = jax.dtypes.result_type(step), jnp.shape(step)
   if shape or not jnp.issubdtype(dtype, jnp.integer):
     raise ValueError(
@@ -113,11 +110,10 @@ def beside_overwritten(
 
 @contextlib.contextmanager
 def opened_on_device(variables: Collections) -> Iterator[Collections]:
-  """Has boxes, in the variables that it yields, and logical axes mean automatic axes alone.
+  """Makes boxes and logical axes constrain automatic axes only, in the variables that it yields.
 
-  JAX refuses a constraint that names the data axis, which `jax.shard_map` has made manual. So what
-  is in boxes is constrained here, and the boxes of the loss keep their names, which transforms of
-  layers need, and constrain nothing.
+  JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. So boxes are
+  constrained here; those that the loss sees keep their names and constrain nothing.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.manual_axes:

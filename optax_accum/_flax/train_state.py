@@ -13,14 +13,14 @@ from optax_accum._flax.state_fields import variables_of
 from optax_accum._streaming.accumulate import AccumulateTransformation
 from optax_accum._streaming.state import states_in
 
-_NOT_ACCUMULATING = "tx is no accumulate and holds none"
+_NOT_ACCUMULATING = "tx is not an accumulate and holds none"
 
 
 class TrainState(train_state.TrainState):
   """Flax's `TrainState` for a loop that has one microbatch at a time.
 
-  ``tx`` is an `accumulate`, which updates parameters and optimizer state in place, by its `apply`,
-  once the state is donated; or it holds one::
+  ``tx`` is an `accumulate`, or holds one. Where it is one, `apply_gradients` uses its `apply`,
+  which updates parameters and optimizer state in place if the state is donated::
 
     state = TrainState.create(apply_fn=model.apply, params=params, tx=accumulate(tx, 8))
 
@@ -31,8 +31,8 @@ class TrainState(train_state.TrainState):
 
   ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
 
-  Among frozen parameters only adapters (LoRA) are accumulated if `accumulate` is within what leaves
-  the others out: ``optax.partition({"train": accumulate(tx, 8), ...}, labels)``.
+  With frozen parameters, put `accumulate` inside what freezes them, so that only the gradients of
+  the others take memory: ``optax.partition({"train": accumulate(tx, 8), ...}, labels)``.
   """
 
   @classmethod
@@ -46,19 +46,19 @@ class TrainState(train_state.TrainState):
     """Optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
     states = states_in(self.opt_state)
     if not states:
-      raise ValueError(f"{_NOT_ACCUMULATING}, and has no gradient_step: use state.step.")
+      raise ValueError(f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step.")
     return states[0].gradient_step
 
   def apply_gradients(
     self, *, grads: Grads, weight: Any = 1.0, flush: Any = False, **kwargs: Any
   ) -> Self:
-    """Adds gradients up, and steps at the end of a cycle: the next state, with `step` one more.
+    """Adds gradients up, steps at the end of a cycle, and returns the state with ``step + 1``.
 
     Args:
-      grads: Gradients of one microbatch, like `params`. What flax keeps under
+      grads: The gradients of one microbatch, a tree like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
       weight: How much the microbatch counts, as in `accumulate`.
-      flush: Whether to step now.
+      flush: Whether to end the cycle with this call.
       **kwargs: Further fields to replace.
 
     Raises:
@@ -68,7 +68,7 @@ class TrainState(train_state.TrainState):
     accumulates = isinstance(self.tx, AccumulateTransformation)
     if not plain and not accumulates and not states_in(self.opt_state):
       raise ValueError(
-        f"{_NOT_ACCUMULATING}, and would ignore weight={weight!r} and flush={flush!r}: wrap it,"
+        f"{_NOT_ACCUMULATING}, so it would ignore weight={weight!r} and flush={flush!r}: wrap it,"
         " accumulate(tx, every_k), or leave them out."
       )
     params, own = variables_of(self.params)["params"], variables_of(grads)["params"]

@@ -58,9 +58,8 @@ class Values:
 class Snapshot:
   """The structure of nnx objects, to tell whether an `nnx.split` of them still holds.
 
-  It does while each object in them has the same attributes, and each Variable the same metadata.
-  Attributes are compared by identity, which takes a hundredth of the time of a split. The objects
-  themselves are not kept alive, only what is in them.
+  It holds while each object has the same attributes, and each Variable the same metadata. Comparing
+  them by identity takes a hundredth of the time of a split. It does not keep the objects alive.
   """
 
   def __init__(self, *roots: Tree):
@@ -125,8 +124,8 @@ def check_wrt(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> None
   for found, x in selected.items():
     if not is_variable(x):
       raise ValueError(
-        f"wrt={shown(wrt)} selects model.{found}, an array that is no Variable, which a step cannot"
-        " update in place: make it an nnx.Param."
+        f"wrt={shown(wrt)} selects model.{found}, an array that is not a Variable, which a step"
+        " cannot update in place: make it an nnx.Param."
       )
   # The state of a plain SGD would not tell.
   theirs = selected if optimizer.wrt is wrt else named(nnx.state(model, optimizer.wrt))

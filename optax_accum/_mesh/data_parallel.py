@@ -46,8 +46,8 @@ class DataParallel:
     for name in self.axes:
       if name not in known:
         raise ValueError(
-          f"data_axis={name!r} is no axis of the mesh, which has {known}: name the one that the"
-          " batch is sharded over, or a tuple of them."
+          f"data_axis={name!r} is no axis of the mesh, which has {known}: name the axis that the"
+          " rows are sharded over, or a tuple of several."
         )
     if manual := self._of_kind(AxisType.Manual):
       raise ValueError(
@@ -100,15 +100,13 @@ class DataParallel:
       fit = " or ".join(str(n) for n in (fewer, fewer + each) if n)
       raise ValueError(
         f"The batch has {rows} rows, which {self} do not divide: use {fit} rows, or fill up with"
-        " rows that weight_fn counts as 0. (They would have to be replicated, and every device to"
-        " compute all of them.)"
+        " rows that weight_fn counts as 0. (Otherwise each device would have to compute all rows.)"
       )
 
   def shard_spec(self, sharding: Sharding) -> PartitionSpec:
-    """How a parameter of this sharding is spread over the data axes alone.
+    """How a parameter is sharded over the data axes only.
 
-    A dimension that is sharded over other axes too is not among what is sharded: every device
-    has it in whole while the step runs.
+    A dimension that is sharded over other axes too does not count: it is gathered for the step.
     """
     return self._spec_over_data(self.dims(sharding, 0))
 
@@ -156,10 +154,7 @@ class DataParallel:
     return PartitionSpec(*[None] * dimension, self.axes)
 
   def like(self, grads: Grads, shardings: Tree, wanted: Tree) -> Grads:
-    """Gradients that are sharded as `spread` has their parameters, which explicit axes insist on.
-
-    `shardings` are those of the parameters, and None where they are not known.
-    """
+    """Gradients sharded as `spread` has their parameters. `shardings` are None where not known."""
 
     def reshard(g: Leaf, sharding: Sharding, wanted: GradientSharding | None) -> Leaf:
       if wanted is not None:

@@ -1,4 +1,4 @@
-"""A loss run in microbatches over a mesh: each device runs its own rows; then they are reduced."""
+"""A loss over a mesh: each device runs its own rows in microbatches; then results are reduced."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -38,8 +38,8 @@ class MeshLoss:
       )
     if self.local.split.in_place and self.parallel.reduce_in_loop:
       raise ValueError(
-        "in_place=True keeps a whole sum of the gradients on each device until the cycle ends, and"
-        ' reduce_gradients="per_microbatch" only shards of it: pass in_place=False, or "per_cycle".'
+        "in_place=True keeps the full sum of the gradients on each device until the cycle ends, and"
+        ' reduce_gradients="per_microbatch" keeps shards: pass in_place=False, or "per_cycle".'
       )
 
   def place(self, args: Args, kwargs: Kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
@@ -137,10 +137,7 @@ class PlacedLoss(NamedTuple):
     return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted))
 
   def stepped(self, update: Update, params: Params, opt_state: OptState) -> Held:
-    """What `update` makes of parameters that are sharded as the gradients meanwhile.
-
-    Each device takes its part of those that it has in whole, and in the end they are gathered.
-    """
+    """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
     parts = jax.tree.map(self.parallel.spread, params, self.wanted)
     new, new_state = update((parts, opt_state))
     shardings = self.treedef.unflatten(self.shardings)[0]

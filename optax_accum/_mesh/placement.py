@@ -19,10 +19,9 @@ def place(
   tree: Tree,
   spec: Callable[[Leaf], PartitionSpec] = lambda x: PartitionSpec(),
 ) -> Tree:
-  """`tree` on a mesh: as it is where it is there, else with the `PartitionSpec` of `spec`.
+  """`tree` on a mesh: leaves that are there stay, others get the `PartitionSpec` of `spec`.
 
-  Shapes are placed as arrays, and Python numbers as the weakly typed arrays that `jax.jit` makes of
-  them. Tracers stay.
+  Shapes are placed as arrays, and Python numbers as weakly typed arrays. Tracers stay.
   """
   leaves = jax.tree.leaves(tree)
   return tree if _are_on(mesh, leaves) else _put(mesh, name, tree, list(map(spec, leaves)))
@@ -31,8 +30,7 @@ def place(
 def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> OptState:
   """An optimizer state on a mesh. What is not there yet goes where its parameter is.
 
-  So shards of parameters have shards of moments, also where the state was made on one device, as
-  by ``jax.jit(tx.init)``, or read from a file.
+  So the moments of a sharded parameter are sharded too, also if they were made on one device.
   """
   leaves = jax.tree.leaves(opt_state)
   if _are_on(mesh, leaves):
@@ -50,10 +48,9 @@ def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> O
 
 
 def sharding_of(x: Leaf) -> NamedSharding | None:
-  """How an array, a shape or a tracer is sharded over a mesh, where that can be told.
+  """How an array, a shape or a tracer is sharded over a mesh, if it is known.
 
-  Tracers, and what `jax.eval_shape` returns, have a sharding over explicit axes in their type,
-  and over an abstract mesh. Over automatic axes it is for XLA to decide, later.
+  The type of a tracer, and of what `jax.eval_shape` returns, has explicit axes only.
   """
   traced = isinstance(x, jax.core.Tracer)
   sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)

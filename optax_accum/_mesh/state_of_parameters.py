@@ -1,7 +1,6 @@
-"""Which leaves of an optimizer state belong to which parameter, and how these are spread.
+"""Which leaves of an optimizer state belong to which parameter, and how they are sharded.
 
-They are found by their paths, which end in that of the parameter: in Adam's moments, in an
-accumulator, and within any transformation around them.
+The path of such a leaf ends with that of its parameter, as in Adam's moments.
 """
 
 from collections.abc import Sequence
@@ -33,11 +32,11 @@ def followed(params: Params, opt_state: OptState) -> list[int | None]:
 def spread_as_parameters(
   params: Params, opt_state: OptState, dims: Sequence[Dims]
 ) -> list[Dims | None]:
-  """For each parameter how the state that follows it is spread; None where that is not one way.
+  """For each parameter, the sharding that its state has; None if that is not one sharding.
 
-  ZeRO-1: this is the part of its gradient that each device keeps. `dims` are those of the leaves of
-  both trees. All leaves that follow the parameter must have its shape. What is found by mistake
-  changes where the step computes, and not what.
+  ZeRO-1: each device keeps this part of the gradient. `dims` are those of the leaves of both trees.
+  All leaves of a parameter must have its shape. A leaf found by mistake changes where the step is
+  computed, and not the result.
   """
   leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
   following: list[set[tuple[tuple[int, ...], Dims]]] = [set() for _ in leaves]

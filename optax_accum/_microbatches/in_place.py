@@ -1,4 +1,4 @@
-"""Gradients that the backward pass adds to their accumulators: no microbatch's whole one exists."""
+"""In-place accumulation: the backward pass adds gradients to their accumulators, layer by layer."""
 
 from collections.abc import Callable, Sequence
 import dataclasses
@@ -19,10 +19,7 @@ from optax_accum._microbatches.options import Split
 
 
 class Accumulators:
-  """The accumulators of the gradients by some arguments: references, which a loop closes over.
-
-  `reductions` is a prefix tree over the gradients, as they are to become one.
-  """
+  """The accumulators of gradients, as references. `reductions` is a prefix tree over them."""
 
   def __init__(
     self, args: Args, argnums: int | Sequence[int], reductions: Tree, dtype: DTypeLike | None
@@ -40,10 +37,7 @@ class Accumulators:
     self._refs = jax.tree.leaves(refs)
 
   def value_and_grad(self, fun: Callable[..., Tree], factor: Weight) -> Callable[..., Tree]:
-    """`jax.value_and_grad` of `fun`, which has aux; but the gradients, times `factor`, are added.
-
-    In their place it returns empty arrays of their dtypes.
-    """
+    """`jax.value_and_grad` of `fun`. It adds gradients times `factor`, and returns empty ones."""
 
     def added(*args: Tree, **kwargs: Tree) -> Tree:
       params = [args[i] for i in self._positions]
@@ -99,13 +93,13 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
     return
   if split.skip_nonfinite:
     raise ValueError(
-      "in_place=True adds a gradient up before all of it is known, so skip_nonfinite=True cannot"
-      " leave it out: leave one of the two out."
+      "in_place=True adds a gradient up before it is complete, so skip_nonfinite=True cannot leave"
+      " it out any more: use one of the two."
     )
   if grad_reduction is not None:
     raise ValueError(
-      f"in_place=True adds gradients up as the losses are, and grad_reduction={grad_reduction!r}"
-      " asks for more: leave one of the two out."
+      "in_place=True combines gradients as losses are combined, and"
+      f" grad_reduction={grad_reduction!r} asks for another way: use one of the two."
     )
   if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(
@@ -131,12 +125,12 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
 
 
 def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
-  """What the loss is multiplied by, so that all gradients are."""
+  """The factor of the loss, and so of all gradients."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):
     raise TypeError(
-      f"The loss has dtype {loss.dtype}, narrower than parameters, in which in_place=True would"
-      " round weights: return it in the parameters' dtype, or pass in_place=False."
+      f"The loss has dtype {loss.dtype}, narrower than the parameters', and in_place=True would"
+      " round weights to it: return the loss in the parameters' dtype, or pass in_place=False."
     )
   return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 

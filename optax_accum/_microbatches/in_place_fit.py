@@ -35,10 +35,7 @@ _INNER |= {"scan", "cond"}
 
 
 def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
-  """Those of the parameters that are not to have a reference.
-
-  `jaxpr` is what is run backwards. Its last arguments are the parameters' tangents.
-  """
+  """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
   known = [None] * (len(jaxpr.invars) - len(leaves))  # residuals, which JAX 0.12 has there too
   apart = {i for i, x in enumerate(leaves) if not x.size}
   while found := _unfit(

@@ -1,4 +1,4 @@
-"""The argument that is threaded through the microbatches, where each device threads its own."""
+"""The argument that each microbatch updates for the next; each device has its own."""
 
 import jax
 from jax import lax
@@ -50,10 +50,9 @@ def over_devices(
   total: Weight,
   axis_name: AxisName,
 ) -> Carry:
-  """What the devices' carries become together.
+  """Combines the carries of all devices.
 
-  `start` is what all devices started with, `weight` what this device counted and `total` what all
-  of them did.
+  All started with `start`. `weight` is what this device counted, and `total` what all did.
   """
 
   def together(path: Path, x: jax.Array, word: str, first: ArrayLike) -> jax.Array:
@@ -83,7 +82,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
     raise TypeError(
       f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"
       " would draw the same noise: carry a typed key, as jax.random.wrap_key_data(raw). If these"
-      ' are numbers, say how they become one: carry_reduction="max".'
+      ' are numbers, say how to combine them: carry_reduction="max".'
     )
   kind = REDUCTIONS[word or ("mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max")]
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)

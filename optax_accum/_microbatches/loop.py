@@ -1,4 +1,4 @@
-"""The loop: a function run microbatch by microbatch in a scan, and its outputs reduced."""
+"""The loop: runs a function on each microbatch in a scan, and combines the outputs."""
 
 from collections.abc import Callable
 import dataclasses
@@ -23,11 +23,11 @@ from optax_accum._microbatches.roles import refuse_aux_rows
 
 
 class MicrobatchStats(NamedTuple):
-  """What was counted over the microbatches of one batch.
+  """Counts over the microbatches of one batch.
 
   Attributes:
-    total_weight: float32 scalar (float64 where x64 is enabled), the sum of the weights that
-      went into the mean, rounded once: counts of tokens are added up exactly.
+    total_weight: float32 scalar (float64 where x64 is enabled), the sum of the weights in the
+      mean. It is rounded once, so counts of tokens are exact.
     skipped_microbatches: int32 scalar, how many were left out because they were not finite.
   """
 
@@ -36,16 +36,16 @@ class MicrobatchStats(NamedTuple):
 
 
 class Reduced(NamedTuple):
-  """What all microbatches gave together."""
+  """The combined results of all microbatches."""
 
-  carry: tuple[Carry, ...]  # the threaded argument at the end; empty where there is none
+  carry: tuple[Carry, ...]  # the carried argument at the end; empty where there is none
   outputs: Tree
   stats: Tree  # a MicrobatchStats, or the specs of one
   weights: Tree = None  # of each microbatch of this device, where some may be left out
 
 
 class Microbatch(NamedTuple):
-  """What one microbatch gave."""
+  """The results of one microbatch."""
 
   carry: tuple[Carry, ...]
   outputs: Tree
@@ -69,7 +69,7 @@ Run: TypeAlias = Callable[..., Microbatch]
 
 
 def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:
-  """What runs the function of a call on one microbatch. It is traced once for each size of them.
+  """Makes the function that runs one microbatch. It is traced once for each size of microbatch.
 
   `run_fn` takes the call, a factor for the gradients, which is None where they are weighed later,
   and a microbatch's inputs. It returns ``(new_carry, outputs)``.
@@ -103,10 +103,7 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
 def run_in_microbatches(
   call: Microbatches, run: Run, reductions: Tree, root: str = "output"
 ) -> Reduced:
-  """Runs a call's function on one microbatch after the other, and reduces what they give.
-
-  `reductions` is a prefix tree over the outputs, which messages call `root`.
-  """
+  """Runs each microbatch and combines the outputs, which messages call `root`."""
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
     each = _matched(reductions, [whole.outputs], root, call)
@@ -129,10 +126,7 @@ def run_in_microbatches(
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Loop:
-  """The microbatches of a call, run and added up one after the other.
-
-  Outputs are lists of leaves: what is static in a tree may be another object in every trace.
-  """
+  """The loop over the microbatches of a call. Outputs are lists of leaves."""
 
   call: Microbatches
   run: Run
@@ -229,7 +223,7 @@ class _Loop:
     add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: call.cut[0](0), call.size))()
     if not across_devices.communicates(add.jaxpr):
       return False
-    option, fix = "skip_empty=True", "give axis_name, and what any device counts is run by all"
+    option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
     if call.split.in_place:
       option, fix = "in_place=True with weight_fn", "pass in_place=False"
     elif call.split.axis_name is not None:

@@ -49,6 +49,7 @@ class LocalLoss:
   aux_reduction: Tree
   split: Split
   noise_scale: bool = False
+  asked: Kwargs = dataclasses.field(default_factory=dict)  # the reductions, in the user's words
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
 
@@ -58,7 +59,7 @@ class LocalLoss:
     return self
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
-    """The loss alone. `weights` are those of the microbatches, if not to be found out again."""
+    """The loss alone. `weights` are those of the microbatches, if they are known."""
     call = self._call(weights, args, kwargs)
     reductions = Outputs(self.reduction, None, None)
     return run_in_microbatches(call, runner(call, self._evaluate), reductions).outputs.loss
@@ -99,7 +100,7 @@ class LocalLoss:
   def _scanned(
     self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None = None
   ) -> tuple[Run, Outputs]:
-    """What runs a microbatch, and how the outputs of all become one."""
+    """What runs a microbatch, and how the outputs of all are combined."""
     if self.noise_scale:
       check_several(call.count)
     noise = NOISE_REDUCTIONS if self.noise_scale else None
@@ -167,8 +168,8 @@ class LocalLoss:
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and self.split.axis_name is None:
       raise ValueError(
-        f"The step is called inside pmap or shard_map over {axes} without axis_name, where every"
-        " device would step by its own gradient: pass axis_name=, or call it outside, with mesh=."
+        f"The step is called inside pmap or shard_map over {axes} without axis_name, so each device"
+        " would step with its own gradient: pass axis_name=, or call it outside, with mesh=."
       )
     return self, args, kwargs
 
@@ -242,4 +243,10 @@ def local_loss(
   check_options(split, grad_reduction)
   grad_kinds = reduction_words.named_of_gradients(grad_reduction, kind)
   aux_kinds = reduction_words.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
-  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale)
+  asked = {
+    "reduction": reduction,
+    "grad_reduction": grad_reduction,
+    "aux_reduction": aux_reduction,
+    "concat_axis": concat_axis,
+  }
+  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale, asked)

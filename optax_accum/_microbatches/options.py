@@ -13,6 +13,16 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._microbatches.roles import find_slots, names_or_positions, Roles, Slot
 
+# What other libraries, and `accumulate`, call an option, or have one for.
+OTHER_NAMES = {
+  "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
+  "every_k_schedule": "every_k_schedule= of optax.MultiSteps is num_microbatches= here.",
+  "gradient_accumulation_steps": "gradient_accumulation_steps= is num_microbatches= here.",
+  "flush": "There is nothing to flush: every call runs its whole batch. flush= is an argument of"
+  " update and apply of optax_accum.accumulate.",
+  "weight": "weight= of optax_accum.accumulate is weight_fn= here, a function of the batch.",
+}
+
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]
 
@@ -23,20 +33,20 @@ class Split:
 
   num_microbatches: int | None = None
   microbatch_size: int | None = None
-  batch_argnums: Any = None  # once built a tuple or None, as all `*_argnums`
-  batch_argnames: Any = ()
-  batch_axis: Any = 0  # as built, one for each position and then for each name
   weight_fn: WeightFn | None = None
+  batch_argnums: Any = None  # once built a tuple or None, as all `*_argnums`
   rng_argnums: Any = None
-  rng_argnames: Any = ()
   carry_argnum: int | None = None
-  carry_reduction: Tree = None
-  accumulator_dtype: DTypeLike | None = None
   skip_nonfinite: bool = False
   skip_empty: bool = False
-  in_place: bool = False
   axis_name: AxisName | None = None
+  in_place: bool = False
+  accumulator_dtype: DTypeLike | None = None
   unroll: int | bool = 1
+  carry_reduction: Tree = None
+  batch_axis: Any = 0  # as built, one for each position and then for each name
+  batch_argnames: Any = ()
+  rng_argnames: Any = ()
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
   rows: int | None = None  # of the batch on all devices of a mesh, of which a call has a part
 
@@ -61,7 +71,7 @@ class Split:
     if self.weight_fn is not None and not callable(self.weight_fn):
       raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
     if self.skip_empty and self.weight_fn is None:
-      raise ValueError("skip_empty=True asks for weights, and weight_fn=None: give weight_fn.")
+      raise ValueError("skip_empty=True needs weights, and weight_fn=None: give weight_fn.")
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
       raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
     if self.carry_reduction is not None and self.carry_argnum is None:
@@ -111,8 +121,9 @@ class Split:
       batch = tuple(slot for slot in arguments if slot not in rng)
       if len(batch) != 1:
         raise ValueError(
-          f"batch_argnums=None is the only argument, and this call has {list(batch)}: name those"
-          " that are split, e.g. batch_argnums=1 where argument 0 is the parameters."
+          f"batch_argnums=None splits the only argument, and this call has {list(batch)}, of which"
+          " any may be the batch: say which, e.g. batch_argnums=1 if argument 0 is the parameters."
+          " (A loss has its parameters first, so for losses the default is 1.)"
         )
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):

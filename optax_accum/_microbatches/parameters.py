@@ -28,12 +28,30 @@ def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
   check_differentiable("argument 0", params)
 
 
+def check_order(
+  tx: optax.GradientTransformation, params: Params, opt_state: OptState, *others: Tree
+) -> None:
+  """Checks, after a step failed, that its state is not that of another argument."""
+
+  def differs(tree: Tree) -> str:
+    try:
+      return _validate.difference("opt_state", opt_state, jax.eval_shape(tx.init, tree))
+    except Exception:  # no tree of arrays
+      return "the optimizer takes no such tree"
+
+  if (found := differs(params)) and any(not differs(x) for x in others):
+    raise TypeError(
+      f"opt_state is not a state of the first argument ({found}) but of another one, which has the"
+      " parameters: the order is step(params, opt_state, batch)."
+    )
+
+
 def check_count(count: int) -> None:
   """Checks that a step is given parameters, their state and a batch."""
   if count < 3:
     raise TypeError(
-      f"The step got {count} arguments, and so no batch or no optimizer state: the order is"
-      " step(params, opt_state, batch)."
+      f"The step got {count} arguments, so the batch or the optimizer state is missing: the order"
+      " is step(params, opt_state, batch)."
     )
 
 
@@ -56,8 +74,8 @@ def check_differentiable(what: str, tree: Params) -> None:
     if not _is_inexact(kind):
       word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
       raise TypeError(
-        f"{name} has {word} and cannot be differentiated: close over what is no floating or complex"
-        " array, or pass it as another argument (in Equinox: eqx.partition(model,"
+        f"{name} has {word} and cannot be differentiated: close over what is not a floating or"
+        " complex array, or pass it as another argument (in Equinox: eqx.partition(model,"
         " eqx.is_inexact_array))."
       )
 

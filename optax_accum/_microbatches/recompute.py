@@ -1,4 +1,4 @@
-"""A function that can be differentiated: going backward, each microbatch is computed again."""
+"""A function that can be differentiated: the backward pass computes each microbatch again."""
 
 import jax
 from jax import lax
@@ -13,14 +13,14 @@ from optax_accum._microbatches.traced import Program
 
 
 class Recomputed:
-  """Runs a microbatch such that going backward computes it again, and keeps its arguments alone.
+  """Runs a microbatch so that the backward pass computes it again, and keeps its arguments only.
 
-  Cotangents of what all microbatches share, such as parameters, are added up in the dtype of
-  accumulators, and reduced over the devices of `axis_name` once, after the loop. A microbatch of
+  Gradients of what all microbatches share, such as parameters, are added up in the dtype of
+  accumulators, and summed over the devices of `axis_name` once, after the loop. A microbatch of
   weight zero adds none, even where it is NaN, unless its outputs are `collected`.
 
   For this the loop gets a wide copy of each shared array, and casts it back in its body. JAX adds
-  the copies' cotangents up in their dtype, and reduces them over devices, after the loop.
+  up the gradients of the copies in their dtype, and sums them over devices after the loop.
   """
 
   def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:

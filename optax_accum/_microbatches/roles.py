@@ -1,7 +1,7 @@
 """What each argument of a call is: split, a random key, carried, or shared by all microbatches.
 
-Two mistakes are made with an argument that is shared: its rows were to be split too, or it is a key
-and all microbatches have the same noise. Neither changes a shape, so the defaults refuse both.
+Two mistakes are made with shared arguments: one should have been split too, or one is a key, and
+all microbatches get the same noise. Neither changes a shape, so the defaults refuse both.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -28,14 +28,14 @@ class Roles(NamedTuple):
 
 
 def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
-  """Refuses shared arguments with as many rows as the batch, of which all are `rows`."""
+  """Refuses shared arguments with as many rows as the batch."""
   if not (found := with_rows(roles, rows)):
     return
   both = dict.fromkeys((*roles.batch, *(slot for slot, _ in found)))
   raise ValueError(
     f"{found[0][1]}, as many as the batch, and batch_argnums=None does not split it. If the rows"
-    f" of both belong together, name both, {_option(both)}; if every microbatch is to have it"
-    f" whole, say so, {_option(roles.batch)}."
+    f" of both belong together, name both, {_option(both)}; if every microbatch needs all of it,"
+    f" name the batch alone, {_option(roles.batch)}."
   )
 
 
@@ -55,16 +55,13 @@ def refuse_aux_rows(roles: Roles, name: str, leaf: Leaf, rows: int) -> None:
   if has := _has_rows(axes, leaf, (rows,)):
     raise ValueError(
       f"{name} {has}, as many as a microbatch, and aux_reduction=None would average different"
-      ' rows: say "concat" for values per row, or "mean" (or "sum") for what merely has that size,'
-      ' for all of aux or for each: aux_reduction={"logits": "concat", "accuracy": "mean"}.'
+      ' rows: give "concat" for values per row, or "mean" (or "sum") for what has this size by'
+      ' chance; one word, or a tree: aux_reduction={"logits": "concat", "accuracy": "mean"}.'
     )
 
 
 def _has_rows(axes: Iterable[int], leaf: Leaf, rows: Collection[int]) -> str:
-  """How many rows `leaf` has, and on which axis, if they are as many as `rows` says.
-
-  One row cannot be split, so there is nothing to be missed.
-  """
+  """On which axis `leaf` has as many rows as `rows` says. One row cannot be split."""
   shape = getattr(leaf, "shape", ())
   axes = [axis for axis in axes if -len(shape) <= axis < len(shape)] or [0]
   same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
@@ -77,12 +74,12 @@ def refuse_keys(roles: Roles) -> None:
     leaves = _validate.named_leaves(f"argument {slot!r}", roles.shared[slot])
     keys = [name for name, leaf in leaves if dtypes.is_key(leaf)]
     option = f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
-    fix = f"name it, {option}, and each folds its index in"
+    fix = f"name it, {option}, to fold each microbatch's index in"
     if len(keys) < len(leaves):
       fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
     raise ValueError(
-      f"{keys[0]} is a random key that every microbatch would share, and so have the same noise:"
-      f" {fix}; or share it, rng_argnums=()."
+      f"{keys[0]} is a random key, from which every microbatch would get the same noise: {fix}; or"
+      " share it, rng_argnums=()."
     )
 
 
@@ -100,7 +97,7 @@ def _option(slots: Collection[Slot]) -> str:
 
 
 def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -> str:
-  """What to say where Python asks for the value of something that a step traces."""
+  """What to add to an error, if Python asked for the value of an argument that is traced."""
   scalars = [
     name_of(fun, slot)
     for slot, tree in roles.shared.items()
@@ -110,8 +107,8 @@ def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -
     return ""
   fixed = ", ".join(f"{name}=..." for name in scalars)
   return (
-    "A step traces all that it is passed, so Python cannot branch on it or have it static. Fix a"
-    f" setting in the loss, functools.partial(loss_fn, {fixed}), and make a step for each value."
+    "A step traces all its arguments, so Python cannot branch on them, nor can they be static. Fix"
+    f" a setting in the loss, functools.partial(loss_fn, {fixed}), and make a step for each value."
   )
 
 
@@ -127,10 +124,9 @@ def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ..
 def find_slots(
   option: str, wanted: Collection[Slot], fun: Callable[..., Tree], args: Args, kwargs: Kwargs
 ) -> tuple[Slot, ...]:
-  """Where the wanted arguments are in this call.
+  """Where the wanted arguments are in this call, by position or by name.
 
-  A position whose argument was passed by name is found by `fun`'s signature, and so is
-  a name whose argument was passed by position, as `jax.jit` does for static arguments.
+  The signature of `fun` finds those that are wanted by one and passed by the other.
   """
   count = len(args)
   slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}

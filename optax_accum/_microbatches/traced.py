@@ -1,7 +1,7 @@
-"""A program that holds references, for JAX's transformations, which would fail within it.
+"""Programs that hold references, which JAX's transformations cannot transform.
 
-`jax.vmap` cannot give a reference a further axis. Reverse mode is wrong without a word, or fails,
-where a loop's body holds references (JAX 0.10 to 0.12). So a derivative is another program's.
+`jax.vmap` fails. Reverse mode is silently wrong, or fails, where the body of a loop holds
+references (JAX 0.10 to 0.12). So the derivative comes from another program.
 """
 
 from collections.abc import Callable
@@ -16,10 +16,7 @@ from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 
 
 class Program:
-  """A function that is traced once. What it closes over is `held`, and may be given anew.
-
-  Of its arguments only arrays may be others in a call.
-  """
+  """A function that is traced once: `held` can be replaced, and so can arrays in its arguments."""
 
   def __init__(self, fun: Callable[..., Tree], *args: Tree, **kwargs: Tree):
     treedef: Any
@@ -59,10 +56,7 @@ def traced_once(fun: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def differentiated_as(other: Callable[..., Tree], run: Callable[..., Tree], *args: Tree) -> Tree:
-  """``run(*args)``, whose derivatives are those of ``other(*args)``, which returns the same.
-
-  Where that has effects, which neither JAX nor this can order, it is what runs.
-  """
+  """``run(*args)`` with the derivatives of ``other(*args)``, which is run if it has effects."""
   plain = Program(other, *args)
   if any(type(e).__name__ != "NamedAxisEffect" for e in plain.jaxpr.effects):  # of a mesh axis
     return plain(plain.held, *args)

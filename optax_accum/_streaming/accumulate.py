@@ -70,80 +70,16 @@ def accumulate(
   every_k: int | Schedule,
   *,
   reduction: Literal["mean", "sum"] = "mean",
-  accumulator_dtype: DTypeLike | None = None,
   skip_fn: SkipFn | None = None,
   axis_name: AxisName | None = None,
+  accumulator_dtype: DTypeLike | None = None,
   differentiable: bool = False,
 ) -> AccumulateTransformation:
-  """Steps `inner` once every `every_k` calls, with the mean of their gradients.
+  """Makes `inner` step once every `every_k` calls, with the mean of their gradients.
 
-  The call that ends a cycle emits ``inner(sum(w * g) / sum(w))``, over the cycle's gradients ``g``
-  and weights ``w``, and the calls before it emit zeros: the step of the whole batch, in a
-  microbatch's dtype. Moments, schedules, clipping and weight decay of `inner` count gradient steps.
-
-  ``params, state = tx.apply(grads, state, params)`` is ``update`` followed by
-  `optax.apply_updates`, and mostly faster: until the cycle ends, parameters and inner state are
-  neither read nor written. Donate both to the jitted function around it, and return them first, in
-  the order in which it takes them: else JAX copies everything.
-
-  ``update`` and ``apply`` take two more arguments. All others (``value=``, ``value_fn=`` ...) go to
-  `inner`, which gets those of the call that emits.
-
-  - ``weight``: real scalar, may be traced; default 1. How much the microbatch counts in the mean:
-    its rows, or its valid tokens. Give 0, or a number from 1e-30 to 1e30 whose product with the
-    gradients neither underflows nor overflows in the accumulators' dtype. The step is NaN if a
-    traced weight is below 0, or their total below 1e-30 or above 1e36. The derivative by a weight
-    of exactly 0 is 0.
-  - ``flush``: bool scalar, may be traced. True ends the cycle with this call, e.g. on the last
-    batch of an epoch. The mean is over what was accumulated.
-
-  ==========================================  ========  =============  ==========  ===========
-  call                                        emits     gradient_step  mini_step   has_updated
-  ==========================================  ========  =============  ==========  ===========
-  inside a cycle                              zeros     same           up by 1     False
-  the last of a cycle, ``flush``              a step    up by 1        0           True
-  the same, the cycle's total weight is zero  zeros     same           0           False
-  ``weight=0``: adds nothing, not even NaN    as usual  as usual       as usual    as usual
-  `skip_fn` says skip: it never happened      zeros     same           same        False
-  ``flush`` and skip, something accumulated   a step    up by 1        0           True
-  ``flush`` and skip, nothing accumulated     zeros     same           0           False
-  ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
-  ==========================================  ========  =============  ==========  ===========
-
-  Where no step is emitted, `inner` does not run and its state stays as it is. An inf or NaN that is
-  not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
-
-  ``chain(clip, accumulate(adam, k))`` clips in every call; the whole batch's step is that of
-  ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more, such as parameters that
-  are overwritten (fp8), whose mean is silently wrong.
-
-  Args:
-    inner: Any optax transformation, also a whole `optax.chain`: all that shall see the mean.
-    every_k: Mini steps in a cycle: an int of at least 1, or a schedule, evaluated under jit, from
-      the int32 gradient step to an integer. With 1 there is no accumulator, and no branch without
-      `skip_fn` and traced weights: the step is `inner`'s.
-    reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``.
-    accumulator_dtype: What to add up in. Default: each parameter's dtype promoted with float32.
-    skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
-      `optax.skip_not_finite`. True leaves the gradients of this call out. The state keeps ``info``.
-    axis_name: The axis (or axes) that the microbatches are spread over, inside `jax.pmap` or
-      `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis
-      once, when the cycle emits (by ``update`` in a buffer as large as the updates where
-      `shard_map` checks types). Any device that skips or flushes does so for all. The state needs
-      `accumulate_specs`, and is to be saved whole, see `AccumulateState`. Without `axis_name`,
-      reduce the gradients yourself, or every device takes a step of its own, perhaps unnoticed.
-    differentiable: Whether reverse mode can pass through a call. It costs copies on GPUs.
-
-  Returns:
-    An `AccumulateTransformation`, which goes wherever an optax transformation does.
-
-  Raises:
-    TypeError: An argument or gradient has the wrong type or dtype, or an extra argument is nearly
-      ``weight`` or ``flush``.
-    ValueError: `every_k` or ``weight`` is out of range, `reduction` is not one of its words,
-      gradients differ from the parameters in tree or shape, `inner` changes the tree or a shape of
-      its state, `axis_name` is not bound, a gradient was summed over it already (with
-      ``check_vma=True``), or the state is not of these options and this model.
+  The call that ends a cycle runs `inner` on ``sum(w * g) / sum(w)``, over the gradients ``g`` and
+  the weights ``w`` of the cycle. The calls before it return zero updates. So the moments,
+  schedules, clipping and weight decay of `inner` count optimizer steps, as with the whole batch.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -155,6 +91,71 @@ def accumulate(
     ...   print(params)
     [0. 0.]
     [-1. -3.]
+
+  Args:
+    inner: Any optax transformation, or a whole `optax.chain`: all that must see the mean.
+    every_k: The number of calls in a cycle: an int of at least 1, or a schedule, a function from
+      the int32 gradient step to an integer, evaluated under jit. With 1 there is no accumulator:
+      every call is a step of `inner`.
+    reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``.
+    skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
+      `optax.skip_not_finite`. True leaves out the gradients of this call. The state keeps ``info``.
+    axis_name: The axis (or axes) that the microbatches are sharded over, inside `jax.pmap` or
+      `jax.shard_map`. Each device accumulates its own gradients. They are summed over the axis
+      once, in the call that ends the cycle. If one device skips or flushes, all do. The state needs
+      `accumulate_specs`; to save it, see `AccumulateState`. Without `axis_name`, reduce the
+      gradients yourself. Otherwise each device takes a step of its own, perhaps unnoticed.
+    accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
+    differentiable: Whether reverse-mode differentiation can pass. This costs copies on GPUs.
+
+  Returns:
+    An `AccumulateTransformation`, which works wherever an optax transformation does.
+
+  Raises:
+    TypeError: An argument or a gradient has the wrong type or dtype, or the name of an extra
+      argument is nearly ``weight`` or ``flush``.
+    ValueError: `every_k` or ``weight`` is out of range; `reduction` is not one of its words;
+      gradients differ from the parameters in tree or shape; `inner` changes the tree or a shape of
+      its state; `axis_name` is not bound; a gradient was already summed over it (with
+      ``check_vma=True``); or the state belongs to other options or another model.
+
+  Calls:
+    ``params, state = tx.apply(grads, state, params)`` is ``update`` and then `optax.apply_updates`,
+    and mostly faster: inside a cycle it neither reads nor writes parameters and inner state. Donate
+    both to the jitted function around it, and return them first and in the order in which it takes
+    them, or JAX copies everything.
+
+    ``update`` and ``apply`` take two more arguments. All others (``value=``, ``value_fn=`` ...) go
+    to `inner`, which gets those of the call that ends the cycle.
+
+    - ``weight``: a real scalar, which may be traced; default 1. How much the microbatch counts:
+      its rows, or its valid tokens. Give 0, or a number from 1e-30 to 1e30 whose product with the
+      gradients is in the range of the accumulators' dtype. The step is NaN if a traced weight is
+      below 0, or if the total is below 1e-30 or above 1e36. The derivative with respect to a weight
+      of 0 is 0.
+    - ``flush``: a bool scalar, which may be traced. True ends the cycle with this call, for example
+      on the last batch of an epoch. The mean is over what was accumulated.
+
+  Edge cases:
+    ==========================================  ========  =============  ==========  ===========
+    call                                        updates   gradient_step  mini_step   has_updated
+    ==========================================  ========  =============  ==========  ===========
+    inside a cycle                              zeros     same           up by 1     False
+    the last of a cycle, ``flush``              a step    up by 1        0           True
+    the same, the cycle's total weight is zero  zeros     same           0           False
+    ``weight=0``: adds nothing, not even NaN    as usual  as usual       as usual    as usual
+    `skip_fn` says skip: it never happened      zeros     same           same        False
+    ``flush`` and skip, something accumulated   a step    up by 1        0           True
+    ``flush`` and skip, nothing accumulated     zeros     same           0           False
+    ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
+    ==========================================  ========  =============  ==========  ===========
+
+    Where the updates are zeros, `inner` does not run and its state stays as it is. An inf or NaN
+    that is not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
+
+    ``chain(clip, accumulate(adam, k))`` clips in every call. To clip the whole batch's gradient,
+    write ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more, such as
+    parameters that are overwritten (fp8), whose mean is silently wrong.
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

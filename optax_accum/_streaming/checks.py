@@ -1,4 +1,4 @@
-"""Checks of a call of `update` or `apply`: its arguments in order, their names, and its state."""
+"""Checks of a call of `update` or `apply`: the order and names of its arguments, and its state."""
 
 from collections.abc import Iterable
 import difflib
@@ -37,7 +37,7 @@ def checked(
 
 
 def _is_near(extra: str, word: str) -> bool:
-  """Whether `extra` is `word` with a slip or an ending: ``weights``, ``wieght``, ``flush_now``."""
+  """Whether `extra` is a misspelt `word`: ``weights``, ``wieght``, ``flush_now``."""
   if extra[:1] != word[0]:
     return False  # `height`, and what is a weight of something: `kl_weight`
   if extra.startswith(("flush", "weight_fn")):
@@ -53,7 +53,7 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
       " tree that init returns, e.g. by flax.serialization.from_state_dict(tx.init(params), state)."
     )
     if states_in(state):
-      fix = "there is one in it. Call the transformation that the whole belongs to, as a chain is."
+      fix = "there is one in it. Call the transformation of the whole state, such as a chain."
     if isinstance(state, optax.MultiStepsState):
       fix = "convert it with optax_accum.from_multi_steps(state, weight=rows)."
     raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {fix}")
@@ -72,7 +72,7 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
 
 
 def check_device_axis(state: AccumulateState, updates: Grads) -> None:
-  """Checks that what is each device's own has an axis of devices, of which a device has one."""
+  """Checks that accumulators and skip state have an axis of devices, of length 1 on each."""
   accs, infos = (
     _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
   )
@@ -106,11 +106,11 @@ def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
 
 
 def check_info(info: Tree, skip_state: Tree) -> None:
-  """Checks that what `skip_fn` returned as its info goes where the last call's is."""
+  """Checks that the info of `skip_fn` has the tree and the shapes of the last call's."""
   if different := _validate.difference("skip_state", info, skip_state):
     raise ValueError(
-      f"skip_fn returned an info by which {different}, because the state was made without skip_fn"
-      " or with another: go on with state._replace(skip_state=tx.init(params).skip_state)."
+      f"skip_fn returned an info in which {different}, because the state was made without skip_fn"
+      " or with another one: go on with state._replace(skip_state=tx.init(params).skip_state)."
     )
 
 

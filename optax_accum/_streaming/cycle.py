@@ -27,8 +27,8 @@ from optax_accum._streaming.state import AccumulateState, stored, without_device
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
-# For an error alone: where a transformation in between drops extra arguments, nothing that reaches
-# `accumulate` says so. Each call would count the same, and one that counts nothing end a cycle.
+# For an error only: if a transformation in between drops extra arguments, `accumulate` cannot see
+# it. Each call would count the same, and one that counts nothing would end a cycle.
 _sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
 
 
@@ -96,8 +96,8 @@ class Cycle:
     dtype = dtypes.accumulator_dtype(dtype, self.accumulator_dtype)
     if not isinstance(param, jax.core.Tracer):
       return jnp.zeros_like(param, dtype)
-    # The compiler shards results after the arguments that they are computed from. Zeros that are
-    # computed from nothing end up on one device, or in whole on each.
+    # The compiler shards results as the arguments that they are computed from. Zeros that are
+    # computed from nothing end up on one device, or replicated.
     no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
     return jnp.where(no, param.astype(dtype), jnp.zeros((), dtype))
 
@@ -217,8 +217,8 @@ def _check_arrived(**arrived: bool) -> None:
   """Checks that no transformation around this one dropped what was sent to it."""
   if any(name in _sent.get() and not there for name, there in arrived.items()):
     raise ValueError(
-      "accumulate did not get all that was passed to the optimizer: its weight, and whether the"
-      " batch counts at all. Let the update of the transformation around it take **extra_args, and"
-      " hand them all on, or put accumulate around that one. If it passes weight=1.0, because every"
-      " call shall count the same, let it pass weight=jnp.asarray(1.0)."
+      "accumulate did not get all that was passed to the optimizer: a transformation around it"
+      " drops extra arguments, such as the weight. Let the update of that one take **extra_args and"
+      " pass them all on, or put accumulate around it. If it passes weight=1.0, so that every call"
+      " counts the same, let it pass weight=jnp.asarray(1.0)."
     )

@@ -1,4 +1,4 @@
-"""The functions that `accumulate` returns, and what they run when a cycle emits."""
+"""The functions that `accumulate` returns, and what they run when a cycle ends."""
 
 from collections.abc import Callable
 import dataclasses
@@ -30,7 +30,7 @@ Carry = TypeVar("Carry")
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Accumulation:
-  """The `update` of `accumulate`: adds gradients up, and runs `inner` when a cycle emits."""
+  """The `update` of `accumulate`: adds gradients up, and runs `inner` when a cycle ends."""
 
   inner: optax.GradientTransformationExtraArgs
   cycle: Cycle
@@ -127,8 +127,7 @@ class Accumulation:
   ) -> tuple[Grads, Grads, OptState]:
     """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's.
 
-    Sums over devices are given out in place of `total`, which nothing reads again: the next mini
-    step overwrites it. So they are made in its buffers.
+    Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
     """
     kind, axis_name, weight = self.cycle.reduction, self.cycle.axis_name, step.divisor
     with jax.named_scope("optimizer"):

@@ -1,4 +1,4 @@
-"""An optimizer's state in an update: it is as `init` makes it, and its types stay, or an error.
+"""Checks that an optimizer's state is as `init` makes it, and that an update keeps its types.
 
 The error names the first leaf that differs. JAX's own names neither leaf nor state.
 """
@@ -17,8 +17,8 @@ from optax_accum._streaming.state import is_state, states_in
 Held = TypeVar("Held")
 
 FIX = (
-  "it is not as init makes it for these parameters. Restore parameters and state from a checkpoint"
-  " of this model and optimizer, or begin with what init(params) returns."
+  "the state is not as init makes it for these parameters. Restore both from a checkpoint of this"
+  " model and optimizer, or begin with what init(params) returns."
 )
 
 
@@ -45,10 +45,10 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
-  """`held` in the dtypes in which `update` gives it back, as `same_types`, in every step.
+  """`held` in the dtypes in which `update` returns it, as in `same_types`.
 
-  Moments of bfloat16 parameters become float32 by the first float32 gradients. What goes into a
-  conditional is cast before it: rounding what comes out would lose something in each step.
+  The first float32 gradients make the moments of bfloat16 parameters float32. They are cast before
+  the conditional: rounding its results would lose bits in each step.
   """
   while True:
     new = jax.eval_shape(update, held)
@@ -67,8 +67,8 @@ def updated(
 ) -> tuple[Params, OptState]:
   """What `update` returns: new parameters or their updates, and a state.
 
-  Raises if it broadcast moments of other parameters to the shapes of these. Where it raises itself,
-  the error says so too if `state` is not as `init` makes it. A state that grows by itself passes.
+  Raises if moments of other parameters were broadcast to the shapes of these. If `update` raises,
+  and `state` is not as `init` makes it, the error says so. A state may grow.
   """
   try:
     new, new_state = update()

@@ -1,4 +1,4 @@
-"""`AccumulateState`, what is done with one, and what of it is each device's own."""
+"""`AccumulateState`, the functions of one, and which parts of it each device has for itself."""
 
 import functools
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 import numpy as np
 import optax
 
+from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Grads, OptState, Tree
@@ -18,26 +19,28 @@ State = TypeVar("State")
 
 
 class AccumulateState(NamedTuple):
-  """State of `accumulate`; the first five fields have the names of `optax.MultiStepsState`'s.
+  """The state of `accumulate`.
 
-  Their contents differ: `from_multi_steps` converts such a state. The site's page on checkpoints
-  has what to do where `every_k`, `skip_fn`, `accumulator_dtype` or the devices are others.
+  The first five fields have the names of `optax.MultiStepsState`, but not the same contents:
+  `from_multi_steps` converts such a state. The site's page on checkpoints says how to change
+  `every_k`, `skip_fn`, `accumulator_dtype` or the devices.
 
-  With `axis_name`, `acc_grads` and `skip_state` are each device's own. They have an axis in front:
-  of length 1 on a device, and of all devices outside `jax.shard_map`. Save such a state whole, e.g.
-  ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps one device's gradients alone.
+  With `axis_name`, each device has its own `acc_grads` and `skip_state`. They have one more axis in
+  front, which has length 1 on a device, and is that of all devices outside `jax.shard_map`. Save
+  all of it, e.g. ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps the gradients of
+  one device only.
 
   Attributes:
-    mini_step: int32 scalar, the mini steps so far in this cycle; 0 when it has ended.
+    mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.
     gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
-    inner_opt_state: the state of `inner`. Changes only when a cycle emits.
+    inner_opt_state: the state of `inner`. Changes only when a cycle ends with a step.
     acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of the
       cycle's gradients so far. Never read while `mini_step` is 0. ``()`` if ``every_k=1``.
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
       so far, over all devices. 0 after the last mini step of a cycle.
-    has_updated: bool scalar, whether the last call emitted.
-    weight_rest: float scalar, what rounding took from `acc_weight`: with it, counts are exact.
+    has_updated: bool scalar, whether the last call took a step.
+    weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
   """
 
   mini_step: jax.Array
@@ -51,16 +54,7 @@ class AccumulateState(NamedTuple):
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
-  """Whether the last call ended a cycle with a step: the flag `has_updated`, found in any state.
-
-  Args:
-    opt_state: the state of `accumulate`, or any pytree that holds one: of a `chain`, a train state.
-
-  Returns:
-    A bool scalar. With several accumulations side by side, whether any of them emitted.
-
-  Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`.
+  """Whether the last call of an `accumulate` took a step: the flag of that name in its state.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -72,24 +66,22 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     False
     True
     False
+
+  Args:
+    opt_state: the state of `accumulate`, or any pytree with one in it, such as that of a `chain`.
+
+  Returns:
+    A bool scalar. If there are several states, whether any of them took a step.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
   """
   flags = [jnp.asarray(state.has_updated) for state in required("has_updated", opt_state)]
   return functools.reduce(jnp.logical_or, flags)
 
 
 def discard_cycle(opt_state: State) -> State:
-  """The state with its present cycle begun anew: what was accumulated is dropped.
-
-  Args:
-    opt_state: as `has_updated` takes it. May be traced.
-
-  Returns:
-    `opt_state`, in which ``mini_step`` and the cycle's weight are 0. Nothing else changes: what an
-    `accumulate` within ``inner_opt_state`` has added up stays. ``acc_grads`` is not read again, so
-    those of a new init may stand in its place.
-
-  Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`.
+  """Drops what was accumulated in the present cycle, so that the cycle starts again.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -100,6 +92,17 @@ def discard_cycle(opt_state: State) -> State:
     ...   params, state = tx.apply(jnp.ones(2), state, params)
     >>> print(params)
     [-1. -1.]
+
+  Args:
+    opt_state: as in `has_updated`. May be traced.
+
+  Returns:
+    `opt_state` with a ``mini_step`` and a weight of 0. Nothing else changes: an `accumulate` within
+    ``inner_opt_state`` keeps what it added up. ``acc_grads`` is not read again, so you may replace
+    it by that of a new init.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`.
   """
 
   def begun_anew(x: Any) -> Any:
@@ -112,35 +115,16 @@ def discard_cycle(opt_state: State) -> State:
   return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
+@_validate.hinted("The weight of a mini step goes by name: from_multi_steps(state, weight=8).")
 def from_multi_steps(
   state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike | None = None
 ) -> AccumulateState:
-  """The state of `accumulate` that goes on where `optax.MultiSteps` stopped, in mid-cycle too.
+  """Converts a state of `optax.MultiSteps` to one of `accumulate`, also in the middle of a cycle.
 
-  Each mini step before has the same `weight`. If those microbatches were uneven, their mean is
-  wrong already: use `discard_cycle`, and the last ``state.mini_step`` microbatches once more. Build
-  ``accumulate`` around the same `inner` and `skip_fn`. The result shares arrays with `state`, which
-  are gone when it is donated. See the site's page on coming from `optax.MultiSteps`.
-
-  Args:
-    state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
-      May be traced.
-    use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum, which
-      ``accumulate(..., reduction="sum")`` goes on with.
-    weight: how much each of the mini steps before counts: a real scalar, may be traced. Where the
-      loop goes on with rows or tokens as weights, those of each microbatch before; else 1. Needed
-      unless ``state.mini_step`` is known to be 0.
-
-  Returns:
-    An `AccumulateState`, with ``acc_grads`` in float32 or better. (For those of float64 parameters,
-    which optax 0.2.8 holds in float32, ``state._replace(acc_grads=optax.tree.cast(state.acc_grads,
-    jnp.float64))``.) ``has_updated`` is True where a cycle has just ended. With ``every_k=1``
-    replace ``acc_grads`` by ``()``. With `axis_name` take over the end of a cycle alone: a new
-    init, with ``gradient_step`` and ``inner_opt_state`` replaced.
-
-  Raises:
-    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
-    ValueError: `weight` is negative, out of range or no real scalar, or is missing in mid-cycle.
+  Every call before gets the same `weight`. If those microbatches had different numbers of rows, the
+  mean in `state` is wrong already: use `discard_cycle`, and repeat the last ``state.mini_step``
+  microbatches. Make ``accumulate`` with the same `inner` and `skip_fn`. The result shares arrays
+  with `state`, so donating one deletes the other's. See the page on moving from `optax.MultiSteps`.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -151,6 +135,26 @@ def from_multi_steps(
     >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params, weight=48)
     >>> print(params)
     [-1. -3.]
+
+  Args:
+    state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
+      May be traced.
+    use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum: go on
+      with ``accumulate(..., reduction="sum")``.
+    weight: how much each call before counts, a real scalar, which may be traced. If the loop goes
+      on with rows or tokens as weights, give those of one microbatch before; otherwise 1. Needed
+      unless ``state.mini_step`` is known to be 0.
+
+  Returns:
+    An `AccumulateState`, with ``acc_grads`` in float32 or wider. (optax 0.2.8 holds those of
+    float64 parameters in float32: ``state._replace(acc_grads=optax.tree.cast(state.acc_grads,
+    jnp.float64))``.) ``has_updated`` is True if a cycle has just ended. With ``every_k=1`` replace
+    ``acc_grads`` by ``()``. With `axis_name` convert only at the end of a cycle: make a new state
+    by init, and replace its ``gradient_step`` and ``inner_opt_state``.
+
+  Raises:
+    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
+    ValueError: `weight` is negative, out of range or no real scalar, or is missing in mid-cycle.
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
@@ -192,22 +196,9 @@ def from_multi_steps(
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
 
-  Use them wherever the state enters or leaves `shard_map`, ``init`` included: ``acc_grads`` and
-  ``skip_state`` are each device's own. Differentiate each device's own loss with respect to
-  parameters cast to varying, as below: else JAX sums the gradients in every microbatch.
-
-  Args:
-    opt_state: ``jax.eval_shape(tx.init, params)``, of an `accumulate` with `axis_name` or of what
-      holds one.
-    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
-
-  Returns:
-    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
-    and ``out_specs``. Axes that `shard_map` leaves to the partitioner are not in them.
-
-  Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
-      `axis_name`.
+  Use them wherever the state enters or leaves `shard_map`, also for ``init``: each device has its
+  own ``acc_grads`` and ``skip_state``. Differentiate with respect to parameters that are cast to
+  varying, as below. Otherwise JAX sums the gradients over devices in every microbatch.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -228,6 +219,19 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     ...   print(params)
     [0. 0.]
     [1. 1.]
+
+  Args:
+    opt_state: ``jax.eval_shape(tx.init, params)``. Here ``tx`` is an `accumulate` with `axis_name`,
+      or holds one.
+    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
+
+  Returns:
+    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
+    and ``out_specs``. Axes that `shard_map` leaves to the partitioner are not in them.
+
+  Raises:
+    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
+      `axis_name`.
   """
   spec = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
 

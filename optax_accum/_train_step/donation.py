@@ -1,4 +1,4 @@
-"""Which arrays a step can be donated: those that are there, and are not passed a second time."""
+"""Which arrays a step can donate: those not deleted, and not passed a second time."""
 
 from collections.abc import Callable, Mapping
 import functools
@@ -16,10 +16,7 @@ Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Known:
-  """The arrays that the last call returned, or was passed: others are new.
-
-  They are held by weak references, because an id may be used again.
-  """
+  """The arrays of the last call, by weak references (an id may be used again). Others are new."""
 
   def __init__(self, leaves: Leaves) -> None:
     alike = len(arrays(leaves)) == len(leaves)
@@ -37,31 +34,28 @@ class Known:
 
 
 def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
-  """Checks that no array was donated to a step before. Over devices JAX would end the process.
-
-  `leaves` are those of the `arguments`, which messages call by these names.
-  """
+  """Checks that no array was donated to a step before. Over devices JAX would end the process."""
   if not any(map(operator.methodcaller("is_deleted"), arrays(leaves))):
     return
   for argument, tree in arguments().items():
     for name, x in _validate.named_leaves(argument, tree):
       if _has_buffers(x) and x.is_deleted():
         raise RuntimeError(
-          f"{name} has been deleted: a step updates parameters and state in place, and deletes what"
-          " it is given. Use what that step returned, or donate=False."
+          f"{name} has been deleted: an earlier step updated parameters and state in place. Use"
+          " what that step returned, or make the step with donate=False."
         )
 
 
 def distinct(passed: Leaves, placed: Leaves, others: Leaves, new: Leaves) -> Leaves:
-  """What is to be donated, with a copy of each array that is passed a second time.
+  """The arrays to donate, with a copy of each that is passed a second time.
 
-  XLA wants to be donated a buffer once, and over several devices JAX ends the process if it is
-  used twice. A state of optax's `lbfgs` is such a case, and a teacher that starts as the
-  parameters. What is passed elsewhere too is donated as a copy, so that it lives on.
+  A buffer can be donated once. Over several devices JAX ends the process if it is used twice, as in
+  a state of optax's `lbfgs`, or by a teacher that starts as the parameters. An array that another
+  argument holds too is donated as a copy, so that it lives on.
 
   Two arrays can share a buffer: `jax.device_put` puts an array on a mesh without a copy for the
-  device that has it (with ``may_alias=False`` too). To look at buffers is slow. What a step
-  returned is in buffers that nothing else had then, so only arrays like a new one are looked at.
+  device that has it (with ``may_alias=False`` too). Comparing buffers is slow. Those of what a step
+  returned were new then, so only arrays like one that came since are compared.
 
   Args:
     passed: Parameters and state, which are donated, as they were passed.
@@ -118,7 +112,7 @@ def _shards(leaves: Leaves) -> set[Shard]:
 
 
 def _like_one(shards: set[Shard], leaves: Leaves) -> Leaves:
-  """The arrays that could be cut into one of these shards: to ask all how they are takes longer."""
+  """The arrays that could be cut into one of these shards. Asking each for its own takes longer."""
   if not shards:
     return []
 

@@ -120,10 +120,10 @@ def has_stepped(before: OptState, after: OptState) -> jax.Array:
 def loss_elsewhere(
   loss: Any, weights: Tree, args: Args, kwargs: Kwargs, params: Params, weight: Leaf = None
 ) -> jax.Array:
-  """The loss of this batch at other parameters, of the microbatches that counted at the present.
+  """The loss of this batch at other parameters, over the microbatches that counted at the present.
 
-  Its derivative is the gradient in microbatches: JAX's own would keep what each of them
-  computed, and is NaN where a microbatch that has no weight is 0/0.
+  Its derivative is computed in microbatches. JAX's own would keep the intermediate values of all,
+  and is NaN where a microbatch of weight 0 is 0/0.
   """
   del weight  # optax's line searches refuse an extra argument that this lacks
 

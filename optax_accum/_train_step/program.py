@@ -1,4 +1,4 @@
-"""N backward passes and one optimizer step as one program: its arguments, placed and donated."""
+"""N backward passes and one optimizer step as one program, with its arguments and donation."""
 
 from collections.abc import Callable
 import dataclasses
@@ -31,11 +31,11 @@ class PreparedCall(NamedTuple):
 
 @dataclasses.dataclass(eq=False, repr=False)
 class StepProgram:
-  """A step of `tx` by the gradient of a loss, compiled for each way to shard its arguments.
+  """A step of `tx` with the gradient of a loss, compiled for each sharding of its arguments.
 
-  Its arguments are the parameters, the optimizer state, and all others of the loss. It returns the
-  first two anew, the carry if there is one, and the metrics. A step of another signature
-  overrides `function`, `check` and `names`.
+  It takes the parameters, the optimizer state, and the other arguments of the loss. It returns new
+  ones of the first two, the carry if there is one, and the metrics. Subclasses with other arguments
+  override `function`, `check` and `names`.
   """
 
   loss: Loss
@@ -51,10 +51,7 @@ class StepProgram:
     self._returned, self._passed, self._structure = Known([]), Known([]), jax.tree.structure(None)
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
-    """Checks the arguments, puts them on the mesh, and sees that nothing is donated twice.
-
-    `kept` are arrays that are not passed, and that the caller has further use for.
-    """
+    """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
     held, structure = self._held(args)
     given = [x for i, x in enumerate(args) if i not in self.updated], kwargs
     others = jax.tree.leaves((given, kept))

@@ -1,16 +1,20 @@
 """What every training step has, and the loss that one steps by the gradient of."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TYPE_CHECKING, TypeAlias
 
 import jax
 
 from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Kwargs
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss, PlacedLoss
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import local_loss, LocalLoss
 from optax_accum._microbatches.options import Split
+
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
 
 Loss: TypeAlias = LocalLoss | MeshLoss
 Placed: TypeAlias = LocalLoss | PlacedLoss  # what a call with given shardings steps by
@@ -34,14 +38,20 @@ class Step:
     [axis] = self.loss.local.split.batch_axis
     return cut.batch_rows({1: axis}, {1: args[self.batch_position]})
 
-  def counts(self, rows: int) -> list[int]:
-    """The numbers of microbatches that a batch of so many rows can have, the largest first."""
-    each = rows  # of one device
+  def sizes(self, rows: int, uneven: bool) -> list[int]:
+    """The sizes of a microbatch of so many rows, on all devices together: see `cut.sizes`."""
+    devices = 1
     if (parallel := self.loss.parallel) is not None:
       parallel.check_rows(rows)
-      each = rows // parallel.devices
-    least = 2 if self.loss.local.noise_scale and each == rows else 1
-    return [n for n in range(each, least - 1, -1) if each % n == 0]
+      devices = parallel.devices
+    fewest = 2 if self.loss.local.noise_scale and devices == 1 else 1
+    return [devices * size for size in cut.sizes(rows // devices, uneven, fewest)]
+
+  def _report(self, loss: LocalLoss, args: Args, kwargs: Kwargs, **of_flax: Any) -> "SplitReport":
+    """That of `check` on a call of the loss."""
+    from optax_accum._check_split.of_step import check_step  # training does without
+
+    return check_step(loss, self.loss.parallel, args, kwargs, **of_flax)
 
   def __reduce__(self) -> Any:
     raise TypeError(
@@ -63,14 +73,14 @@ def step_loss(
   loss_fn: Any,
   *,
   has_aux: bool = False,
-  reduction: Any = "mean",
-  grad_reduction: Any = None,
   aux_reduction: Any = None,
-  concat_axis: int | None = None,
+  reduction: Any = "mean",
   noise_scale: bool = False,
   mesh: Any = None,
   data_axis: Any = "data",
   reduce_gradients: str = "per_cycle",
+  grad_reduction: Any = None,
+  concat_axis: int | None = None,
   **split: Any,
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""

@@ -1,4 +1,4 @@
-"""`make_train_step`: N backward passes and one optimizer step in one jitted call, a `TrainStep`."""
+"""`make_train_step`: N backward passes and one optimizer step in one jitted call."""
 
 from collections.abc import Callable, Sequence
 import inspect
@@ -11,14 +11,16 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
-from optax_accum._microbatches import cut
-from optax_accum._microbatches.options import WeightFn
+from optax_accum._microbatches import cut, parameters
+from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
 from optax_accum._train_step.program import StepProgram
 from optax_accum._train_step.step import Step, step_loss
 
 OptState = TypeVar("OptState")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
   import typing_extensions
+
+  from optax_accum._check_split.report import SplitReport
 
   Params = typing_extensions.TypeVar("Params", default=Any)
   Args = typing_extensions.ParamSpec("Args", default=...)
@@ -48,7 +50,30 @@ class TrainStep(Step, Generic[Params, Args]):
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
+    try:
+      return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
+    except Exception:
+      given = params, opt_state, *args
+      if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
+        raise TypeError(f"step: {why}") from None
+      parameters.check_order(self._program.tx, *given)
+      raise
+
+  def check(
+    self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
+  ) -> "SplitReport":
+    """Whether microbatches leave the loss as it is; if not, why and what to write.
+
+    `check_split` with the loss and the options of the step, for the arguments of a call. Nothing is
+    donated or changed. It runs on one device, and on the first 4 rows of the batch unless these
+    tell nothing; ``report.not_checked`` says so. Takes seconds for a small model.
+
+    Raises:
+      Exception: What the call raises: for arrays that were donated, say. Also inside `jax.jit`, for
+        a batch of one row, for a loss with collectives, and where one device has no room.
+    """
+    call = self._program.prepare((params, opt_state, *args), kwargs)
+    return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`.
@@ -78,12 +103,7 @@ class TrainStep(Step, Generic[Params, Args]):
 
 
 @_validate.hinted(
-  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).",
-  names={
-    "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
-    "every_k_schedule": "every_k_schedule= of optax.MultiSteps is num_microbatches= here.",
-    "gradient_accumulation_steps": "gradient_accumulation_steps= is num_microbatches= here.",
-  },
+  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).", names=OTHER_NAMES
 )
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],
@@ -91,43 +111,35 @@ def make_train_step(
   *,
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
-  has_aux: bool = False,
-  batch_argnums: int | Sequence[int] | None = None,
-  batch_argnames: str | Sequence[str] = (),
-  batch_axis: int | tuple[int, ...] = 0,
-  reduction: Literal["mean", "sum"] = "mean",
-  grad_reduction: GradReductionTree = None,
   weight_fn: WeightFn | None = None,
+  has_aux: bool = False,
   aux_reduction: ReductionTree = None,
-  concat_axis: int | None = None,
+  batch_argnums: int | Sequence[int] | None = None,
+  reduction: Literal["mean", "sum"] = "mean",
+  donate: bool = True,
   rng_argnums: int | Sequence[int] | None = None,
-  rng_argnames: str | Sequence[str] = (),
   carry_argnum: int | None = None,
-  carry_reduction: ReductionTree = None,
-  accumulator_dtype: DTypeLike | None = None,
   skip_nonfinite: bool = False,
   skip_empty: bool = False,
-  in_place: bool = False,
-  axis_name: AxisName | None = None,
-  unroll: int | bool = 1,
   noise_scale: bool = False,
-  donate: bool = True,
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
   reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
+  axis_name: AxisName | None = None,
+  in_place: bool = False,
+  accumulator_dtype: DTypeLike | None = None,
+  unroll: int | bool = 1,
+  grad_reduction: GradReductionTree = None,
+  carry_reduction: ReductionTree = None,
+  concat_axis: int | None = None,
+  batch_axis: int | tuple[int, ...] = 0,
+  batch_argnames: str | Sequence[str] = (),
+  rng_argnames: str | Sequence[str] = (),
 ) -> TrainStep[Params, Args]:
-  """A jitted training step on a batch that is run in microbatches.
+  """Makes a jitted training step that runs its batch in microbatches.
 
-  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and
-  gradients of the whole batch as `microbatch_value_and_grad` does, and takes one optimizer step
-  with them, in one XLA program. If nothing in the batch counted (all weights zero, or all
-  microbatches skipped), no parameter moves and the optimizer state stays, but for the mini steps of
-  `accumulate`; the metrics say so. What `loss_fn` changes in place, such as the statistics of a
-  flax nnx module, is lost: thread it with `carry_argnum` (``nnx.split``).
-
-  A loss of several terms, means over different things, has no one weight: divide each term by its
-  total over the batch, as the guide to padded text does. A product of means, such as a router's
-  balance, needs all rows at once: that guide computes the means by `microbatch`.
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and the
+  gradients of the whole batch, one microbatch after the other, and takes one optimizer step.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -142,92 +154,136 @@ def make_train_step(
     (4.0, 6.0)
 
   Args:
-    loss_fn: ``loss_fn(params, batch, ...)``, as `microbatch_value_and_grad` asks for. Positions,
-      in the options below, count its arguments: 0 are the parameters, 1 is the batch.
-    tx: Any optax transformation but `optax.lookahead`, which needs the gradients of another tree
-      (give it those of `microbatch_value_and_grad`). What it is told: "The optimizer" below.
-    num_microbatches: How many equal parts the batch is cut into. Must divide the rows (with `mesh`
-      those of each device). Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch, whatever the batch. The last microbatch may be
-      smaller. With `mesh` the rows on all devices together: a multiple of their number.
+    loss_fn: ``loss_fn(params, batch, ...)`` returns the loss of the rows in ``batch``, a real
+      scalar. Positions, in the options below, count its arguments: 0 is the parameters, 1 is the
+      batch.
+    tx: Any optax transformation except `optax.lookahead`, whose gradients have another tree than
+      its parameters. For that one use `microbatch_value_and_grad`.
+    num_microbatches: The number of equal parts that the batch is split into. It must divide the
+      rows of the batch, or with `mesh` the rows on each device. Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch. The last microbatch may have fewer, and then counts
+      less. With `mesh`, the rows on all devices together: a multiple of the number of devices.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its number of
+      valid tokens. It must be 0, or from 1e-30 to 1e30. It gets the arguments that are split, by
+      position or by name, as the call has them. Default: the number of rows.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
-    batch_argnums: This, and all down to `unroll`, as in `microbatch_value_and_grad`.
-    batch_argnames: The names of keyword arguments that are split too.
-    batch_axis: The axis that is split, one for all leaves or a tuple with one for each argument.
-    reduction: ``"mean"`` or ``"sum"``, of losses and gradients.
-    grad_reduction: How gradients are reduced, where not all as losses are: for fp8 statistics. What
-      they reduce to still goes through `tx`, which must overwrite and not step (see the guide to
-      half precision). `linen_train_step` does both.
-    weight_fn: How much a microbatch counts. It gets the batch by name where the call does.
-    aux_reduction: How aux is reduced: a word or a prefix tree of words, as in `microbatch`.
-      Default: the mean of what has no value for each row.
-    concat_axis: The axis of aux that "concat" joins, 0 by default.
-    rng_argnums: The positions of random keys, folded with the microbatch's index.
-    rng_argnames: The names of such keyword arguments.
-    carry_argnum: The position of an argument that is threaded through the microbatches.
-    carry_reduction: With a mesh, how the devices' carries become one.
-    accumulator_dtype: The dtype that losses and gradients are added up in.
+    aux_reduction: How the aux of all microbatches is combined: a word, or a prefix tree of words,
+      as in `microbatch`. Default: the weighted mean. An aux with one value for each row is then an
+      error: choose ``"concat"``, or ``"mean"`` if you do mean it.
+    batch_argnums: The positions of the arguments that are split: pytrees of arrays, which all have
+      the same number of rows. Default: 1. If another argument has as many rows, the default is an
+      error: give ``(1, 2)`` to split both, or ``1`` to pass the other whole to each microbatch.
+    reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
+    donate: Whether parameters and optimizer state are updated in place. This deletes the arrays
+      that are passed in. Without it, memory must hold both twice. An array that another argument
+      holds too, such as a teacher that starts as the parameters, is copied and lives on.
+
+  Randomness and carried state:
+    rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys. Microbatch ``i``
+      gets ``jax.random.fold_in(key, i)``. Over devices, each folds its index in first. Default:
+      none, and a typed key that is not named is an error. ``()`` shares one key.
+    carry_argnum: The position of an argument that each microbatch updates for the next, such as
+      batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
+      the new carry before the metrics. Microbatches of weight 0 do not change it.
+
+  Robustness and monitoring:
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-    skip_empty: Whether a microbatch of weight zero is not run at all.
-    in_place: Whether gradients are added up within the backward pass.
-    axis_name: The axis that the batch is spread over, inside `pmap` or `shard_map`.
+      "stack" and "concat" still have its values, and reverse-mode derivatives are then NaN.
+    skip_empty: Whether to save the time of a microbatch of weight 0, by not running it. "stack" and
+      "concat" have zeros for it. Needs `weight_fn`. Reverse-mode differentiation cannot pass.
+    noise_scale: Whether to estimate which batch size is worth having: ``metrics["noise_scale"]`` is
+      a `NoiseScaleTerms` for `gradient_noise_scale`. Needs two microbatches or more on all devices
+      together, and neither `in_place` nor ``reduction="sum"``. Gradients stay the same to the bit,
+      except those of embeddings, which XLA adds up in another order.
+
+  Several devices:
+    mesh: A `jax.sharding.Mesh`, with explicit axes, automatic axes or both. Rows are sharded over
+      `data_axis`; the compiler decides about other axes. Arrays that are not on the mesh are put
+      there, and an optimizer state with the shape of a parameter where that parameter is. Default:
+      one device. See "Over a mesh" below.
+    data_axis: The axis of the mesh that the rows are sharded over, or several, such as
+      ``("data", "fsdp")``.
+    reduce_gradients: When gradients are summed over devices: ``"per_cycle"``, once, after the last
+      microbatch; or ``"per_microbatch"``, which communicates more, and needs less memory where
+      parameters are sharded over the data axis.
+    axis_name: For a step inside `pmap` or `shard_map`, instead of `mesh`: the axis that the rows
+      are sharded over. Gradients are summed over it once, after the last microbatch.
+
+  Expert options:
+    in_place: Whether the backward pass adds each layer's gradient to the accumulator at once. This
+      saves memory where layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
+      accumulators. The page "Sharp edges" has what it saves, and what it does not go with.
+    accumulator_dtype: The dtype that losses and gradients are added up in. Default: float32 or
+      wider.
     unroll: As in `jax.lax.scan`.
-    noise_scale: Whether to estimate what batch is worth having: ``metrics["noise_scale"]``, a
-      `NoiseScaleTerms` for `gradient_noise_scale`. Parameters are the same to the bit, but for
-      embeddings, whose gradients XLA adds up in another order. Needs two microbatches or more on
-      all devices together, and neither `in_place` nor ``reduction="sum"``.
-    donate: Whether parameters and optimizer state are updated in place. The arrays that are
-      passed in are then deleted. Otherwise memory must hold both twice. An array that is passed
-      again, as a teacher that starts as the parameters is, is donated as a copy and lives on.
-    mesh: A `jax.sharding.Mesh` of explicit or automatic axes, or of both. Rows are spread over
-      `data_axis`, and other axes are left to the compiler. Arrays that are not on the mesh are put
-      there: what of the state has a parameter's shape, where that parameter is. Default: one
-      device. See "Over a mesh" below.
-    data_axis: The axis of the mesh that the rows are spread over, or several: ``("data", "fsdp")``.
-    reduce_gradients: When gradients are summed over the devices: ``"per_cycle"``, once, after the
-      last microbatch, or ``"per_microbatch"``, after each, which communicates more. It needs less
-      memory where parameters are sharded over the data axis.
+    grad_reduction: A word or a prefix tree of words, where gradients are not combined as losses
+      are: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. It is for parameters that are
+      overwritten with their "gradient", such as fp8 statistics: `tx` must then overwrite them too.
+      `linen_train_step` does both. See the guide to half precision. Default: `reduction`.
+    carry_reduction: How the carries of all devices are combined: a word or a prefix tree of words.
+      ``"mean"`` (weighted, the default for floats), ``"max"`` (the default for integers),
+      ``"min"``, or ``"sum"``, the start plus all increments. Of keys, the first device's stay.
+    concat_axis: The axis that "concat" joins. Default: 0. Needed where `batch_axis` is not 0.
+    batch_axis: The axis that is split: one for all arrays, or a tuple with one for each argument,
+      in the order of `batch_argnums` and then of `batch_argnames`.
+    batch_argnames: The names of keyword arguments that are split too.
+    rng_argnames: The names of keyword arguments that are random keys.
 
   Returns:
-    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call, and all are
-    traced; fix a setting by ``functools.partial(loss_fn, train=True)``. With `carry_argnum` the new
-    carry comes before the metrics. ``metrics`` is a dict of arrays: ``loss``; ``grad_norm``, the
-    global norm of the gradients before `tx`, in float32 or better, without those whose
-    `grad_reduction` is not `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``stepped`` (bool), whether `tx` took a step: not where nothing counted, and of the calls of an
-    `accumulate` or `MultiSteps` in it only in those that end a cycle; ``aux``, with `has_aux` or
-    `carry_argnum`; and ``noise_scale``, if asked for. Reverse-mode differentiation passes through a
-    step unless `weight_fn` or `skip_nonfinite` can have it move nothing; forward mode always does.
+    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. All are
+    traced, so fix a setting with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict
+    of arrays: ``loss``; ``grad_norm``, the global norm of the gradients that `tx` gets, in float32
+    or wider, without those that `grad_reduction` combines in another way than `reduction`;
+    ``total_weight``; ``skipped_microbatches`` (int32); ``stepped`` (bool), whether `tx` took a
+    step; ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for.
+
+    ``stepped`` is False if nothing counted, because all weights are 0 or all microbatches were
+    skipped. Parameters and optimizer state then stay as they were (but an `accumulate` counts a
+    mini step). It is also False in the calls inside a cycle, if `tx` is an `accumulate` or an
+    `optax.MultiSteps`.
 
   Raises:
-    ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is no optax transformation;
-      the parameters are a flax `TrainState` or an nnx module, of which they are a part; arguments
-      are in another order, or there is no batch; the state is that of other parameters or of
-      another optimizer; there is one microbatch, with `noise_scale`; `mesh` and `axis_name` are
-      both given, or the one that the call wants is not. With `mesh`: `data_axis` is no axis of it;
-      the devices do not divide the rows; arrays are on another mesh; the loss was reduced already.
+    ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is not an optax
+      transformation; the parameters are a flax `TrainState` or an nnx module; arguments are missing
+      or in another order; the optimizer state belongs to other parameters or to another optimizer;
+      `noise_scale` with one microbatch; both or neither of `mesh` and `axis_name`, where the call
+      needs one. With `mesh`: `data_axis` is not one of its axes; the devices do not divide the
+      rows; arrays are on another mesh; the loss was already reduced over devices.
     RuntimeError: An array was donated to an earlier step, which deleted it.
     NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 
-  Over a mesh:
-    `loss_fn` runs inside `jax.shard_map` over `data_axis`, on the rows of one device, and returns
-    the loss of these. The mean is that of the global batch. So the loss has no ``lax.pmean``, which
-    is refused, and divides by no ``lax.psum(count, axis)``, which is wrong, unnoticed: return
-    ``l.sum() / count``, and let `weight_fn` count. Batch statistics are those of the device's rows.
-    "stack" and "concat" have the devices' parts one after the other: for "concat", the order of the
-    batch. A sharding constraint in the loss may name other axes alone, as a bare `PartitionSpec`.
+  The loss:
+    The step is that of the whole batch if the loss is a mean over what the weights count: check
+    with ``step.check``. A sum of several means over different things has no such weight. Divide
+    each term by its total over the batch, as the guide to padded text does. A product of means,
+    such as a router's balance loss, needs all rows at once: that guide uses `microbatch`.
 
-    Parameters, optimizer state and carry come out sharded as they came: over the data axis too
-    (FSDP), and the state alone (ZeRO-1). The guide "Sharded parameters and state" has what is then
-    gathered and scattered, and when; "Several devices" has the rest.
+    What `loss_fn` changes in place, such as the statistics of an nnx module, is lost. Pass it as
+    the carry (``nnx.split``), or use `nnx_train_step`.
+
+  Over a mesh:
+    `loss_fn` runs in `jax.shard_map` over `data_axis`. It gets the rows of one device and returns
+    their loss; the step computes the mean over the global batch. So the loss must not call
+    ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is wrong and
+    not noticed. Return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are those
+    of the device's rows. "stack" and "concat" join what the devices have, one after the other: for
+    "concat", in the order of the batch. A sharding constraint in the loss must be a bare
+    `PartitionSpec`, of other axes.
+
+    Parameters, optimizer state and carry keep the sharding that they came with: also over the data
+    axis (FSDP), or the state alone (ZeRO-1). See the guides "Sharded parameters and state" and
+    "Several devices".
 
   The optimizer:
-    ``tx.update`` is given ``value``, the loss; ``grad``, the gradient; ``value_fn``, the loss of
-    this batch at other parameters, for a line search, without the microbatches that did not count
-    at the present ones; and ``weight``, the total weight (1 under ``reduction="sum"``). So with
-    ``tx=accumulate(inner, k)`` k calls of N microbatches are one step of k x N. A call of which
-    nothing counted ends no cycle. ``value_fn`` can be differentiated, at the memory of one
-    microbatch; its derivative is zero by parameters whose `grad_reduction` is not `reduction`.
+    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``value_fn``, the loss of this
+    batch as a function of the parameters, for a line search; and ``weight``, the total weight (1
+    with ``reduction="sum"``). With ``tx=accumulate(inner, k)``, k calls of N microbatches are
+    therefore one step of k x N. A call in which nothing counted ends no cycle. ``value_fn`` leaves
+    out the microbatches that did not count. It can be differentiated, in the memory of one
+    microbatch; the derivative is 0 for parameters with a `grad_reduction` of their own.
+
+    Reverse-mode differentiation passes through a step, unless `weight_fn` or `skip_nonfinite` may
+    leave it without any change. Forward-mode differentiation always does.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):

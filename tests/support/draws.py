@@ -199,7 +199,7 @@ REFUSED = {
   ),
 }
 
-# What is known to be wrong, until it is mended: delete the line, and it is drawn.
+# What is known to be wrong, until it is fixed: delete the line, and it is drawn.
 KNOWN = {
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
     d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"

@@ -1,4 +1,4 @@
-"""Losses that people train with: what `check_split` must say of each, and the same loss mended."""
+"""Losses that people train with: what `check_split` must say of each, and the same loss fixed."""
 
 import dataclasses
 import functools
@@ -55,8 +55,8 @@ class Specimen:
   fun: Any
   uses: tuple[str, ...]  # of the batch
   verdict: str = "ok"
-  mend: str = ""  # a part of what the mend says
-  mended: Any = None  # a loss that the words of a mend come to; None: the mend is options
+  fix: str = ""  # a part of what the fix says
+  fixed: Any = None  # a loss that the words of a fix come to; None: the fix is options
   options: Any = dataclasses.field(default_factory=dict)
   further: tuple[Any, ...] = ()  # arguments after the batch, or functions of the batch
   not_checked: str = ""  # a part of what the report says that it did not look at
@@ -205,7 +205,7 @@ def clip(params, a, b):
 
 
 def split_encoder(params, batch):
-  """The mend of a contrastive loss: rows in microbatches, and the loss of all of them."""
+  """The fix of a contrastive loss: rows in microbatches, and the loss of all of them."""
 
   def encode(params, x):
     return logits(params, x), x @ params["v"].astype(x.dtype)
@@ -449,10 +449,10 @@ ZOO = {
   "focal": Specimen(focal, ("tokens", "targets"), "weighted", weigh("batch['targets'] > 1")),
   "mean of row means": Specimen(mean_of_row_means, TOKENS),
   "over batch, then time": Specimen(
-    over_batch_then_time, TOKENS, "coupled", "totals", mended=_TIMES
+    over_batch_then_time, TOKENS, "coupled", "totals", fixed=_TIMES
   ),
-  "over batch, then time, mended": _TIMES,
-  "contrastive": Specimen(contrastive, ("x",), "coupled", "microbatch(encode", mended=_ENCODED),
+  "over batch, then time, fixed": _TIMES,
+  "contrastive": Specimen(contrastive, ("x",), "coupled", "microbatch(encode", fixed=_ENCODED),
   "batch statistics": Specimen(batch_norm, XY, "coupled", "carry_argnum", _CARRIED),
   "batch statistics, carried too": Specimen(
     statistics_of_the_batch, XY, "coupled", "running", _CARRIED, {"carry_argnum": 2}, (CENTER,)
@@ -474,7 +474,7 @@ ZOO = {
     not_checked=DRAWS,
   ),
   "dropout, key closed over": Specimen(
-    closed_over_key, XY, "random", "rng_argnums=2", mended=_NAMED_KEY, not_checked=DRAWS
+    closed_over_key, XY, "random", "rng_argnums=2", fixed=_NAMED_KEY, not_checked=DRAWS
   ),
   "noise of rows": Specimen(noise_of_rows, XY, **NOISY),
   # Rows meet in these three, and in the two with BENDS below: the report says that it did not look.
@@ -486,12 +486,12 @@ ZOO = {
     named_and_closed_over_key, XY, "random", "rng_argnums=2", **NOISY
   ),
   "noise of pairs": Specimen(noise_of_pairs, XY, **NOISY),
-  "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", mended=_NAMED_KEY),
+  "NumPy's noise": Specimen(numpy_noise, XY, "random", "rng_argnums=2", fixed=_NAMED_KEY),
   "several terms": Specimen(
-    token_and_row_terms, (*XY, *TOKENS), "coupled", 'reduction="sum"', mended=_TERMS
+    token_and_row_terms, (*XY, *TOKENS), "coupled", 'reduction="sum"', fixed=_TERMS
   ),
   "regularised": Specimen(regularised, XY),
-  "regularised sum": Specimen(regularised_sum, XY, "sum", "mean over rows", mended=_PENALISED),
+  "regularised sum": Specimen(regularised_sum, XY, "sum", "mean over rows", fixed=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
   "root mean square": Specimen(root_mean_square, XY, "coupled", "microbatch(encode"),
   "free bits": Specimen(free_bits, XY, not_checked=BENDS),

@@ -1,0 +1,255 @@
+"""`step.check`: `check_split` with the step's own loss and options, for the arguments of a call."""
+
+from flax import nnx
+import flax.linen as nn
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+import numpy as np
+import optax
+import pytest
+from support.zoo import ZOO
+
+from optax_accum import check_split, make_train_step, microbatch
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+TX = optax.sgd(0.1)
+ROWS, WIDTH = 12, 3
+rng = np.random.default_rng(0)
+BATCH = {"x": rng.normal(size=(ROWS, WIDTH)), "y": rng.normal(size=ROWS)}
+BATCH |= {"mask": (np.arange(ROWS) % 4 > 0).astype(float)}
+W = rng.normal(size=WIDTH)
+WEIGHT = "weight_fn=lambda batch: jnp.sum(batch['mask'])"
+
+
+def masked(errors, batch):
+  return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
+
+
+def loss_fn(params, batch):
+  return masked((batch["x"] @ params - batch["y"]) ** 2, batch)
+
+
+def check(loss=loss_fn, params=W, batch=BATCH, *further, num_microbatches=3, **options):
+  step = make_train_step(loss, TX, num_microbatches=num_microbatches, **options)
+  return step.check(params, TX.init(params), batch, *further)
+
+
+def mesh_of(count=4, axes=("data",), kind=AxisType.Auto):
+  shape = (count,) if len(axes) == 1 else (count // 2, 2)
+  return jax.make_mesh(shape, axes, (kind,) * len(axes), devices=jax.devices()[:count])
+
+
+# All others of the zoo have the same report too, but asking twice for each takes a minute.
+@pytest.mark.parametrize(
+  "name", ["token mean", "regularised sum", "contrastive", "dropout, key shared", "labels apart"]
+)
+def test_the_report_is_that_of_check_split(name):
+  specimen = ZOO[name]
+  options = {**specimen.options, "num_microbatches": 2}
+  options.pop("microbatch_size", None)
+  params, *further = specimen.call()
+  step = make_train_step(specimen.fun, TX, **options)
+  report = step.check(params, TX.init(params), *further)
+  same = check_split(specimen.fun, params, *further, **specimen.options)
+  assert (report.verdict, report.reason, report.fix) == (same.verdict, same.reason, same.fix)
+
+
+def test_a_masked_loss_and_its_fix():
+  report = check()
+  assert (report.verdict, report.fix) == ("weighted", WEIGHT)
+  assert report.not_checked == (f"it ran on the first 4 of the {ROWS} rows",)
+  report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), in_place=True, skip_empty=True)
+  assert report.ok, report
+
+
+def test_arguments_by_name():
+  def loss(params, scale, *, batch, key):
+    noise = jax.random.uniform(key, batch["y"].shape)
+    return scale * masked((batch["x"] @ params - batch["y"] * noise) ** 2, batch)
+
+  weighed = lambda batch: jnp.sum(batch["mask"])  # noqa: E731
+  for weight_fn in (None, weighed):
+    names = {"batch_argnums": (), "batch_argnames": "batch", "rng_argnames": "key"}
+    step = make_train_step(loss, TX, num_microbatches=3, weight_fn=weight_fn, **names)
+    report = step.check(W, TX.init(W), 2.0, key=jax.random.key(0), batch=BATCH)
+    assert report.verdict == ("ok" if weight_fn else "weighted"), report
+
+
+def test_rows_of_which_a_few_tell_nothing():
+  few_count = {**BATCH, "mask": (np.arange(ROWS) > 8).astype(float)}  # none of the first 4
+  assert check(batch=few_count).fix == WEIGHT
+  groups = lambda params, batch: jnp.mean(  # noqa: E731
+    jnp.sum((batch["x"] @ params).reshape(-1, 6, 1), 1, keepdims=True) ** 2
+  )
+  report = check(groups, num_microbatches=2)  # 4 rows are no groups of 6
+  assert not report.not_checked
+  constant = np.arange(ROWS, dtype=float)
+  with pytest.raises(TypeError, match="incompatible shapes") as raised:
+    check(lambda params, batch: jnp.mean(batch["x"] @ params * constant))
+  assert "ran it in 3 microbatches of 4 rows; on all 12 rows it ran" in "".join(
+    raised.value.__notes__
+  )
+
+
+def test_what_the_loss_splits_itself():
+  def loss(params, batch):
+    encode = microbatch(lambda p, x: x @ p, batch_argnums=1, num_microbatches=2, reduction="concat")
+    return jnp.std(encode(params, batch["x"]))
+
+  assert check(loss, num_microbatches=1).ok
+  assert check(loss, num_microbatches=2).verdict == "coupled"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh_it_runs_on_one_device(kind):
+  mesh = mesh_of(8, ("data", "model"), kind)
+
+  def loss(params, batch):  # a constraint may name the other axes
+    spec = PartitionSpec(None, "model")
+    hidden = batch["x"] @ params["a"]
+    if kind is AxisType.Auto:
+      hidden = jax.lax.with_sharding_constraint(hidden, spec)
+      return masked((jnp.sum(hidden, 1) - batch["y"]) ** 2, batch)
+    return masked((jnp.sum(jnp.tanh(hidden), 1) - batch["y"]) ** 2, batch)
+
+  params = {"a": rng.normal(size=(WIDTH, 4))}
+  for weight_fn in (None, lambda batch: jnp.sum(batch["mask"])):
+    step = make_train_step(loss, TX, num_microbatches=1, mesh=mesh, weight_fn=weight_fn)
+    placed, opt_state, _ = step(params, TX.init(params), BATCH)
+    report = step.check(placed, opt_state, BATCH)
+    assert report.verdict == ("ok" if weight_fn else "weighted"), report
+    assert any("on one device" in x for x in report.not_checked)
+    step(placed, opt_state, BATCH)  # nothing was donated
+
+
+class Model(nn.Module):
+  normalizes: bool = False
+
+  @nn.compact
+  def __call__(self, x):
+    x = nn.Dense(4)(x)
+    if self.normalizes:
+      x = nn.BatchNorm(use_running_average=False)(x)
+    return nn.Dense(1)(nn.Dropout(0.5, deterministic=False)(x))[..., 0]
+
+
+class State(TrainState):
+  batch_stats: dict
+
+
+def state_of(model, kind=TrainState, **fields):
+  variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH["x"])
+  fields |= {name: x for name, x in variables.items() if name != "params"}
+  return kind.create(apply_fn=model.apply, params=variables["params"], tx=TX, **fields)
+
+
+def test_linen():
+  model = Model()
+
+  def loss(variables, batch, rngs):
+    return masked((model.apply(variables, batch["x"], rngs=rngs) - batch["y"]) ** 2, batch)
+
+  def without_rngs(variables, batch, rngs):
+    return loss(variables, batch, {"dropout": jax.random.key(2)})
+
+  rngs = {"dropout": jax.random.key(3)}
+  state = state_of(model)
+  step = linen_train_step(loss, num_microbatches=3)
+  assert step.check(state, BATCH, rngs).fix == WEIGHT
+  weighed = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
+  step = linen_train_step(loss, num_microbatches=3, **weighed)
+  assert step.check(state, BATCH, rngs=rngs).ok
+  report = linen_train_step(without_rngs, num_microbatches=3, **weighed).check(state, BATCH)
+  assert report.verdict == "random"
+  assert "step(state, batch, rngs=" in report.fix
+  step(state, BATCH, rngs)
+  with pytest.raises(RuntimeError, match="has been deleted"):
+    step.check(state, BATCH, rngs)
+
+
+def test_linen_with_statistics_of_the_batch():
+  model = Model(normalizes=True)
+
+  def loss(variables, batch, rngs):
+    out, updates = model.apply(variables, batch["x"], rngs=rngs, mutable=["batch_stats"])
+    return jnp.mean((out - batch["y"]) ** 2), updates
+
+  step = linen_train_step(loss, mutable=["batch_stats"], num_microbatches=3)
+  report = step.check(state_of(model, State), BATCH, {"dropout": jax.random.key(3)})
+  assert report.verdict == "coupled", report
+
+
+class Net(nnx.Module):
+  def __init__(self, rngs):
+    self.linear = nnx.Linear(WIDTH, 4, rngs=rngs)
+    self.dropout = nnx.Dropout(0.5, rngs=rngs)
+    self.out = nnx.Linear(4, 1, rngs=rngs)
+    self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+  def __call__(self, x):
+    self.calls[...] = self.calls[...] + 1
+    return self.out(self.dropout(self.linear(x)))[..., 0]
+
+
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_nnx(over_mesh):
+  def loss(model, batch):
+    return masked((model(batch["x"]) - batch["y"]) ** 2, batch)
+
+  model = Net(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  options = {"mesh": mesh_of()} if over_mesh else {}
+  step = nnx_train_step(loss, num_microbatches=3, **options)
+  assert step.check(model, optimizer, BATCH).fix == WEIGHT
+  options["weight_fn"] = lambda batch: jnp.sum(batch["mask"])
+  step = nnx_train_step(loss, num_microbatches=3, **options)
+  report = step.check(model, optimizer, BATCH)
+  assert report.ok, report
+  assert model.calls[...] == 0
+  step(model, optimizer, BATCH)
+
+
+def test_arguments_that_cannot_be_checked():
+  step = make_train_step(loss_fn, TX, num_microbatches=3)
+  params = jnp.asarray(W)
+  state = TX.init(params)
+  with pytest.raises(TypeError, match=r"params is traced: check outside jax\.jit, with arrays"):
+    jax.jit(lambda params: step.check(params, state, BATCH).ok)(params)
+  shapes = jax.eval_shape(lambda x: x, BATCH)
+  with pytest.raises(TypeError, match=r"batch\['mask'\] is a ShapeDtypeStruct: check outside"):
+    step.check(params, state, shapes)
+  with pytest.raises(ValueError, match="num_microbatches=3 does not divide"):
+    step.check(params, state, {k: x[:8] for k, x in BATCH.items()})
+  one = {k: x[:1] for k, x in BATCH.items()}
+  with pytest.raises(ValueError, match="The batch has 1 row, which cannot be split"):
+    make_train_step(loss_fn, TX, microbatch_size=3).check(params, state, one)
+  step(params, state, BATCH)
+  with pytest.raises(RuntimeError, match="has been deleted"):
+    step.check(params, state, BATCH)
+
+
+def test_a_loss_that_needs_several_devices():
+  for mesh, axis_name in [(mesh_of(), None), (None, "data")]:
+    with pytest.raises(NameError, match="unbound axis name") as raised:
+      check(
+        lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"),
+        mesh=mesh,
+        axis_name=axis_name,
+      )
+    assert "on one device, where no axis has a name" in "".join(raised.value.__notes__)
+
+
+def test_parameters_that_one_device_has_no_room_for():
+  def loss(params, batch):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+  with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+    check(loss)
+  assert "check a smaller model with the same loss" in "".join(raised.value.__notes__)
+
+
+def test_check_split_names_the_options_of_a_step():
+  with pytest.raises(TypeError, match=r"check_split runs .* has no mesh=.*step\.check\(params"):
+    check_split(loss_fn, W, BATCH, mesh=None)
