@@ -4,6 +4,9 @@ import os
 import pathlib
 import sys
 
+from docutils import nodes
+from sphinx import addnodes
+
 ROOT = pathlib.Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
@@ -52,7 +55,19 @@ autodoc_typehints = "none"  # the signature has the names, the docstring says wh
 autodoc_member_order = "bysource"
 autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
-napoleon_custom_sections = ["Over a mesh", "The optimizer"]
+napoleon_custom_sections = [
+  "The loss",
+  "Over a mesh",
+  "The optimizer",
+  "Differentiation",
+  "Calls",
+  "Edge cases",
+  # The options of a function that has many, those that most people need first.
+  ("Randomness and carried state", "params_style"),
+  ("Robustness and monitoring", "params_style"),
+  ("Several devices", "params_style"),
+  ("Expert options", "params_style"),
+]
 napoleon_use_rtype, napoleon_use_ivar = False, True
 python_maximum_signature_line_length = 80
 
@@ -90,6 +105,30 @@ def link_of(app, env, node, contnode):
   return None
 
 
+def as_sections(app, doctree):
+  """The parts of a function's docstring become sections, which the page's contents list."""
+  for function in list(doctree.findall(addnodes.desc)):
+    if function["objtype"] != "function":
+      continue
+    for signature in function.findall(addnodes.desc_signature):
+      signature["_toc_name"] = ""  # the page has its name already
+    content, sections = function[-1], []
+    for node in list(content):
+      is_fields = isinstance(node, nodes.field_list)
+      for part in node.children if is_fields else [node]:
+        if isinstance(part, (nodes.field, nodes.rubric)):
+          title = part[0].astext() if is_fields else part.astext()
+          sections.append(nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)]))
+          part = part[1].children if is_fields else []
+        if sections:
+          sections[-1] += part
+      if sections:
+        content.remove(node)
+    place = function.parent.index(function) + 1
+    function.parent[place:place] = sections
+
+
 def setup(app):
+  app.connect("doctree-read", as_sections, priority=100)  # before the contents are collected
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", link_of)

@@ -21,15 +21,15 @@ def rows(name, table=0):
   return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
-def show(name, *tables):
-  """Tables of a results file, all by default, and what wrote them: on which machine, when."""
+def show(name, *tables, fold):
+  """Tables of a results file, all by default, and what wrote them, folded under a title."""
   found = of(name)
   numbers = tables or range(len(found["tables"]))
   parts = [_table(found["tables"][i]) for i in numbers]
   columns = {column for i in numbers for column in found["tables"][i]["columns"]}
   if any(" / " in column for column in columns - {"temp / plain"}):
     parts.append(
-      "Times are medians; a ratio is the median of those within a round. Trust the ratio."
+      "Times are medians. A ratio is the median of the ratios within a round: trust it more."
     )
   versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
   machine = found["machine"]
@@ -37,13 +37,23 @@ def show(name, *tables):
   if machine["device"] != "cpu":
     where += f"; for {machine['device']}"
   parts.append(f"*`{found['command']}`, {found['date'][:10]}: {where}; {versions}.*")
-  return Markdown("\n\n".join(parts))
+  return Markdown("\n\n".join([f":::{{dropdown}} {fold}", *parts, ":::"]))
 
 
 def _table(table):
-  lines = [table["columns"], ["---", *["---:"] * (len(table["columns"]) - 1)]]
-  lines += [["" if x is None else _cell(x) for x in row] for row in table["rows"]]
-  return f"{table['title']}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  """A table, without the columns that are the same in all rows: a line below has these."""
+  values = {c: {row[i] for row in table["rows"]} - {None} for i, c in enumerate(table["columns"])}
+  same = {c: found for c, found in values.items() if len(found) == 1 < len(table["rows"])}
+  kept = [i for i, column in enumerate(table["columns"]) if column not in same]
+  columns = [table["columns"][i] for i in kept]
+  lines = [columns, ["---", *["---:"] * (len(columns) - 1)]]
+  lines += [["" if row[i] is None else _cell(row[i]) for i in kept] for row in table["rows"]]
+  text = f"{table['title']}:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+  if same:
+    text += (
+      "\n\nIn all rows: " + ", ".join(f"{c} {_cell(*values)}" for c, values in same.items()) + "."
+    )
+  return text
 
 
 def _cell(x):

@@ -128,19 +128,23 @@ def compile_steps(args, tx, state, batch) -> dict[tuple[int, bool], jax.stages.C
   compiled = {}
   print("\nmemory of one step as compiled, MiB    without remat        with remat")
   print("microbatches  rows of each                temp    peak      temp    peak")
-  counts = {1, 2, 4, 8, 16, args.batch // args.microbatch}
-  for count in sorted(n for n in counts if args.batch % n == 0):
-    line = f"{count:12d}{args.batch // count:14d}      "
-    for remat in (False, True):
-      loss_fn = make_loss_fn(Transformer(args.layers, args.width, args.dtype, remat))
-      step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=count)
-      compiled[count, remat] = step.lower(*state, batch).compile()
-      memory = compiled[count, remat].memory_analysis()
-      # Added up because XLA for CPU leaves temp out of the peak that it reports.
-      kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
-      peak = memory.temp_size_in_bytes + kept - memory.alias_size_in_bytes
-      line += f"{temp_mib(compiled[count, remat]):10.1f}{peak / 2**20:8.1f}"
-    print(line, flush=True)
+  counts = sorted({1, 2, 4, 8, 16, args.batch // args.microbatch})
+  counts = [n for n in counts if args.batch % n == 0]
+  with tqdm.tqdm(total=2 * len(counts), unit="program", desc="compiling", leave=False) as bar:
+    for count in counts:
+      line = f"{count:12d}{args.batch // count:14d}      "
+      for remat in (False, True):
+        bar.set_postfix_str(f"{microbatches(count)}, {'with' if remat else 'without'} remat")
+        loss_fn = make_loss_fn(Transformer(args.layers, args.width, args.dtype, remat))
+        step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=count)
+        compiled[count, remat] = step.lower(*state, batch).compile()
+        memory = compiled[count, remat].memory_analysis()
+        # Added up because XLA for CPU leaves temp out of the peak that it reports.
+        kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        peak = memory.temp_size_in_bytes + kept - memory.alias_size_in_bytes
+        line += f"{temp_mib(compiled[count, remat]):10.1f}{peak / 2**20:8.1f}"
+        bar.update()
+      bar.write(line)
   temps = [[temp_mib(step) for key, step in compiled.items() if key[1] is r] for r in (False, True)]
   if any(column != sorted(set(column), reverse=True) for column in temps):
     print("temp stops falling where activations are smaller than the gradients that are added up")

@@ -1,6 +1,7 @@
 """docs/guides is true: what trains there trains in float64 too as whole batches do."""
 
 import csv
+import re
 
 from flax import nnx
 import jax
@@ -20,25 +21,30 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for 
 
 @pytest.mark.parametrize(
   ("page", "section"),
-  [
-    (LIBRARIES, "Plain pytrees"),
-    (LIBRARIES, "Equinox"),
-    (LIBRARIES, "Haiku"),
-    (LOGGING, "A setting of the loss"),
-  ],
+  [(LIBRARIES, "Equinox"), (LIBRARIES, "Haiku"), (LOGGING, "A setting of the loss")],
 )
-def test_both_ways_end_as_whole_batches_do(page, section):
-  ways = LIBRARIES.blocks("Both ways in")
-  without = "compare = lambda *args: None"  # the page compares in float32
+def test_training_ends_as_on_whole_batches(page, section):
+  model, _, loop = page.blocks(section)[0].rpartition("step = ")
   with jax.enable_x64(True):
-    names = page.run(*ways, without, *page.blocks(section))
-    params, loss_fn, tx = (names[name] for name in ("params", "loss_fn", "tx"))
+    start = page.run(model)
+    params, loss_fn, tx = (start[name] for name in ("params", "loss_fn", "tx"))
     step = oracle.whole_batch_step(loss_fn, tx)
-    expected, *_ = oracle.take_steps(step, tx, params, names["batches"])
+    expected, *_ = oracle.take_steps(step, tx, params, start["batches"])
     expected = jax.tree.leaves(expected)
     assert {leaf.dtype for leaf in expected} == {np.dtype("float64")}
-    for way in "whole_cycles", "one_by_one", "whole_batches":
-      trees.assert_close(jax.tree.leaves(names[way](loss_fn, params)), expected, 1e-10)
+    names = page.run(model + "step = " + loop)
+    if page is LOGGING:  # which makes a step there, and takes none
+      names["params"], *_ = oracle.take_steps(names["step"], tx, params, names["batches"])
+    trees.assert_close(jax.tree.leaves(names["params"]), expected, 1e-10)
+
+
+def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
+  model, _, loop = LIBRARIES.blocks("Equinox")[0].rpartition("step = ")
+  keep = "original = jax.tree.leaves(params)\n"
+  names = LIBRARIES.run(f"{model}{keep}step = {loop}")
+  assert all(leaf.is_deleted() for leaf in names["original"])
+  names = LIBRARIES.run(f"{model}{keep}step = {loop}".replace("num_m", "donate=False, num_m"))
+  assert not any(leaf.is_deleted() for leaf in names["original"])
 
 
 @pytest.mark.parametrize("section", ["Equinox, with state", "Haiku, with state"])
@@ -79,12 +85,22 @@ def test_nnx_keeps_the_best_model_and_pads():
   trees.assert_close(*results, 1e-6)
 
 
+def documented_metrics():
+  """The names in the table of metrics."""
+  return set(re.findall(r"^\| `(\w+)`", LOGGING.sections["Logging"], re.MULTILINE))
+
+
 def test_the_log_has_every_loss(tmp_path, monkeypatch):
   monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
   names = LOGGING.run(*LOGGING.blocks("Logging"))
   assert int(names["metrics"]["aux"]["rows"]) == 64
-  assert names["rows_worth_having"] > 1
   assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
+  logged = names["numbers"](names["before"])
+  noise = {f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields}
+  assert noise < logged.keys()
+  assert logged.keys() - noise == names["before"].keys() - {"noise_scale"}
+  assert "aux.rows" in names["numbers"](names["metrics"])
+  assert names["metrics"].keys() | {"noise_scale"} == documented_metrics()
   with open(names["path"]) as file:
     rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
   assert [i for i, _ in rows] == [0, 1, 2]

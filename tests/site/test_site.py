@@ -4,6 +4,7 @@ Run by name, after `sphinx-build -W -E -j auto docs docs/_build`; the suite alon
 """
 
 import functools
+import inspect
 import json
 import pathlib
 import re
@@ -11,7 +12,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from bs4 import BeautifulSoup
 import pytest
-from test_public_api import PUBLIC
+from test_public_api import FUNCTIONS, PUBLIC
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SITE = DOCS / "_build"
@@ -128,11 +129,22 @@ def test_every_public_name_has_a_page(name):
   module = ".flax" if "_flax" in PUBLIC[name].__module__ else ""
   path = f"optax_accum{module}.{name}"
   page = SITE / "reference" / "generated" / f"{path}.html"
-  signature = soup(page).find(id=path)
+  is_result = inspect.isclass(PUBLIC[name]) and not module
+  assert page.is_file() != is_result  # the types of results have one page
+  signature = soup(SITE / "reference" / "returned.html" if is_result else page).find(id=path)
   assert signature is not None
   assert signature.find("a", class_="internal", string=None) is not None  # to its source
-  index = soup(SITE / "reference" / "index.html")
-  assert index.find("a", href=re.compile(f"generated/{re.escape(path)}.html")) is not None
+  if not is_result:
+    index = soup(SITE / "reference" / "index.html")
+    assert index.find("a", href=re.compile(f"generated/{re.escape(path)}.html")) is not None
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+def test_the_contents_of_a_page_list_the_parts_of_its_docstring(function):
+  pages = SITE.glob(f"reference/generated/optax_accum*.{function.__name__}.html")
+  listed = [a.get_text() for path in pages for a in soup(path).select(".toc-tree a")]
+  parts = re.findall(r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE)
+  assert listed == [function.__name__, *("Parameters" if x == "Args" else x for x in parts)]
 
 
 def test_every_example_is_on_its_page():
@@ -155,10 +167,32 @@ def test_every_snippet_of_a_guide_was_run(name):
   assert not page.select(".output.traceback, .stderr")
 
 
+def test_guides_stand_in_four_groups():
+  """Each once in the table of its group, and there are few enough to choose from."""
+  tables = re.split(r"^## ", (DOCS / "guides" / "index.md").read_text(), flags=re.MULTILINE)[1:]
+  groups = {table.partition("\n")[0]: re.findall(r"\]\((\w+)\.md\)", table) for table in tables}
+  assert list(groups) == ["Start", "Your loss", "Your model", "Devices and memory"]
+  assert sorted(name for names in groups.values() for name in names) == GUIDES
+  assert len(GUIDES) <= 14
+  trees = re.findall(r":caption: Guides: (.*)\n\n([^`]*)```", (DOCS / "index.md").read_text())
+  listed = {name.capitalize(): tree.replace("guides/", "").split() for name, tree in trees}
+  listed["Start"].remove("index")
+  assert listed == groups
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_code_that_is_not_folded_is_no_longer_than_the_prose(name):
+  source = (DOCS / "guides" / f"{name}.md").read_text()
+  cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", source, re.MULTILINE | re.DOTALL)
+  seen = [cell for cell in cells if "hide-" not in cell]
+  prose = re.sub(r"\A---.*?^---$|^```.*?^```$", "", source, flags=re.MULTILINE | re.DOTALL)
+  assert len(" ".join(seen).split()) <= len(prose.split())
+
+
 def other_fences(source):
   """What opens a block of code that is neither run nor a shell's or plain text."""
   found = re.findall(r"^[ ]*(`{3,}|~{3,}|:{3,})[ ]*(\S.*)$", source, re.MULTILINE)
-  allowed = r"\{code-cell\}.*|sh|text|\{(raw|toctree|admonition)\}.*"
+  allowed = r"\{code-cell\}.*|sh|text|\{(raw|toctree|admonition|container)\}.*"
   return [opening for _, opening in found if not re.fullmatch(allowed, opening)]
 
 
@@ -182,4 +216,43 @@ def test_the_search_finds_the_right_pages():
   assert {"guides/streaming", "reference/generated/optax_accum.accumulate"} <= set(hits("flush"))
   assert {"sharp_edges", "guides/troubleshooting"} <= set(hits("nan"))
   assert "reference/errors" in hits("disagre")  # as stemmed, of a message
+  assert "faq" in hits("learn")[:2]  # learning rate, in a title
+  assert "faq" in hits("rate")[:2]
   assert set(hits("nan")[:2]) == {"sharp_edges", "guides/troubleshooting"}  # it is in a title
+
+
+def test_the_start_page_has_the_diagram_before_code_and_ends_with_a_check():
+  page = str(soup(SITE / "index.html"))
+  assert page.index('id="decision-title"') < page.index('class="cell ')
+  cells = re.findall(r"^```\{code-cell\}\n(.*?)^```$", (DOCS / "index.md").read_text(), re.M | re.S)
+  assert "print(step.check(" in cells[-1]
+  assert "fix: weight_fn=" in soup(SITE / "index.html").get_text()
+
+
+def test_sharp_edges_begin_with_those_that_raise_no_error():
+  page = soup(SITE / "sharp_edges.html")
+  sections = [tag for tag in page.find_all("section") if tag.find("h2", recursive=False)]
+  assert "no error" in sections[0].h2.get_text()
+  silent = [" ".join(tag.get_text().split()) for tag in sections[0].find_all("section")]
+  assert len(silent) >= 8
+  assert all("Found " in text for text in silent)
+
+
+def test_errors_are_messages_without_buttons():
+  page = soup(SITE / "reference" / "errors.html").find("article")
+  assert not page.find_all("details")
+  assert len(page.select(".errors dt code")) > 40
+
+
+def varying(table):
+  """Whether each column of a table has more than one value, where it has rows to differ."""
+  rows = [[cell.get_text() for cell in row.find_all("td")] for row in table.select("tbody tr")]
+  return len(rows) < 2 or all(len(set(column)) > 1 for column in zip(*rows, strict=True))
+
+
+def test_no_column_of_a_measurement_is_the_same_in_all_rows():
+  tables = soup(SITE / "performance.html").find_all("table")
+  assert len(tables) > 15
+  assert all(varying(table) for table in tables)
+  same = "<tbody><tr><td>a</td><td>0</td></tr><tr><td>b</td><td>0</td></tr></tbody>"
+  assert not varying(BeautifulSoup(f"<table>{same}</table>", "html.parser"))

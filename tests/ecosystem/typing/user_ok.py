@@ -30,6 +30,7 @@ from optax_accum import (
   SplitReport,
   TrainStep,
 )
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 Params = dict[str, jax.Array]
 Batch = dict[str, jax.Array]
@@ -149,6 +150,22 @@ def train_with_statistics(params: Params, batch: Batch) -> Params:
   params, opt_state, mean, metrics = step(params, opt_state, batch, mean)
   print(f"with statistics {float(metrics['loss']):.4f}, mean {mean.shape}")
   return params
+
+
+def steps_of_flax() -> None:
+  def flax_loss(*args: Any) -> jax.Array:
+    return jnp.zeros(())
+
+  linen_train_step(
+    flax_loss,
+    num_microbatches=8,
+    weight_fn=valid_tokens,
+    aux_reduction={"logits": "concat"},
+    has_aux=True,
+    mesh=jax.make_mesh((jax.device_count(),), ("data",)),
+    grad_reduction={"params": "mean"},
+  )
+  nnx_train_step(flax_loss, microbatch_size=8, donate=False, reduce_gradients="per_microbatch")
 
 
 def train_on_a_mesh(params: Params, batch: Batch) -> Params:
@@ -273,6 +290,7 @@ def main() -> None:
   assert_type(out[0], Params)
   params = train_with_noise(out[0], batch, jax.random.key(2))
   params = train_with_statistics(params, batch)
+  steps_of_flax()
   print(train_on_a_mesh(params, batch)["w"].sharding)
   print(gradients(params, batch)[0], gradients_and_skips(params, batch)[1])
   print(stream_over_devices(stream_in_a_chain(params, batch), batch)["b"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import accumulate, make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 Params = dict[str, jax.Array]
 Batch = dict[str, jax.Array]
@@ -15,6 +16,10 @@ Batch = dict[str, jax.Array]
 
 def loss_fn(params: Params, batch: Batch) -> jax.Array:
   return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+
+
+def flax_loss(*args: Batch) -> jax.Array:
+  return jnp.zeros(())
 
 
 def predict(params: Params, batch: Batch) -> jax.Array:
@@ -37,11 +42,17 @@ def wrong(params: Params, batch: Batch) -> None:
   make_train_step(loss_fn, tx, num_microbatches="8")  # MISTAKE 2
   microbatch_value_and_grad(loss_fn, num_microbatches="8")  # MISTAKE 2
   accumulate(tx, every_k="8")  # MISTAKE 2
+  linen_train_step(flax_loss, num_microbatches="8")  # MISTAKE 2
 
   # A misspelt keyword.
   make_train_step(loss_fn, tx, num_microbatch=8)  # MISTAKE 3
   microbatch_value_and_grad(loss_fn, num_microbatch=8)  # MISTAKE 3
   accumulate(tx, k=8)  # MISTAKE 3
+  linen_train_step(flax_loss, num_microbatch=8)  # MISTAKE 3
+  nnx_train_step(flax_loss, num_microbatch=8)  # MISTAKE 3
+
+  # An option that is not the user's there.
+  linen_train_step(flax_loss, num_microbatches=8, rng_argnums=2)  # MISTAKE 3
 
   # What a function that runs in microbatches is called with.
   encode = microbatch(predict, reduction="concat", batch_argnums=1, num_microbatches=8)
