@@ -1,13 +1,14 @@
-"""Tell every row of a batch of 512 from all others, at the memory of microbatches of 32.
+"""Train a contrastive loss on a batch of 512 rows, with the memory of microbatches of 32.
 
-Of each handwritten digit one view has the odd pixels and one the even. CLIP's loss finds one by the
-other, among all rows, so it needs all embeddings; only the encoder runs in microbatches. To add up
-losses of microbatches is another objective: to tell a row from 31 others.
+Each handwritten digit has two views: its odd pixels and its even pixels. In CLIP's loss the model
+must find one view by the other, among all rows. So the loss needs all embeddings, and only the
+encoder runs in microbatches. The sum of the losses of microbatches would be a different objective:
+to tell a row from only 31 others.
 
 Run:      python examples/contrastive.py
-Expected: 0.79 of 450 test images are found by their other view. One step's parameters differ from
-          the whole batch's by 3e-6 of the step, on 8 devices too; adding up losses, by 0.4.
-          Temp memory falls from 31.6 MiB to 4.4. 20 seconds on 2 CPU cores.
+Expected: 0.79 of 450 test images are found by their other view. Compared with the whole batch, one
+          step has a relative error of 3e-6, on 8 devices too. With the losses of microbatches the
+          error is 0.4. Temp memory falls from 31.6 MiB to 4.4. 20 seconds on 2 CPU cores.
 """
 
 import argparse
@@ -27,7 +28,7 @@ DEVICES, TRAINING = 8, 1347  # images; the others are for testing
 LAYERS, WIDTH, HIDDEN, EMBEDDING = 4, 64, 256, 32
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
-# Accelerators may multiply float32 in fewer bits, which rounds more than is compared here.
+# Accelerators may multiply float32 in lower precision, with larger errors than allowed here.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -57,8 +58,8 @@ def make_loss_fn(encode, axis_name=None):
     odd, even = encode(params, batch["odd"]), encode(params, batch["even"])
     labels, all_odd, all_even = jnp.arange(len(odd)), odd, even
     if axis_name is not None:
-      # A device returns the loss of its own rows, against those of all. The step adds up the
-      # devices' gradients, with what a device's rows contribute to the losses of the others.
+      # Each device returns the loss of its own rows, compared with all rows. The step sums the
+      # gradients over devices. These include what a row contributes to losses on other devices.
       labels += lax.axis_index(axis_name) * len(odd)
       all_odd, all_even = (lax.all_gather(x, axis_name, tiled=True) for x in (odd, even))
     scale = jnp.exp(-params["log_temperature"])
@@ -78,8 +79,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = functools.partial(parser.add_argument, type=positive, metavar="N")
   flag("--steps", default=150, help="optimizer steps (default: 150)")
-  flag("--batch", default=512, help="rows that are told from one another (default: 512)")
-  flag("--microbatch", default=32, help="rows that an encoder runs on at once (default: 32)")
+  flag("--batch", default=512, help="rows that are compared with one another (default: 512)")
+  flag("--microbatch", default=32, help="rows that the encoder runs on at once (default: 32)")
   args = parser.parse_args()
   if args.batch % args.microbatch or args.batch == args.microbatch:
     parser.error(f"--batch {args.batch} is not 2 or more times --microbatch {args.microbatch}")
@@ -92,7 +93,7 @@ def main() -> None:
 
   images, rng = (load_digits().data / 16).astype(np.float32), np.random.default_rng(0)
   train, test = np.split(rng.permutation(images), [TRAINING])
-  # On a mesh each device runs on as many of its own rows.
+  # On a mesh, `microbatch_size` counts the rows of one device.
   encode_in_parts = optax_accum.microbatch(
     encode, reduction="concat", batch_argnums=1, microbatch_size=args.microbatch
   )
@@ -100,7 +101,7 @@ def main() -> None:
   mesh = jax.sharding.Mesh(jax.devices("cpu")[:DEVICES], ("data",))
   at_once, in_parts = make_loss_fn(encode), make_loss_fn(encode_in_parts)
   on_mesh = make_loss_fn(encode_in_parts, "data")
-  # The loss sees all rows, so the step has one microbatch. What is split is within the loss.
+  # The loss sees all rows, so the step has one microbatch. Only the encoder in the loss is split.
   steps = {
     "whole batch": make_step(at_once, num_microbatches=1),
     "encoder in microbatches": make_step(in_parts, num_microbatches=1),
@@ -118,7 +119,7 @@ def main() -> None:
   print(f"found by their other view: {found:.3f} of {len(test)} test images\n")
 
   state, new, off = jax.device_get(state), {}, {}
-  print("one more step               temp MiB    loss   off by, of the step")
+  print("one more step               temp MiB    loss  rel. error")
   for name, step in steps.items():
     compiled = step.lower(*state, batch).compile()
     new[name], _, metrics = jax.device_get(compiled(*state, batch))

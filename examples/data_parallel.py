@@ -1,13 +1,13 @@
-"""Spread the rows over 8 devices, and reduce the gradients over them once a step.
+"""Split the rows over 8 devices, and reduce the gradients over the devices once per step.
 
-The job of train_lm.py, smaller: 64 rows a step, 8 on each device, in 4 microbatches of 2 rows.
-However many microbatches, the devices wait for one another once a step.
+This is a smaller train_lm.py: 64 rows per step, 8 on each device, in 4 microbatches of 2 rows. The
+devices wait for one another only once per step, for any number of microbatches.
 
 Run:      python examples/data_parallel.py
-          On 8 CPU devices, which it makes, or on the accelerators, where there are several.
-Expected: per step and device one all-reduce of the gradients' 0.51 MiB, outside every loop;
-          reducing every microbatch sends 4 times as much. After 5 steps the parameters differ from
-          those of one device with the whole batch by 1e-6 of the way that they went. 15 seconds on
+          It uses the accelerators if there are several, and otherwise 8 simulated CPU devices.
+Expected: each device reduces the gradients (0.51 MiB) once per step, outside every loop. With a
+          reduction in every microbatch it sends 4 times as much. After 5 steps, the relative error
+          of the updates is 1e-6, compared with one device that takes the whole batch. 15 seconds on
           2 CPU cores.
 """
 
@@ -24,7 +24,7 @@ LENGTH = 32
 STEPS = 5
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Accelerators may multiply float32 in fewer bits, which rounds more than is compared here.
+# Accelerators may multiply float32 in lower precision, with larger errors than allowed here.
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -33,7 +33,7 @@ def mib(size: int) -> str:
 
 
 def sent(report: optax_accum.CollectiveReport) -> int:
-  """Bytes that the collectives of one step carry, on one device."""
+  """Bytes that one device sends in the collectives of one step."""
   return sum(total.bytes for place in (report.inside, report.outside) for total in place.values())
 
 
@@ -59,13 +59,13 @@ def main() -> None:
     print(f"\nreduce_gradients={when!r}\n{reports[when]}")
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   once, every = sent(reports["per_cycle"]), sent(reports["per_microbatch"])
-  print(f"\ngradients: {mib(size)}. A step reduces {mib(once)} and not {mib(every)}:")
+  print(f"\ngradients: {mib(size)}. A step reduces {mib(once)} instead of {mib(every)}:")
   print(f"per_cycle saves {mib(every - once)} a step and device\n")
 
   def train(step):
     state, metrics = (jax.tree.map(jnp.copy, params), tx.init(params)), []
     for batch in data:
-      *state, new = step(*state, batch)  # what is on no mesh yet is put there
+      *state, new = step(*state, batch)  # the first step moves the arrays to the mesh
       metrics.append((float(new["loss"]), float(new["grad_norm"])))
     return jax.device_get(state[0]), metrics
 
@@ -77,16 +77,16 @@ def main() -> None:
     print(f"{i:4d}  " + "".join(f"{loss:13.5f}{norm:15.5f}" for loss, norm in metrics))
   way = optax.tree.norm(optax.tree.sub(whole, jax.device_get(params)))
   relative = optax.tree.norm(optax.tree.sub(sharded, whole)) / way
-  print(f"\nparameters differ by {relative:.1e} of the way that they went")
+  print(f"\nrelative error of the updates: {relative:.1e}")
 
-  # Beside the gradients, the reduction carries the loss and no more.
+  # In addition to the gradients, the reduction carries only the loss.
   assert reports["per_cycle"].inside == {}, "a collective in a loop"
   assert size <= once < size + 1024, f"{once} bytes for gradients of {size}"
   assert every >= MICROBATCHES * size, f"{every} bytes for {MICROBATCHES} reductions of {size}"
-  # Gradients are compared by their norm too: AdamW, and clipping, hide a wrong scale.
+  # The norms of the gradients are compared too, because AdamW and clipping hide a wrong scale.
   for a, b in zip(sharded_metrics, whole_metrics, strict=True):
     assert all(abs(x - y) < 1e-5 * y for x, y in zip(a, b, strict=True)), (a, b)
-  # The first steps of AdamW are as long where a gradient is rounding noise as where it is not.
+  # The first steps of AdamW have full size even where a gradient is only rounding noise.
   assert relative < 1000 * jnp.finfo(jnp.float32).eps, relative
 
 

@@ -1,12 +1,13 @@
 """Train a flax linen model with BatchNorm and Dropout in microbatches, on one device or many.
 
-Handwritten digits, a convolutional network, flax's own TrainState with its batch statistics. The
-loop is that of any flax script: linen_train_step takes the place of the jitted step. Statistics
-and dropout keys go through the microbatches, and state.step counts optimizer steps.
+A convolutional network learns handwritten digits, with flax's TrainState and batch statistics. The
+loop is that of any flax script: linen_train_step replaces the jitted step. It passes the statistics
+from microbatch to microbatch, and gives each microbatch its own dropout key. state.step counts
+optimizer steps.
 
 Run:      python examples/flax_linen.py
           python examples/flax_linen.py --mesh      (over 8 CPU devices, or all accelerators)
-Expected: test accuracy of about 0.98 after 70 steps, both ways. 10 seconds on 2 CPU cores.
+Expected: test accuracy of about 0.98 after 70 steps, also with --mesh. 10 seconds on 2 CPU cores.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def make_state(images, tx):
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--mesh", action="store_true", help="spread the rows over all devices")
+  parser.add_argument("--mesh", action="store_true", help="split the rows over all devices")
   parser.add_argument("--epochs", type=int, default=10)
   args = parser.parse_args()
   if args.epochs < 5:
@@ -98,7 +99,7 @@ def main() -> None:
       state, metrics = step(state, {"image": train_x[rows], "label": train_y[rows]}, rngs)
       steps += 1
     loss, correct = float(metrics["loss"]), float(metrics["aux"]["accuracy"])
-    print(f"epoch {epoch}: loss {loss:.3f}, accuracy of its last batch {correct:.3f}")
+    print(f"epoch {epoch}: loss {loss:.3f}, accuracy of the last batch {correct:.3f}")
 
   reached = accuracy(state, test)
   print(f"test accuracy: {reached:.3f} after {int(state.step)} steps")

@@ -1,15 +1,15 @@
-"""Train on several processes: each loads its own rows, and gradients are reduced once a step.
+"""Train on several processes: each loads its own rows, and gradients are reduced once per step.
 
-Handwritten digits, 128 rows a step on each device, in 16 microbatches of 8. Between the processes
-goes one sum of the gradients a step; reduced every microbatch it would be 16.
+The data are handwritten digits: 128 rows per step on each device, in 16 microbatches of 8. The
+processes exchange one sum of the gradients per step. Reducing in every microbatch would need 16.
 
 Run:      python examples/multi_process.py
-          Two processes of 2 CPU devices on this machine, which it starts and ends. On a cluster,
-          on each host:
+          It starts and stops two processes on this machine, with 2 CPU devices each. On a cluster,
+          run this on each host:
           python examples/multi_process.py --coordinator HOST0:PORT --num-processes N --process-id I
-Expected: after 3 steps every process has the parameters of one process that took the whole batch,
-          to 1e-6 of the way that they went. A step that reduces every microbatch takes 3 to 5 times
-          as long. 15 seconds on 2 CPU cores.
+Expected: after 3 steps, the relative error of the updates is 1e-6 in every process, compared with
+          one process that takes the whole batch. A step that reduces in every microbatch takes 3 to
+          5 times as long. 15 seconds on 2 CPU cores.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def loss_fn(params, batch):
 
 
 def load(step: int, part: int, parts: int) -> dict[str, np.ndarray]:
-  """One of the equal parts of a step's batch. It might be read from a file of its own."""
+  """One of the equal parts of a step's batch. In practice, read it from a file of this process."""
   digits = load_digits()
   drawn = np.random.default_rng(step).integers(len(digits.data), size=ROWS * jax.device_count())
   rows = drawn.reshape(parts, -1)[part]
@@ -51,7 +51,7 @@ def load(step: int, part: int, parts: int) -> dict[str, np.ndarray]:
 
 
 def train(process: int, processes: int) -> None:
-  """What each process runs, once it is connected to the others."""
+  """What each process runs after it has connected to the others."""
   mesh = jax.sharding.Mesh(jax.devices(), ("data",))  # the devices of all processes
   by_rows = jax.sharding.NamedSharding(mesh, jax.P("data"))
   own = [load(step, process, processes) for step in range(STEPS)]
@@ -70,7 +70,7 @@ def train(process: int, processes: int) -> None:
       times.append(time.perf_counter() - began)
     return jax.device_get(state[0]), norms, np.median(times)
 
-  # The same on this process alone, with the rows of all.
+  # The same training in this process alone, with the rows of all processes.
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=1)
   whole, whole_norms, _ = run(step, [load(step, 0, 1) for step in range(STEPS)])
   seconds = []
@@ -81,9 +81,9 @@ def train(process: int, processes: int) -> None:
     params, norms, _ = run(step, data)
     way, difference = optax.tree.sub(whole, start), optax.tree.sub(params, whole)
     relative = optax.tree.norm(difference) / optax.tree.norm(way)
-    print(f"process {process}, {when}: differs by {relative:.1e} of the way", flush=True)
-    # The first steps of AdamW are as long where a gradient is rounding noise as where it is not;
-    # and they hide a wrong scale, as clipping does, which the norms show.
+    print(f"process {process}, {when}: relative error of the updates {relative:.1e}", flush=True)
+    # The first steps of AdamW have full size even where a gradient is only rounding noise. AdamW
+    # and clipping hide a wrong scale of the gradients, so their norms are compared too.
     assert relative < 1000 * jnp.finfo(jnp.float32).eps, relative
     np.testing.assert_allclose(norms, whole_norms, rtol=1e-5)
     seconds.append(run(step, data * 4)[2])
@@ -93,13 +93,13 @@ def train(process: int, processes: int) -> None:
 
 
 def launch() -> None:
-  """Runs this file in two processes, until both are done or one fails, and leaves none behind."""
+  """Runs this file in two processes until both are done or one fails. Stops both at the end."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
   environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_BIND_ADDRESS": address}
   command = [sys.executable, __file__, "--coordinator", address, "--num-processes", "2"]
-  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `finally`
+  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs `finally`
   children, codes = [], [None]
   try:
     for i in "01":
@@ -129,8 +129,8 @@ def main() -> None:
   if not 0 <= args.process_id < args.num_processes:
     parser.error(f"--process-id {args.process_id} must be one of 0 to --num-processes - 1")
 
-  faulthandler.dump_traceback_later(LIMIT, exit=True)  # whatever it waits for
-  signal.signal(signal.SIGINT, signal.SIG_DFL)  # likewise Ctrl-C
+  faulthandler.dump_traceback_later(LIMIT, exit=True)  # ends a process that waits forever
+  signal.signal(signal.SIGINT, signal.SIG_DFL)  # so does Ctrl-C
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
   jax.config.update("jax_default_matmul_precision", "highest")  # accelerators may round more
@@ -139,7 +139,7 @@ def main() -> None:
     train(args.process_id, args.num_processes)
   except BaseException:
     traceback.print_exc()
-    os._exit(1)  # any other way out waits for the other processes, which wait for this one
+    os._exit(1)  # a normal exit would wait for the other processes, which wait for this one
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What batch is worth having: the noise scale in training, beside training at several batch sizes.
+"""Which batch is worthwhile: compare the noise scale with training at several batch sizes.
 
-The job of train_lm.py, smaller. For several batch sizes it is trained until the loss of held-out
-text has fallen to a target, with several learning rates, of which the one that takes the fewest
-steps counts. From these steps follows the batch beyond which more rows save few steps (McCandlish
-et al. 2018, arXiv:1812.06162, section 2): steps = least * (1 + critical / batch). The noise
-scale tells it from one training alone.
+This is a smaller train_lm.py. For each batch size, it trains until the held-out loss reaches a
+target. It tries several learning rates, and counts the steps of the fastest. A fit of
+steps = least * (1 + critical / batch) gives the critical batch, beyond which more rows save few
+steps (McCandlish et al. 2018, arXiv:1812.06162, section 2). The noise scale estimates the critical
+batch from a single training.
 
 Run:      python examples/noise_scale.py [--target NATS] [--batches N ...] [--plot FILE]
 Expected: 286 steps with 8 rows and 60 with 128, which fits 47 * (1 + 43 / rows). The noise scale at
-          the target is 56 rows, whatever the batch that it is measured in. 3 minutes on 2 CPU
-          cores.
+          the target is 56 rows, whatever the batch size that it is measured with. 3 minutes on 2
+          CPU cores.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from train_lm import batches, load_data, make_loss_fn, positive, Transformer
 
 import optax_accum
 
-MICROBATCH = 4  # rows; in the smallest batch there must be two
+MICROBATCH = 4  # rows; the smallest batch must have two microbatches
 LENGTH = 32
-EVERY = 5  # steps between looks at the held-out loss
+EVERY = 5  # steps between evaluations of the held-out loss
 RATES = (2e-3, 4e-3)
 MOST_ROWS = 40_000  # of one training
 
@@ -41,11 +41,11 @@ class Job(NamedTuple):
 
 
 class Training(NamedTuple):
-  """How many steps it took to the target, and what the noise scale was in each of them."""
+  """The number of steps to the target, and the noise scale in each step."""
 
   rows: int
   rate: float
-  steps: float  # a straight line between two looks
+  steps: float  # interpolated between two evaluations
   noise_scales: list[float]
 
 
@@ -58,13 +58,13 @@ def make_job() -> Job:
 
 
 def optimizer(rate: float = 0.0) -> optax.GradientTransformation:
-  """With the learning rate in its state, so that all rates run one program."""
+  """Adam with the learning rate in its state, so that all rates run the same program."""
   adam = optax.inject_hyperparams(optax.adam)(learning_rate=rate)
   return optax.chain(optax.clip_by_global_norm(1.0), adam)
 
 
 def trainings(job: Job, rows: int, target: float) -> list[Training]:
-  """Of one batch size, with every learning rate."""
+  """Trains with one batch size and every learning rate."""
   step = optax_accum.make_train_step(
     job.loss_fn, optimizer(), num_microbatches=rows // MICROBATCH, noise_scale=True
   )
@@ -90,7 +90,7 @@ def trainings(job: Job, rows: int, target: float) -> list[Training]:
 
 
 def critical_batch(best: list[Training]) -> tuple[float, float]:
-  """The least steps and the critical batch that fit these trainings best, each counted the same."""
+  """The least steps and the critical batch that fit best, with equal weight for each training."""
   steps = np.array([training.steps for training in best])
   inverse = 1 / np.array([training.rows for training in best])
   # steps = a + b / rows, divided by steps: relative errors
@@ -114,7 +114,7 @@ def draw(figure: Any, best: list[Training], least: float, critical: float) -> No
 
 
 def parse_args() -> tuple[argparse.Namespace, Any]:
-  """The settings and, with --plot, the figure: what cannot work ends here."""
+  """The settings and, with --plot, the figure. Exits if a setting is invalid."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = parser.add_argument
   flag("--target", type=float, default=2.4, metavar="NATS", help="held-out loss (default: 2.4)")
@@ -131,7 +131,7 @@ def parse_args() -> tuple[argparse.Namespace, Any]:
       from matplotlib.figure import Figure
 
       figure = Figure(figsize=(10, 4), layout="constrained")
-      figure.savefig(args.plot)  # a name that cannot be written should be known before training
+      figure.savefig(args.plot)  # fails before training if it cannot be written
     except (ImportError, OSError, ValueError) as error:
       parser.error(f"--plot {args.plot}: {error}")
   return args, figure

@@ -1,16 +1,17 @@
-"""Which microbatch fits: the main job planned for this machine, and for a TPU that is not there.
+"""Which microbatch fits: plan train_lm.py for this machine, and a larger job for an absent TPU.
 
-The model of train_lm.py. `build` and `build_for_tpu` return what `plan_microbatches` takes, so the
-command line can plan them too:
+`build` and `build_for_tpu` return the arguments of `plan_microbatches`, so the command line can
+plan them too:
 
     python -m optax_accum plan examples/plan.py:build --memory 64MiB --choice remat=false,true
 
 Run:      python examples/plan.py [--memory SIZE] [--tpu] [--plot FILE]
-          On a TPU or GPU leave --memory out: the device says how much it has. With --tpu a larger
-          job is planned for one chip of a v5e with 15 GiB: pip install ".[bench]".
-Expected: within 64 MiB, 8 microbatches of 8 rows; rematerialised, 32 rows would fit, for 1.2 times
-          the FLOPs. Half a minute on 2 CPU cores. On the v5e 4 microbatches of 128 rows, because
-          256 are larger than the chip: 2 minutes more, as XLA takes 20 seconds for each program.
+          On a TPU or GPU omit --memory: the device reports its memory. --tpu also plans a larger
+          job for one chip of a v5e with 15 GiB. It needs pip install ".[bench]".
+Expected: within 64 MiB, 8 microbatches of 8 rows. With remat, which recomputes activations in the
+          backward pass, 32 rows would fit, at 1.2 times the FLOPs. Half a minute on 2 CPU cores. On
+          the v5e, 4 microbatches of 128 rows, because 256 rows do not fit. This takes 2 minutes
+          more, because XLA needs 20 seconds for each program.
 """
 
 import argparse
@@ -49,13 +50,13 @@ def planned(layers: int, width: int, rows: int, length: int, device: Any = None)
 
 
 def build() -> tuple[Any, ...]:
-  """The main job as it is: 64 rows of 64 bytes."""
+  """The model and batch of train_lm.py: 64 rows of 64 bytes."""
   return planned(layers=3, width=128, rows=64, length=64)
 
 
 def build_for_tpu() -> tuple[Any, ...]:
-  """A larger one, in bfloat16: 512 rows of 256 bytes, for one chip of a TPU v5e."""
-  # What libtpu would ask the network, where it is not on a TPU.
+  """A larger job, in bfloat16: 512 rows of 256 bytes, for one chip of a TPU v5e."""
+  # Without a TPU, libtpu would ask the network for these.
   os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
   os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
   os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -80,7 +81,7 @@ def main() -> None:
       from matplotlib.figure import Figure
 
       figure = Figure(figsize=(6 * len(jobs), 4), layout="constrained")
-      figure.savefig(args.plot)  # a name that cannot be written should be known before
+      figure.savefig(args.plot)  # fails now if it cannot be written
     except (ImportError, OSError, ValueError) as error:
       parser.error(f"--plot {args.plot}: {error}")
 
@@ -90,7 +91,7 @@ def main() -> None:
       plan = optax_accum.plan_microbatches(
         build_step, step_args, batch_size=rows, memory_limit=memory, choices=CHOICES
       )
-    except ValueError as error:  # nothing fits, or a size that is none
+    except ValueError as error:  # nothing fits, or --memory is not a size
       parser.error(f"{where}: {error}")
     print(f"{where}: {plan}\n", flush=True)
     if figure:

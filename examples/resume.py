@@ -1,14 +1,15 @@
-"""Kill a training process in the middle of a cycle, start it again, and end with the same bits.
+"""Kill a training process in the middle of a cycle, restart it, and end with the same bits.
 
-A small byte-level language model with dropout, on the data of train_lm.py. It is trained both ways:
-on microbatches that arrive one by one (`accumulate`) and on whole cycles (`make_train_step`). Orbax
-saves after every call, in the background. The process is killed (SIGKILL) in every microbatch of a
-cycle, each time while a checkpoint is being written. It goes on from the last complete one. Rows
-and random keys come from the number of the call, so that it takes no more than that to go on.
+A cycle is the microbatches between two optimizer steps. The model is a small byte-level language
+model with dropout, on the data of train_lm.py. It is trained in two ways: on microbatches that
+arrive one by one (`accumulate`), and on whole cycles (`make_train_step`). Orbax saves after every
+call, in the background. The process is killed (SIGKILL) in every microbatch of a cycle, each time
+while a checkpoint is being written. It resumes from the last complete checkpoint. Rows and random
+keys are derived from the number of the call, so nothing else needs to be saved.
 
 Run:      python examples/resume.py [--devices 1]
-Expected: either way, parameters, optimizer state, losses, rows and keys are to the bit those of a
-          run that was never killed. Nothing is left behind. 40 seconds on 2 CPU cores.
+Expected: in both ways, parameters, optimizer state, losses, rows and keys equal those of an
+          uninterrupted run to the bit. Nothing is left behind. 40 seconds on 2 CPU cores.
 """
 
 import argparse
@@ -66,7 +67,7 @@ def make_step(way, loss_fn, cycle, mesh):
 
   def step(params, state, windows, key):
     local = params
-    if axis:  # each device has gradients and noise of its own
+    if axis:  # each device has its own gradients and noise
       local = jax.lax.pcast(params, axis, to="varying")
       key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     loss, grads = jax.value_and_grad(loss_fn)(local, windows, key)
@@ -88,7 +89,7 @@ def checksums(folder):
 
 
 def seal(folder, number):
-  """Says that a checkpoint is complete: with checksums of its files, in place all at once."""
+  """Marks a checkpoint as complete, by an atomic write of the checksums of its files."""
   draft = folder / "draft"
   draft.write_text(json.dumps(checksums(folder / str(number))))
   os.replace(draft, folder / f"{number}.json")
@@ -106,7 +107,7 @@ def last_sealed(folder):
 
 
 def check_shapes(stored, like):
-  """Names the first leaf of another shape. Orbax names the shapes that differ, but no leaf."""
+  """Raises an error that names the first leaf of a different shape. Orbax names only the shapes."""
   shapes = {x.name: x.shape for x in jax.tree.leaves(stored)}
   for keys, x in jax.tree.leaves_with_path(like):
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
@@ -115,7 +116,7 @@ def check_shapes(stored, like):
 
 
 def load(folder, number, like):
-  """A checkpoint in the types and the shardings of `like`. Refused if a byte of it is missing."""
+  """Loads a checkpoint in the types and shardings of `like`. Rejects it if any byte differs."""
   try:
     sealed = json.loads((folder / f"{number}.json").read_text())
   except ValueError:
@@ -128,7 +129,7 @@ def load(folder, number, like):
 
 
 def train(way, devices, steps, cycle, folder, killed_in=None):
-  """Trains from the last complete checkpoint on, to the end or to the microbatch `killed_in`."""
+  """Trains from the last complete checkpoint to the end, or to the microbatch `killed_in`."""
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 8)
   folder.mkdir(exist_ok=True)
@@ -145,7 +146,7 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
   init, step = make_step(way, functools.partial(loss_fn, on_start), cycle, mesh)
   everywhere = jax.devices()[0] if mesh is None else jax.sharding.NamedSharding(mesh, P())
   params = jax.device_put(init_params(), everywhere)
-  records = {  # by which two runs can be compared
+  records = {  # to compare two runs
     "losses": np.zeros(calls, np.float32),
     "rows": np.zeros((calls, rows), np.int32),
     "keys": np.zeros((calls, 2), np.uint32),
@@ -162,12 +163,12 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
       key = jax.random.fold_in(jax.random.key(0), number)
       params, state, metrics = step(params, state, windows, key)
       loss = float(metrics["loss"])
-      if number > begin:  # what was saved before this step was written meanwhile
+      if number > begin:  # the previous checkpoint was written during this step
         checkpointer.wait_until_finished()
         seal(folder, number)
       records["losses"][number], records["rows"][number] = loss, starts
       records["keys"][number] = jax.random.key_data(key)
-      # From the host it is written sooner. Several processes must give orbax the arrays themselves.
+      # Host arrays are written faster. With several processes, orbax needs the arrays themselves.
       held = jax.device_get({"params": params, "state": state, "records": records})
       checkpointer.save(folder / str(number + 1), held)
   if begin < calls:
@@ -181,10 +182,10 @@ def same_bits(a, b):
 
 
 def kill_and_resume(way, args, folder):
-  """Trains here, and in processes of which the first are killed; and compares the ends."""
+  """Trains in this process and in processes that are killed, and compares the results."""
   settings = way, args.devices, args.steps, args.cycle
   expected = train(*settings, folder / "unharmed")
-  # The server has imported this file, and starts each process as a copy of that.
+  # The server has imported this file, and starts each process as a copy of itself.
   server = multiprocessing.get_context("forkserver")
   first = args.steps // 2 * args.cycle
   for killed_in in [*range(first, first + args.cycle), None]:
@@ -197,11 +198,11 @@ def kill_and_resume(way, args, folder):
     end = "done" if killed_in is None else f"killed in microbatch {killed_in % args.cycle + 1}"
     print(f"{way}, from call {begin} on: {end}", flush=True)
 
-  actual = train(*settings, folder / "killed")  # has nothing left to do but load
+  actual = train(*settings, folder / "killed")  # has only to load the result
   for name, tree in expected.items():
     assert same_bits(actual[name], tree), f"{name} differ"
   losses = expected["records"]["losses"]
-  assert len(set(losses)) == len(losses)  # other rows and another key in every call
+  assert len(set(losses)) == len(losses)  # different rows and a different key in every call
   print(f"{way}: the same bits, {len(losses)} losses from {losses[0]:.4f} to {losses[-1]:.4f}")
 
 

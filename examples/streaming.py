@@ -1,11 +1,12 @@
 """Stream microbatches through an ordinary training loop.
 
-Handwritten digits, a loader that gives batches of whatever size it likes, and one batch that
-is broken. Every optimizer step is still the step on all rows of its cycle, so training ends
-where whole-batch training ends.
+The data are handwritten digits. The loader returns microbatches of different sizes, and one is
+broken. A cycle is the microbatches between two optimizer steps. Every step is still the step on all
+rows of its cycle, so training ends with the parameters of whole-batch training.
 
 Run:      python examples/streaming.py
-Expected: test accuracy of about 0.95 both ways, and parameters that differ by less than 1e-4.
+Expected: test accuracy of about 0.95, with microbatches and with whole batches. The parameters
+          differ by less than 1e-4.
 """
 
 import itertools
@@ -20,8 +21,8 @@ from sklearn.model_selection import train_test_split
 import optax_accum
 
 EPOCHS = 20
-CYCLE = 4  # microbatches to a step, unless the epoch ends first
-SIZES = (48, 80, 16, 112)  # rows of the microbatches, in turn: the cycle's 256 rows
+CYCLE = 4  # microbatches per step, unless the epoch ends first
+SIZES = (48, 80, 16, 112)  # rows of the microbatches, in turn: 256 per cycle
 
 digits = load_digits()
 x_train, x_test, y_train, y_test = train_test_split(
@@ -76,7 +77,7 @@ skipped = 0
 for epoch in range(EPOCHS):
   pieces = rows_of(epoch, SIZES)
   for i, rows in enumerate(pieces):
-    if epoch == 1 and i == 2:  # a batch that went wrong on its way from the disk
+    if epoch == 1 and i == 2:  # a batch that was corrupted while it was loaded
       broken = np.full_like(x_train[rows], np.nan)
       params, state = microbatch_step(params, state, broken, y_train[rows], False)
       skipped += int(state.skip_state["should_skip"])

@@ -2,9 +2,10 @@
 
 Run:      python examples/train_lm.py [--data FILE] [--bf16] [--remat] [--plot FILE]
 Expected: held-out bits per byte fall from 8.64 to 2.41 in 250 steps (2 to 3 minutes on 2 CPU
-          cores). One step of 8 microbatches and one of the whole batch differ by 2e-6 of the step,
-          at most 3e-8 in a parameter. The step's temp memory falls from 299 MiB (1 microbatch) to
-          41.5 (8) and 23.5 (16); with remat from 101 to 16.3 and 10.8.
+          cores). Compared with the whole batch, one step of 8 microbatches has a relative error of
+          2e-6, and at most 3e-8 in a parameter. The temp memory of a step falls from 299 MiB (1
+          microbatch) to 41.5 (8) and 23.5 (16). With remat, which recomputes activations in the
+          backward pass, it falls from 101 to 16.3 and 10.8.
 """
 
 import argparse
@@ -51,14 +52,14 @@ class Transformer(nn.Module):
   layers: int
   width: int
   dtype: jnp.dtype = jnp.float32  # of the computation
-  remat: bool = False  # keep each layer's input only, and compute the rest again going backward
+  remat: bool = False  # store only each layer's input; the backward pass recomputes the rest
 
   @nn.compact
   def __call__(self, tokens):
     positions = self.param("positions", nn.initializers.normal(0.02), (tokens.shape[1], self.width))
     x = nn.Embed(256, self.width, dtype=self.dtype)(tokens) + positions.astype(self.dtype)
-    # One layer scanned, not a Python loop over layers: where no loop stands between them, XLA for
-    # CPU can merge what remat computes again with the original, and then keeps the original.
+    # A scan over layers, not a Python loop. Without a loop in the program, XLA for CPU can merge
+    # what remat recomputes with the original computation, and then stores the original.
     block = nn.remat(Block, prevent_cse=False) if self.remat else Block
     blocks = nn.scan(
       block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
@@ -68,7 +69,7 @@ class Transformer(nn.Module):
 
 
 def make_loss_fn(model: Transformer) -> Callable[..., jax.Array]:
-  """Mean nats per byte, of predicting each byte of a window from those before it."""
+  """The mean loss, in nats per byte, of predicting each byte of a window from those before it."""
 
   def loss_fn(params, windows):
     logits = model.apply({"params": params}, windows[:, :-1]).astype(jnp.float32)
@@ -86,9 +87,9 @@ def make_optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def load_data(path: pathlib.Path | None = None) -> tuple[np.ndarray, np.ndarray]:
-  """The bytes to train on and, the last tenth, to hold out."""
+  """The bytes to train on, and the held-out bytes, which are the last tenth."""
   if path is None:
-    # The topics repeat paragraphs of one another: each is kept once, so that none is in both parts.
+    # Topics share paragraphs. Each paragraph is kept once, so that none is in both parts.
     paragraphs = "\n\n".join(topics.topics.values()).split("\n\n")
     data = "\n\n".join(dict.fromkeys(paragraphs)).encode()
   else:
@@ -99,7 +100,7 @@ def load_data(path: pathlib.Path | None = None) -> tuple[np.ndarray, np.ndarray]
 
 
 def batches(tokens: np.ndarray, rows: int, length: int, steps: int) -> Iterator[np.ndarray]:
-  """Random windows of `length` bytes and the byte after: int32[rows, length + 1]."""
+  """Random windows of `length` bytes and the next byte: int32[rows, length + 1]."""
   rng = np.random.default_rng(0)
   for _ in range(steps):
     starts = rng.integers(len(tokens) - length, size=rows)
@@ -107,10 +108,10 @@ def batches(tokens: np.ndarray, rows: int, length: int, steps: int) -> Iterator[
 
 
 def train(args, tx, params, tokens, count: int):
-  """All steps, each in `count` microbatches: parameters, optimizer state and every step's loss."""
+  """Takes all steps, each in `count` microbatches. Returns parameters, state and all losses."""
   loss_fn = make_loss_fn(Transformer(args.layers, args.width, args.dtype, args.remat))
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=count)
-  # A copy: a step updates its arguments in place, and the start is used again.
+  # Copy them, because a step updates its arguments in place, and the caller uses them again.
   params, losses = jax.tree.map(jnp.copy, params), []
   opt_state = tx.init(params)
   total = args.steps * args.batch * args.length
@@ -124,7 +125,7 @@ def train(args, tx, params, tokens, count: int):
 
 
 def compile_steps(args, tx, state, batch) -> dict[tuple[int, bool], jax.stages.Compiled]:
-  """The step for each number of microbatches, with and without remat; prints their memory."""
+  """Compiles the step for each number of microbatches, with and without remat. Prints memory."""
   compiled = {}
   print("\nmemory of one step as compiled, MiB    without remat        with remat")
   print("microbatches  rows of each                temp    peak      temp    peak")
@@ -139,7 +140,7 @@ def compile_steps(args, tx, state, batch) -> dict[tuple[int, bool], jax.stages.C
         step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=count)
         compiled[count, remat] = step.lower(*state, batch).compile()
         memory = compiled[count, remat].memory_analysis()
-        # Added up because XLA for CPU leaves temp out of the peak that it reports.
+        # Computed here, because XLA for CPU leaves temp out of the peak that it reports.
         kept = memory.argument_size_in_bytes + memory.output_size_in_bytes
         peak = memory.temp_size_in_bytes + kept - memory.alias_size_in_bytes
         line += f"{temp_mib(compiled[count, remat]):10.1f}{peak / 2**20:8.1f}"
@@ -152,7 +153,7 @@ def compile_steps(args, tx, state, batch) -> dict[tuple[int, bool], jax.stages.C
 
 
 def temp_mib(compiled: jax.stages.Compiled) -> float:
-  """What a step needs beside its arguments and results: activations and gradients."""
+  """What a step needs in addition to its arguments and results: activations and gradients."""
   return compiled.memory_analysis().temp_size_in_bytes / 2**20
 
 
@@ -164,7 +165,7 @@ def draw(figure, losses, whole_losses, count, compiled) -> None:
   loss_axes, memory_axes = figure.subplots(1, 2)
   steps = range(1, len(losses) + 1)
   loss_axes.plot(steps, whole_losses, "k", label="the whole batch")
-  loss_axes.plot(steps, losses, ".", label=microbatches(count))  # dots: both can be seen
+  loss_axes.plot(steps, losses, ".", label=microbatches(count))  # dots, so that both are visible
   loss_axes.set(xlabel="optimizer step", ylabel="training loss, nats per byte")
   loss_axes.xaxis.get_major_locator().set_params(integer=True)
   loss_axes.legend()
@@ -188,7 +189,7 @@ def positive(text: str) -> int:
 
 
 def parse_args():
-  """The settings, the data and, with --plot, the figure: what cannot work ends here."""
+  """The settings, the data and, with --plot, the figure. Exits if a setting is invalid."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = parser.add_argument
   flag("--data", type=pathlib.Path, metavar="FILE", help="text to learn (default: Python's topics)")
@@ -202,7 +203,7 @@ def parse_args():
   ]:
     flag(name, type=positive, default=default, metavar="N", help=f"{what} (default: {default})")
   flag("--bf16", action="store_true", help="compute in bfloat16; parameters stay float32")
-  flag("--remat", action="store_true", help="keep layer inputs only: less memory, more time")
+  flag("--remat", action="store_true", help="store only layer inputs: less memory, more time")
   flag("--plot", metavar="FILE", help="train the whole batch too, and draw both; needs matplotlib")
   args = parser.parse_args()
   args.dtype = jnp.bfloat16 if args.bf16 else jnp.float32
@@ -225,7 +226,7 @@ def parse_args():
       from matplotlib.figure import Figure
 
       figure = Figure(figsize=(10, 4), layout="constrained")
-      figure.savefig(args.plot)  # a name that cannot be written should be known before training
+      figure.savefig(args.plot)  # fails before training if it cannot be written
     except (ImportError, OSError, ValueError) as error:
       parser.error(f"--plot {args.plot}: {error}")
   return args, train, held_out, figure
@@ -239,7 +240,7 @@ def main() -> None:
   start = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
 
   windows = held_out[: len(held_out) // (args.length + 1) * (args.length + 1)]
-  windows = windows.reshape(-1, args.length + 1)[:1024]  # enough to judge by, of a large file
+  windows = windows.reshape(-1, args.length + 1)[:1024]  # enough rows, even of a large file
   rows = min(args.microbatch, len(windows))
   evaluate = jax.jit(
     optax_accum.microbatch(
@@ -252,8 +253,8 @@ def main() -> None:
   state = (params, opt_state)
   batch = next(batches(train_tokens, args.batch, args.length, 1))
   compiled = compile_steps(args, tx, state, batch)
-  # From the trained state: AdamW's first step is as long where a gradient is rounding noise as
-  # where it is not. Of copies: a step updates its arguments in place.
+  # Start from the trained state, because AdamW's first step has full size even where a gradient is
+  # only rounding noise. Pass copies, because a step updates its arguments in place.
   stepped, whole = (
     compiled[n, args.remat](*jax.tree.map(jnp.copy, state), batch)[0] for n in (count, 1)
   )
@@ -261,14 +262,14 @@ def main() -> None:
   largest = optax.tree.norm(difference, ord="inf")
   relative = optax.tree.norm(difference) / optax.tree.norm(step_taken)
   print(f"\none step of {microbatches(count)} and one of the whole batch: parameters differ")
-  print(f"by at most {largest:.1e}, and by {relative:.1e} of the step in norm")
+  print(f"by at most {largest:.1e}; relative error of the step {relative:.1e}")
   print(f"held-out bits per byte: {before:.3f} before, {after:.3f} after step {args.steps}")
   if figure:
     whole_losses = train(args, tx, start, train_tokens, 1)[2]
     draw(figure, losses, whole_losses, count, compiled)
     figure.savefig(args.plot)
-  # Gradients are rounded as the computation is, and the updated parameters as float32. One
-  # microbatch of 8 left out makes 0.03 or more.
+  # Gradients are rounded like the computation, and updated parameters like float32. If one of 8
+  # microbatches were left out, the error would be 0.03 or more.
   assert relative < 2 * jnp.finfo(args.dtype).eps + 100 * jnp.finfo(jnp.float32).eps, relative
 
 
