@@ -70,7 +70,7 @@ def main() -> None:
   (x, x_test), (y, y_test) = np.split(images, [TRAINING]), np.split(labels, [TRAINING])
   threes = np.flatnonzero(y == TRUE)
   if args.epochs < 3:
-    parser.error(f"--epochs {args.epochs} must be 3 or more, for rows to have had an influence")
+    parser.error(f"--epochs {args.epochs} must be 3 or more, so that rows have an influence")
   if 2 * args.planted > len(threes):
     parser.error(f"--planted {args.planted} is more than half of the {len(threes)} 3s to train on")
   planted = rng.choice(threes, args.planted, replace=False)

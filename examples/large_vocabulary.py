@@ -108,7 +108,7 @@ def main() -> None:
   whole = grads["all logits at once"]
   error = optax.tree.sub(grads["in microbatches"], whole)
   off = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x) / jnp.linalg.norm(y)), error, whole)
-  print("they differ by", ", ".join(f"{x:.1e} in {name}" for name, x in off.items()))
+  print("relative error:", ", ".join(f"{x:.1e} in {name}" for name, x in off.items()))
 
   assert max(off.values()) < 100 * jnp.finfo(jnp.float32).eps, off
   assert temp["all logits at once"] > 10 * temp["in microbatches"], temp

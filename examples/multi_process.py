@@ -112,7 +112,7 @@ def launch() -> None:
       child.kill()
       child.wait()
   if any(codes):
-    sys.exit(f"exit codes of the processes: {codes}, where None was still running")
+    sys.exit(f"exit codes of the processes: {codes} (None: it was still running)")
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def main() -> None:
     found = min(trainings(job, rows, args.target), key=lambda training: training.steps)
     if not found.noise_scales:
       raise SystemExit(
-        f"{MOST_ROWS} rows do not bring the loss to {args.target}: give a higher one"
+        f"the loss did not reach {args.target} in {MOST_ROWS} rows: give a higher --target"
       )
     best.append(found)
     scales = found.noise_scales
