@@ -154,7 +154,7 @@ def recorded(name, table, first, column):
     ("1.33 P on a TPU", ("memory_tpu", 0, "in_place", "temp, P")),
     ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
     ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
-    ("11 times as long", ("streaming", 1, "apply", "MultiSteps / this")),
+    ("11 times that of `apply`", ("streaming", 1, "apply", "MultiSteps / this")),
     ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
     ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
     ("| 0 P |", ("streaming_tpu", 1, "MultiSteps", "temp, P")),
