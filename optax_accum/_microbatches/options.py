@@ -57,7 +57,7 @@ class Split:
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       raise ValueError(
         f"num_microbatches={self.num_microbatches!r} and microbatch_size={self.microbatch_size!r}:"
-        " give exactly one of the two (num_microbatches=1 is the whole batch at once)."
+        " give exactly one of the two, by name (num_microbatches=1 is the whole batch at once)."
       )
     for name in ("num_microbatches", "microbatch_size"):
       if (given := getattr(self, name)) is not None:
@@ -123,7 +123,6 @@ class Split:
         raise ValueError(
           f"batch_argnums=None splits the only argument, and this call has {list(batch)}, of which"
           " any may be the batch: say which, e.g. batch_argnums=1 if argument 0 is the parameters."
-          " (A loss has its parameters first, so for losses the default is 1.)"
         )
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):
