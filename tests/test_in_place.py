@@ -402,7 +402,9 @@ def test_derivatives_in_a_loop_are_refused(loop, jit, moves):
         return len(batch) + jnp.sum(of["weights"] ** 2)
 
       options = {"in_place": True, "microbatch_size": 2, "weight_fn": weight_fn}
-      loss, grads = microbatch_value_and_grad(loss_fn, **options)(of["params"], x * of["batch"][None])
+      loss, grads = microbatch_value_and_grad(loss_fn, **options)(
+        of["params"], x * of["batch"][None]
+      )
       return loss + jnp.sum(grads**3)
 
     return loop(step, p)

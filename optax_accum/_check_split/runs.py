@@ -19,7 +19,7 @@ from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
 from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
-from optax_accum._microbatches.cut import weight_of
+from optax_accum._microbatches.cut import known_weight
 from optax_accum._microbatches.microbatch import whole_batches
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
@@ -129,7 +129,7 @@ class Runs:
     self.names = {i: name for i, (name, _) in enumerate(grads, 1)}  # of gradients
     self._weight = ROWS
     if (weight_fn := options["weight_fn"]) is not None:  # traced, as in microbatches
-      count, batch = jax.jit(functools.partial(weight_of, weight_fn)), options["batch_argnums"]
+      count, batch = jax.jit(functools.partial(known_weight, weight_fn)), options["batch_argnums"]
       self._weight = lambda call: float(count(*(call.args[i] for i in batch)))
     self._at_once = jax.value_and_grad(fun, wrt, options["has_aux"])
     self._run = self._compiled(self._at_once)

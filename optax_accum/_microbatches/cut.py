@@ -15,8 +15,7 @@ from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
+from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split, WeightFn
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
@@ -91,7 +90,7 @@ class Microbatches:
     slots = list(zip(self.roles.batch, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
-    return weight_of(self.split.weight_fn, *positional, **named)
+    return known_weight(self.split.weight_fn, *positional, **named)
 
   @functools.cached_property
   def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
@@ -121,7 +120,7 @@ class Microbatches:
     return take, jax.tree.map(lambda x, axis: rest(x, axis=axis), batch, axes)
 
 
-def weight_of(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
+def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
   """What `weight_fn` gives, checked while a number can be seen."""
   value = weight_fn(*args, **kwargs)
   weighted_mean.check_weight("weight_fn", value)

@@ -16,7 +16,7 @@ kind that is not listed here. Of the others the whole gradient exists before it 
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, cast, TypeAlias
+from typing import Any, cast
 
 import jax
 from jax.interpreters import ad, batching, mlir
@@ -30,9 +30,8 @@ from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
-# Of an argument of a linear program: which parameter's tangent it is, if it has a reference.
-Kind: TypeAlias = int | None
-_VALUE = -1  # another tangent; None is no tangent
+# An argument of a linear program: the tangent of parameter i, which has a reference; or another
+_VALUE = -1  # tangent; or None, no tangent
 
 # What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
@@ -96,9 +95,6 @@ class AddedGradients(Reduction):
 
   of: Reduction
   ref: Any
-
-  def __repr__(self) -> str:
-    return repr(self.of)
 
   def unhoisted(self, held: Leaf, shapes: hoisting.Shapes) -> Leaf:
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
@@ -194,7 +190,7 @@ def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
   return apart
 
 
-def _unfit(jaxpr: Any, kinds: Sequence[Kind]) -> set[int]:
+def _unfit(jaxpr: Any, kinds: Sequence[int | None]) -> set[int]:
   """The parameters that a linear program uses where a reference is not known to be right."""
   kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
   unfit: set[int] = set()
@@ -206,7 +202,7 @@ def _unfit(jaxpr: Any, kinds: Sequence[Kind]) -> set[int]:
   return unfit
 
 
-def _unfit_in(eqn: Any, at: list[Kind]) -> set[int]:
+def _unfit_in(eqn: Any, at: list[int | None]) -> set[int]:
   """The same of an equation, whose operands are of these kinds."""
   here = {i for i in at if i is not None and i != _VALUE}
   name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)

@@ -12,18 +12,12 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
-from optax_accum._microbatches import parameters
+from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
-from optax_accum._microbatches.noise_scale import (
-  check_noise_scale,
-  check_several,
-  noise_of,
-  NOISE_REDUCTIONS,
-)
+from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, noise_reductions
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_settings
 
 
 class Outputs(NamedTuple):
@@ -72,13 +66,11 @@ class LocalLoss:
       held[i] = across_devices.varying(arrays, self.split.axis_name)
     args = tuple(held)
     call = self._call(weights, args, kwargs)
-    if self.noise_scale:
-      check_several(call.count)
     accumulators, grads = None, self.grad_reduction
     if self.split.in_place and not call.is_whole:
       accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
       grads = accumulators.reductions
-    noise = NOISE_REDUCTIONS if self.noise_scale else None
+    noise = noise_reductions(call.count) if self.noise_scale else None
     reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
     run = runner(call, functools.partial(self._differentiate, accumulators))
     return run_in_microbatches(call, run, reductions, root="")
@@ -94,8 +86,8 @@ class LocalLoss:
 
   def _positions(self, args: Args) -> Any:
     """The positions of what is differentiated."""
-    wanted = names_or_positions("argnums", self.argnums, int)
-    return find_slots("argnums", wanted, self.fun, args, {})
+    wanted = options.names_or_positions("argnums", self.argnums, int)
+    return options.find_slots("argnums", wanted, self.fun, args, {})
 
   def _evaluate(self, call: Microbatches, _: None, /, *inputs: Tree) -> tuple[Carry, Outputs]:
     """One microbatch's new carry and loss."""
@@ -126,7 +118,7 @@ class LocalLoss:
       out = self.fun(*args, **kwargs)
     except (TypeError, ValueError) as error:
       roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if note := note_on_settings(error, self.fun, roles):
+      if note := options.note_on_settings(error, self.fun, roles):
         error.add_note(note)
       raise
     carries = self.split.carry_argnum is not None
@@ -197,7 +189,7 @@ def local_loss(
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
-  positions = names_or_positions("argnums", argnums, int)
+  positions = options.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]

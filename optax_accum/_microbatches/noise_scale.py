@@ -73,14 +73,12 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
-    >>> def loss_fn(params, batch):
-    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
-    >>> x = jax.random.normal(jax.random.key(0), (64, 2))
-    >>> batch = {"x": x, "y": x.sum(1) + jax.random.normal(jax.random.key(1), (64,))}
-    >>> tx = optax.sgd(0.01)
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((params - x) ** 2)
+    >>> batch, tx = 1 + 2 * jax.random.normal(jax.random.key(0), (64, 2)), optax.sgd(0.01)
     >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
     >>> estimate = optax_accum.gradient_noise_scale()
-    >>> params, noise_state = jnp.zeros(2), estimate.init()
+    >>> params, noise_state = jnp.zeros((1, 2)), estimate.init()
     >>> opt_state = tx.init(params)
     >>> for _ in range(10):
     ...   params, opt_state, metrics = step(params, opt_state, batch)
@@ -141,7 +139,14 @@ class _WideMean(_WideSum, Mean):
   """The mean, likewise."""
 
 
-NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
+def noise_reductions(microbatches: int) -> Noise:
+  """How the values of all microbatches, on all devices together, are reduced."""
+  if microbatches < 2:
+    raise ValueError(
+      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
+      " smaller microbatch_size, or a mesh of several devices."
+    )
+  return Noise(_WideMean(), _WideSum())
 
 
 def noise_of(derivatives: Grads) -> Noise:
@@ -179,13 +184,4 @@ def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
       "noise_scale=True compares the mean gradients of microbatches, and"
       f" in_place={split.in_place} with reduction={reduction!r} has none: it needs in_place=False"
       ' and reduction="mean".'
-    )
-
-
-def check_several(microbatches: int) -> None:
-  """Checks that there are microbatches to compare, on all devices together."""
-  if microbatches < 2:
-    raise ValueError(
-      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
-      " smaller microbatch_size, or a mesh of several devices."
     )
