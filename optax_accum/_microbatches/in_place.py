@@ -157,11 +157,9 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   wide = dtypes.accumulator_dtype(dtype, requested)
   if wide == dtype:
     return
-  fix = (
-    f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
-    if requested is None
-    else f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
-  )
+  fix = f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
+  if requested is not None:
+    fix = f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
   raise TypeError(
     f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
     f" them as they come out of the backward pass. {fix}, or pass in_place=False."
@@ -183,9 +181,8 @@ def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
   known = [None] * (len(jaxpr.invars) - len(leaves))  # residuals, which JAX 0.12 has there too
   apart = {i for i, x in enumerate(leaves) if not x.size}
-  while found := _unfit(
-    jaxpr, [*known, *(_VALUE if i in apart else i for i in range(len(leaves)))]
-  ):
+  tangents = range(len(leaves))
+  while found := _unfit(jaxpr, [*known, *(_VALUE if i in apart else i for i in tangents)]):
     apart |= found
   return apart
 

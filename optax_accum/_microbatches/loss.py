@@ -52,7 +52,7 @@ class LocalLoss:
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
-    call = self._call(weights, args, kwargs)
+    call = Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
     reductions = Outputs(self.reduction, None, None)
     return run_in_microbatches(call, runner(call, self._evaluate), reductions).outputs.loss
 
@@ -65,7 +65,7 @@ class LocalLoss:
       arrays = jax.tree.map(jnp.asarray, args[i])
       held[i] = across_devices.varying(arrays, self.split.axis_name)
     args = tuple(held)
-    call = self._call(weights, args, kwargs)
+    call = Microbatches(self.fun, self.split, args, kwargs, positions, weights)
     accumulators, grads = None, self.grad_reduction
     if self.split.in_place and not call.is_whole:
       accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
@@ -74,9 +74,6 @@ class LocalLoss:
     reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
     run = runner(call, functools.partial(self._differentiate, accumulators))
     return run_in_microbatches(call, run, reductions, root="")
-
-  def _call(self, weights: Leaf, args: Args, kwargs: Kwargs) -> Microbatches:
-    return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""

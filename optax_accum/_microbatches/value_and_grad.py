@@ -46,8 +46,8 @@ def microbatch_value_and_grad(
 ) -> Callable[Args, tuple[Any, ...]]:
   """`jax.value_and_grad` that runs one microbatch after the other, in one `jax.lax.scan`.
 
-  The value and the gradients are weighted means ``sum(w * g) / sum(w)`` over the microbatches, of
-  which ``w`` is the number of rows, or what `weight_fn` counts. They are those of all rows at once
+  The value and the gradients are weighted means ``sum(w * g) / sum(w)`` over the microbatches,
+  where ``w`` is the number of rows, or what `weight_fn` counts. They are those of all rows at once
   if the loss is a mean over what the weights count: ask `check_split`.
 
   Examples:
