@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from optax_accum import _validate
 from optax_accum._arithmetic import weighted_mean
-from optax_accum._arithmetic.across_devices import names_of
+from optax_accum._arithmetic.across_devices import check_bound, names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split, WeightFn
@@ -41,7 +41,10 @@ class Microbatches:
     self.rows = batch_rows(roles.batch, self._arguments)
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     self.full, self.tail_rows = divmod(self.rows, self.size)
-    devices = 1 if split.axis_name is None else lax.axis_size(split.axis_name)
+    devices = 1
+    if split.axis_name is not None:
+      check_bound(split.axis_name)
+      devices = lax.axis_size(split.axis_name)
     self.count = -(-self.rows // self.size) * devices  # of all devices together
     self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
     if split.batch_argnums is None:  # all rows of the batch, or those on one device
