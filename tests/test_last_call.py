@@ -119,7 +119,7 @@ def test_arguments_that_change_places_after_a_call():
   tx = optax.sgd(0.1)  # whose state has no leaves
   step = make_train_step(loss_fn, tx, num_microbatches=2)
   params, state, _ = step(init_params(), tx.init({}), {"x": X}, offset())
-  with pytest.raises(TypeError, match="and another argument is an optimizer state: the order is"):
+  with pytest.raises(TypeError, match="but argument 0 is one of argument 1: the order is"):
     step(state, params, {"x": X}, offset())
 
 

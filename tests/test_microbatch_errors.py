@@ -168,8 +168,8 @@ def test_batches(batch, match):
       "loss has shape .* dtype complex64; it must be a real scalar",
     ),
     (lambda p, b: jnp.sum(b["y"] > 0), "loss has .* dtype int32; it must be a real scalar"),
-    (lambda p, b: (loss_fn(p, b), {}), r"a tuple of length 2 as its loss.* pass has_aux=True"),
-    (lambda p, b: None, "returned None as its loss, which must be a real scalar"),
+    (lambda p, b: (loss_fn(p, b), {}), r"The loss is a tuple; it must be .* pass has_aux=True"),
+    (lambda p, b: None, "The loss is a NoneType; it must be a real scalar"),
   ],
 )
 @pytest.mark.parametrize("num_microbatches", [1, 2])

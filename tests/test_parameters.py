@@ -153,7 +153,7 @@ def test_a_call_without_a_state_or_a_batch():
       step(*args)
 
 
-ORDER = r"opt_state is a .*, and another argument is an optimizer state: the order is step\(params,"
+ORDER = r"opt_state is not a state of the .*, but argument \d is one of argument \d: the order is"
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])

@@ -16,8 +16,7 @@ from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, noted, Runs
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.loss import check_loss
-from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import (
+from optax_accum._microbatches.options import (
   find_slots,
   name_of,
   names_or_positions,
@@ -25,6 +24,7 @@ from optax_accum._microbatches.roles import (
   refuse_rows,
   Roles,
   Slot,
+  Split,
   with_keys,
   with_rows,
 )

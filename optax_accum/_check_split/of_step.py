@@ -21,7 +21,7 @@ from optax_accum._check_split.runs import LossFn, Runs
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.roles import Slot
+from optax_accum._microbatches.options import Slot
 
 _ROWS = 4  # more take longer, and seldom tell more
 

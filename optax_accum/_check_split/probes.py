@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
-from optax_accum._microbatches.roles import name_of, Roles, Slot
+from optax_accum._microbatches.options import name_of, Roles, Slot
 
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
 # varied batch. Dropout keeps, drops, and keeps what is kept rarely.

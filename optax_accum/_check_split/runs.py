@@ -19,7 +19,7 @@ from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
 from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
-from optax_accum._microbatches.loss import known_weight
+from optax_accum._microbatches.cut import known_weight
 from optax_accum._microbatches.microbatch import whole_batches
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 

@@ -16,7 +16,7 @@ from optax_accum._mesh.state_of_parameters import spread_as_parameters
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
-from optax_accum._microbatches.roles import Slot
+from optax_accum._microbatches.options import Slot
 
 Held: TypeAlias = tuple[Params, OptState]
 Update: TypeAlias = Callable[[Held], Held]

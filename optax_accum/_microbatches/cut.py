@@ -12,11 +12,10 @@ from jax.typing import ArrayLike
 
 from optax_accum import _validate
 from optax_accum._arithmetic import weighted_mean
-from optax_accum._arithmetic.across_devices import names_of
+from optax_accum._arithmetic.across_devices import check_bound, names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import refuse_keys, refuse_rows, Slot
+from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split, WeightFn
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
@@ -42,24 +41,19 @@ class Microbatches:
     self.rows = batch_rows(roles.batch, self._arguments)
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     self.full, self.tail_rows = divmod(self.rows, self.size)
+    devices = 1
+    if split.axis_name is not None:
+      check_bound(split.axis_name)
+      devices = lax.axis_size(split.axis_name)
+    self.count = -(-self.rows // self.size) * devices  # of all devices together
     self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
     if split.batch_argnums is None:  # all rows of the batch, or those on one device
-      rows = {self.rows, self.rows * self._devices} if split.rows is None else {split.rows}
+      rows = {self.rows, self.rows * devices} if split.rows is None else {split.rows}
       refuse_rows(roles, rows)
     if split.rng_argnums is None:
       refuse_keys(roles)
     for slot in roles.rng:
       keys_and_carry.check_keys(f"random argument {slot!r}", self._arguments[slot])
-
-  @property
-  def _devices(self) -> int:
-    """How many the batch is spread over, of which this is one."""
-    return 1 if self.split.axis_name is None else lax.axis_size(self.split.axis_name)
-
-  @property
-  def count(self) -> int:
-    """How many there are, on all devices together."""
-    return -(-self.rows // self.size) * self._devices
 
   @property
   def is_whole(self) -> bool:
@@ -99,9 +93,7 @@ class Microbatches:
     slots = list(zip(self.roles.batch, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
-    value = self.split.weight_fn(*positional, **named)
-    weighted_mean.check_weight("weight_fn", value)
-    return weighted_mean.as_weight(value)
+    return known_weight(self.split.weight_fn, *positional, **named)
 
   @functools.cached_property
   def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
@@ -127,10 +119,15 @@ class Microbatches:
 
       return jax.tree.map(rows, batch, axes)
 
-    def rest(x: jax.Array, axis: int) -> jax.Array:
-      return lax.slice_in_dim(x, full * size, None, axis=axis)
+    rest = functools.partial(lax.slice_in_dim, start_index=full * size, limit_index=None)
+    return take, jax.tree.map(lambda x, axis: rest(x, axis=axis), batch, axes)
 
-    return take, jax.tree.map(rest, batch, axes)
+
+def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
+  """What `weight_fn` gives, checked while a number can be seen."""
+  value = weight_fn(*args, **kwargs)
+  weighted_mean.check_weight("weight_fn", value)
+  return weighted_mean.as_weight(value)
 
 
 def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:

@@ -1,21 +1,44 @@
-"""In-place accumulation: the backward pass adds gradients to their accumulators, layer by layer."""
+"""In-place accumulation: the backward pass adds gradients to their accumulators, layer by layer.
+
+`jax.vjp` (``with_refs``) is wrong or fails in some places:
+
+- In 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a
+  part, and the backward pass of a scan mixes up gradients that have references and those that have
+  not (jax pull request 38929).
+- In 0.10 to 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere than it
+  read, and an optimization barrier fails.
+- In 0.11 and 0.12 an index before the array, which reads nothing, adds to another row.
+
+So a parameter has a reference only if it goes into none of these, nor into an inner function of a
+kind that is not listed here. Of the others the whole gradient exists before it is added.
+"""
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, cast
 
 import jax
+from jax.interpreters import ad, batching, mlir
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_accum import _validate, _versions
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
-from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches import in_place_fit
 from optax_accum._microbatches.options import Split
+
+# An argument of a linear program: the tangent of parameter i, which has a reference; or another
+_VALUE = -1  # tangent; or None, no tangent
+
+# What has a backward pass of its own for references, which is wrong or fails in some version.
+_NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
+if not _versions.GATHERS_RIGHTLY:
+  _NOT_TO_PASS |= {"gather"}
+# What runs an inner function of the same operands in the same order; cond, of all but the first.
+_INNER = {"jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "scan", "cond"}
 
 
 class Accumulators:
@@ -31,36 +54,39 @@ class Accumulators:
         _check_dtype(name, x, dtype)
 
     zeros = lambda x: jax.new_ref(across_devices.full_like(jax.typeof(x), 0))  # noqa: E731
-    refs = self._like_gradients([jax.tree.map(zeros, args[i]) for i in self._positions])
+    refs = self._like_gradients(jax.tree.map(zeros, [args[i] for i in self._positions]))
     each = reduction_words.match("grad_reduction", reductions, refs, "gradients")
-    self.reductions = jax.tree.map(AddedGradients, each, refs)
+    self.reductions = jax.tree.map(
+      lambda of, ref: AddedGradients(of, ref, over_devices=of.over_devices), each, refs
+    )
     self._refs = jax.tree.leaves(refs)
 
-  def value_and_grad(self, fun: Callable[..., Tree], factor: Weight) -> Callable[..., Tree]:
-    """`jax.value_and_grad` of `fun`. It adds gradients times `factor`, and returns empty ones."""
+  def value_and_grad(
+    self, fun: Callable[..., Tree], factor: Weight, /, *args: Tree, **kwargs: Tree
+  ) -> Tree:
+    """As `jax.value_and_grad`, but it adds gradients times `factor`, and returns empty ones."""
+    args, kwargs = refuse_transforms((args, kwargs))
+    params = [args[i] for i in self._positions]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
 
-    def added(*args: Tree, **kwargs: Tree) -> Tree:
-      params = [args[i] for i in self._positions]
-      treedef: Any
-      leaves, treedef = jax.tree.flatten(params)
+    def of_leaves(*leaves: jax.Array) -> Tree:
+      all_args = [*args]
+      for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
+        all_args[i] = x
+      return fun(*all_args, **kwargs)
 
-      def of_leaves(*leaves: jax.Array) -> Tree:
-        all_args = [*args]
-        for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
-          all_args[i] = x
-        return fun(*all_args, **kwargs)
-
-      loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
-      refs: Leaves = [*self._refs]
-      apart = in_place_fit.kept_apart(backward.jaxpr, leaves)
-      for i in apart:
-        refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
-      grads = backward.with_refs(*refs)(_cotangent(loss, leaves, factor))
-      for i in apart:
-        self._refs[i][...] += grads[i]
-      return (loss, aux), self._like_gradients([jax.tree.map(_empty, tree) for tree in params])
-
-    return added
+    loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
+    refs: Leaves = [*self._refs]
+    apart = kept_apart(backward.jaxpr, leaves)
+    for i in apart:
+      refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
+    loss, aux, cotangent = refuse_transforms((loss, aux, _cotangent(loss, leaves, factor)))
+    grads = backward.with_refs(*refs)(cotangent)
+    for i in apart:
+      self._refs[i][...] += grads[i]
+    empty = lambda x: across_devices.vary_like(jnp.zeros((0,), x.dtype), x)  # noqa: E731
+    return (loss, aux), self._like_gradients(jax.tree.map(empty, params))
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -70,36 +96,54 @@ class AddedGradients(Reduction):
   of: Reduction
   ref: Any
 
-  def __repr__(self) -> str:
-    return repr(self.of)
-
   def unhoisted(self, held: Leaf, shapes: hoisting.Shapes) -> Leaf:
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
     return held
 
   def join(self, held: Leaf, collected: Leaf, tail: Leaf) -> Leaf:
-    return jax.freeze(self.ref)
-
-  def across_devices(self, held: Leaf, axis_name: AxisName, counted: bool | jax.Array) -> Leaf:
-    return self.of.across_devices(held, axis_name, counted)
+    return refuse_transforms(jax.freeze(self.ref))
 
   def finish(self, held: Leaf, weight: Weight, dtype: DTypeLike) -> Leaf:
     return self.of.finish(held, weight, dtype)
+
+
+def refuse_transforms(tree: Tree) -> Tree:
+  """`tree`, which cannot be differentiated, nor mapped by `jax.vmap`.
+
+  Where the body of a loop holds references, JAX (0.10 to 0.12) fails, or is silently wrong.
+  """
+  return jax.tree.map(lambda x: _refusing().bind(x) if isinstance(x, jax.Array) else x, tree)
+
+
+@functools.cache
+def _refusing() -> Any:
+  """The identity, as a primitive of our own that refuses transformations."""
+  from jax.extend.core import Primitive  # longer to import than this package
+
+  def refuse(*args: Args) -> None:
+    raise NotImplementedError(
+      "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
+      " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its"
+      " batch_size, which is a vmap)."
+    )
+
+  identity = Primitive("in_place")
+  identity.def_impl(lambda x: x)
+  identity.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(identity, lambda ctx, x: [x])
+  ad.primitive_jvps[identity] = batching.primitive_batchers[identity] = refuse
+  return identity
 
 
 def check_options(split: Split, grad_reduction: Tree) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
-  if split.skip_nonfinite:
+  if split.skip_nonfinite or grad_reduction is not None:
     raise ValueError(
-      "in_place=True adds a gradient up before it is complete, so skip_nonfinite=True cannot leave"
-      " it out any more: use one of the two."
-    )
-  if grad_reduction is not None:
-    raise ValueError(
-      "in_place=True combines gradients as losses are combined, and"
-      f" grad_reduction={grad_reduction!r} asks for another way: use one of the two."
+      "in_place=True adds gradients up before they are complete, so that"
+      f" skip_nonfinite={split.skip_nonfinite} with grad_reduction={grad_reduction!r} cannot leave"
+      " them out, nor combine them in another way than losses: pass in_place=False."
     )
   if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(
@@ -113,11 +157,9 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   wide = dtypes.accumulator_dtype(dtype, requested)
   if wide == dtype:
     return
-  fix = (
-    f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
-    if requested is None
-    else f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
-  )
+  fix = f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
+  if requested is not None:
+    fix = f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
   raise TypeError(
     f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
     f" them as they come out of the backward pass. {fix}, or pass in_place=False."
@@ -135,5 +177,46 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 
 
-def _empty(x: jax.Array) -> jax.Array:
-  return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
+def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
+  """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
+  known = [None] * (len(jaxpr.invars) - len(leaves))  # residuals, which JAX 0.12 has there too
+  apart = {i for i, x in enumerate(leaves) if not x.size}
+  tangents = range(len(leaves))
+  while found := _unfit(jaxpr, [*known, *(_VALUE if i in apart else i for i in tangents)]):
+    apart |= found
+  return apart
+
+
+def _unfit(jaxpr: Any, kinds: Sequence[int | None]) -> set[int]:
+  """The parameters that a linear program uses where a reference is not known to be right."""
+  kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
+  unfit: set[int] = set()
+  for eqn in jaxpr.eqns:
+    at = [kind.get(id(x)) for x in eqn.invars]
+    if any(x is not None for x in at):
+      kind.update((id(x), _VALUE) for x in eqn.outvars)
+      unfit |= _unfit_in(eqn, at)
+  return unfit
+
+
+def _unfit_in(eqn: Any, at: list[int | None]) -> set[int]:
+  """The same of an equation, whose operands are of these kinds."""
+  here = {i for i in at if i is not None and i != _VALUE}
+  name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
+  if not inner:
+    return here if name in _NOT_TO_PASS else set()
+  if name not in _INNER or not here:
+    return here
+  unfit = {i for i in here if at.count(i) > 1}
+  if name == "cond":
+    at = at[1:]
+  if name == "scan":
+    consts, carried = _versions.scan_inputs(eqn)
+    rest = consts + carried
+    for group in (at[:consts], at[rest:]):
+      if _VALUE in group:
+        unfit |= here.intersection(group[group.index(_VALUE) :])
+    at = [*at[:consts], *[_VALUE] * carried, *at[rest:]]  # carried cotangents are values
+  for part in inner:
+    unfit |= _unfit(part, at) if len(part.invars) == len(at) else here
+  return unfit

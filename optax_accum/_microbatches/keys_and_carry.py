@@ -43,12 +43,7 @@ def check_keys(name: str, tree: Tree) -> None:
 
 
 def over_devices(
-  words: Tree,
-  carry: Carry,
-  start: Carry,
-  weight: Weight,
-  total: Weight,
-  axis_name: AxisName,
+  words: Tree, carry: Carry, start: Carry, weight: Weight, total: Weight, axis_name: AxisName
 ) -> Carry:
   """Combines the carries of all devices.
 

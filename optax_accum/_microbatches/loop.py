@@ -19,7 +19,7 @@ from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.cut import Microbatches, Take
-from optax_accum._microbatches.roles import refuse_aux_rows
+from optax_accum._microbatches.options import refuse_aux_rows
 
 
 class MicrobatchStats(NamedTuple):
@@ -63,9 +63,7 @@ class _Held(NamedTuple):
   skipped: Leaf  # how many were left out, or None
 
 
-# What `runner` makes: of a microbatch's index, the carry, what cuts it out, its rows, and the unit
-# that weights are counted in.
-Run: TypeAlias = Callable[..., Microbatch]
+Run: TypeAlias = Callable[..., Microbatch]  # what `runner` makes
 
 
 def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:

@@ -9,23 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
+from optax_accum._arithmetic import across_devices, reduction_words
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
-from optax_accum._arithmetic.weighted_mean import as_weight
-from optax_accum._microbatches import parameters
+from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
-from optax_accum._microbatches.loop import Reduced, Run, run_in_microbatches, runner
-from optax_accum._microbatches.noise_scale import (
-  check_noise_scale,
-  check_several,
-  noise_of,
-  NOISE_REDUCTIONS,
-)
-from optax_accum._microbatches.options import Split, WeightFn
-from optax_accum._microbatches.roles import find_slots, names_or_positions, note_on_settings
-from optax_accum._microbatches.traced import differentiated_as, traced_once
+from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
+from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, noise_reductions
+from optax_accum._microbatches.options import Split
 
 
 class Outputs(NamedTuple):
@@ -60,7 +52,7 @@ class LocalLoss:
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
-    call = self._call(weights, args, kwargs)
+    call = Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
     reductions = Outputs(self.reduction, None, None)
     return run_in_microbatches(call, runner(call, self._evaluate), reductions).outputs.loss
 
@@ -73,40 +65,15 @@ class LocalLoss:
       arrays = jax.tree.map(jnp.asarray, args[i])
       held[i] = across_devices.varying(arrays, self.split.axis_name)
     args = tuple(held)
-    call = self._call(weights, args, kwargs)
-    if not self.split.in_place or call.is_whole:
-      return run_in_microbatches(call, *self._scanned(call, self._run), root="")
-    run_fn, weight_fn = traced_once(self._run), self.split.weight_fn
-    if weight_fn is not None:
-      weight_fn = traced_once(functools.partial(known_weight, weight_fn))
-
-    def run(in_place: bool, weights: Leaf, args: Args, kwargs: Kwargs) -> Reduced:
-      split = dataclasses.replace(self.split, in_place=in_place, weight_fn=weight_fn)
-      loss = dataclasses.replace(self, split=split)
-      accumulators = None
-      if in_place:
-        accumulators = Accumulators(
-          args, self.argnums, self.grad_reduction, split.accumulator_dtype
-        )
-      call = loss._call(weights, args, kwargs)
-      return run_in_microbatches(call, *loss._scanned(call, run_fn, accumulators), root="")
-
-    plain, added = (functools.partial(run, in_place) for in_place in (False, True))
-    return differentiated_as(plain, added, weights, args, kwargs)
-
-  def _call(self, weights: Leaf, args: Args, kwargs: Kwargs) -> Microbatches:
-    return Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
-
-  def _scanned(
-    self, call: Microbatches, run: Callable[..., Tree], accumulators: Accumulators | None = None
-  ) -> tuple[Run, Outputs]:
-    """What runs a microbatch, and how the outputs of all are combined."""
-    if self.noise_scale:
-      check_several(call.count)
-    noise = NOISE_REDUCTIONS if self.noise_scale else None
-    grads = self.grad_reduction if accumulators is None else accumulators.reductions
-    one = functools.partial(self._differentiate, run, accumulators)
-    return runner(call, one), Outputs(self.reduction, self.aux_reduction, grads, noise)
+    call = Microbatches(self.fun, self.split, args, kwargs, positions, weights)
+    accumulators, grads = None, self.grad_reduction
+    if self.split.in_place and not call.is_whole:
+      accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
+      grads = accumulators.reductions
+    noise = noise_reductions(call.count) if self.noise_scale else None
+    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
+    run = runner(call, functools.partial(self._differentiate, accumulators))
+    return run_in_microbatches(call, run, reductions, root="")
 
   def derivatives(self, grads: Grads) -> Grads:
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -116,8 +83,8 @@ class LocalLoss:
 
   def _positions(self, args: Args) -> Any:
     """The positions of what is differentiated."""
-    wanted = names_or_positions("argnums", self.argnums, int)
-    return find_slots("argnums", wanted, self.fun, args, {})
+    wanted = options.names_or_positions("argnums", self.argnums, int)
+    return options.find_slots("argnums", wanted, self.fun, args, {})
 
   def _evaluate(self, call: Microbatches, _: None, /, *inputs: Tree) -> tuple[Carry, Outputs]:
     """One microbatch's new carry and loss."""
@@ -126,21 +93,15 @@ class LocalLoss:
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self,
-    run: Callable[..., Tree],
-    accumulators: Accumulators | None,
-    call: Microbatches,
-    factor: Any,
-    /,
-    *inputs: Tree,
+    self, accumulators: Accumulators | None, call: Microbatches, factor: Any, /, *inputs: Tree
   ) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
-    value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
+    value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
     if accumulators is not None:
       factor = factor if self.reduction.name == "mean" else 1.0
-      value_and_grad = accumulators.value_and_grad(run, factor)
+      value_and_grad = functools.partial(accumulators.value_and_grad, self._run, factor)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
     across_devices.check_own_loss(loss, params, self.split.axis_name)
     reduction_words.match("aux_reduction", self.aux_reduction, aux)
@@ -154,7 +115,7 @@ class LocalLoss:
       out = self.fun(*args, **kwargs)
     except (TypeError, ValueError) as error:
       roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
-      if note := note_on_settings(error, self.fun, roles):
+      if note := options.note_on_settings(error, self.fun, roles):
         error.add_note(note)
       raise
     carries = self.split.carry_argnum is not None
@@ -188,38 +149,28 @@ class LocalLoss:
 
 def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
   """Checks what a loss function returned."""
-  wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)" if has_aux else "loss"
 
   def is_pair(x: Tree) -> bool:
     return isinstance(x, (tuple, list)) and len(x) == 2
 
-  def shown(x: Tree) -> str:
-    if isinstance(x, (tuple, list, dict)):
-      return f"a {type(x).__name__} of length {len(x)}"
-    return "None" if x is None else "a single value"
+  def kind(x: Tree) -> str:
+    return type(x).__name__ if x is None or isinstance(x, (tuple, list, dict)) else ""
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
+    wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)"
     option = "carry_argnum" if carries else "has_aux=True"
-    raise TypeError(f"The function returned {shown(out)}; with {option} it must return {wanted}.")
+    got = kind(out) or "single value"
+    raise TypeError(f"The function returned a {got}; with {option} it must return {wanted}.")
   loss = out[0] if has_aux else out
-  if loss is None or isinstance(loss, (tuple, list, dict)):
+  if got := kind(loss):
+    got = f"is a {got}"
+  elif jnp.shape(loss) or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+    got = f"has shape {jnp.shape(loss)} and dtype {jnp.result_type(loss)}"
+  if got:
     raise TypeError(
-      f"The function returned {shown(loss)} as its loss, which must be a real scalar. If the rest"
-      " is auxiliary, return (loss, aux) and pass has_aux=True."
+      f"The loss {got}; it must be a real scalar: take the mean or sum over the rows, in a floating"
+      " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True."
     )
-  shape, dtype = jnp.shape(loss), jnp.result_type(loss)
-  if shape or not jnp.issubdtype(dtype, jnp.floating):
-    raise TypeError(
-      f"The loss has shape {shape} and dtype {dtype}; it must be a real scalar: take the mean or"
-      " sum over the rows, in a floating dtype."
-    )
-
-
-def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
-  """What `weight_fn` gives, checked while a number can be seen, as an array."""
-  value = weight_fn(*args, **kwargs)
-  weighted_mean.check_weight("weight_fn", value)
-  return value if isinstance(value, jax.Array) else as_weight(value)
 
 
 def local_loss(
@@ -235,7 +186,7 @@ def local_loss(
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
   _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
-  positions = names_or_positions("argnums", argnums, int)
+  positions = options.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):
     raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
@@ -243,10 +194,6 @@ def local_loss(
   check_options(split, grad_reduction)
   grad_kinds = reduction_words.named_of_gradients(grad_reduction, kind)
   aux_kinds = reduction_words.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
-  asked = {
-    "reduction": reduction,
-    "grad_reduction": grad_reduction,
-    "aux_reduction": aux_reduction,
-    "concat_axis": concat_axis,
-  }
+  asked = {"reduction": reduction, "grad_reduction": grad_reduction}
+  asked |= {"aux_reduction": aux_reduction, "concat_axis": concat_axis}
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale, asked)

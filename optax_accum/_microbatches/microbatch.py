@@ -1,25 +1,26 @@
-"""`microbatch`: any function, transformed to run in microbatches."""
+"""`microbatch`: any function in microbatches, of which the backward pass computes each again."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import cast, ParamSpec, TypeVar
+from typing import Any, cast, ParamSpec, TypeVar
 
 import jax
+from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.typing import DTypeLike
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import reduction_words
+from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
-from optax_accum._arithmetic.trees import Tree
-from optax_accum._microbatches.cut import Microbatches
-from optax_accum._microbatches.loop import run_in_microbatches, runner
+from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Leaves, Tree
+from optax_accum._microbatches.cut import Microbatches, Take
+from optax_accum._microbatches.loop import Microbatch, Run, run_in_microbatches, runner
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
-from optax_accum._microbatches.recompute import Recomputed
 
 Args = ParamSpec("Args")
 Out = TypeVar("Out")
@@ -74,11 +75,7 @@ def microbatch(
     weight_fn: How much a microbatch counts. `make_train_step` says more, of all options below too.
     batch_argnums: The positions of the arguments that are split. Default: the only argument that is
       not a key. Needed where there are several, of which none is the batch by convention.
-
-  Randomness and carried state:
     rng_argnums: The positions of random keys, which get the microbatch's index folded in.
-
-  Several devices:
     axis_name: Inside `pmap` or `shard_map`, the axis that the rows are sharded over.
 
   Expert options:
@@ -97,26 +94,23 @@ def microbatch(
     TypeError: A value has the wrong type, or an output has a dtype that its reduction refuses.
 
   Differentiation:
-    The function can be differentiated, for losses that are not a mean over rows: the guides to
-    contrastive losses and to a large vocabulary show how. The backward pass computes each
-    microbatch again from its inputs, with the same keys, so that only the intermediate values of
-    one microbatch are kept.
+    The backward pass computes each microbatch again from its inputs, with the same keys, and keeps
+    the intermediate values of one alone. So losses that are not a mean over rows can be
+    differentiated: the guides to contrastive losses and to a large vocabulary show how.
 
     In a `shard_map` of your own, pass parameters as arguments, and give `axis_name`: their
     gradients are then summed over devices once, and not in every microbatch. What `fun` changes in
     place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
 
   References:
-    `optax.microbatching.microbatch` is the most similar function. It has no smaller last microbatch
-    and no weights.
+    `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
-  untyped: Callable[..., Tree] = fun
 
   def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
     args, kwargs = call.arguments(inputs)
-    return None, untyped(*args, **kwargs)
+    return None, fun(*args, **cast(Any, kwargs))
 
   @functools.wraps(fun)
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
@@ -142,3 +136,78 @@ def whole_batches() -> Iterator[None]:
       yield
   finally:
     _is_whole.reset(token)
+
+
+class Recomputed:
+  """Runs a microbatch so that the backward pass computes it again, and keeps its arguments only.
+
+  The loop gets a wide copy of each shared array, such as parameters, and casts it back in its body.
+  So JAX adds up the gradients of the copies in the dtype of accumulators, and sums them over the
+  devices of `axis_name` once, after the loop. A microbatch of weight zero adds none, even where it
+  is NaN, unless its outputs are `collected`.
+  """
+
+  def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:
+    self.call, self.split = call, call.split
+    self._guards = self.split.weighs and not collected
+    self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
+    call.map_shared(self._varying)
+    take, tail = call.cut
+    self._traced: dict[int, tuple[Any, Any, Leaves]] = {}  # and copies of what it holds
+    for rows, batch in ((call.size, take(0)), (call.tail_rows, tail)):
+      if rows:
+        one = lambda index, batch, rows=rows: run(index, (), lambda: batch, rows)  # noqa: E731
+        closed, like = jax.make_jaxpr(one, return_shape=True)(jnp.int32(0), batch)
+        copies = [self._linked(x) for x in closed.consts]
+        self._traced[rows] = closed, jax.tree.structure(like), copies
+
+  def _varying(self, x: Leaf) -> Leaf:
+    """`x` as it differs between devices, of which the copy to add up in is reduced."""
+    if not _may_have_tangent(x) or self.split.axis_name is None:
+      return x
+    varying = across_devices.varying(x, self.split.axis_name)
+    self._links[id(varying)] = across_devices.varying(self._wide(x), self.split.axis_name)
+    return varying
+
+  def _wide(self, x: jax.Array) -> jax.Array:
+    wide = dtypes.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
+    return x.astype(dtypes.promote(x.dtype, wide))
+
+  def _linked(self, x: Leaf) -> Leaf:
+    """The copy of `x` in a dtype to add up cotangents in; `x` itself if it has none."""
+    if not _may_have_tangent(x):
+      return x
+    return self._links[id(x)] if id(x) in self._links else self._wide(x)
+
+  def __call__(
+    self, index: ArrayLike, carry: Carry, take: Take, rows: int, unit: Leaf = None
+  ) -> Microbatch:
+    """The function on one microbatch."""
+    call, unroll = self.call, self.split.unroll
+    # What a loop's body computes again cannot be merged with what the loop before it computed.
+    unrolled = unroll is True or unroll > 1
+    in_loop = rows == call.size and call.rows >= 2 * call.size and not unrolled
+    return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
+
+  def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
+    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
+
+    closed, out_tree, copies = self._traced[rows]
+    gathered = hoisting.shapes_in(closed.jaxpr)
+
+    def narrow(x: Leaf, copy: Leaf) -> Leaf:
+      # Cast back in the loop's body, so that the loop adds up what is wide.
+      return hoisting.unhoisted(copy, gathered).astype(x.dtype) if _may_have_tangent(x) else x
+
+    held = list(map(narrow, closed.consts, copies))
+    if self._guards:
+      counted = weighted_mean.counts(self.call.weight(index, batch, rows))
+      guard = lambda x: jnp.where(counted, x, lax.stop_gradient(x))  # noqa: E731
+      guarded = lambda x: guard(x) if _may_have_tangent(x) else x  # noqa: E731
+      held, batch = jax.tree.map(guarded, (held, batch))
+    run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, held))
+    return cast(Microbatch, out_tree.unflatten(run(jnp.int32(index), *jax.tree.leaves(batch))))
+
+
+def _may_have_tangent(x: Leaf) -> bool:
+  return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -19,9 +19,9 @@ from optax_accum._microbatches.options import Split
 class NoiseScaleTerms(NamedTuple):
   """The two parts of the noise scale, estimated from one step alone.
 
-  They are ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``. Both are
-  float32 scalars (float64 if x64 is enabled). They are unbiased but very noisy: average them over
-  steps with `gradient_noise_scale`. Both are 0 if fewer than two microbatches counted.
+  ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``: float32 scalars
+  (float64 if x64 is enabled), unbiased but very noisy. Average them over steps with
+  `gradient_noise_scale`. Both are 0 if fewer than two microbatches counted.
 
   Attributes:
     squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
@@ -49,47 +49,36 @@ class GradientNoiseScale(NamedTuple):
 def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
   """The simple noise scale: about how many rows a batch should have.
 
-  It is ``trace / |G|^2``, where both are averaged over steps before the division. The gradient of a
-  batch of this many rows (or of this total weight) has as much noise as signal. Rows must be drawn
-  independently. Dropout counts as noise. If the gradient of a row depends on other rows, as with
-  batch normalisation, the number means nothing. The derivation assumes SGD on a locally quadratic
-  loss. How to use the number is in the guide "Choosing the microbatch and the batch".
+  It is ``trace / |G|^2``, of which both are first averaged over steps. The gradient of a batch of
+  this many rows (or of this total weight) has as much noise as signal. Rows must be drawn
+  independently, and the gradient of one must not depend on others, as in batch normalization.
+  Dropout counts as noise. The derivation assumes SGD on a locally quadratic loss. The guide
+  "Choosing the microbatch and the batch" uses the number.
 
   Args:
     decay: Of the moving averages, at least 0 and below 1. They cover about ``1 / (1 - decay)``
-      steps. In training the noise scale grows, and a long average lags behind (measured by
-      ``benchmarks/noise_scale.py``):
-
-      ========================  ===========  =========  ==========  ==========
-      noise scale, in rows      of all rows  decay=0.9  decay=0.97  decay=0.99
-      ========================  ===========  =========  ==========  ==========
-      digits, step 50           100          77         69          65
-      digits, step 250          653          785        604         331
-      language model, step 50   29           19         7           6
-      language model, step 250  120          103        79          43
-      ========================  ===========  =========  ==========  ==========
+      steps. In training the noise scale grows, and a long average lags behind: where a small
+      language model's was 120 rows at step 250, 0.9 gave 103, 0.97 79, and 0.99 43 (measured by
+      ``benchmarks/noise_scale.py``).
 
   Returns:
     A `GradientNoiseScale`, for use inside or outside `jax.jit`. ``init()`` returns the state, a
-    tree of arrays. ``update(terms, state)`` takes a step's ``metrics["noise_scale"]`` and returns
-    ``(noise_scale, state)``. The noise scale is a scalar, and inf while the averaged ``|G|^2`` is
-    not above 0. A step whose terms are both 0, or not finite, does not change the state.
+    tree of arrays, and ``update(metrics["noise_scale"], state)`` returns ``(noise_scale, state)``.
+    The noise scale is a scalar, and inf while the averaged ``|G|^2`` is not above 0. A step whose
+    terms are both 0, or not finite, does not change the state.
 
   Raises:
-    ValueError: `decay` is below 0, or not below 1 (in float32); ``update`` got the terms of several
-      steps.
-    TypeError: ``update`` got something other than `NoiseScaleTerms` and the state of ``init()``.
+    ValueError: `decay` is below 0, or not below 1 (in float32).
+    TypeError: ``update`` got something other than the terms of one step and the state.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
-    >>> def loss_fn(params, batch):
-    ...   return jnp.mean((batch["x"] @ params - batch["y"]) ** 2)
-    >>> x = jax.random.normal(jax.random.key(0), (64, 2))
-    >>> batch = {"x": x, "y": x.sum(1) + jax.random.normal(jax.random.key(1), (64,))}
-    >>> tx = optax.sgd(0.01)
+    >>> def loss_fn(params, x):
+    ...   return jnp.mean((params - x) ** 2)
+    >>> batch, tx = 1 + 2 * jax.random.normal(jax.random.key(0), (64, 2)), optax.sgd(0.01)
     >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
     >>> estimate = optax_accum.gradient_noise_scale()
-    >>> params, noise_state = jnp.zeros(2), estimate.init()
+    >>> params, noise_state = jnp.zeros((1, 2)), estimate.init()
     >>> opt_state = tx.init(params)
     >>> for _ in range(10):
     ...   params, opt_state, metrics = step(params, opt_state, batch)
@@ -111,7 +100,14 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     return average.init(NoiseScaleTerms(zero, zero))
 
   def update(terms: NoiseScaleTerms, state: optax.EmaState) -> tuple[jax.Array, optax.EmaState]:
-    _check_update(terms, state)
+    kinds = isinstance(terms, NoiseScaleTerms) and isinstance(state, optax.EmaState)
+    if not kinds or jnp.shape(terms.trace):
+      raise TypeError(
+        'update takes metrics["noise_scale"] of one step, and what init() or the last update'
+        f" returned, not a {type(terms).__name__} of shape {jnp.shape(getattr(terms, 'trace', 0))}"
+        f" and a {type(state).__name__}: scan it over the terms of several steps, and restore a"
+        " checkpoint into the tree that init() returns."
+      )
     terms = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(float)), terms)
     tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
     tells &= (terms.squared_norm != 0) | (terms.trace != 0)
@@ -123,21 +119,6 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     return jnp.where(told, scale, jnp.inf), new
 
   return GradientNoiseScale(init, update)
-
-
-def _check_update(terms: NoiseScaleTerms, state: optax.EmaState) -> None:
-  """Checks the arguments of ``update``."""
-  if not isinstance(terms, NoiseScaleTerms) or not isinstance(state, optax.EmaState):
-    raise TypeError(
-      f"update(terms, state) got a {type(terms).__name__} and a {type(state).__name__}: pass"
-      ' metrics["noise_scale"], and what init() or the last update returned; restore a checkpoint'
-      " into the tree that init() returns."
-    )
-  if shape := jnp.shape(terms.trace):
-    raise ValueError(
-      f"The terms have shape {shape}, and update takes the scalars of one step: call it inside the"
-      " scan over steps, or scan it over the stacked terms."
-    )
 
 
 class Noise(NamedTuple):
@@ -158,7 +139,14 @@ class _WideMean(_WideSum, Mean):
   """The mean, likewise."""
 
 
-NOISE_REDUCTIONS = Noise(_WideMean(), _WideSum())
+def noise_reductions(microbatches: int) -> Noise:
+  """How the values of all microbatches, on all devices together, are reduced."""
+  if microbatches < 2:
+    raise ValueError(
+      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
+      " smaller microbatch_size, or a mesh of several devices."
+    )
+  return Noise(_WideMean(), _WideSum())
 
 
 def noise_of(derivatives: Grads) -> Noise:
@@ -191,22 +179,9 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
 
 def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
   """Checks the options that exclude `noise_scale`."""
-  if noise_scale and reduction != "mean":
+  if noise_scale and (split.in_place or reduction != "mean"):
     raise ValueError(
-      'noise_scale=True compares means over rows, and reduction="sum" has none: leave out one of'
-      " the two."
-    )
-  if noise_scale and split.in_place:
-    raise ValueError(
-      "noise_scale=True needs the whole gradient of each microbatch, which in_place=True never has:"
-      " leave out one of the two."
-    )
-
-
-def check_several(microbatches: int) -> None:
-  """Checks that there are microbatches to compare, on all devices together."""
-  if microbatches < 2:
-    raise ValueError(
-      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
-      " smaller microbatch_size, or a mesh of several devices."
+      "noise_scale=True compares the mean gradients of microbatches, and"
+      f" in_place={split.in_place} with reduction={reduction!r} has none: it needs in_place=False"
+      ' and reduction="mean".'
     )

@@ -3,6 +3,8 @@
 Flax and Equinox are not imported for it: their objects are told by attributes and class names.
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,30 +22,25 @@ def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
       f"opt_state is a {type(opt_state).__name__}, the transformation itself: pass the state that"
       " tx.init(params) returns."
     )
-  if not _is_optax_state(opt_state) and any(map(_is_optax_state, (params, *others))):
-    raise TypeError(
-      f"opt_state is a {type(opt_state).__name__}, and another argument is an optimizer state: the"
-      " order is step(params, opt_state, batch)."
-    )
   check_differentiable("argument 0", params)
 
 
-def check_order(
-  tx: optax.GradientTransformation, params: Params, opt_state: OptState, *others: Tree
-) -> None:
-  """Checks, after a step failed, that its state is not that of another argument."""
+def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
+  """Checks, after a step failed, that the second argument is a state of the first one."""
 
-  def differs(tree: Tree) -> str:
+  def misfit(params: Params, state: OptState) -> str:
     try:
-      return _validate.difference("opt_state", opt_state, jax.eval_shape(tx.init, tree))
+      return _validate.difference("opt_state", state, jax.eval_shape(tx.init, params))
     except Exception:  # no tree of arrays
       return "the optimizer takes no such tree"
 
-  if (found := differs(params)) and any(not differs(x) for x in others):
-    raise TypeError(
-      f"opt_state is not a state of the first argument ({found}) but of another one, which has the"
-      " parameters: the order is step(params, opt_state, batch)."
-    )
+  why = misfit(*args[:2])
+  for i, j in itertools.permutations(range(len(args)), 2):
+    if why and not misfit(args[i], args[j]):
+      raise TypeError(
+        f"opt_state is not a state of the first argument ({why}), but argument {j} is one of"
+        f" argument {i}: the order is step(params, opt_state, batch)."
+      )
 
 
 def check_count(count: int) -> None:
@@ -53,13 +50,6 @@ def check_count(count: int) -> None:
       f"The step got {count} arguments, so the batch or the optimizer state is missing: the order"
       " is step(params, opt_state, batch)."
     )
-
-
-def _is_optax_state(tree: Tree) -> bool:
-  """Whether `tree` is a state that optax or this package made, or a chain of such states."""
-  if hasattr(tree, "_fields") and type(tree).__module__.split(".")[0] in ("optax", "optax_accum"):
-    return not isinstance(tree, optax.LookaheadParams)
-  return isinstance(tree, tuple) and any(map(_is_optax_state, tree))
 
 
 def check_differentiable(what: str, tree: Params) -> None:

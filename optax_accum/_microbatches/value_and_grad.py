@@ -46,9 +46,9 @@ def microbatch_value_and_grad(
 ) -> Callable[Args, tuple[Any, ...]]:
   """`jax.value_and_grad` that runs one microbatch after the other, in one `jax.lax.scan`.
 
-  The value and the gradients are the weighted means ``sum(w * g) / sum(w)`` over the microbatches,
-  where the weight ``w`` is a microbatch's number of rows, or what `weight_fn` counts. They are
-  those of the whole batch if the loss is a mean over what the weights count: ask `check_split`.
+  The value and the gradients are weighted means ``sum(w * g) / sum(w)`` over the microbatches,
+  where ``w`` is the number of rows, or what `weight_fn` counts. They are those of all rows at once
+  if the loss is a mean over what the weights count: ask `check_split`.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_accum
@@ -64,24 +64,17 @@ def microbatch_value_and_grad(
   Args:
     fun: Returns a real scalar loss; with `has_aux` ``(loss, aux)``; with `carry_argnum`
       ``(loss, (new_carry, aux))``.
-    argnums: As in `jax.value_and_grad`: what to differentiate, a position or several.
-    has_aux: Whether `fun` returns ``(loss, aux)``.
+    argnums, has_aux: As in `jax.value_and_grad`: what to differentiate, and whether there is aux.
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
     weight_fn: How much a microbatch counts. `make_train_step` says more, of all options below too.
     aux_reduction: How the aux of all microbatches is combined. Default: the weighted mean.
     batch_argnums: The positions of the arguments that are split. Default: 1.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-
-  Randomness and carried state:
     rng_argnums: The positions of random keys, which get the microbatch's index folded in.
     carry_argnum: The position of an argument that each microbatch updates for the next.
-
-  Robustness and monitoring:
     skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
     skip_empty: Whether a microbatch of weight 0 is not run.
-
-  Several devices:
     axis_name: Inside `pmap` or `shard_map`, the axis that the rows are sharded over. `fun` returns
       the loss of its device's rows. Gradients are summed over devices once, after the scan. "stack"
       and "concat" keep each device's values.
@@ -100,11 +93,10 @@ def microbatch_value_and_grad(
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.
     TypeError: A value has the wrong type, as a loss that is not a real scalar.
-    NotImplementedError: With `in_place`, JAX is older than 0.10, or `jax.vmap` is around it.
+    NotImplementedError: With `in_place`: JAX is older than 0.10, or the call is differentiated or
+      inside `jax.vmap`.
 
   Edge cases:
-    ============================  ======================================================
-    case                          what happens
     ============================  ======================================================
     one microbatch                the program of `jax.value_and_grad`, nothing added
     a smaller last microbatch     counts less, so that the result is exact
@@ -114,12 +106,6 @@ def microbatch_value_and_grad(
     NaN or inf, `skip_nonfinite`  weight 0, counted; otherwise it shows in the result
     ============================  ======================================================
   """
-  if num_microbatches is microbatch_size is None and (argnums != 0 or type(has_aux) is not bool):
-    raise TypeError(
-      f"The arguments after fun are argnums={argnums!r} and has_aux={has_aux!r}, as in"
-      " jax.value_and_grad, and there is no number of microbatches: give it by name,"
-      " microbatch_value_and_grad(fun, num_microbatches=8)."
-    )
   split = Split.of(locals(), default_argnum=1)
   loss = local_loss(
     fun, argnums, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split

@@ -283,7 +283,7 @@ def make_train_step(
     microbatch; the derivative is 0 for parameters with a `grad_reduction` of their own.
 
     Reverse-mode differentiation passes through a step, unless `weight_fn` or `skip_nonfinite` may
-    leave it without any change. Forward-mode differentiation always does.
+    leave it without any change. Forward-mode does. `in_place` refuses both.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):
