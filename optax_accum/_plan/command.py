@@ -4,7 +4,6 @@ import argparse
 import ast
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-import json
 import os
 import pathlib
 import sys
@@ -12,7 +11,6 @@ import traceback
 import types
 from typing import Any
 
-from optax_accum._plan.report import new_figure
 from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
@@ -33,9 +31,9 @@ example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
 _CHOICE = """\
-an option of build_step and the values to try: numbers, true, false and null as in JSON or Python,
-anything else as a string; can be repeated"""
-# Files that are not the user's: of this package and of Python, besides those in site-packages.
+an option of build_step and the values to try, as in JSON or Python; other words are strings; can be
+repeated"""
+# Beside site-packages, where files are not the user's: this package's and Python's.
 _OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
 
 
@@ -56,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
   flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   try:
-    figure = new_figure() if options.plot else None  # fails before anything is compiled
     choices: dict[str, list[Any]] = {}
     for name, values in map(_choice, options.choice):
       choices.setdefault(name, []).extend(values)
@@ -65,11 +62,8 @@ def main(argv: Sequence[str]) -> int:
       build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
     )
     print(plan)
-    if figure:
-      plan.plot(figure.subplots())
-      figure.savefig(options.plot)
-  except KeyboardInterrupt:
-    return 130
+    if options.plot:
+      plan.plot().figure.savefig(options.plot)
   except (Exception, SystemExit) as error:  # the user's file may call sys.exit
     print(_explained(error), file=sys.stderr)
     return 1
@@ -85,12 +79,10 @@ def _choice(text: str) -> tuple[str, list[Any]]:
 
 
 def _value(word: str) -> Any:
-  for parse in (json.loads, ast.literal_eval):  # true, and True
-    try:
-      return parse(word)
-    except (ValueError, SyntaxError):
-      pass
-  return word
+  try:
+    return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(word, word))
+  except (ValueError, SyntaxError):
+    return word
 
 
 def _built(target: str) -> tuple[Any, Any, Any]:
@@ -116,12 +108,8 @@ def _built(target: str) -> tuple[Any, Any, Any]:
 
 def _explained(error: BaseException) -> str:
   """The message of an error, after the lines of the user's own files that led to it."""
-  notes = getattr(error, "__notes__", [])
-  error.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
-  own = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename
-  ]
+  error.__notes__ = [x for x in getattr(error, "__notes__", []) if "JAX has removed" not in x]
+  frames = traceback.extract_tb(error.__traceback__)
+  own = [x for x in frames if not (x.filename.startswith(_OTHERS) or "site-packages" in x.filename)]
   lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
   return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

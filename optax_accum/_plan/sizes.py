@@ -56,12 +56,6 @@ def shard_bytes(x: Leaf) -> int:
   return math.prod(shape) * x.dtype.itemsize
 
 
-def of_rows(args: Tree, rows: int) -> float:
-  """The bytes of one row, added up over the arrays that have this number of rows."""
-  batch = [x for x in jax.tree.leaves(args) if rows in getattr(x, "shape", ())]
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in batch) / rows
-
-
 def shown(size: float) -> str:
   """``1.5 GiB``, ``12 KiB``."""
   for unit in ("B", "KiB", "MiB", "GiB"):
