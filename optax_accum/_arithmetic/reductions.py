@@ -200,11 +200,9 @@ class Extreme(Reduction):
     return weighted_mean.select(weighted_mean.counts(weight), self.choose(held, value), held)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Last(Reduction):
   """The value of the last microbatch that counts."""
 
-  over_devices: Callable[..., Held] = across_devices.of_last
   name = "last"
   ordered = True
 
@@ -265,7 +263,7 @@ REDUCTIONS: dict[str, Reduction] = {
   "sum": Sum(),
   "max": Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
   "min": Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
-  "last": Last(),
+  "last": Last(over_devices=across_devices.of_last),
   "stack": Stack(),
   "concat": Concat(),
 }

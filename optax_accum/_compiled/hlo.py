@@ -66,14 +66,6 @@ class Module:
 
     All branches of a conditional count, and a loop of unknown trip count counts once.
     """
-    # Most computations are elementwise fusions, and there may be thousands.
-    holding: dict[str, bool] = {}
-
-    def holds(name: str) -> bool:
-      if name not in holding:
-        operations = self.computations[name].operations.values()
-        holding[name] = any(wanted(o) or any(holds(c) for _, c in o.called) for o in operations)
-      return holding[name]
 
     def walk(scope: _Scope, around: Run | None) -> Iterator[Run]:
       for op in scope.computation.operations.values():
@@ -82,16 +74,15 @@ class Module:
           run = run._replace(op_name=named[1])
         if wanted(op):
           yield run
-        called = [(role, name) for role, name in op.called if holds(name)]
         times: dict[str, int] = {}
-        if called and op.opcode == "while":
+        if op.opcode == "while":
           run = run._replace(loop=op.name)
           if (trips := self._trip_count(op, scope)) is not None:
             times = {"body": trips, "condition": trips + 1}
           else:
             shown = f"{op.name} ({run.op_name})" if run.op_name else op.name
             run = run._replace(unknown_trip_counts=(*run.unknown_trip_counts, shown))
-        for role, name in called:
+        for role, name in op.called:
           inner = run._replace(executions=run.executions * times.get(role, 1))
           yield from walk(self._callee(op, name, scope), inner)
 

@@ -30,7 +30,7 @@ def plan_microbatches(
   written into donated arguments, temporary buffers, and code. The possible sizes are bisected: if
   the batch has 12 divisors, three to five programs are compiled for each choice.
 
-  Plan for the device that you train on. XLA for CPU may undo rematerialisation of layers that are
+  Plan for the device that you train on. XLA for CPU may undo rematerialization of layers that are
   not in a scan. The guide "Choosing the microbatch and the batch" plans for absent TPUs and GPUs,
   and times the sizes that fit: the largest is not always the fastest.
 
@@ -116,7 +116,7 @@ def plan_microbatches(
       found.append(search(even, rows, limit, row_bytes, compile_size, uneven))
   plan = MicrobatchPlan.of(found, rows, limit)
   if not plan.candidates[0].fits:
-    raise ValueError(does_not_fit(plan, builders[0].first, args))
+    raise does_not_fit(plan, builders[0].first, args)
   return plan
 
 
