@@ -35,8 +35,9 @@ def _multiplications(run: hlo.Run) -> int:
   shapes = (*operands, _dims(hlo.arrays(op.shape)[0]))  # beside a result there may be scratch
   if "dim_labels=" in op.attributes:
     return _of_convolution(shapes, op.attributes)
-  contracted = "".join(re.findall(r"lhs_contracting_dim\w*\W+([\d,\" ]*)", op.attributes))
-  return math.prod([*shapes[2], *(operands[0][int(d)] for d in re.findall(r"\d+", contracted))])
+  contracted = re.search(r"lhs_contracting_dim\w*\W+([\d,\" ]*)", op.attributes)
+  dims = re.findall(r"\d+", contracted[1]) if contracted else []
+  return math.prod([*shapes[2], *(operands[0][int(d)] for d in dims)])
 
 
 def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:

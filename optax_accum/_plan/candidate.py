@@ -88,8 +88,7 @@ class Builder:
   def sizes(self, uneven: bool) -> list[int]:
     """The microbatches that the step can have, in rows, the smallest first."""
     rows, step = self._rows, self.first if isinstance(self.first, Step) else None
-    found = step.rows(self._args) if step else None
-    if found not in (None, rows):
+    if (found := step.rows(self._args) if step else None) not in (None, rows):
       raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
     dims = {n for x in jax.tree.leaves(self._args) for n in getattr(x, "shape", ())}
     if not any(n and n % rows == 0 for n in dims):

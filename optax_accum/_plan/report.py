@@ -39,11 +39,8 @@ class MicrobatchPlan:
   @classmethod
   def of(cls, found: Sequence[Sequence[PlanCandidate]], rows: int, limit: int) -> "MicrobatchPlan":
     """The plan of what was compiled of each choice."""
-
-    def work(each: Sequence[PlanCandidate]) -> int:
-      # The same for all sizes, except one row per device, which XLA writes in a way not counted.
-      return max(c.flops for c in each)
-
+    # The same for all sizes, except one row per device, which XLA writes in a way not counted.
+    work: Callable[..., int] = lambda each: max(c.flops for c in each)  # noqa: E731
     least = min((work(each) for each in found if any(c.fits for c in each)), default=0)
 
     def cost(each: Sequence[PlanCandidate]) -> tuple[int, int]:
@@ -74,12 +71,11 @@ class MicrobatchPlan:
     return self.candidates[0].peak_bytes
 
   def __str__(self) -> str:
-    limit = sizes.shown(self.limit_bytes)
+    limit, count, size = sizes.shown(self.limit_bytes), self.num_microbatches, self.microbatch_size
     lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
     if not all(c.analysed for c in self.candidates):
       lines.append("A line without numbers: XLA compiles no program larger than the chip's memory.")
     if self.candidates[0].fits:
-      count, size = self.num_microbatches, self.microbatch_size
       split = f"num_microbatches={count} (of {_rows(size)})"
       if last := self.batch_size % size:
         split = f"microbatch_size={size} ({count} microbatches, the last of {_rows(last)})"
@@ -132,9 +128,8 @@ class MicrobatchPlan:
       ax.plot(best.microbatch_size, best.peak_bytes / unit, "k*", markersize=14, label=label)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
-    ax.set_ylim(bottom=0)
+    ax.set(ylim=(0, None), ylabel=f"peak memory of a device, {name}")
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
-    ax.set_ylabel(f"peak memory of a device, {name}")
     ax.legend()
     return ax
 

@@ -80,8 +80,8 @@ def plan_microbatches(
     >>> step = build_step(plan.num_microbatches, **plan.choice)  # and print(plan) is a table
 
   References:
-    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Others find a batch by running out of
-    memory: Lightning's batch size finder, accelerate's ``find_executable_batch_size``.
+    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Lightning's batch size finder and
+    accelerate's ``find_executable_batch_size`` find a batch by running out of memory.
   """
   rows = _validate.positive_int("batch_size", batch_size)
   choices = {} if choices is None else choices
@@ -133,9 +133,9 @@ def search(
   `possible` has the smallest size first. It is compiled last, after the next larger one, because on
   TPUs one row may need more memory than two.
 
-  The `whole` batch is a program without a scan. It has no accumulators and no copy of a
-  microbatch's rows (`row_bytes` each), so it may fit even if half of it does not. It is not
-  compiled if several scans show that its activations alone exceed the limit.
+  The `whole` batch is a program without a scan, accumulators and copies of rows (`row_bytes` each),
+  so it may fit even if half of it does not. It is not compiled if several scans show that its
+  activations alone exceed the limit.
 
   The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
@@ -149,16 +149,14 @@ def search(
   if len(known) < min(len(possible), 2):  # so that two programs are compared
     too_large(possible[0])
   # XLA writes products of one row in another way, so the smallest size says little of others.
-  scans = [known[size] for size in sorted(known) if size not in (possible[0], whole)]
-  scans = [each for each in scans if each.analysed]
-  if whole == possible[-1] and whole not in known:
-    needed = 0.0
-    if len(scans) > 1:
-      rise = scans[-1].peak_bytes - scans[0].peak_bytes
-      slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
-      needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
-    if needed <= limit:
-      too_large(whole)
+  scans = [known[size] for size in sorted({*known} - {possible[0], whole}) if known[size].analysed]
+  needed = 0.0
+  if len(scans) > 1:
+    rise = scans[-1].peak_bytes - scans[0].peak_bytes
+    slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
+    needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
+  if whole == possible[-1] and whole not in known and needed <= limit:
+    too_large(whole)
   fits = max((size for size in known if known[size].fits), default=0)
   larger = min((size for size in known if size > fits), default=whole + 1)
   bisect.bisect_left([size for size in uneven if fits < size < larger], True, key=too_large)
