@@ -449,7 +449,7 @@ def test_the_words_of_nothing_fits():
 
   def words(*found, step=step):
     plan = MicrobatchPlan.of([found], 16, 2**10)
-    return str(does_not_fit(plan, step, (shape(64), shape(128)))).removesuffix(f"\n{plan}")
+    return does_not_fit(plan, step, (shape(64), shape(128))).removesuffix(f"\n{plan}")
 
   sizes = {"argument_bytes": 768, "output_bytes": 300, "code_bytes": 20}
   scans = [candidate(size, 2**14 + 2**10 * size, **sizes) for size in (1, 2, 4)]

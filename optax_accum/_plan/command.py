@@ -9,7 +9,6 @@ import sys
 import types
 from typing import Any
 
-from optax_accum._plan.report import NothingFitsError
 from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
@@ -59,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     plan = plan_microbatches(
       build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
     )
-  except NothingFitsError as error:
+  except ValueError as error:
+    if not str(error).startswith("Nothing fits"):  # such as one of the file
+      raise
     print(error, file=sys.stderr)
     return 1
   print(plan)

@@ -146,17 +146,13 @@ def _rows(number: int) -> str:
   return "1 row" if number == 1 else f"{number} rows"
 
 
-class NothingFitsError(ValueError):
-  """Not even the smallest microbatch fits."""
-
-
-def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> NothingFitsError:
-  """The error that says what takes the memory, if not even one row fits."""
+def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
+  """The message that says what takes the memory, if not even one row fits."""
   fix = "shard parameters or optimizer state over more devices, use donate=True, in_place=True or"
   fix += f" rematerialization, or use a smaller model.\n{plan}"
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
-    return NothingFitsError(f"Nothing fits into the memory of the chip: {fix}")
+    return f"Nothing fits into the memory of the chip: {fix}"
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
   parts = _arguments(step, args)
   if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
@@ -168,7 +164,7 @@ def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) 
   }
   listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size)
   needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
-  return NothingFitsError(
+  return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
     f" the limit is {limit}. Most of it is {max(parts, key=parts.__getitem__)}:\n{listed}\n"
     f"Give a larger memory_limit, {fix}"

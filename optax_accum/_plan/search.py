@@ -116,7 +116,7 @@ def plan_microbatches(
       found.append(search(even, rows, limit, row_bytes, compile_size, uneven))
   plan = MicrobatchPlan.of(found, rows, limit)
   if not plan.candidates[0].fits:
-    raise does_not_fit(plan, builders[0].first, args)
+    raise ValueError(does_not_fit(plan, builders[0].first, args))
   return plan
 
 
