@@ -39,7 +39,7 @@ class CollectiveReport:
   Attributes:
     operations: Every collective, once for each place that it is reached from. Each has ``kind``;
       ``shape`` and ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``,
-      the innermost one around it, or None; ``op_name``, where JAX says it comes from; and
+      the innermost around it, or None; ``op_name``, where JAX says it comes from; and
       ``unknown_trip_counts``, the loops around it that count once.
   """
 
@@ -118,8 +118,6 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     >>> report = optax_accum.count_collectives(step.lower(jnp.ones(256)).compile())
     >>> report.inside
     {'all-reduce': CollectiveTotal(operations=4, bytes=4096)}
-    >>> report.outside
-    {}
   """
   runs = hlo.Module(_text_of(compiled)).runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
   return CollectiveReport(tuple(_collective(run) for run in runs if not _continues(run)))

@@ -99,7 +99,8 @@ class Module:
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
     # XLA for TPU prints no trip counts, so the integers that the condition compares are followed.
-    condition, body = (_Scope(self.computations[dict(loop.called)[x]]) for x in _LOOP)
+    called = {role: _Scope(self.computations[name]) for role, name in loop.called}
+    condition, body = called["condition"], called["body"]
     condition, test, _ = self._source(condition, condition.computation.root, None)
 
     @functools.cache
@@ -168,7 +169,6 @@ def array_bytes(array: str) -> int:
   return -(-elements * (8 if dtype == "pred" else int(bits[0]) if bits else 0) // 8)
 
 
-_LOOP = "condition", "body"
 _MOST_TRIPS = 2**16  # that are followed
 _OPERATORS: dict[str, Any] = {"add": operator.add, "subtract": operator.sub}
 _OPERATORS |= {name.upper(): getattr(operator, name) for name in ("lt", "le", "gt", "ge", "ne")}
