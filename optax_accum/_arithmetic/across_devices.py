@@ -85,11 +85,7 @@ def sharded_like(x: jax.Array, like: Leaf) -> jax.Array:
 
 
 def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
-  """`tree`, typed as differing between the devices of an axis (in `shard_map`).
-
-  JAX sums the gradient of an unvarying value over devices in every microbatch. That of a varying
-  value stays on its device.
-  """
+  """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
   if axis_name is None:
     return tree
   check_bound(axis_name)
@@ -136,32 +132,30 @@ def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.
 def _extreme(
   reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
 ) -> jax.Array:
-  """The largest or smallest over devices; NaN where one device has that."""
+  """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
+
+  @jax.custom_jvp
+  def of_all(held: jax.Array) -> jax.Array:
+    # XLA for CPU drops what is NaN, so whether it is goes along.
+    is_nan = jnp.isnan(held)
+    flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
+    number = jnp.where(is_nan, jnp.zeros_like(held), held)
+    number, flag = reduce(jnp.stack([number, flag]), axis_name)
+    return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number)
+
+  @of_all.defjvp
+  def derivative(primals: Any, tangents: Any) -> Any:  # which JAX has none of
+    """Devices that hold the extreme share its derivative."""
+    (held,), (tangent,), most = primals, tangents, of_all(*primals)
+    holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
+    shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))
+    total, holders = lax.psum((shared, holds.astype(tangent.dtype)), axis_name)
+    return most, total / holders
+
   wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
-  return _extreme_float(held.astype(wide), reduce, tuple(_axes(axis_name))).astype(held.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _extreme_float(held: jax.Array, reduce: Any, axis_name: Any) -> jax.Array:
-  # XLA for CPU drops what is NaN, so whether it is goes along.
-  is_nan = jnp.isnan(held)
-  flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
-  number = jnp.where(is_nan, jnp.zeros_like(held), held)
-  extreme, flag = reduce(jnp.stack([number, flag]), axis_name)
-  return jnp.where(flag != 0, jnp.full_like(extreme, jnp.nan), extreme)
-
-
-@_extreme_float.defjvp
-def _extreme_jvp(reduce: Any, axis_name: Any, primals: Any, tangents: Any) -> Any:
-  """Devices that hold the extreme share its derivative, which JAX has none of."""
-  (held,), (tangent,) = primals, tangents
-  extreme = _extreme_float(held, reduce, axis_name)
-  holds = (held == extreme) | (jnp.isnan(held) & jnp.isnan(extreme))
-  holders = lax.psum(holds.astype(tangent.dtype), axis_name)
-  total = lax.psum(jnp.where(holds, tangent, jnp.zeros_like(tangent)), axis_name)
-  return extreme, total / holders
+  return of_all(held.astype(wide)).astype(held.dtype)
 
 
 largest = functools.partial(_extreme, lax.pmax)
@@ -202,41 +196,38 @@ def sum_scattered(
   if _is_explicit(jax.typeof(held).sharding):
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
     return own_part(lax.psum(held, axis_name), spec)
-  parts = _sharded_dims(spec)
-
-  def scatter(x: jax.Array) -> jax.Array:
-    for dim, names in parts:
-      x = lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    return x
-
-  scattered = {name for _, names in parts for name in names_of(names)}
-  held = _on_shards(scatter, held, spec, automatic)
+  held = _on_shards(lax.psum_scatter, "scatter_dimension", held, spec, automatic)
+  scattered = {name for _, names in _sharded_dims(spec) for name in names_of(names)}
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
 
 
 def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
   """The whole array of which each device has its part as `spec` says; `automatic` as above."""
-
-  def gather(x: jax.Array) -> jax.Array:
-    for dim, names in _sharded_dims(spec):
-      x = lax.all_gather(x, names, axis=dim, tiled=True)
-    return x
-
-  return _on_shards(gather, x, spec, automatic) if _sharded_dims(spec) else x
+  return _on_shards(lax.all_gather, "axis", x, spec, automatic)
 
 
 def _on_shards(
-  fun: Callable[[jax.Array], jax.Array], x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec
+  send: Callable[..., jax.Array],
+  dimension: str,
+  x: jax.Array,
+  spec: PartitionSpec,
+  automatic: PartitionSpec,
 ) -> jax.Array:
-  """`fun` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
-  sent = {dim for dim, _ in _sharded_dims(spec)}
-  dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
+  """`send` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
+  sent = _sharded_dims(spec)
+  dims = [None if dim in dict(sent) else names for dim, names in enumerate(automatic)]
   axes = {name for names in dims for name in names_of(names)}
-  if not axes:
-    return fun(x)
+
+  def send_all(x: jax.Array) -> jax.Array:
+    for dim, names in sent:
+      x = send(x, names, tiled=True, **{dimension: dim})
+    return x
+
+  if not axes or not sent:
+    return send_all(x)
   shards = PartitionSpec(*dims)
-  return jax.shard_map(fun, in_specs=shards, out_specs=shards, axis_names=axes)(x)
+  return jax.shard_map(send_all, in_specs=shards, out_specs=shards, axis_names=axes)(x)
 
 
 def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:

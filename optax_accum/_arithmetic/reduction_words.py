@@ -45,9 +45,7 @@ def named(
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def named_of_aux(
-  tree: Tree, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
-) -> Tree:
+def named_of_aux(tree: Tree, concat_axis: int | None, batch_axis: Sequence[int]) -> Tree:
   """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
   reductions = named("aux_reduction", tree, concat_axis, batch_axis)
   return Mean(default=True) if tree is None else reductions
@@ -70,5 +68,5 @@ def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tre
     why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
       f"{option}={reductions!r} is not a prefix tree of the {of}: give one name for all, or a tree"
-      f" with a name for each {of[:-1]}, or for all that are below a node of it. {why}"
+      f" with a name for each {of[:-1]}, or for all below a node of it. {why}"
     ) from None

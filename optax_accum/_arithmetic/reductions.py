@@ -24,8 +24,8 @@ Held: TypeAlias = Any  # what a scan carries of one output from one microbatch t
 class Reduction:
   """Combines the values that one output has in all microbatches.
 
-  A scan calls `start` once, `add` with every microbatch, `join`, `across_devices` if the batch is
-  sharded over an axis, and `finish`.
+  A scan calls `start`, `add` with every microbatch, `join`, `across_devices` if rows are sharded
+  over an axis, and `finish`.
   """
 
   name = ""
@@ -54,7 +54,7 @@ class Reduction:
     return held
 
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
-    """What is held in the end; of what was collected, `tail` is the smaller last one's, or None."""
+    """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
   def across_devices(self, held: Held, axis_name: AxisName, counted: Flag) -> Held:
@@ -71,10 +71,7 @@ class Reduction:
 
   def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
     """The same, of which each device keeps its part, as `spec` says."""
-
-    def own_part(*args: Any) -> jax.Array:
-      return across_devices.own_part(self.over_devices(*args), spec)
-
+    own_part = lambda *args: across_devices.own_part(self.over_devices(*args), spec)  # noqa: E731
     return dataclasses.replace(self, over_devices=own_part)
 
   def in_loop(self, axis_name: AxisName) -> "Reduction":
@@ -161,9 +158,8 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    start = lambda: self._reduced(self.of.start(leaf, dtype))  # noqa: E731
-    held = across_devices.types(*jax.make_jaxpr(start, return_shape=True)())
-    return across_devices.full_like(held, 0)
+    start = jax.make_jaxpr(lambda: self._reduced(self.of.start(leaf, dtype)), return_shape=True)
+    return across_devices.full_like(across_devices.types(*start()), 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.of.term(value, weight, held.dtype)
@@ -204,11 +200,9 @@ class Extreme(Reduction):
     return weighted_mean.select(weighted_mean.counts(weight), self.choose(held, value), held)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Last(Reduction):
   """The value of the last microbatch that counts."""
 
-  over_devices: Callable[..., Held] = across_devices.of_last
   name = "last"
   ordered = True
 
@@ -251,14 +245,10 @@ class Concat(Stack):
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
     axis = self.axis % (collected.ndim - 1)
-    rows = jnp.moveaxis(collected, 0, axis + 1)
-    rows = lax.collapse(rows, axis, axis + 2)
-    return self._placed(rows if tail is None else jnp.concatenate([rows, tail], axis))
+    rows = lax.collapse(jnp.moveaxis(collected, 0, axis + 1), axis, axis + 2)
+    return self.only(rows if tail is None else jnp.concatenate([rows, tail], axis))
 
   def only(self, value: jax.Array) -> jax.Array:
-    return self._placed(value)
-
-  def _placed(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, self.axis, 0) if self.first else value
 
   def rows_first(self) -> Reduction:
@@ -273,7 +263,7 @@ REDUCTIONS: dict[str, Reduction] = {
   "sum": Sum(),
   "max": Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
   "min": Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
-  "last": Last(),
+  "last": Last(over_devices=across_devices.of_last),
   "stack": Stack(),
   "concat": Concat(),
 }

@@ -4,9 +4,8 @@ Streaming, scan, ragged, weighted and multi-device accumulation are all
 
     sum_i w_i g_i / sum_i w_i
 
-and all of them multiply with `product` and divide with `mean`. The loop holds the plain sum.
-Dividing once, after it, rounds as the whole batch does, and lets devices be reduced over once per
-cycle.
+A loop holds the plain sum. Dividing once, after it, rounds as the whole batch does, and lets
+devices be reduced over once per cycle.
 """
 
 from collections.abc import Hashable, Sequence
@@ -24,8 +23,8 @@ from optax_accum._arithmetic.trees import Leaf
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
 
-# The weights that float32 can weigh with, and the largest sum of them that it can divide by.
-# Numbers below 1.2e-38, reciprocals included, are zero to XLA.
+# The weights that float32 can weigh with, and the largest sum of them that it can divide by: to XLA
+# numbers below 1.2e-38, reciprocals included, are zero.
 LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 
@@ -37,7 +36,7 @@ def check_weight(source: str, value: Leaf) -> None:
     array = f"a weight of shape {shape} and dtype {kind}"
     given = array if hasattr(value, "dtype") else f"the weight {value!r}"
     message = f"{source} gave {given}; it must be a real scalar, such as jnp.sum(mask)."
-    raise ValueError(message) if real else TypeError(message)
+    raise (ValueError if real else TypeError)(message)
   if isinstance(value, jax.core.Tracer):
     return
   number = value if isinstance(value, (int, float)) else float(value)

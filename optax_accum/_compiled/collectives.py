@@ -39,7 +39,7 @@ class CollectiveReport:
   Attributes:
     operations: Every collective, once for each place that it is reached from. Each has ``kind``;
       ``shape`` and ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``,
-      the innermost one around it, or None; ``op_name``, where JAX says it comes from; and
+      the innermost around it, or None; ``op_name``, where JAX says it comes from; and
       ``unknown_trip_counts``, the loops around it that count once.
   """
 
@@ -81,26 +81,25 @@ class CollectiveReport:
 def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   """Counts the collectives that a compiled program runs per call, by kind, in loops and outside.
 
-  An operation counts once for every time that it runs: times the trip counts of the loops around
-  it. Bytes are those of the arrays of one device, without the padding of a layout: what the
-  collective returns, or what a reduce-scatter takes, however the network carries it.
+  An operation counts as often as it runs: times the trip counts of the loops around it. Bytes are
+  those of one device's arrays, without padding: what the collective returns, or what a
+  reduce-scatter takes.
 
   ===========================================  ==================================================
   several arrays in one, a start and its done  one operation, the bytes of all
   a loop whose trip count the program does     counts once and is named in
   not fix (`while_loop`, and the in-place      ``unknown_trip_counts``, if collectives are in it
   conditional of `accumulate`)
+  a loop of over 65,536 trips, on a TPU        the same
   the condition of a loop                      inside the loop; once more than the body
   branches of `lax.cond` and `lax.switch`      each counts, as if all ran: an upper bound
   ===========================================  ==================================================
 
-  It counts what the compiler made of the program. XLA combines, splits, moves and replaces
-  collectives; the ``op_name`` in ``operations`` still says what they were. Sends, receives and
-  custom calls are not counted.
+  XLA combines, splits, moves and replaces collectives; the ``op_name`` in ``operations`` still says
+  what they were. Sends, receives and custom calls are not counted.
 
   Args:
-    compiled: what ``jax.jit(f).lower(...).compile()`` returns, for any backend, or the text of an
-      optimized HLO module.
+    compiled: What ``jax.jit(f).lower(...).compile()`` returns, for any backend, or its text.
 
   Returns:
     A `CollectiveReport`; ``inside`` and ``outside`` map each kind to ``(operations, bytes)``.
@@ -119,22 +118,9 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     >>> report = optax_accum.count_collectives(step.lower(jnp.ones(256)).compile())
     >>> report.inside
     {'all-reduce': CollectiveTotal(operations=4, bytes=4096)}
-    >>> report.outside
-    {}
   """
-  module = hlo.Module(_text_of(compiled))
-  collectives = []
-  for run in module.runs(lambda op: op.opcode.removesuffix("-start") in _KINDS):
-    if _continues(run):
-      continue
-    kind, arrays = run.operation.opcode.removesuffix("-start"), _counted_arrays(run)
-    # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
-    if run.computation.name.startswith("all-reduce-scatter"):
-      kind = "reduce-scatter"
-    shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
-    reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
-    collectives.append(Collective(kind, shape, sum(map(hlo.array_bytes, arrays)), *reached))
-  return CollectiveReport(tuple(collectives))
+  runs = hlo.Module(_text_of(compiled)).runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
+  return CollectiveReport(tuple(_collective(run) for run in runs if not _continues(run)))
 
 
 def _continues(run: hlo.Run) -> bool:
@@ -145,32 +131,36 @@ def _continues(run: hlo.Run) -> bool:
   )
 
 
+def _collective(run: hlo.Run) -> Collective:
+  kind, arrays = run.operation.opcode.removesuffix("-start"), _counted_arrays(run)
+  # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
+  if run.computation.name.startswith("all-reduce-scatter"):
+    kind = "reduce-scatter"
+  shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
+  reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
+  return Collective(kind, shape, sum(map(hlo.array_bytes, arrays)), *reached)
+
+
 def _counted_arrays(run: hlo.Run) -> list[str]:
   """The arrays whose bytes count, such as ``["f32[8,128]"]``."""
-  op = run.operation
+  op, parts = run.operation, hlo.parts(run.operation.shape)
   if op.opcode.startswith("reduce-scatter"):
     return [a for name in op.operands for a in hlo.arrays(run.computation.operations[name].shape)]
-  parts = hlo.parts(op.shape)
   # A start returns its operands, its results and more; but that of an all-reduce only its results.
   starts = op.opcode.endswith("-start") and len(parts) > 1
-  if starts and (op.opcode != "all-reduce-start" or parts[0].startswith("(")):
-    return hlo.arrays(parts[1])
-  return hlo.arrays(op.shape)
+  results = starts and (op.opcode != "all-reduce-start" or parts[0].startswith("("))
+  return hlo.arrays(parts[1] if results else op.shape)
 
 
 def _text_of(compiled: jax.stages.Compiled | str) -> str:
   """The text of an optimized HLO module, or an error that says how to get one."""
-  fix = (
-    "pass jax.jit(f).lower(*args).compile(), with the arguments of a call or jax.ShapeDtypeStructs,"
-    " or what as_text() of that returns."
-  )
-  # What is lowered has a text too, but can still be compiled.
+  fix = "pass jax.jit(f).lower(*args).compile(), or what as_text() of that returns."
   if isinstance(compiled, str):
     text = compiled
-  elif hasattr(compiled, "as_text") and not hasattr(compiled, "compile"):
-    text = compiled.as_text() or ""
-  else:
+  elif not hasattr(compiled, "as_text") or hasattr(compiled, "compile"):  # or lowered only
     raise TypeError(f"compiled={compiled!r:.80} must be a compiled program: {fix}")
+  else:
+    text = compiled.as_text() or ""
   if not re.search(r"^ENTRY\b", text, re.MULTILINE):
     raise ValueError(
       f"compiled={compiled!r:.80} has no ENTRY computation, so it is no optimized HLO module: {fix}"

@@ -1,9 +1,11 @@
 """The text of an optimized HLO module: its operations, and how often each runs."""
 
 from collections.abc import Callable, Iterator
+import functools
 import math
+import operator
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Operation(NamedTuple):
@@ -58,25 +60,12 @@ class Module:
         computation.operations[op.name] = op
         if assigned[1]:
           computation.root = op.name
-    operations = (op for each in self.computations.values() for op in each.operations.values())
-    called = {name for op in operations for _, name in op.called}
-    if lacking := sorted(called - self.computations.keys()):
-      raise ValueError(f"The HLO text lacks computations, such as {lacking[0]}: pass all of it.")
 
   def runs(self, wanted: Callable[[Operation], bool]) -> Iterator[Run]:
     """The operations that are `wanted`, from wherever they are reached.
 
-    All branches of a conditional count, and the body of a loop whose trip count the program
-    does not fix counts once. The condition of a loop runs once more than its body.
+    All branches of a conditional count, and a loop of unknown trip count counts once.
     """
-    # Most computations are elementwise fusions, and there may be thousands.
-    holding: dict[str, bool] = {}
-
-    def holds(name: str) -> bool:
-      if name not in holding:
-        operations = self.computations[name].operations.values()
-        holding[name] = any(wanted(o) or any(holds(c) for _, c in o.called) for o in operations)
-      return holding[name]
 
     def walk(scope: _Scope, around: Run | None) -> Iterator[Run]:
       for op in scope.computation.operations.values():
@@ -85,16 +74,15 @@ class Module:
           run = run._replace(op_name=named[1])
         if wanted(op):
           yield run
-        called = [(role, name) for role, name in op.called if holds(name)]
         times: dict[str, int] = {}
-        if called and op.opcode == "while":
+        if op.opcode == "while":
           run = run._replace(loop=op.name)
           if (trips := self._trip_count(op, scope)) is not None:
             times = {"body": trips, "condition": trips + 1}
           else:
             shown = f"{op.name} ({run.op_name})" if run.op_name else op.name
             run = run._replace(unknown_trip_counts=(*run.unknown_trip_counts, shown))
-        for role, name in called:
+        for role, name in op.called:
           inner = run._replace(executions=run.executions * times.get(role, 1))
           yield from walk(self._callee(op, name, scope), inner)
 
@@ -103,49 +91,43 @@ class Module:
   def _callee(self, op: Operation, name: str, scope: _Scope) -> _Scope:
     computation = self.computations[name]
     # A conditional passes one operand to each branch instead.
-    passes_operands = op.opcode in ("fusion", "call")
-    return _Scope(computation, op.operands, scope) if passes_operands else _Scope(computation)
+    passes = op.opcode in ("fusion", "call")
+    return _Scope(computation, op.operands, scope) if passes else _Scope(computation)
 
   def _trip_count(self, loop: Operation, scope: _Scope) -> int | None:
     """How often the body of a loop runs; None where the program does not fix it."""
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
-    # XLA for TPU prints no trip counts. What it makes of a scan is a counter in the carry that
-    # starts at a constant, moves by a constant, and is compared with a constant.
+    # XLA for TPU prints no trip counts, so the integers that the condition compares are followed.
     called = {role: _Scope(self.computations[name]) for role, name in loop.called}
-    condition = called["condition"]
+    condition, body = called["condition"], called["body"]
     condition, test, _ = self._source(condition, condition.computation.root, None)
-    if test.opcode != "compare":
-      return None
-    counter, limit = (self._affine(condition, name) for name in test.operands)
-    direction = re.findall(r"\bdirection=(\w+)", test.attributes)[0]
-    if counter and counter[0] is None:
-      counter, limit = limit, counter
-      direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
-    if not counter or counter[0] is None or not limit or limit[0] is not None:
-      return None
-    start = self._affine(scope, loop.operands[0], counter[0])
-    moved = self._affine(called["body"], called["body"].computation.root, counter[0])
-    if not start or start[0] is not None or not moved or moved[0] != counter[0]:
-      return None
-    return _trips(limit[1] - start[1] - counter[1], moved[1], direction)
 
-  def _affine(
-    self, scope: _Scope, name: str, index: int | None = None
-  ) -> tuple[int | None, int] | None:
-    """An integer as ``(i, c)``, element i of the loop's carry plus c; a constant is (None, c)."""
-    scope, op, index = self._source(scope, name, index)
-    if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.operands[0]):
-      return None, int(op.operands[0])
-    if op.opcode == "parameter" and index is not None:
-      return index, 0
-    if op.opcode in ("add", "subtract"):
-      left, right = (self._affine(scope, operand) for operand in op.operands)
-      if left and right and right[0] is None:
-        return left[0], left[1] + (right[1] if op.opcode == "add" else -right[1])
-      if left and right and left[0] is None and op.opcode == "add":
-        return right[0], left[1] + right[1]
+    @functools.cache
+    def carried(trip: int, index: int) -> int:
+      if trip == 0:
+        return self._integer(scope, loop.operands[0], index, {}.__getitem__)
+      before = functools.partial(carried, trip - 1)
+      return self._integer(body, body.computation.root, index, before)
+
+    try:
+      holds = _OPERATORS[re.findall(r"\bdirection=(\w+)|$", test.attributes)[0]]
+      for trip in range(_MOST_TRIPS):
+        now = functools.partial(carried, trip)
+        if not holds(*(self._integer(condition, name, None, now) for name in test.operands)):
+          return trip
+    except (KeyError, ValueError):
+      pass
     return None
+
+  def _integer(self, scope: _Scope, name: str, index: Any, carried: Callable[[Any], int]) -> int:
+    """A number that is constant but for what a loop carries; else a KeyError or a ValueError."""
+    scope, op, index = self._source(scope, name, index)
+    if op.opcode == "constant":
+      return int(op.operands[0])
+    if op.opcode == "parameter":
+      return carried(index)
+    return _OPERATORS[op.opcode](*(self._integer(scope, x, None, carried) for x in op.operands))
 
   def _source(
     self, scope: _Scope, name: str, index: int | None
@@ -187,18 +169,9 @@ def array_bytes(array: str) -> int:
   return -(-elements * (8 if dtype == "pred" else int(bits[0]) if bits else 0) // 8)
 
 
-def _trips(distance: int, step: int, direction: str) -> int | None:
-  """For how many of 0, step, 2 step, ... ``<direction> distance`` holds before it does not."""
-  if step < 0:
-    distance, step = -distance, -step
-    direction = {"GT": "LT", "GE": "LE", "NE": "NE"}.get(direction, "")
-  if direction == "NE" and step and distance >= 0 and distance % step == 0:
-    return distance // step
-  if direction in ("LT", "LE") and step:
-    return max(0, -(-(distance + (direction == "LE")) // step))
-  return None
-
-
+_MOST_TRIPS = 2**16  # that are followed
+_OPERATORS: dict[str, Any] = {"add": operator.add, "subtract": operator.sub}
+_OPERATORS |= {name.upper(): getattr(operator, name) for name in ("lt", "le", "gt", "ge", "ne")}
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 _ASSIGNMENT = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")

@@ -1,7 +1,6 @@
 """The work of a compiled program in matrix products and convolutions."""
 
 from collections.abc import Sequence
-import functools
 import math
 import re
 
@@ -38,7 +37,7 @@ def _multiplications(run: hlo.Run) -> int:
     return _of_convolution(shapes, op.attributes)
   contracted = re.search(r"lhs_contracting_dim\w*\W+([\d,\" ]*)", op.attributes)
   dims = re.findall(r"\d+", contracted[1]) if contracted else []
-  return math.prod(shapes[2]) * math.prod(operands[0][int(d)] for d in dims)
+  return math.prod([*shapes[2], *(operands[0][int(d)] for d in dims)])
 
 
 def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
@@ -53,30 +52,24 @@ def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
     rhs, out = out, rhs
   named = zip(labels.groups(), (lhs, rhs, out), strict=True)
   sizes = [dict(zip(*each, strict=True)) for each in named]
-  batch_groups = re.search(r"batch_group_count=(\d+)", attributes)
-  groups = int(batch_groups[1] if batch_groups else 1)
-  count = sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // groups
+  groups = re.search(r"batch_group_count=(\d+)", attributes)
+  count = sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // int(groups[1] if groups else 1)
   written = attributes.partition("window={")[2].partition("}")[0]
   window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written))
   for i in range(len(lhs) - 2):
     one = {name: value.split("x")[i] for name, value in window.items()}
     low = int(one.get("pad", "0_0").rsplit("_", 1)[0])
-    steps = (int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    count *= _positions(*(each[str(i)] for each in sizes), low, *steps)
+    steps = [int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")]
+    count *= _positions(*[each[str(i)] for each in sizes], *[low, *steps])
   return count
 
 
-@functools.cache
 def _positions(
   size: int, kernel: int, out: int, low: int, stride: int, dilated: int, kernel_dilated: int
 ) -> int:
   """How often an element of the kernel meets one of the input, along one dimension."""
-  start = stride * np.arange(out) - low
-  total = 0
-  for k in range(kernel):
-    at = start + k * kernel_dilated
-    total += int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
-  return total
+  at = stride * np.arange(out)[:, None] + kernel_dilated * np.arange(kernel) - low
+  return int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
 
 
 def _dims(shape: str) -> list[int]:

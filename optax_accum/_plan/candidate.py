@@ -27,22 +27,21 @@ class PlanCandidate:
 
   Attributes:
     num_microbatches: The number of microbatches.
-    microbatch_size: The rows of one microbatch, on all devices together. The last microbatch may
-      have fewer.
+    microbatch_size: The rows of one microbatch, on all devices together. The last may have fewer.
     choice: The further options that `build_step` was given.
     argument_bytes: Memory of the arguments: parameters, optimizer state, batch.
     output_bytes: Memory of the outputs that are not written into donated arguments.
     temp_bytes: Memory of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Memory of the program. 0 on CPU, where XLA does not report it.
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, for comparison. On CPU it excludes temporary
-      buffers. None if this version of JAX does not report it.
-    flops: Floating-point operations in matrix products and convolutions. The count is too low if
-      a microbatch has one row per device: XLA writes such products as sums.
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, or None if JAX does not report it. On CPU it
+      excludes temporary buffers.
+    flops: Floating-point operations in matrix products and convolutions. Too low with one row per
+      device: XLA writes such products as sums.
     collectives: The number of collectives that run.
     collective_bytes: The bytes that they return.
     fits: Whether `peak_bytes` is within the limit.
-    analysed: Whether the program was compiled. XLA for TPU refuses a program that is larger than
-      the chip's memory. Such a candidate does not fit, and its numbers are 0.
+    analysed: Whether XLA compiled the program. For TPUs it refuses one that is larger than the
+      chip's memory. Such a candidate does not fit, and its numbers are 0.
   """
 
   num_microbatches: int
@@ -89,8 +88,7 @@ class Builder:
   def sizes(self, uneven: bool) -> list[int]:
     """The microbatches that the step can have, in rows, the smallest first."""
     rows, step = self._rows, self.first if isinstance(self.first, Step) else None
-    found = step.rows(self._args) if step else None
-    if found not in (None, rows):
+    if (found := step.rows(self._args) if step else None) not in (None, rows):
       raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
     dims = {n for x in jax.tree.leaves(self._args) for n in getattr(x, "shape", ())}
     if not any(n and n % rows == 0 for n in dims):
@@ -100,23 +98,29 @@ class Builder:
     # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
     return (step.sizes(rows, uneven) or [rows]) if step else cut.sizes(rows, uneven)
 
-  def compile(self, size: int, limit: int) -> PlanCandidate:
-    """Compiles one step. Nothing runs."""
-    candidate = PlanCandidate(-(-self._rows // size), size, self._choice)
+  def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
+    """Compiles one step, which the progress `bar` shows. Nothing runs."""
+    bar.set_postfix_str(self.call(size))
+    bar.update()
+    split = -(-self._rows // size), size, self._choice
     try:
       lowered: jax.stages.Lowered = self._step(size).lower(*self._args)
-      self._check_other_program(lowered, size)
+      if (same := self._programs.setdefault(lowered.as_text(), size)) != size:
+        raise ValueError(
+          f"{self.call(same)} and {self.call(size)} made the same program: build_step must pass the"
+          " number on, as in make_train_step(..., num_microbatches=num_microbatches)."
+        )
       compiled = lowered.compile()
     except Exception as error:
       if _LARGER_THAN_THE_CHIP.search(str(error)):
-        return dataclasses.replace(candidate, analysed=False)
+        return PlanCandidate(*split, analysed=False)
       error.add_note(f"This is {self.call(size)}, lowered and compiled with args.")
       raise
     memory, collectives = compiled.memory_analysis(), count_collectives(compiled).operations
     if memory is None:
       raise ValueError("This backend's compiler does not report the memory of a program.")
-    candidate = dataclasses.replace(
-      candidate,
+    candidate = PlanCandidate(
+      *split,
       argument_bytes=memory.argument_size_in_bytes,
       output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
       temp_bytes=memory.temp_size_in_bytes,
@@ -127,14 +131,6 @@ class Builder:
       collective_bytes=sum(c.executions * c.bytes for c in collectives),
     )
     return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
-
-  def _check_other_program(self, lowered: jax.stages.Lowered, size: int) -> None:
-    same = self._programs.setdefault(lowered.as_text(), size)
-    if same != size:
-      raise ValueError(
-        f"{self.call(same)} and {self.call(size)} made the same program: build_step must pass the"
-        " number on, as in make_train_step(..., num_microbatches=num_microbatches)."
-      )
 
   def _step(self, size: int) -> Any:
     if self.uneven:

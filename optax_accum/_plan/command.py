@@ -4,15 +4,11 @@ import argparse
 import ast
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-import json
-import os
 import pathlib
 import sys
-import traceback
 import types
 from typing import Any
 
-from optax_accum._plan.report import new_figure
 from optax_accum._plan.search import plan_microbatches
 
 _DESCRIPTION = """\
@@ -32,15 +28,14 @@ _EXAMPLE = """\
 example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
-_CHOICE = """\
-an option of build_step and the values to try: numbers, true, false and null as in JSON or Python,
-anything else as a string; can be repeated"""
-# Files that are not the user's: of this package and of Python, besides those in site-packages.
-_OTHERS = (str(pathlib.Path(__file__).parents[1]), "<frozen", os.path.dirname(os.__file__))
+_CHOICE = "NAME=VALUE,..."
+_OF_CHOICE = """\
+an option of build_step and the values to try, as in JSON or Python; other words are strings; can be
+repeated"""
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command. Returns the exit status: 1 if nothing fits or the user's code fails."""
+  """Runs a command. Returns the exit status: 1 if nothing fits."""
   parser = argparse.ArgumentParser(prog="python -m optax_accum")
   command = parser.add_subparsers(required=True, metavar="plan").add_parser(
     "plan",
@@ -52,27 +47,25 @@ def main(argv: Sequence[str]) -> int:
   flag = command.add_argument
   flag("target", metavar="FILE.py:NAME", help="the function that makes the step")
   flag("--memory", help="of one device, such as 16GiB; default: what the device reports")
-  flag("--choice", action="append", default=[], metavar="NAME=VALUE,...", help=_CHOICE)
+  flag("--choice", action="append", default=[], type=_choice, metavar=_CHOICE, help=_OF_CHOICE)
   flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
+  choices: dict[str, list[Any]] = {}
+  for name, values in options.choice:
+    choices.setdefault(name, []).extend(values)
+  build_step, args, batch_size = _built(options.target)
   try:
-    figure = new_figure() if options.plot else None  # fails before anything is compiled
-    choices: dict[str, list[Any]] = {}
-    for name, values in map(_choice, options.choice):
-      choices.setdefault(name, []).extend(values)
-    build_step, args, batch_size = _built(options.target)
     plan = plan_microbatches(
       build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
     )
-    print(plan)
-    if figure:
-      plan.plot(figure.subplots())
-      figure.savefig(options.plot)
-  except KeyboardInterrupt:
-    return 130
-  except (Exception, SystemExit) as error:  # the user's file may call sys.exit
-    print(_explained(error), file=sys.stderr)
+  except ValueError as error:
+    if not str(error).startswith("Nothing fits"):  # such as one of the file
+      raise
+    print(error, file=sys.stderr)
     return 1
+  print(plan)
+  if options.plot:
+    plan.plot().figure.savefig(options.plot)
   return 0
 
 
@@ -80,17 +73,15 @@ def _choice(text: str) -> tuple[str, list[Any]]:
   """``remat=false,true`` as a name and values."""
   name, equals, values = text.partition("=")
   if not equals or not name.isidentifier() or not all(values.split(",")):
-    raise ValueError(f"--choice {text}: give NAME=VALUE,VALUE,..., such as remat=false,true.")
+    raise argparse.ArgumentTypeError(f"{text}: give {_CHOICE}, such as remat=false,true.")
   return name, [_value(word) for word in values.split(",")]
 
 
 def _value(word: str) -> Any:
-  for parse in (json.loads, ast.literal_eval):  # true, and True
-    try:
-      return parse(word)
-    except (ValueError, SyntaxError):
-      pass
-  return word
+  try:
+    return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(word, word))
+  except (ValueError, SyntaxError):
+    return word
 
 
 def _built(target: str) -> tuple[Any, Any, Any]:
@@ -112,16 +103,3 @@ def _built(target: str) -> tuple[Any, Any, Any]:
       " arguments of optax_accum.plan_microbatches."
     )
   return built
-
-
-def _explained(error: BaseException) -> str:
-  """The message of an error, after the lines of the user's own files that led to it."""
-  notes = getattr(error, "__notes__", [])
-  error.__notes__ = [x for x in notes if "JAX has removed its internal frames" not in x]
-  own = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    if not frame.filename.startswith(_OTHERS) and "site-packages" not in frame.filename
-  ]
-  lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
-  return "".join([*lines, *traceback.format_exception_only(error)]).rstrip()

@@ -23,7 +23,7 @@ _size = operator.attrgetter("microbatch_size")
 class MicrobatchPlan:
   """The result of `plan_microbatches`. ``print(plan)`` shows a table, ``plan.plot()`` a plot.
 
-  The table leaves out the last columns if it would be wider than 85. `candidates` has all numbers.
+  The table leaves out the last columns if it would be wider than 85.
 
   Attributes:
     batch_size: The rows of the batch.
@@ -39,11 +39,8 @@ class MicrobatchPlan:
   @classmethod
   def of(cls, found: Sequence[Sequence[PlanCandidate]], rows: int, limit: int) -> "MicrobatchPlan":
     """The plan of what was compiled of each choice."""
-
-    def work(each: Sequence[PlanCandidate]) -> int:
-      # The same for all sizes, except one row per device, which XLA writes in a way not counted.
-      return max(c.flops for c in each)
-
+    # The same for all sizes, except one row per device, which XLA writes in a way not counted.
+    work: Callable[..., int] = lambda each: max(c.flops for c in each)  # noqa: E731
     least = min((work(each) for each in found if any(c.fits for c in each)), default=0)
 
     def cost(each: Sequence[PlanCandidate]) -> tuple[int, int]:
@@ -74,23 +71,15 @@ class MicrobatchPlan:
     return self.candidates[0].peak_bytes
 
   def __str__(self) -> str:
-    limit = sizes.shown(self.limit_bytes)
+    limit, count, size = sizes.shown(self.limit_bytes), self.num_microbatches, self.microbatch_size
     lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
     if not all(c.analysed for c in self.candidates):
       lines.append("A line without numbers: XLA compiles no program larger than the chip's memory.")
     if self.candidates[0].fits:
-      count, size = self.num_microbatches, self.microbatch_size
       split = f"num_microbatches={count} (of {_rows(size)})"
       if last := self.batch_size % size:
         split = f"microbatch_size={size} ({count} microbatches, the last of {_rows(last)})"
       lines.append(", ".join([f"best: {split}", *_options(self.choice)]))
-      not_fitting = (c for c in self.candidates if c.choice is self.choice and not c.fits)
-      larger = min(map(_size, not_fitting), default=0)
-      if larger > 2 * size:
-        lines.append(
-          f"No microbatch of {size + 1} to {larger - 1} rows divides the batch. With a parameter"
-          " microbatch_size, build_step gets such sizes too."
-        )
     return "\n".join(lines)
 
   def _table(self) -> list[str]:
@@ -120,31 +109,27 @@ class MicrobatchPlan:
     Raises:
       ImportError: matplotlib is not installed: ``pip install "optax-accum[plot]"``.
     """
-    ax = new_figure().subplots() if ax is None else ax
+    if ax is None:
+      try:
+        from matplotlib.figure import Figure  # without its windows
+      except ImportError as error:
+        raise ImportError('A plot needs matplotlib: pip install "optax-accum[plot]"') from error
+      ax = Figure(figsize=(7, 4), layout="constrained").subplots()
     analysed = [c for c in self.candidates if c.analysed]
     most = max([self.limit_bytes, *(c.peak_bytes for c in analysed)])
     name, unit = ("GiB", 2**30) if most >= 2**31 else ("MiB", 2**20)
-    for i, choice in enumerate({id(c.choice): c.choice for c in self.candidates}.values()):
+    for choice in {id(c.choice): c.choice for c in self.candidates}.values():
       points = sorted((c for c in analysed if c.choice is choice), key=_size)
-      label = ", ".join(_options(choice)) or "compiled"
-      # Choices may need the same memory, so later ones are drawn smaller, on top.
-      style = {"markersize": max(9 - 2 * i, 3), "linewidth": max(3 - i, 1)}
-      peaks = [c.peak_bytes / unit for c in points]
-      ax.plot([*map(_size, points)], peaks, "o-", label=label, **style)
+      peaks, label = [c.peak_bytes / unit for c in points], ", ".join(_options(choice))
+      ax.plot([*map(_size, points)], peaks, "o-", label=label or "compiled")
     ax.axhline(self.limit_bytes / unit, color="0.5", linestyle="--", label="limit")
-    if larger := [c.microbatch_size for c in self.candidates if not c.analysed]:
-      above = [1.1 * most / unit] * len(larger)
-      ax.plot(larger, above, "x", color="0.5", label="larger than the chip")
-    first = self.candidates[0]
-    if first.fits:
-      label = f"best: {_rows(first.microbatch_size)}"
-      ax.plot(first.microbatch_size, first.peak_bytes / unit, "k*", markersize=14, label=label)
-      ax.axhspan(0, first.fixed_bytes / unit, color="0.9", label="arguments, outputs, code")
+    if (best := self.candidates[0]).fits:
+      label = f"best: {_rows(best.microbatch_size)}"
+      ax.plot(best.microbatch_size, best.peak_bytes / unit, "k*", markersize=14, label=label)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
-    ax.set_ylim(bottom=0)
+    ax.set(ylim=(0, None), ylabel=f"peak memory of a device, {name}")
     ax.set_xlabel(f"rows of a microbatch, of a batch of {self.batch_size}")
-    ax.set_ylabel(f"peak memory of a device, {name}")
     ax.legend()
     return ax
 
@@ -161,46 +146,28 @@ def _rows(number: int) -> str:
   return "1 row" if number == 1 else f"{number} rows"
 
 
-def new_figure() -> Any:
-  """A figure of matplotlib, without its windows."""
-  try:
-    from matplotlib.figure import Figure
-  except ImportError as error:
-    raise ImportError('A plot needs matplotlib: pip install "optax-accum[plot]"') from error
-  return Figure(figsize=(7, 4), layout="constrained")
-
-
 def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
   """The message that says what takes the memory, if not even one row fits."""
+  fix = "shard parameters or optimizer state over more devices, use donate=True, in_place=True or"
+  fix += f" rematerialization, or use a smaller model.\n{plan}"
   analysed = [c for c in plan.candidates if c.analysed]
   if not analysed:
-    return (
-      "Nothing fits: even with the smallest microbatch, the program is larger than the chip's"
-      " memory, and XLA does not compile it. Shard parameters or optimizer state over more devices,"
-      f" or use a smaller model.\n{plan}"
-    )
+    return f"Nothing fits into the memory of the chip: {fix}"
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
   parts = _arguments(step, args)
   if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
     parts = {"arguments": least.argument_bytes}  # the step places them in another way
-  parts["outputs without a donated argument"] = least.output_bytes
-  parts["code"] = least.code_bytes
-  scans = [c for c in analysed if c.choice is least.choice and c.num_microbatches > 1]
-  largest = max(scans, key=_size, default=least)
-  if (more_rows := largest.microbatch_size - least.microbatch_size) > 0:
-    a_row = (largest.temp_bytes - least.temp_bytes) / more_rows
-    of_rows = min(max(int(a_row * least.microbatch_size), 0), least.temp_bytes)
-    parts["activations, and all that grows with the microbatch"] = of_rows
-    parts["gradients, accumulators, and all that does not grow"] = least.temp_bytes - of_rows
-  else:
-    parts["temporary buffers: activations, gradients, accumulators"] = least.temp_bytes
+  parts |= {
+    "outputs without a donated argument": least.output_bytes,
+    "code": least.code_bytes,
+    "temporary buffers: activations, gradients, accumulators": least.temp_bytes,
+  }
   listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size)
   needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
     f" the limit is {limit}. Most of it is {max(parts, key=parts.__getitem__)}:\n{listed}\n"
-    "Give a larger memory_limit, shard parameters or optimizer state over more devices, use"
-    f" donate=True, in_place=True or rematerialisation, or use a smaller model.\n{plan}"
+    f"Give a larger memory_limit, {fix}"
   )
 
 

@@ -2,19 +2,18 @@
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
+import functools
 import itertools
-from typing import Any, TYPE_CHECKING
+from typing import Any
 
 import jax
+import tqdm
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Args, Leaves
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Builder, BuildStep, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
-
-if TYPE_CHECKING:
-  import tqdm
 
 
 def plan_microbatches(
@@ -29,25 +28,23 @@ def plan_microbatches(
 
   The memory of a step is what XLA reports for its compiled program: arguments, outputs that are not
   written into donated arguments, temporary buffers, and code. The possible sizes are bisected: if
-  the batch has 12 divisors, three to five programs are compiled for each choice. The answer and the
-  next larger size are always among them.
+  the batch has 12 divisors, three to five programs are compiled for each choice.
 
-  Plan for the device that you train on. XLA for CPU may undo rematerialisation of layers that are
-  not in a scan. The guide "Choosing the microbatch and the batch" plans for TPUs and GPUs from a
-  machine without them, and times the sizes that fit: the largest is not always the fastest.
+  Plan for the device that you train on. XLA for CPU may undo rematerialization of layers that are
+  not in a scan. The guide "Choosing the microbatch and the batch" plans for absent TPUs and GPUs,
+  and times the sizes that fit: the largest is not always the fastest.
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns the step: the result of
       `make_train_step`, `linen_train_step` or `nnx_train_step`, or a function wrapped by `jax.jit`.
-      If it has a parameter ``microbatch_size``, it is called as ``build_step(microbatch_size=rows,
-      **choice)`` instead, and sizes that do not divide the batch are tried too. With them the last
-      microbatch is smaller.
+      With a parameter ``microbatch_size`` it is called as ``build_step(microbatch_size=rows,
+      **choice)`` instead, and sizes that do not divide the batch are tried too.
     args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
       shardings if they have any. They are not donated.
     batch_size: The rows of the batch in `args`, on all devices together. For a function of your own
       that splits the rows of one device, inside `shard_map`: the rows of one device.
     memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or
-      ``"80 GB"``. Subtract other arrays on the device. Default: the device's
+      ``"80 GB"``, without what other arrays take. Default: the device's
       ``memory_stats()["bytes_limit"]``, less 5% for fragmentation. (On a GPU that is 75% of its
       memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
     choices: Further options of `build_step`, each with a list of values, in all combinations.
@@ -55,8 +52,7 @@ def plan_microbatches(
   Returns:
     A `MicrobatchPlan`. ``print(plan)`` shows a table. ``plan.num_microbatches``,
     ``plan.microbatch_size`` and ``plan.choice`` say what to use: the choice with the fewest
-    floating-point operations of those that fit, and its largest microbatch that fits. If choices
-    differ by less than 1%, the one with the larger microbatch is taken.
+    floating-point operations, within 1%, of those that fit, and its largest microbatch that fits.
 
   Raises:
     ValueError: Not even microbatches of one row fit (the message says what takes the memory);
@@ -84,11 +80,9 @@ def plan_microbatches(
     >>> step = build_step(plan.num_microbatches, **plan.choice)  # and print(plan) is a table
 
   References:
-    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Others find a batch by running out of
-    memory: Lightning's batch size finder, accelerate's ``find_executable_batch_size``.
+    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Lightning's batch size finder and
+    accelerate's ``find_executable_batch_size`` find a batch by running out of memory.
   """
-  import tqdm  # takes a while to import
-
   rows = _validate.positive_int("batch_size", batch_size)
   choices = {} if choices is None else choices
   if hasattr(build_step, "lower"):
@@ -105,48 +99,25 @@ def plan_microbatches(
     )
   if not isinstance(args, (tuple, list)):
     raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
-  args = tuple(map(_without_deleted, args))
+  args = tuple(args)
   given = memory_limit is not None and sizes.parse(memory_limit)
-  products = itertools.product(*choices.values())
-  combinations = [dict(zip(choices, each, strict=True)) for each in products]
-  builders = [Builder(build_step, args, rows, choice) for choice in combinations]
+  combined = (dict(zip(choices, each)) for each in itertools.product(*choices.values()))  # noqa: B905
+  builders = [Builder(build_step, args, rows, choice) for choice in combined]
   limit = given or sizes.of_device(args, builders[0].first)
+  batch = [x for x in jax.tree.leaves(args) if rows in getattr(x, "shape", ())]
+  row_bytes = sum(map(sizes.shard_bytes, batch)) / rows
+
+  found = []
   with tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
-    found = [_compiled(builder, args, rows, limit, bar) for builder in builders]
+    for builder in builders:
+      even = builder.sizes(uneven=False)
+      uneven = builder.sizes(uneven=True) if builder.uneven else []
+      compile_size = functools.partial(builder.compile, limit=limit, bar=bar)
+      found.append(search(even, rows, limit, row_bytes, compile_size, uneven))
   plan = MicrobatchPlan.of(found, rows, limit)
   if not plan.candidates[0].fits:
     raise ValueError(does_not_fit(plan, builders[0].first, args))
   return plan
-
-
-def _without_deleted(tree: Tree) -> Tree:
-  """The same tree, with shapes instead of arrays that an earlier step has deleted."""
-
-  def is_deleted(x: Leaf) -> bool:
-    return isinstance(x, jax.Array) and x.is_deleted()
-
-  def shape(x: Leaf) -> Leaf:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if is_deleted(x) else x
-
-  # Mapping a tree would copy the Variables that an nnx model shares.
-  return jax.tree.map(shape, tree) if any(map(is_deleted, jax.tree.leaves(tree))) else tree
-
-
-def _compiled(
-  builder: Builder, args: Args, rows: int, limit: int, bar: "tqdm.tqdm"
-) -> list[PlanCandidate]:
-  """All that was compiled to find the largest microbatch that fits with one choice."""
-
-  def compile_size(size: int) -> PlanCandidate:
-    bar.set_postfix_str(builder.call(size))
-    candidate = builder.compile(size, limit)
-    bar.update()
-    return candidate
-
-  even = builder.sizes(uneven=False)
-  uneven = builder.sizes(uneven=True) if builder.uneven else []
-  row_bytes = sizes.of_rows(args, rows) / even[0]  # on one device
-  return search(even, rows, limit, row_bytes, compile_size, uneven)
 
 
 def search(
@@ -162,9 +133,9 @@ def search(
   `possible` has the smallest size first. It is compiled last, after the next larger one, because on
   TPUs one row may need more memory than two.
 
-  The `whole` batch is a program without a scan. It has no accumulators and no copy of a
-  microbatch's rows (`row_bytes` each), so it may fit even if half of it does not. It is not
-  compiled if several scans show that its activations alone exceed the limit.
+  The `whole` batch is a program without a scan, accumulators and copies of rows (`row_bytes` each),
+  so it may fit even if half of it does not. It is not compiled if several scans show that its
+  activations alone exceed the limit.
 
   The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
@@ -178,16 +149,14 @@ def search(
   if len(known) < min(len(possible), 2):  # so that two programs are compared
     too_large(possible[0])
   # XLA writes products of one row in another way, so the smallest size says little of others.
-  scans = [known[size] for size in sorted(known) if size not in (possible[0], whole)]
-  scans = [each for each in scans if each.analysed]
-  if whole == possible[-1] and whole not in known:
-    needed = 0.0
-    if len(scans) > 1:
-      rise = scans[-1].peak_bytes - scans[0].peak_bytes
-      slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
-      needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
-    if needed <= limit:
-      too_large(whole)
+  scans = [known[size] for size in sorted({*known} - {possible[0], whole}) if known[size].analysed]
+  needed = 0.0
+  if len(scans) > 1:
+    rise = scans[-1].peak_bytes - scans[0].peak_bytes
+    slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
+    needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
+  if whole == possible[-1] and whole not in known and needed <= limit:
+    too_large(whole)
   fits = max((size for size in known if known[size].fits), default=0)
   larger = min((size for size in known if size > fits), default=whole + 1)
   bisect.bisect_left([size for size in uneven if fits < size < larger], True, key=too_large)

@@ -36,15 +36,12 @@ def of_device(args: Tree, step: object) -> int:
   of_mesh = step.devices if isinstance(step, Step) else []
   device = min(of_mesh or of_args or jax.devices(), key=lambda d: d.id)
   try:
-    stats = device.memory_stats() or {}
-  except (jax.errors.JaxRuntimeError, NotImplementedError):  # a device to compile for
-    stats = {}
-  if "bytes_limit" not in stats:
+    return int(device.memory_stats()["bytes_limit"] * (1 - MARGIN))
+  except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError, KeyError):
     raise ValueError(
       f"memory_limit=None uses the memory that the device reports, and {device} reports none: give"
       ' memory_limit, such as "16GiB".'
-    )
-  return int(stats["bytes_limit"] * (1 - MARGIN))
+    ) from None
 
 
 def shard_bytes(x: Leaf) -> int:
@@ -54,12 +51,6 @@ def shard_bytes(x: Leaf) -> int:
   sharding = getattr(x, "sharding", None)
   shape = sharding.shard_shape(x.shape) if sharding else x.shape
   return math.prod(shape) * x.dtype.itemsize
-
-
-def of_rows(args: Tree, rows: int) -> float:
-  """The bytes of one row, added up over the arrays that have this number of rows."""
-  batch = [x for x in jax.tree.leaves(args) if rows in getattr(x, "shape", ())]
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in batch) / rows
 
 
 def shown(size: float) -> str:
