@@ -1,8 +1,10 @@
 """What is public, that its documentation is true, and that optional packages stay optional."""
 
+import ast
 import dataclasses
 import difflib
 import doctest
+import functools
 import importlib
 import inspect
 import pathlib
@@ -201,15 +203,43 @@ def test_every_public_function_has_an_example_that_runs():
     assert function.__module__ in MODULES, function.__name__
 
 
+@functools.cache
+def printed():
+  """The modules after optax, after this package and after a later import; and what Python finds."""
+  code = (
+    "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)",
+    "optax_accum.check_split; print(*sys.modules)",
+    "from optax_accum import *; print(plan_microbatches.__name__, microbatch.__name__)",
+    "print(hasattr(optax_accum, 'chek_split'))",
+  )
+  command = [sys.executable, "-c", "\n".join(code)]
+  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 def test_optional_packages_are_not_imported():
-  code = "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)"
-  command = [sys.executable, "-c", f"{code}; from optax_accum import *; microbatch, has_updated"]
-  lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-  before, after = ({name.split(".")[0] for name in line.split()} for line in lines)
+  before, after = ({name.split(".")[0] for name in line.split()} for line in printed()[:2])
   assert "optax" in before
-  assert not {"flax", "matplotlib", "sklearn", "hypothesis", "pytest"} & after
-  # Nor chex, which some versions of optax import.
-  assert after - before - set(sys.stdlib_module_names) == {"optax_accum", "tqdm"}
+  assert not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"} & after
+  assert after - before == {"optax_accum"}  # nor chex, which some versions of optax import
+
+
+def test_what_looks_at_a_step_is_imported_where_it_is_used():
+  before, after = ({".".join(x.split(".")[:2]) for x in line.split()} for line in printed()[1:3])
+  later = {"optax_accum._check_split", "optax_accum._compiled", "optax_accum._plan", "jax.extend"}
+  assert "optax_accum._train_step" in before
+  assert not later & before  # the last takes longer to import than this package
+  assert "optax_accum._check_split" in after
+  assert "optax_accum._plan" not in after
+
+
+def test_names_that_are_imported_later_are_like_others():
+  # What type checkers read, and what Python does.
+  source = ast.parse(pathlib.Path(optax_accum.__file__).read_text())
+  (branch,) = (node for node in source.body if isinstance(node, ast.If))
+  read = {each.name: node.module for node in branch.body for each in node.names}
+  assert read == {name: f"optax_accum.{module}" for name, module in optax_accum._LATER.items()}
+  assert set(PUBLIC) - set(dir(optax_accum.flax)) == set(optax_accum.__all__)
+  assert printed()[3:] == ["plan_microbatches microbatch", "False"]
 
 
 def test_the_package_is_typed():

@@ -1,17 +1,18 @@
-"""All-reduces that XLA must leave in a loop (XLA issue 49143).
+"""All-reduces that XLA must leave in a loop, because it moves them out and leaves a part behind.
 
 Where rows are sharded over automatic axes, each device adds its part of an embedding's gradient to
-``where(device == 0, accumulator, 0)``. XLA for TPU and GPU, as of JAX 0.10.1 to 0.11, moves the sum
-over devices behind the loop and leaves the `where` in it: in each microbatch every device but the
-first forgets its sum. Accumulators that a loop may scatter to go through a barrier, which stops it.
+``where(device == 0, accumulator, 0)``, and the parts are summed over the devices. XLA for TPU and
+GPU, as of JAX 0.10.1 to 0.11, moves that sum behind the loop and leaves the `where` in it: in each
+microbatch every device but the first forgets its sum (XLA issue 49143). That move stops at a
+barrier, so an accumulator that a loop may scatter to goes through one.
 """
 
+import functools
 import math
 from typing import Any, TypeAlias
 
 import jax
 from jax import lax
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from optax_accum import _versions
@@ -38,7 +39,7 @@ def shapes_in(jaxpr: Any) -> Shapes:
 def unhoisted(tree: Tree, shapes: Shapes) -> Tree:
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
   meant = lambda x: not dtypes.is_key(x) and _squeezed(x.shape) in shapes  # noqa: E731
-  return jax.tree.map(lambda x: _barrier.bind(x) if meant(x) else x, tree)
+  return jax.tree.map(lambda x: _barrier().bind(x) if meant(x) else x, tree)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -48,19 +49,25 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _lower(ctx: Any, x: Any) -> Any:
   """A barrier, where the partitioner has several devices to choose for."""
   context = ctx.module_context.axis_context
-  if mesh := getattr(context, "mesh", None):  # shard_map, over some axes or all
+  devices, mesh = getattr(context, "num_devices", None), getattr(context, "mesh", None)
+  if mesh is not None:  # shard_map, over some axes or all
     devices = math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
-  else:
-    devices = getattr(context, "num_devices", None)
-  return [x] if devices == 1 else mlir.lower_fun(lax.optimization_barrier, False)(ctx, x)
+  if devices == 1:
+    return [x]
+  return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 
 
-# A primitive of our own: at its lowering, and not before, it is known for what is compiled.
-_barrier = Primitive("unhoisted")
-_barrier.def_impl(lambda x: x)
-_barrier.def_abstract_eval(lambda x: x)
-mlir.register_lowering(_barrier, lambda ctx, x: [x])
-for _platform in ("tpu", "cuda", "rocm"):
-  mlir.register_lowering(_barrier, _lower, platform=_platform)
-ad.deflinear2(_barrier, lambda ct, x: [_barrier.bind(ct)])
-batching.primitive_batchers[_barrier] = lambda args, dims: (_barrier.bind(*args), dims[0])
+@functools.cache
+def _barrier() -> Any:
+  """A primitive of our own: at its lowering, and not before, it is known for what is compiled."""
+  from jax.extend.core import Primitive  # longer to import than this package
+
+  barrier = Primitive("unhoisted")
+  barrier.def_impl(lambda x: x)
+  barrier.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(barrier, lambda ctx, x: [x])
+  for platform in ("tpu", "cuda", "rocm"):
+    mlir.register_lowering(barrier, _lower, platform=platform)
+  ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])
+  batching.primitive_batchers[barrier] = lambda args, dims: (barrier.bind(*args), dims[0])
+  return barrier
