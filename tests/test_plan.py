@@ -617,7 +617,7 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
   ("target", "error", "message"),
   [
     ("jop.py:build", FileNotFoundError, r"No such file or directory: '.*jop.py'"),
-    ("job.py:bild", AttributeError, r"module 'planned_job' has no attribute 'bild'"),
+    ("job.py:bild", AttributeError, r"job.py has no function 'bild'; it has .*\bbuild\b"),
     ("job.py", ValueError, r"give FILE.py:NAME, such as train.py:build"),
     (
       "job.py:two",
@@ -742,6 +742,15 @@ def test_sizes_that_divide_are_looked_at_first():
   uneven = plan(by_size(lambda size: size + 50 * (96 % size > 0)), memory_limit=FIXED + 50)
   even = plan(written_down(lambda n: 96 // n), memory_limit=FIXED + 50)
   assert uneven.microbatch_size == even.microbatch_size == 48
+
+
+def test_a_step_that_needs_a_number_gets_one():
+  def build_step(num_microbatches, microbatch_size=None):
+    assert microbatch_size is None
+    return written_down(lambda n: 96 // n)(num_microbatches)
+
+  plan = plan_microbatches(build_step, (shape(96),), batch_size=96, memory_limit=FIXED + 48)
+  assert plan.microbatch_size == 48
 
 
 def test_a_step_of_a_size_has_a_smaller_last_microbatch():

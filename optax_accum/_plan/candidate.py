@@ -76,8 +76,15 @@ class Builder:
     self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
     self._programs: dict[str, int] = {}  # sizes, by the text of the program
     # If `build_step` takes the rows of a microbatch, they need not divide the batch.
-    self.uneven = "microbatch_size" in {*inspect.signature(build_step).parameters} - {*choice}
+    parameters = inspect.signature(build_step).parameters
+    counts = parameters.get("num_microbatches")  # must a number be given too?
+    needs_count = counts is not None and counts.default is counts.empty
+    self.uneven = "microbatch_size" in {*parameters} - {*choice} and not needs_count
     self.first = self._step(rows)
+
+  @property
+  def _option(self) -> str:
+    return "microbatch_size" if self.uneven else "num_microbatches"
 
   def call(self, size: int) -> str:
     """A call of `build_step`, as a user would write it."""
@@ -108,7 +115,7 @@ class Builder:
       if (same := self._programs.setdefault(lowered.as_text(), size)) != size:
         raise ValueError(
           f"{self.call(same)} and {self.call(size)} made the same program: build_step must pass the"
-          " number on, as in make_train_step(..., num_microbatches=num_microbatches)."
+          f" number on, as in make_train_step(..., {self._option}={self._option})."
         )
       compiled = lowered.compile()
     except Exception as error:

@@ -96,7 +96,10 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   sys.modules[module.__name__] = module
   sys.path.insert(0, str(path.parent))  # as `python file.py` has it
   SourceFileLoader(module.__name__, str(path)).exec_module(module)
-  built = getattr(module, function)()
+  if not callable(made_by := getattr(module, function, None)):
+    functions = [name for name, x in vars(module).items() if isinstance(x, types.FunctionType)]
+    raise AttributeError(f"{file} has no function {function!r}; it has {', '.join(functions)}.")
+  built = made_by()
   if not isinstance(built, tuple) or len(built) != 3:
     raise TypeError(
       f"{target} returned {built!r:.80}; it must return (build_step, args, batch_size), the"
