@@ -94,6 +94,12 @@ def test_a_changed_batch_with_a_weight_below_zero():
   assert any("= -1" in x for x in report.batches)
 
 
+def test_a_weight_below_zero_is_no_fix():
+  weight = np.where(np.arange(8) < 6, 1.0, -0.25)  # of the two rows of the last microbatch
+  report = check_one_split(ZOO["sample weights"], {**BATCH, "weight": weight})
+  assert report.verdict == "coupled", report
+
+
 def test_a_class_of_which_the_batch_has_no_row():
   report = check_one_split(ZOO["rare class"], {**BATCH, "label": BATCH["label"] % 2})
   assert (report.verdict, report.fix) == ("weighted", ZOO["rare class"].fix), report

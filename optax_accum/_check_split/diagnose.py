@@ -55,14 +55,13 @@ def _not_a_function(runs: Runs) -> Finding | None:
 
 def _unsplit(runs: Runs) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
-  axis, given = runs.options["batch_axis"][0], runs.options["batch_argnums"]
-  shared = [x for x in runs.call.arrays if x.role == "shared"]
+  axis, shared = runs.options["batch_axis"][0], [x for x in runs.call.arrays if x.role == "shared"]
   more = {x.argnum for x in shared if x.value.shape[axis:][:1] == (runs.rows,)}
   if not more:
     return None
   which = " and ".join(f"argument {i}" for i in sorted(more))
   reason = words.UNSPLIT.format(which=which, rows=runs.rows)
-  return Finding("unsplit", reason, words.split_too(given, more))
+  return Finding("unsplit", reason, words.split_too(runs.options["batch_argnums"], more))
 
 
 def _aux_alone(runs: Runs) -> Finding | None:
@@ -104,10 +103,10 @@ def _gradients(runs: Runs) -> Finding | None:
   if 0 in runs.wrong(how):
     return None
   found = _words_for(runs, how, (default, *_EXTREMES), leaves)
-  named = [i for i in leaves if _KEY in runs.names[i]]
+  named = [i for i in leaves if _KEY in runs.names[i] and runs.facts.is_half]
   found |= {i: "max" for i in named if found.get(i) not in _EXTREMES}
   new = [found.get(i, default) for i in leaves]
-  explains = len(found) == len(leaves) or (named and runs.facts.is_half)
+  explains = len(found) == len(leaves) or named
   if new == how.words[1 : len(runs.names)] or not explains:
     return None
   overwritten = [runs.names[i] for i, word in found.items() if word in _EXTREMES]
@@ -164,7 +163,8 @@ def _weighted(runs: Runs) -> Finding | None:
   names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
   for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
     how = runs.how(weight=weight, reduction="mean")
-    if runs.agree(how):
+    parts = [part for split in runs.outcomes[0].splits for part in split]
+    if runs.agree(how) and all(weight(part.call) >= 0 for part in parts):
       reason = words.WEIGHTED.format(what=code or "the number of rows")
       weight_fn = f"lambda {names}: {code}" if code else "None"
       return Finding("weighted", reason, f"weight_fn={weight_fn}{mean}", how)

@@ -23,7 +23,7 @@ PASS_A_KEY = (
   " it be a jax.random.key:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
 )
-HALF = "It computes in bfloat16, float16 or 8 bits, whose rounding hides why microbatches differ."
+HALF = "The loss computes in 16 or 8 bits, whose rounding hides why microbatches differ."
 USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
 SUM = "The losses and gradients of parts of the batch add up to those of the whole."
 SOME_WEIGHT = (
