@@ -94,6 +94,16 @@ def test_a_changed_batch_with_a_weight_below_zero():
   assert any("= -1" in x for x in report.batches)
 
 
+def test_a_number_that_a_jitted_part_of_the_loss_is_given():
+  @jax.jit
+  def masked(params, tokens, labels, pad):
+    return zoo.mean_where(zoo.cross_entropy(params, tokens, labels), labels != pad, least=1)
+
+  loss = lambda params, batch: masked(params, batch["tokens"], batch["targets"], 3)  # noqa: E731
+  report = check_one_split(Specimen(loss, ("tokens", "targets")), EVEN)  # without a 3
+  assert report.fix == zoo.weigh("batch['targets'] != 3"), report
+
+
 def test_a_weight_below_zero_is_no_fix():
   weight = np.where(np.arange(8) < 6, 1.0, -0.25)  # of the two rows of the last microbatch
   report = check_one_split(ZOO["sample weights"], {**BATCH, "weight": weight})

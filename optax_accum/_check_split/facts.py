@@ -45,7 +45,8 @@ def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
       bends |= any(x.shape == () for x in floats)
     if "batch" in of:  # data, or what is computed of them
       finds_nan |= name == "is_finite" or (name == "ne" and operands[0] is operands[1])
-    if of == {"batch"} and (name in _COMPARES or _versions.inner_jaxprs(eqn)):
+    # A function within the loss may be given a number, and compare data with it.
+    if (name in _COMPARES and of == {"batch"}) or _versions.inner_jaxprs(eqn):
       for n in [n for x in operands if isinstance(x, Literal) for n in _numbers(x.val)]:
         numbers += [n, n - 1, n + 1] if name in _COMPARES - {"eq", "ne"} else [n]
   shared = [x.value for x in call.arrays if x.role == "shared"]
