@@ -88,7 +88,7 @@ def test_rows_of_which_a_few_tell_nothing():
   constant = np.arange(ROWS, dtype=float)
   with pytest.raises(TypeError, match="incompatible shapes") as raised:
     check(lambda params, batch: jnp.mean(batch["x"] @ params * constant))
-  assert "ran it in 3 microbatches of 4 rows; on all 12 rows it ran" in "".join(
+  assert "ran it in microbatches of 4 rows; on all 12 rows it ran" in "".join(
     raised.value.__notes__
   )
 

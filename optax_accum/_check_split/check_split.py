@@ -1,10 +1,11 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import inspect
 
 import jax
+import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic.dtypes import is_key
@@ -38,20 +39,13 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
 
   Runs ``loss_fn(*args)`` and its gradients on the whole batch and on each microbatch, makes one of
   the microbatches as `microbatch_value_and_grad` does with these options, and compares loss,
-  gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). For a test, or a
+  gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). A batch may hide a
+  defect: a mean over a mask of ones is the plain mean. So the same is done with other parameters,
+  and on batches whose masks, labels and floats are changed in a row or two. Those on which the loss
+  is not finite, or zero with all its gradients, are left out. Nothing is random. For a test, or a
   notebook, with a small batch; a step checks its own loss by `TrainStep.check`::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
-
-  A batch may hide a defect: a mean over a mask of ones is the plain mean. So the same is done with
-  other parameters and on batches whose masks, labels and floats are changed in a row or two. A
-  batch on which the loss is not finite is left out, and so is one on which it is zero with all its
-  gradients. Nothing is random. Where all agree, `microbatch_value_and_grad` itself is run once.
-
-  A difference up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's, is taken for
-  rounding (1e-9 and 1e-11 in float64), and more where the last bits of the parameters change as
-  much. So a small term of a loss that does split badly, such as a z-loss, may not be seen. Check a
-  loss that computes in bfloat16 in float32.
 
   ===============  ================================================================
   verdict          what it means
@@ -65,16 +59,14 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with, as the
                    scales of layers in 8 bits
   ``unsplit``      an argument that has the batch's rows is not split
-  ``unknown``      they differ, and none of these explains it
+  ``unknown``      they differ, and none of these explains it, as in bfloat16
   ===============  ================================================================
 
-  A fix that is nothing but options was tried on all of these batches: loss and gradients agree
-  with it. Where the report has no table, the defaults refused the call and nothing was run: check
-  again with the fix.
-
-  `SplitReport.not_checked` says what of the loss was not looked at, even if ``ok``. Nor is the
-  carry compared, which each microbatch gets as given, or an aux under "stack" or "last". The guide
-  *When something is wrong* has an example of each verdict, and says what stays hidden.
+  With a fix that is nothing but options, loss and gradients agree on all of these batches; that of
+  "unsplit" is not tried. `SplitReport.not_checked` says what was not looked at, even if ``ok``. Nor
+  is the carry compared, which each microbatch gets as given, or an aux under "stack" or "last", or
+  a difference up to 1e-4 of a leaf's largest number or 1e-6 of the largest leaf's (1e-9 and 1e-11
+  in float64), which may be rounding, and may be a small term, such as a z-loss.
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
@@ -121,35 +113,34 @@ def runs_of(
     split = Split.of({**given, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
     wanted = names_or_positions("argnums", given["argnums"], int)
     argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-    roles = split.roles(loss_fn, args, {}, argnums)
+    given_as = split.roles(loss_fn, args, {}, argnums)
     for i in argnums:
       parameters.check_differentiable(f"argument {i}", args[i])
-    rows = cut.batch_rows(roles.batch, dict[int | str, Tree](enumerate(args)))
+    rows = cut.batch_rows(given_as.batch, dict[int | str, Tree](enumerate(args)))
   if rows == 1:
     raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
-  if refused := _refused(split, roles, rows):
+  if refused := _refused(split, given_as, rows):
     return refused
-  by_position = {
-    "argnums": argnums[0] if isinstance(given["argnums"], int) else argnums,
-    "has_aux": given["has_aux"] or bool(roles.carry),
-    "batch_argnums": tuple(roles.batch),
-    "batch_argnames": (),
-    "batch_axis": tuple(roles.batch.values()),
-    "rng_argnums": tuple(roles.rng),
-    "rng_argnames": (),
-    "carry_argnum": None,
-    "carry_reduction": None,
-  }
+  carries = bool(given_as.carry)
 
   @functools.wraps(loss_fn)
   def checked(*args: Tree) -> Tree:
-    out, carries = loss_fn(*args), bool(roles.carry)
+    out = loss_fn(*args)
     check_loss(out, given["has_aux"] or carries, carries)
     return (out[0], out[1][1]) if carries else out  # the carry is an argument like others
 
-  call = Call.of(loss_fn, args, roles, argnums)
+  by_position = {
+    "argnums": argnums[0] if isinstance(given["argnums"], int) else argnums,
+    "has_aux": given["has_aux"] or carries,
+    "batch_argnums": tuple(given_as.batch),
+    "batch_axis": tuple(given_as.batch.values()),
+    "rng_argnums": tuple(given_as.rng),
+    **dict.fromkeys(("batch_argnames", "rng_argnames"), ()),
+    **dict.fromkeys(("carry_argnum", "carry_reduction"), None),
+  }
+  call = Call.of(loss_fn, args, given_as, argnums)
   for role in drawing:
-    call = _with_fixed_noise(loss_fn, call, role)
+    call = call.with_noise(role, LEVELS[0])
   sizes = sizes_of(given["num_microbatches"], given["microbatch_size"], rows)
   return Runs(checked, call, {**given, **by_position}, sizes)
 
@@ -165,15 +156,13 @@ def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
-  check_concrete(loss_fn, args, {})
+  check_concrete(loss_fn, enumerate(args))
   return {k: x for k, x in bound.arguments.items() if k not in ("fun", "accumulator_dtype")}
 
 
-def check_concrete(loss_fn: LossFn, args: Args, kwargs: Kwargs) -> None:
+def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
-  given: dict[Slot, Tree] = dict(enumerate(args))
-  given.update(kwargs)
-  for slot, tree in given.items():
+  for slot, tree in given:
     argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
     for name, leaf in _validate.named_leaves(argument, tree):
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
@@ -181,23 +170,20 @@ def check_concrete(loss_fn: LossFn, args: Args, kwargs: Kwargs) -> None:
         raise TypeError(f"{name} is {what}: check outside jax.jit, with arrays.")
 
 
-def _refused(split: Split, roles: Roles, rows: int) -> SplitReport | None:
+def _refused(split: Split, given_as: Roles, rows: int) -> SplitReport | None:
   """The report where the defaults refuse the call."""
   try:
     if split.batch_argnums is None:
-      refuse_rows(roles, {rows})
+      refuse_rows(given_as, {rows})
   except ValueError as error:
-    given = list(map(int, roles.batch))
-    more = [int(slot) for slot, _ in with_rows(roles, {rows})]
-    options = {"both": tuple(sorted({*given, *more})), "given": words.one_or_more(given)}
-    fix = words.SPLIT_TOO.format(more=" and ".join(map(str, dict.fromkeys(more))), **options)
-    return SplitReport("unsplit", str(error), fix)
+    more = {int(slot) for slot, _ in with_rows(given_as, {rows})}
+    return SplitReport("unsplit", str(error), words.split_too(map(int, given_as.batch), more))
   try:
     if split.rng_argnums is None:
-      refuse_keys(roles)
+      refuse_keys(given_as)
   except ValueError as error:
-    keys = [int(slot) for slot in with_keys(roles)]
-    alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(roles.shared[slot]))
+    keys = [int(slot) for slot in with_keys(given_as)]
+    alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(given_as.shared[slot]))
     fix = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
     return SplitReport("random", str(error), fix)
   return None
@@ -216,25 +202,17 @@ def sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
   return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
-def _with_fixed_noise(loss_fn: LossFn, call: Call, role: str) -> Call:
-  raw = call.with_noise(role, LEVELS[0])
-  if role == "rng" or all(x.role != role for x in call.arrays):
-    return raw
-  try:  # two words may be something else than a key, and then cannot be one
-    jax.eval_shape(lambda: loss_fn(*raw.args))
-  except (TypeError, ValueError):
-    return call.with_noise(role, LEVELS[0], raw=False)
-  return raw
-
-
+@np.errstate(all="ignore")
 def report_of(runs: Runs) -> SplitReport:
-  if runs.sizes == [runs.rows]:
-    whole, split = (fingerprint(runs.traced(is_whole)) for is_whole in (True, False))
-    if whole == split:
-      raise ValueError(
-        "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
-        " does: leave it out, or give more."
-      )
+  """What the runs tell."""
+  if (
+    runs.sizes == [runs.rows]
+    and len({str(fingerprint(runs.traced(x))) for x in (True, False)}) == 1
+  ):
+    raise ValueError(
+      "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
+      " does: leave it out, or give more."
+    )
   how = runs.how()  # runs the whole batch, and notes where the loss raises
   report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
   if not runs.given.is_finite:
@@ -245,18 +223,19 @@ def report_of(runs: Runs) -> SplitReport:
     if finding := diagnose.of_error(runs):
       return report(*finding[:3])
     raise
+  if not outcomes:
+    return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
   ran = [tried.call.name for tried in outcomes]
   left_out = [call.name for call in runs.calls if call.name not in ran]
   report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
+  split = f"microbatches of {{}} rows, of {runs.rows}"
   for tried in outcomes:
     for size, parts in zip(runs.sizes, tried.splits, strict=True):
       leaves = runs.compare(how, tried.whole, how.join(parts))
       if not all(leaf.agrees for leaf in leaves.values()):
-        finding, where = diagnose.explain(runs), f"{tried.call.name}; {runs.in_words(size)}"
+        finding, where = diagnose.explain(runs), f"{tried.call.name}; {split.format(size)}"
         return report(*finding[:3], where, tuple(leaves.values()))
-  if not outcomes:
-    return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
-  leaves, where = runs.as_called(), f"as given; {runs.in_words(runs.sizes[0])}"
-  if all(leaf.agrees for leaf in leaves.values()):
-    return report("ok", "", "", where, tuple(leaves.values()))
-  return report("unknown", words.AS_CALLED, words.PLAIN, where, tuple(leaves.values()))
+  leaves, where = runs.as_called(), f"as given; {split.format(runs.sizes[0])}"
+  differ = not all(leaf.agrees for leaf in leaves.values())
+  found = ("unknown", words.AS_CALLED, words.PLAIN) if differ else ("ok", "", "")
+  return report(*found, where, tuple(leaves.values()))

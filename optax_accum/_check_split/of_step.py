@@ -24,6 +24,7 @@ from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import Slot
 
 _ROWS = 4  # more take longer, and seldom tell more
+_NOTES = {"unbound axis name": words.NO_COLLECTIVES, "RESOURCE_EXHAUSTED": words.TOO_LARGE}
 
 
 def check_step(
@@ -34,17 +35,12 @@ def check_step(
   drawing: Sequence[str] = ("rng", "carry"),
   fixes: Mapping[str, str] | None = None,
 ) -> SplitReport:
-  """The report on such a call of a step's loss.
+  """The report on such a call of the loss that a step has on one of its devices.
 
-  Args:
-    loss: That of one device.
-    parallel: The devices that it runs on, or None.
-    args: The arguments of the loss.
-    kwargs: Those by name.
-    drawing: As in `runs_of`.
-    fixes: What to write instead, where the loss is not called as `check_split` says.
+  `drawing` is as in `runs_of`. `fixes` says of a verdict what to write instead, where the loss is
+  not called as `check_split` says.
   """
-  check_concrete(loss.fun, args, kwargs)
+  check_concrete(loss.fun, [*enumerate(args), *kwargs.items()])
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
   fun, args, options = _by_position(loss, args, kwargs)
   several = parallel is not None or loss.split.axis_name is not None
@@ -69,26 +65,17 @@ def _report(runs: Runs, loss: LocalLoss, parallel: DataParallel | None) -> Split
   some = min(runs.rows, _ROWS)
   # Equal parts, unless the step may have a smaller one: each size is a program to compile.
   sizes = sizes_of(None, None, some)[: 1 + (loss.split.microbatch_size is not None)]
-  few = _some(runs, some, sizes)
-  if _can_run(few) and (report := report_of(few)).leaves:
-    if some == runs.rows:
-      return report
-    note = words.SOME_ROWS.format(some=some, rows=runs.rows)
-    return dataclasses.replace(report, not_checked=(*report.not_checked, note))
+  with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
+    report = report_of(_some(runs, some, sizes))
+    if report.leaves:
+      note = words.SOME_ROWS.format(some=some, rows=runs.rows)
+      notes = report.not_checked + (note,) * (some < runs.rows)
+      return dataclasses.replace(report, not_checked=notes)
   return report_of(_some(runs, runs.rows, [own] if own < runs.rows else runs.sizes))
 
 
 def _some(runs: Runs, rows: int, sizes: Sequence[int]) -> Runs:
   return Runs(runs.fun, runs.call.take(np.arange(rows)), runs.options, sizes)
-
-
-def _can_run(runs: Runs) -> bool:
-  """Whether the loss takes so few rows. Why it does not is told on all rows."""
-  try:
-    runs.traced()
-  except Exception:
-    return False
-  return True
 
 
 def _by_position(loss: LocalLoss, args: Args, kwargs: Kwargs) -> tuple[LossFn, Args, Kwargs]:
@@ -154,11 +141,7 @@ def _explained() -> Iterator[None]:
   """Says of two errors that they come of running on one device."""
   try:
     yield
-  except NameError as error:
-    if "unbound axis name" in str(error):
-      error.add_note(words.NO_COLLECTIVES)
-    raise
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" in str(error):
-      error.add_note(words.TOO_LARGE)
+  except Exception as error:
+    for note in [note for text, note in _NOTES.items() if text in str(error)]:
+      error.add_note(note)
     raise

@@ -9,7 +9,7 @@ Nothing is drawn at random. A named key becomes one of which every draw is the s
 row would have the same noise in a microbatch as in the whole batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -45,8 +45,7 @@ class Array(NamedTuple):
 
   @property
   def is_mask(self) -> bool:
-    x = self.value
-    return self.kind != "key" and bool(np.all((x == 0) | (x == 1)))
+    return self.kind != "key" and bool(np.all((self.value == 0) | (self.value == 1)))
 
   @property
   def may_be_key(self) -> bool:
@@ -60,12 +59,16 @@ class Array(NamedTuple):
     shape = np.moveaxis(self.value, self.axis, 0).shape
     return len(shape) > 1 and shape[-1] > 1
 
+  @property
+  def places(self) -> np.ndarray:
+    """A number for each place in it."""
+    return np.arange(self.value.size).reshape(self.value.shape)
+
 
 class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
   rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
-  source: int | None = 0  # calls of one have the same parameters and noise; None: no other call's
 
   @classmethod
   def of(cls, fun: Callable[..., Tree], args: Args, roles: Roles, argnums: Sequence[int]) -> "Call":
@@ -106,14 +109,9 @@ class Call(NamedTuple):
     return self.batch[0].value.shape[self.batch[0].axis]
 
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
-    """The call with `fun` of every array of this role."""
-    arrays = [x._replace(value=fun(x)) if x.role == role else x for x in self.arrays]
-    return self._replace(arrays=tuple(arrays))
-
-  def with_split(self, argnums: Collection[int], axis: int) -> "Call":
-    """The call of which more arguments are split."""
-    split = lambda x: x._replace(role="batch", axis=axis % x.value.ndim)  # noqa: E731
-    arrays = [split(x) if x.argnum in argnums else x for x in self.arrays]
+    """The call with `fun` of every array of this role, in its dtype."""
+    new = lambda x: fun(x) if x.kind == "key" else np.asarray(fun(x), x.value.dtype)  # noqa: E731
+    arrays = [x._replace(value=new(x)) if x.role == role else x for x in self.arrays]
     return self._replace(arrays=tuple(arrays))
 
   def take(self, rows: np.ndarray) -> "Call":
@@ -122,21 +120,14 @@ class Call(NamedTuple):
 
   def moved(self, number: int) -> "Call":
     """The call with other parameters, by a tenth: a weight does not depend on parameters."""
-
-    def moved(x: Array) -> Leaf:
-      size = 0.1 * (np.sqrt(np.mean(np.abs(x.value) ** 2)) or 1.0)
-      return (x.value + size * np.sin(number * (1.0 + _places(x)))).astype(x.value.dtype)
-
+    size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x.value) ** 2)) or 1.0)  # noqa: E731
+    moved = lambda x: x.value + size(x) * np.sin(number * (1.0 + x.places))  # noqa: E731
     return self.mapped("params", moved)
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""
-
-    def nudged(x: Array) -> Leaf:
-      units = 2 * np.finfo(x.value.dtype).eps * np.sign(np.sin(1.0 + _places(x)))
-      return (x.value * (1 + units)).astype(x.value.dtype)
-
-    return self.mapped("params", nudged)
+    units = lambda x: 2 * np.finfo(x.value.dtype).eps * np.sign(np.sin(1.0 + x.places))  # noqa: E731
+    return self.mapped("params", lambda x: x.value * (1 + units(x)))
 
   def varied(self) -> "Call":
     """The call with each float of the batch made smaller, by factors that are all different.
@@ -145,34 +136,20 @@ class Call(NamedTuple):
     """
     floats = [x for x in self.batch if x.kind in "fc"]
     names = {x.name for x in floats if not x.is_mask} or {x.name for x in floats}
+    factors = lambda x: 0.6 + 0.4 * np.sin(1.7 * x.places) if x.name in names else 1  # noqa: E731
+    return self.mapped("batch", lambda x: x.value if x.kind == "key" else x.value * factors(x))
 
-    def varied(x: Array) -> Leaf:
-      if x.name not in names:
-        return x.value
-      return (x.value * (0.6 + 0.4 * np.sin(1.7 * _places(x)))).astype(x.value.dtype)
+  def with_noise(self, role: str, level: float) -> "Call":
+    """The call with keys of which every draw is the same: typed ones, and those that are named."""
 
-    return self.mapped("batch", varied)
-
-  def alike(self) -> "Call":
-    """The call with the masks, labels and counts of row 0 in every row."""
-
-    def alike(x: Array) -> Leaf:
-      counts = x.is_mask or x.kind in "iu"
-      return np.broadcast_to(x.value.take([0], x.axis), x.value.shape) if counts else x.value
-
-    return self.mapped("batch", alike)
-
-  def with_noise(self, role: str, level: float, raw: bool = True) -> "Call":
-    """The call with keys, `raw` ones too, of which every draw is the same."""
-
-    def fixed(x: Array) -> Leaf:
-      if not (x.may_be_key if raw else x.kind == "key"):
-        return x.value
+    def fixed(x: Array) -> Array:
+      if x.role != role or not (x.may_be_key if role == "rng" else x.kind == "key"):
+        return x
       shape = x.value.shape if x.kind == "key" else x.value.shape[:-1]
       data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
-      return jax.random.wrap_key_data(data, impl=_FIXED)
+      return x._replace(value=jax.random.wrap_key_data(data, impl=_ONE_NUMBER))
 
-    return self.mapped(role, fixed)
+    return self._replace(arrays=tuple(map(fixed, self.arrays)))
 
 
 def _in_check_dtype(x: Leaf) -> Leaf:
@@ -185,20 +162,15 @@ def _in_check_dtype(x: Leaf) -> Leaf:
   return np.asarray(x)
 
 
-def _places(x: Array) -> np.ndarray:
-  """A number for each place in an array."""
-  return np.arange(x.value.size).reshape(x.value.shape)
-
-
 def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
   """The given call, and changed ones; the numbers may say that an entry does not count."""
   yield given
-  yield given.moved(1)._replace(name="parameters moved", source=None)
+  yield given.moved(1)._replace(name="parameters moved")
   if any(x.role == "rng" for x in given.arrays):
-    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise", source=None)
+    yield given.with_noise("rng", LEVELS[1])._replace(name="other noise")
   # On the given floats, which may be all alike, and on others, of which a loss may have no value.
   varied, again = given.varied(), np.arange(given.rows) ** 2 // given.rows
-  varied = varied.moved(1).with_noise("rng", LEVELS[2])._replace(source=1)
+  varied = varied.moved(1).with_noise("rng", LEVELS[2])
   for source, ending in [(given, ""), (varied, ", all floats varied")]:
     if source is varied:
       yield source._replace(name=f"as given{ending}")
@@ -250,12 +222,11 @@ def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _random_bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-  word = key[0] >> jnp.uint32(max(32 - width, 0))
-  dtype = jnp.dtype(f"uint{width}")
+  word, dtype = key[0] >> jnp.uint32(max(32 - width, 0)), jnp.dtype(f"uint{width}")
   return jnp.full(shape, word.astype(dtype) << jnp.asarray(max(width - 32, 0), dtype))
 
 
-_FIXED = define_prng_impl(
+_ONE_NUMBER = define_prng_impl(
   key_shape=(1,),
   seed=lambda seed: jnp.zeros((1,), jnp.uint32),
   split=_split,

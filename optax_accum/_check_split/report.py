@@ -1,6 +1,6 @@
 """What `check_split` returns: the verdict, why, what to write, and the leaves compared."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 import dataclasses
 import textwrap
 from typing import Literal, NamedTuple, TypeAlias
@@ -38,15 +38,13 @@ class SplitReport:
 
   Attributes:
     verdict: ``"ok"``, or what is wrong.
-    reason: The evidence, in words; empty where nothing is wrong.
-    fix: What to write; empty where nothing is wrong. Options are Python that can be pasted, on
-      lines of their own.
-    where: The batch and the split that `leaves` are of: the first that disagrees. Empty where
-      nothing was compared.
-    leaves: The loss, the gradients and the aux, compared.
+    reason: The evidence, in words; ``""`` where nothing is wrong.
+    fix: What to write; ``""`` where nothing is wrong. Options are Python, on lines of their own.
+    where: The batch and the split that `leaves` are of: the first that disagrees.
+    leaves: The loss, the gradients and the aux, compared; ``()`` where nothing was.
     batches: The batches that were run: the given one, and those with something changed.
     left_out: Those that tell nothing: the loss or a gradient is not finite, or all are zero.
-    not_checked: What of this loss was not looked at, in sentences: ``()`` where all was.
+    not_checked: What of this loss was not looked at, in sentences.
   """
 
   verdict: Verdict
@@ -70,32 +68,27 @@ class SplitReport:
     return self.fix
 
   def __str__(self) -> str:
-    lines = self._summary()
-    if differ := [leaf for leaf in self.leaves if not leaf.agrees]:
-      return "\n".join([*lines, "", self.where, *_table(differ)])
-    if self.ok:
-      lines.append(f"{len(self.leaves)} leaves agree on {len(self.batches)} batches")
-    return "\n".join(lines)
+    return self._text([leaf for leaf in self.leaves if not leaf.agrees])
 
   def details(self) -> str:
     """The same with all leaves, those that agree too, and the batches that were run."""
-    lines = self._summary()
-    if self.leaves:
-      lines += ["", self.where, *_table(self.leaves)]
-    lines += _wrapped("batches:  ", "; ".join(self.batches))
-    lines += _wrapped("left out: ", "; ".join(self.left_out))
-    return "\n".join(lines)
+    batches = _wrapped("batches:  ", "; ".join(self.batches))
+    left_out = _wrapped("left out: ", "; ".join(self.left_out))
+    return "\n".join([self._text(self.leaves), *batches, *left_out])
 
-  def _summary(self) -> list[str]:
+  def _text(self, leaves: Sequence[LeafComparison]) -> str:
     lines = [f"check_split: {self.verdict}"]
     lines += _wrapped("why: ", self.reason) + _wrapped("fix: ", self.fix)
     for sentence in self.not_checked:
       lines += _wrapped("not checked: ", sentence)
-    return lines
+    if leaves:
+      lines += ["", self.where, *_table(leaves)]
+    elif self.ok:
+      lines.append(f"{len(self.leaves)} leaves agree on {len(self.batches)} batches")
+    return "\n".join(lines)
 
 
-def _table(leaves: Iterable[LeafComparison]) -> list[str]:
-  leaves = list(leaves)
+def _table(leaves: Sequence[LeafComparison]) -> list[str]:
   width = max(len("leaf"), *(len(leaf.name) for leaf in leaves))
   lines = [f"{'leaf':<{width}}{'largest':>12}{'difference':>12}{'allowed':>10}"]
   for leaf in leaves:
@@ -106,10 +99,8 @@ def _table(leaves: Iterable[LeafComparison]) -> list[str]:
 
 def _wrapped(label: str, text: str) -> list[str]:
   """A text of several lines below its label. Code stands on lines of its own, and is not cut."""
-  if not text:
-    return []
   lines: list[str] = []
   for line in text.splitlines():
-    is_code = line.startswith("  ")
-    lines += [line] if is_code else textwrap.wrap(line, 85 - len(label), break_long_words=False)
+    is_code, width = line.startswith("  "), 85 - len(label)
+    lines += [line] if is_code else textwrap.wrap(line, width, break_long_words=False)
   return [(label if i == 0 else " " * len(label)) + line for i, line in enumerate(lines)]

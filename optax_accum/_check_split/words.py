@@ -1,14 +1,14 @@
 """What `check_split` says of each defect: why it is known, and what to write."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 DRAWS = "it draws random numbers: rows may meet in them"
 BENDS = (
-  "it takes a maximum, an absolute value, or the like, of one number of the batch: in these batches"
-  " all microbatches may be on one side of where it bends"
+  "it takes a maximum, an absolute value, or the like, of one number of the batch, and all"
+  " microbatches may have been on one side of where it bends"
 )
 NOT_A_FUNCTION = (
   "Called twice with the same arguments, the loss computes something else. It may draw numbers with"
@@ -19,81 +19,55 @@ SHARED_KEY = (
   " share, and so rows of different microbatches have the same noise."
 )
 PASS_A_KEY = (
-  "Draw with jax.random, from a key that is an argument of the loss, and name it:\n"
+  "Draw with jax.random, from a key that is an argument of the loss, and name it. In a carry, let"
+  " it be a jax.random.key:\n"
   "  loss_fn(params, batch, key), with rng_argnums=2"
 )
-PLACES = (
-  "The loss changes when the rows are put in another order: rows meet their neighbours, or what the"
-  " loss holds for each place in the batch."
-)
-HALF = (
-  "The loss computes in bfloat16, float16 or 8 bits, and the differences are small enough to be its"
-  " rounding, or a small defect."
-)
+HALF = "The loss computes in 16 or 8 bits, whose rounding hides why microbatches differ."
 USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
 SUM = "The losses and gradients of parts of the batch add up to those of the whole."
-SUM_AND_MORE = (
-  "The loss is a sum over rows and something that no row changes, such as a regulariser, which"
-  " would be counted in every microbatch."
-)
-MEAN_AND_MORE = (
-  "Take the mean over rows in place of the sum. Or leave out what no row changes, pass"
-  ' reduction="sum", and add it and its gradient once.'
-)
 SOME_WEIGHT = (
-  "The whole batch's loss and gradients are a weighted mean of those of its parts, at several"
-  " parameters, but nothing that was counted in the batch gives the weights."
-)
-GUARD = "and jnp.maximum(count, 1) in place of the small number, which each microbatch adds once"
-SEVERAL_COUNTS = (
-  "No one weight explains the loss, and where all rows have the masks and labels of row 0 it splits"
-  " well: it has several denominators, such as tokens in one term and rows in another."
-)
-ROUTER = (
-  "A term that multiplies or divides means of the batch, such as a router's balance: compute it on"
-  ' the whole batch from sums by optax_accum.microbatch(..., reduction="sum"). See the guide to'
-  " padded text."
-)
-TOTALS = (
-  "Divide each term by its total over the whole batch, an argument that is not split, and add up"
-  " the microbatches, as the guide to padded text does:\n"
-  '  loss_fn(params, batch, totals), with batch_argnums=1, reduction="sum"\n' + ROUTER
+  "The loss and gradients are a weighted mean of those of the microbatches, but nothing that was"
+  " counted in the batch gives the weights."
 )
 COUPLED = (
-  "A part's loss and gradients change with the other rows in it, beyond what any weight explains:"
-  " a contrastive loss, statistics of the batch, or a function of a mean (a square root, a ratio)."
+  "A part's loss and gradients change with the other rows in it, or with their order, beyond what"
+  " one weight explains: a contrastive loss, statistics of the batch, a function of a mean (a"
+  " square root, a ratio), several denominators, or rows in groups."
 )
-NEIGHBOURS = (
+GROUPS = (
+  "Rows in groups: make each group one row, which every microbatch then holds whole, and flatten it"
+  " in the loss:\n"
+  "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)"
+)
+TOGETHER = (
   "Batch normalization: normalize by running statistics, in a carry (carry_argnum): see the guide"
   " When something is wrong. Left as it is, each microbatch is normalized by itself (ghost batch"
   " normalization), which many want.\n"
   "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a loss of the"
-  f" whole batch. See the guide to contrastive losses.\n{ROUTER}"
-)
-GROUPS_OF_NEIGHBOURS = (
-  "Parts whose rows follow each other give what the whole batch does, and microbatches, whose rows"
-  " do not, differ: rows belong in groups with their neighbours."
-)
-GROUPS = (
-  "Make each group one row, which every microbatch then holds whole, and flatten it in the loss:\n"
-  "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)"
+  " whole batch. See the guide to contrastive losses.\n"
+  "Several denominators, such as tokens in one term and rows in another: divide each term by its"
+  " total over the whole batch, an argument that is not split, and add up the microbatches, as the"
+  " guide to padded text does:\n"
+  '  loss_fn(params, batch, totals), with batch_argnums=1, reduction="sum"\n'
+  "Means of the batch that are multiplied or divided, such as a router's balance: compute them on"
+  ' the whole batch from sums by optax_accum.microbatch(..., reduction="sum").\n'
+  "A sum over rows and something that no row changes, such as a regularizer: take the mean over"
+  " rows, or leave it out and add it and its gradient once.\n"
+  f"{GROUPS}"
 )
 SOME_ROWS = "it ran on the first {some} of the {rows} rows"
 ONE_DEVICE = "it ran on one device, on which nothing is reduced over devices"
 NO_COLLECTIVES = (
-  "step.check runs the loss on one device, where no axis has a name. The loss of a step returns the"
-  " mean over the rows that it is given, without lax.pmean or lax.psum: the step reduces over"
-  " devices. A loss that needs another collective is checked without it."
+  "step.check runs the loss on one device, where no axis has a name. A loss needs no lax.pmean or"
+  " lax.psum: the step reduces over devices. Check one with another collective without it."
 )
 TOO_LARGE = (
-  "step.check runs the loss on one device, which has no room for these parameters and gradients:"
-  " check a smaller model with the same loss."
+  "step.check runs on one device, with no room for this: check a smaller model with the same loss."
 )
 NOT_FINITE = "The loss or its gradients are not finite on the whole batch: nothing can be compared."
 ALL_ZERO = "The loss and its gradients are zero on all batches: nothing can be compared."
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."
-TWO_ROWS = "Splitting changes the loss, and two rows do not tell why."
-MORE_ROWS = "Give check_split 4 rows or more."
 RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
 GRADIENTS = "The loss agrees, and gradients do not: they are not reduced as grad_reduction says."
 AUX = "Loss and gradients agree, and aux does not: it is not reduced as aux_reduction says."
@@ -102,37 +76,20 @@ AS_CALLED = (
 )
 PLAIN = "Leave out options that should change no value, such as in_place, one by one."
 # Of these the caller fills in what is in braces.
-UNSPLIT = (
-  "{which}: {rows} rows, as many as the batch, and not split. Where they are split too, the"
-  " microbatches give what the whole batch does."
-)
-SPLIT_TOO = (
-  "batch_argnums={both}\n"
-  "or, if argument {more} merely has as many rows and every microbatch is to have it whole,\n"
-  "  batch_argnums={given}"
-)
+UNSPLIT = "{which}: {rows} rows, as many as the batch, and not split, which may be why they differ."
 UNEVEN = (
   "The loss runs on all {rows} rows, and not on {failed} of them: it takes rows in groups, or a"
   " certain number of them. It raises {error}"
 )
 DENOMINATOR = (
-  "A weight_fn that returns what the loss divides by on these rows of the batch, for example\n"
+  "A weight_fn that returns what the loss divides by on these rows of the batch, without a small"
+  " number that each microbatch would add to it (jnp.maximum(count, 1) adds none), for example\n"
   "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])"
 )
 WEIGHTED = "What the loss divides by is {what}. With this weight the microbatches agree."
-EPSILON = (
-  "What the loss divides by is {what} and about {epsilon:.1g} that is added to it. With this weight"
-  " alone the microbatches differ by as much."
-)
 OVERWRITTEN = (
   "{names}: not a mean over rows but an extreme of them, while the loss agrees. It is a value to"
   " overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
-)
-SUM_OVER_ALL_ROWS = (
-  'reduction="sum", {option}\n'
-  "and a loss that is the sum over its rows, divided by all rows of the batch. A mean over fewer"
-  " rows has larger cotangents, and 8 bits round larger numbers differently:\n"
-  "  return loss * ({rows} / {all_rows})  # loss: the mean"
 )
 
 
@@ -148,6 +105,16 @@ def option(name: str, tree: Any) -> str:
     return type(x)(map(collapsed, x)) if type(x) in (list, tuple) else x
 
   return f"{name}={collapsed(tree)!r}".replace("'", '"')
+
+
+def split_too(given: Iterable[int], more: Iterable[int]) -> str:
+  """The options that split more arguments than are given, or say that these are all."""
+  given, more = sorted(given), sorted(more)
+  return (
+    f"batch_argnums={tuple(sorted([*given, *more]))}\n"
+    f"or, if argument {' and '.join(map(str, more))} merely has as many rows and every"
+    f" microbatch is to have it whole,\n  batch_argnums={one_or_more(given)}"
+  )
 
 
 def one_or_more(values: Sequence[int]) -> str:

@@ -491,7 +491,7 @@ ZOO = {
     token_and_row_terms, (*XY, *TOKENS), "coupled", 'reduction="sum"', fixed=_TERMS
   ),
   "regularised": Specimen(regularised, XY),
-  "regularised sum": Specimen(regularised_sum, XY, "sum", "mean over rows", fixed=_PENALISED),
+  "regularised sum": Specimen(regularised_sum, XY, "coupled", "mean over rows", fixed=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
   "root mean square": Specimen(root_mean_square, XY, "coupled", "microbatch(encode"),
   "free bits": Specimen(free_bits, XY, not_checked=BENDS),
