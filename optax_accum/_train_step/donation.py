@@ -58,8 +58,8 @@ def distinct(donated: Leaves, others: Leaves, new: Leaves) -> Leaves:
 
   Args:
     donated: Parameters and state, as they were put on the mesh.
-    others: All other arrays that the step is passed, and that live on as they were passed.
-    new: Those of all that was passed that the last call neither returned nor was passed.
+    others: All else that the step is passed, and that lives on as it was passed.
+    new: What was passed, and the last call neither returned nor was passed.
   """
   shards = _shards(new)
   suspects = shards & _shards(_like_one(shards, donated))
