@@ -24,19 +24,20 @@ class Known:
 
   def new(self, leaves: Leaves) -> Leaves:
     """The arrays that are not what was there in the same place."""
-    leaves = arrays(leaves)
-    if len(leaves) != len(self._references):
-      return leaves
     known = list(map(operator.call, self._references))
-    if all(map(operator.is_, leaves, known)):
+    if len(leaves) == len(known) and all(map(operator.is_, leaves, known)):  # as in most calls
       return []
+    leaves = arrays(leaves)
+    if len(leaves) != len(known):
+      return leaves
     return [x for x, before in zip(leaves, known, strict=True) if x is not before]
 
 
 def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
-  deleted = [x.is_deleted() for x in arrays(leaves)]  # of all: a generator takes longer
-  if not any(deleted):
+  # A function of a class takes half the time of the methods of its objects.
+  kinds: Any = itertools.groupby(arrays(leaves), type)
+  if not any(any(map(kind.is_deleted, alike)) for kind, alike in kinds):
     return
   for argument, tree in arguments().items():
     for name, x in _validate.named_leaves(argument, tree):
@@ -62,7 +63,10 @@ def distinct(donated: Leaves, others: Leaves, new: Leaves) -> Leaves:
     new: What was passed, and the last call neither returned nor was passed.
   """
   shards = _shards(new)
-  suspects = shards & _shards(_like_one(shards, donated))
+  held = arrays(donated) if shards else []
+  # Told from the few types that there are: asking each array for its shard takes longer.
+  alike = {aval for aval in {x.aval for x in held} if any(_holds(aval, *shard) for shard in shards)}
+  suspects = shards & _shards([x for x in held if x.aval in alike]) if alike else set()
   if not suspects:
     return donated
 
@@ -98,16 +102,10 @@ def _shards(leaves: Leaves) -> set[Shard]:
   return {(sharding.shard_shape(aval.shape), aval.dtype) for aval, sharding in kinds}
 
 
-def _like_one(shards: set[Shard], leaves: Leaves) -> Leaves:
-  """The arrays that could be cut into one of these shards. Asking each for its own takes longer."""
-
-  def holds_one(aval: jax.core.ShapedArray) -> bool:
-    alike = [shape for shape, dtype in shards if (len(shape), dtype) == (aval.ndim, aval.dtype)]
-    return any(all(map(operator.ge, aval.shape, shape)) for shape in alike)
-
-  leaves = arrays(leaves) if shards else []
-  alike = set(filter(holds_one, set(map(operator.attrgetter("aval"), leaves))))
-  return [x for x in leaves if x.aval in alike] if alike else []
+def _holds(aval: jax.core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+  """Whether an array of this type could be cut into such a shard."""
+  alike = (aval.ndim, aval.dtype) == (len(shape), dtype)
+  return alike and all(map(operator.ge, aval.shape, shape))
 
 
 def _buffers(x: jax.Array) -> set[int]:

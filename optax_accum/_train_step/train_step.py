@@ -1,6 +1,7 @@
 """`make_train_step`: N backward passes and one optimizer step in one jitted call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TYPE_CHECKING, TypeVar
 
@@ -17,7 +18,6 @@ from optax_accum._train_step.program import PreparedCall, StepProgram
 from optax_accum._train_step.step import Step, step_loss
 
 OptState = TypeVar("OptState")
-Out = TypeVar("Out")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
   import typing_extensions
 
@@ -50,7 +50,8 @@ class TrainStep(Step, Generic[Params, Args]):
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    return self._with_call(self._program.run, (params, opt_state, *args), kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return self._program.run(call)
 
   def check(
     self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
@@ -65,31 +66,29 @@ class TrainStep(Step, Generic[Params, Args]):
       Exception: What the call raises. Also inside `jax.jit`, for a batch of one row, for a loss
         with collectives, and where one device has no room.
     """
-
-    def report(call: PreparedCall) -> "SplitReport":
+    with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
-
-    return self._with_call(report, (params, opt_state, *args), kwargs)
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
-    run = lambda call: call.jitted.lower(*call.args, **call.kwargs)  # noqa: E731
-    return self._with_call(run, (params, opt_state, *args), kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.lower(*call.args, **call.kwargs)
 
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    run = lambda call: call.jitted.trace(*call.args, **call.kwargs)  # noqa: E731
-    return self._with_call(run, (params, opt_state, *args), kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.trace(*call.args, **call.kwargs)
 
   def eval_shape(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    run = lambda call: call.jitted.eval_shape(*call.args, **call.kwargs)  # noqa: E731
-    return self._with_call(run, (params, opt_state, *args), kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.eval_shape(*call.args, **call.kwargs)
 
-  def _with_call(self, use: Callable[[PreparedCall], Out], given: Any, kwargs: Any) -> Out:
-    """What `use` makes of a call. Of an error, what was passed wrongly comes first."""
+  @contextlib.contextmanager
+  def _prepared(self, given: Any, kwargs: Any) -> Iterator[PreparedCall]:
+    """The call. An error in it says first what was passed wrongly."""
     try:
-      return use(self._program.prepare(given, kwargs))
+      yield self._program.prepare(given, kwargs)
     except Exception:
       if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
