@@ -600,7 +600,10 @@ def test_a_state_without_its_axis_of_devices_is_refused(lost):
   cut = {"axis": lambda x: x[0], "devices": lambda x: jnp.concatenate([x, x])}[lost]
   state = state._replace(acc_grads=jax.tree.map(cut, state.acc_grads))
   step = jax.vmap(tx.apply, in_axes=(0, None, None), axis_name="data")
-  message = r"acc_grads\['w'\] has shape .*Save a state whole, by jax\.device_get\(state\)"
+  message = {
+    "axis": r"updates\['w'\] has shape \(1, 3\), not \(3,\)",
+    "devices": r"acc_grads\['w'\] has shape .*Save a state whole, by jax\.device_get\(state\)",
+  }[lost]
   with pytest.raises(ValueError, match=message):
     step({"w": np.zeros((8, 1, 3), np.float32)}, state, params)
 

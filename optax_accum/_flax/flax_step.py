@@ -113,8 +113,8 @@ class FlaxProgram(StepProgram):
     counting.__name__ = self.step.name
     return counting
 
-  def check(self, *args: Any) -> None:
-    """Checks arguments that are not what the last call returned."""
+  def check(self, args: Args, kwargs: Kwargs) -> None:
+    """Checks what the step is called with, while it is traced."""
     parameters.check_differentiable(self.step.params_name, args[0])
 
   def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:

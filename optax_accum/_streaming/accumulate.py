@@ -16,13 +16,12 @@ from optax_accum._streaming.cycle import Cycle, Schedule
 from optax_accum._streaming.emit import Accumulation, Params
 from optax_accum._streaming.state import AccumulateState
 
-# What `optax.MultiSteps` calls the arguments.
+# What `optax.MultiSteps` calls the arguments, and its methods.
 _PEERS = {
   "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
 }
-# And its methods.
 _METHODS = {
   "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
   "gradient_transformation": "pass it as it is",
@@ -54,7 +53,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
         "The `update` of this transformation was replaced, and `apply` would ignore that: use"
         " `update` and optax.apply_updates."
       )
-    return self.update.apply(updates, state, params, weight=weight, flush=flush, **extra_args)
+    return self.update.apply(updates, state, params, weight, flush, extra_args)
 
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
@@ -101,10 +100,10 @@ def accumulate(
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
       `optax.skip_not_finite`. True leaves out the gradients of this call. The state keeps ``info``.
     axis_name: The axis (or axes) that the microbatches are sharded over, inside `jax.pmap` or
-      `jax.shard_map`. Each device accumulates its own gradients. They are summed over the axis
-      once, in the call that ends the cycle. If one device skips or flushes, all do. The state needs
-      `accumulate_specs`; to save it, see `AccumulateState`. Without `axis_name`, reduce the
-      gradients yourself. Otherwise each device takes a step of its own, perhaps unnoticed.
+      `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis in
+      the call that ends the cycle. If one device skips or flushes, all do. The state needs
+      `accumulate_specs`. Without `axis_name`, reduce the gradients yourself: otherwise each device
+      takes a step of its own, perhaps unnoticed.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
     differentiable: Whether reverse-mode differentiation can pass. This costs copies on GPUs.
 
@@ -112,27 +111,24 @@ def accumulate(
     An `AccumulateTransformation`, which works wherever an optax transformation does.
 
   Raises:
-    TypeError: An argument or a gradient has the wrong type or dtype, or the name of an extra
-      argument is nearly ``weight`` or ``flush``.
-    ValueError: `every_k` or ``weight`` is out of range; `reduction` is not one of its words;
-      gradients differ from the parameters in tree or shape; `inner` changes the tree or a shape of
-      its state; `axis_name` is not bound; a gradient was already summed over it (with
-      ``check_vma=True``); or the state belongs to other options or another model.
+    TypeError: An argument or a gradient has the wrong type or dtype, or an extra argument is named
+      nearly ``weight`` or ``flush``.
+    ValueError: `every_k` or ``weight`` is out of range; `reduction` is no word of it; gradients
+      differ from the parameters in tree or shape; `inner` changes the tree or a shape of its state;
+      `axis_name` is not bound; a gradient was already summed over it (with ``check_vma=True``); or
+      the state belongs to other options or another model.
 
   Calls:
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and then `optax.apply_updates`,
     and mostly faster: inside a cycle it neither reads nor writes parameters and inner state. Donate
-    both to the jitted function around it, and return them first and in the order in which it takes
-    them, or JAX copies everything.
-
-    ``update`` and ``apply`` take two more arguments. All others (``value=``, ``value_fn=`` ...) go
+    both to the jitted function around it, and return them first and in the same order, or JAX
+    copies everything. Both take two more arguments. All others (``value=``, ``value_fn=`` ...) go
     to `inner`, which gets those of the call that ends the cycle.
 
     - ``weight``: a real scalar, which may be traced; default 1. How much the microbatch counts:
       its rows, or its valid tokens. Give 0, or a number from 1e-30 to 1e30 whose product with the
       gradients is in the range of the accumulators' dtype. The step is NaN if a traced weight is
-      below 0, or if the total is below 1e-30 or above 1e36. The derivative with respect to a weight
-      of 0 is 0.
+      below 0, or the total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
     - ``flush``: a bool scalar, which may be traced. True ends the cycle with this call, for example
       on the last batch of an epoch. The mean is over what was accumulated.
 
@@ -146,16 +142,13 @@ def accumulate(
     ``weight=0``: adds nothing, not even NaN    as usual  as usual       as usual    as usual
     `skip_fn` says skip: it never happened      zeros     same           same        False
     ``flush`` and skip, something accumulated   a step    up by 1        0           True
-    ``flush`` and skip, nothing accumulated     zeros     same           0           False
     ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
     ==========================================  ========  =============  ==========  ===========
 
-    Where the updates are zeros, `inner` does not run and its state stays as it is. An inf or NaN
-    that is not skipped reaches `inner` in the mean of its cycle, and never the next cycle.
-
-    ``chain(clip, accumulate(adam, k))`` clips in every call. To clip the whole batch's gradient,
-    write ``accumulate(chain(clip, adam), k)``. The site's "Sharp edges" has more, such as
-    parameters that are overwritten (fp8), whose mean is silently wrong.
+    Where the updates are zeros, `inner` does not run. An inf or NaN that is not skipped reaches
+    `inner` in the mean of its cycle, and never the next cycle. To clip the batch's gradient, and
+    not that of each call, write ``accumulate(chain(clip, adam), k)``. The mean of parameters that
+    are overwritten (fp8) is silently wrong: see "Sharp edges".
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

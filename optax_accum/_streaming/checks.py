@@ -71,23 +71,6 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
     )
 
 
-def check_device_axis(state: AccumulateState, updates: Grads) -> None:
-  """Checks that accumulators and skip state have an axis of devices, of length 1 on each."""
-  accs, infos = (
-    _validate.named_leaves(name, getattr(state, name)) for name in ("acc_grads", "skip_state")
-  )
-  # An accumulator whose own first axis is 1 long may have lost the devices' too.
-  own_dims = map(jnp.ndim, jax.tree.leaves(updates))
-  for (name, leaf), dims in [*zip(accs, own_dims, strict=False), *((info, 0) for info in infos)]:
-    if jnp.ndim(leaf) <= dims or jnp.shape(leaf)[0] != 1:
-      raise ValueError(
-        f"{name} has shape {jnp.shape(leaf)} on a device; with axis_name it starts with an axis of"
-        " devices, of length 1 on each. In jax.shard_map, run init and update with the specs of"
-        " optax_accum.accumulate_specs. Save a state whole, by jax.device_get(state) and not by"
-        " flax's unreplicate, and restore it on as many devices (see the guide on checkpoints)."
-      )
-
-
 def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
   """Checks that no gradient was reduced over the devices yet, where the types say so."""
   across_devices.check_bound(axis_name)

@@ -27,18 +27,14 @@ from optax_accum._streaming.state import AccumulateState, stored, without_device
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
-# For an error only: if a transformation in between drops extra arguments, `accumulate` cannot see
-# it. Each call would count the same, and one that counts nothing would end a cycle.
+# For an error only: where a transformation in between drops extra arguments, `accumulate` sees its
+# defaults. Each call would count the same, and one that counts nothing would end a cycle.
 _sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
 
 
 @contextlib.contextmanager
 def sending(names: Collection[str]) -> Iterator[None]:
-  """Says which extra arguments a step gives to the transformation that runs in this context.
-
-  If a transformation around `accumulate` drops them, `accumulate` sees its defaults. It compares
-  them with what was sent, and raises.
-  """
+  """Says which extra arguments a step gives to the transformation that runs in this context."""
   token = _sent.set(names)
   try:
     yield
@@ -116,9 +112,8 @@ class Cycle:
     checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
-      checks.check_device_axis(state, updates)
-    own = (state.acc_grads, state.skip_state)
-    acc_grads, skip_state = without_device_axis(own, self.axis_name)
+    acc_grads = without_device_axis(state.acc_grads, self.axis_name)
+    skip_state = without_device_axis(state.skip_state, self.axis_name, "skip_state")
     weighted_mean.check_weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     dtype = state.acc_weight.dtype

@@ -74,14 +74,7 @@ class Accumulation:
     return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
 
   def apply(
-    self,
-    updates: Grads,
-    state: AccumulateState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: Flag = False,
-    **extra_args: Any,
+    self, updates: Grads, state: Any, params: Params, weight: Any, flush: Flag, extra_args: Kwargs
   ) -> tuple[Params, AccumulateState]:
     """`update` and `optax.apply_updates`, with both inside the conditional."""
     if params is None:

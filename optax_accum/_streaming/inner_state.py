@@ -4,6 +4,7 @@ The error names the first leaf that differs. JAX's own names neither leaf nor st
 """
 
 from collections.abc import Callable
+import operator
 from typing import TypeVar
 
 import jax
@@ -50,12 +51,10 @@ def widened(update: Callable[[Held], Held], held: Held) -> Held:
   The first float32 gradients make the moments of bfloat16 parameters float32. They are cast before
   the conditional: rounding its results would lose bits in each step.
   """
-  while True:
-    new = jax.eval_shape(update, held)
-    wide = jax.tree.map(dtypes.in_dtype_of, held, new)
-    if all(x is y for x, y in zip(*map(jax.tree.leaves, (held, wide)), strict=True)):
-      return held
-    held = wide  # which the next update may make wider: dtypes end at the widest
+  wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
+  if all(map(operator.is_, *map(jax.tree.leaves, (held, wide)))):
+    return held
+  return widened(update, wide)  # what the next update makes may be wider: the widest ends it
 
 
 def updated(
@@ -83,9 +82,7 @@ def updated(
     made = _made(init, params, state)
     before, after, wanted = (_shapes(name, x) for x in (state, new_state, made))
     # Of a state of other parameters, some leaf becomes what `init` makes.
-    grown = any(
-      before.get(leaf, wanted[leaf]) != wanted[leaf] == after.get(leaf) for leaf in wanted
-    )
+    grown = any(before.get(x, shape) != shape == after.get(x) for x, shape in wanted.items())
     if (moved or grown) and (different := _difference(name, state, made)):
       raise ValueError(f"{different}: {FIX}")
   return new, new_state

@@ -21,14 +21,12 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """The state of `accumulate`.
 
-  The first five fields have the names of `optax.MultiStepsState`, but not the same contents:
-  `from_multi_steps` converts such a state. The site's page on checkpoints says how to change
-  `every_k`, `skip_fn`, `accumulator_dtype` or the devices.
+  The first five fields have the names of `optax.MultiStepsState`, but not the same contents: see
+  `from_multi_steps`. The page on checkpoints says how to change `every_k` and other options.
 
-  With `axis_name`, each device has its own `acc_grads` and `skip_state`. They have one more axis in
-  front, which has length 1 on a device, and is that of all devices outside `jax.shard_map`. Save
-  all of it, e.g. ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps the gradients of
-  one device only.
+  With `axis_name`, each device has its own `acc_grads` and `skip_state`, with one more axis in
+  front: of length 1 on a device, and of all devices outside `jax.shard_map`. Save all of it, e.g.
+  ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps one device's gradients only.
 
   Attributes:
     mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.
@@ -37,8 +35,8 @@ class AccumulateState(NamedTuple):
     acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of the
       cycle's gradients so far. Never read while `mini_step` is 0. ``()`` if ``every_k=1``.
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
-    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights
-      so far, over all devices. 0 after the last mini step of a cycle.
+    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights so
+      far, over all devices; 0 when it has ended.
     has_updated: bool scalar, whether the last call took a step.
     weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
   """
@@ -60,18 +58,17 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> tx = optax.chain(optax_accum.accumulate(optax.sgd(0.1), every_k=2), optax.scale(1.0))
     >>> state = tx.init(jnp.ones(3))
-    >>> for _ in range(3):
+    >>> for _ in range(2):
     ...   updates, state = tx.update(jnp.ones(3), state)
     ...   print(optax_accum.has_updated(state))
     False
     True
-    False
 
   Args:
-    opt_state: the state of `accumulate`, or any pytree with one in it, such as that of a `chain`.
+    opt_state: any pytree with a state of `accumulate` in it, such as that of a `chain`.
 
   Returns:
-    A bool scalar. If there are several states, whether any of them took a step.
+    A bool scalar: of several states, whether any took a step.
 
   Raises:
     ValueError: there is no `AccumulateState` in `opt_state`.
@@ -98,8 +95,7 @@ def discard_cycle(opt_state: State) -> State:
 
   Returns:
     `opt_state` with a ``mini_step`` and a weight of 0. Nothing else changes: an `accumulate` within
-    ``inner_opt_state`` keeps what it added up. ``acc_grads`` is not read again, so you may replace
-    it by that of a new init.
+    ``inner_opt_state`` goes on. ``acc_grads`` is not read again: that of a new init can replace it.
 
   Raises:
     ValueError: there is no `AccumulateState` in `opt_state`.
@@ -122,9 +118,9 @@ def from_multi_steps(
   """Converts a state of `optax.MultiSteps` to one of `accumulate`, also in the middle of a cycle.
 
   Every call before gets the same `weight`. If those microbatches had different numbers of rows, the
-  mean in `state` is wrong already: use `discard_cycle`, and repeat the last ``state.mini_step``
-  microbatches. Make ``accumulate`` with the same `inner` and `skip_fn`. The result shares arrays
-  with `state`, so donating one deletes the other's. See the page on moving from `optax.MultiSteps`.
+  mean in `state` is wrong already: use `discard_cycle`, and repeat the last ``state.mini_step`` of
+  them. Make ``accumulate`` with the same `inner` and `skip_fn`. The result shares arrays with
+  `state`, so donating one deletes the other's.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -141,16 +137,16 @@ def from_multi_steps(
       May be traced.
     use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum: go on
       with ``accumulate(..., reduction="sum")``.
-    weight: how much each call before counts, a real scalar, which may be traced. If the loop goes
-      on with rows or tokens as weights, give those of one microbatch before; otherwise 1. Needed
-      unless ``state.mini_step`` is known to be 0.
+    weight: how much each call before counts, a real scalar, which may be traced: the rows or tokens
+      of one microbatch, if the loop goes on with such weights; otherwise 1. Needed unless
+      ``state.mini_step`` is known to be 0.
 
   Returns:
     An `AccumulateState`, with ``acc_grads`` in float32 or wider. (optax 0.2.8 holds those of
-    float64 parameters in float32: ``state._replace(acc_grads=optax.tree.cast(state.acc_grads,
-    jnp.float64))``.) ``has_updated`` is True if a cycle has just ended. With ``every_k=1`` replace
-    ``acc_grads`` by ``()``. With `axis_name` convert only at the end of a cycle: make a new state
-    by init, and replace its ``gradient_step`` and ``inner_opt_state``.
+    float64 parameters in float32: cast them by `optax.tree.cast`.) ``has_updated`` is True if a
+    cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``. With `axis_name` make
+    a new state by init instead, at the end of a cycle, and replace its ``gradient_step`` and
+    ``inner_opt_state``.
 
   Raises:
     TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
@@ -158,9 +154,8 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself,"
-      " also where that is part of a larger state. Restore a checkpoint into the tree that"
-      " optax.MultiSteps(...).init(params) returns."
+      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
+      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns."
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
@@ -170,11 +165,10 @@ def from_multi_steps(
   if weight is None:
     traced = isinstance(mini_step, jax.core.Tracer)
     if traced or jnp.any(mini_step != 0):
-      where = "is traced" if traced else f"is {mini_step}"
       raise ValueError(
-        f"state.mini_step {where}, so from_multi_steps must know how much each mini step of the"
-        " cycle counts: pass weight=rows, the rows (or tokens) of each, if those that follow are"
-        " weighed so, and weight=1 if they have no weights."
+        f"state.mini_step is {'traced' if traced else mini_step}, so from_multi_steps must know how"
+        " much each mini step of the cycle counts: pass weight=rows, the rows (or tokens) of each,"
+        " if those that follow are weighed so, and weight=1 if they have no weights."
       )
     weight = 1.0  # of none
   weighted_mean.check_weight("The caller of from_multi_steps", weight)
@@ -196,9 +190,9 @@ def from_multi_steps(
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
 
-  Use them wherever the state enters or leaves `shard_map`, also for ``init``: each device has its
-  own ``acc_grads`` and ``skip_state``. Differentiate with respect to parameters that are cast to
-  varying, as below. Otherwise JAX sums the gradients over devices in every microbatch.
+  Use them wherever the state enters or leaves `shard_map`, also for ``init``. Differentiate with
+  respect to parameters that are cast to varying, as below: otherwise JAX sums the gradients over
+  devices in every microbatch.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -221,17 +215,15 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     [1. 1.]
 
   Args:
-    opt_state: ``jax.eval_shape(tx.init, params)``. Here ``tx`` is an `accumulate` with `axis_name`,
-      or holds one.
+    opt_state: ``jax.eval_shape(tx.init, params)``, where ``tx`` is, or holds, an `accumulate` with
+      `axis_name`.
     axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
 
   Returns:
-    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf, for ``in_specs``
-    and ``out_specs``. Axes that `shard_map` leaves to the partitioner are not in them.
+    A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf.
 
   Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`, or one that was made without
-      `axis_name`.
+    ValueError: `opt_state` has no `AccumulateState`, or one that was made without `axis_name`.
   """
   spec = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
 
@@ -241,9 +233,8 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     local = {"acc_grads": x.acc_grads, "skip_state": x.skip_state}
     if shapes := [leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)]:
       raise ValueError(
-        f"accumulate_specs got an AccumulateState whose accumulators have shapes {shapes}, without"
-        " an axis of length 1 in front: pass jax.eval_shape(tx.init, params) of an accumulate with"
-        " axis_name."
+        f"accumulate_specs got accumulators of shapes {shapes}, without an axis of length 1 in"
+        " front: pass jax.eval_shape(tx.init, params) of an accumulate with axis_name."
       )
     own = jax.tree.map(lambda _: spec, local)
     return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**own)
@@ -254,10 +245,10 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
 
 def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
   """A device's state as it is kept between calls: an axis of devices before what is its own."""
-  own = with_device_axis((state.acc_grads, state.skip_state), axis_name)
+  acc_grads, skip_state = with_device_axis((state.acc_grads, state.skip_state), axis_name)
   if axis_name is not None and across_devices.is_bound(axis_name):
-    own = across_devices.varying(own, axis_name)
-  return state._replace(acc_grads=own[0], skip_state=own[1])
+    acc_grads, skip_state = across_devices.varying((acc_grads, skip_state), axis_name)
+  return state._replace(acc_grads=acc_grads, skip_state=skip_state)
 
 
 def with_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
@@ -265,9 +256,19 @@ def with_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
   return tree if axis_name is None else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
-def without_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
+def without_device_axis(tree: Tree, axis_name: AxisName | None, name: str = "acc_grads") -> Tree:
   """What is a device's own, from what was stored."""
-  return tree if axis_name is None else jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+  if axis_name is None:
+    return tree
+  for leaf, x in _validate.named_leaves(name, tree):
+    if jnp.shape(x)[:1] != (1,):
+      raise ValueError(
+        f"{leaf} has shape {jnp.shape(x)} on a device; with axis_name it starts with an axis of"
+        " devices, of length 1 on each. In jax.shard_map, run init and update with the specs of"
+        " optax_accum.accumulate_specs. Save a state whole, by jax.device_get(state) and not by"
+        " flax's unreplicate, and restore it on as many devices."
+      )
+  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 def states_in(opt_state: OptState) -> list[AccumulateState]:

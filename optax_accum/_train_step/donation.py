@@ -1,7 +1,8 @@
-"""Which arrays a step can donate: those not deleted, and not passed a second time."""
+"""Which arrays a step can donate: those not deleted, and whose buffers nothing else holds."""
 
 from collections.abc import Callable, Mapping
 import functools
+import itertools
 import operator
 from typing import Any, TypeAlias
 import weakref
@@ -16,69 +17,67 @@ Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Known:
-  """The arrays of the last call, by weak references (an id may be used again). Others are new."""
+  """Arrays of the last call, by weak references (an id may be used again). Others are new."""
 
   def __init__(self, leaves: Leaves) -> None:
-    alike = len(arrays(leaves)) == len(leaves)
-    reference = weakref.ref if alike else lambda x: weakref.ref(x) if _has_buffers(x) else _nothing
-    self._references = list(map(reference, leaves))
+    self._references = list(map(weakref.ref, arrays(leaves)))
 
   def new(self, leaves: Leaves) -> Leaves:
-    """Those that are not what was there in the same place."""
-    if len(leaves) != len(self._references):
-      return leaves
+    """The arrays that are not what was there in the same place."""
     known = list(map(operator.call, self._references))
-    if all(map(operator.is_, leaves, known)):
+    if len(leaves) == len(known) and all(map(operator.is_, leaves, known)):  # as in most calls
       return []
+    leaves = arrays(leaves)
+    if len(leaves) != len(known):
+      return leaves
     return [x for x, before in zip(leaves, known, strict=True) if x is not before]
 
 
 def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
-  if not any(map(operator.methodcaller("is_deleted"), arrays(leaves))):
+  # A function of a class takes half the time of the methods of its objects.
+  kinds: Any = itertools.groupby(arrays(leaves), type)
+  if not any(any(map(kind.is_deleted, alike)) for kind, alike in kinds):
     return
   for argument, tree in arguments().items():
     for name, x in _validate.named_leaves(argument, tree):
-      if _has_buffers(x) and x.is_deleted():
+      if arrays([x]) and x.is_deleted():
         raise RuntimeError(
           f"{name} has been deleted: an earlier step updated parameters and state in place. Use"
           " what that step returned, or make the step with donate=False."
         )
 
 
-def distinct(passed: Leaves, placed: Leaves, others: Leaves, new: Leaves) -> Leaves:
-  """The arrays to donate, with a copy of each that is passed a second time.
+def distinct(donated: Leaves, others: Leaves, new: Leaves) -> Leaves:
+  """What can be donated: `donated`, with a copy of each array whose buffer is passed twice.
 
   A buffer can be donated once. Over several devices JAX ends the process if it is used twice, as in
-  a state of optax's `lbfgs`, or by a teacher that starts as the parameters. An array that another
-  argument holds too is donated as a copy, so that it lives on.
-
-  Two arrays can share a buffer: `jax.device_put` puts an array on a mesh without a copy for the
-  device that has it (with ``may_alias=False`` too). Comparing buffers is slow. Those of what a step
-  returned were new then, so only arrays like one that came since are compared.
+  a state of optax's `lbfgs`, or by a teacher that starts as the parameters. Two arrays can share
+  one: `jax.device_put` puts an array on a mesh without a copy for the device that has it (with
+  ``may_alias=False`` too). Comparing buffers is slow. Those of what a step returned were new then,
+  so only arrays like one that came since are compared.
 
   Args:
-    passed: Parameters and state, which are donated, as they were passed.
-    placed: The same, as they were put on the mesh.
-    others: All other arrays that the step is passed, and that live on as they were passed.
-    new: Those of all these that the last call neither returned nor was passed.
+    donated: Parameters and state, as they were put on the mesh.
+    others: All else that the step is passed, and that lives on as it was passed.
+    new: What was passed, and the last call neither returned nor was passed.
   """
   shards = _shards(new)
-  suspects = shards & _shards(_like_one(shards, placed))
-  ids = list(map(id, arrays([*passed, *others])))
-  if not suspects and len(set(ids)) == len(ids):
-    return placed
+  held = arrays(donated) if shards else []
+  # Told from the few types that there are: asking each array for its shard takes longer.
+  alike = {aval for aval in {x.aval for x in held} if any(_holds(aval, *shard) for shard in shards)}
+  suspects = shards & _shards([x for x in held if x.aval in alike]) if alike else set()
+  if not suspects:
+    return donated
 
-  def marks(x: Leaf, held: Leaf) -> set[int]:
-    if not _has_buffers(x):
-      return set()
-    return {id(x), *(_buffers(held) if _shards([held]) & suspects else ())}
+  def buffers(x: Leaf) -> set[int]:
+    return _buffers(x) if _shards([x]) & suspects else set()
 
-  used = set[int]().union(*(marks(x, x) for x in others))
+  used = set[int]().union(*map(buffers, others))
   leaves = []
-  for x, y in zip(passed, placed, strict=True):
-    mine = marks(x, y)
-    leaves.append(y if used.isdisjoint(mine) else _copied(y))
+  for x in donated:
+    mine = buffers(x)
+    leaves.append(x if used.isdisjoint(mine) else _copied(x))
     used |= mine
   return leaves
 
@@ -87,22 +86,14 @@ def arrays(leaves: Leaves) -> Leaves:
   """Those that have buffers."""
   if all(map(_is_array, set(map(type, leaves)))):  # as in most calls
     return leaves
-  return list(filter(_has_buffers, leaves))
-
-
-def _has_buffers(x: Leaf) -> bool:
-  kind: Any = type(x)
-  return _is_array(kind)
+  kinds: Any = map(type, leaves)
+  return list(itertools.compress(leaves, map(_is_array, kinds)))
 
 
 @functools.cache
-def _is_array(kind: type) -> bool:
+def _is_array(kind: Any) -> bool:
   # Tracers are copied by the compiler where they must be.
   return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
-
-
-def _nothing() -> None:
-  """In place of a weak reference to what can have none."""
 
 
 def _shards(leaves: Leaves) -> set[Shard]:
@@ -111,26 +102,18 @@ def _shards(leaves: Leaves) -> set[Shard]:
   return {(sharding.shard_shape(aval.shape), aval.dtype) for aval, sharding in kinds}
 
 
-def _like_one(shards: set[Shard], leaves: Leaves) -> Leaves:
-  """The arrays that could be cut into one of these shards. Asking each for its own takes longer."""
-  if not shards:
-    return []
-
-  def holds_one(aval: jax.core.ShapedArray) -> bool:
-    alike = [shape for shape, dtype in shards if (len(shape), dtype) == (aval.ndim, aval.dtype)]
-    return any(all(map(operator.ge, aval.shape, shape)) for shape in alike)
-
-  avals = set(map(operator.attrgetter("aval"), arrays(leaves)))
-  alike = set(filter(holds_one, avals))
-  return [x for x in arrays(leaves) if x.aval in alike] if alike else []
+def _holds(aval: jax.core.ShapedArray, shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
+  """Whether an array of this type could be cut into such a shard."""
+  alike = (aval.ndim, aval.dtype) == (len(shape), dtype)
+  return alike and all(map(operator.ge, aval.shape, shape))
 
 
-def _buffers(x: jax.Array) -> tuple[int, ...]:
+def _buffers(x: jax.Array) -> set[int]:
   """Where the array is in the memory of each device of this process."""
   try:
-    return tuple(shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards)
+    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
   except jax.errors.JaxRuntimeError:  # not every runtime tells
-    return (id(x),)
+    return {id(x)}
 
 
 def _copied(x: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """One step of an optimizer by the gradients of a batch, and `value_fn`, for its line search."""
 
-from collections.abc import Callable, Iterator
-import contextlib
+from collections.abc import Callable
 import functools
 import inspect
 from typing import Any, TypeAlias
@@ -19,6 +18,7 @@ from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import AccumulateState, has_updated, is_state, states_in
 
 Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
+_Zero = jax.custom_derivatives.SymbolicZero
 
 
 def optimizer_step(
@@ -37,7 +37,7 @@ def optimizer_step(
     sent = () if isinstance(extra_args["weight"], float) else {*extra_args, *more}
 
     def step() -> Held:
-      with sending(sent), _explicit_axes_named(held):
+      with sending(sent):
         updates, new_state = tx.update(grads, opt_state, params, **accepted)
         return optax.apply_updates(params, updates), new_state
 
@@ -67,23 +67,6 @@ def _sharded_as(old: Held, new: Held) -> Held:
   if trees[0] != trees[1]:
     return new  # a state that grows
   return jax.tree.map(sharded, new, old)
-
-
-@contextlib.contextmanager
-def _explicit_axes_named(held: Held) -> Iterator[None]:
-  """Says of an error about shardings what it comes from: not all optimizers know of such types."""
-  try:
-    yield
-  except Exception as error:
-    if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
-      meshes = {jax.typeof(x).sharding.mesh for x in jax.tree.leaves(held)}
-      axes = {name for mesh in meshes for name in mesh.explicit_axes}
-      error.add_note(
-        f"The optimizer computes on parameters and a state that are sharded over {sorted(axes)},"
-        " explicit axes of the mesh, where JAX leaves no sharding to the compiler. Over automatic"
-        " axes it works: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,))."
-      )
-    raise
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
@@ -138,35 +121,28 @@ def loss_elsewhere(
     weights, args, kwargs = held
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
-    if _moves(params_moved):
-      both = map(loss.derivatives, (out.grads, _instantiated(params_moved)))
-      terms = jax.tree.map(_real_product, *both)
+    if moves := _instantiated(params_moved):
+      terms = jax.tree.map(_real_product, *map(loss.derivatives, (out.grads, *moves)))
       tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
-    if _moves(held_moved):  # a user differentiates the step itself, e.g. by its batch
-      by_held = functools.partial(value.fun, params)
-      tangent += jax.jvp(by_held, (held,), (_instantiated(held_moved),))[1]
+    if moves := _instantiated(
+      held_moved
+    ):  # a user differentiates the step itself, e.g. by its batch
+      tangent += jax.jvp(functools.partial(value.fun, params), (held,), moves)[1]
     return out.loss, tangent
 
   return value(params, (weights, args, kwargs))
 
 
-def _moves(tangents: Tree) -> bool:
-  """Whether any of the tangents is not known to be zero."""
-  zero = jax.custom_derivatives.SymbolicZero
-  return not all(isinstance(x, zero) for x in jax.tree.leaves(tangents))
-
-
-def _instantiated(tangents: Tree) -> Tree:
-  """The tangents as arrays."""
-  zero = jax.custom_derivatives.SymbolicZero
+def _instantiated(tangents: Tree) -> Args:
+  """The tangents as arrays, in a tuple that is empty where all are known to be zero."""
 
   def array(x: Leaf) -> Leaf:
-    if not isinstance(x, zero):
+    if not isinstance(x, _Zero):
       return x
-    empty = x.dtype == jax.dtypes.float0
-    return np.zeros(x.shape, x.dtype) if empty else jnp.zeros(x.shape, x.dtype)
+    return (np if x.dtype == jax.dtypes.float0 else jnp).zeros(x.shape, x.dtype)
 
-  return jax.tree.map(array, tangents)
+  known = all(isinstance(x, _Zero) for x in jax.tree.leaves(tangents))
+  return () if known else (jax.tree.map(array, tangents),)
 
 
 def _real_product(grad: jax.Array, tangent: jax.Array) -> jax.Array:

@@ -11,7 +11,6 @@ import optax
 
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._train_step.donation import check_alive, distinct, Known
 from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
@@ -47,8 +46,7 @@ class StepProgram:
   def __post_init__(self) -> None:
     self.local = self.loss.local
     self._jitted: dict[Placed, Any] = {}
-    # Of the last call, of which there was none yet.
-    self._returned, self._passed, self._structure = Known([]), Known([]), jax.tree.structure(None)
+    self._returned, self._passed = Known([]), Known([])  # in the last call
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
@@ -56,17 +54,14 @@ class StepProgram:
     given = [x for i, x in enumerate(args) if i not in self.updated], kwargs
     others = jax.tree.leaves((given, kept))
     check_alive([*held, *others], lambda: self.names(args, kwargs))
-    new_held, new_others = self._returned.new(held), self._passed.new(others)
-    if new_held or structure != self._structure:
-      self.check(*args)
-      parameters.check_count(len(args) + len(kwargs))
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
       there = held if placed is args else self._held(placed)[0]
-      leaves = distinct(held, there, others, [*new_held, *new_others])
+      new = [*self._returned.new(held), *self._passed.new(others)]
+      leaves = distinct(there, others, new)
       if leaves is not there:
-        new = dict(zip(self.updated, jax.tree.unflatten(structure, leaves), strict=True))
-        placed = tuple(new.get(i, x) for i, x in enumerate(placed))
+        copied = dict(zip(self.updated, jax.tree.unflatten(structure, leaves), strict=True))
+        placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
     return PreparedCall(self._jitted[loss], placed, named, others)
@@ -74,8 +69,9 @@ class StepProgram:
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
     out = call.jitted(*call.args, **call.kwargs)
-    leaves, self._structure = jax.tree.flatten(out[: len(self.updated)])
-    self._returned, self._passed = Known(leaves), Known(call.others)
+    if self.donate:
+      leaves = jax.tree.leaves(out[: len(self.updated)])
+      self._returned, self._passed = Known(leaves), Known(call.others)
     return out
 
   def _held(self, args: Args) -> tuple[Leaves, Any]:
@@ -91,46 +87,40 @@ class StepProgram:
     return jax.jit(self.function(loss), donate_argnums=donated, out_shardings=shardings)
 
   def function(self, loss: Placed) -> Callable[..., Any]:
-    """What is compiled."""
-    return _step_function(self.local, loss, self.tx)
+    """What is compiled: one step of `tx` by the gradient of `loss`."""
+    local = self.local
 
-  def check(self, *args: Any) -> None:
-    """Checks arguments that are not what the last call returned."""
+    def train_step(params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any) -> Args:
+      self.check((params, opt_state, *args), kwargs)
+      beside = loss.beside(params, opt_state)
+      reduced = beside.value_and_grad(None, params, *args, **kwargs)
+      out, stats = reduced.outputs, reduced.stats
+      weight, counted = stats.total_weight, stats.total_weight != 0
+      if local.reduction.name != "mean":  # a sum is not to be weighed again
+        weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
+      value_fn = functools.partial(loss_elsewhere, beside, reduced.weights, args, kwargs)
+      extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
+
+      with jax.named_scope("optimizer"):
+        moves = counted if local.split.weighs else True
+        update = functools.partial(optimizer_step, self.tx, out.grads, extra_args, moves)
+        new = beside.stepped(update, params, opt_state)
+      of_mean = squared_norm(local.derivatives(out.grads))
+      metrics = {"loss": out.loss, "grad_norm": jnp.sqrt(of_mean), **stats._asdict()}
+      metrics["stepped"] = counted & has_stepped(opt_state, new[1])
+      if local.noise_scale:
+        metrics["noise_scale"] = noise_terms(out.noise, of_mean, stats.total_weight)
+      if local.has_aux or reduced.carry:
+        metrics["aux"] = out.aux
+      return *new, *reduced.carry, metrics
+
+    return train_step
+
+  def check(self, args: Args, kwargs: Kwargs) -> None:
+    """Checks what the step is called with, while it is traced."""
     parameters.check_step(*args)
+    parameters.check_count(len(args) + len(kwargs))
 
   def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
     """The arguments, by the names that messages have for them."""
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
-
-
-def _step_function(local: LocalLoss, placed: Placed, tx: Transform) -> Callable[..., Any]:
-  """One step of `tx` by the gradient of a loss."""
-
-  def train_step(
-    params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any
-  ) -> tuple[Any, ...]:
-    loss = placed.beside(params, opt_state)
-    reduced = loss.value_and_grad(None, params, *args, **kwargs)
-    out, stats = reduced.outputs, reduced.stats
-    counted = stats.total_weight != 0
-    averages = local.reduction.name == "mean"  # a sum is not to be weighed again
-    weight = stats.total_weight
-    if not averages:
-      weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-    value_fn = functools.partial(loss_elsewhere, loss, reduced.weights, args, kwargs)
-    extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
-
-    with jax.named_scope("optimizer"):
-      moves = counted if local.split.weighs else True
-      update = functools.partial(optimizer_step, tx, out.grads, extra_args, moves)
-      new = loss.stepped(update, params, opt_state)
-    of_mean = squared_norm(local.derivatives(out.grads))
-    metrics = {"loss": out.loss, "grad_norm": jnp.sqrt(of_mean), **stats._asdict()}
-    metrics["stepped"] = counted & has_stepped(opt_state, new[1])
-    if local.noise_scale:
-      metrics["noise_scale"] = noise_terms(out.noise, of_mean, stats.total_weight)
-    if local.has_aux or reduced.carry:
-      metrics["aux"] = out.aux
-    return *new, *reduced.carry, metrics
-
-  return train_step

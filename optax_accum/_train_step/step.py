@@ -28,7 +28,7 @@ class Step:
 
   @property
   def devices(self) -> list[jax.Device]:
-    """Those of its mesh; none where it has none."""
+    """Those of its mesh, if any."""
     return [] if self.loss.parallel is None else [*self.loss.parallel.mesh.devices.flat]
 
   def rows(self, args: Sequence[Any]) -> int | None:
@@ -55,9 +55,8 @@ class Step:
 
   def __reduce__(self) -> Any:
     raise TypeError(
-      f"{self!r} cannot be pickled, because it holds compiled programs and the functions of its"
-      " optimizer: pickle the parameters and the optimizer state, and make the step anew where they"
-      " are read."
+      f"{self!r} cannot be pickled, because it holds compiled programs and functions: pickle the"
+      " parameters and the optimizer state, and make the step anew where they are read."
     )
 
   def __copy__(self) -> Any:

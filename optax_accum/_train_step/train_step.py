@@ -1,6 +1,7 @@
 """`make_train_step`: N backward passes and one optimizer step in one jitted call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import inspect
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TYPE_CHECKING, TypeVar
 
@@ -13,7 +14,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.program import PreparedCall, StepProgram
 from optax_accum._train_step.step import Step, step_loss
 
 OptState = TypeVar("OptState")
@@ -31,9 +32,8 @@ else:
 class TrainStep(Step, Generic[Params, Args]):
   """A jitted training step, made by `make_train_step`.
 
-  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``. From the batch on, the
-  arguments are those of the loss function, by position or by name. With `carry_argnum` the new
-  carry comes before the metrics, a dict that `make_train_step` describes.
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``: from the batch on, the
+  arguments of the loss function, by position or by name. `make_train_step` describes the metrics.
   """
 
   def __init__(self, program: StepProgram):
@@ -50,48 +50,51 @@ class TrainStep(Step, Generic[Params, Args]):
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    try:
-      return self._program.run(self._program.prepare((params, opt_state, *args), kwargs))
-    except Exception:
-      given = params, opt_state, *args
-      if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
-        raise TypeError(f"step: {why}") from None
-      parameters.check_order(self._program.tx, *given)
-      raise
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return self._program.run(call)
 
   def check(
     self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> "SplitReport":
     """Whether microbatches leave the loss as it is; if not, why and what to write.
 
-    `check_split` with the loss and the options of the step, for the arguments of a call. Nothing is
-    donated or changed. It runs on one device, and on the first 4 rows of the batch unless these
-    tell nothing; ``report.not_checked`` says so. Takes seconds for a small model.
+    `check_split` with the loss and the options of the step, for the arguments of a call, on one
+    device. Nothing is donated or changed. It runs the first 4 rows of the batch unless these tell
+    nothing; ``report.not_checked`` says so.
 
     Raises:
-      Exception: What the call raises: for arrays that were donated, say. Also inside `jax.jit`, for
-        a batch of one row, for a loss with collectives, and where one device has no room.
+      Exception: What the call raises. Also inside `jax.jit`, for a batch of one row, for a loss
+        with collectives, and where one device has no room.
     """
-    call = self._program.prepare((params, opt_state, *args), kwargs)
-    return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`.
-
-    ``step.lower(...).compile().memory_analysis()`` tells the memory before anything runs.
-    """
-    call = self._program.prepare((params, opt_state, *args), kwargs)
-    return call.jitted.lower(*call.args, **call.kwargs)
+    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.lower(*call.args, **call.kwargs)
 
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    call = self._program.prepare((params, opt_state, *args), kwargs)
-    return call.jitted.trace(*call.args, **call.kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.trace(*call.args, **call.kwargs)
 
   def eval_shape(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    call = self._program.prepare((params, opt_state, *args), kwargs)
-    return call.jitted.eval_shape(*call.args, **call.kwargs)
+    with self._prepared((params, opt_state, *args), kwargs) as call:
+      return call.jitted.eval_shape(*call.args, **call.kwargs)
+
+  @contextlib.contextmanager
+  def _prepared(self, given: Any, kwargs: Any) -> Iterator[PreparedCall]:
+    """The call. An error in it says first what was passed wrongly."""
+    try:
+      yield self._program.prepare(given, kwargs)
+    except Exception:
+      if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
+        raise TypeError(f"step: {why}") from None
+      self._program.check(given, kwargs)
+      parameters.check_order(self._program.tx, *given)
+      raise
 
   def __repr__(self) -> str:
     split, parallel = self.loss.local.split, self.loss.parallel
@@ -164,8 +167,8 @@ def make_train_step(
     microbatch_size: The rows of one microbatch. The last microbatch may have fewer, and then counts
       less. With `mesh`, the rows on all devices together: a multiple of the number of devices.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its number of
-      valid tokens. It must be 0, or from 1e-30 to 1e30. It gets the arguments that are split, by
-      position or by name, as the call has them. Default: the number of rows.
+      valid tokens: 0, or from 1e-30 to 1e30. It gets the arguments that are split, as the call has
+      them. Default: the number of rows.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     aux_reduction: How the aux of all microbatches is combined: a word, or a prefix tree of words,
       as in `microbatch`. Default: the weighted mean. An aux with one value for each row is then an
@@ -174,8 +177,8 @@ def make_train_step(
       the same number of rows. Default: 1. If another argument has as many rows, the default is an
       error: give ``(1, 2)`` to split both, or ``1`` to pass the other whole to each microbatch.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    donate: Whether parameters and optimizer state are updated in place. This deletes the arrays
-      that are passed in. Without it, memory must hold both twice. An array that another argument
+    donate: Whether parameters and optimizer state are updated in place, which deletes the arrays
+      that are passed in. Otherwise memory must hold both twice. An array that another argument
       holds too, such as a teacher that starts as the parameters, is copied and lives on.
 
   Randomness and carried state:
@@ -193,8 +196,7 @@ def make_train_step(
       "concat" have zeros for it. Needs `weight_fn`. Reverse-mode differentiation cannot pass.
     noise_scale: Whether to estimate which batch size is worth having: ``metrics["noise_scale"]`` is
       a `NoiseScaleTerms` for `gradient_noise_scale`. Needs two microbatches or more on all devices
-      together, and neither `in_place` nor ``reduction="sum"``. Gradients stay the same to the bit,
-      except those of embeddings, which XLA adds up in another order.
+      together, and neither `in_place` nor ``reduction="sum"``.
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, with explicit axes, automatic axes or both. Rows are sharded over
@@ -218,8 +220,8 @@ def make_train_step(
     unroll: As in `jax.lax.scan`.
     grad_reduction: A word or a prefix tree of words, where gradients are not combined as losses
       are: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. It is for parameters that are
-      overwritten with their "gradient", such as fp8 statistics: `tx` must then overwrite them too.
-      `linen_train_step` does both. See the guide to half precision. Default: `reduction`.
+      overwritten with their "gradient", such as fp8 statistics: `tx` must then overwrite them too,
+      as with `linen_train_step`. Default: `reduction`.
     carry_reduction: How the carries of all devices are combined: a word or a prefix tree of words.
       ``"mean"`` (weighted, the default for floats), ``"max"`` (the default for integers),
       ``"min"``, or ``"sum"``, the start plus all increments. Of keys, the first device's stay.
@@ -233,54 +235,49 @@ def make_train_step(
     A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. All are
     traced, so fix a setting with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict
     of arrays: ``loss``; ``grad_norm``, the global norm of the gradients that `tx` gets, in float32
-    or wider, without those that `grad_reduction` combines in another way than `reduction`;
-    ``total_weight``; ``skipped_microbatches`` (int32); ``stepped`` (bool), whether `tx` took a
-    step; ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for.
+    or wider, without those whose `grad_reduction` is another than `reduction`; ``total_weight``;
+    ``skipped_microbatches`` (int32); ``stepped`` (bool), whether `tx` took a step; ``aux``, with
+    `has_aux` or `carry_argnum`; ``noise_scale``, if asked for.
 
     ``stepped`` is False if nothing counted, because all weights are 0 or all microbatches were
-    skipped. Parameters and optimizer state then stay as they were (but an `accumulate` counts a
-    mini step). It is also False in the calls inside a cycle, if `tx` is an `accumulate` or an
-    `optax.MultiSteps`.
+    skipped: parameters and optimizer state stay as they were (but an `accumulate` counts a mini
+    step). It is also False inside a cycle, if `tx` is an `accumulate` or an `optax.MultiSteps`.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is not an optax
       transformation; the parameters are a flax `TrainState` or an nnx module; arguments are missing
       or in another order; the optimizer state belongs to other parameters or to another optimizer;
-      `noise_scale` with one microbatch; both or neither of `mesh` and `axis_name`, where the call
-      needs one. With `mesh`: `data_axis` is not one of its axes; the devices do not divide the
-      rows; arrays are on another mesh; the loss was already reduced over devices.
+      `noise_scale` with one microbatch. With `mesh`: `data_axis` is not one of its axes; the
+      devices do not divide the rows; arrays are on another mesh; the loss was already reduced.
     RuntimeError: An array was donated to an earlier step, which deleted it.
     NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 
   The loss:
     The step is that of the whole batch if the loss is a mean over what the weights count: check
-    with ``step.check``. A sum of several means over different things has no such weight. Divide
-    each term by its total over the batch, as the guide to padded text does. A product of means,
-    such as a router's balance loss, needs all rows at once: that guide uses `microbatch`.
-
-    What `loss_fn` changes in place, such as the statistics of an nnx module, is lost. Pass it as
-    the carry (``nnx.split``), or use `nnx_train_step`.
+    with ``step.check``. A sum of means over different things has no such weight: divide each term
+    by its total over the batch. A product of means, such as a router's balance loss, needs all rows
+    at once: use `microbatch`. The guide to padded text has both. What `loss_fn` changes in place,
+    such as statistics of an nnx module, is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
     `loss_fn` runs in `jax.shard_map` over `data_axis`. It gets the rows of one device and returns
     their loss; the step computes the mean over the global batch. So the loss must not call
     ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is wrong and
     not noticed. Return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are those
-    of the device's rows. "stack" and "concat" join what the devices have, one after the other: for
-    "concat", in the order of the batch. A sharding constraint in the loss must be a bare
-    `PartitionSpec`, of other axes.
+    of the device's rows. "stack" and "concat" join what the devices have, "concat" in the order of
+    the batch. A sharding constraint in the loss must be a bare `PartitionSpec`, of other axes.
 
     Parameters, optimizer state and carry keep the sharding that they came with: also over the data
-    axis (FSDP), or the state alone (ZeRO-1). See the guides "Sharded parameters and state" and
-    "Several devices".
+    axis (FSDP), or the state alone (ZeRO-1). An optimizer that raises a ``ShardingTypeError``
+    there, over explicit axes, works over automatic ones.
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``value_fn``, the loss of this
     batch as a function of the parameters, for a line search; and ``weight``, the total weight (1
-    with ``reduction="sum"``). With ``tx=accumulate(inner, k)``, k calls of N microbatches are
-    therefore one step of k x N. A call in which nothing counted ends no cycle. ``value_fn`` leaves
-    out the microbatches that did not count. It can be differentiated, in the memory of one
-    microbatch; the derivative is 0 for parameters with a `grad_reduction` of their own.
+    with ``reduction="sum"``). So with ``tx=accumulate(inner, k)``, k calls of N microbatches are
+    one step of k x N. A call in which nothing counted ends no cycle. ``value_fn`` leaves out the
+    microbatches that did not count. Its derivative needs the memory of one microbatch, and is 0 for
+    parameters with a `grad_reduction` of their own.
 
     Reverse-mode differentiation passes through a step, unless `weight_fn` or `skip_nonfinite` may
     leave it without any change. Forward-mode does. `in_place` refuses both.
