@@ -6,7 +6,6 @@ from typing import Any, ClassVar, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar,
 import weakref
 
 from flax import nnx
-import jax
 import optax
 
 from optax_accum import _validate
@@ -72,20 +71,20 @@ def nnx_train_step(
 
   Args:
     loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
-      `has_aux`. It may change the values of Variables that `wrt` does not select. It must not add
-      Variables: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the
-      result as aux.
+      `has_aux`. It may change the values of Variables that `wrt` does not select, and must not add
+      any: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result
+      as aux.
     wrt: A filter: the Variables that are differentiated and updated, as in `nnx.grad`. Give the
       optimizer the same, and make it after adapters were added to the model. For LoRA it is
       `nnx.LoRAParam`: see the guide "Flax nnx, and LoRA".
-    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+    has_aux: Whether `loss_fn` returns aux too, which comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments. With ``donate``
       (default) a step deletes the arrays that parameters and optimizer held. An `nnx.clone` and an
       `nnx.state` share them: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
 
   Returns:
-    An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
-    optimizer steps, as ``state.step`` of `linen_train_step` does.
+    An `NnxTrainStep`, with the metrics of `make_train_step`. ``optimizer.step`` counts optimizer
+    steps, as ``state.step`` of `linen_train_step` does.
 
   Raises:
     TypeError: An option is unknown or not yours to give; `loss_fn` takes other arguments; a call
@@ -97,9 +96,9 @@ def nnx_train_step(
   The loss:
     What the loss changes in the model goes from each microbatch to the next: running statistics,
     counters of random streams, caches, Variables of your own. Microbatches of weight 0 change
-    nothing. Over a mesh each device has its own, with its index folded into keys. In the end the
-    weighted mean of floats comes out, and the maximum of integers (see `carry_reduction`). With
-    batch normalisation the step is not that of the whole batch, as `linen_train_step` says.
+    nothing. Over a mesh each device has its own, with its index folded into keys; the weighted mean
+    of floats comes out, and the maximum of integers (see `carry_reduction`). With batch
+    normalization the step is not that of the whole batch, as `linen_train_step` says.
   """
   if isinstance(wrt, nnx.Pytree):
     raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
@@ -121,8 +120,7 @@ class NnxTrainStep(FlaxStep):
   }
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the optimizer's",
-    "rng_argnums": "random streams are part of the model",
-    "rng_argnames": "random streams are part of the model",
+    **dict.fromkeys(("rng_argnums", "rng_argnames"), "random streams are part of the model"),
     "carry_argnum": "the step carries what the loss changes in the model",
   }
 
@@ -130,9 +128,8 @@ class NnxTrainStep(FlaxStep):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self._views: dict[object, _View] = {}
-    self._programs: dict[object, FlaxProgram] = {}
     self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
-    self.loss = self._step_loss(loss_fn, threads=True, rng_argnums=())
+    self.loss = self._step_loss(loss_fn, rng_argnums=())
 
   @_validate.hinted(
     "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -155,13 +152,14 @@ class NnxTrainStep(FlaxStep):
 
     return self._with_call(report, model, optimizer, batch)
 
-  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self._with_call(lambda _, call: call.jitted.lower(*call.args), model, optimizer, batch)
-
-  def _with_call(self, use: Callable[["_View", PreparedCall], Result], *call: Any) -> Result:
+  def _with_call(
+    self,
+    use: Callable[["_View", PreparedCall], Result],
+    model: nnx.Module,
+    optimizer: Optimizer,
+    batch: Batch,
+  ) -> Result:
     """What `use` makes of a call with what these objects hold."""
-    model, optimizer, batch = call
     while True:
       view = self._view(model, optimizer)
       try:
@@ -184,7 +182,7 @@ class NnxTrainStep(FlaxStep):
       view = self._look_at(model, optimizer)
       if key not in self._views:
         for root in (model, optimizer):
-          weakref.finalize(root, self._views.pop, key, None).atexit = False
+          weakref.finalize(root, self._views.pop, key, None)
       self._views[key] = view
     return view
 
@@ -204,10 +202,8 @@ class NnxTrainStep(FlaxStep):
     if key not in self._programs:
       axis = parallel.axes if parallel else self._options.get("axis_name")
       pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-      # Without a carry there is nothing to reduce over devices.
-      unused = {} if changed else {"carry_reduction": None}
-      loss = self._step_loss(pure, bool(changed), rng_argnums=(), **unused)
-      self._programs[key] = self._program(loss, optax.with_extra_args_support(optimizer.tx))
+      tx, loss = optax.with_extra_args_support(optimizer.tx), self._step_loss(pure, rng_argnums=())
+      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
     updated = Values((params, optimizer.opt_state, carry, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))

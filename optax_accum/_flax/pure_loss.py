@@ -23,7 +23,7 @@ class ChangedByLossError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
-  """``loss(params, batch, fixed, carry)``; with a carry it returns ``(loss, (new_carry, aux))``."""
+  """``loss(params, batch, fixed, carry)``, which returns ``(loss, (new_carry, aux))``."""
 
   fun: LossFn
   has_aux: bool
@@ -50,8 +50,6 @@ class PureLoss:
     changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
-    if not self.changed:
-      return out
     loss, aux = out if self.has_aux else (out, None)
     return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
 
