@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
@@ -12,7 +13,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import names_of
-from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Batch, Leaf
 from optax_accum._mesh.placement import place, sharding_of
 from optax_accum._microbatches.options import Split
@@ -127,10 +127,6 @@ class DataParallel:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
     return PartitionSpec(*[None] * (batch_axis % jnp.ndim(x)), self.axes)
 
-  def output_spec(self, reduction: Reduction) -> PartitionSpec:
-    """The `PartitionSpec` of a reduced output; one that collects has the devices' parts in turn."""
-    return PartitionSpec(self.axes) if reduction.collected else PartitionSpec()
-
   def move(self, x: Leaf, spec: PartitionSpec) -> Leaf:
     """An array, sharded so: its type over explicit axes, and by a constraint over automatic ones.
 
@@ -155,9 +151,8 @@ class DataParallel:
 
   def place_batch(self, name: str, tree: Batch, batch_axis: int) -> Batch:
     """A batch on this mesh, sharded by its rows."""
-    tree = place(
-      self.mesh, name, tree, lambda leaves: [self.batch_spec(x, batch_axis) for x in leaves]
-    )
+    spec = functools.partial(self.batch_spec, batch_axis=batch_axis)
+    tree = place(self.mesh, name, tree, lambda leaves: list(map(spec, leaves)))
     for leaf, x in _validate.named_leaves(name, tree):
       dims = [*spec_of(sharding_of(x)), *[None] * x.ndim]
       names = names_of(dims[batch_axis % x.ndim])

@@ -88,10 +88,7 @@ class PlacedLoss(NamedTuple):
   def out_shardings(self) -> Any:
     """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
     # A tracer's, over an abstract mesh, does not tell about automatic axes.
-    meshes = [getattr(sharding, "mesh", None) for sharding in self.shardings]
-    known = [
-      s if isinstance(m, Mesh) else None for s, m in zip(self.shardings, meshes, strict=True)
-    ]
+    known = [s if isinstance(getattr(s, "mesh", None), Mesh) else None for s in self.shardings]
     return self.treedef.unflatten(known)
 
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
@@ -108,15 +105,13 @@ class PlacedLoss(NamedTuple):
   def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
     specs = list(map(spec_of, self.shardings))
-
-    def wanted(sharding: Any, own: PartitionSpec, state: PartitionSpec | None) -> Any:
-      if sharding is None or state is None:
-        return None
-      return self.parallel.gradient_spec(own, state)
-
     of_states = specs_of_states(params, opt_state, specs)
-    wanted_specs = list(map(wanted, self.shardings, specs, of_states))  # of parameters, the first
-    return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted_specs))
+    # Without `strict`: the parameters are the first.
+    wanted = [
+      None if sharding is None or state is None else self.parallel.gradient_spec(own, state)
+      for sharding, own, state in zip(self.shardings, specs, of_states, strict=False)
+    ]
+    return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted))
 
   def stepped(self, update: Update, params: Params, opt_state: OptState) -> Held:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
@@ -148,13 +143,13 @@ class PlacedLoss(NamedTuple):
   def value_and_grad(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
-    aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
-    devices_own = PartitionSpec(self.parallel.axes)
-    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same), same, devices_own)
+    each = PartitionSpec(self.parallel.axes)
+    kinds = self.local.aux_reduction  # one that collects has the parts of the devices in turn
+    aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same), same, each)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
     grads = jax.tree.map(across_devices.sharded_like, out.outputs.grads, args[0])
     grads = jax.tree.map(self._to_gradient, grads, self.wanted)
-    kinds = self.local.aux_reduction
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 

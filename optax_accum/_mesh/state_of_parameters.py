@@ -15,11 +15,12 @@ from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path
 
 def followed(params: Params, opt_state: OptState) -> list[int | None]:
   """For each leaf of the state the number of the parameter that it follows, or None."""
+  words_of = lambda path: tuple(map(str, path))  # noqa: E731
   paths = jax.tree_util.tree_leaves_with_path(params)
-  numbers = {_words(path): i for i, (path, _) in enumerate(paths)}
+  numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
   def parameter(path: Path, x: Leaf) -> int | None:
-    words = _words(path)
+    words = words_of(path)
     ends = (words[i:] for i in range(len(words) + 1))  # the longest first
     # A number for each parameter follows none.
     return next((numbers[end] for end in ends if end in numbers), None) if jnp.ndim(x) else None
@@ -46,7 +47,3 @@ def specs_of_states(
   return [
     spec if shape == jnp.shape(x) else None for x, (shape, spec) in zip(leaves, single, strict=True)
   ]
-
-
-def _words(path: Path) -> tuple[str, ...]:
-  return tuple(map(str, path))
