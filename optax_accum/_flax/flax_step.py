@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
+from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict
 
 import jax
 from jax.typing import DTypeLike
@@ -17,8 +17,12 @@ from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
 from optax_accum._train_step.program import PreparedCall, StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
 
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
+
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
+Use: TypeAlias = Callable[[Any, PreparedCall], Any]  # of what the step knows of a call, and of it
 
 
 class StepOptions(TypedDict, total=False):
@@ -54,6 +58,7 @@ class FlaxStep(Step):
   params_name: ClassVar[str]  # of the parameters, in messages
   updated: ClassVar[tuple[int, ...]]  # positions in the arguments of a `FlaxProgram`
   decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
+  fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
   def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
     batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument.")
@@ -86,11 +91,21 @@ class FlaxStep(Step):
     """The program of a call, lowered, for its memory and collectives."""
     return self._with_call(lambda _, call: call.jitted.lower(*call.args), *args, **kwargs)
 
+  def check(self, *args: Any, **kwargs: Any) -> "SplitReport":
+    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
+
+    def report(view: Any, call: PreparedCall) -> "SplitReport":
+      drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
+      return self._report(view.local, args, {}, drawing=drawing, fixes=self.fixes)
+
+    found: SplitReport = self._with_call(report, *args, **kwargs)
+    return found
+
   def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     return self._with_call(lambda _, call: call.jitted.trace(*call.args), *args, **kwargs)
 
-  def _with_call(self, use: Callable[[Any, PreparedCall], Any], *args: Any, **kwargs: Any) -> Any:
+  def _with_call(self, use: Use, *args: Any, **kwargs: Any) -> Any:
     """What `use` makes of a call with such arguments, and of what the step knows of them."""
     raise NotImplementedError
 

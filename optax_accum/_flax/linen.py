@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -11,16 +11,12 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
 
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
-
 State = TypeVar("State", bound=train_state.TrainState)
-Result = TypeVar("Result")
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
 
@@ -99,7 +95,7 @@ class LinenTrainStep(FlaxStep):
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
   params_name, updated = "state.params", (0, 1, 4, 6)
-  _fixes: ClassVar[dict[str, str]] = {
+  fixes: ClassVar[dict[str, str]] = {
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
@@ -126,26 +122,12 @@ class LinenTrainStep(FlaxStep):
     run = lambda program, call: self._replaced(state, call, program.run(call))  # noqa: E731
     return self._with_call(run, state, batch, rngs)
 
-  def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
-    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
-
-    def report(program: FlaxProgram, call: PreparedCall) -> "SplitReport":
-      return self._report(program.local, (call.args[0], *call.args[2:-1]), {}, fixes=self._fixes)
-
-    return self._with_call(report, state, batch, rngs)
-
   def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
     shapes = lambda _, call: self._replaced(state, call, call.jitted.eval_shape(*call.args))  # noqa: E731
     return self._with_call(shapes, state, batch, rngs)
 
-  def _with_call(
-    self,
-    use: Callable[[FlaxProgram, PreparedCall], Result],
-    state: State,
-    batch: Batch,
-    rngs: Rngs = None,
-  ) -> Result:
+  def _with_call(self, use: Use, state: Any, batch: Batch, rngs: Rngs = None) -> Any:
     """What `use` makes of the program for such a call, and of the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -190,9 +172,9 @@ class LinenTrainStep(FlaxStep):
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
-    keys = [n for n, x in constant.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
-    given = {**variables_of(params), **constant, **mutable}
-    given = {name: x for name, x in given.items() if name not in keys}
+    has_keys = lambda x: any(map(dtypes.is_key, jax.tree.leaves(x)))  # noqa: E731
+    fixed = {name: x for name, x in constant.items() if not has_keys(x)}
+    given = {**variables_of(params), **fixed, **mutable}
     with state_fields.constraining_automatic_axes(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
     is_pair = lambda x: isinstance(x, (tuple, list)) and len(x) == 2  # noqa: E731

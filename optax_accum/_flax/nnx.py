@@ -1,8 +1,7 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-from collections.abc import Callable
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 import weakref
 
 from flax import nnx
@@ -11,17 +10,14 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
-from optax_accum._mesh.placement import place, place_state
+from optax_accum._mesh.placement import place
+from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
 
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
-
-Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
 # What is added to an error, by words in it: the first that are.
@@ -114,7 +110,7 @@ class NnxTrainStep(FlaxStep):
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   params_name, updated = "model", (0, 1, 4, 5)
-  _fixes: ClassVar[dict[str, str]] = {
+  fixes: ClassVar[dict[str, str]] = {
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
@@ -139,26 +135,10 @@ class NnxTrainStep(FlaxStep):
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """One optimizer step on a batch, which model and optimizer are updated with."""
-    return self._with_call(_View.run, model, optimizer, batch)
+    metrics: Metrics = self._with_call(_View.run, model, optimizer, batch)
+    return metrics
 
-  def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
-    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
-
-    def report(view: "_View", call: PreparedCall) -> "SplitReport":
-      loss, args = view.program.local, (call.args[0], *call.args[2:-1])
-      pure: Any = loss.fun
-      loss = dataclasses.replace(loss, fun=dataclasses.replace(pure, axis=None))
-      return self._report(loss, args, {}, drawing=("rng", "carry", "shared"), fixes=self._fixes)
-
-    return self._with_call(report, model, optimizer, batch)
-
-  def _with_call(
-    self,
-    use: Callable[["_View", PreparedCall], Result],
-    model: nnx.Module,
-    optimizer: Optimizer,
-    batch: Batch,
-  ) -> Result:
+  def _with_call(self, use: Use, model: Any, optimizer: Any, batch: Batch) -> Any:
     """What `use` makes of a call with what these objects hold."""
     while True:
       view = self._view(model, optimizer)
@@ -193,9 +173,8 @@ class NnxTrainStep(FlaxStep):
     variables.wrap_arrays(optimizer)
     variables.check_wrt(self._wrt, params, model, optimizer)
     if (parallel := self.loss.parallel) is not None:
-      held, state = Values(nnx.state(model)), Values(nnx.state(optimizer))
+      held = Values(nnx.state(model))
       held.write(place(parallel.mesh, "model", held.read()))
-      state.write(place_state(parallel.mesh, "optimizer", Values(params).read(), state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
     key = graphdef, optimizer.tx, changed
@@ -228,6 +207,12 @@ class _View(NamedTuple):
     """The arguments of the program."""
     params, opt_state, carry, count = self.updated.read()
     return params, opt_state, batch, self.fixed.read(), carry, count
+
+  @property
+  def local(self) -> LocalLoss:
+    """The loss on one device, without an axis of others."""
+    pure: Any = self.program.local.fun
+    return dataclasses.replace(self.program.local, fun=dataclasses.replace(pure, axis=None))
 
   def run(self, call: PreparedCall) -> Metrics:
     """One step: puts back what it returned, but for the metrics."""
