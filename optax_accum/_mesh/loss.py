@@ -123,14 +123,11 @@ class PlacedLoss(NamedTuple):
       # soon as the program starts, and keeps both.
       return jax.lax.optimization_barrier((self.parallel.move(new, own), x))[0]
 
-    parts = jax.tree.map(self._to_gradient, params, self.wanted)
+    part = lambda x, to: x if to is None else self.parallel.move(x, to)  # noqa: E731
+    parts = jax.tree.map(part, params, self.wanted)
     new, new_state = update((parts, opt_state))
     own = self._of_parameters(lambda spec: spec)
     return jax.tree.map(gather, new, params, own, self.wanted), new_state
-
-  def _to_gradient(self, x: Leaf, to: PartitionSpec | None) -> Leaf:
-    """An array that is spread as its parameter, moved to where the gradient goes."""
-    return x if to is None else self.parallel.move(x, to)
 
   def derivatives(self, grads: Grads) -> Grads:
     """As that of the loss of one device."""
@@ -148,8 +145,11 @@ class PlacedLoss(NamedTuple):
     aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
     specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same), same, each)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
-    grads = jax.tree.map(across_devices.sharded_like, out.outputs.grads, args[0])
-    grads = jax.tree.map(self._to_gradient, grads, self.wanted)
+
+    def to_place(g: Leaf, x: Leaf, to: PartitionSpec | None) -> Leaf:
+      return across_devices.sharded_like(g, x) if to is None else self.parallel.move(g, to)
+
+    grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
