@@ -496,7 +496,7 @@ def forgets(model, batch):
       loss_fn,
       {"carry_argnum": 2},
       TypeError,
-      "takes no carry_argnum: the step carries what",
+      "has no option 'carry_argnum': the step carries what",
     ),
     (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
   ],

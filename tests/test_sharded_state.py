@@ -117,6 +117,17 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
+@kinds
+def test_parameters_alone_are_gathered(kind):
+  mesh, tx = make_mesh(8, kind=kind), optimizer()
+  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+  params = devices.put(init_params(np.float32), mesh)
+  args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
+  report = count_collectives(step.lower(*args).compile())
+  assert report.outside["all-gather"] == report.outside["reduce-scatter"]
+  assert report.outside["all-gather"].bytes == params["w"].nbytes + params["b"].nbytes
+
+
 # On meshes of two axes: of the parameters, of the state, and of how many the state decides.
 BESIDE = {
   "tensor parallel": ({"w": P(None, "model"), "b": P("model"), "three": P()},

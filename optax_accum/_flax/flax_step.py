@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, TypeAlias, TypedDict
+from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict
 
 import jax
 from jax.typing import DTypeLike
-import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
@@ -15,11 +14,15 @@ from optax_accum._arithmetic.reduction_words import GradReductionTree, Reduction
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.program import PreparedCall, StepProgram
 from optax_accum._train_step.step import Loss, Placed, Step, step_loss
+
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
+Use: TypeAlias = Callable[[Any, PreparedCall], Any]  # of what the step knows of a call, and of it
 
 
 class StepOptions(TypedDict, total=False):
@@ -55,37 +58,56 @@ class FlaxStep(Step):
   params_name: ClassVar[str]  # of the parameters, in messages
   updated: ClassVar[tuple[int, ...]]  # positions in the arguments of a `FlaxProgram`
   decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
+  fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
   def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
-    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument")
-    decided = {**batch, **self.decided}
+    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument.")
     known = StepOptions.__annotations__
     for option in options:
-      if option in decided:
-        raise TypeError(f"{self.name} takes no {option}: {decided[option]}.")
       if option not in known:
         near = difflib.get_close_matches(option, known, 1)
         instead = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}."
-        raise TypeError(f"{self.name} has no option {option!r}: {OTHER_NAMES.get(option, instead)}")
+        why = {**OTHER_NAMES, **batch, **self.decided}.get(option, instead)
+        raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options: Kwargs = dict(options)
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
+    self._programs: dict[object, FlaxProgram] = {}
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
     named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
     return f"{self.name}({', '.join([loss, *named])})"
 
-  def _step_loss(self, loss_fn: LossFn, threads: bool, **decided: Any) -> Loss:
-    """The loss of a `FlaxProgram`. If it `threads`, it returns ``(loss, (new_carry, aux))``."""
-    options = {**self._options, **decided, "carry_argnum": 3 if threads else None}
-    return step_loss(loss_fn, has_aux=self.has_aux or threads, batch_argnums=1, **options)
+  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
+    """The loss of a `FlaxProgram`, which returns ``(loss, (new_carry, aux))``."""
+    options = {**self._options, **decided}
+    return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
 
-  def _program(self, loss: Loss, tx: optax.GradientTransformationExtraArgs) -> "FlaxProgram":
-    return FlaxProgram(loss, tx, self.updated, len(self.updated) + 1, self._donate, self)
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self._with_call(lambda _, call: call.jitted.lower(*call.args), *args, **kwargs)
+
+  def check(self, *args: Any, **kwargs: Any) -> "SplitReport":
+    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
+
+    def report(view: Any, call: PreparedCall) -> "SplitReport":
+      drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
+      return self._report(view.local, args, {}, drawing=drawing, fixes=self.fixes)
+
+    found: SplitReport = self._with_call(report, *args, **kwargs)
+    return found
+
+  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+    """As ``trace`` of a jitted function."""
+    return self._with_call(lambda _, call: call.jitted.trace(*call.args), *args, **kwargs)
+
+  def _with_call(self, use: Use, *args: Any, **kwargs: Any) -> Any:
+    """What `use` makes of a call with such arguments, and of what the step knows of them."""
+    raise NotImplementedError
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -105,10 +127,9 @@ class FlaxProgram(StepProgram):
     def counting(params: Params, opt_state: OptState, /, *args: Any) -> Args:
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
-      carry = new[2] if len(new) > 2 else others[2]
       if not self.step.has_aux:
-        metrics.pop("aux", None)
-      return new[0], new[1], carry, count + metrics["stepped"].astype(count.dtype), metrics
+        del metrics["aux"]
+      return *new, count + metrics["stepped"].astype(count.dtype), metrics
 
     counting.__name__ = self.step.name
     return counting

@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -11,14 +11,10 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
-from optax_accum._train_step.step import Loss
-
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
@@ -56,24 +52,24 @@ def linen_train_step(
     (1, 4.0)
 
   Args:
-    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``, or ``(loss, aux)`` with
-      `has_aux`. With `mutable` it returns ``(loss, updates)``, or ``(loss, (updates, aux))``, where
-      ``updates`` is what ``model.apply(..., mutable=...)`` returns. ``variables`` is what a model
-      is applied to: ``"params"``, and every field of the state that is a dict or a `FrozenDict`.
-      ``rngs`` is a dict of keys, or None if the call has none.
+    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``; with `mutable`
+      ``(loss, updates)``, where ``updates`` is what ``model.apply(..., mutable=...)`` returns; with
+      `has_aux` ``(loss, aux)``; with both ``(loss, (updates, aux))``. ``variables`` has
+      ``"params"`` and every field of the state that is a dict or a `FrozenDict`. ``rngs`` is a dict
+      of keys, or None if the call has none.
     mutable: The collections that each microbatch updates for the next: fields of the state, such as
       ``["batch_stats"]``. Microbatches of weight 0 do not update them. Over a mesh each device
-      updates its own, and their weighted mean comes out; for another word than the mean give
-      `carry_reduction`, a prefix tree over ``{"batch_stats": ...}``.
-    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+      updates its own, and their weighted mean comes out, or what `carry_reduction` says, a prefix
+      tree over ``{"batch_stats": ...}``.
+    has_aux: Whether `loss_fn` returns aux too, which comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments.
 
   Returns:
     A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
-    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``. All
-    other fields live on, even if they are the same arrays. ``state.step`` counts optimizer steps:
-    it stays where nothing in the batch counted, and inside the cycle of an `accumulate`. The index
-    of each microbatch and device is folded into ``rngs``, so give a new key in each step.
+    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``;
+    other fields live on. ``state.step`` counts optimizer steps: it stays where nothing in the batch
+    counted, and inside the cycle of an `accumulate`. The index of each microbatch and device is
+    folded into ``rngs``, so give a new key in each step.
 
   Raises:
     TypeError: An option is unknown or not yours to give; `loss_fn` takes or returns other things; a
@@ -82,14 +78,14 @@ def linen_train_step(
     RuntimeError: The state was donated to an earlier step.
 
   The loss:
-    With batch normalisation the step is not that of the whole batch: each microbatch is normalised
+    With batch normalization the step is not that of the whole batch: each microbatch is normalized
     with its own statistics (over a mesh, those of its rows on one device). The guide "Flax linen"
     measures it, and has dropout and adapters (LoRA).
 
   Over a mesh:
-    Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in.
-    With ``mesh=``, they and `nn.with_logical_constraint` constrain automatic axes only. Set
-    `nn.logical_axis_rules` around the step, and not in the loss.
+    Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in,
+    and what is in them stays sharded as it came. `nn.with_logical_constraint` constrains automatic
+    axes only. Set `nn.logical_axis_rules` around the step, and not in the loss.
   """
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
@@ -99,23 +95,21 @@ class LinenTrainStep(FlaxStep):
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
   params_name, updated = "state.params", (0, 1, 4, 6)
-  _fixes: ClassVar[dict[str, str]] = {
+  fixes: ClassVar[dict[str, str]] = {
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
   }
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the state's",
-    "rng_argnums": "pass keys as rngs",
-    "rng_argnames": "pass keys as rngs",
+    **dict.fromkeys(("rng_argnums", "rng_argnames"), "pass keys as rngs"),
     "carry_argnum": "name collections in mutable",
   }
 
   def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: StepOptions):
     self._mutable = state_fields.check_mutable(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
-    self.loss = self._loss_of_variables()
-    self._programs: dict[object, FlaxProgram] = {}
+    self.loss = self._step_loss(self._loss, rng_argnums=4)
 
   @_validate.hinted(
     "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -125,32 +119,16 @@ class LinenTrainStep(FlaxStep):
   )
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """One optimizer step on a batch: the new state, and the metrics."""
-    program, call = self._prepare(state, batch, rngs)
-    return self._replaced(state, call, program.run(call))
-
-  def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
-    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
-    program, call = self._prepare(state, batch, rngs)
-    args = call.args[0], *call.args[2:-1]
-    return self._report(program.local, args, {}, fixes=self._fixes)
-
-  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives. Shapes will do."""
-    _, call = self._prepare(state, batch, rngs)
-    return call.jitted.lower(*call.args)
-
-  def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
-    """As ``trace`` of a jitted function."""
-    _, call = self._prepare(state, batch, rngs)
-    return call.jitted.trace(*call.args)
+    run = lambda program, call: self._replaced(state, call, program.run(call))  # noqa: E731
+    return self._with_call(run, state, batch, rngs)
 
   def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    _, call = self._prepare(state, batch, rngs)
-    return self._replaced(state, call, call.jitted.eval_shape(*call.args))
+    shapes = lambda _, call: self._replaced(state, call, call.jitted.eval_shape(*call.args))  # noqa: E731
+    return self._with_call(shapes, state, batch, rngs)
 
-  def _prepare(self, state: State, batch: Batch, rngs: Rngs) -> tuple[FlaxProgram, PreparedCall]:
-    """The program for such a call, and the call."""
+  def _with_call(self, use: Use, state: Any, batch: Batch, rngs: Rngs = None) -> Any:
+    """What `use` makes of the program for such a call, and of the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
@@ -159,7 +137,7 @@ class LinenTrainStep(FlaxStep):
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
     program, count = self._program_of(state), state_fields.counted(state.step)
     args = state.params, state.opt_state, batch, constant, mutable, rngs, count
-    return program, program.prepare(args, {}, others)
+    return use(program, program.prepare(args, {}, others))
 
   def _replaced(self, state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
     """The state after a step, and the metrics."""
@@ -178,13 +156,10 @@ class LinenTrainStep(FlaxStep):
         tx = state_fields.beside_overwritten(tx)
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
-          loss = self._loss_of_variables(grad_reduction={"params": kept, OVERWRITTEN: "max"})
-      self._programs[key] = self._program(loss, tx)
+          reductions = {"params": kept, OVERWRITTEN: "max"}
+          loss = self._step_loss(self._loss, rng_argnums=4, grad_reduction=reductions)
+      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
     return self._programs[key]
-
-  def _loss_of_variables(self, **decided: Any) -> Loss:
-    """The loss, of such arguments as the program has."""
-    return self._step_loss(self._loss, bool(self._mutable), rng_argnums=4, **decided)
 
   def names(self, *args: Any) -> dict[str, Tree]:
     """The arguments of a program, by the names that messages have for them."""
@@ -197,24 +172,23 @@ class LinenTrainStep(FlaxStep):
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
-    keys = [n for n, x in constant.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
-    given = {**variables_of(params), **constant, **mutable}
-    given = {name: x for name, x in given.items() if name not in keys}
-    with state_fields.opened_on_device(given) as variables:
+    has_keys = lambda x: any(map(dtypes.is_key, jax.tree.leaves(x)))  # noqa: E731
+    fixed = {name: x for name, x in constant.items() if not has_keys(x)}
+    given = {**variables_of(params), **fixed, **mutable}
+    with state_fields.constraining_automatic_axes(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
-    if not self._mutable and (self.has_aux or not isinstance(out, (tuple, list))):
-      return out
-    if not self._mutable or not _is_pair(out) or (self.has_aux and not _is_pair(out[1])):
-      rest = "(updates, aux)" if self.has_aux else "updates"
+    is_pair = lambda x: isinstance(x, (tuple, list)) and len(x) == 2  # noqa: E731
+    both = bool(self._mutable) and self.has_aux
+    rest = "(updates, aux)" if both else "updates" if self._mutable else "aux"
+    alone = not self._mutable and not self.has_aux
+    fits = not isinstance(out, (tuple, list)) if alone else is_pair(out)
+    if not fits or (both and not is_pair(out[1])):
       raise TypeError(
         f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
-        f" has_aux={self.has_aux} it must return {f'(loss, {rest})' if self._mutable else 'loss'}."
-        " Name updates of collections, as model.apply(..., mutable=...) gives them, in mutable; and"
-        " for what else is returned pass has_aux=True."
+        f" has_aux={self.has_aux} it must return {'loss' if alone else f'(loss, {rest})'}. Name"
+        " updates of collections, as model.apply(..., mutable=...) gives them, in mutable; and for"
+        " what else is returned pass has_aux=True."
       )
-    updates, aux = out[1] if self.has_aux else (out[1], None)
-    return out[0], (state_fields.as_held(updates, mutable), aux)
-
-
-def _is_pair(x: object) -> bool:
-  return isinstance(x, (tuple, list)) and len(x) == 2
+    loss, others = out if not alone else (out, {})
+    updates, aux = others if both else (others, None) if self._mutable else ({}, others)
+    return loss, (state_fields.as_held(updates, mutable), aux)

@@ -1,28 +1,23 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-from collections.abc import Callable
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 import weakref
 
 from flax import nnx
-import jax
 import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import variables
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions
+from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._flax.variables import Snapshot, Values
-from optax_accum._mesh.placement import place, place_state
+from optax_accum._mesh.placement import place
+from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
 
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
-
-Result = TypeVar("Result")
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
 # What is added to an error, by words in it: the first that are.
@@ -72,20 +67,20 @@ def nnx_train_step(
 
   Args:
     loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
-      `has_aux`. It may change the values of Variables that `wrt` does not select. It must not add
-      Variables: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the
-      result as aux.
+      `has_aux`. It may change the values of Variables that `wrt` does not select, and must not add
+      any: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result
+      as aux.
     wrt: A filter: the Variables that are differentiated and updated, as in `nnx.grad`. Give the
       optimizer the same, and make it after adapters were added to the model. For LoRA it is
       `nnx.LoRAParam`: see the guide "Flax nnx, and LoRA".
-    has_aux: Whether `loss_fn` returns aux too. It comes as ``metrics["aux"]``.
+    has_aux: Whether `loss_fn` returns aux too, which comes as ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments. With ``donate``
       (default) a step deletes the arrays that parameters and optimizer held. An `nnx.clone` and an
       `nnx.state` share them: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
 
   Returns:
-    An `NnxTrainStep`. Its metrics are those of `make_train_step`. ``optimizer.step`` counts
-    optimizer steps, as ``state.step`` of `linen_train_step` does.
+    An `NnxTrainStep`, with the metrics of `make_train_step`. ``optimizer.step`` counts optimizer
+    steps, as ``state.step`` of `linen_train_step` does.
 
   Raises:
     TypeError: An option is unknown or not yours to give; `loss_fn` takes other arguments; a call
@@ -97,9 +92,9 @@ def nnx_train_step(
   The loss:
     What the loss changes in the model goes from each microbatch to the next: running statistics,
     counters of random streams, caches, Variables of your own. Microbatches of weight 0 change
-    nothing. Over a mesh each device has its own, with its index folded into keys. In the end the
-    weighted mean of floats comes out, and the maximum of integers (see `carry_reduction`). With
-    batch normalisation the step is not that of the whole batch, as `linen_train_step` says.
+    nothing. Over a mesh each device has its own, with its index folded into keys; the weighted mean
+    of floats comes out, and the maximum of integers (see `carry_reduction`). With batch
+    normalization the step is not that of the whole batch, as `linen_train_step` says.
   """
   if isinstance(wrt, nnx.Pytree):
     raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
@@ -115,14 +110,13 @@ class NnxTrainStep(FlaxStep):
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   params_name, updated = "model", (0, 1, 4, 5)
-  _fixes: ClassVar[dict[str, str]] = {
+  fixes: ClassVar[dict[str, str]] = {
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
   decided: ClassVar[dict[str, str]] = {
     "tx": "it is the optimizer's",
-    "rng_argnums": "random streams are part of the model",
-    "rng_argnames": "random streams are part of the model",
+    **dict.fromkeys(("rng_argnums", "rng_argnames"), "random streams are part of the model"),
     "carry_argnum": "the step carries what the loss changes in the model",
   }
 
@@ -130,9 +124,8 @@ class NnxTrainStep(FlaxStep):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self._views: dict[object, _View] = {}
-    self._programs: dict[object, FlaxProgram] = {}
     self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
-    self.loss = self._step_loss(loss_fn, threads=True, rng_argnums=())
+    self.loss = self._step_loss(loss_fn, rng_argnums=())
 
   @_validate.hinted(
     "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
@@ -142,26 +135,11 @@ class NnxTrainStep(FlaxStep):
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """One optimizer step on a batch, which model and optimizer are updated with."""
-    return self._with_call(_View.run, model, optimizer, batch)
+    metrics: Metrics = self._with_call(_View.run, model, optimizer, batch)
+    return metrics
 
-  def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
-    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
-
-    def report(view: "_View", call: PreparedCall) -> "SplitReport":
-      loss, args = view.program.local, (call.args[0], *call.args[2:-1])
-      pure: Any = loss.fun
-      loss = dataclasses.replace(loss, fun=dataclasses.replace(pure, axis=None))
-      return self._report(loss, args, {}, drawing=("rng", "carry", "shared"), fixes=self._fixes)
-
-    return self._with_call(report, model, optimizer, batch)
-
-  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self._with_call(lambda _, call: call.jitted.lower(*call.args), model, optimizer, batch)
-
-  def _with_call(self, use: Callable[["_View", PreparedCall], Result], *call: Any) -> Result:
+  def _with_call(self, use: Use, model: Any, optimizer: Any, batch: Batch) -> Any:
     """What `use` makes of a call with what these objects hold."""
-    model, optimizer, batch = call
     while True:
       view = self._view(model, optimizer)
       try:
@@ -184,7 +162,7 @@ class NnxTrainStep(FlaxStep):
       view = self._look_at(model, optimizer)
       if key not in self._views:
         for root in (model, optimizer):
-          weakref.finalize(root, self._views.pop, key, None).atexit = False
+          weakref.finalize(root, self._views.pop, key, None)
       self._views[key] = view
     return view
 
@@ -195,19 +173,16 @@ class NnxTrainStep(FlaxStep):
     variables.wrap_arrays(optimizer)
     variables.check_wrt(self._wrt, params, model, optimizer)
     if (parallel := self.loss.parallel) is not None:
-      held, state = Values(nnx.state(model)), Values(nnx.state(optimizer))
+      held = Values(nnx.state(model))
       held.write(place(parallel.mesh, "model", held.read()))
-      state.write(place_state(parallel.mesh, "optimizer", Values(params).read(), state.read()))
     changed = self._changed.get(graphdef, frozenset())
     carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
     key = graphdef, optimizer.tx, changed
     if key not in self._programs:
       axis = parallel.axes if parallel else self._options.get("axis_name")
       pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-      # Without a carry there is nothing to reduce over devices.
-      unused = {} if changed else {"carry_reduction": None}
-      loss = self._step_loss(pure, bool(changed), rng_argnums=(), **unused)
-      self._programs[key] = self._program(loss, optax.with_extra_args_support(optimizer.tx))
+      tx, loss = optax.with_extra_args_support(optimizer.tx), self._step_loss(pure, rng_argnums=())
+      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
     updated = Values((params, optimizer.opt_state, carry, optimizer.step))
     snapshot = Snapshot(model, optimizer)
     return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
@@ -232,6 +207,12 @@ class _View(NamedTuple):
     """The arguments of the program."""
     params, opt_state, carry, count = self.updated.read()
     return params, opt_state, batch, self.fixed.read(), carry, count
+
+  @property
+  def local(self) -> LocalLoss:
+    """The loss on one device, without an axis of others."""
+    pure: Any = self.program.local.fun
+    return dataclasses.replace(self.program.local, fun=dataclasses.replace(pure, axis=None))
 
   def run(self, call: PreparedCall) -> Metrics:
     """One step: puts back what it returned, but for the metrics."""

@@ -23,7 +23,7 @@ class ChangedByLossError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
-  """``loss(params, batch, fixed, carry)``; with a carry it returns ``(loss, (new_carry, aux))``."""
+  """``loss(params, batch, fixed, carry)``, which returns ``(loss, (new_carry, aux))``."""
 
   fun: LossFn
   has_aux: bool
@@ -38,32 +38,27 @@ class PureLoss:
   def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry) -> Any:
     fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
     states = params, fixed, carry
-    model = nnx.merge(self.graphdef, *states)
-    before = _held(model)
-    out = self.fun(model, batch)
+    model, before, out, after = self._run(states, batch)
     if self.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
       raise TypeError(
         f"loss_fn returned a {type(out).__name__}; with has_aux=True it must return (loss, aux)."
       )
-    after = _held(model)
     self._check_structure(before, after, model)
     changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
-    if not self.changed:
-      return out
     loss, aux = out if self.has_aux else (out, None)
     return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
 
+  def _run(self, states: Args, batch: Batch) -> Args:
+    """The model, what it held before, what the loss returned, and what the model held then."""
+    model = nnx.merge(self.graphdef, *states)
+    before = _held(model)
+    return model, before, self.fun(model, batch), _held(model)
+
   def _computed(self, states: Args, batch: Batch) -> set[str]:
     """The names of what the loss computes anew, and does not only give back."""
-
-    def run(states: Args) -> Args:
-      model = nnx.merge(self.graphdef, *states)
-      before = _held(model)
-      self.fun(model, batch)
-      return before, _held(model)
-
+    run = lambda states: self._run(states, batch)[1::2]  # noqa: E731
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
     given = [-1 if i is None else i for i in forwarded(program.jaxpr)]
     before, after = jax.tree.unflatten(jax.tree.structure(shapes), given)

@@ -11,7 +11,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import optax
 
 from optax_accum import _validate
@@ -60,15 +59,13 @@ def variables_of(params: Params) -> Collections:
 
 def as_held(updates: Collections, held: Collections) -> Collections:
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
-  bare = (unfreeze(_map_boxes(lambda box: box.value, x)) for x in (updates, held))
-  got, had = ({name for name, _ in _validate.named_leaves("updates", x)} for x in bare)
-  for leaf in sorted(got ^ had):
-    did, state = ("did not return", "has") if leaf in had else ("returned", "lacks")
+  new, old = (unfreeze(_map_boxes(lambda box: box.value, tree)) for tree in (updates, held))
+  if different := _validate.difference("updates", new, old, of=lambda x: None):
     raise ValueError(
-      f"The loss {did} {leaf}, which the state {state}: return the updates that model.apply(...,"
+      f"In what the loss returned, {different}: return the updates that model.apply(...,"
       f" mutable={list(held)!r}) gives, and give create what model.init of the same model gives."
     )
-  return jax.tree.unflatten(jax.tree.structure(held), jax.tree.leaves(unfreeze(updates)))
+  return jax.tree.unflatten(jax.tree.structure(held), jax.tree.leaves(new))
 
 
 def counted(step: Leaf) -> Leaf:
@@ -80,8 +77,6 @@ def counted(step: Leaf) -> Leaf:
       " Of a state that is replicated for pmap pass that of one device,"
       " flax.jax_utils.unreplicate(state), and mesh= to linen_train_step."
     )
-  if not getattr(step, "weak_type", True):
-    return step
   if isinstance(step, jax.ShapeDtypeStruct):
     return step.update(weak_type=False)
   return jnp.asarray(step, getattr(step, "dtype", jnp.int32))
@@ -92,28 +87,23 @@ def beside_overwritten(
 ) -> optax.GradientTransformationExtraArgs:
   """`tx`, for parameters beside which flax keeps what is overwritten and not stepped."""
 
-  def init(params: Params) -> OptState:
-    return tx.init(params["params"])
-
   def update(grads: Grads, state: OptState, params: Params = None, **extra_args: Any) -> Any:
-    value_fn, overwritten, own = extra_args["value_fn"], params[OVERWRITTEN], grads["params"]
-    extra_args |= {
-      "grad": own,
-      "value_fn": lambda params: value_fn({"params": params, OVERWRITTEN: overwritten}),
-    }
+    elsewhere, overwritten, own = extra_args["value_fn"], params[OVERWRITTEN], grads["params"]
+    value_fn = lambda params: elsewhere({"params": params, OVERWRITTEN: overwritten})  # noqa: E731
+    extra_args |= {"grad": own, "value_fn": value_fn}
     updates, state = tx.update(own, state, params["params"], **extra_args)
     changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
     return {"params": updates, OVERWRITTEN: changes}, state
 
-  return optax.GradientTransformationExtraArgs(init, update)
+  return optax.GradientTransformationExtraArgs(lambda params: tx.init(params["params"]), update)
 
 
 @contextlib.contextmanager
-def opened_on_device(variables: Collections) -> Iterator[Collections]:
-  """Makes boxes and logical axes constrain automatic axes only, in the variables that it yields.
+def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]:
+  """Makes logical axes constrain automatic axes only, and the boxes that it yields nothing.
 
-  JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. So boxes are
-  constrained here; those that the loss sees keep their names and constrain nothing.
+  JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. What is in a
+  box is sharded as it came.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.manual_axes:
@@ -127,16 +117,8 @@ def opened_on_device(variables: Collections) -> Iterator[Collections]:
     named = (axes,) if isinstance(axes, str) else axes
     return tuple(name for name in named if name in mesh.auto_axes) or None
 
-  def constrained(box: Any) -> Any:
-    logical = isinstance(box, nn.LogicallyPartitioned)
-    names: Any = nn.logical_to_mesh_axes(box.names, box.rules) if logical else box.names
-    spec, value = PartitionSpec(*map(automatic, names)), box.value
-    if mesh.auto_axes:
-      value = jax.lax.with_sharding_constraint(value, spec)
-    return nn.LogicallyPartitioned(value, box.names, rules=())
-
   with nn.logical_axis_rules([(name, automatic(to)) for name, to in nn.get_logical_axis_rules()]):
-    yield _map_boxes(constrained, variables)
+    yield _map_boxes(lambda x: nn.LogicallyPartitioned(x.value, x.names, rules=()), variables)
 
 
 def _map_boxes(fun: Callable[[Any], Leaf], tree: Tree) -> Tree:

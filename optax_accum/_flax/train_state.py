@@ -55,7 +55,7 @@ class TrainState(train_state.TrainState):
     """Adds gradients up, steps at the end of a cycle, and returns the state with ``step + 1``.
 
     Args:
-      grads: The gradients of one microbatch, a tree like `params`. What flax keeps under
+      grads: Those of one microbatch, a tree like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
       weight: How much the microbatch counts, as in `accumulate`.
       flush: Whether to end the cycle with this call.

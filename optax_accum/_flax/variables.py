@@ -59,7 +59,7 @@ class Snapshot:
   """The structure of nnx objects, to tell whether an `nnx.split` of them still holds.
 
   It holds while each object has the same attributes, and each Variable the same metadata. Comparing
-  them by identity takes a hundredth of the time of a split. It does not keep the objects alive.
+  them by identity takes a tenth of the time of a split. It does not keep the objects alive.
   """
 
   def __init__(self, *roots: Tree):
@@ -74,6 +74,10 @@ class Snapshot:
     return all(_same(_structure(node), before) for node, before in nodes)
 
 
+def _same(a: dict[object, Leaf], b: dict[object, Leaf]) -> bool:
+  return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
+
+
 def _structure(node: Tree) -> dict[object, Leaf]:
   """What can change in a node, but for the value of a Variable."""
   if is_variable(node):
@@ -82,10 +86,6 @@ def _structure(node: Tree) -> dict[object, Leaf]:
   if isinstance(node, list):
     return dict(enumerate(node))
   return dict(node if isinstance(node, dict) else getattr(node, "__dict__", {}))
-
-
-def _same(a: dict[object, Leaf], b: dict[object, Leaf]) -> bool:
-  return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
 
 
 def wrap_arrays(optimizer: Any) -> None:

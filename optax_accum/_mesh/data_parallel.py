@@ -1,31 +1,21 @@
-"""Data parallelism: how the batch is spread over a mesh, and what goes where with the gradients."""
+"""Data parallelism: how a batch is spread over a mesh, and where an array goes over its axes."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Collection, Iterable
 import dataclasses
+import functools
+import itertools
 import math
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import names_of
-from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Batch, Grads, Leaf, Tree
+from optax_accum._arithmetic.trees import Batch, Leaf
 from optax_accum._mesh.placement import place, sharding_of
-from optax_accum._mesh.state_of_parameters import Dims
 from optax_accum._microbatches.options import Split
-
-Sharding: TypeAlias = NamedSharding | None  # None where it is not known
-
-
-class GradientSharding(NamedTuple):
-  """Where a gradient goes that is not sharded as its parameter."""
-
-  spec: PartitionSpec  # over the data axes: what each device keeps when gradients are summed
-  dims: Dims  # over explicit axes, on which sharding is part of the type
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -103,113 +93,69 @@ class DataParallel:
         " rows that weight_fn counts as 0. (Otherwise each device would have to compute all rows.)"
       )
 
-  def shard_spec(self, sharding: Sharding) -> PartitionSpec:
-    """How a parameter is sharded over the data axes only.
+  def over_data(self, spec: PartitionSpec) -> PartitionSpec:
+    """A sharding over the data axes only.
 
     A dimension that is sharded over other axes too does not count: it is gathered for the step.
     """
-    return self._spec_over_data(self.dims(sharding, 0))
+    dims = [names_of(names) for names in spec]
+    return normal(names if set(names) <= set(self.axes) else () for names in dims)
 
-  def _spec_over_data(self, dims: Dims) -> PartitionSpec:
-    """The data axes alone."""
-    ours = [names if set(names) <= set(self.axes) else () for names in dims]
-    while ours and not ours[-1]:
-      ours.pop()
-    return PartitionSpec(*ours)
+  def over_automatic(self, spec: PartitionSpec) -> PartitionSpec:
+    """A sharding over the automatic axes only that are no data axes."""
+    return over(spec, set(self._of_kind(AxisType.Auto)) - set(self.axes))
 
-  def dims(self, sharding: Sharding, ndim: int) -> Dims:
-    """The axes that each dimension of an array of this sharding is spread over."""
-    named = [names_of(names) for names in getattr(sharding, "spec", ())]
-    return (*named, *[()] * (ndim - len(named)))
+  def gradient_spec(self, own: PartitionSpec, state: PartitionSpec) -> PartitionSpec | None:
+    """Where the gradient goes of a parameter that is spread so, and its state so; None: as it.
 
-  def gradient_sharding(self, own: Dims, state: Dims) -> GradientSharding | None:
-    """Where the gradient goes of a parameter that is spread so, and its state so."""
-    spec, own_spec = (self._spec_over_data(dims) for dims in (state, own))
-    explicit = set(self._of_kind(AxisType.Explicit))
-    ours, others = _only(own, explicit), _only(state, explicit)
-    # Of two such arrays JAX adds none where a dimension is over other axes in each, nor where an
-    # axis is on other dimensions.
-    clash = any(a and b and a != b for a, b in zip(ours, others, strict=True))
-    clash |= any(_where(others).get(name, dim) != dim for name, dim in _where(ours).items())
-    if not clash and (not spec or spec == own_spec):
+    It goes to its state if that is spread in another way over the data axes, or over explicit ones,
+    where JAX refuses to add the two. A dimension that is whole in the state stays spread as in the
+    parameter, over axes that nothing else has.
+    """
+    explicit = self._of_kind(AxisType.Explicit)
+
+    def differ(part: Callable[[PartitionSpec], PartitionSpec]) -> bool:
+      return part(state) not in (PartitionSpec(), part(own))
+
+    if not differ(self.over_data) and not differ(lambda spec: over(spec, explicit)):
       return None
-    taken = {*self.axes, *(name for names in state for name in names)}
-    kept = _only(own, set(self.mesh.axis_names) - taken)
-    return GradientSharding(spec, tuple(b or a for a, b in zip(kept, state, strict=True)))
-
-  def automatic_spec(self, sharding: Sharding) -> PartitionSpec:
-    """How an array of this sharding is spread over automatic axes that are no data axes."""
-    auto = set(self._of_kind(AxisType.Auto)) - set(self.axes)
-    return PartitionSpec(*_only(self.dims(sharding, 0), auto))
+    taken = {*self.axes, *(name for names in state for name in names_of(names))}
+    kept = over(own, set(self.mesh.axis_names) - taken)
+    return normal(b or a for a, b in itertools.zip_longest(kept, state))
 
   def batch_spec(self, x: Leaf, batch_axis: int) -> PartitionSpec:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
-    return self._spec_at(batch_axis % jnp.ndim(x))
+    return PartitionSpec(*[None] * (batch_axis % jnp.ndim(x)), self.axes)
 
-  def output_spec(self, reduction: Reduction) -> PartitionSpec:
-    """The `PartitionSpec` of a reduced output; one that collects has the devices' parts in turn."""
-    return self._spec_at(0) if reduction.collected else PartitionSpec()
+  def move(self, x: Leaf, spec: PartitionSpec) -> Leaf:
+    """An array, sharded so: its type over explicit axes, and by a constraint over automatic ones.
 
-  def _spec_at(self, dimension: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * dimension, self.axes)
-
-  def like(self, grads: Grads, shardings: Tree, wanted: Tree) -> Grads:
-    """Gradients sharded as `spread` has their parameters. `shardings` are None where not known."""
-
-    def reshard(g: Leaf, sharding: Sharding, wanted: GradientSharding | None) -> Leaf:
-      if wanted is not None:
-        return self._reshard(g, wanted.dims)
-      return g if sharding is None else self._reshard(g, self.dims(sharding, g.ndim))
-
-    return jax.tree.map(reshard, grads, shardings, wanted)
-
-  def spread(self, x: Leaf, wanted: GradientSharding | None) -> Leaf:
-    """An array of which each device takes its part over the data axes; with None, all as it is."""
-    if wanted is None:
+    Where no data axis is automatic, automatic axes are left to the compiler.
+    """
+    explicit, automatic = map(self._of_kind, (AxisType.Explicit, AxisType.Auto))
+    if explicit:
+      x = jax.reshard(x, NamedSharding(self.mesh, over(spec, explicit)))
+    if set(self.axes).isdisjoint(automatic):
       return x
-    ours = [names_of(names) or None for names in wanted.spec]
-    return self._constrain(self._reshard(x, wanted.dims), [*ours, *[None] * (x.ndim - len(ours))])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, over(spec, automatic)))
 
-  def gather(self, new: Leaf, x: Leaf, sharding: Sharding, wanted: GradientSharding | None) -> Leaf:
-    """What became of the parts that `spread` made of `x`, sharded as `x` was."""
-    if wanted is None:
-      return new
-    new = across_devices.sharded_like(new, x)
-    new = self._constrain(new, self.dims(sharding, x.ndim))
-    # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as soon
-    # as the program starts, and keeps both.
-    return jax.lax.optimization_barrier((new, x))[0]
-
-  def _constrain(self, x: Leaf, dims: Sequence[tuple[str, ...] | None]) -> Leaf:
-    """Has XLA shard an array so, if data axes are automatic. A None among `dims` is left to it."""
-    auto = self._of_kind(AxisType.Auto)
-    if set(self.axes).isdisjoint(auto):
-      return x
-    free = PartitionSpec.UNCONSTRAINED
-    spec = [free if d is None else tuple(name for name in d if name in auto) for d in dims]
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
-
-  def reshard_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
-    """Moves an array of explicit sharding to `spec` over the data axes, and leaves other axes."""
-    now = self.dims(jax.typeof(x).sharding, x.ndim)
-    kept = _only(now, set(self.mesh.axis_names) - set(self.axes))
-    ours = [*map(names_of, spec), *[()] * (len(kept) - len(spec))]
-    return self._reshard(x, [a + b for a, b in zip(kept, ours, strict=True)])
-
-  def _reshard(self, x: Leaf, dims: Sequence[tuple[str, ...]]) -> Leaf:
-    """Moves an array to a sharding over the explicit axes; over the others XLA does."""
+  def move_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
+    """An array of explicit sharding, sharded as `spec` over the data axes, and as it is beside."""
     explicit = self._of_kind(AxisType.Explicit)
     if not explicit:
       return x
-    spec = PartitionSpec(*_only(dims, set(explicit)))
-    return jax.reshard(x, NamedSharding(self.mesh, spec))
+    others = over(jax.typeof(x).sharding.spec, set(self.mesh.axis_names) - set(self.axes))
+    dims = itertools.zip_longest(others, over(spec, explicit))
+    both = PartitionSpec(*(names_of(a) + names_of(b) for a, b in dims))
+    return jax.reshard(x, NamedSharding(self.mesh, both))
 
   def place_batch(self, name: str, tree: Batch, batch_axis: int) -> Batch:
     """A batch on this mesh, sharded by its rows."""
-    tree = place(self.mesh, name, tree, lambda x: self.batch_spec(x, batch_axis))
+    spec = functools.partial(self.batch_spec, batch_axis=batch_axis)
+    tree = place(self.mesh, name, tree, lambda leaves: list(map(spec, leaves)))
     for leaf, x in _validate.named_leaves(name, tree):
-      sharding, rows = sharding_of(x), batch_axis % x.ndim
-      names = names_of(sharding.spec[rows]) if sharding and rows < len(sharding.spec) else ()
+      dims = [*spec_of(sharding_of(x)), *[None] * x.ndim]
+      names = names_of(dims[batch_axis % x.ndim])
       if not set(names) <= set(self.axes):
         raise ValueError(
           f"{leaf} has its rows sharded over {_shown(names)}: shard them over"
@@ -218,14 +164,22 @@ class DataParallel:
     return tree
 
 
-def _only(dims: Sequence[tuple[str, ...]], axes: Set[str]) -> list[tuple[str, ...]]:
-  """The same dimensions, over no further axes than these."""
-  return [tuple(name for name in names if name in axes) for names in dims]
+def spec_of(sharding: NamedSharding | None) -> PartitionSpec:
+  """The `PartitionSpec` of a sharding; where that is not known, of an array that is everywhere."""
+  return normal(() if sharding is None else sharding.spec)
 
 
-def _where(dims: Sequence[tuple[str, ...]]) -> dict[str, int]:
-  """The dimension that each axis is on."""
-  return {name: dim for dim, names in enumerate(dims) for name in names}
+def over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+  """A sharding, over no further axes than these."""
+  return normal(tuple(name for name in names_of(names) if name in axes) for names in spec)
+
+
+def normal(dims: Iterable[Any]) -> PartitionSpec:
+  """The `PartitionSpec` of these dimensions that equals all others that say the same."""
+  named = [names_of(names) for names in dims]
+  while named and not named[-1]:
+    named.pop()
+  return PartitionSpec(*named)
 
 
 def _shown(names: tuple[str, ...]) -> str:

@@ -1,18 +1,18 @@
 """A loss over a mesh: each device runs its own rows in microbatches; then results are reduced."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, OptState, Params, Tree
-from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
+from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import place, place_state, sharding_of
-from optax_accum._mesh.shards import Sharded
-from optax_accum._mesh.state_of_parameters import spread_as_parameters
+from optax_accum._mesh.shards import Shards
+from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
@@ -52,41 +52,26 @@ class MeshLoss:
         " it outside."
       )
     params, opt_state, *others = args
-    axes, carried, arguments = self._batch(params, others, kwargs)
-    rows = cut.batch_rows(axes, arguments)
-    parallel.check_rows(rows, self.local.split.num_microbatches)
+    given: dict[Slot, Tree] = dict([*enumerate((params, *others)), *kwargs.items()])
+    if (slots := tuple(given)) not in self._roles:
+      roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
+      self._roles[slots] = roles.batch, roles.carry
+    axes, carried = self._roles[slots]
+    parallel.check_rows(cut.batch_rows(axes, given), self.local.split.num_microbatches)
 
     def put(slot: Slot, x: Tree) -> Tree:
       if slot in axes:
         return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
-      return place(parallel.mesh, f"argument {slot!r}", x)
+      return place(parallel.mesh, f"argument {slot!r}" if slot else "params", x)
 
-    params = place(parallel.mesh, "params", params)
-    held = params, place_state(parallel.mesh, "opt_state", params, opt_state)
-    others = [put(i, x) for i, x in enumerate(others, 1)]
-    named: Kwargs = {name: put(name, x) for name, x in kwargs.items()}
-    placed: dict[Slot, Tree] = dict(enumerate(others, 1))
-    placed.update(named)
-
-    def sharded(tree: Tree) -> tuple[Any, tuple[Any, ...]]:
-      leaves, treedef = jax.tree.flatten(tree)
-      return treedef, tuple(map(sharding_of, leaves))
-
-    carry = [placed[slot] for slot in carried]
-    loss = PlacedLoss(self.local, parallel, tuple(axes.items()), *sharded(held), sharded(carry))
-    return loss, (*held, *others), named
-
-  def _batch(
-    self, params: Params, others: Sequence[Tree], kwargs: Kwargs
-  ) -> tuple[dict[Slot, int], tuple[Slot, ...], dict[Slot, Tree]]:
-    """The axis of rows of each batch argument; what is carried; all, by where the loss has them."""
-    arguments: dict[Slot, Tree] = dict(enumerate((params, *others)))
-    arguments.update(kwargs)
-    slots = tuple(arguments)
-    if slots not in self._roles:
-      roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
-      self._roles[slots] = roles.batch, roles.carry
-    return *self._roles[slots], arguments
+    placed = {slot: put(slot, x) for slot, x in given.items()}
+    opt_state = place_state(parallel.mesh, "opt_state", placed[0], opt_state)
+    held = placed[0], opt_state, *(placed[slot] for slot in carried)
+    leaves, treedef = jax.tree.flatten(held)
+    shardings = tuple(map(sharding_of, leaves))
+    loss = PlacedLoss(self.local, parallel, tuple(axes.items()), treedef, shardings)
+    named: Kwargs = {name: placed.pop(name) for name in kwargs}
+    return loss, (placed.pop(0), opt_state, *placed.values()), named
 
 
 class PlacedLoss(NamedTuple):
@@ -95,53 +80,54 @@ class PlacedLoss(NamedTuple):
   local: LocalLoss
   parallel: DataParallel
   batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
-  treedef: Any  # of (params, opt_state)
+  treedef: Any  # of the parameters, the optimizer state and the carry, if any
   shardings: tuple[Any, ...]  # of their leaves
-  threaded: tuple[Any, tuple[Any, ...]]  # the structure of the carry, if any, and its shardings
-  wanted: Any = None  # a `GradientSharding` for each gradient, or None: as its parameter
+  wanted: Any = None  # the `PartitionSpec` of each gradient, or None: as its parameter
 
   @property
   def out_shardings(self) -> Any:
     """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
+    # A tracer's, over an abstract mesh, does not tell about automatic axes.
+    known = [s if isinstance(getattr(s, "mesh", None), Mesh) else None for s in self.shardings]
+    return self.treedef.unflatten(known)
 
-    def known(sharding: Any) -> Any:
-      # A tracer's, over an abstract mesh, does not tell about automatic axes.
-      return sharding if isinstance(getattr(sharding, "mesh", None), Mesh) else None
-
-    structure, carry = self.threaded
-    held = self.treedef.unflatten(map(known, self.shardings))
-    return *held, *structure.unflatten(map(known, carry))
-
-  @property
-  def _specs(self) -> list[PartitionSpec]:
-    return list(map(self.parallel.shard_spec, self.shardings))
+  def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
+    """A function of the sharding of each parameter."""
+    return self.treedef.unflatten([fun(spec_of(sharding)) for sharding in self.shardings])[0]
 
   @property
-  def _shards(self) -> Sharded:
-    specs = self.treedef.unflatten(self._specs)[0]
-    of_gradients = jax.tree.map(lambda own, to: (to and to.spec) or own, specs, self.wanted)
-    automatic = self.treedef.unflatten(map(self.parallel.automatic_spec, self.shardings))[0]
-    axes, in_loop = self.parallel.axes, self.parallel.reduce_in_loop
-    return Sharded(specs, of_gradients, automatic, axes, in_loop)
+  def _shards(self) -> Shards:
+    parallel = self.parallel
+    held, automatic = map(self._of_parameters, (parallel.over_data, parallel.over_automatic))
+    gradients = jax.tree.map(lambda own, to: parallel.over_data(to or own), held, self.wanted)
+    return Shards(held, gradients, automatic)
 
   def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
-    leaves = jax.tree.leaves((params, opt_state))
-    dims = [self.parallel.dims(s, jnp.ndim(x)) for s, x in zip(self.shardings, leaves, strict=True)]
-    of_state = spread_as_parameters(params, opt_state, dims)
-    # Without `strict`: those of the state come after.
+    specs = list(map(spec_of, self.shardings))
+    of_states = specs_of_states(params, opt_state, specs)
+    # Without `strict`: the parameters are the first.
     wanted = [
-      None if sharding is None or state is None else self.parallel.gradient_sharding(own, state)
-      for sharding, own, state in zip(self.shardings, dims, of_state, strict=False)
+      None if sharding is None or state is None else self.parallel.gradient_spec(own, state)
+      for sharding, own, state in zip(self.shardings, specs, of_states, strict=False)
     ]
     return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted))
 
   def stepped(self, update: Update, params: Params, opt_state: OptState) -> Held:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
-    parts = jax.tree.map(self.parallel.spread, params, self.wanted)
+
+    def gather(new: Leaf, x: Leaf, own: PartitionSpec, to: PartitionSpec | None) -> Leaf:
+      if to is None:
+        return new
+      # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as
+      # soon as the program starts, and keeps both.
+      return jax.lax.optimization_barrier((self.parallel.move(new, own), x))[0]
+
+    part = lambda x, to: x if to is None else self.parallel.move(x, to)  # noqa: E731
+    parts = jax.tree.map(part, params, self.wanted)
     new, new_state = update((parts, opt_state))
-    shardings = self.treedef.unflatten(self.shardings)[0]
-    return jax.tree.map(self.parallel.gather, new, params, shardings, self.wanted), new_state
+    own = self._of_parameters(lambda spec: spec)
+    return jax.tree.map(gather, new, params, own, self.wanted), new_state
 
   def derivatives(self, grads: Grads) -> Grads:
     """As that of the loss of one device."""
@@ -154,13 +140,16 @@ class PlacedLoss(NamedTuple):
   def value_and_grad(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
-    aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
-    devices_own = PartitionSpec(self.parallel.axes)
-    specs = Reduced(same, Outputs(same, aux, self._shards.gradient_specs, same), same, devices_own)
+    each = PartitionSpec(self.parallel.axes)
+    kinds = self.local.aux_reduction  # one that collects has the parts of the devices in turn
+    aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same), same, each)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
-    shardings = self.treedef.unflatten(self.shardings)[0]
-    grads = self.parallel.like(out.outputs.grads, shardings, self.wanted)
-    kinds = self.local.aux_reduction
+
+    def to_place(g: Leaf, x: Leaf, to: PartitionSpec | None) -> Leaf:
+      return across_devices.sharded_like(g, x) if to is None else self.parallel.move(g, to)
+
+    grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
     aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
@@ -168,21 +157,22 @@ class PlacedLoss(NamedTuple):
     self, method: Callable[..., Any], out_specs: Tree, weights: Tree, args: Args, kwargs: Kwargs
   ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
-    arguments: dict[Slot, Tree] = dict(enumerate(args))
-    arguments.update(kwargs)
     axes, shards = dict(self.batch), self._shards
-    rows = cut.batch_rows(axes, arguments)
+    rows = cut.batch_rows(axes, dict([*enumerate(args), *kwargs.items()]))
     split = self.parallel.local_split(self.local.split, rows)
     aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
     local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
-    several = self.parallel.devices > 1
+    several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
     if several:
-      local.grad_reduction = shards.gradients(self.local.grad_reduction)
-      local.gather_in_loop = shards.gather_in_loop
+      local.grad_reduction = shards.scattered(self.local.grad_reduction)
+      if in_loop:
+        once = lambda kind: kind.in_loop(self.parallel.axes)  # noqa: E731
+        local.grad_reduction = jax.tree.map(once, local.grad_reduction)
+        local.gather_in_loop = shards.gather_in_loop
 
     def spec(slot: Slot, tree: Tree) -> Tree:
       if slot == 0:
-        return shards.specs
+        return shards.held
       if slot in axes:
         return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
       return jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -191,7 +181,7 @@ class PlacedLoss(NamedTuple):
     in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
 
     def on_device(weights: Tree, args: Args, kwargs: Kwargs) -> Any:
-      params = shards.gather_before_loop(args[0]) if several else args[0]
+      params = shards.gather(args[0]) if several and not in_loop else args[0]
       return method(local, weights, params, *args[1:], **kwargs)
 
     mapped = jax.shard_map(
@@ -203,4 +193,4 @@ class PlacedLoss(NamedTuple):
       # Over one device nothing is reduced, and so types would say that devices differ.
       check_vma=several,
     )
-    return mapped(weights, *jax.tree.map(self.parallel.reshard_over_data, (args, kwargs), in_specs))
+    return mapped(weights, *jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import operator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,56 +12,19 @@ from optax_accum import _validate
 from optax_accum._arithmetic.trees import Leaf, Leaves, OptState, Params, Path, Tree
 from optax_accum._mesh.state_of_parameters import followed
 
+SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
 
-def place(
-  mesh: Mesh,
-  name: str,
-  tree: Tree,
-  spec: Callable[[Leaf], PartitionSpec] = lambda x: PartitionSpec(),
-) -> Tree:
-  """`tree` on a mesh: leaves that are there stay, others get the `PartitionSpec` of `spec`.
 
-  Shapes are placed as arrays, and Python numbers as weakly typed arrays. Tracers stay.
+def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) -> Tree:
+  """`tree` on a mesh: leaves that are there stay, others get their `PartitionSpec`, or copies.
+
+  `specs_of` is given all leaves. Shapes are placed as arrays, and Python numbers as weakly typed
+  arrays. Tracers stay.
   """
-  leaves = jax.tree.leaves(tree)
-  return tree if _are_on(mesh, leaves) else _put(mesh, name, tree, list(map(spec, leaves)))
-
-
-def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> OptState:
-  """An optimizer state on a mesh. What is not there yet goes where its parameter is.
-
-  So the moments of a sharded parameter are sharded too, also if they were made on one device.
-  """
-  leaves = jax.tree.leaves(opt_state)
+  leaves, treedef = jax.tree.flatten(tree)
   if _are_on(mesh, leaves):
-    return opt_state
-  parameters = jax.tree.leaves(params)
-
-  def spec(number: int | None, x: Leaf) -> PartitionSpec:
-    if number is None or jnp.shape(x) != jnp.shape(parameters[number]):
-      return PartitionSpec()
-    sharding = sharding_of(parameters[number])
-    return PartitionSpec() if sharding is None else sharding.spec
-
-  specs = list(map(spec, followed(params, opt_state), leaves))
-  return _put(mesh, name, opt_state, specs)
-
-
-def sharding_of(x: Leaf) -> NamedSharding | None:
-  """How an array, a shape or a tracer is sharded over a mesh, if it is known.
-
-  The type of a tracer, and of what `jax.eval_shape` returns, has explicit axes only.
-  """
-  traced = isinstance(x, jax.core.Tracer)
-  sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
-  if not isinstance(sharding, NamedSharding):
-    return None
-  told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
-  return sharding if told else None
-
-
-def _put(mesh: Mesh, name: str, tree: Tree, specs: Sequence[PartitionSpec]) -> Tree:
-  """`tree` on a mesh; `specs` are for the leaves that are not there."""
+    return tree
+  specs = [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
 
   def put(path: Path, x: Leaf, spec: PartitionSpec) -> Leaf:
     sharding = sharding_of(x)
@@ -79,9 +42,41 @@ def _put(mesh: Mesh, name: str, tree: Tree, specs: Sequence[PartitionSpec]) -> T
       return x.update(sharding=target)
     return jax.device_put(x, target)
 
-  leaves = jax.tree_util.tree_leaves_with_path(tree)
-  placed = [put(*leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)]
-  return jax.tree.unflatten(jax.tree.structure(tree), placed)
+  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+  return jax.tree.unflatten(treedef, map(put, paths, leaves, specs))
+
+
+def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> OptState:
+  """An optimizer state on a mesh. What is not there yet goes where its parameter is.
+
+  So the moments of a sharded parameter are sharded too, also if they were made on one device.
+  """
+
+  def specs_of(leaves: Leaves) -> list[PartitionSpec]:
+    parameters = jax.tree.leaves(params)
+
+    def spec(number: int | None, x: Leaf) -> PartitionSpec:
+      if number is None or jnp.shape(x) != jnp.shape(parameters[number]):
+        return PartitionSpec()
+      sharding = sharding_of(parameters[number])
+      return PartitionSpec() if sharding is None else sharding.spec
+
+    return list(map(spec, followed(params, opt_state), leaves))
+
+  return place(mesh, name, opt_state, specs_of)
+
+
+def sharding_of(x: Leaf) -> NamedSharding | None:
+  """How an array, a shape or a tracer is sharded over a mesh, if it is known.
+
+  The type of a tracer, and of what `jax.eval_shape` returns, has explicit axes only.
+  """
+  traced = isinstance(x, jax.core.Tracer)
+  sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+  if not isinstance(sharding, NamedSharding):
+    return None
+  told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
+  return sharding if told else None
 
 
 def _are_on(mesh: Mesh, leaves: Leaves) -> bool:

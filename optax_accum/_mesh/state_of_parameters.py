@@ -4,23 +4,23 @@ The path of such a leaf ends with that of its parameter, as in Adam's moments.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path
-
-Dims: TypeAlias = tuple[tuple[str, ...], ...]  # the mesh axes that each dimension is spread over
 
 
 def followed(params: Params, opt_state: OptState) -> list[int | None]:
   """For each leaf of the state the number of the parameter that it follows, or None."""
+  words_of = lambda path: tuple(map(str, path))  # noqa: E731
   paths = jax.tree_util.tree_leaves_with_path(params)
-  numbers = {_words(path): i for i, (path, _) in enumerate(paths)}
+  numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
   def parameter(path: Path, x: Leaf) -> int | None:
-    words = _words(path)
+    words = words_of(path)
     ends = (words[i:] for i in range(len(words) + 1))  # the longest first
     # A number for each parameter follows none.
     return next((numbers[end] for end in ends if end in numbers), None) if jnp.ndim(x) else None
@@ -29,30 +29,21 @@ def followed(params: Params, opt_state: OptState) -> list[int | None]:
   return [parameter(path, x) for path, x in state]
 
 
-def spread_as_parameters(
-  params: Params, opt_state: OptState, dims: Sequence[Dims]
-) -> list[Dims | None]:
+def specs_of_states(
+  params: Params, opt_state: OptState, specs: Sequence[PartitionSpec]
+) -> list[PartitionSpec | None]:
   """For each parameter, the sharding that its state has; None if that is not one sharding.
 
-  ZeRO-1: each device keeps this part of the gradient. `dims` are those of the leaves of both trees.
-  All leaves of a parameter must have its shape. A leaf found by mistake changes where the step is
-  computed, and not the result.
+  `specs` begins with those of the leaves of both trees. All leaves of a parameter must have its
+  shape. A leaf found by mistake changes where the step is computed, and not the result.
   """
   leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
-  following: list[set[tuple[tuple[int, ...], Dims]]] = [set() for _ in leaves]
-  spreads = dims[len(leaves) :]
-  for number, x, spread in zip(followed(params, opt_state), state, spreads, strict=True):
+  kinds: list[set[Any]] = [set() for _ in leaves]
+  of_state = specs[len(leaves) : len(leaves) + len(state)]
+  for number, x, spec in zip(followed(params, opt_state), state, of_state, strict=True):
     if number is not None:
-      following[number].add((jnp.shape(x), spread))
-
-  def dims_of(found: set[tuple[tuple[int, ...], Dims]], x: Leaf) -> Dims | None:
-    if len(found) != 1:
-      return None
-    [(shape, spread)] = found
-    return spread if shape == jnp.shape(x) else None
-
-  return list(map(dims_of, following, leaves))
-
-
-def _words(path: Path) -> tuple[str, ...]:
-  return tuple(map(str, path))
+      kinds[number].add((jnp.shape(x), spec))
+  single = [next(iter(kind)) if len(kind) == 1 else (None, None) for kind in kinds]
+  return [
+    spec if shape == jnp.shape(x) else None for x, (shape, spec) in zip(leaves, single, strict=True)
+  ]

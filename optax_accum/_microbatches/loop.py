@@ -141,7 +141,7 @@ class _Loop:
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory beside that of a sum of gradients.
-    tail_first = not call.carry and not any(r.ordered for r in self.reductions)
+    tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
     tails: Leaves = [None] * len(self.reductions)
     weight = None
     with jax.named_scope("microbatches"):
