@@ -26,8 +26,7 @@ class MicrobatchStats(NamedTuple):
   """Counts over the microbatches of one batch.
 
   Attributes:
-    total_weight: float32 scalar (float64 where x64 is enabled), the sum of the weights in the
-      mean. It is rounded once, so counts of tokens are exact.
+    total_weight: float32 scalar (float64 with x64), the sum of the weights; exact for whole counts.
     skipped_microbatches: int32 scalar, how many were left out because they were not finite.
   """
 
