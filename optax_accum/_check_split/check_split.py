@@ -96,7 +96,7 @@ def runs_of(
 ) -> Runs | SplitReport:
   """What `check_split` runs, or a report where the defaults refuse the call.
 
-  Of keys in arguments of the roles `drawing` every draw is the same number.
+  For keys in arguments of the roles `drawing`, every draw is the same number.
   """
   with noted(_ORDER):
     given = _options(loss_fn, args, options)

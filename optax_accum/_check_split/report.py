@@ -28,7 +28,7 @@ class LeafComparison(NamedTuple):
 
   @property
   def agrees(self) -> bool:
-    """Whether the difference may be rounding; one that is NaN may not."""
+    """Whether the difference may be rounding. NaN is not."""
     return self.difference <= self.tolerance
 
 
@@ -58,12 +58,12 @@ class SplitReport:
 
   @property
   def ok(self) -> bool:
-    """Whether the microbatches give what the whole batch does, in all that was compared."""
+    """Whether all comparisons of the microbatches with the whole batch agree."""
     return self.verdict == "ok"
 
   @property
   def mend(self) -> str:
-    """The former name of `fix`, which the next release does not have."""
+    """The former name of `fix`, which the next release drops."""
     warnings.warn("SplitReport.mend is now SplitReport.fix.", DeprecationWarning, stacklevel=2)
     return self.fix
 
@@ -71,7 +71,7 @@ class SplitReport:
     return self._text([leaf for leaf in self.leaves if not leaf.agrees])
 
   def details(self) -> str:
-    """The same with all leaves, those that agree too, and the batches that were run."""
+    """The report with all leaves, and the batches that were run."""
     batches = _wrapped("batches:  ", "; ".join(self.batches))
     left_out = _wrapped("left out: ", "; ".join(self.left_out))
     return "\n".join([self._text(self.leaves), *batches, *left_out])

@@ -139,7 +139,7 @@ class _Loop:
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
-    # needs no memory beside that of a sum of gradients.
+    # needs no memory on top of that of a sum of gradients.
     tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
     tails: Leaves = [None] * len(self.reductions)
     weight = None

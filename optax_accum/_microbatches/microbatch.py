@@ -1,4 +1,4 @@
-"""`microbatch`: any function in microbatches, of which the backward pass computes each again."""
+"""`microbatch`: any function in microbatches; the backward pass computes each of them again."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -121,7 +121,7 @@ def whole_batches() -> Iterator[None]:
   """Traces what calls `microbatch` as if it did not split: what `check_split` compares with."""
   token = _is_whole.set(True)
   try:
-    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced anew.
+    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced again.
     with set_xla_metadata(microbatch="whole"):
       yield
   finally:
@@ -152,7 +152,7 @@ class Recomputed:
         self._traced[rows] = closed, jax.tree.structure(like), copies
 
   def _varying(self, x: Leaf) -> Leaf:
-    """`x` as it differs between devices, of which the copy to add up in is reduced."""
+    """`x`, typed as differing between devices; its copy, to add up in, is reduced over them."""
     if not _may_have_tangent(x) or self.split.axis_name is None:
       return x
     varying = across_devices.varying(x, self.split.axis_name)

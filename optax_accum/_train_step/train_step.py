@@ -165,8 +165,8 @@ def make_train_step(
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
     aux_reduction: How aux is combined: as `reduction` of `microbatch`. Default: the weighted mean,
       which refuses an aux with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
-    batch_argnums: The positions of the arguments that are split, with as many rows each. Default:
-      1, which refuses another argument with as many: give ``(1, 2)`` to split both, or ``1``.
+    batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
+      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1``.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
     donate: Whether to update parameters and optimizer state in place, which halves their memory and
       deletes the arrays passed in. An array that is also in another argument is copied instead.
@@ -181,19 +181,20 @@ def make_train_step(
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
-      "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
+      "stack" and "concat" keep their values, and reverse-mode derivatives are NaN if one is left
+      out.
     skip_empty: Whether not to run microbatches of weight 0, to save time. "stack" and "concat" have
       zeros for them. Needs `weight_fn`, and excludes reverse-mode differentiation.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
-      microbatches on all devices together, ``reduction="mean"`` and no `in_place`.
+      microbatches over all devices, ``reduction="mean"`` and no `in_place`.
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
       are put there, optimizer state where its parameters are. Default: one device.
     data_axis: The axis that rows are sharded over, or several: ``("data", "fsdp")``.
-    reduce_gradients: When to sum gradients over devices: ``"per_cycle"``, once, or
-      ``"per_microbatch"``, which saves memory for parameters sharded over `data_axis`, but sends
-      more.
+    reduce_gradients: When to sum gradients over devices: once ``"per_cycle"``; or
+      ``"per_microbatch"``, to save memory where parameters are sharded over `data_axis`, with more
+      communication.
     axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
       sharded over. Gradients are summed over it once, after the last microbatch.
 
