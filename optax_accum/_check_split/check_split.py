@@ -58,7 +58,7 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
       with a smaller last microbatch runs too.
 
   Returns:
-    A `SplitReport`, which prints as a table. Its ``verdict`` is one of:
+    A `SplitReport`, which prints as a table. Its ``verdict`` is one of these words.
 
     ===============  ======================================================================
     ``ok``           everything agrees, on all batches that were tried

@@ -63,7 +63,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     opt_state: A pytree that holds states of `accumulate`, such as that of an `optax.chain`.
 
   Returns:
-    A bool scalar. If there are several states: whether any took a step.
+    A bool scalar. If there are several states, it says whether any took a step.
 
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.
@@ -87,8 +87,8 @@ def discard_cycle(opt_state: State) -> State:
     opt_state: As in `has_updated`. May be traced.
 
   Returns:
-    `opt_state` with ``mini_step`` and weight 0. Nothing else changes: an `accumulate` within
-    ``inner_opt_state`` continues. ``acc_grads`` is not read again: you may replace it.
+    `opt_state` with ``mini_step`` and weight 0. Nothing else changes; an `accumulate` in
+    ``inner_opt_state`` goes on. ``acc_grads`` is not read again, and may be replaced.
 
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.
