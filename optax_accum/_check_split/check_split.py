@@ -35,7 +35,7 @@ _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, ba
 
 
 def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
-  """Tests whether microbatches leave a loss as it is, and if not, says why and what to write.
+  """Tests whether a loss is the same in microbatches; if not, says why and how to fix it.
 
   Use it in a test or a notebook, with a small batch. `TrainStep.check` tests the loss of a step.
 

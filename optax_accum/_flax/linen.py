@@ -107,7 +107,7 @@ class LinenTrainStep(FlaxStep):
     names=OTHER_NAMES,
   )
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
-    """One optimizer step on a batch: the new state, and the metrics."""
+    """Takes one optimizer step on a batch: the new state, and the metrics."""
     run = lambda program, call: self._replaced(state, call, program.run(call))  # noqa: E731
     return self._with_call(run, state, batch, rngs)
 

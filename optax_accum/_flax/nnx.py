@@ -125,7 +125,7 @@ class NnxTrainStep(FlaxStep):
     names=OTHER_NAMES,
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
-    """One optimizer step on a batch, which model and optimizer are updated with."""
+    """Takes one optimizer step on a batch, and updates model and optimizer in place."""
     metrics: Metrics = self._with_call(_View.run, model, optimizer, batch)
     return metrics
 

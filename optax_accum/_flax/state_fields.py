@@ -100,7 +100,7 @@ def beside_overwritten(
 
 @contextlib.contextmanager
 def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]:
-  """Makes logical axes constrain automatic axes only, and the boxes that it yields nothing.
+  """Makes logical axes constrain only automatic axes, and yields boxes that constrain nothing.
 
   JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. What is in a
   box is sharded as it came.

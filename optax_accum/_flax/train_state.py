@@ -40,7 +40,7 @@ class TrainState(train_state.TrainState):
 
   @property
   def gradient_step(self) -> jax.Array:
-    """Optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
+    """The optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
     states = states_in(self.opt_state)
     if not states:
       raise ValueError(f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step.")

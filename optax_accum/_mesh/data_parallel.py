@@ -106,7 +106,7 @@ class DataParallel:
     return over(spec, set(self._of_kind(AxisType.Auto)) - set(self.axes))
 
   def gradient_spec(self, own: PartitionSpec, state: PartitionSpec) -> PartitionSpec | None:
-    """Where the gradient goes of a parameter that is spread so, and its state so; None: as it.
+    """The sharding of a gradient, by that of its parameter and of its state. None: as the former.
 
     It goes to its state if that is spread in another way over the data axes, or over explicit ones,
     where JAX refuses to add the two. A dimension that the state does not shard stays spread as in

@@ -54,6 +54,7 @@ def microbatch(
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
   do not fit. For a loss that is a mean over rows use `microbatch_value_and_grad`.
+  `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -93,7 +94,6 @@ def microbatch(
     vocabularies". In a `shard_map` of your own, pass parameters as arguments and give `axis_name`:
     their gradients are then summed over devices once, not in every microbatch. What `fun` changes
     in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
-    `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)

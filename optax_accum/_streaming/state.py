@@ -124,9 +124,9 @@ def from_multi_steps(
     state: What `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
       May be traced. The result shares its arrays, so donating one deletes those of the other.
     use_grad_mean: As in `optax.MultiSteps`. False needs an ``accumulate(..., reduction="sum")``.
-    weight: How much each earlier call of the cycle counts: a real scalar, which may be traced. Give
-      the rows (or tokens) of one if the loop continues with such weights, else 1. Needed unless
-      ``state.mini_step`` is known to be 0. If they had different rows, their mean is wrong: use
+    weight: How much each earlier call of the cycle counts: a real scalar, possibly traced. Give the
+      rows (or tokens) of one if later calls have such weights, else 1. Needed unless
+      ``state.mini_step`` is known to be 0. If their rows differed, their mean is wrong: use
       `discard_cycle` and repeat them.
 
   Returns:

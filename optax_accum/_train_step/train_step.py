@@ -56,7 +56,7 @@ class TrainStep(Step, Generic[Params, Args]):
   def check(
     self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> "SplitReport":
-    """Whether microbatches leave the loss as it is; if not, why and what to write.
+    """Tests whether the loss is the same in microbatches; if not, says why and how to fix it.
 
     `check_split` on one device, with the loss and options of the step, on the first 4 rows of the
     batch (more if these tell nothing). Nothing is donated. Raises what the call does, and an error
@@ -181,7 +181,7 @@ def make_train_step(
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
-      "stack" and "concat" keep their values, and reverse-mode derivatives are NaN if any is.
+      "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
     skip_empty: Whether not to run microbatches of weight 0, to save time. "stack" and "concat" have
       zeros for them. Needs `weight_fn`, and excludes reverse-mode differentiation.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
@@ -191,9 +191,8 @@ def make_train_step(
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
       are put there, optimizer state where its parameters are. Default: one device.
     data_axis: The axis that rows are sharded over, or several: ``("data", "fsdp")``.
-    reduce_gradients: When to sum gradients over devices: once ``"per_cycle"``, or
-      ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over
-      `data_axis`.
+    reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
+      sends more but saves memory if parameters are sharded over `data_axis`.
     axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
       sharded over. Gradients are summed over it once, after the last microbatch.
 
