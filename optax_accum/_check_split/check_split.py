@@ -80,12 +80,11 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
 
   Calls:
     It compares loss, gradients and aux of all rows with those of the microbatches, in float32
-    (float64 with x64). It does so on this batch, and with other parameters, masks, labels and
-    floats, because a batch can hide a defect: a mean over a mask of ones is the plain mean. Options
-    in a fix have been tried, except for "unsplit". Differences up to 1e-4 of a leaf's largest
-    number, or 1e-6 of the largest leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry
-    is not compared, nor an aux under "stack" or "last", nor what ``not_checked`` and the guide
-    "When something is wrong" list.
+    (float64 with x64). It also changes parameters, masks, labels and floats, because a batch can
+    hide a defect: a mean over a mask of ones is the plain mean. Options in a fix have been tried,
+    except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
+    leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared, nor an aux
+    under "stack" or "last", nor what ``not_checked`` and the guide "When something is wrong" list.
   """
   runs = runs_of(loss_fn, args, options)
   return runs if isinstance(runs, SplitReport) else report_of(runs)

@@ -105,8 +105,8 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   Edge cases:
     =====================================  =====================================================
     several arrays; a start and its done   one operation, the bytes of all
-    a loop without a fixed trip count, as  counts once, and ``unknown_trip_counts`` names it if
-    of `accumulate`, or over 65,536 (TPU)  collectives are in it
+    a loop without a fixed trip count      counts once, in ``unknown_trip_counts``; and so does
+                                           `accumulate`'s conditional, or over 65,536 on a TPU
     the condition of a loop                inside the loop; once more than the body
     branches of `lax.cond`, `lax.switch`   each counts, as if all ran: an upper bound
     sends, receives and custom calls       not counted

@@ -66,14 +66,15 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     True
 
   Args:
-    decay: That of the moving averages, which cover about ``1 / (1 - decay)`` steps. The noise scale
-      grows in training, and long averages lag: where it was 120, 0.9 gave 103 and 0.99 gave 43.
+    decay: The decay of the moving averages, which cover about ``1 / (1 - decay)`` steps. The noise
+      scale grows in training, and long averages lag: where it was 120, 0.9 gave 103 and 0.99 gave
+      43.
 
   Returns:
-    A `GradientNoiseScale`, a pair of functions, which work in `jax.jit` too. ``init()`` returns a
-    state of arrays, and ``update(terms, state)`` ``(noise_scale, state)``. The noise scale is a
-    scalar, and inf unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite,
-    do not change the state.
+    A `GradientNoiseScale`, two functions, which `jax.jit` takes. ``init()`` returns a state, and
+    ``update(terms, state)`` returns ``(noise_scale, state)``. The noise scale is a scalar, and inf
+    unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not change
+    the state.
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32).

@@ -166,7 +166,7 @@ def make_train_step(
     aux_reduction: How aux is combined: as `reduction` of `microbatch`. Default: the weighted mean,
       which refuses an aux with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
     batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
-      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1``.
+      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
     donate: Whether to update parameters and optimizer state in place, which halves their memory and
       deletes the arrays passed in. An array that is also in another argument is copied instead.
