@@ -71,7 +71,7 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
       43.
 
   Returns:
-    A `GradientNoiseScale`, two functions, which `jax.jit` takes. ``init()`` returns a state, and
+    A `GradientNoiseScale`, two functions that work under `jax.jit`. ``init()`` returns a state, and
     ``update(terms, state)`` returns ``(noise_scale, state)``. The noise scale is a scalar, and inf
     unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not change
     the state.

@@ -91,8 +91,7 @@ def accumulate(
     [-1. -3.]
 
   Args:
-    inner: Any optax transformation. Put all that must see the mean into it, such as clipping:
-      ``accumulate(optax.chain(clip, adam), k)``.
+    inner: Any optax transformation. Put what must see the mean into it: ``chain(clip, adam)``.
     every_k: The calls in a cycle: an int of at least 1, or a schedule from the int32 gradient step
       to an integer, evaluated under jit. With 1 every call is a step, without an accumulator.
     reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``.
