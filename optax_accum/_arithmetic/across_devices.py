@@ -44,11 +44,6 @@ def varying_axes(x: Leaf) -> frozenset[Any]:
   return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
 
 
-def varies(x: Leaf, axis_name: AxisName) -> bool:
-  """Whether the type of an array says that it differs between the devices of an axis."""
-  return not varying_axes(x).isdisjoint(_axes(axis_name))
-
-
 def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
   """`x`, typed as differing between devices over the axes over which `like` does."""
   return _vary(x, varying_axes(like))
@@ -90,7 +85,7 @@ def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
     return tree
   check_bound(axis_name)
   manual = jax.sharding.get_abstract_mesh().manual_axes  # not those of `vmap`, which have no types
-  mapped = set(_axes(axis_name)).intersection(manual)
+  mapped = set(names_of(axis_name)).intersection(manual)
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
@@ -99,7 +94,7 @@ def communicates(jaxpr: Any) -> bool:
   for eqn in jaxpr.eqns:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     # Numbers are axes of an array, and names that are not bound here those of a mesh within.
-    named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
+    named = any(not hasattr(x, "__index__") and is_bound(x) for x in names_of(axes))
     if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
       return True
     if any(map(communicates, _versions.inner_jaxprs(eqn))):
@@ -112,16 +107,12 @@ def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) 
   axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
   if axis_name is None or not axes:
     return  # types say nothing in `pmap`, nor with check_vma=False
-  if missing := axes.intersection(_axes(axis_name)).difference(varying_axes(loss)):
+  if missing := axes.intersection(names_of(axis_name)).difference(varying_axes(loss)):
     raise ValueError(
       f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
       " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
       " return the loss of the device's own rows. It is reduced over devices afterwards."
     )
-
-
-def _axes(axis_name: AxisName) -> Sequence[Hashable]:
-  return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
@@ -238,9 +229,9 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return x
 
 
-def names_of(names: Any) -> tuple[str, ...]:
-  """The axes that a `PartitionSpec` has for one dimension."""
-  return (names,) if isinstance(names, str) else tuple(names or ())
+def names_of(names: Any) -> tuple[Any, ...]:
+  """One or several axes as a tuple, such as what a `PartitionSpec` has for one dimension."""
+  return tuple(names or ()) if isinstance(names, (tuple, list, type(None))) else (names,)
 
 
 def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:

@@ -15,7 +15,7 @@ from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.across_devices import check_bound, names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split, WeightFn
+from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
@@ -93,7 +93,9 @@ class Microbatches:
     slots = list(zip(self.roles.batch, batch, strict=True))
     positional = [x for slot, x in slots if isinstance(slot, int)]
     named = {slot: x for slot, x in slots if isinstance(slot, str)}
-    return known_weight(self.split.weight_fn, *positional, **named)
+    value = self.split.weight_fn(*positional, **named)
+    weighted_mean.check_weight("weight_fn", value)
+    return weighted_mean.as_weight(value)
 
   @functools.cached_property
   def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
@@ -121,13 +123,6 @@ class Microbatches:
 
     rest = functools.partial(lax.slice_in_dim, start_index=full * size, limit_index=None)
     return take, jax.tree.map(lambda x, axis: rest(x, axis=axis), batch, axes)
-
-
-def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
-  """What `weight_fn` gives, checked while a number can be seen."""
-  value = weight_fn(*args, **kwargs)
-  weighted_mean.check_weight("weight_fn", value)
-  return weighted_mean.as_weight(value)
 
 
 def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:

@@ -58,8 +58,6 @@ def over_devices(
       return kind.across_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
     first = jnp.asarray(first)
-    if across_devices.varies(first, axis_name):  # as its type says; it is the same on all devices
-      first = across_devices.of_first(first, axis_name)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)
       return (first.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)

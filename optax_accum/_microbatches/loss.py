@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words
-from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
@@ -192,8 +192,9 @@ def local_loss(
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   check_noise_scale(noise_scale, split, reduction)
   check_options(split, grad_reduction)
-  grad_kinds = reduction_words.named_of_gradients(grad_reduction, kind)
-  aux_kinds = reduction_words.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
+  grad_kinds = reduction_words.named("grad_reduction", grad_reduction, kind)
+  default = Mean(default=True), concat_axis, split.batch_axis
+  aux_kinds = reduction_words.named("aux_reduction", aux_reduction, *default)
   asked = {"reduction": reduction, "grad_reduction": grad_reduction}
   asked |= {"aux_reduction": aux_reduction, "concat_axis": concat_axis}
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale, asked)

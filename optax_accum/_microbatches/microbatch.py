@@ -106,7 +106,7 @@ def microbatch(
     `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
   """
   split = Split.of(locals())
-  reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
+  reductions = reduction_words.named("reduction", reduction, None, concat_axis, split.batch_axis)
 
   def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
     args, kwargs = call.arguments(inputs)
