@@ -31,6 +31,7 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
+  in_every_microbatch = False  # whether each is reduced over devices
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
   # Whether nobody asked for it, so that it may be wrong for values per row.
   default: bool = dataclasses.field(default=False, kw_only=True)
@@ -98,7 +99,10 @@ class Sum(Reduction):
     dtypes.check_holds(name, leaf.dtype, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    return across_devices.full_like(leaf, 0, dtypes.accumulator_dtype(leaf.dtype, dtype))
+    wide = dtypes.accumulator_dtype(leaf.dtype, dtype)
+    if not leaf.shape:  # so the loss and the squared norms of gradients keep their digits
+      wide = dtypes.promote(wide, dtypes.accumulator_dtype(leaf.dtype))
+    return across_devices.full_like(leaf, 0, wide)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""
@@ -150,6 +154,7 @@ class SumInLoop(Reduction):
 
   of: Sum
   axis_name: AxisName
+  in_every_microbatch = True
 
   def __post_init__(self) -> None:
     self.name = self.of.name

@@ -19,7 +19,7 @@ import functools
 from typing import Any, cast
 
 import jax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -117,8 +117,7 @@ def refuse_transforms(tree: Tree) -> Tree:
 
 @functools.cache
 def _refusing() -> Any:
-  """The identity, as a primitive of our own that refuses transformations."""
-  from jax.extend.core import Primitive  # longer to import than this package
+  """The identity, which refuses transformations."""
 
   def refuse(*args: Args) -> None:
     raise NotImplementedError(
@@ -127,10 +126,7 @@ def _refusing() -> Any:
       " batch_size, which is a vmap)."
     )
 
-  identity = Primitive("in_place")
-  identity.def_impl(lambda x: x)
-  identity.def_abstract_eval(lambda x: x)
-  mlir.register_lowering(identity, lambda ctx, x: [x])
+  identity = hoisting.identity("in_place")
   ad.primitive_jvps[identity] = batching.primitive_batchers[identity] = refuse
   return identity
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
@@ -118,7 +118,7 @@ def run_in_microbatches(
     traced.append(jax.make_jaxpr(one, return_shape=True)())
   like = [across_devices.types(*each) for each in traced]
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(traced[0][0].jaxpr))
+  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
   return loop.reduced(*loop.all())
 
 
@@ -131,7 +131,10 @@ class _Loop:
   start: tuple[Carry, ...]  # the carry of the first
   reductions: list[Reduction]
   like: list[Microbatch]  # the types of what a full one gives, and a smaller last one
-  gathered: hoisting.Shapes
+  jaxpr: Any  # of a full one
+
+  def __post_init__(self) -> None:
+    self.gathered = hoisting.shapes_in(self.jaxpr)
 
   def all(self) -> tuple[_Held, Leaf]:
     """What is held after all microbatches, and the weight of each where some may be left out."""
@@ -218,9 +221,8 @@ class _Loop:
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     call = self.call
-    add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: call.cut[0](0), call.size))()
-    if not across_devices.communicates(add.jaxpr):
-      return False
+    if not across_devices.communicates(self.jaxpr):
+      return any(r.in_every_microbatch for r in self.reductions)
     option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
     if call.split.in_place:
       option, fix = "in_place=True with weight_fn", "pass in_place=False"

@@ -45,11 +45,6 @@ class LocalLoss:
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
 
-  @property
-  def local(self) -> "LocalLoss":
-    """The loss on one device."""
-    return self
-
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
     call = Microbatches(self.fun, self.split, args, kwargs, self._positions(args), weights)
@@ -135,6 +130,7 @@ class LocalLoss:
     return self, args, kwargs
 
   # What follows is what a step asks of a `PlacedLoss`, which has more to do.
+  local = property(lambda self: self)  # the loss on one device
   parallel = None  # the `DataParallel` of a loss over a mesh
   out_shardings = None  # of what a step returns first: left to the compiler
 
