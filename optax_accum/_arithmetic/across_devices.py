@@ -27,14 +27,15 @@ def is_bound(axis_name: AxisName) -> bool:
   return True
 
 
-def check_bound(axis_name: AxisName) -> None:
-  """Checks that a collective over `axis_name` can run here."""
+def check_bound(axis_name: AxisName) -> int:
+  """The number of devices of an axis, over which a collective must be able to run here."""
   if not is_bound(axis_name):
     raise ValueError(
       f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
       " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
       " needs none)."
     )
+  return int(lax.axis_size(axis_name))
 
 
 def varying_axes(x: Leaf) -> frozenset[Any]:
@@ -123,39 +124,20 @@ def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.
 def _extreme(
   reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
 ) -> jax.Array:
-  """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
+  """As `lax.pmax` or `lax.pmin`, of which JAX has no derivative; NaN where a device has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
-
-  @jax.custom_jvp
-  def of_all(held: jax.Array) -> jax.Array:
-    # XLA for CPU drops what is NaN, so whether it is goes along.
-    is_nan = jnp.isnan(held)
-    flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
-    number = jnp.where(is_nan, jnp.zeros_like(held), held)
-    number, flag = reduce(jnp.stack([number, flag]), axis_name)
-    return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number)
-
-  @of_all.defjvp
-  def derivative(primals: Any, tangents: Any) -> Any:  # which JAX has none of
-    """Devices that hold the extreme share its derivative."""
-    (held,), (tangent,), most = primals, tangents, of_all(*primals)
-    holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
-    shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))
-    total, holders = lax.psum((shared, holds.astype(tangent.dtype)), axis_name)
-    return most, total / holders
-
-  wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
-  return of_all(held.astype(wide)).astype(held.dtype)
+  number = held.astype(jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype)
+  # XLA for CPU drops what is NaN, so whether it is goes along.
+  is_nan = jnp.isnan(number)
+  flag = is_nan.astype(number.dtype) * (1 if reduce is lax.pmax else -1)
+  number = jnp.where(is_nan, jnp.zeros_like(number), number)
+  number, flag = reduce(jnp.stack([number, flag]), axis_name)
+  return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number).astype(held.dtype)
 
 
 largest = functools.partial(_extreme, lax.pmax)
 smallest = functools.partial(_extreme, lax.pmin)
-
-
-def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """What the first device holds."""
-  return _of_one(x, axis_name, lax.axis_index(axis_name) == 0)
 
 
 def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
@@ -163,13 +145,13 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
   index = lax.axis_index(axis_name)
   rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
   last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
-  return _of_one(held, axis_name, last)
+  return of_one(held, axis_name, last)
 
 
-def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
+def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   """What the device holds where `chosen` is true; zeros where none is."""
   if dtypes.is_key(x):
-    data = _of_one(jax.random.key_data(x), axis_name, chosen)
+    data = of_one(jax.random.key_data(x), axis_name, chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   number = x.astype(dtypes.accumulator_dtype(x.dtype))
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))

@@ -41,10 +41,7 @@ class Microbatches:
     self.rows = batch_rows(roles.batch, self._arguments)
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     self.full, self.tail_rows = divmod(self.rows, self.size)
-    devices = 1
-    if split.axis_name is not None:
-      check_bound(split.axis_name)
-      devices = lax.axis_size(split.axis_name)
+    devices = 1 if split.axis_name is None else check_bound(split.axis_name)
     self.count = -(-self.rows // self.size) * devices  # of all devices together
     self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
     if split.batch_argnums is None:  # all rows of the batch, or those on one device

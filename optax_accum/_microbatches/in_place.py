@@ -1,16 +1,14 @@
 """In-place accumulation: the backward pass adds gradients to their accumulators, layer by layer.
 
-`jax.vjp` (``with_refs``) is wrong or fails in some places:
+`jax.vjp` (``with_refs``) is wrong or fails for a parameter that goes
 
-- In 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a
-  part, and the backward pass of a scan mixes up gradients that have references and those that have
-  not (jax pull request 38929).
-- In 0.10 to 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere than it
-  read, and an optimization barrier fails.
-- In 0.11 and 0.12 an index before the array, which reads nothing, adds to another row.
+- twice into one inner function (`jax.jit`, a scan, a cond), or into a scan after a value without a
+  reference: in 0.10 (jax pull request 38929);
+- into a `dynamic_slice`, which may start before the array, or an optimization barrier: to 0.12;
+- into a gather by an index before the array: in 0.11 and 0.12.
 
-So a parameter has a reference only if it goes into none of these, nor into an inner function of a
-kind that is not listed here. Of the others the whole gradient exists before it is added.
+Of such a parameter, and of one that goes into an inner function of a kind that is not listed here,
+the gradient exists before it is added.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,10 +106,7 @@ class AddedGradients(Reduction):
 
 
 def refuse_transforms(tree: Tree) -> Tree:
-  """`tree`, which cannot be differentiated, nor mapped by `jax.vmap`.
-
-  Where the body of a loop holds references, JAX (0.10 to 0.12) fails, or is silently wrong.
-  """
+  """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
   return jax.tree.map(lambda x: _refusing().bind(x) if isinstance(x, jax.Array) else x, tree)
 
 

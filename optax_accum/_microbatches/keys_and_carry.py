@@ -52,10 +52,10 @@ def over_devices(
 
   def together(path: Path, x: jax.Array, word: str, first: ArrayLike) -> jax.Array:
     if dtypes.is_key(x):
-      return across_devices.of_first(x, axis_name)
+      return across_devices.of_one(x, axis_name, lax.axis_index(axis_name) == 0)
     kind = _reduction(_validate.leaf_name("carry", path), word, x)
     if kind.name in ("max", "min"):
-      return kind.across_devices(x, axis_name, True)
+      return kind.over_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
     first = jnp.asarray(first)
     if kind.name == "sum":

@@ -153,10 +153,9 @@ def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     return type(x).__name__ if x is None or isinstance(x, (tuple, list, dict)) else ""
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
-    wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)"
-    option = "carry_argnum" if carries else "has_aux=True"
-    got = kind(out) or "single value"
-    raise TypeError(f"The function returned a {got}; with {option} it must return {wanted}.")
+    wanted = "carry_argnum it must return (loss, (new_carry, aux))"
+    wanted = wanted if carries else "has_aux=True it must return (loss, aux)"
+    raise TypeError(f"The function returned a {kind(out) or 'single value'}; with {wanted}.")
   loss = out[0] if has_aux else out
   if got := kind(loss):
     got = f"is a {got}"

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 import numpy as np
 import optax
 
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.reductions import REDUCTIONS
+from optax_accum._arithmetic.reductions import Mean, Sum
 from optax_accum._arithmetic.trees import Grads, Leaf
 from optax_accum._microbatches.options import Split
 
@@ -127,6 +128,17 @@ class Noise(NamedTuple):
   count: Leaf  # 1; reduced to the number of microbatches that counted
 
 
+class _WideSum(Sum):
+  """The sum in float32 or better, whatever `accumulator_dtype` is."""
+
+  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> jax.Array:
+    return super().start(leaf, None)
+
+
+class _WideMean(_WideSum, Mean):
+  """The mean, likewise."""
+
+
 def noise_reductions(microbatches: int) -> Noise:
   """How the values of all microbatches, on all devices together, are reduced."""
   if microbatches < 2:
@@ -134,7 +146,7 @@ def noise_reductions(microbatches: int) -> Noise:
       "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
       " smaller microbatch_size, or a mesh of several devices."
     )
-  return Noise(REDUCTIONS["mean"], REDUCTIONS["sum"])
+  return Noise(_WideMean(), _WideSum())
 
 
 def noise_of(derivatives: Grads) -> Noise:
