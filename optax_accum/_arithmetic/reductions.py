@@ -146,8 +146,8 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    start = jax.make_jaxpr(lambda: self._reduced(self.of.start(leaf, dtype)), return_shape=True)
-    return across_devices.full_like(across_devices.types(*start()), 0)
+    _, like = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
+    return across_devices.full_like(like, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.of.term(value, weight, held.dtype)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -87,9 +87,8 @@ class Microbatches:
       return self.weights[index]
     if self.split.weight_fn is None:
       return weighted_mean.as_weight(float(rows))
-    slots = list(zip(self.roles.batch, batch, strict=True))
-    positional = [x for slot, x in slots if isinstance(slot, int)]
-    named = {slot: x for slot, x in slots if isinstance(slot, str)}
+    named: dict[Any, Tree] = dict(zip(self.roles.batch, batch, strict=True))
+    positional = [named.pop(slot) for slot in self.roles.batch if isinstance(slot, int)]
     value = self.split.weight_fn(*positional, **named)
     weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)

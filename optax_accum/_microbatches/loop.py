@@ -1,6 +1,6 @@
 """The loop: runs a function on each microbatch in a scan, and combines the outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 from typing import Any, NamedTuple, TypeAlias
@@ -110,13 +110,10 @@ def run_in_microbatches(
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
   parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  traced = []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    traced.append(jax.make_jaxpr(one, return_shape=True)())
-  like = [across_devices.types(*each) for each in traced]
+  ones = [functools.partial(run, 0, start, parts[rows], rows) for rows in filter(None, parts)]
+  (jaxpr, *_), like = zip(*map(across_devices.traced, ones), strict=True)
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
+  loop = _Loop(call, run, start, each, like, jaxpr)
   return loop.reduced(*loop.all())
 
 
@@ -128,7 +125,7 @@ class _Loop:
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
   reductions: list[Reduction]
-  like: list[Microbatch]  # the types of what a full one gives, and a smaller last one
+  like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
   def all(self) -> tuple[_Held, Leaf]:
