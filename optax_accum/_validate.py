@@ -1,7 +1,4 @@
-"""The checks that more than one module needs, and their wording.
-
-Every message gives the value, the requirement and the fix, with the path of the leaf.
-"""
+"""Checks that several modules need. A message gives the value, the requirement and the fix."""
 
 from collections.abc import Callable, Collection, Mapping
 import functools
@@ -97,11 +94,9 @@ def transformation(value: Any, name: str = "inner") -> None:
 def hinted(
   hint: str = "", names: Mapping[str, str] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Decorates a function. The error of a call that does not fit its signature gets a hint.
+  """Decorates a function: a call that does not fit its signature fails with a hint.
 
-  Args:
-    hint: For any such call.
-    names: For a call by a name that the function does not have, such as a peer's.
+  That is `hint`, or one of `names`, by the names that the function does not have.
   """
 
   def decorate(fun: Callable[P, R]) -> Callable[P, R]:

@@ -306,9 +306,6 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
   split = plan(memory_limit=least.peak_bytes)
   assert split.num_microbatches in (2, 4)
   assert split.microbatch_size * split.num_microbatches == 32
-  # Nothing fits: what is not on the mesh yet is not counted in whole.
-  with pytest.raises(ValueError, match=r"64.0 KiB  opt_state\n"):
-    plan(memory_limit="10KiB")
 
 
 def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
@@ -327,7 +324,7 @@ def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
   peaks = {(c.choice["on_mesh"], c.num_microbatches): c.peak_bytes for c in plan.candidates}
   assert {on_mesh for on_mesh, _ in peaks} == {False, True}
   assert peaks[True, 1] == expected.peak_bytes
-  with pytest.raises(ValueError, match=r"Most of it is arguments:\n"):
+  with pytest.raises(ValueError, match=r"Most of it is arguments: "):
     plan_microbatches(build_step, args, batch_size=32, memory_limit="10KiB")
   odd = *args[:2], shape(500, 64)
   with pytest.raises(ValueError, match="The batch has 500 rows, which the 8 devices"):
@@ -429,7 +426,7 @@ def test_nothing_fits():
   text = str(caught.value)
   assert text.startswith("Nothing fits: microbatches of ")
   assert "on each device, and the limit is 10.0 KiB. Most of it is " in text
-  for part in ("32.0 KiB  params", "64.0 KiB  opt_state", "16.0 KiB  batch", "accumulators"):
+  for part in ("112.0 KiB  arguments: parameters, optimizer state, batch", "accumulators"):
     assert part in text
 
 
@@ -444,34 +441,27 @@ ADVICE = (
 
 
 def test_the_words_of_nothing_fits():
-  def step(params, opt_state):
-    pass
-
-  def words(*found, step=step):
+  def words(*found):
     plan = MicrobatchPlan.of([found], 16, 2**10)
-    return does_not_fit(plan, step, (shape(64), shape(128))).removesuffix(f"\n{plan}")
+    return does_not_fit(plan).removesuffix(f"\n{plan}")
 
   sizes = {"argument_bytes": 768, "output_bytes": 300, "code_bytes": 20}
   scans = [candidate(size, 2**14 + 2**10 * size, **sizes) for size in (1, 2, 4)]
   assert words(*scans, candidate(16, 2**20, **sizes)) == (
     "Nothing fits: microbatches of 1 row need 18.1 KiB on each device, and the limit is 1.0 KiB."
     " Most of it is temporary buffers: activations, gradients, accumulators:\n"
-    "       256 B  params\n"
-    "       512 B  opt_state\n"
+    "       768 B  arguments: parameters, optimizer state, batch\n"
     "       300 B  outputs without a donated argument\n"
     "        20 B  code\n"
     "    17.0 KiB  temporary buffers: activations, gradients, accumulators\n" + ADVICE
   )
-  # The step has placed its arguments otherwise.
   assert words(candidate(2, 100, argument_bytes=2000)) == (
     "Nothing fits: microbatches of 2 rows need 2.1 KiB on each device, and the limit is 1.0 KiB."
-    " Most of it is arguments:\n"
-    "     2.0 KiB  arguments\n"
+    " Most of it is arguments: parameters, optimizer state, batch:\n"
+    "     2.0 KiB  arguments: parameters, optimizer state, batch\n"
     "       100 B  temporary buffers: activations, gradients, accumulators\n" + ADVICE
   )
-  # A step without a signature, and what was too large to be compiled.
-  unnamed = words(candidate(1, 1000, argument_bytes=768), candidate(2, analysed=False), step=3)
-  assert "\n       256 B  argument 0\n       512 B  argument 1\n" in unnamed
+  # What was too large to be compiled.
   assert words(candidate(2, analysed=False), candidate(1, analysed=False)) == (
     "Nothing fits into the memory of the chip: "
     + ADVICE.removeprefix("Give a larger memory_limit, ")

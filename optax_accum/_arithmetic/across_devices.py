@@ -27,14 +27,15 @@ def is_bound(axis_name: AxisName) -> bool:
   return True
 
 
-def check_bound(axis_name: AxisName) -> None:
-  """Checks that a collective over `axis_name` can run here."""
+def check_bound(axis_name: AxisName) -> int:
+  """The number of devices of an axis, over which a collective must be able to run here."""
   if not is_bound(axis_name):
     raise ValueError(
       f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
       " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
       " needs none)."
     )
+  return int(lax.axis_size(axis_name))
 
 
 def varying_axes(x: Leaf) -> frozenset[Any]:
@@ -42,11 +43,6 @@ def varying_axes(x: Leaf) -> frozenset[Any]:
   type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
   axes = getattr(type_, "manual_axis_type", None)  # jax 0.10 and later; before that, `vma`
   return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
-
-
-def varies(x: Leaf, axis_name: AxisName) -> bool:
-  """Whether the type of an array says that it differs between the devices of an axis."""
-  return not varying_axes(x).isdisjoint(_axes(axis_name))
 
 
 def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
@@ -59,9 +55,10 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def types(closed: Any, shapes: Tree) -> Tree:
-  """The types of a jaxpr's results, as a tree like `shapes`, which lack some explicit shardings."""
-  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+def traced(fun: Callable[[], Tree]) -> tuple[Any, Tree]:
+  """A function's jaxpr, and the types of its results, with what `jax.eval_shape` lacks of them."""
+  closed, shapes = jax.make_jaxpr(fun, return_shape=True)()
+  return closed.jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(
@@ -90,7 +87,7 @@ def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
     return tree
   check_bound(axis_name)
   manual = jax.sharding.get_abstract_mesh().manual_axes  # not those of `vmap`, which have no types
-  mapped = set(_axes(axis_name)).intersection(manual)
+  mapped = set(names_of(axis_name)).intersection(manual)
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
@@ -99,7 +96,7 @@ def communicates(jaxpr: Any) -> bool:
   for eqn in jaxpr.eqns:
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     # Numbers are axes of an array, and names that are not bound here those of a mesh within.
-    named = any(not hasattr(x, "__index__") and is_bound(x) for x in _axes(axes))
+    named = any(not hasattr(x, "__index__") and is_bound(x) for x in names_of(axes))
     if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
       return True
     if any(map(communicates, _versions.inner_jaxprs(eqn))):
@@ -112,16 +109,12 @@ def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) 
   axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
   if axis_name is None or not axes:
     return  # types say nothing in `pmap`, nor with check_vma=False
-  if missing := axes.intersection(_axes(axis_name)).difference(varying_axes(loss)):
+  if missing := axes.intersection(names_of(axis_name)).difference(varying_axes(loss)):
     raise ValueError(
       f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
       " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
       " return the loss of the device's own rows. It is reduced over devices afterwards."
     )
-
-
-def _axes(axis_name: AxisName) -> Sequence[Hashable]:
-  return axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
 
 
 def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
@@ -132,39 +125,20 @@ def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.
 def _extreme(
   reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
 ) -> jax.Array:
-  """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
+  """As `lax.pmax` or `lax.pmin`, of which JAX has no derivative; NaN where a device has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
-
-  @jax.custom_jvp
-  def of_all(held: jax.Array) -> jax.Array:
-    # XLA for CPU drops what is NaN, so whether it is goes along.
-    is_nan = jnp.isnan(held)
-    flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
-    number = jnp.where(is_nan, jnp.zeros_like(held), held)
-    number, flag = reduce(jnp.stack([number, flag]), axis_name)
-    return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number)
-
-  @of_all.defjvp
-  def derivative(primals: Any, tangents: Any) -> Any:  # which JAX has none of
-    """Devices that hold the extreme share its derivative."""
-    (held,), (tangent,), most = primals, tangents, of_all(*primals)
-    holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
-    shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))
-    total, holders = lax.psum((shared, holds.astype(tangent.dtype)), axis_name)
-    return most, total / holders
-
-  wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
-  return of_all(held.astype(wide)).astype(held.dtype)
+  number = held.astype(jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype)
+  # XLA for CPU drops what is NaN, so whether it is goes along.
+  is_nan = jnp.isnan(number)
+  flag = is_nan.astype(number.dtype) * (1 if reduce is lax.pmax else -1)
+  number = jnp.where(is_nan, jnp.zeros_like(number), number)
+  number, flag = reduce(jnp.stack([number, flag]), axis_name)
+  return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number).astype(held.dtype)
 
 
 largest = functools.partial(_extreme, lax.pmax)
 smallest = functools.partial(_extreme, lax.pmin)
-
-
-def of_first(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """What the first device holds."""
-  return _of_one(x, axis_name, lax.axis_index(axis_name) == 0)
 
 
 def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
@@ -172,13 +146,13 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
   index = lax.axis_index(axis_name)
   rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
   last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
-  return _of_one(held, axis_name, last)
+  return of_one(held, axis_name, last)
 
 
-def _of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
+def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   """What the device holds where `chosen` is true; zeros where none is."""
   if dtypes.is_key(x):
-    data = _of_one(jax.random.key_data(x), axis_name, chosen)
+    data = of_one(jax.random.key_data(x), axis_name, chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   number = x.astype(dtypes.accumulator_dtype(x.dtype))
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
@@ -238,9 +212,9 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   return x
 
 
-def names_of(names: Any) -> tuple[str, ...]:
-  """The axes that a `PartitionSpec` has for one dimension."""
-  return (names,) if isinstance(names, str) else tuple(names or ())
+def names_of(names: Any) -> tuple[Any, ...]:
+  """One or several axes as a tuple, such as what a `PartitionSpec` has for one dimension."""
+  return tuple(names or ()) if isinstance(names, (tuple, list, type(None))) else (names,)
 
 
 def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:

@@ -39,11 +39,7 @@ def update_if(
 
 
 class OutputBuffers:
-  """The buffers in which a conditional returns updates: those of `total`, or spare ones.
-
-  An accumulator can serve if it has the shape, holds the dtype without rounding and, in
-  `shard_map`, varies over the same devices.
-  """
+  """The buffers in which a conditional returns updates: those of `total` if they fit, or spare."""
 
   def __init__(self, total: Grads, like: Tree):
     self._like: Leaves
@@ -79,6 +75,7 @@ class OutputBuffers:
 
 
 def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
+  """Whether it can, without rounding."""
   return (
     acc is not None
     and acc.shape == like.shape

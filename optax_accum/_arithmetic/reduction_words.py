@@ -1,16 +1,17 @@
 """Trees of reductions and of their names: one for each output, or for all below a node."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.reductions import Concat, Mean, Reduction, REDUCTIONS
-from optax_accum._arithmetic.trees import Path, Tree
+from optax_accum._arithmetic.reductions import Concat, Reduction, REDUCTIONS
+from optax_accum._arithmetic.trees import Args, Path, Tree
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
+_NAMES = {"grad_reduction": get_args(GradReductionName)}  # of an option that does not take all
 
 
 class _Dataclass(Protocol):
@@ -24,7 +25,7 @@ GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
 def named(
-  option: str, tree: Tree, concat_axis: int | None = None, batch_axis: Sequence[int] = (0,)
+  option: str, tree: Tree, default: Tree, concat_axis: int | None = None, batch_axis: Args = (0,)
 ) -> Tree:
   """The reductions that a tree of names stands for; `batch_axis` are those of the batch."""
   if concat_axis is not None and type(concat_axis) is not int:
@@ -32,7 +33,7 @@ def named(
 
   def find(path: Path, name: str) -> Reduction:
     where = _validate.leaf_name(option, path)
-    reduction = REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+    reduction = REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
     if not isinstance(reduction, Concat):
       return reduction
     if concat_axis is None and any(batch_axis):
@@ -42,22 +43,7 @@ def named(
       )
     return Concat(concat_axis or 0)
 
-  return jax.tree_util.tree_map_with_path(find, tree)
-
-
-def named_of_aux(tree: Tree, concat_axis: int | None, batch_axis: Sequence[int]) -> Tree:
-  """The reductions that an `aux_reduction` stands for, by default the mean of what has no rows."""
-  reductions = named("aux_reduction", tree, concat_axis, batch_axis)
-  return Mean(default=True) if tree is None else reductions
-
-
-def named_of_gradients(tree: Tree, default: Reduction) -> Tree:
-  """The reductions that a `grad_reduction` stands for, by default that of the loss."""
-  if tree is None:
-    return default
-  for where, name in _validate.named_leaves("grad_reduction", tree):
-    _validate.one_of(where, name, get_args(GradReductionName))
-  return named("grad_reduction", tree)
+  return default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:

@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
@@ -24,13 +23,15 @@ Held: TypeAlias = Any  # what a scan carries of one output from one microbatch t
 class Reduction:
   """Combines the values that one output has in all microbatches.
 
-  A scan calls `start`, `add` with every microbatch, `join`, `across_devices` if rows are sharded
-  over an axis, and `finish`.
+  A scan calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are sharded over
+  an axis, and `finish`.
   """
 
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
+  # What all devices hold together, from what is held, the axis, and whether this device had a
+  # microbatch that counts.
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
   # Whether nobody asked for it, so that it may be wrong for values per row.
   default: bool = dataclasses.field(default=False, kw_only=True)
@@ -57,10 +58,6 @@ class Reduction:
     """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
-  def across_devices(self, held: Held, axis_name: AxisName, counted: Flag) -> Held:
-    """What all devices hold together. `counted`: did this one have a microbatch that counts?"""
-    return self.over_devices(held, axis_name, counted)
-
   def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """The reduced value in `dtype`, that of one microbatch; `weight` is the total over devices."""
     return held
@@ -73,10 +70,6 @@ class Reduction:
     """The same, but each device keeps only its part, as `spec` says."""
     own_part = lambda *args: across_devices.own_part(self.over_devices(*args), spec)  # noqa: E731
     return dataclasses.replace(self, over_devices=own_part)
-
-  def in_loop(self, axis_name: AxisName) -> "Reduction":
-    """The same, over devices in every microbatch where that leaves less to be held."""
-    return self
 
   def rows_first(self) -> "Reduction":
     """The same, with what is collected on the first axis: that of the devices of a mesh."""
@@ -120,9 +113,6 @@ class Sum(Reduction):
     scatter = functools.partial(across_devices.sum_scattered, spec=spec, automatic=automatic)
     return dataclasses.replace(self, over_devices=scatter)
 
-  def in_loop(self, axis_name: AxisName) -> Reduction:
-    return SumInLoop(self, axis_name)
-
 
 class Mean(Sum):
   """The weighted mean."""
@@ -150,16 +140,14 @@ class SumInLoop(Reduction):
 
   of: Sum
   axis_name: AxisName
-
-  def __post_init__(self) -> None:
-    self.name = self.of.name
+  name = property(lambda self: self.of.name)
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    start = jax.make_jaxpr(lambda: self._reduced(self.of.start(leaf, dtype)), return_shape=True)
-    return across_devices.full_like(across_devices.types(*start()), 0)
+    _, like = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
+    return across_devices.full_like(like, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.of.term(value, weight, held.dtype)
@@ -168,7 +156,7 @@ class SumInLoop(Reduction):
     return held + lax.optimization_barrier(self._reduced(term))
 
   def _reduced(self, value: jax.Array) -> jax.Array:
-    return self.of.across_devices(value, self.axis_name, True)
+    return self.of.over_devices(value, self.axis_name, True)
 
   def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return self.of.finish(held, weight, dtype)

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.reductions import Sum, SumInLoop
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import place, place_state, sharding_of
@@ -166,8 +167,8 @@ class PlacedLoss(NamedTuple):
     if several:
       local.grad_reduction = shards.scattered(self.local.grad_reduction)
       if in_loop:
-        once = lambda kind: kind.in_loop(self.parallel.axes)  # noqa: E731
-        local.grad_reduction = jax.tree.map(once, local.grad_reduction)
+        each = lambda r: SumInLoop(r, self.parallel.axes) if isinstance(r, Sum) else r  # noqa: E731
+        local.grad_reduction = jax.tree.map(each, local.grad_reduction)
         local.gather_in_loop = shards.gather_in_loop
 
     def spec(slot: Slot, tree: Tree) -> Tree:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jax import lax
@@ -15,7 +15,7 @@ from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.across_devices import check_bound, names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split, WeightFn
+from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Split
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
@@ -41,10 +41,7 @@ class Microbatches:
     self.rows = batch_rows(roles.batch, self._arguments)
     self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
     self.full, self.tail_rows = divmod(self.rows, self.size)
-    devices = 1
-    if split.axis_name is not None:
-      check_bound(split.axis_name)
-      devices = lax.axis_size(split.axis_name)
+    devices = 1 if split.axis_name is None else check_bound(split.axis_name)
     self.count = -(-self.rows // self.size) * devices  # of all devices together
     self.carry = tuple(jax.tree.map(jnp.asarray, self._arguments[s]) for s in roles.carry)
     if split.batch_argnums is None:  # all rows of the batch, or those on one device
@@ -90,10 +87,11 @@ class Microbatches:
       return self.weights[index]
     if self.split.weight_fn is None:
       return weighted_mean.as_weight(float(rows))
-    slots = list(zip(self.roles.batch, batch, strict=True))
-    positional = [x for slot, x in slots if isinstance(slot, int)]
-    named = {slot: x for slot, x in slots if isinstance(slot, str)}
-    return known_weight(self.split.weight_fn, *positional, **named)
+    named: dict[Any, Tree] = dict(zip(self.roles.batch, batch, strict=True))
+    positional = [named.pop(slot) for slot in self.roles.batch if isinstance(slot, int)]
+    value = self.split.weight_fn(*positional, **named)
+    weighted_mean.check_weight("weight_fn", value)
+    return weighted_mean.as_weight(value)
 
   @functools.cached_property
   def cut(self) -> tuple[Callable[[ArrayLike], tuple[Batch, ...]], tuple[Batch, ...]]:
@@ -121,13 +119,6 @@ class Microbatches:
 
     rest = functools.partial(lax.slice_in_dim, start_index=full * size, limit_index=None)
     return take, jax.tree.map(lambda x, axis: rest(x, axis=axis), batch, axes)
-
-
-def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
-  """What `weight_fn` gives, checked while a number can be seen."""
-  value = weight_fn(*args, **kwargs)
-  weighted_mean.check_weight("weight_fn", value)
-  return weighted_mean.as_weight(value)
 
 
 def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:

@@ -1,16 +1,14 @@
 """In-place accumulation: the backward pass adds gradients to their accumulators, layer by layer.
 
-`jax.vjp` (``with_refs``) is wrong or fails in some places:
+`jax.vjp` (``with_refs``) is wrong or fails for a parameter that goes
 
-- In 0.10 a reference that goes twice into one inner function (`jax.jit`, a scan, a cond) loses a
-  part, and the backward pass of a scan mixes up gradients that have references and those that have
-  not (jax pull request 38929).
-- In 0.10 to 0.12 a `jax.lax.dynamic_slice` that starts before the array adds elsewhere than it
-  read, and an optimization barrier fails.
-- In 0.11 and 0.12 an index before the array, which reads nothing, adds to another row.
+- twice into one inner function (`jax.jit`, a scan, a cond), or into a scan after a value without a
+  reference: in 0.10 (jax pull request 38929);
+- into a `dynamic_slice`, which may start before the array, or an optimization barrier: to 0.12;
+- into a gather by an index before the array: in 0.11 and 0.12.
 
-So a parameter has a reference only if it goes into none of these, nor into an inner function of a
-kind that is not listed here. Of the others the whole gradient exists before it is added.
+Of such a parameter, and of one that goes into an inner function of a kind that is not listed here,
+the gradient exists before it is added.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +17,7 @@ import functools
 from typing import Any, cast
 
 import jax
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -108,17 +106,13 @@ class AddedGradients(Reduction):
 
 
 def refuse_transforms(tree: Tree) -> Tree:
-  """`tree`, which cannot be differentiated, nor mapped by `jax.vmap`.
-
-  Where the body of a loop holds references, JAX (0.10 to 0.12) fails, or is silently wrong.
-  """
+  """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
   return jax.tree.map(lambda x: _refusing().bind(x) if isinstance(x, jax.Array) else x, tree)
 
 
 @functools.cache
 def _refusing() -> Any:
-  """The identity, as a primitive of our own that refuses transformations."""
-  from jax.extend.core import Primitive  # longer to import than this package
+  """The identity, which refuses transformations."""
 
   def refuse(*args: Args) -> None:
     raise NotImplementedError(
@@ -127,10 +121,7 @@ def _refusing() -> Any:
       " batch_size, which is a vmap)."
     )
 
-  identity = Primitive("in_place")
-  identity.def_impl(lambda x: x)
-  identity.def_abstract_eval(lambda x: x)
-  mlir.register_lowering(identity, lambda ctx, x: [x])
+  identity = hoisting.identity("in_place")
   ad.primitive_jvps[identity] = batching.primitive_batchers[identity] = refuse
   return identity
 

@@ -15,7 +15,6 @@ from optax_accum._arithmetic.weighted_mean import Weight
 
 def on_device(carry: Carry, axis_name: AxisName | None) -> Carry:
   """What a device starts with: its own noise, and otherwise what all of them start with."""
-  carry = jax.tree.map(jnp.asarray, carry)
   if axis_name is None:
     return carry
   carry = across_devices.varying(carry, axis_name)
@@ -50,16 +49,13 @@ def over_devices(
   All started with `start`. `weight` is what this device counted, and `total` what all did.
   """
 
-  def together(path: Path, x: jax.Array, word: str, first: ArrayLike) -> jax.Array:
+  def together(path: Path, x: jax.Array, word: str, first: jax.Array) -> jax.Array:
     if dtypes.is_key(x):
-      return across_devices.of_first(x, axis_name)
+      return across_devices.of_one(x, axis_name, lax.axis_index(axis_name) == 0)
     kind = _reduction(_validate.leaf_name("carry", path), word, x)
     if kind.name in ("max", "min"):
-      return kind.across_devices(x, axis_name, True)
+      return kind.over_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
-    first = jnp.asarray(first)
-    if across_devices.varies(first, axis_name):  # as its type says; it is the same on all devices
-      first = across_devices.of_first(first, axis_name)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)
       return (first.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)

@@ -1,9 +1,9 @@
 """The loop: runs a function on each microbatch in a scan, and combines the outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from jax import lax
@@ -13,10 +13,10 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Concat, Reduction
+from optax_accum._arithmetic.reductions import Concat, Reduction, SumInLoop
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
-from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
+from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.cut import Microbatches, Take
 from optax_accum._microbatches.options import refuse_aux_rows
@@ -66,10 +66,9 @@ Run: TypeAlias = Callable[..., Microbatch]  # what `runner` makes
 
 
 def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:
-  """Makes the function that runs one microbatch. It is traced once for each size of microbatch.
+  """Makes the function that runs one microbatch, from ``run_fn(call, factor, *inputs)``.
 
-  `run_fn` takes the call, a factor for the gradients, which is None where they are weighed later,
-  and a microbatch's inputs. It returns ``(new_carry, outputs)``.
+  That returns ``(new_carry, outputs)``. The factor of gradients is None if they are weighed later.
   """
   split = call.split
   one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
@@ -82,8 +81,7 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place:
-      known = weight is None
-      factor = rows / call.size if known else weighted_mean.in_first_units(unit, weight)[1]
+      factor = rows / call.size if weight is None else in_first_units(unit, weight)[1]
     new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
@@ -111,13 +109,10 @@ def run_in_microbatches(
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
   parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  traced = []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    traced.append(jax.make_jaxpr(one, return_shape=True)())
-  like = [across_devices.types(*each) for each in traced]
+  ones = [functools.partial(run, 0, start, parts[rows], rows) for rows in filter(None, parts)]
+  (jaxpr, *_), like = zip(*map(across_devices.traced, ones), strict=True)
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, hoisting.shapes_in(traced[0][0].jaxpr))
+  loop = _Loop(call, run, start, each, like, jaxpr)
   return loop.reduced(*loop.all())
 
 
@@ -129,8 +124,8 @@ class _Loop:
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
   reductions: list[Reduction]
-  like: list[Microbatch]  # the types of what a full one gives, and a smaller last one
-  gathered: hoisting.Shapes
+  like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
+  jaxpr: Any  # of a full one
 
   def all(self) -> tuple[_Held, Leaf]:
     """What is held after all microbatches, and the weight of each where some may be left out."""
@@ -180,9 +175,10 @@ class _Loop:
     self, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, tuple[Leaves, Leaf]]:
     """What is held after one more microbatch, and what is kept of this one."""
+    gathered = hoisting.shapes_in(self.jaxpr)
     held = held._replace(
-      outputs=self._each(lambda r, h: r.unhoisted(h, self.gathered), held.outputs),
-      carry=hoisting.unhoisted(held.carry, self.gathered),
+      outputs=self._each(lambda r, h: r.unhoisted(h, gathered), held.outputs),
+      carry=hoisting.unhoisted(held.carry, gathered),
     )
     new = self.run(index, held.carry, take, rows, held.unit)
     outputs = jax.tree.leaves(new.outputs)
@@ -191,7 +187,7 @@ class _Loop:
       weight: Weight = rows / self.call.size  # in full microbatches, if known
       unit = held.unit
       if new.weight is not None:
-        unit, weight = weighted_mean.in_first_units(unit, new.weight)
+        unit, weight = in_first_units(unit, new.weight)
       reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
@@ -217,9 +213,8 @@ class _Loop:
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     call = self.call
-    add = jax.make_jaxpr(lambda: self._add(self._empty(), 0, lambda: call.cut[0](0), call.size))()
-    if not across_devices.communicates(add.jaxpr):
-      return False
+    if not across_devices.communicates(self.jaxpr):
+      return any(isinstance(r, SumInLoop) for r in self.reductions)
     option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
     if call.split.in_place:
       option, fix = "in_place=True with weight_fn", "pass in_place=False"
@@ -248,7 +243,7 @@ class _Loop:
         keys_and_carry.over_devices(words, x, start, local, weight, axis_name)
         for x, start in zip(carry, call.carry, strict=True)
       )
-      outputs = self._each(lambda r, h: r.across_devices(h, axis_name, counted), outputs)
+      outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
     leaves, treedef = jax.tree.flatten(self.like[0].outputs)

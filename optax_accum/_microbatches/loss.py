@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words
-from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
@@ -44,11 +44,6 @@ class LocalLoss:
   asked: Kwargs = dataclasses.field(default_factory=dict)  # the reductions, in the user's words
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
-
-  @property
-  def local(self) -> "LocalLoss":
-    """The loss on one device."""
-    return self
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
@@ -135,6 +130,7 @@ class LocalLoss:
     return self, args, kwargs
 
   # What follows is what a step asks of a `PlacedLoss`, which has more to do.
+  local = property(lambda self: self)  # the loss on one device
   parallel = None  # the `DataParallel` of a loss over a mesh
   out_shardings = None  # of what a step returns first: left to the compiler
 
@@ -157,10 +153,9 @@ def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     return type(x).__name__ if x is None or isinstance(x, (tuple, list, dict)) else ""
 
   if has_aux and not (is_pair(out) and (not carries or is_pair(out[1]))):
-    wanted = "(loss, (new_carry, aux))" if carries else "(loss, aux)"
-    option = "carry_argnum" if carries else "has_aux=True"
-    got = kind(out) or "single value"
-    raise TypeError(f"The function returned a {got}; with {option} it must return {wanted}.")
+    wanted = "carry_argnum it must return (loss, (new_carry, aux))"
+    wanted = wanted if carries else "has_aux=True it must return (loss, aux)"
+    raise TypeError(f"The function returned a {kind(out) or 'single value'}; with {wanted}.")
   loss = out[0] if has_aux else out
   if got := kind(loss):
     got = f"is a {got}"
@@ -192,8 +187,9 @@ def local_loss(
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   check_noise_scale(noise_scale, split, reduction)
   check_options(split, grad_reduction)
-  grad_kinds = reduction_words.named_of_gradients(grad_reduction, kind)
-  aux_kinds = reduction_words.named_of_aux(aux_reduction, concat_axis, split.batch_axis)
+  grad_kinds = reduction_words.named("grad_reduction", grad_reduction, kind)
+  default = Mean(default=True), concat_axis, split.batch_axis
+  aux_kinds = reduction_words.named("aux_reduction", aux_reduction, *default)
   asked = {"reduction": reduction, "grad_reduction": grad_reduction}
   asked |= {"aux_reduction": aux_reduction, "concat_axis": concat_axis}
   return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale, asked)

@@ -96,7 +96,7 @@ def microbatch(
     in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
   """
   split = Split.of(locals())
-  reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
+  reductions = reduction_words.named("reduction", reduction, None, concat_axis, split.batch_axis)
 
   def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
     args, kwargs = call.arguments(inputs)

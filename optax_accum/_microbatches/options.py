@@ -252,10 +252,7 @@ def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ..
 def find_slots(
   option: str, wanted: Collection[Slot], fun: Callable[..., Tree], args: Args, kwargs: Kwargs
 ) -> tuple[Slot, ...]:
-  """Where the wanted arguments are in this call, by position or by name.
-
-  The signature of `fun` finds those that are wanted by one and passed by the other.
-  """
+  """Where the wanted arguments are in this call; wanted by position, they may be passed by name."""
   count = len(args)
   slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}
   slots.update(zip(kwargs, kwargs, strict=True))

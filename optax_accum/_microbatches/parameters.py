@@ -54,24 +54,17 @@ def check_count(count: int) -> None:
 
 def check_differentiable(what: str, tree: Params) -> None:
   """Checks that every leaf can be differentiated."""
-  # Most trees are told by the few dtypes that they have: a step may ask in every call.
-  if all(map(_is_inexact, {getattr(x, "dtype", type(x)) for x in jax.tree.leaves(tree)})):
-    return
-  if instead := _instead(tree):
-    raise TypeError(f"{what} is {instead}")
   for name, leaf in _validate.named_leaves(what, tree):
     kind = getattr(leaf, "dtype", type(leaf))
-    if not _is_inexact(kind):
+    if not jnp.issubdtype(kind, jnp.inexact):
+      if instead := _instead(tree):
+        raise TypeError(f"{what} is {instead}")
       word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
       raise TypeError(
         f"{name} has {word} and cannot be differentiated: close over what is not a floating or"
         " complex array, or pass it as another argument (in Equinox: eqx.partition(model,"
         " eqx.is_inexact_array))."
       )
-
-
-def _is_inexact(kind: type | jnp.dtype) -> bool:
-  return jnp.issubdtype(kind, jnp.inexact)
 
 
 def _instead(tree: Params) -> str:

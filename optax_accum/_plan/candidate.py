@@ -79,10 +79,6 @@ class Builder:
     self.uneven = "microbatch_size" in {*parameters} - {*choice} and not needs_count
     self.first = self._step(rows)
 
-  @property
-  def _option(self) -> str:
-    return "microbatch_size" if self.uneven else "num_microbatches"
-
   def call(self, size: int) -> str:
     """A call of `build_step`, as a user would write it."""
     options = [f"{name}={value!r}" for name, value in self._choice.items()]
@@ -110,9 +106,10 @@ class Builder:
     try:
       lowered: jax.stages.Lowered = self._step(size).lower(*self._args)
       if (same := self._programs.setdefault(lowered.as_text(), size)) != size:
+        option = "microbatch_size" if self.uneven else "num_microbatches"
         raise ValueError(
           f"{self.call(same)} and {self.call(size)} made the same program: build_step must pass the"
-          f" number on, as in make_train_step(..., {self._option}={self._option})."
+          f" number on, as in make_train_step(..., {option}={option})."
         )
       compiled = lowered.compile()
     except Exception as error:

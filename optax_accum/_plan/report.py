@@ -2,13 +2,9 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import inspect
 import operator
 from typing import Any
 
-import jax
-
-from optax_accum._arithmetic.trees import Args
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, PlanCandidate
 
@@ -138,7 +134,7 @@ def _rows(number: int) -> str:
   return "1 row" if number == 1 else f"{number} rows"
 
 
-def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) -> str:
+def does_not_fit(plan: MicrobatchPlan) -> str:
   """The message that says what takes the memory, if not even one row fits."""
   fix = "shard parameters or optimizer state over more devices, use donate=True, in_place=True or"
   fix += f" rematerialization, or use a smaller model.\n{plan}"
@@ -146,10 +142,8 @@ def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) 
   if not analysed:
     return f"Nothing fits into the memory of the chip: {fix}"
   least = min(analysed, key=lambda c: (c.peak_bytes, c.microbatch_size))
-  parts = _arguments(step, args)
-  if abs(sum(parts.values()) - least.argument_bytes) > 0.01 * least.argument_bytes:
-    parts = {"arguments": least.argument_bytes}  # the step places them in another way
-  parts |= {
+  parts = {
+    "arguments: parameters, optimizer state, batch": least.argument_bytes,
     "outputs without a donated argument": least.output_bytes,
     "code": least.code_bytes,
     "temporary buffers: activations, gradients, accumulators": least.temp_bytes,
@@ -161,12 +155,3 @@ def does_not_fit(plan: MicrobatchPlan, step: Callable[..., object], args: Args) 
     f" the limit is {limit}. Most of it is {max(parts, key=parts.__getitem__)}:\n{listed}\n"
     f"Give a larger memory_limit, {fix}"
   )
-
-
-def _arguments(step: Callable[..., object], args: Args) -> dict[str, int]:
-  """The bytes of each argument on one device."""
-  try:
-    named = inspect.signature(step).bind(*args).arguments
-  except (TypeError, ValueError):  # it has no signature, or one that does not fit
-    named = {f"argument {i}": x for i, x in enumerate(args)}
-  return {name: sum(map(sizes.shard_bytes, jax.tree.leaves(x))) for name, x in named.items()}

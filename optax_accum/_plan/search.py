@@ -103,7 +103,7 @@ def plan_microbatches(
       found.append(search(even, rows, limit, row_bytes, compile_size, uneven))
   plan = MicrobatchPlan.of(found, rows, limit)
   if not plan.candidates[0].fits:
-    raise ValueError(does_not_fit(plan, builders[0].first, args))
+    raise ValueError(does_not_fit(plan))
   return plan
 
 
@@ -117,13 +117,9 @@ def search(
 ) -> list[PlanCandidate]:
   """Bisects the possible microbatches, in rows, for the largest that fits: all that it compiled.
 
-  `possible` has the smallest size first. It is compiled last, after the next larger one, because on
-  TPUs one row may need more memory than two.
-
-  The `whole` batch is a program without a scan, accumulators and copies of rows (`row_bytes` each),
-  so it may fit even if half of it does not. It is not compiled if several scans show that its
-  activations alone exceed the limit.
-
+  `possible` has the smallest size first; on TPUs one row may need more memory than two. The `whole`
+  batch has no scan, accumulators and copies of rows (`row_bytes` each), so it may fit where half of
+  it does not. It is not compiled if several scans show that its activations alone exceed the limit.
   The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
   known: dict[int, PlanCandidate] = {}  # by rows

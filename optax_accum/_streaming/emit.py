@@ -125,7 +125,7 @@ class Accumulation:
     kind, axis_name, weight = self.cycle.reduction, self.cycle.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
-        total = jax.tree.map(lambda x: kind.across_devices(x, axis_name, True), total)
+        total = jax.tree.map(lambda x: kind.over_devices(x, axis_name, True), total)
       reduced = jax.tree.map(
         lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, updates
       )
