@@ -125,16 +125,30 @@ def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.
 def _extreme(
   reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
 ) -> jax.Array:
-  """As `lax.pmax` or `lax.pmin`, of which JAX has no derivative; NaN where a device has that."""
+  """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
-  number = held.astype(jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype)
-  # XLA for CPU drops what is NaN, so whether it is goes along.
-  is_nan = jnp.isnan(number)
-  flag = is_nan.astype(number.dtype) * (1 if reduce is lax.pmax else -1)
-  number = jnp.where(is_nan, jnp.zeros_like(number), number)
-  number, flag = reduce(jnp.stack([number, flag]), axis_name)
-  return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number).astype(held.dtype)
+
+  @jax.custom_jvp
+  def of_all(held: jax.Array) -> jax.Array:
+    # XLA for CPU drops what is NaN, so whether it is goes along.
+    is_nan = jnp.isnan(held)
+    flag = is_nan.astype(held.dtype) * (1 if reduce is lax.pmax else -1)
+    number = jnp.where(is_nan, jnp.zeros_like(held), held)
+    number, flag = reduce(jnp.stack([number, flag]), axis_name)
+    return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number)
+
+  @of_all.defjvp
+  def derivative(primals: Any, tangents: Any) -> Any:  # which JAX has none of
+    """Devices that hold the extreme share its derivative."""
+    (held,), (tangent,), most = primals, tangents, of_all(*primals)
+    holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
+    shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))
+    total, holders = lax.psum((shared, holds.astype(tangent.dtype)), axis_name)
+    return most, total / holders
+
+  wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
+  return of_all(held.astype(wide)).astype(held.dtype)
 
 
 largest = functools.partial(_extreme, lax.pmax)
