@@ -14,7 +14,7 @@ import optax_accum
 
 # Guides run on 8 devices, whatever the machine has: their processes inherit this.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Code for the CPU is not optimised, and compiles in half the time. The programs are.
+# Code for the CPU is not optimized, and compiles in half the time. The programs are.
 os.environ["XLA_FLAGS"] = (
   "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
   " --xla_cpu_parallel_codegen_split_count=1"
@@ -87,7 +87,7 @@ html_copy_source = False
 html_show_sourcelink = False
 # A summary of each hit is read over HTTP: a site that is opened from a file has none.
 html_show_search_summary = False
-pygments_style, pygments_dark_style = "friendly", "github-dark"
+pygments_style, pygments_dark_style = "a11y-light", "github-dark"
 
 
 def skip_fields(app, what, name, value, skip, options):

@@ -27,10 +27,8 @@ def show(name, *tables, fold):
   numbers = tables or range(len(found["tables"]))
   parts = [_table(found["tables"][i]) for i in numbers]
   columns = {column for i in numbers for column in found["tables"][i]["columns"]}
-  if any(" / " in column for column in columns - {"temp / plain"}):
-    parts.append(
-      "Times are medians. A ratio is the median of the ratios within a round: trust it more."
-    )
+  if columns & {"time, ms", "ms a cycle"}:
+    parts.append("A time is the best of all rounds. A ratio is the median of those within a round.")
   versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
   machine = found["machine"]
   where = f"{machine['cpu']}, {machine['cores']} cores"

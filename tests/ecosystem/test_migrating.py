@@ -27,6 +27,20 @@ def test_multi_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
+def test_multi_steps_goes_on_in_mid_cycle():
+  before, after = migrating.PAGE.blocks("`optax.MultiSteps`")
+  [code] = migrating.PAGE.blocks("Checkpoints of `MultiSteps`")
+  old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])
+  names = migrating.PAGE.run(after, batches=[])
+  names["restore"] = lambda like: (old["params"], old["opt_state"])
+  exec(code, names)
+  for batch in migrating.EVEN[6:]:
+    state = names["params"], names["opt_state"]
+    names["params"], names["opt_state"] = names["mini_step"](*state, batch, False)
+  expected = migrating.PAGE.run(before, batches=migrating.EVEN)["params"]
+  trees.assert_close(names["params"], expected, 1e-6)
+
+
 if hasattr(optax, "microbatching"):  # since optax 0.2.7
 
   def test_optax_microbatching():

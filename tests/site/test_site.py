@@ -175,7 +175,7 @@ def test_guides_stand_in_four_groups():
   assert sorted(name for names in groups.values() for name in names) == GUIDES
   assert len(GUIDES) <= 14
   trees = re.findall(r":caption: Guides: (.*)\n\n([^`]*)```", (DOCS / "index.md").read_text())
-  listed = {name.capitalize(): tree.replace("guides/", "").split() for name, tree in trees}
+  listed = {name.capitalize(): re.findall(r"guides/(\w+)", tree) for name, tree in trees}
   listed["Start"].remove("index")
   assert listed == groups
 
@@ -235,7 +235,7 @@ def test_sharp_edges_begin_with_those_that_raise_no_error():
   assert "no error" in sections[0].h2.get_text()
   silent = [" ".join(tag.get_text().split()) for tag in sections[0].find_all("section")]
   assert len(silent) >= 8
-  assert all("Found " in text for text in silent)
+  assert all("Found " in text or "No check finds this." in text for text in silent)
 
 
 def test_errors_are_messages_without_buttons():
