@@ -6,6 +6,9 @@ parameters where they are used, and reduces in every microbatch.
 
 import functools
 
+from flax import nnx
+import flax.linen as nn
+from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -17,6 +20,7 @@ from support.devices import AUTO, EXPLICIT
 from support.optimizers import relaxed
 
 from optax_accum import _versions, accumulate, make_train_step
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 ROWS, WIDTH, WORDS = 32, 8, 24
 AXES = ("replica", "fsdp")
@@ -154,6 +158,82 @@ def test_aux_keys_and_carry_are_those_without_the_further_axis():
     here, there = (three_steps(shape, with_aux, **options) for shape in ((2, 4), (2,)))
     trees.assert_close(here, there, 1e-10)
     assert here[2]["aux"]["rows"].shape == (ROWS,)
+
+
+# Of Flax: rows of numbers, and losses that weigh them.
+NUMBERS = {"x": np.random.default_rng(2).normal(size=(ROWS, 16)), "w": np.linspace(1.0, 0.1, ROWS)}
+
+
+class Linen(nn.Module):
+  @nn.compact
+  def __call__(self, x):
+    for names, width in ((None, "embed"), 64), (("embed", None), 8):
+      init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+      x = nn.tanh(nn.Dense(width, kernel_init=init, param_dtype=x.dtype)(x))
+    return x
+
+
+class Nnx(nnx.Module):
+  def __init__(self):
+    self.inner = nnx.Linear(16, 64, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
+    self.outer = nnx.Linear(64, 8, rngs=nnx.Rngs(1), param_dtype=jnp.float64)
+
+  def __call__(self, x):
+    return self.outer(nnx.tanh(self.inner(x)))
+
+
+def weighted(out, batch):
+  return jnp.sum(jnp.mean(out**2, 1) * batch["w"]) / jnp.sum(batch["w"])
+
+
+def total(batch):
+  return jnp.sum(batch["w"])
+
+
+FLAX = {"num_microbatches": 4, "weight_fn": total}
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_a_linen_model_with_logical_axes():
+  mesh, rules = devices.make_mesh(2, 4, axes=AXES), [("embed", "fsdp")]
+  model, tx = Linen(), optax.adamw(1e-2)
+  with jax.enable_x64(True), nn.logical_axis_rules(rules):
+    params = model.init(jax.random.key(0), NUMBERS["x"])["params"]
+    loss = lambda params, batch: weighted(model.apply({"params": params}, batch["x"]), batch)  # noqa: E731
+    step = oracle.whole_batch_step(loss, tx)
+    expected, _, _ = oracle.take_steps(step, tx, nn.unbox(params), [NUMBERS] * 3)
+    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
+    params = jax.jit(lambda x: x, out_shardings=shardings)(params)
+    state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    step = linen_train_step(
+      lambda variables, batch, rngs: loss(variables["params"], batch),
+      **{**FLAX, "mesh": mesh, "data_axis": "replica"},
+    )
+    batch = devices.put(NUMBERS, mesh, BOTH)
+    for _ in range(3):
+      state, _ = step(state, batch)
+    assert state.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "fsdp")
+    trees.assert_close(jax.device_get(nn.unbox(state.params)), expected, 1e-10)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_an_nnx_model_that_is_sharded():
+  mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.adamw(1e-2)
+  loss = lambda model, batch: weighted(model(batch["x"]), batch)  # noqa: E731
+  with jax.enable_x64(True):
+    whole, model = Nnx(), Nnx()
+    optimizer = nnx.Optimizer(whole, tx, wrt=nnx.Param)
+    for _ in range(3):
+      optimizer.update(whole, nnx.grad(loss)(whole, NUMBERS))
+    state = nnx.state(model)
+    specs = jax.tree.map(lambda x: P(None, "fsdp") if x.ndim == 2 else P(), state)
+    nnx.update(model, devices.put(state, mesh, specs))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    step = nnx_train_step(loss, **FLAX, mesh=mesh, data_axis="replica")
+    for _ in range(3):
+      step(model, optimizer, devices.put(NUMBERS, mesh, BOTH))
+    assert model.inner.kernel[...].sharding.spec == P(None, "fsdp")
+    trees.assert_close(*(jax.device_get(nnx.state(x, nnx.Param)) for x in (model, whole)), 1e-10)
 
 
 def refused(match, *, kind=AUTO, spec=BOTH, **options):
