@@ -19,7 +19,7 @@ from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT
 from support.optimizers import relaxed
 
-from optax_accum import _versions, accumulate, make_train_step
+from optax_accum import _versions, accumulate, count_collectives, make_train_step
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 ROWS, WIDTH, WORDS = 32, 8, 24
@@ -117,6 +117,26 @@ def test_three_steps_are_those_of_the_whole_batch(shape):
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-10)
     naive, _, _ = three_steps(shape, loss_fn, num_microbatches=4)
     assert np.abs(naive["head"] - expected["head"]).max() > 1e-4  # a mean of means
+
+
+@pytest.mark.parametrize("in_loops", [False, True], ids=["per_cycle", "per_microbatch"])
+def test_only_the_last_reduction_is_between_replicas(in_loops):
+  mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.sgd(0.1)
+  params = jax.tree.map(np.float32, init_params())
+  params = devices.abstract(params, mesh, over_fsdp(params, mesh))
+  batch = devices.abstract(jax.tree.map(jnp.asarray, make_batch()), mesh, BOTH)
+  batch["mask"] = batch["mask"].update(dtype=jnp.float32)
+  reduced = "per_microbatch" if in_loops else "per_cycle"
+  step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4,
+                         reduce_gradients=reduced)  # fmt: skip
+  found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
+  gradients = sum(4 * x.size // 4 for x in jax.tree.leaves(params))  # a quarter of the parameters
+  between = [c for c in found if c.groups == ((0, 4), (1, 5), (2, 6), (3, 7)) and c.bytes > 64]
+  assert any(c.loop for c in between) == in_loops
+  times = 4 if in_loops else 1
+  assert sum(c.bytes * c.executions for c in between) == pytest.approx(times * gradients, rel=0.02)
+  within = [c for c in found if c.groups == ((0, 1, 2, 3), (4, 5, 6, 7))]
+  assert {"all-gather"} <= {c.kind for c in within if c.loop}
 
 
 NAN = make_batch()
