@@ -203,7 +203,7 @@ def sum_scattered(
 
 
 def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
-  """The whole array of which each device has its part as `spec` says; `automatic` as above."""
+  """The full array, of the parts that devices have as `spec` says; `automatic` as above."""
   return _on_shards(lax.all_gather, "axis", x, spec, automatic)
 
 

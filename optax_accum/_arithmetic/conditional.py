@@ -21,7 +21,7 @@ def update_if(
 
   The loop below runs zero times or once. XLA updates the carry of a loop in place on every backend,
   but XLA for GPU copies the operands and results of a conditional. A Python bool leaves neither in
-  the program. Reverse mode cannot pass a loop, so `differentiable` uses `lax.cond`.
+  the program. A loop has no reverse mode, so `differentiable` uses `lax.cond`.
   """
   if isinstance(pred, bool):
     return fun(operand) if pred else operand

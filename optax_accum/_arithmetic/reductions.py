@@ -70,7 +70,7 @@ class Reduction:
     return value
 
   def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
-    """The same, of which each device keeps its part, as `spec` says."""
+    """The same, but each device keeps only its part, as `spec` says."""
     own_part = lambda *args: across_devices.own_part(self.over_devices(*args), spec)  # noqa: E731
     return dataclasses.replace(self, over_devices=own_part)
 
@@ -164,7 +164,7 @@ class SumInLoop(Reduction):
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.of.term(value, weight, held.dtype)
     term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
-    # Without the barrier XLA for TPU adds up whole values and reduces after the loop.
+    # Without the barrier XLA for TPU adds up full values and reduces after the loop.
     return held + lax.optimization_barrier(self._reduced(term))
 
   def _reduced(self, value: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ Grads: TypeAlias = Any  # of the parameters, leaf by leaf
 OptState: TypeAlias = Any  # of an optax transformation
 Batch: TypeAlias = Any  # arrays with an axis of rows
 Carry: TypeAlias = Any  # what each microbatch hands to the next
-Aux: TypeAlias = Any  # what a loss returns beside its value
+Aux: TypeAlias = Any  # what a loss returns in addition to its value
 
 Leaf: TypeAlias = Any  # an array, a shape, a tracer or a number
 Leaves: TypeAlias = list[Any]

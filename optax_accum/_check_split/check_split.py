@@ -35,57 +35,9 @@ _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, ba
 
 
 def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
-  """Says whether splitting leaves this loss as it is, and if not, why and what to write.
+  """Tests whether a loss is the same in microbatches; if not, says why and how to fix it.
 
-  Runs ``loss_fn(*args)`` and its gradients on the whole batch and on each microbatch, makes one of
-  the microbatches as `microbatch_value_and_grad` does with these options, and compares loss,
-  gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). A batch may hide a
-  defect: a mean over a mask of ones is the plain mean. So the same is done with other parameters,
-  and on batches whose masks, labels and floats are changed in a row or two. Those on which the loss
-  is not finite, or zero with all its gradients, are left out. Nothing is random. For a test, or a
-  notebook, with a small batch; a step checks its own loss by `TrainStep.check`::
-
-    assert optax_accum.check_split(loss_fn, params, batch).ok
-
-  ===============  ================================================================
-  verdict          what it means
-  ===============  ================================================================
-  ``ok``           all agree, on all of these batches
-  ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
-  ``weighted``     a mean over something else than rows: a `weight_fn`
-  ``coupled``      rows meet each other beyond what one weight explains: contrastive
-                   losses, batch statistics, several denominators
-  ``random``       the loss is no function of its arguments, or microbatches share noise
-  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with, as the
-                   scales of layers in 8 bits
-  ``unsplit``      an argument that has the batch's rows is not split
-  ``unknown``      they differ, and none of these explains it, as in bfloat16
-  ===============  ================================================================
-
-  With a fix that is nothing but options, loss and gradients agree on all of these batches; that of
-  "unsplit" is not tried. `SplitReport.not_checked` says what was not looked at, even if ``ok``. Nor
-  is the carry compared, which each microbatch gets as given, or an aux under "stack" or "last", or
-  a difference up to 1e-4 of a leaf's largest number or 1e-6 of the largest leaf's (1e-9 and 1e-11
-  in float64), which may be rounding, and may be a small term, such as a z-loss.
-
-  Args:
-    loss_fn: As in `microbatch_value_and_grad`.
-    *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
-    **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
-      number above 1 that divides the rows. Unless `microbatch_size` is given, a split whose last
-      microbatch is smaller runs too. 1 is an error unless the loss calls `microbatch` itself, which
-      does not split in the whole batch that it is compared with. `accumulator_dtype` is left at its
-      default, and `axis_name` is refused.
-
-  Returns:
-    A `SplitReport`: its `ok`, its `verdict`, and a table with the fix as `str`.
-
-  Raises:
-    ValueError: The batch has no arrays or one row, or nothing is split.
-    TypeError: An option that there is not, traced or abstract arguments, or parameters that cannot
-      be differentiated.
-    Exception: What the loss raises, with a note that says on how many rows it did. A loss that
-      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a fix.
+  Use it in a test or a notebook, with a small batch. `TrainStep.check` tests the loss of a step.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -94,8 +46,45 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     ...   return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6), "mask": jnp.ones(6)}
     >>> report = optax_accum.check_split(loss_fn, jnp.array([1.0, -1.0]), batch)
-    >>> report.verdict, report.fix
-    ('weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
+    >>> report.ok, report.verdict, report.fix
+    (False, 'weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
+
+  Args:
+    loss_fn: As in `microbatch_value_and_grad`.
+    *args: The arguments of `loss_fn`: arrays of 2 rows or more, better 8 or more.
+    **options: Those of `microbatch_value_and_grad`, except `axis_name` and `accumulator_dtype`.
+      `num_microbatches` defaults to the smallest number above 1 that divides the rows; 1 is an
+      error unless the loss itself calls `microbatch`. Unless `microbatch_size` is given, a split
+      with a smaller last microbatch runs too.
+
+  Returns:
+    A `SplitReport`, which prints as a table. Its ``verdict`` is one of these words.
+
+    ===============  ======================================================================
+    ``ok``           everything agrees, on all batches that were tried
+    ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
+    ``weighted``     the loss is a mean over something other than rows: a `weight_fn`
+    ``coupled``      rows depend on each other (contrastive losses, batch normalization), or
+                     terms have several denominators
+    ``random``       equal arguments give unequal losses, or microbatches share noise
+    ``overwritten``  the "gradient" of a leaf is its new value, as for scales of fp8 layers
+    ``unsplit``      an argument that has as many rows as the batch is not split
+    ``unknown``      results differ for another reason, such as rounding in bfloat16
+    ===============  ======================================================================
+
+  Raises:
+    ValueError: The batch has no arrays or one row, or nothing is split.
+    TypeError: There is no such option, or arguments are traced, abstract or not differentiable.
+    Exception: What the loss raises, with a note on how many rows it had. A loss that takes rows in
+      groups is "coupled" instead, and an aux that its word cannot reduce gets a fix.
+
+  Calls:
+    It compares loss, gradients and aux of all rows with those of the microbatches, in float32
+    (float64 with x64). It also changes parameters, masks, labels and floats, because a batch can
+    hide a defect: a mean over a mask of ones is the plain mean. Options in a fix have been tried,
+    except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
+    leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared, nor an aux
+    under "stack" or "last", nor what ``not_checked`` and the guide "When something is wrong" list.
   """
   runs = runs_of(loss_fn, args, options)
   return runs if isinstance(runs, SplitReport) else report_of(runs)
@@ -106,7 +95,7 @@ def runs_of(
 ) -> Runs | SplitReport:
   """What `check_split` runs, or a report where the defaults refuse the call.
 
-  Of keys in arguments of the roles `drawing` every draw is the same number.
+  For keys in arguments of the roles `drawing`, every draw is the same number.
   """
   with noted(_ORDER):
     given = _options(loss_fn, args, options)

@@ -12,13 +12,13 @@ Verdict: TypeAlias = Literal[
 
 
 class LeafComparison(NamedTuple):
-  """One number or array of the whole batch beside that of the microbatches.
+  """One array of the whole batch, compared with that of the microbatches.
 
   Attributes:
     name: What it is: ``"loss"``, ``"grads['w']"``, ``"aux['accuracy']"``.
     size: The largest absolute value.
     difference: The largest absolute difference.
-    tolerance: How much of it may be rounding.
+    tolerance: The difference that may be rounding.
   """
 
   name: str
@@ -28,7 +28,7 @@ class LeafComparison(NamedTuple):
 
   @property
   def agrees(self) -> bool:
-    """Whether the difference may be rounding; one that is NaN may not."""
+    """Whether the difference may be rounding. NaN is not."""
     return self.difference <= self.tolerance
 
 
@@ -37,14 +37,14 @@ class SplitReport:
   """What `check_split` found. It prints the verdict, the fix and the leaves that differ.
 
   Attributes:
-    verdict: ``"ok"``, or what is wrong.
-    reason: The evidence, in words; ``""`` where nothing is wrong.
-    fix: What to write; ``""`` where nothing is wrong. Options are Python, on lines of their own.
-    where: The batch and the split that `leaves` are of: the first that disagrees.
-    leaves: The loss, the gradients and the aux, compared; ``()`` where nothing was.
-    batches: The batches that were run: the given one, and those with something changed.
-    left_out: Those that tell nothing: the loss or a gradient is not finite, or all are zero.
-    not_checked: What of this loss was not looked at, in sentences.
+    verdict: ``"ok"``, or what is wrong: `check_split` has the list.
+    reason: The evidence, in words; ``""`` if nothing is wrong.
+    fix: What to write; ``""`` if nothing is wrong. Options are Python, on lines of their own.
+    where: The batch and the split of `leaves`: the first that disagrees.
+    leaves: The comparison of each leaf of loss, gradients and aux; ``()`` if nothing ran.
+    batches: The batches that were run: the given one, and changed ones.
+    left_out: The batches that show nothing: loss or gradients are not finite, or all are zero.
+    not_checked: Sentences that say what was not tested.
   """
 
   verdict: Verdict
@@ -58,12 +58,12 @@ class SplitReport:
 
   @property
   def ok(self) -> bool:
-    """Whether the microbatches give what the whole batch does, in all that was compared."""
+    """Whether all comparisons of the microbatches with the whole batch agree."""
     return self.verdict == "ok"
 
   @property
   def mend(self) -> str:
-    """The former name of `fix`, which the next release does not have."""
+    """The former name of `fix`, which the next release drops."""
     warnings.warn("SplitReport.mend is now SplitReport.fix.", DeprecationWarning, stacklevel=2)
     return self.fix
 
@@ -71,7 +71,7 @@ class SplitReport:
     return self._text([leaf for leaf in self.leaves if not leaf.agrees])
 
   def details(self) -> str:
-    """The same with all leaves, those that agree too, and the batches that were run."""
+    """The report with all leaves, and the batches that were run."""
     batches = _wrapped("batches:  ", "; ".join(self.batches))
     left_out = _wrapped("left out: ", "; ".join(self.left_out))
     return "\n".join([self._text(self.leaves), *batches, *left_out])

@@ -40,11 +40,10 @@ class CollectiveReport:
   """What `count_collectives` found; it prints as a table.
 
   Attributes:
-    operations: Every collective, once for each place that it is reached from. Each has ``kind``;
-      ``groups``, the devices that exchange, as positions in ``mesh.devices.flat`` (``()``: all);
-      ``shape`` and ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``,
-      the innermost around it, or None; ``op_name``, where JAX says it comes from; and
-      ``unknown_trip_counts``, the loops around it that count once.
+    operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
+      the devices that exchange, as positions in ``mesh.devices.flat`` (``()``: all); ``shape`` and
+      ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``, the innermost or
+      None; ``op_name``, its origin in JAX; and ``unknown_trip_counts``, the loops that count once.
   """
 
   operations: tuple[Collective, ...]
@@ -85,43 +84,37 @@ class CollectiveReport:
 def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   """Counts the collectives that a compiled program runs per call, by kind, in loops and outside.
 
-  An operation counts as often as it runs: times the trip counts of the loops around it. Bytes are
-  those of one device's arrays, without padding: what the collective returns, or what a
-  reduce-scatter takes.
-
-  ===========================================  ==================================================
-  several arrays in one, a start and its done  one operation, the bytes of all
-  a loop whose trip count the program does     counts once and is named in
-  not fix (`while_loop`, and the in-place      ``unknown_trip_counts``, if collectives are in it
-  conditional of `accumulate`)
-  a loop of over 65,536 trips, on a TPU        the same
-  the condition of a loop                      inside the loop; once more than the body
-  branches of `lax.cond` and `lax.switch`      each counts, as if all ran: an upper bound
-  ===========================================  ==================================================
-
-  XLA combines, splits, moves and replaces collectives; the ``op_name`` in ``operations`` still says
-  what they were. Sends, receives and custom calls are not counted.
+  Examples:
+    >>> import jax, jax.numpy as jnp, optax_accum
+    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
+    >>> @jax.shard_map(mesh=mesh, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+    ... def step(x):
+    ...   return jax.lax.fori_loop(0, 4, lambda i, x: jax.lax.psum(x + 1.0, "data"), x)
+    >>> optax_accum.count_collectives(jax.jit(step).lower(jnp.ones(256)).compile()).inside
+    {'all-reduce': CollectiveTotal(operations=4, bytes=4096)}
 
   Args:
     compiled: What ``jax.jit(f).lower(...).compile()`` returns, for any backend, or its text.
 
   Returns:
-    A `CollectiveReport`; ``inside`` and ``outside`` map each kind to ``(operations, bytes)``.
+    A `CollectiveReport`. ``inside`` and ``outside`` map each kind to ``(operations, bytes)``. An
+    operation counts as often as it runs. Bytes are those of one device's arrays, without padding:
+    what a collective returns, or a reduce-scatter takes. XLA combines, splits, moves and replaces
+    collectives; ``op_name`` says where one came from.
 
   Raises:
-    TypeError: `compiled` is a function, or lowered and not compiled.
+    TypeError: `compiled` is a function, or lowered but not compiled.
     ValueError: `compiled` has no text, or a text that is not an HLO module.
 
-  Examples:
-    >>> import jax, jax.numpy as jnp, optax_accum
-    >>> mesh = jax.sharding.Mesh(jax.devices(), ("data",))
-    >>> specs = dict(in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
-    >>> def reduce_every_time(x):
-    ...   return jax.lax.fori_loop(0, 4, lambda i, x: jax.lax.psum(x + 1.0, "data"), x)
-    >>> step = jax.jit(jax.shard_map(reduce_every_time, mesh=mesh, **specs))
-    >>> report = optax_accum.count_collectives(step.lower(jnp.ones(256)).compile())
-    >>> report.inside
-    {'all-reduce': CollectiveTotal(operations=4, bytes=4096)}
+  Edge cases:
+    =====================================  =====================================================
+    several arrays; a start and its done   one operation, the bytes of all
+    a loop without a fixed trip count      counts once, in ``unknown_trip_counts``; and so does
+                                           `accumulate`'s conditional, or over 65,536 on a TPU
+    the condition of a loop                inside the loop; once more than the body
+    branches of `lax.cond`, `lax.switch`   each counts, as if all ran: an upper bound
+    sends, receives and custom calls       not counted
+    =====================================  =====================================================
   """
   runs = hlo.Module(_text_of(compiled)).runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
   return CollectiveReport(tuple(_collective(run) for run in runs if not _continues(run)))

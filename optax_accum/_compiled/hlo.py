@@ -203,7 +203,7 @@ def _operation(line: str, assigned: re.Match[str]) -> Operation | None:
 
 
 def _closing(text: str, opening: int) -> int:
-  """Behind the parenthesis that closes the one at `opening`."""
+  """The index after the parenthesis that closes the one at `opening`."""
   depth = 0
   for parenthesis in _PARENTHESIS.finditer(text, opening):
     depth += 1 if parenthesis[0] == "(" else -1

@@ -32,7 +32,7 @@ def _is_matrix_work(op: hlo.Operation) -> bool:
 def _multiplications(run: hlo.Run) -> int:
   op = run.operation
   operands = [_dims(run.computation.operations[name].shape) for name in op.operands[:2]]
-  shapes = (*operands, _dims(hlo.arrays(op.shape)[0]))  # beside a result there may be scratch
+  shapes = (*operands, _dims(hlo.arrays(op.shape)[0]))  # after a result there may be scratch
   if "dim_labels=" in op.attributes:
     return _of_convolution(shapes, op.attributes)
   contracted = re.search(r"lhs_contracting_dim\w*\W+([\d,\" ]*)", op.attributes)
@@ -67,7 +67,7 @@ def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
 def _positions(
   size: int, kernel: int, out: int, low: int, stride: int, dilated: int, kernel_dilated: int
 ) -> int:
-  """How often an element of the kernel meets one of the input, along one dimension."""
+  """How many products of a kernel's element and an input's there are, along one dimension."""
   at = stride * np.arange(out)[:, None] + kernel_dilated * np.arange(kernel) - low
   return int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
 

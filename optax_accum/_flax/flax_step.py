@@ -92,7 +92,7 @@ class FlaxStep(Step):
     return self._with_call(lambda _, call: call.jitted.lower(*call.args), *args, **kwargs)
 
   def check(self, *args: Any, **kwargs: Any) -> "SplitReport":
-    """As `TrainStep.check`: whether microbatches leave the loss as it is."""
+    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
 
     def report(view: Any, call: PreparedCall) -> "SplitReport":
       drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])

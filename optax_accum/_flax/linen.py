@@ -33,9 +33,6 @@ def linen_train_step(
 ) -> "LinenTrainStep":
   """Makes a jitted training step of a flax `TrainState` that runs its batch in microbatches.
 
-  ``step(state, batch, rngs=None) -> (state, metrics)`` is one step of ``state.tx`` with the
-  gradients of the whole batch, as `make_train_step` takes it.
-
   Examples:
     >>> import flax.linen as nn, jax.numpy as jnp, optax
     >>> from flax.training.train_state import TrainState
@@ -52,40 +49,32 @@ def linen_train_step(
     (1, 4.0)
 
   Args:
-    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``; with `mutable`
-      ``(loss, updates)``, where ``updates`` is what ``model.apply(..., mutable=...)`` returns; with
-      `has_aux` ``(loss, aux)``; with both ``(loss, (updates, aux))``. ``variables`` has
-      ``"params"`` and every field of the state that is a dict or a `FrozenDict`. ``rngs`` is a dict
-      of keys, or None if the call has none.
+    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``; with `mutable` ``(loss,
+      updates)``, ``updates`` from ``model.apply(..., mutable=...)``; with `has_aux` ``(loss,
+      aux)``; with both ``(loss, (updates, aux))``. ``variables`` has ``"params"`` and every field
+      of the state that is a dict or a `FrozenDict`; ``rngs`` is a dict or None.
     mutable: The collections that each microbatch updates for the next: fields of the state, such as
-      ``["batch_stats"]``. Microbatches of weight 0 do not update them. Over a mesh each device
-      updates its own, and their weighted mean comes out, or what `carry_reduction` says, a prefix
-      tree over ``{"batch_stats": ...}``.
-    has_aux: Whether `loss_fn` returns aux too, which comes as ``metrics["aux"]``.
+      ``["batch_stats"]``. They are the carry of `make_train_step`, and `carry_reduction` is a
+      prefix tree over ``{"batch_stats": ...}``.
+    has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments.
 
   Returns:
-    A `LinenTrainStep`, with the ``metrics`` and the methods of a `TrainStep`. Unless
-    ``donate=False`` it donates parameters, optimizer state, `mutable` collections and ``step``;
-    other fields live on. ``state.step`` counts optimizer steps: it stays where nothing in the batch
-    counted, and inside the cycle of an `accumulate`. The index of each microbatch and device is
-    folded into ``rngs``, so give a new key in each step.
+    A `LinenTrainStep`, ``step(state, batch, rngs=None) -> (state, metrics)``, with the metrics and
+    methods of a `TrainStep`. ``donate`` covers parameters, optimizer state, `mutable` and ``step``.
+    ``state.step`` counts optimizer steps. Give new ``rngs`` in each call; indices are folded in.
 
   Raises:
-    TypeError: An option is unknown or not yours to give; `loss_fn` takes or returns other things; a
-      state is not a flax `TrainState`, or its ``tx`` not a transformation.
-    ValueError: The state lacks a collection; the loss returned others than `mutable` names.
-    RuntimeError: The state was donated to an earlier step.
+    TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax
+      `TrainState`, or collections are missing in the state or in what the loss returns.
 
   The loss:
-    With batch normalization the step is not that of the whole batch: each microbatch is normalized
-    with its own statistics (over a mesh, those of its rows on one device). The guide "Flax linen"
-    measures it, and has dropout and adapters (LoRA).
+    Batch normalization uses the statistics of one microbatch, so the step is not that of the whole
+    batch. The guide "Flax linen" measures this, and has dropout and adapters (LoRA).
 
   Over a mesh:
-    Flax's boxes (`nn.with_partitioning`, `nn.with_logical_partitioning`) come out as they went in,
-    and what is in them stays sharded as it came. `nn.with_logical_constraint` constrains automatic
-    axes only. Set `nn.logical_axis_rules` around the step, and not in the loss.
+    Boxes of `nn.with_partitioning` and `nn.with_logical_partitioning`, and their shardings, stay.
+    `nn.with_logical_constraint` is for automatic axes. Set `nn.logical_axis_rules` around the step.
   """
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
@@ -118,7 +107,7 @@ class LinenTrainStep(FlaxStep):
     names=OTHER_NAMES,
   )
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
-    """One optimizer step on a batch: the new state, and the metrics."""
+    """Takes one optimizer step on a batch: the new state, and the metrics."""
     run = lambda program, call: self._replaced(state, call, program.run(call))  # noqa: E731
     return self._with_call(run, state, batch, rngs)
 

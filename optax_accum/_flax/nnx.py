@@ -47,9 +47,7 @@ def nnx_train_step(
 ) -> "NnxTrainStep":
   """Makes a jitted training step of an nnx model that runs its batch in microbatches.
 
-  ``step(model, optimizer, batch) -> metrics`` updates both in place, as a function under `nnx.jit`
-  would: one step of ``optimizer.tx`` with the gradients of the whole batch, as `make_train_step`
-  takes it.
+  ``step(model, optimizer, batch) -> metrics`` updates both in place, as under `nnx.jit`.
 
   Examples:
     >>> from flax import nnx
@@ -66,35 +64,28 @@ def nnx_train_step(
     (True, 3)
 
   Args:
-    loss_fn: ``loss_fn(model, batch)`` returns the loss, a scalar, or ``(loss, aux)`` with
-      `has_aux`. It may change the values of Variables that `wrt` does not select, and must not add
-      any: after `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result
-      as aux.
-    wrt: A filter: the Variables that are differentiated and updated, as in `nnx.grad`. Give the
-      optimizer the same, and make it after adapters were added to the model. For LoRA it is
-      `nnx.LoRAParam`: see the guide "Flax nnx, and LoRA".
-    has_aux: Whether `loss_fn` returns aux too, which comes as ``metrics["aux"]``.
+    loss_fn: ``loss_fn(model, batch)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
+      aux)``. It may change Variables that `wrt` does not select, but not add any: after
+      `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result as aux.
+    wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
+      optimizer the same, and make it after adapters are added.
+    has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments. With ``donate``
-      (default) a step deletes the arrays that parameters and optimizer held. An `nnx.clone` and an
-      `nnx.state` share them: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
+      (default) a step deletes the arrays of parameters and optimizer. `nnx.clone` and `nnx.state`
+      share these: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
 
   Returns:
-    An `NnxTrainStep`, with the metrics of `make_train_step`. ``optimizer.step`` counts optimizer
-    steps, as ``state.step`` of `linen_train_step` does.
+    An `NnxTrainStep`, with metrics and methods of a `TrainStep`. ``optimizer.step`` counts steps.
 
   Raises:
-    TypeError: An option is unknown or not yours to give; `loss_fn` takes other arguments; a call
-      gets something else than an nnx model and its optimizer. Otherwise as `make_train_step`.
-    ValueError: `wrt` selects nothing, or not what the optimizer was made with; the loss added or
-      removed Variables, changed one that `wrt` selects, or an attribute that is not a Variable.
-    RuntimeError: The model or the optimizer holds an array that an earlier step deleted.
+    TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and
+      its optimizer, if `wrt` selects nothing, or not what the optimizer was made with, or if the
+      loss adds or removes Variables, or changes what `wrt` selects or what is not a Variable.
 
   The loss:
-    What the loss changes in the model goes from each microbatch to the next: running statistics,
-    counters of random streams, caches, Variables of your own. Microbatches of weight 0 change
-    nothing. Over a mesh each device has its own, with its index folded into keys; the weighted mean
-    of floats comes out, and the maximum of integers (see `carry_reduction`). With batch
-    normalization the step is not that of the whole batch, as `linen_train_step` says.
+    Variables that the loss changes, such as running statistics, counters of random streams and
+    caches, are the carry of `make_train_step`. With batch normalization the step is not that of the
+    whole batch, as in `linen_train_step`. See the guide "Flax nnx, and LoRA".
   """
   if isinstance(wrt, nnx.Pytree):
     raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
@@ -134,7 +125,7 @@ class NnxTrainStep(FlaxStep):
     names=OTHER_NAMES,
   )
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
-    """One optimizer step on a batch, which model and optimizer are updated with."""
+    """Takes one optimizer step on a batch, and updates model and optimizer in place."""
     metrics: Metrics = self._with_call(_View.run, model, optimizer, batch)
     return metrics
 

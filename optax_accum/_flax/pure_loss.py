@@ -29,7 +29,7 @@ class PureLoss:
   has_aux: bool
   graphdef: Any
   changed: frozenset[str]  # the names of the Variables in the carry
-  axis: Any  # of the devices, each of which draws its own noise
+  axis: Any  # of the devices, which each draw their own noise
 
   @property
   def __name__(self) -> str:
@@ -57,7 +57,7 @@ class PureLoss:
     return model, before, self.fun(model, batch), _held(model)
 
   def _computed(self, states: Args, batch: Batch) -> set[str]:
-    """The names of what the loss computes anew, and does not only give back."""
+    """The names of what the loss computes, and does not only pass through."""
     run = lambda states: self._run(states, batch)[1::2]  # noqa: E731
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
     given = [-1 if i is None else i for i in forwarded(program.jaxpr)]

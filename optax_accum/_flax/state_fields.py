@@ -52,7 +52,7 @@ def fields_of(
 
 
 def variables_of(params: Params) -> Collections:
-  """What a model is applied to: flax keeps what is overwritten beside the parameters."""
+  """What a model is applied to: flax keeps what is overwritten next to the parameters."""
   is_split = isinstance(params, Mapping) and OVERWRITTEN in params
   return dict(params) if is_split else {"params": params}
 
@@ -85,7 +85,7 @@ def counted(step: Leaf) -> Leaf:
 def beside_overwritten(
   tx: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-  """`tx`, for parameters beside which flax keeps what is overwritten and not stepped."""
+  """`tx`, for parameters next to which flax keeps what is overwritten and not stepped."""
 
   def update(grads: Grads, state: OptState, params: Params = None, **extra_args: Any) -> Any:
     elsewhere, overwritten, own = extra_args["value_fn"], params[OVERWRITTEN], grads["params"]
@@ -100,7 +100,7 @@ def beside_overwritten(
 
 @contextlib.contextmanager
 def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]:
-  """Makes logical axes constrain automatic axes only, and the boxes that it yields nothing.
+  """Makes logical axes constrain only automatic axes, and yields boxes that constrain nothing.
 
   JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. What is in a
   box is sharded as it came.

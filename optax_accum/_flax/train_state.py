@@ -19,8 +19,7 @@ _NOT_ACCUMULATING = "tx is not an accumulate and holds none"
 class TrainState(train_state.TrainState):
   """Flax's `TrainState` for a loop that has one microbatch at a time.
 
-  ``tx`` is an `accumulate`, or holds one. Where it is one, `apply_gradients` uses its `apply`,
-  which updates parameters and optimizer state in place if the state is donated::
+  ``tx`` is an `accumulate`, or holds one. If it is one, a donated state is updated in place::
 
     state = TrainState.create(apply_fn=model.apply, params=params, tx=accumulate(tx, 8))
 
@@ -29,10 +28,8 @@ class TrainState(train_state.TrainState):
       grads = jax.grad(loss_fn)(state.params, batch)
       return state.apply_gradients(grads=grads, weight=batch["mask"].sum())
 
-  ``state.step`` counts calls, as flax's does, and ``state.gradient_step`` optimizer steps.
-
-  With frozen parameters, put `accumulate` inside what freezes them, so that only the gradients of
-  the others take memory: ``optax.partition({"train": accumulate(tx, 8), ...}, labels)``.
+  ``state.step`` counts calls, as in flax, and ``state.gradient_step`` optimizer steps. To keep no
+  gradients of frozen parameters: ``optax.partition({"train": accumulate(tx, 8), ...}, labels)``.
   """
 
   @classmethod
@@ -43,7 +40,7 @@ class TrainState(train_state.TrainState):
 
   @property
   def gradient_step(self) -> jax.Array:
-    """Optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
+    """The optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
     states = states_in(self.opt_state)
     if not states:
       raise ValueError(f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step.")
@@ -57,12 +54,8 @@ class TrainState(train_state.TrainState):
     Args:
       grads: Those of one microbatch, a tree like `params`. What flax keeps under
         ``"_overwrite_with_gradient"`` is overwritten in every call.
-      weight: How much the microbatch counts, as in `accumulate`.
-      flush: Whether to end the cycle with this call.
+      weight, flush: As in `accumulate`. They raise a ValueError if ``tx`` holds no `accumulate`.
       **kwargs: Further fields to replace.
-
-    Raises:
-      ValueError: `weight` or `flush` is given, and ``tx`` holds no `accumulate` to take it.
     """
     plain = isinstance(weight, (int, float)) and weight == 1 and flush is False
     accumulates = isinstance(self.tx, AccumulateTransformation)

@@ -89,7 +89,7 @@ def _structure(node: Tree) -> dict[object, Leaf]:
 
 
 def wrap_arrays(optimizer: Any) -> None:
-  """Makes Variables of arrays in an optimizer's state, which a user put there for Variables."""
+  """Makes Variables of arrays that a user put in their place into an optimizer's state."""
   state = optimizer.opt_state
   if not all(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable))):
     wrap = lambda x: x if is_variable(x) else nnx.OptState(jnp.asarray(x))  # noqa: E731

@@ -107,11 +107,11 @@ class DataParallel:
     return over(spec, set(self._of_kind(AxisType.Auto)) - set(self.axes))
 
   def gradient_spec(self, own: PartitionSpec, state: PartitionSpec) -> PartitionSpec | None:
-    """Where the gradient goes of a parameter that is spread so, and its state so; None: as it.
+    """The sharding of a gradient, by that of its parameter and of its state. None: as the former.
 
     It goes to its state if that is spread in another way over the data axes, or over explicit ones,
-    where JAX refuses to add the two. A dimension that is whole in the state stays spread as in the
-    parameter, over axes that nothing else has.
+    where JAX refuses to add the two. A dimension that the state does not shard stays spread as in
+    the parameter, over axes that nothing else has.
     """
     explicit = self._of_kind(AxisType.Explicit)
 
@@ -141,7 +141,7 @@ class DataParallel:
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, over(spec, automatic)))
 
   def move_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
-    """An array of explicit sharding, sharded as `spec` over the data axes, and as it is beside."""
+    """An array of explicit sharding, sharded over the data axes as `spec`, else as before."""
     explicit = self._of_kind(AxisType.Explicit)
     if not explicit:
       return x

@@ -13,14 +13,14 @@ from optax_accum._arithmetic.trees import Params, Tree
 
 
 class Shards(NamedTuple):
-  """How each parameter is spread: over the data axes, in which the next two differ, and beside."""
+  """How each parameter and its gradient are sharded over the data axes, and over others."""
 
   held: Tree  # a PartitionSpec for each parameter, over the data axes
   gradients: Tree  # the same for each gradient
   automatic: Tree  # the same over further axes, that are left to the compiler
 
   def gather(self, params: Params) -> Params:
-    """The whole parameters, on each device."""
+    """The full parameters, on each device."""
     return jax.tree.map(across_devices.gathered, params, self.held, self.automatic)
 
   def gather_in_loop(self, params: Params, *others: Tree) -> Params:

@@ -26,8 +26,7 @@ class MicrobatchStats(NamedTuple):
   """Counts over the microbatches of one batch.
 
   Attributes:
-    total_weight: float32 scalar (float64 where x64 is enabled), the sum of the weights in the
-      mean. It is rounded once, so counts of tokens are exact.
+    total_weight: float32 scalar (float64 with x64), the sum of the weights; exact for whole counts.
     skipped_microbatches: int32 scalar, how many were left out because they were not finite.
   """
 
@@ -140,7 +139,7 @@ class _Loop:
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
-    # needs no memory beside that of a sum of gradients.
+    # needs no memory on top of that of a sum of gradients.
     tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
     tails: Leaves = [None] * len(self.reductions)
     weight = None

@@ -139,7 +139,7 @@ class LocalLoss:
   out_shardings = None  # of what a step returns first: left to the compiler
 
   def beside(self, params: Params, opt_state: Tree) -> "LocalLoss":
-    """The loss whose gradients come sharded as a step with this state wants them."""
+    """The loss whose gradients are sharded as a step with this state needs them."""
     return self
 
   def stepped(self, update: Callable[[Tree], Tree], params: Params, opt_state: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""`microbatch`: any function in microbatches, of which the backward pass computes each again."""
+"""`microbatch`: any function in microbatches; the backward pass computes each of them again."""
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
@@ -54,6 +54,7 @@ def microbatch(
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
   do not fit. For a loss that is a mean over rows use `microbatch_value_and_grad`.
+  `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -67,43 +68,32 @@ def microbatch(
 
   Args:
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
-    reduction: How the outputs of all microbatches are combined. A word for all outputs, or a prefix
-      tree of words: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``, ``"last"``, ``"stack"``
-      (along a new first axis, of microbatches) or ``"concat"`` (the rows, in their order).
-    num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
-    microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
-    weight_fn: How much a microbatch counts. `make_train_step` says more, of all options below too.
-    batch_argnums: The positions of the arguments that are split. Default: the only argument that is
-      not a key. Needed where there are several, of which none is the batch by convention.
-    rng_argnums: The positions of random keys, which get the microbatch's index folded in.
-    axis_name: Inside `pmap` or `shard_map`, the axis that the rows are sharded over.
+    reduction: How the outputs of all microbatches are combined: ``"mean"`` (weighted), ``"sum"``,
+      ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (along a new first axis, of microbatches),
+      ``"concat"`` (the rows, in their order), or a prefix tree of these words.
+    num_microbatches, microbatch_size: As in `microbatch_value_and_grad`.
+    weight_fn: As in `make_train_step`.
+    batch_argnums: The positions of what is split. Default: the only argument that is not a key.
+    rng_argnums: As in `make_train_step`.
+    axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over.
 
   Expert options:
-    accumulator_dtype: The dtype that outputs are added up in, and so are the gradients of arguments
-      that are not split.
-    unroll: As in `jax.lax.scan`. Above 1, differentiation keeps the intermediate values of at least
-      that many microbatches.
-    concat_axis, batch_axis: The axis that "concat" joins, and the one that is split.
-    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
+    accumulator_dtype: The dtype in which outputs are summed, and gradients of unsplit arguments.
+    unroll: As in `jax.lax.scan`. Above 1, the backward pass holds at least as many microbatches.
+    concat_axis, batch_axis, batch_argnames, rng_argnames: As in `microbatch_value_and_grad`.
 
   Returns:
-    A function with `fun`'s arguments, which returns `fun`'s outputs, combined.
+    A function with `fun`'s arguments that returns `fun`'s outputs, combined.
 
   Raises:
-    ValueError: A count, a name, an argument or a shape cannot work.
-    TypeError: A value has the wrong type, or an output has a dtype that its reduction refuses.
+    ValueError, TypeError: An argument or an option cannot work, or an output cannot be reduced so.
 
   Differentiation:
-    The backward pass computes each microbatch again from its inputs, with the same keys, and keeps
-    the intermediate values of one alone. So losses that are not a mean over rows can be
-    differentiated: the guides to contrastive losses and to a large vocabulary show how.
-
-    In a `shard_map` of your own, pass parameters as arguments, and give `axis_name`: their
-    gradients are then summed over devices once, and not in every microbatch. What `fun` changes in
-    place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
-
-  References:
-    `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
+    The backward pass computes each microbatch again from its inputs, with the same keys, so it
+    keeps the intermediate values of only one: see the guide "Contrastive losses, and large
+    vocabularies". In a `shard_map` of your own, pass parameters as arguments and give `axis_name`:
+    their gradients are then summed over devices once, not in every microbatch. What `fun` changes
+    in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, concat_axis, split.batch_axis)
@@ -131,7 +121,7 @@ def whole_batches() -> Iterator[None]:
   """Traces what calls `microbatch` as if it did not split: what `check_split` compares with."""
   token = _is_whole.set(True)
   try:
-    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced anew.
+    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced again.
     with set_xla_metadata(microbatch="whole"):
       yield
   finally:
@@ -162,7 +152,7 @@ class Recomputed:
         self._traced[rows] = closed, jax.tree.structure(like), copies
 
   def _varying(self, x: Leaf) -> Leaf:
-    """`x` as it differs between devices, of which the copy to add up in is reduced."""
+    """`x`, typed as differing between devices; its copy, to add up in, is reduced over them."""
     if not _may_have_tangent(x) or self.split.axis_name is None:
       return x
     varying = across_devices.varying(x, self.split.axis_name)

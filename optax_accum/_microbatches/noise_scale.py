@@ -17,17 +17,16 @@ from optax_accum._microbatches.options import Split
 
 
 class NoiseScaleTerms(NamedTuple):
-  """The two parts of the noise scale, estimated from one step alone.
+  """The two parts of the noise scale, as one step with ``noise_scale=True`` estimates them.
 
-  ``metrics["noise_scale"]`` of a `make_train_step` with ``noise_scale=True``: float32 scalars
-  (float64 if x64 is enabled), unbiased but very noisy. Average them over steps with
+  Scalars in float32 (float64 with x64), unbiased but very noisy: average them over steps with
   `gradient_noise_scale`. Both are 0 if fewer than two microbatches counted.
 
   Attributes:
-    squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. It may be negative.
-    trace: An estimate of the trace of the covariance of the gradients of single rows. With a
-      `weight_fn`: of single units of weight, which must be rows or tokens that are drawn
-      independently. Importance weights are not. Rounding of gradients in half precision adds to it.
+    squared_norm: An estimate of ``|G|^2``, where G is the gradient of all data. May be negative.
+    trace: An estimate of the trace of the covariance of the gradients of single rows; with a
+      `weight_fn`, of single units of weight, which must be independent (tokens are, importance
+      weights are not). Rounding of half precision gradients adds to it.
   """
 
   squared_norm: jax.Array
@@ -47,29 +46,10 @@ class GradientNoiseScale(NamedTuple):
 
 
 def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
-  """The simple noise scale: about how many rows a batch should have.
+  """Estimates the simple noise scale: about how many rows a batch should have.
 
-  It is ``trace / |G|^2``, of which both are first averaged over steps. The gradient of a batch of
-  this many rows (or of this total weight) has as much noise as signal. Rows must be drawn
-  independently, and the gradient of one must not depend on others, as in batch normalization.
-  Dropout counts as noise. The derivation assumes SGD on a locally quadratic loss. The guide
-  "Choosing the microbatch and the batch" uses the number.
-
-  Args:
-    decay: Of the moving averages, at least 0 and below 1. They cover about ``1 / (1 - decay)``
-      steps. In training the noise scale grows, and a long average lags behind: where a small
-      language model's was 120 rows at step 250, 0.9 gave 103, 0.97 79, and 0.99 43 (measured by
-      ``benchmarks/noise_scale.py``).
-
-  Returns:
-    A `GradientNoiseScale`, for use inside or outside `jax.jit`. ``init()`` returns the state, a
-    tree of arrays, and ``update(metrics["noise_scale"], state)`` returns ``(noise_scale, state)``.
-    The noise scale is a scalar, and inf while the averaged ``|G|^2`` is not above 0. A step whose
-    terms are both 0, or not finite, does not change the state.
-
-  Raises:
-    ValueError: `decay` is below 0, or not below 1 (in float32).
-    TypeError: ``update`` got something other than the terms of one step and the state.
+  It is ``trace / |G|^2``, both averaged over steps. At this many independent rows (or this total
+  weight) a batch's gradient is half noise: see the guide "Choosing the microbatch and the batch".
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -77,18 +57,31 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     ...   return jnp.mean((params - x) ** 2)
     >>> batch, tx = 1 + 2 * jax.random.normal(jax.random.key(0), (64, 2)), optax.sgd(0.01)
     >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
-    >>> estimate = optax_accum.gradient_noise_scale()
-    >>> params, noise_state = jnp.zeros((1, 2)), estimate.init()
-    >>> opt_state = tx.init(params)
+    >>> estimate, params = optax_accum.gradient_noise_scale(), jnp.zeros((1, 2))
+    >>> opt_state, noise_state = tx.init(params), estimate.init()
     >>> for _ in range(10):
     ...   params, opt_state, metrics = step(params, opt_state, batch)
     ...   noise_scale, noise_state = estimate.update(metrics["noise_scale"], noise_state)
     >>> bool(1 < noise_scale < 64)
     True
 
+  Args:
+    decay: The decay of the moving averages, which cover about ``1 / (1 - decay)`` steps. The noise
+      scale grows in training, and long averages lag: where it was 120, 0.9 gave 103 and 0.99 gave
+      43.
+
+  Returns:
+    A `GradientNoiseScale`, two functions that work under `jax.jit`. ``init()`` returns a state, and
+    ``update(terms, state)`` returns ``(noise_scale, state)``. The noise scale is a scalar, and inf
+    unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not change
+    the state.
+
+  Raises:
+    ValueError: `decay` is below 0, or not below 1 (in float32).
+    TypeError: ``update`` got something other than the terms of one step and the state.
+
   References:
-    McCandlish, Kaplan, Amodei et al. 2018, arXiv:1812.06162, section 2 and appendix A.1,
-    which compares two batch sizes. Here the small ones are the microbatches, and may be uneven.
+    McCandlish et al. 2018, arXiv:1812.06162, section 2 and appendix A.1 (for SGD).
   """
   if not 0 <= np.float32(decay) < 1:
     raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.9.")

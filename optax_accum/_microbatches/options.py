@@ -40,7 +40,7 @@ class Roles(NamedTuple):
   batch: dict[Slot, int]  # what is split, and the axis of its rows
   rng: tuple[Slot, ...]
   carry: tuple[Slot, ...]  # one at most
-  shared: dict[Slot, Tree]  # what all microbatches get whole, and no gradient is taken of
+  shared: dict[Slot, Tree]  # what every microbatch gets in full, and no gradient is taken of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -64,7 +64,7 @@ class Split:
   batch_argnames: Any = ()
   rng_argnames: Any = ()
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
-  rows: int | None = None  # of the batch on all devices of a mesh, of which a call has a part
+  rows: int | None = None  # of the batch on all devices of a mesh, if a call has a part of it
 
   def __post_init__(self) -> None:
     _validate.booleans(

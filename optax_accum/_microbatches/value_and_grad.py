@@ -46,9 +46,9 @@ def microbatch_value_and_grad(
 ) -> Callable[Args, tuple[Any, ...]]:
   """`jax.value_and_grad` that runs one microbatch after the other, in one `jax.lax.scan`.
 
-  The value and the gradients are weighted means ``sum(w * g) / sum(w)`` over the microbatches,
-  where ``w`` is the number of rows, or what `weight_fn` counts. They are those of all rows at once
-  if the loss is a mean over what the weights count: ask `check_split`.
+  It returns the weighted means ``sum(w * g) / sum(w)`` over the microbatches, where ``w`` is the
+  number of rows or what `weight_fn` counts. They equal the values of all rows at once if the loss
+  is a mean over what the weights count: `check_split` tests this.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax_accum
@@ -62,39 +62,42 @@ def microbatch_value_and_grad(
     (4.0, [-20.0, -24.0])
 
   Args:
-    fun: Returns a real scalar loss; with `has_aux` ``(loss, aux)``; with `carry_argnum`
-      ``(loss, (new_carry, aux))``.
+    fun: Returns ``loss``, a real scalar; ``(loss, aux)``; or ``(loss, (carry, aux))``.
     argnums, has_aux: As in `jax.value_and_grad`: what to differentiate, and whether there is aux.
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
-    weight_fn: How much a microbatch counts. `make_train_step` says more, of all options below too.
-    aux_reduction: How the aux of all microbatches is combined. Default: the weighted mean.
-    batch_argnums: The positions of the arguments that are split. Default: 1.
-    reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    rng_argnums: The positions of random keys, which get the microbatch's index folded in.
-    carry_argnum: The position of an argument that each microbatch updates for the next.
-    skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-    skip_empty: Whether a microbatch of weight 0 is not run.
-    axis_name: Inside `pmap` or `shard_map`, the axis that the rows are sharded over. `fun` returns
-      the loss of its device's rows. Gradients are summed over devices once, after the scan. "stack"
-      and "concat" keep each device's values.
+    weight_fn, aux_reduction, batch_argnums, reduction: As in `make_train_step`.
+    rng_argnums, carry_argnum, skip_nonfinite, skip_empty: As in `make_train_step`.
+    axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
+      summed over it once, after the scan. "stack" and "concat" keep the values of each device.
 
   Expert options:
-    in_place, accumulator_dtype, unroll: How gradients are added up; scan steps at once.
-    grad_reduction, carry_reduction: How gradients, and the carries of all devices, are combined.
-    concat_axis, batch_axis: The axis that "concat" joins, and the one that is split.
+    in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
+      which saves memory if layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
+      accumulators. "Sharp edges" has measurements, and lists the options that exclude it.
+    accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
+    unroll: As in `jax.lax.scan`.
+    grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
+      ``"last"``, or a prefix tree of these. For parameters that are overwritten with their
+      "gradient", such as fp8 statistics: the optimizer must overwrite them too, as
+      `linen_train_step` does. Default: `reduction`.
+    carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
+      default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
+      all increments. Each device folds its index into keys; the first device's come out.
+    concat_axis: The axis that "concat" joins. Default: 0. Needed where `batch_axis` is not 0.
+    batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
+      order of `batch_argnums` and then `batch_argnames`.
     batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
     same dtypes: ``(loss, grads)``, ``((loss, aux), grads)`` or ``((loss, (carry, aux)), grads)``.
-    With `skip_nonfinite` a `MicrobatchStats` follows, which counts what was skipped.
+    With `skip_nonfinite` a `MicrobatchStats` follows.
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.
-    TypeError: A value has the wrong type, as a loss that is not a real scalar.
-    NotImplementedError: With `in_place`: JAX is older than 0.10, or the call is differentiated or
-      inside `jax.vmap`.
+    TypeError: A value has the wrong type, such as a loss that is not a real scalar.
+    NotImplementedError: ``in_place=True`` with JAX before 0.10, in `jax.vmap`, or differentiated.
 
   Edge cases:
     ============================  ======================================================
@@ -103,7 +106,7 @@ def microbatch_value_and_grad(
     zero weight                   contributes nothing, even where it is NaN
     all weights zero              zero loss and gradients; their "max" is -inf
     a traced weight below 0       the result is NaN
-    NaN or inf, `skip_nonfinite`  weight 0, counted; otherwise it shows in the result
+    NaN or inf                    weight 0 with `skip_nonfinite`; otherwise in the result
     ============================  ======================================================
   """
   split = Split.of(locals(), default_argnum=1)

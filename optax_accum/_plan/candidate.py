@@ -33,15 +33,12 @@ class PlanCandidate:
     output_bytes: Memory of the outputs that are not written into donated arguments.
     temp_bytes: Memory of temporary buffers: activations, gradients and their accumulators.
     code_bytes: Memory of the program. 0 on CPU, where XLA does not report it.
-    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, or None if JAX does not report it. On CPU it
-      excludes temporary buffers.
-    flops: Floating-point operations in matrix products and convolutions. Too low with one row per
-      device: XLA writes such products as sums.
+    xla_peak_bytes: XLA's ``peak_memory_in_bytes``, or None; without temporary buffers on CPU.
+    flops: Operations in matrix products and convolutions. Too low with one row per device.
     collectives: The number of collectives that run.
     collective_bytes: The bytes that they return.
     fits: Whether `peak_bytes` is within the limit.
-    analysed: Whether XLA compiled the program. For TPUs it refuses one that is larger than the
-      chip's memory. Such a candidate does not fit, and its numbers are 0.
+    analysed: Whether XLA compiled it. For TPUs it refuses what does not fit: numbers are then 0.
   """
 
   num_microbatches: int

@@ -23,13 +23,11 @@ _size = operator.attrgetter("microbatch_size")
 class MicrobatchPlan:
   """The result of `plan_microbatches`. ``print(plan)`` shows a table, ``plan.plot()`` a plot.
 
-  The table leaves out the last columns if it would be wider than 85.
-
   Attributes:
     batch_size: The rows of the batch.
     limit_bytes: The memory that a program may use on one device.
-    candidates: Each `PlanCandidate` that was compiled. Those that fit come first, of them the
-      choice with the fewest floating-point operations, and of a choice the largest microbatch.
+    candidates: Each `PlanCandidate` that was compiled: those that fit first; of them the choice
+      with the fewest floating-point operations first, and of a choice the largest microbatch.
   """
 
   batch_size: int
@@ -98,16 +96,10 @@ class MicrobatchPlan:
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
   def plot(self, ax: Any = None) -> Any:
-    """Draws the memory of each candidate over its microbatch size, and the limit.
+    """Draws the memory of each candidate over its microbatch size, and the limit; returns the axes.
 
-    Args:
-      ax: A `matplotlib.axes.Axes` to draw on. Default: the axes of a new figure.
-
-    Returns:
-      The axes. ``plan.plot().figure.savefig("plan.png")`` writes the picture.
-
-    Raises:
-      ImportError: matplotlib is not installed: ``pip install "optax-accum[plot]"``.
+    ``plan.plot().figure.savefig("plan.png")`` writes a picture. `ax` is a `matplotlib.axes.Axes` to
+    draw on; default: that of a new figure. Needs ``pip install "optax-accum[plot]"``.
     """
     if ax is None:
       try:

@@ -24,43 +24,11 @@ def plan_microbatches(
   memory_limit: int | str | None = None,
   choices: Mapping[str, Sequence[Any]] | None = None,
 ) -> MicrobatchPlan:
-  """The largest microbatch that fits in memory, found by compiling a few sizes. Nothing runs.
+  """Finds the largest microbatch that fits in memory, by compiling a few sizes. Nothing runs.
 
-  The memory of a step is what XLA reports for its compiled program: arguments, outputs that are not
-  written into donated arguments, temporary buffers, and code. The possible sizes are bisected: if
-  the batch has 12 divisors, three to five programs are compiled for each choice.
-
-  Plan for the device that you train on. XLA for CPU may undo rematerialization of layers that are
-  not in a scan. The guide "Choosing the microbatch and the batch" plans for absent TPUs and GPUs,
-  and times the sizes that fit: the largest is not always the fastest.
-
-  Args:
-    build_step: ``build_step(num_microbatches, **choice)`` returns the step: the result of
-      `make_train_step`, `linen_train_step` or `nnx_train_step`, or a function wrapped by `jax.jit`.
-      With a parameter ``microbatch_size`` it is called as ``build_step(microbatch_size=rows,
-      **choice)`` instead, and sizes that do not divide the batch are tried too.
-    args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
-      shardings if they have any. They are not donated.
-    batch_size: The rows of the batch in `args`, on all devices together. For a function of your own
-      that splits the rows of one device, inside `shard_map`: the rows of one device.
-    memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or
-      ``"80 GB"``, without what other arrays take. Default: the device's
-      ``memory_stats()["bytes_limit"]``, less 5% for fragmentation. (On a GPU that is 75% of its
-      memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set.)
-    choices: Further options of `build_step`, each with a list of values, in all combinations.
-
-  Returns:
-    A `MicrobatchPlan`. ``print(plan)`` shows a table. ``plan.num_microbatches``,
-    ``plan.microbatch_size`` and ``plan.choice`` say what to use: the choice with the fewest
-    floating-point operations, within 1%, of those that fit, and its largest microbatch that fits.
-
-  Raises:
-    ValueError: Not even microbatches of one row fit (the message says what takes the memory);
-      `memory_limit` is not a size, or is None and the device does not report its memory; two sizes
-      make the same program; the batch in `args` does not have `batch_size` rows.
-    TypeError: `build_step` returns something that cannot be lowered, or does not take the options
-      in `choices`; an argument has the wrong type.
-    Exception: Any error of compiling, with a note that says which step it was.
+  Sizes are bisected by the memory that XLA reports: 12 divisors take three to five programs per
+  choice. Plan for the device that you train on: XLA for CPU may undo rematerialization outside of
+  scans. The guide "Choosing the microbatch and the batch" also plans for absent TPUs.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -71,17 +39,36 @@ def plan_microbatches(
     ...   fun = jax.checkpoint(loss_fn) if remat else loss_fn
     ...   return optax_accum.make_train_step(fun, tx, num_microbatches=num_microbatches)
     >>> params = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    >>> batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    >>> args = params, tx.init(params), jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     >>> plan = optax_accum.plan_microbatches(
-    ...   build_step, (params, tx.init(params), batch), batch_size=4096, memory_limit="2MiB",
-    ...   choices={"remat": [False, True]})
+    ...   build_step, args, batch_size=4096, memory_limit="2MiB", choices={"remat": [False, True]})
+    >>> step = build_step(plan.num_microbatches, **plan.choice)
     >>> plan.num_microbatches * plan.microbatch_size, plan.peak_bytes <= 2 * 2**20
     (4096, True)
-    >>> step = build_step(plan.num_microbatches, **plan.choice)  # and print(plan) is a table
 
-  References:
-    ``compiled.memory_analysis()`` of `jax.stages.Compiled`. Lightning's batch size finder and
-    accelerate's ``find_executable_batch_size`` find a batch by running out of memory.
+  Args:
+    build_step: ``build_step(num_microbatches, **choice)`` returns a step of this library, or a
+      function wrapped by `jax.jit`. If it has a parameter ``microbatch_size``, it gets that
+      instead, and sizes that do not divide the batch are tried too.
+    args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
+      shardings if they have any. They are not donated.
+    batch_size: The rows of the batch in `args`, on all devices together; or on one device, for a
+      function of your own that splits these inside `shard_map`.
+    memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or ``"80
+      GB"``, without what other arrays take. Default: the device's ``memory_stats()["bytes_limit"]``
+      (on a GPU 75% of its memory, or XLA_PYTHON_CLIENT_MEM_FRACTION), less 5% for fragmentation.
+    choices: Further options of `build_step`, each with a list of values, in all combinations.
+
+  Returns:
+    A `MicrobatchPlan`. Its ``choice`` has the fewest operations (within 1%) of those that fit, and
+    its microbatch is the largest that fits, which is not always the fastest.
+
+  Raises:
+    ValueError: Not even one row fits (the message says what takes the memory); `memory_limit` is
+      not a size, or the device does not report its memory; two sizes make the same program; the
+      batch in `args` does not have `batch_size` rows.
+    TypeError: An argument has the wrong type, or `build_step` returns something without ``lower``.
+    Exception: Any error of compiling, with a note that says which step it was.
   """
   rows = _validate.positive_int("batch_size", batch_size)
   choices = {} if choices is None else choices

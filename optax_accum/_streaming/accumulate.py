@@ -76,9 +76,8 @@ def accumulate(
 ) -> AccumulateTransformation:
   """Makes `inner` step once every `every_k` calls, with the mean of their gradients.
 
-  The call that ends a cycle runs `inner` on ``sum(w * g) / sum(w)``, over the gradients ``g`` and
-  the weights ``w`` of the cycle. The calls before it return zero updates. So the moments,
-  schedules, clipping and weight decay of `inner` count optimizer steps, as with the whole batch.
+  The call that ends a cycle runs `inner` on ``sum(w * g) / sum(w)``, over its gradients ``g`` and
+  weights ``w``. Other calls return zero updates, so schedules and moments count optimizer steps.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -92,45 +91,40 @@ def accumulate(
     [-1. -3.]
 
   Args:
-    inner: Any optax transformation, or a whole `optax.chain`: all that must see the mean.
-    every_k: The number of calls in a cycle: an int of at least 1, or a schedule, a function from
-      the int32 gradient step to an integer, evaluated under jit. With 1 there is no accumulator:
-      every call is a step of `inner`.
+    inner: Any optax transformation. Put what must see the mean into it: ``chain(clip, adam)``.
+    every_k: The calls in a cycle: an int of at least 1, or a schedule from the int32 gradient step
+      to an integer, evaluated under jit. With 1 every call is a step, without an accumulator.
     reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``.
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
-      `optax.skip_not_finite`. True leaves out the gradients of this call. The state keeps ``info``.
-    axis_name: The axis (or axes) that the microbatches are sharded over, inside `jax.pmap` or
-      `jax.shard_map`. Each device accumulates its own gradients, which are summed over the axis in
-      the call that ends the cycle. If one device skips or flushes, all do. The state needs
-      `accumulate_specs`. Without `axis_name`, reduce the gradients yourself: otherwise each device
-      takes a step of its own, perhaps unnoticed.
+      `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
+    axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
+      device accumulates its own gradients, which are summed when the cycle ends. If one device
+      skips or flushes, all do. The state needs `accumulate_specs`. Without `axis_name`, reduce
+      gradients yourself: else devices silently take steps of their own.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
-    differentiable: Whether reverse-mode differentiation can pass. This costs copies on GPUs.
+    differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 
   Returns:
     An `AccumulateTransformation`, which works wherever an optax transformation does.
 
   Raises:
-    TypeError: An argument or a gradient has the wrong type or dtype, or an extra argument is named
-      nearly ``weight`` or ``flush``.
-    ValueError: `every_k` or ``weight`` is out of range; `reduction` is no word of it; gradients
-      differ from the parameters in tree or shape; `inner` changes the tree or a shape of its state;
-      `axis_name` is not bound; a gradient was already summed over it (with ``check_vma=True``); or
-      the state belongs to other options or another model.
+    TypeError: An argument or gradient has the wrong type, or ``weight`` or ``flush`` is misspelled.
+    ValueError: An argument is out of range; gradients differ from parameters in tree or shape;
+      `inner` changes tree or shapes of its state; `axis_name` is unbound, or gradients were already
+      summed over it (with ``check_vma=True``); the state belongs to other options or another model.
 
   Calls:
-    ``params, state = tx.apply(grads, state, params)`` is ``update`` and then `optax.apply_updates`,
-    and mostly faster: inside a cycle it neither reads nor writes parameters and inner state. Donate
-    both to the jitted function around it, and return them first and in the same order, or JAX
-    copies everything. Both take two more arguments. All others (``value=``, ``value_fn=`` ...) go
-    to `inner`, which gets those of the call that ends the cycle.
+    ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
+    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
+    function around it, and return them first and in the same order, or JAX copies them. Extra
+    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two:
 
-    - ``weight``: a real scalar, which may be traced; default 1. How much the microbatch counts:
-      its rows, or its valid tokens. Give 0, or a number from 1e-30 to 1e30 whose product with the
-      gradients is in the range of the accumulators' dtype. The step is NaN if a traced weight is
-      below 0, or the total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
-    - ``flush``: a bool scalar, which may be traced. True ends the cycle with this call, for example
-      on the last batch of an epoch. The mean is over what was accumulated.
+    - ``weight``: a real scalar, which may be traced: how much the microbatch counts, such as its
+      valid tokens. Default: 1. Give 0, or 1e-30 to 1e30 such that its product with the gradients is
+      in the range of the accumulators' dtype. The step is NaN if a traced weight is below 0, or the
+      total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
+    - ``flush``: a bool scalar, which may be traced. True ends the cycle with this call, such as the
+      last of an epoch; the mean is over what was accumulated.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========
@@ -145,10 +139,8 @@ def accumulate(
     ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
     ==========================================  ========  =============  ==========  ===========
 
-    Where the updates are zeros, `inner` does not run. An inf or NaN that is not skipped reaches
-    `inner` in the mean of its cycle, and never the next cycle. To clip the batch's gradient, and
-    not that of each call, write ``accumulate(chain(clip, adam), k)``. The mean of parameters that
-    are overwritten (fp8) is silently wrong: see "Sharp edges".
+    Where updates are zeros, `inner` does not run. An inf or NaN that is not skipped cannot reach
+    the next cycle. The mean of fp8 statistics is silently wrong: see "Sharp edges".
   """
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):

@@ -20,14 +20,14 @@ from optax_accum._streaming.state import AccumulateState, states_in
 def checked(
   name: str, updates: Grads, state: OptState, params: Params, extra_args: Iterable[str]
 ) -> Grads:
-  """The gradients of a call as JAX arrays, if its arguments are in order and well spelt."""
+  """The gradients of a call as JAX arrays, if its arguments are in order and correctly spelled."""
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
       raise ValueError(
         f"{name} got an AccumulateState as {argument}, and a {type(state).__name__} as state: the"
         f" order is {name}(updates, state, params)."
       )
-  for extra in extra_args:  # a misspelt one would go to `inner`, which ignores it
+  for extra in extra_args:  # a misspelled one would go to `inner`, which ignores it
     for word in ("weight", "flush"):
       if _is_near(extra.lower(), word):
         raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
@@ -37,7 +37,7 @@ def checked(
 
 
 def _is_near(extra: str, word: str) -> bool:
-  """Whether `extra` is a misspelt `word`: ``weights``, ``wieght``, ``flush_now``."""
+  """Whether `extra` is a misspelled `word`: ``weights``, ``wieght``, ``flush_now``."""
   if extra[:1] != word[0]:
     return False  # `height`, and what is a weight of something: `kl_weight`
   if extra.startswith(("flush", "weight_fn")):

@@ -19,24 +19,21 @@ State = TypeVar("State")
 
 
 class AccumulateState(NamedTuple):
-  """The state of `accumulate`.
+  """The state of `accumulate`. The guide "Checkpoints and resuming" says how to change options.
 
-  The first five fields have the names of `optax.MultiStepsState`, but not the same contents: see
-  `from_multi_steps`. The page on checkpoints says how to change `every_k` and other options.
-
-  With `axis_name`, each device has its own `acc_grads` and `skip_state`, with one more axis in
-  front: of length 1 on a device, and of all devices outside `jax.shard_map`. Save all of it, e.g.
-  ``jax.device_get(state)``: ``flax.jax_utils.unreplicate`` keeps one device's gradients only.
+  The first five fields have the names of `optax.MultiStepsState`, but other contents: see
+  `from_multi_steps`. With `axis_name`, `acc_grads` and `skip_state` differ between devices and have
+  an additional first axis, of length 1 on a device and of all devices outside `jax.shard_map`. Save
+  all of it: flax's ``unreplicate`` keeps one device's gradients.
 
   Attributes:
     mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.
     gradient_step: int32 scalar, the steps that `inner` has taken. Never reset.
     inner_opt_state: the state of `inner`. Changes only when a cycle ends with a step.
     acc_grads: pytree like the parameters, in the accumulators' dtypes: the weighted sum of the
-      cycle's gradients so far. Never read while `mini_step` is 0. ``()`` if ``every_k=1``.
+      cycle's gradients. Not read while `mini_step` is 0. ``()`` if ``every_k=1``.
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
-    acc_weight: float32 scalar (float64 where x64 is enabled), the sum of the cycle's weights so
-      far, over all devices; 0 when it has ended.
+    acc_weight: float32 scalar (float64 with x64), the sum of the cycle's weights on all devices.
     has_updated: bool scalar, whether the last call took a step.
     weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
   """
@@ -57,48 +54,44 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> tx = optax.chain(optax_accum.accumulate(optax.sgd(0.1), every_k=2), optax.scale(1.0))
-    >>> state = tx.init(jnp.ones(3))
-    >>> for _ in range(2):
-    ...   updates, state = tx.update(jnp.ones(3), state)
-    ...   print(optax_accum.has_updated(state))
-    False
-    True
+    >>> _, once = tx.update(jnp.ones(3), tx.init(jnp.ones(3)))
+    >>> _, twice = tx.update(jnp.ones(3), once)
+    >>> bool(optax_accum.has_updated(once)), bool(optax_accum.has_updated(twice))
+    (False, True)
 
   Args:
-    opt_state: any pytree with a state of `accumulate` in it, such as that of a `chain`.
+    opt_state: A pytree that holds states of `accumulate`, such as that of an `optax.chain`.
 
   Returns:
-    A bool scalar: of several states, whether any took a step.
+    A bool scalar. If there are several states, it says whether any took a step.
 
   Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`.
+    ValueError: `opt_state` holds no `AccumulateState`.
   """
   flags = [jnp.asarray(state.has_updated) for state in required("has_updated", opt_state)]
   return functools.reduce(jnp.logical_or, flags)
 
 
 def discard_cycle(opt_state: State) -> State:
-  """Drops what was accumulated in the present cycle, so that the cycle starts again.
+  """Drops the gradients that the present cycle has accumulated, so that the cycle starts again.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> tx, params = optax_accum.accumulate(optax.sgd(1.0), every_k=2), jnp.zeros(2)
     >>> _, state = tx.update(jnp.full(2, 100.0), tx.init(params))
     >>> state = optax_accum.discard_cycle(state)
-    >>> for _ in range(2):
-    ...   params, state = tx.apply(jnp.ones(2), state, params)
-    >>> print(params)
-    [-1. -1.]
+    >>> int(state.mini_step), float(state.acc_weight)
+    (0, 0.0)
 
   Args:
-    opt_state: as in `has_updated`. May be traced.
+    opt_state: As in `has_updated`. May be traced.
 
   Returns:
-    `opt_state` with a ``mini_step`` and a weight of 0. Nothing else changes: an `accumulate` within
-    ``inner_opt_state`` goes on. ``acc_grads`` is not read again: that of a new init can replace it.
+    `opt_state` with ``mini_step`` and weight 0. Nothing else changes; an `accumulate` in
+    ``inner_opt_state`` goes on. ``acc_grads`` is not read again, and may be replaced.
 
   Raises:
-    ValueError: there is no `AccumulateState` in `opt_state`.
+    ValueError: `opt_state` holds no `AccumulateState`.
   """
 
   def begun_anew(x: Any) -> Any:
@@ -117,11 +110,6 @@ def from_multi_steps(
 ) -> AccumulateState:
   """Converts a state of `optax.MultiSteps` to one of `accumulate`, also in the middle of a cycle.
 
-  Every call before gets the same `weight`. If those microbatches had different numbers of rows, the
-  mean in `state` is wrong already: use `discard_cycle`, and repeat the last ``state.mini_step`` of
-  them. Make ``accumulate`` with the same `inner` and `skip_fn`. The result shares arrays with
-  `state`, so donating one deletes the other's.
-
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
     >>> old, new = optax.MultiSteps(optax.sgd(1.0), 2), optax_accum.accumulate(optax.sgd(1.0), 2)
@@ -133,24 +121,24 @@ def from_multi_steps(
     [-1. -3.]
 
   Args:
-    state: what `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
-      May be traced.
-    use_grad_mean: as it was given to `optax.MultiSteps`. With False, `state` holds a sum: go on
-      with ``accumulate(..., reduction="sum")``.
-    weight: how much each call before counts, a real scalar, which may be traced: the rows or tokens
-      of one microbatch, if the loop goes on with such weights; otherwise 1. Needed unless
-      ``state.mini_step`` is known to be 0.
+    state: What `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
+      May be traced. The result shares its arrays, so donating one deletes those of the other.
+    use_grad_mean: As in `optax.MultiSteps`. False needs an ``accumulate(..., reduction="sum")``.
+    weight: How much each earlier call of the cycle counts: a real scalar, possibly traced. Give the
+      rows (or tokens) of one if later calls have such weights, else 1. Needed unless
+      ``state.mini_step`` is known to be 0. If their rows differed, their mean is wrong: use
+      `discard_cycle` and repeat them.
 
   Returns:
-    An `AccumulateState`, with ``acc_grads`` in float32 or wider. (optax 0.2.8 holds those of
-    float64 parameters in float32: cast them by `optax.tree.cast`.) ``has_updated`` is True if a
-    cycle has just ended. With ``every_k=1`` replace ``acc_grads`` by ``()``. With `axis_name` make
-    a new state by init instead, at the end of a cycle, and replace its ``gradient_step`` and
-    ``inner_opt_state``.
+    An `AccumulateState` for an `accumulate` of the same `inner` and `skip_fn`, with ``acc_grads``
+    in float32 or wider (optax 0.2.8 holds those of float64 parameters in float32: cast them by
+    `optax.tree.cast`). ``has_updated`` is True if a cycle has just ended. With ``every_k=1``
+    replace ``acc_grads`` by ``()``. With `axis_name`, at the end of a cycle, make a new state by
+    init, and copy ``gradient_step`` and ``inner_opt_state`` into it.
 
   Raises:
-    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` no number.
-    ValueError: `weight` is negative, out of range or no real scalar, or is missing in mid-cycle.
+    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` is not a number.
+    ValueError: `weight` is out of range, not a real scalar, or missing in the middle of a cycle.
   """
   if not isinstance(state, optax.MultiStepsState):
     raise TypeError(
@@ -190,9 +178,8 @@ def from_multi_steps(
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   """The `jax.shard_map` specs of an optimizer state that `accumulate` made.
 
-  Use them wherever the state enters or leaves `shard_map`, also for ``init``. Differentiate with
-  respect to parameters that are cast to varying, as below: otherwise JAX sums the gradients over
-  devices in every microbatch.
+  They go wherever the state enters or leaves `shard_map`, also for ``init``. Differentiate by
+  parameters that are cast to varying, as here: else JAX sums gradients in every microbatch.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -208,22 +195,19 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     ...   local = jax.lax.pcast(params, "data", to="varying")
     ...   grads = jax.grad(lambda params: jnp.mean((params - rows) ** 2))(local)
     ...   return tx.apply(grads, state, params)
-    >>> for _ in range(2):
-    ...   params, state = step(params, state, rows)
-    ...   print(params)
-    [0. 0.]
+    >>> params, state = step(*step(params, state, rows), rows)
+    >>> print(params)
     [1. 1.]
 
   Args:
-    opt_state: ``jax.eval_shape(tx.init, params)``, where ``tx`` is, or holds, an `accumulate` with
-      `axis_name`.
-    axis_name: the `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
+    opt_state: ``jax.eval_shape(tx.init, params)``, where ``tx`` is or holds an `accumulate`.
+    axis_name: The `axis_name` of `accumulate`: a mesh axis, or a tuple of several.
 
   Returns:
     A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf.
 
   Raises:
-    ValueError: `opt_state` has no `AccumulateState`, or one that was made without `axis_name`.
+    ValueError: `opt_state` holds no `AccumulateState`, or one that was made without `axis_name`.
   """
   spec = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
 

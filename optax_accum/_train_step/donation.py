@@ -59,7 +59,7 @@ def distinct(donated: Leaves, others: Leaves, new: Leaves) -> Leaves:
 
   Args:
     donated: Parameters and state, as they were put on the mesh.
-    others: All else that the step is passed, and that lives on as it was passed.
+    others: All else that the step is passed, which is not donated.
     new: What was passed, and the last call neither returned nor was passed.
   """
   shards = _shards(new)
@@ -117,6 +117,6 @@ def _buffers(x: jax.Array) -> set[int]:
 
 
 def _copied(x: jax.Array) -> jax.Array:
-  """A copy that is sharded as `x`, in the same words: else the step would be compiled anew."""
+  """A copy that is sharded as `x`, in the same words: else the step would compile again."""
   copy = jnp.copy(x)
   return copy if copy.sharding == x.sharding else jax.device_put(copy, x.sharding)

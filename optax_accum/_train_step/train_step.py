@@ -30,10 +30,10 @@ else:
 
 
 class TrainStep(Step, Generic[Params, Args]):
-  """A jitted training step, made by `make_train_step`.
+  """A jitted training step, made by `make_train_step`, which describes the metrics.
 
-  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)``: from the batch on, the
-  arguments of the loss function, by position or by name. `make_train_step` describes the metrics.
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` takes the arguments of the
+  loss function from the batch on, by position or by name.
   """
 
   def __init__(self, program: StepProgram):
@@ -56,15 +56,11 @@ class TrainStep(Step, Generic[Params, Args]):
   def check(
     self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
   ) -> "SplitReport":
-    """Whether microbatches leave the loss as it is; if not, why and what to write.
+    """Tests whether the loss is the same in microbatches; if not, says why and how to fix it.
 
-    `check_split` with the loss and the options of the step, for the arguments of a call, on one
-    device. Nothing is donated or changed. It runs the first 4 rows of the batch unless these tell
-    nothing; ``report.not_checked`` says so.
-
-    Raises:
-      Exception: What the call raises. Also inside `jax.jit`, for a batch of one row, for a loss
-        with collectives, and where one device has no room.
+    `check_split` on one device, with the loss and options of the step, on the first 4 rows of the
+    batch (more if these tell nothing). Nothing is donated. Raises what the call does, and an error
+    inside `jax.jit`, for one row, for collectives in the loss, or without room on one device.
     """
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
@@ -141,8 +137,8 @@ def make_train_step(
 ) -> TrainStep[Params, Args]:
   """Makes a jitted training step that runs its batch in microbatches.
 
-  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the loss and the
-  gradients of the whole batch, one microbatch after the other, and takes one optimizer step.
+  ``step(params, opt_state, batch, ...) -> (params, opt_state, metrics)`` computes the gradients of
+  the whole batch, one microbatch at a time, and takes one optimizer step.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -158,129 +154,92 @@ def make_train_step(
 
   Args:
     loss_fn: ``loss_fn(params, batch, ...)`` returns the loss of the rows in ``batch``, a real
-      scalar. Positions, in the options below, count its arguments: 0 is the parameters, 1 is the
-      batch.
-    tx: Any optax transformation except `optax.lookahead`, whose gradients have another tree than
-      its parameters. For that one use `microbatch_value_and_grad`.
-    num_microbatches: The number of equal parts that the batch is split into. It must divide the
-      rows of the batch, or with `mesh` the rows on each device. Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch. The last microbatch may have fewer, and then counts
-      less. With `mesh`, the rows on all devices together: a multiple of the number of devices.
-    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its number of
-      valid tokens: 0, or from 1e-30 to 1e30. It gets the arguments that are split, as the call has
-      them. Default: the number of rows.
+      scalar. Positions below count its arguments: 0 is the parameters, 1 is the batch.
+    tx: Any optax transformation except `optax.lookahead`: with it use `microbatch_value_and_grad`.
+    num_microbatches: The number of equal parts. It must divide the rows of the batch (with `mesh`,
+      the rows on each device). Give this or `microbatch_size`.
+    microbatch_size: The rows of one microbatch; with `mesh`, on all devices together, a multiple of
+      their number. The last microbatch may have fewer rows, and then counts less.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
+      tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``.
-    aux_reduction: How the aux of all microbatches is combined: a word, or a prefix tree of words,
-      as in `microbatch`. Default: the weighted mean. An aux with one value for each row is then an
-      error: choose ``"concat"``, or ``"mean"`` if you do mean it.
-    batch_argnums: The positions of the arguments that are split: pytrees of arrays, which all have
-      the same number of rows. Default: 1. If another argument has as many rows, the default is an
-      error: give ``(1, 2)`` to split both, or ``1`` to pass the other whole to each microbatch.
+    aux_reduction: How aux is combined: as `reduction` of `microbatch`. Default: the weighted mean,
+      which refuses an aux with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
+    batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
+      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    donate: Whether parameters and optimizer state are updated in place, which deletes the arrays
-      that are passed in. Otherwise memory must hold both twice. An array that another argument
-      holds too, such as a teacher that starts as the parameters, is copied and lives on.
+    donate: Whether to update parameters and optimizer state in place, which halves their memory and
+      deletes the arrays passed in. An array that is also in another argument is copied instead.
 
   Randomness and carried state:
     rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys. Microbatch ``i``
-      gets ``jax.random.fold_in(key, i)``. Over devices, each folds its index in first. Default:
-      none, and a typed key that is not named is an error. ``()`` shares one key.
+      gets ``jax.random.fold_in(key, i)``; each device first folds in its own index. Default: none,
+      which refuses a typed key. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
       the new carry before the metrics. Microbatches of weight 0 do not change it.
 
   Robustness and monitoring:
-    skip_nonfinite: Whether to leave out a microbatch whose loss or gradients are not finite.
-      "stack" and "concat" still have its values, and reverse-mode derivatives are then NaN.
-    skip_empty: Whether to save the time of a microbatch of weight 0, by not running it. "stack" and
-      "concat" have zeros for it. Needs `weight_fn`. Reverse-mode differentiation cannot pass.
-    noise_scale: Whether to estimate which batch size is worth having: ``metrics["noise_scale"]`` is
-      a `NoiseScaleTerms` for `gradient_noise_scale`. Needs two microbatches or more on all devices
-      together, and neither `in_place` nor ``reduction="sum"``.
+    skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
+      "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
+    skip_empty: Whether not to run microbatches of weight 0, to save time. "stack" and "concat" have
+      zeros for them. Needs `weight_fn`, and excludes reverse-mode differentiation.
+    noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
+      microbatches over all devices, ``reduction="mean"`` and no `in_place`.
 
   Several devices:
-    mesh: A `jax.sharding.Mesh`, with explicit axes, automatic axes or both. Rows are sharded over
-      `data_axis`; the compiler decides about other axes. Arrays that are not on the mesh are put
-      there, and an optimizer state with the shape of a parameter where that parameter is. Default:
-      one device. See "Over a mesh" below.
-    data_axis: The axis of the mesh that the rows are sharded over, or several, such as
-      ``("data", "fsdp")``.
-    reduce_gradients: When gradients are summed over devices: ``"per_cycle"``, once, after the last
-      microbatch; or ``"per_microbatch"``, which communicates more, and needs less memory where
-      parameters are sharded over the data axis.
-    axis_name: For a step inside `pmap` or `shard_map`, instead of `mesh`: the axis that the rows
-      are sharded over. Gradients are summed over it once, after the last microbatch.
+    mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
+      are put there, optimizer state where its parameters are. Default: one device.
+    data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
+      several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
+    reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
+      sends more but saves memory if parameters are sharded over `data_axis`.
+    axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
+      sharded over. Gradients are summed over it once, after the last microbatch.
 
   Expert options:
-    in_place: Whether the backward pass adds each layer's gradient to the accumulator at once. This
-      saves memory where layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
-      accumulators. The page "Sharp edges" has what it saves, and what it does not go with.
-    accumulator_dtype: The dtype that losses and gradients are added up in. Default: float32 or
-      wider.
-    unroll: As in `jax.lax.scan`.
-    grad_reduction: A word or a prefix tree of words, where gradients are not combined as losses
-      are: ``"mean"``, ``"sum"``, ``"max"``, ``"min"`` or ``"last"``. It is for parameters that are
-      overwritten with their "gradient", such as fp8 statistics: `tx` must then overwrite them too,
-      as with `linen_train_step`. Default: `reduction`.
-    carry_reduction: How the carries of all devices are combined: a word or a prefix tree of words.
-      ``"mean"`` (weighted, the default for floats), ``"max"`` (the default for integers),
-      ``"min"``, or ``"sum"``, the start plus all increments. Of keys, the first device's stay.
-    concat_axis: The axis that "concat" joins. Default: 0. Needed where `batch_axis` is not 0.
-    batch_axis: The axis that is split: one for all arrays, or a tuple with one for each argument,
-      in the order of `batch_argnums` and then of `batch_argnames`.
-    batch_argnames: The names of keyword arguments that are split too.
-    rng_argnames: The names of keyword arguments that are random keys.
+    in_place, accumulator_dtype, unroll: As in `microbatch_value_and_grad`.
+    grad_reduction, carry_reduction, concat_axis, batch_axis: As in `microbatch_value_and_grad`.
+    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:
-    A `TrainStep`. Arguments of `loss_fn` after the batch follow the batch in the call. All are
-    traced, so fix a setting with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict
-    of arrays: ``loss``; ``grad_norm``, the global norm of the gradients that `tx` gets, in float32
-    or wider, without those whose `grad_reduction` is another than `reduction`; ``total_weight``;
-    ``skipped_microbatches`` (int32); ``stepped`` (bool), whether `tx` took a step; ``aux``, with
-    `has_aux` or `carry_argnum`; ``noise_scale``, if asked for.
-
-    ``stepped`` is False if nothing counted, because all weights are 0 or all microbatches were
-    skipped: parameters and optimizer state stay as they were (but an `accumulate` counts a mini
-    step). It is also False inside a cycle, if `tx` is an `accumulate` or an `optax.MultiSteps`.
+    A `TrainStep`. Further arguments of `loss_fn` follow the batch. All are traced, so fix a setting
+    with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays: ``loss``;
+    ``grad_norm``, the global norm of the gradients in float32 or wider, without leaves whose
+    `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
+    ``stepped`` (bool), whether `tx` took a step; ``aux``, with `has_aux` or `carry_argnum`; and
+    ``noise_scale``, if asked for. ``stepped`` is False inside the cycle of a `tx` that accumulates.
+    It is also False if all microbatches were skipped or weigh 0: parameters and optimizer state are
+    then unchanged, except that an `accumulate` counts a mini step, without ending its cycle.
 
   Raises:
-    ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is not an optax
-      transformation; the parameters are a flax `TrainState` or an nnx module; arguments are missing
-      or in another order; the optimizer state belongs to other parameters or to another optimizer;
-      `noise_scale` with one microbatch. With `mesh`: `data_axis` is not one of its axes; the
-      devices do not divide the rows; arrays are on another mesh; the loss was already reduced.
+    ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
+      an optax transformation, parameters are a flax `TrainState` or an nnx module, arguments are
+      missing or out of order, the optimizer state belongs to other parameters or another optimizer,
+      arrays are on another mesh, or the loss was already reduced over the mesh.
     RuntimeError: An array was donated to an earlier step, which deleted it.
-    NotImplementedError: As `microbatch_value_and_grad`, with `in_place`.
 
   The loss:
-    The step is that of the whole batch if the loss is a mean over what the weights count: check
-    with ``step.check``. A sum of means over different things has no such weight: divide each term
-    by its total over the batch. A product of means, such as a router's balance loss, needs all rows
-    at once: use `microbatch`. The guide to padded text has both. What `loss_fn` changes in place,
-    such as statistics of an nnx module, is lost: pass it as the carry, or use `nnx_train_step`.
+    The step is that of the whole batch if the loss is a mean over what the weights count;
+    ``step.check`` tests this. The guide "Padded text, and several terms" has losses with several
+    denominators and products of means. What `loss_fn` changes in place, such as an nnx module, is
+    lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
-    `loss_fn` runs in `jax.shard_map` over `data_axis`. It gets the rows of one device and returns
-    their loss; the step computes the mean over the global batch. So the loss must not call
-    ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is wrong and
-    not noticed. Return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are those
-    of the device's rows. "stack" and "concat" join what the devices have, "concat" in the order of
-    the batch. A sharding constraint in the loss must be a bare `PartitionSpec`, of other axes.
-
-    Parameters, optimizer state and carry keep the sharding that they came with: also over the data
-    axis (FSDP), or the state alone (ZeRO-1). An optimizer that raises a ``ShardingTypeError``
-    there, over explicit axes, works over automatic ones.
+    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows;
+    the step averages over the global batch. So it must not call ``lax.pmean``, which is an error,
+    nor divide by ``lax.psum(count, axis)``, which is silently wrong: return ``l.sum() / count``,
+    and let `weight_fn` count. Batch statistics are those of the device's rows. "stack" and "concat"
+    join the values of all devices, "concat" in the order of the batch. The compiler decides about
+    other axes: a sharding constraint in the loss must be a bare `PartitionSpec` of these.
+    Parameters, state and carry keep their shardings: see the guide "Sharded parameters and state".
 
   The optimizer:
-    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``value_fn``, the loss of this
-    batch as a function of the parameters, for a line search; and ``weight``, the total weight (1
-    with ``reduction="sum"``). So with ``tx=accumulate(inner, k)``, k calls of N microbatches are
-    one step of k x N. A call in which nothing counted ends no cycle. ``value_fn`` leaves out the
-    microbatches that did not count. Its derivative needs the memory of one microbatch, and is 0 for
-    parameters with a `grad_reduction` of their own.
-
-    Reverse-mode differentiation passes through a step, unless `weight_fn` or `skip_nonfinite` may
-    leave it without any change. Forward-mode does. `in_place` refuses both.
+    ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
+    with ``reduction="sum"``); and ``value_fn``, from parameters to the loss of the microbatches
+    that counted, differentiable in the memory of one (with derivative 0 for parameters with their
+    own `grad_reduction`). So with ``tx=accumulate(inner, k)``, k calls of N microbatches are one
+    step of k x N. "Sharp edges" says when a step can be differentiated.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):
