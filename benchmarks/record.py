@@ -22,6 +22,7 @@ def runs(target_config):
       "collectives.py --tpu 8 --save",
       "memory.py --platform tpu --save",
       "streaming.py --tpu --save",
+      "sharding.py --save",
     ]
   gpu = ["memory.py", "--platform", "gpu", "--target-config", target_config, "--save"]
   trained = ["noise_scale.py --save"]

@@ -246,6 +246,21 @@ ADD = """
 
 
 @pytest.mark.parametrize(
+  ("written", "groups"),
+  [
+    ("{{0,4},{1,5}}", ((0, 4), (1, 5))),
+    ("{}", ()),
+    ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ],
+)
+def test_which_devices_exchange(written, groups):
+  line = f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
+  (found,) = count(module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)).operations
+  assert found.groups == groups
+
+
+@pytest.mark.parametrize(
   ("entry", "expected"),
   [
     # Asynchronous forms: a start and its done are one.

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 import dataclasses
+import math
 import re
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from optax_accum._compiled import hlo
 
@@ -17,6 +19,7 @@ class Collective(NamedTuple):
   """One collective operation, as reached from one place: `CollectiveReport` has the words."""
 
   kind: str
+  groups: tuple[tuple[int, ...], ...]  # the devices that exchange, each by its place in the mesh
   shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
   bytes: int
   executions: int
@@ -37,7 +40,8 @@ class CollectiveReport:
   """What `count_collectives` found; it prints as a table.
 
   Attributes:
-    operations: Every collective, once for each place that reaches it, with ``kind``; ``shape`` and
+    operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
+      the devices that exchange, as positions in ``mesh.devices.flat`` (``()``: all); ``shape`` and
       ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``, the innermost or
       None; ``op_name``, its origin in JAX; and ``unknown_trip_counts``, the loops that count once.
   """
@@ -131,7 +135,20 @@ def _collective(run: hlo.Run) -> Collective:
     kind = "reduce-scatter"
   shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
   reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
-  return Collective(kind, shape, sum(map(hlo.array_bytes, arrays)), *reached)
+  groups = _groups(run.operation.attributes)
+  return Collective(kind, groups, shape, sum(map(hlo.array_bytes, arrays)), *reached)
+
+
+def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
+  """The replica groups, which XLA lists, or writes as a transposed and reshaped range."""
+  if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
+    return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
+  iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+  if not iota:
+    return ()
+  shape, dims, order = ([int(n) for n in x.split(",")] if x else [] for x in iota.groups())
+  numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(shape)
+  return tuple(map(tuple, numbers.tolist()))
 
 
 def _counted_arrays(run: hlo.Run) -> list[str]:

@@ -15,6 +15,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.trees import Batch, Leaf
 from optax_accum._mesh.placement import place, sharding_of
+from optax_accum._microbatches import cut
 from optax_accum._microbatches.options import Split
 
 
@@ -149,19 +150,47 @@ class DataParallel:
     both = PartitionSpec(*(names_of(a) + names_of(b) for a, b in dims))
     return jax.reshard(x, NamedSharding(self.mesh, both))
 
-  def place_batch(self, name: str, tree: Batch, batch_axis: int) -> Batch:
+  def place_batch(self, name: str, tree: Batch, batch_axis: int, split: Split) -> Batch:
     """A batch on this mesh, sharded by its rows."""
     spec = functools.partial(self.batch_spec, batch_axis=batch_axis)
     tree = place(self.mesh, name, tree, lambda leaves: list(map(spec, leaves)))
     for leaf, x in _validate.named_leaves(name, tree):
-      dims = [*spec_of(sharding_of(x)), *[None] * x.ndim]
-      names = names_of(dims[batch_axis % x.ndim])
+      axis = batch_axis % x.ndim
+      names = names_of([*spec_of(sharding_of(x)), *[None] * x.ndim][axis])
       if not set(names) <= set(self.axes):
-        raise ValueError(
-          f"{leaf} has its rows sharded over {_shown(names)}: shard them over"
-          f" data_axis={_shown(self.axes)} or not at all."
-        )
+        self._check_further(f"{leaf} has its rows sharded over {_shown(names)}", names)
+        self._check_divides(names, x.shape[axis], split)
     return tree
+
+  def _check_further(self, what: str, names: tuple[str, ...]) -> None:
+    """Checks axes of rows of which some are no data axes: these are left to the compiler."""
+    first = [name for name in self.axes if self.mesh.shape[name] > 1]
+    if set(names[: len(first)]) != set(first):
+      raise ValueError(
+        f"{what}: shard them over data_axis={_shown(self.axes)} first, and then over further axes,"
+        " or not at all."
+      )
+    if explicit := set(names).difference(self.axes).intersection(self._of_kind(AxisType.Explicit)):
+      raise ValueError(
+        f"{what}, and the compiler takes care of further axes than data_axis={_shown(self.axes)}"
+        f" only if they are automatic: make the mesh with jax.sharding.AxisType.Auto for"
+        f" {_shown(tuple(explicit))}, or name it in data_axis."
+      )
+
+  def _check_divides(self, names: tuple[str, ...], rows: int, split: Split) -> None:
+    """Checks that the devices of these axes divide the rows of each microbatch."""
+    local, each = self.local_split(split, rows), rows // self.devices
+    size = cut.microbatch_rows(each, local.num_microbatches, local.microbatch_size)
+    devices = math.prod(self.mesh.shape[name] for name in {*names, *self.axes})
+    found = size * self.devices, each % size * self.devices
+    if any(n % devices for n in found):
+      fit = [n for n in range(1, rows // devices + 1) if rows % (n * devices) == 0]
+      last = f" (the last {found[1]})" if found[1] else ""
+      raise ValueError(
+        f"Microbatches of {found[0]} rows{last} are not divided by the {devices} devices of"
+        f" {_shown(names)}, over which rows are sharded, so the compiler would move rows in each of"
+        f" them: use num_microbatches= one of {fit}, or microbatch_size=, a multiple of {devices}."
+      )
 
 
 def spec_of(sharding: NamedSharding | None) -> PartitionSpec:

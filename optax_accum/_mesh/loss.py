@@ -62,7 +62,7 @@ class MeshLoss:
 
     def put(slot: Slot, x: Tree) -> Tree:
       if slot in axes:
-        return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot])
+        return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot], self.local.split)
       return place(parallel.mesh, f"argument {slot!r}" if slot else "params", x)
 
     placed = {slot: put(slot, x) for slot, x in given.items()}

@@ -190,7 +190,8 @@ def make_train_step(
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
       are put there, optimizer state where its parameters are. Default: one device.
-    data_axis: The axis that rows are sharded over, or several: ``("data", "fsdp")``.
+    data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
+      several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
       sends more but saves memory if parameters are sharded over `data_axis`.
     axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
