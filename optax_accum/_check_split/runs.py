@@ -103,16 +103,25 @@ class How(NamedTuple):
       return np.zeros_like(leaves[0])
     if word == "mean":
       return np.tensordot(weights, stack, 1) / np.sum(weights)
-    return stack[-1] if word == "last" else getattr(stack, word)(0)
+    # Of "stack" and "last" nothing is compared.
+    return stack[-1] if word in ("stack", "last") else getattr(stack, word)(0)
 
 
 class Runs:
   """A loss, a call of it and its splits, and all that was run.
 
-  `sizes` are the rows of a microbatch, of each split.
+  `sizes` are the rows of a microbatch, of each split, and `others` batches of as many rows.
   """
 
-  def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
+  def __init__(
+    self,
+    fun: LossFn,
+    call: Call,
+    options: Kwargs,
+    sizes: Sequence[int],
+    others: Sequence[Call] = (),
+  ):
+    self.others = others
     self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
     wrt = options["argnums"]
     self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
@@ -124,6 +133,8 @@ class Runs:
     self._at_once = jax.value_and_grad(fun, wrt, options["has_aux"])
     self._run = self._compiled(self._at_once)
     split = {**options, "num_microbatches": None, "microbatch_size": sizes[0]}
+    # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
+    split["aux_reduction"] = "mean" if split["aux_reduction"] is None else split["aux_reduction"]
     self._split = self._compiled(microbatch_value_and_grad(fun, **split))
 
   def _compiled(self, value_and_grad: LossFn) -> Callable[[Leaves], Tree]:
@@ -155,7 +166,8 @@ class Runs:
   @functools.cached_property
   def calls(self) -> list[Call]:
     """The batches to run, the given one first."""
-    return list(probes_of(self.call, self.facts.integers, self.facts.floats))
+    given, *changed = probes_of(self.call, self.facts.integers, self.facts.floats)
+    return [given, *self.others, *changed]
 
   @functools.cached_property
   def outcomes(self) -> list[Tried]:
