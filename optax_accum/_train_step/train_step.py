@@ -59,7 +59,7 @@ class TrainStep(Step, Generic[Params, Args]):
     """Whether microbatches leave the loss as it is; if not, why and what to write.
 
     `check_split` with the loss and the options of the step, for the arguments of a call, on one
-    device. Nothing is donated or changed. It runs the first 4 rows of the batch unless these tell
+    device. Nothing is donated or changed. It runs 4 rows of the batch at a time unless these tell
     nothing; ``report.not_checked`` says so.
 
     Raises:
