@@ -24,12 +24,10 @@ from optax_accum._microbatches.options import (
   name_of,
   names_or_positions,
   refuse_keys,
-  refuse_rows,
   Roles,
   Slot,
   Split,
   with_keys,
-  with_rows,
 )
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
@@ -40,55 +38,50 @@ _OPTIONS = inspect.signature(microbatch_value_and_grad)
 def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
   """Says whether splitting leaves this loss as it is, and if not, why and what to write.
 
-  Runs ``loss_fn(*args)`` and its gradients on the whole batch and on each microbatch, makes one of
-  the microbatches as `microbatch_value_and_grad` does with these options, and compares loss,
-  gradients and aux leaf by leaf, in float32 (float64 where x64 is enabled). A batch may hide a
-  defect: a mean over a mask of ones is the plain mean. So the same is done with other parameters,
-  and on batches whose masks, labels and floats are changed in a row or two. Those on which the loss
-  is not finite, or zero with all its gradients, are left out. Nothing is random. For a test, or a
-  notebook, with a small batch; a step checks its own loss by `TrainStep.check`::
+  Compares ``loss_fn(*args)`` and its gradients on the whole batch with those of its microbatches,
+  made one as `microbatch_value_and_grad` does with these options: loss, gradients and aux leaf by
+  leaf, in float32 (float64 where x64 is enabled) and at the highest matmul precision. A batch may
+  hide a defect: a mean over a mask of ones is the plain mean. So it also runs other parameters, and
+  batches whose masks, labels and floats are changed in a row or two. Nothing is random. For a test
+  or a notebook, with a small batch; a step checks its own loss by `TrainStep.check`::
 
     assert optax_accum.check_split(loss_fn, params, batch).ok
 
-  ===============  ================================================================
+  ===============  =================================================================================
   verdict          what it means
-  ===============  ================================================================
+  ===============  =================================================================================
   ``ok``           all agree, on all of these batches
   ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
   ``weighted``     a mean over something else than rows: a `weight_fn`
-  ``coupled``      rows meet each other beyond what one weight explains: contrastive
-                   losses, batch statistics, several denominators
-  ``random``       the loss is no function of its arguments, or microbatches share noise
-  ``overwritten``  a leaf's gradient is no gradient but what to overwrite the leaf with, as the
-                   scales of layers in 8 bits
+  ``coupled``      the loss of a row depends on others: contrastive losses, batch statistics, groups
+                   of rows, several denominators
+  ``random``       two calls of the loss differ, or microbatches share noise
+  ``overwritten``  a leaf's "gradient" is its new value, as of scales in 8 bits: `grad_reduction`
   ``unsplit``      an argument that has the batch's rows is not split
   ``unknown``      they differ, and none of these explains it, as in bfloat16
-  ===============  ================================================================
+  ===============  =================================================================================
 
-  With a fix that is nothing but options, loss and gradients agree on all of these batches; that of
-  "unsplit" is not tried. `SplitReport.not_checked` says what was not looked at, even if ``ok``. Nor
-  is the carry compared, which each microbatch gets as given, or an aux under "stack" or "last", or
-  a difference up to 1e-4 of a leaf's largest number or 1e-6 of the largest leaf's (1e-9 and 1e-11
-  in float64), which may be rounding, and may be a small term, such as a z-loss.
+  If a fix is nothing but options, all agrees with it on all of these batches ("unsplit" is not
+  tried). `SplitReport.not_checked` says what was not looked at, even if ``ok``. Not compared are a
+  carry, and an aux under "stack" or "last". A difference up to 1e-4 of a leaf's largest number or
+  1e-6 of the largest leaf's (1e-9 and 1e-11 in float64) is rounding, or a small term (a z-loss).
 
   Args:
     loss_fn: As in `microbatch_value_and_grad`.
     *args: What it is called with: arrays of 2 rows or more, and better 8 or more.
-    **options: Those of `microbatch_value_and_grad`. `num_microbatches` defaults to the smallest
-      number above 1 that divides the rows. Unless `microbatch_size` is given, a split whose last
-      microbatch is smaller runs too. 1 is an error unless the loss calls `microbatch` itself, which
-      does not split in the whole batch that it is compared with. `accumulator_dtype` is left at its
-      default, and `axis_name` is refused.
+    **options: Those of `microbatch_value_and_grad` but `axis_name` and `accumulator_dtype`.
+      `num_microbatches` is by default the smallest above 1 that divides the rows. A split whose
+      last microbatch is smaller runs too, unless `microbatch_size` is given. 1 is for a loss that
+      calls `microbatch` itself: it is compared with the same loss unsplit.
 
   Returns:
     A `SplitReport`: its `ok`, its `verdict`, and a table with the fix as `str`.
 
   Raises:
     ValueError: The batch has no arrays or one row, or nothing is split.
-    TypeError: An option that there is not, traced or abstract arguments, or parameters that cannot
-      be differentiated.
-    Exception: What the loss raises, with a note that says on how many rows it did. A loss that
-      takes rows in groups is "coupled" instead, and an aux that its word cannot reduce has a fix.
+    TypeError: An unknown option, traced or abstract arguments, or parameters of integers.
+    Exception: What the loss raises, with a note that says on how many rows. A loss that takes rows
+      in groups is "coupled" instead.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -128,8 +121,6 @@ def runs_of(
   rows = cut.batch_rows(given_as.batch, dict[int | str, Tree](enumerate(args)))
   if rows == 1:
     raise ValueError("The batch has 1 row, which cannot be split: give 2 or more.")
-  if refused := _refused(split, given_as, rows):
-    return refused
   carries = bool(given_as.carry)
 
   @functools.wraps(loss_fn)
@@ -151,7 +142,10 @@ def runs_of(
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
   sizes = sizes_of(given["num_microbatches"], given["microbatch_size"], rows)
-  return Runs(checked, call, {**given, **by_position}, sizes)
+  runs = Runs(checked, call, {**given, **by_position}, sizes)
+  if split.batch_argnums is None and (finding := diagnose.unsplit(runs)):
+    return SplitReport(*finding[:3])
+  return (_shares_keys(given_as) if split.rng_argnums is None else None) or runs
 
 
 def _options(loss_fn: LossFn, options: Kwargs) -> Kwargs:
@@ -180,17 +174,10 @@ def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
     raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
 
 
-def _refused(split: Split, given_as: Roles, rows: int) -> SplitReport | None:
-  """The report where the defaults refuse the call."""
+def _shares_keys(given_as: Roles) -> SplitReport | None:
+  """The report where the defaults refuse the call for a key that all microbatches would share."""
   try:
-    if split.batch_argnums is None:
-      refuse_rows(given_as, {rows})
-  except ValueError as error:
-    more = {int(slot) for slot, _ in with_rows(given_as, {rows})}
-    return SplitReport("unsplit", str(error), words.split_too(map(int, given_as.batch), more))
-  try:
-    if split.rng_argnums is None:
-      refuse_keys(given_as)
+    refuse_keys(given_as)
   except ValueError as error:
     keys = [int(slot) for slot in with_keys(given_as)]
     alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(given_as.shared[slot]))
@@ -222,10 +209,8 @@ def _exactly() -> Iterator[None]:
 @_exactly()
 def report_of(runs: Runs) -> SplitReport:
   """What the runs tell."""
-  if (
-    runs.sizes == [runs.rows]
-    and len({str(fingerprint(runs.traced(x))) for x in (True, False)}) == 1
-  ):
+  one = runs.sizes == [runs.rows]
+  if one and fingerprint(runs.traced()) == fingerprint(runs.traced(is_whole=False)):
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: give 2 or more."
@@ -248,10 +233,7 @@ def report_of(runs: Runs) -> SplitReport:
   if finding.how:
     likely, runs.outcomes = runs.outcomes, outcomes
     again = diagnose.explain(runs) if runs.wrong(finding.how) else finding
-    if again.how:
-      finding = again
-    else:
-      runs.outcomes = likely
+    finding, runs.outcomes = (again, outcomes) if again.how else (finding, likely)
   ran = [tried.call.name for tried in runs.outcomes]
   left_out = [call.name for call in runs.calls if call.name not in ran]
   report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))

@@ -33,7 +33,7 @@ def explain(runs: Runs) -> Finding:
   if not runs.wrong(runs.how()):
     return Finding("ok", "", "", runs.how())
   hypotheses: list[Callable[[Runs], Finding | None]] = [
-    _not_a_function, _agrees, _gradients, _shared_noise, _sum, _weighted, _unsplit, _rounding,
+    _not_a_function, _agrees, _gradients, _shared_noise, _sum, _weighted, unsplit, _rounding,
   ]  # fmt: skip
   found = (finding for hypothesis in hypotheses if (finding := hypothesis(runs)))
   first = next(found, Finding("coupled", words.COUPLED, words.TOGETHER))
@@ -46,7 +46,7 @@ def explain(runs: Runs) -> Finding:
 
 def of_error(runs: Runs) -> Finding | None:
   """Why a loss that runs on the whole batch raises in microbatches."""
-  return _unsplit(runs) or _groups(runs)
+  return unsplit(runs) or _groups(runs)
 
 
 def _not_a_function(runs: Runs) -> Finding | None:
@@ -56,7 +56,7 @@ def _not_a_function(runs: Runs) -> Finding | None:
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
 
 
-def _unsplit(runs: Runs) -> Finding | None:
+def unsplit(runs: Runs) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   axis, shared = runs.options["batch_axis"][0], [x for x in runs.call.arrays if x.role == "shared"]
   more = {x.argnum for x in shared if x.value.shape[axis:][:1] == (runs.rows,)}

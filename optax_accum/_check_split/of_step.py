@@ -16,7 +16,6 @@ from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
 from optax_accum._check_split import words
 from optax_accum._check_split.check_split import check_concrete, report_of, runs_of, sizes_of
-from optax_accum._check_split.probes import Call
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, Runs
 from optax_accum._mesh.data_parallel import DataParallel
@@ -77,20 +76,18 @@ def _report(runs: Runs, loss: LocalLoss, parallel: DataParallel | None) -> Split
   sizes = sizes_of(None, None, some)[: 1 + (loss.split.microbatch_size is not None)]
   # Other rows, in the programs of the first, refute what is a weight by chance.
   starts = np.unique(np.linspace(0, runs.rows - some, 8).astype(int))[1:]
-  others = [
-    runs.call.take(i + np.arange(some))._replace(name=f"rows {i} to {i + some - 1}") for i in starts
-  ]
+  few, take = _some(runs, some, sizes), runs.call.take
+  few.others = [take(np.arange(i, i + some))._replace(name=f"rows from {i} on") for i in starts]
   with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
-    report = report_of(_some(runs, some, sizes, others))
+    report = report_of(few)
     if report.leaves:
-      note = words.SOME_ROWS.format(some=some, rows=runs.rows)
-      notes = report.not_checked + (note,) * (some < runs.rows)
-      return dataclasses.replace(report, not_checked=notes)
+      note = (words.SOME_ROWS.format(some=some, rows=runs.rows),) * (some < runs.rows)
+      return dataclasses.replace(report, not_checked=report.not_checked + note)
   return report_of(_some(runs, runs.rows, [own] if own < runs.rows else runs.sizes))
 
 
-def _some(runs: Runs, rows: int, sizes: Sequence[int], others: Sequence[Call] = ()) -> Runs:
-  return Runs(runs.fun, runs.call.take(np.arange(rows)), runs.options, sizes, others)
+def _some(runs: Runs, rows: int, sizes: Sequence[int]) -> Runs:
+  return Runs(runs.fun, runs.call.take(np.arange(rows)), runs.options, sizes)
 
 
 def _by_position(loss: LocalLoss, args: Args, kwargs: Kwargs) -> tuple[LossFn, Args, Kwargs]:

@@ -113,15 +113,9 @@ class Runs:
   `sizes` are the rows of a microbatch, of each split, and `others` batches of as many rows.
   """
 
-  def __init__(
-    self,
-    fun: LossFn,
-    call: Call,
-    options: Kwargs,
-    sizes: Sequence[int],
-    others: Sequence[Call] = (),
-  ):
-    self.others = others
+  others: Sequence[Call] = ()
+
+  def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
     self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
     wrt = options["argnums"]
     self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
