@@ -581,14 +581,14 @@ def test_a_loss_that_raises():
 
   with pytest.raises(RuntimeError, match="mine") as raised:
     check(Specimen(whole, XY))
-  assert "check_split ran it on the whole batch, 8 rows." in raised.value.__notes__
+  assert "The check ran it on the whole batch, 8 rows." in raised.value.__notes__
 
   def eight(params, batch):
     return jnp.mean(zoo.per_row(params, batch) * jnp.ones(8))
 
   with pytest.raises(TypeError, match="shapes") as raised:
     check(Specimen(eight, XY))
-  assert "in microbatches of 4 rows; on all 8 rows it ran" in raised.value.__notes__[-1]
+  assert "in microbatches of 4 rows. On all 8 rows it ran" in raised.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])

@@ -107,7 +107,9 @@ def test_aux_of_the_size_of_the_microbatches_of_the_check(aux_reduction, aux):
     each = (batch["x"] @ params - batch["y"]) ** 2
     return jnp.mean(each), jnp.broadcast_to(jnp.mean(each), aux)
 
-  assert check(loss, has_aux=True, aux_reduction=aux_reduction).ok
+  report = check(loss, has_aux=True, aux_reduction=aux_reduction)
+  assert report.ok
+  assert "rows at a time" in report.not_checked[0]  # and not all, after an error
 
 
 def test_rows_of_which_a_few_tell_nothing():
@@ -127,7 +129,7 @@ def test_rows_of_which_a_few_tell_nothing():
   constant = np.arange(ROWS, dtype=float)
   with pytest.raises(TypeError, match="incompatible shapes") as raised:
     check(lambda params, batch: jnp.mean(batch["x"] @ params * constant))
-  assert "ran it in microbatches of 4 rows; on all 12 rows it ran" in "".join(
+  assert "ran it in microbatches of 4 rows. On all 12 rows it ran" in "".join(
     raised.value.__notes__
   )
 

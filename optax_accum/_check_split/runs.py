@@ -150,7 +150,7 @@ class Runs:
 
   @functools.cached_property
   def given(self) -> Outcome:
-    with noted(f"check_split ran it on the whole batch, {self.rows} rows."):
+    with noted(f"The check ran it on the whole batch, {self.rows} rows."):
       return self.whole(self.call)
 
   @functools.cached_property
@@ -175,7 +175,7 @@ class Runs:
       return None
     for size in self.sizes:
       with noted(
-        f"check_split ran it in microbatches of {size} rows; on all {self.rows} rows it ran."
+        f"The check ran it in microbatches of {size} rows. On all {self.rows} rows it ran."
       ):
         tried.splits.append(self.parts(call, _cut(self.rows, size)))
     outcomes = [tried.whole, *(part.outcome for parts in tried.splits for part in parts)]
