@@ -94,6 +94,20 @@ def test_a_changed_batch_with_a_weight_below_zero():
   assert any("= -1" in x for x in report.batches)
 
 
+@pytest.mark.parametrize("source", [BATCH, EVEN])
+def test_a_length_that_is_none_is_no_evidence(source):
+  def loss(params, batch):
+    valid = jnp.arange(zoo.TIMES)[None] < batch["lengths"][:, None]
+    return zoo.token_mean(params, {**batch, "mask": valid.astype(batch["tokens"].dtype)})
+
+  specimen = Specimen(loss, ("tokens", "targets", "lengths"))
+  report = check_one_split(specimen, source)
+  assert report.fix == zoo.weigh("batch['lengths']"), report
+  again = check_one_split(specimen, source, **options_of(report))
+  assert again.ok
+  assert any("'lengths'] = -1" in name for name in again.left_out)
+
+
 def test_a_number_that_a_jitted_part_of_the_loss_is_given():
   @jax.jit
   def masked(params, tokens, labels, pad):
@@ -193,26 +207,32 @@ def test_the_table():
   assert "grads['w']" in table
   assert all(line.endswith("differs") for line in table.splitlines()[1:])
   assert "batches:  as given; parameters moved" in report.details()
-  assert str(report_of("mean")).splitlines()[1].startswith("5 leaves agree on ")
+  agree = "The loss and 4 gradients agree on the given batch and "
+  assert str(report_of("mean")).splitlines()[1].startswith(agree)
   assert "grads['b']" in report_of("mean").details()
   with pytest.warns(DeprecationWarning, match="SplitReport.mend is now SplitReport.fix"):
     assert report.mend == report.fix
 
 
 def test_what_was_not_looked_at_is_printed():
-  assert "not checked: it draws random numbers: rows may meet" in str(report_of("dropout"))
+  assert "not checked: whether the noise of a row depends on" in str(report_of("dropout"))
   assert report_of("mean").not_checked == ()
 
 
 def test_the_table_folds_what_agrees():
   def loss(params, batch):
-    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"])
+    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"].values())
 
   params, batch = ZOO["mean"].call()
-  params = {"p": params, "s": jnp.ones(()), "many": [jnp.ones(())] * 7}
+  params = {"p": params, "s": jnp.ones(()), "many": {}}
+  params["many"] = {f"{i} {'long' * 20}": jnp.ones(()) for i in range(7)}
   text = str(check_split(loss, params, batch))
-  assert "13 leaves agree on" in text
-  assert "grads" not in text.partition("the same for")[0]
+  assert "The loss and 12 gradients agree on" in text
+  assert "grads" not in text
+  text = str(check_split(loss, params, batch, reduction="sum"))
+  assert len(text.partition("\n\n")[2].splitlines()) == 8  # where, a head, 5 leaves, and
+  assert text.endswith("... and 7 more: report.details()")
+  assert max(map(len, text.splitlines())) <= 85
 
 
 def test_batches_that_are_left_out():
@@ -229,7 +249,7 @@ def test_batches_that_are_left_out():
 
 def test_an_argument_that_has_as_many_rows_by_chance():
   report = report_of("labels apart")
-  assert report.fix.startswith("batch_argnums=(1, 2)\nor, if argument 2 merely has")
+  assert report.fix.startswith("batch_argnums=(1, 2)\nor, if argument 2 has as many")
   assert report.fix.endswith("  batch_argnums=1")
 
 
@@ -546,7 +566,7 @@ def test_a_loss_that_is_not_finite():
 
 def test_one_row():
   batch = {k: x[:1] for k, x in BATCH.items()}
-  with pytest.raises(ValueError, match=r"has 1 row, which cannot be split: give check_split 2"):
+  with pytest.raises(ValueError, match=r"has 1 row, which cannot be split: give 2"):
     check(ZOO["mean"], batch)
 
 
@@ -561,14 +581,14 @@ def test_a_loss_that_raises():
 
   with pytest.raises(RuntimeError, match="mine") as raised:
     check(Specimen(whole, XY))
-  assert "check_split ran it on the whole batch, 8 rows." in raised.value.__notes__
+  assert "The check ran it on the whole batch, 8 rows." in raised.value.__notes__
 
   def eight(params, batch):
     return jnp.mean(zoo.per_row(params, batch) * jnp.ones(8))
 
   with pytest.raises(TypeError, match="shapes") as raised:
     check(Specimen(eight, XY))
-  assert "in microbatches of 4 rows; on all 8 rows it ran" in raised.value.__notes__[-1]
+  assert "in microbatches of 4 rows. On all 8 rows it ran" in raised.value.__notes__[-1]
 
 
 @pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])
@@ -593,7 +613,7 @@ def test_a_loss_that_returns_no_scalar():
     ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
     ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
     ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),
-    ({"weigh_fn": jnp.sum}, TypeError, "weigh_fn"),
+    ({"weigh_fn": jnp.sum}, TypeError, r"weigh_fn'\Z"),
     ({"carry_argnum": 5}, ValueError, "carry_argnum names argument 5"),
   ],
 )
@@ -617,6 +637,15 @@ def test_arguments_that_cannot_work():
     with pytest.raises(TypeError, match=error) as raised:
       check_split(*args, **named)
     assert re.search(by_position, raised.value.__notes__[-1])
+
+
+def test_settings_that_would_make_differences():
+  def loss(params, batch):
+    assert jax.config.jax_default_matmul_precision == "highest"
+    return zoo.token_mean(params, batch)
+
+  with jax.debug_nans(True):  # a probe divides 0 by 0
+    assert check_one_split(Specimen(loss, zoo.TOKENS)).verdict == "weighted"
 
 
 def test_under_jit():
@@ -654,7 +683,7 @@ POSITIVE = {
   **BATCH,
   "y": np.linspace(1.0, 9.0, 8),
   "mask": EVEN["mask"],
-  "lengths": EVEN["lengths"],
+  "lengths": np.where(np.arange(8) == 2, 200, 6),
 }
 SPECIAL = np.array([101, 102])
 

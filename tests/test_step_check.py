@@ -59,7 +59,7 @@ def test_the_report_is_that_of_check_split(name):
 def test_a_masked_loss_and_its_fix():
   report = check()
   assert (report.verdict, report.fix) == ("weighted", WEIGHT)
-  assert report.not_checked == (f"it ran on the first 4 of the {ROWS} rows",)
+  assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
   report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), in_place=True, skip_empty=True)
   assert report.ok, report
 
@@ -77,6 +77,41 @@ def test_arguments_by_name():
     assert report.verdict == ("ok" if weight_fn else "weighted"), report
 
 
+def test_keywords_in_fixes():
+  def loss(params, x, *, y, key):
+    return jnp.mean((x @ params - y + jax.random.normal(key, y.shape)) ** 2)
+
+  given = {"y": BATCH["y"], "key": jax.random.key(0)}
+  for options, fix in [
+    ({"rng_argnames": "key"}, 'batch_argnames="y"\nor, if argument y has'),
+    ({"batch_argnames": "y"}, 'rng_argnames="key"'),
+    ({"batch_argnames": "y", "rng_argnums": ()}, 'rng_argnames="key"'),
+  ]:
+    step = make_train_step(loss, TX, num_microbatches=3, **options)
+    report = step.check(W, TX.init(W), BATCH["x"], **given)
+    assert report.fix.startswith(fix), report
+    assert "argnums=2" not in report.reason + report.fix
+
+
+def test_a_weight_by_chance():
+  draw = np.random.default_rng(13)  # of which y < 0 says where the largest is, in the first 4 rows
+  batch = {"x": draw.normal(size=(16, WIDTH)), "y": draw.normal(size=16)}
+  largest = lambda params, batch: jnp.max((batch["x"] @ params - batch["y"]) ** 2)  # noqa: E731
+  report = check(largest, np.ones(WIDTH), batch, num_microbatches=2)
+  assert report.verdict == "coupled", report
+
+
+@pytest.mark.parametrize(("aux_reduction", "aux"), [(None, 2), ("stack", 1)])
+def test_aux_of_the_size_of_the_microbatches_of_the_check(aux_reduction, aux):
+  def loss(params, batch):
+    each = (batch["x"] @ params - batch["y"]) ** 2
+    return jnp.mean(each), jnp.broadcast_to(jnp.mean(each), aux)
+
+  report = check(loss, has_aux=True, aux_reduction=aux_reduction)
+  assert report.ok
+  assert "rows at a time" in report.not_checked[0]  # and not all, after an error
+
+
 def test_rows_of_which_a_few_tell_nothing():
   few_count = {**BATCH, "mask": (np.arange(ROWS) > 8).astype(float)}  # none of the first 4
   assert check(batch=few_count).fix == WEIGHT
@@ -85,10 +120,16 @@ def test_rows_of_which_a_few_tell_nothing():
   )
   report = check(groups, num_microbatches=2)  # 4 rows are no groups of 6
   assert not report.not_checked
+
+  def inside(params, batch):  # 4 rows, but not 2
+    run = microbatch(lambda w, x: x @ w, batch_argnums=1, num_microbatches=4, reduction="concat")
+    return jnp.mean(run(params, batch["x"]))
+
+  assert check(inside).ok
   constant = np.arange(ROWS, dtype=float)
   with pytest.raises(TypeError, match="incompatible shapes") as raised:
     check(lambda params, batch: jnp.mean(batch["x"] @ params * constant))
-  assert "ran it in microbatches of 4 rows; on all 12 rows it ran" in "".join(
+  assert "ran it in microbatches of 4 rows. On all 12 rows it ran" in "".join(
     raised.value.__notes__
   )
 
@@ -179,6 +220,8 @@ def test_linen_with_statistics_of_the_batch():
   step = linen_train_step(loss, mutable=["batch_stats"], num_microbatches=3)
   report = step.check(state_of(model, State), BATCH, {"dropout": jax.random.key(3)})
   assert report.verdict == "coupled", report
+  assert "mutable" in report.fix
+  assert "argnum" not in report.fix
 
 
 class Net(nnx.Module):
@@ -217,6 +260,10 @@ def test_arguments_that_cannot_be_checked():
   state = TX.init(params)
   with pytest.raises(TypeError, match=r"params is traced: check outside jax\.jit, with arrays"):
     jax.jit(lambda params: step.check(params, state, BATCH).ok)(params)
+  with pytest.raises(TypeError, match=r"check outside jax\.jit"):
+    jax.jit(lambda x: x * step.check(params, state, BATCH).ok)(1.0)
+  with pytest.raises(ValueError, match=r"1 splits nothing, .* that does: give 2 or more"):
+    check(num_microbatches=1)
   shapes = jax.eval_shape(lambda x: x, BATCH)
   with pytest.raises(TypeError, match=r"batch\['mask'\] is a ShapeDtypeStruct: check outside"):
     step.check(params, state, shapes)
@@ -239,6 +286,14 @@ def test_a_loss_that_needs_several_devices():
         axis_name=axis_name,
       )
     assert "on one device, where no axis has a name" in "".join(raised.value.__notes__)
+
+
+def test_a_loss_that_closes_over_what_is_on_a_mesh():
+  mesh = mesh_of(kind=AxisType.Explicit)
+  scale = jax.device_put(jnp.ones(()), jax.NamedSharding(mesh, PartitionSpec()))
+  with jax.set_mesh(mesh), pytest.raises(ValueError, match="context mesh") as raised:
+    check(lambda params, batch: loss_fn(params * scale, batch))
+  assert "do not close over it" in "".join(raised.value.__notes__)
 
 
 def test_parameters_that_one_device_has_no_room_for():

@@ -1,10 +1,12 @@
 """`check_split`: whether a loss can be split into microbatches, and if not, why."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
 import functools
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _validate
@@ -14,7 +16,7 @@ from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
-from optax_accum._check_split.runs import LossFn, noted, Runs
+from optax_accum._check_split.runs import LossFn, Runs
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.options import (
@@ -22,16 +24,15 @@ from optax_accum._microbatches.options import (
   name_of,
   names_or_positions,
   refuse_keys,
-  refuse_rows,
   Roles,
   Slot,
   Split,
   with_keys,
-  with_rows,
 )
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 _ORDER = "What the loss takes comes by position: check_split(loss_fn, params, batch)."
+_OPTIONS = inspect.signature(microbatch_value_and_grad)
 
 
 def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
@@ -86,7 +87,14 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared, nor an aux
     under "stack" or "last", nor what ``not_checked`` and the guide "When something is wrong" list.
   """
-  runs = runs_of(loss_fn, args, options)
+  check_concrete(loss_fn, enumerate(args))
+  try:
+    runs = runs_of(loss_fn, args, options)
+  except TypeError as error:
+    unknown = options.keys() - _OPTIONS.parameters.keys()
+    if not unknown or unknown & inspect.signature(loss_fn).parameters.keys():
+      error.add_note(_ORDER)
+    raise
   return runs if isinstance(runs, SplitReport) else report_of(runs)
 
 
@@ -97,19 +105,16 @@ def runs_of(
 
   For keys in arguments of the roles `drawing`, every draw is the same number.
   """
-  with noted(_ORDER):
-    given = _options(loss_fn, args, options)
-    split = Split.of({**given, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
-    wanted = names_or_positions("argnums", given["argnums"], int)
-    argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-    given_as = split.roles(loss_fn, args, {}, argnums)
-    for i in argnums:
-      parameters.check_differentiable(f"argument {i}", args[i])
-    rows = cut.batch_rows(given_as.batch, dict[int | str, Tree](enumerate(args)))
+  given = _options(loss_fn, options)
+  split = Split.of({**given, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
+  wanted = names_or_positions("argnums", given["argnums"], int)
+  argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
+  given_as = split.roles(loss_fn, args, {}, argnums)
+  for i in argnums:
+    parameters.check_differentiable(f"argument {i}", args[i])
+  rows = cut.batch_rows(given_as.batch, dict[int | str, Tree](enumerate(args)))
   if rows == 1:
-    raise ValueError("The batch has 1 row, which cannot be split: give check_split 2 or more.")
-  if refused := _refused(split, given_as, rows):
-    return refused
+    raise ValueError("The batch has 1 row, which cannot be split: give 2 or more.")
   carries = bool(given_as.carry)
 
   @functools.wraps(loss_fn)
@@ -131,21 +136,23 @@ def runs_of(
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
   sizes = sizes_of(given["num_microbatches"], given["microbatch_size"], rows)
-  return Runs(checked, call, {**given, **by_position}, sizes)
+  runs = Runs(checked, call, {**given, **by_position}, sizes)
+  if split.batch_argnums is None and (finding := diagnose.unsplit(runs)):
+    return SplitReport(*finding[:3])
+  return (_shares_keys(given_as) if split.rng_argnums is None else None) or runs
 
 
-def _options(loss_fn: LossFn, args: Args, options: Kwargs) -> Kwargs:
-  """All options, checked, and with the arguments."""
+def _options(loss_fn: LossFn, options: Kwargs) -> Kwargs:
+  """All options, checked."""
   if of_step := options.keys() & {"mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"}:
     raise TypeError(
       f"check_split runs the loss on one device, and has no {min(of_step)}=: leave it out, or have"
       " a step check its own loss, step.check(params, opt_state, batch)."
     )
-  bound = inspect.signature(microbatch_value_and_grad).bind(loss_fn, **options)
+  bound = _OPTIONS.bind(loss_fn, **options)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
-  check_concrete(loss_fn, enumerate(args))
   return {k: x for k, x in bound.arguments.items() if k not in ("fun", "accumulator_dtype")}
 
 
@@ -157,19 +164,14 @@ def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
         raise TypeError(f"{name} is {what}: check outside jax.jit, with arrays.")
+  if isinstance(jnp.zeros(()), jax.core.Tracer):
+    raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
 
 
-def _refused(split: Split, given_as: Roles, rows: int) -> SplitReport | None:
-  """The report where the defaults refuse the call."""
+def _shares_keys(given_as: Roles) -> SplitReport | None:
+  """The report where the defaults refuse the call for a key that all microbatches would share."""
   try:
-    if split.batch_argnums is None:
-      refuse_rows(given_as, {rows})
-  except ValueError as error:
-    more = {int(slot) for slot, _ in with_rows(given_as, {rows})}
-    return SplitReport("unsplit", str(error), words.split_too(map(int, given_as.batch), more))
-  try:
-    if split.rng_argnums is None:
-      refuse_keys(given_as)
+    refuse_keys(given_as)
   except ValueError as error:
     keys = [int(slot) for slot in with_keys(given_as)]
     alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(given_as.shared[slot]))
@@ -191,16 +193,21 @@ def sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
   return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
 
 
-@np.errstate(all="ignore")
+@contextlib.contextmanager
+def _exactly() -> Iterator[None]:
+  """Settings under which only the loss makes a difference, and may be NaN."""
+  with jax.default_matmul_precision("highest"), jax.debug_nans(False), np.errstate(all="ignore"):
+    yield
+
+
+@_exactly()
 def report_of(runs: Runs) -> SplitReport:
   """What the runs tell."""
-  if (
-    runs.sizes == [runs.rows]
-    and len({str(fingerprint(runs.traced(x))) for x in (True, False)}) == 1
-  ):
+  one = runs.sizes == [runs.rows]
+  if one and fingerprint(runs.traced()) == fingerprint(runs.traced(is_whole=False)):
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
-      " does: leave it out, or give more."
+      " does: give 2 or more."
     )
   how = runs.how()  # runs the whole batch, and notes where the loss raises
   report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
@@ -214,15 +221,22 @@ def report_of(runs: Runs) -> SplitReport:
     raise
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
-  ran = [tried.call.name for tried in outcomes]
+  # What an odd batch shows counts if some fix explains it: no length is -1.
+  runs.outcomes = [tried for tried in outcomes if not tried.call.is_odd] or outcomes
+  finding = diagnose.explain(runs)
+  if finding.how:
+    likely, runs.outcomes = runs.outcomes, outcomes
+    again = diagnose.explain(runs) if runs.wrong(finding.how) else finding
+    finding, runs.outcomes = (again, outcomes) if again.how else (finding, likely)
+  ran = [tried.call.name for tried in runs.outcomes]
   left_out = [call.name for call in runs.calls if call.name not in ran]
   report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
   split = f"microbatches of {{}} rows, of {runs.rows}"
-  for tried in outcomes:
+  for tried in runs.outcomes:
     for size, parts in zip(runs.sizes, tried.splits, strict=True):
       leaves = runs.compare(how, tried.whole, how.join(parts))
       if not all(leaf.agrees for leaf in leaves.values()):
-        finding, where = diagnose.explain(runs), f"{tried.call.name}; {split.format(size)}"
+        where = f"{tried.call.name}; {split.format(size)}"
         return report(*finding[:3], where, tuple(leaves.values()))
   leaves, where = runs.as_called(), f"as given; {split.format(runs.sizes[0])}"
   differ = not all(leaf.agrees for leaf in leaves.values())

@@ -25,25 +25,28 @@ class Finding(NamedTuple):
   verdict: Verdict
   reason: str
   fix: str
-  how: How | None = None  # with which loss and gradients agree
+  how: How | None = None  # with which all agrees
 
 
 def explain(runs: Runs) -> Finding:
   """The first hypothesis that fits, and what is wrong with aux once it is fixed."""
+  if not runs.wrong(runs.how()):
+    return Finding("ok", "", "", runs.how())
   hypotheses: list[Callable[[Runs], Finding | None]] = [
-    _not_a_function, _aux_alone, _gradients, _shared_noise, _sum, _weighted, _unsplit, _rounding,
+    _not_a_function, _agrees, _gradients, _shared_noise, _sum, _weighted, unsplit, _rounding,
   ]  # fmt: skip
   found = (finding for hypothesis in hypotheses if (finding := hypothesis(runs)))
   first = next(found, Finding("coupled", words.COUPLED, words.TOGETHER))
   then = _aux(runs, first.how) if first.how else None
-  if not then:
-    return first
-  return Finding(first.verdict, f"{first.reason}\n{then.reason}", f"{first.fix}\n{then.fix}")
+  if not then or first.verdict == "ok":
+    return then or first
+  reason, fix = f"{first.reason}\n{then.reason}", f"{first.fix}\n{then.fix}"
+  return Finding(first.verdict, reason, fix, then.how)
 
 
 def of_error(runs: Runs) -> Finding | None:
   """Why a loss that runs on the whole batch raises in microbatches."""
-  return _unsplit(runs) or _groups(runs)
+  return unsplit(runs) or _groups(runs)
 
 
 def _not_a_function(runs: Runs) -> Finding | None:
@@ -53,7 +56,7 @@ def _not_a_function(runs: Runs) -> Finding | None:
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
 
 
-def _unsplit(runs: Runs) -> Finding | None:
+def unsplit(runs: Runs) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   axis, shared = runs.options["batch_axis"][0], [x for x in runs.call.arrays if x.role == "shared"]
   more = {x.argnum for x in shared if x.value.shape[axis:][:1] == (runs.rows,)}
@@ -64,8 +67,9 @@ def _unsplit(runs: Runs) -> Finding | None:
   return Finding("unsplit", reason, words.split_too(runs.options["batch_argnums"], more))
 
 
-def _aux_alone(runs: Runs) -> Finding | None:
-  return _aux(runs, runs.how()) if runs.agree(runs.how()) else None
+def _agrees(runs: Runs) -> Finding | None:
+  """Whether loss and gradients agree, and so aux alone does not."""
+  return Finding("ok", "", "", runs.how()) if runs.agree(runs.how()) else None
 
 
 def _aux(runs: Runs, how: How) -> Finding | None:
@@ -75,10 +79,12 @@ def _aux(runs: Runs, how: How) -> Finding | None:
   if not wrong:
     return None
   found = _words_for(runs, how, _OF_AUX, wrong)
-  new = [found.get(i, word) for i, word in enumerate(how.words)][count:]
-  fix = words.option("aux_reduction", jax.tree.unflatten(tree, new))
-  verdict: Verdict = "sum" if all(found.get(i) == "sum" for i in wrong) else "unknown"
-  return Finding(verdict, words.AUX, fix if len(found) == len(wrong) else words.RATIO)
+  if len(found) < len(wrong):
+    return Finding("unknown", words.AUX, words.RATIO)
+  new = [found.get(i, word) for i, word in enumerate(how.words)]
+  fix = words.option("aux_reduction", jax.tree.unflatten(tree, new[count:]))
+  verdict: Verdict = "sum" if {*found.values()} == {"sum"} else "unknown"
+  return Finding(verdict, words.AUX, fix, how._replace(words=new))
 
 
 def _words_for(
@@ -163,7 +169,8 @@ def _weighted(runs: Runs) -> Finding | None:
   names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
   for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
     how = runs.how(weight=weight, reduction="mean")
-    parts = [part for split in runs.outcomes[0].splits for part in split]
+    given = runs.outcomes[: 1 + len(runs.others)]
+    parts = [part for tried in given for split in tried.splits for part in split]
     if runs.agree(how) and all(weight(part.call) >= 0 for part in parts):
       reason = words.WEIGHTED.format(what=code or "the number of rows")
       weight_fn = f"lambda {names}: {code}" if code else "None"

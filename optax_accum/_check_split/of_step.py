@@ -21,10 +21,14 @@ from optax_accum._check_split.runs import LossFn, Runs
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.options import name_of, Slot
 
-_ROWS = 4  # more take longer, and seldom tell more
-_NOTES = {"unbound axis name": words.NO_COLLECTIVES, "RESOURCE_EXHAUSTED": words.TOO_LARGE}
+_ROWS = 4  # at a time: more take longer, and seldom tell more
+_NOTES = {
+  "unbound axis name": words.NO_COLLECTIVES,
+  "RESOURCE_EXHAUSTED": words.TOO_LARGE,
+  "context mesh": words.OTHER_MESH,
+}
 
 
 def check_step(
@@ -37,12 +41,13 @@ def check_step(
 ) -> SplitReport:
   """The report on such a call of the loss that a step has on one of its devices.
 
-  `drawing` is as in `runs_of`. `fixes` says of a verdict what to write instead, where the loss is
-  not called as `check_split` says.
+  `drawing` is as in `runs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
+  what to write instead, where the loss is not called as `check_split` says.
   """
   check_concrete(loss.fun, [*enumerate(args), *kwargs.items()])
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
   fun, args, options = _by_position(loss, args, kwargs)
+  names = list(inspect.signature(fun).parameters)
   several = parallel is not None or loss.split.axis_name is not None
   with _one_device(parallel.mesh if parallel else None), _explained():
     runs = runs_of(fun, args, options, drawing)
@@ -52,25 +57,32 @@ def check_step(
       report = report_of(_some(runs, runs.rows, [runs.rows]))  # what splits is within the loss
     else:
       report = _report(runs, loss, parallel)
-  fix = (fixes or {}).get(report.verdict, report.fix)
   notes = (*report.not_checked, words.ONE_DEVICE) if several else report.not_checked
-  return dataclasses.replace(report, fix=fix, not_checked=notes)
+  reason, fix = (
+    words.by_name(x, len(args) - len(kwargs), names) for x in (report.reason, report.fix)
+  )
+  if other := (fixes or {}).get(report.verdict):
+    fix = fix.replace(words.BATCH_NORM, other) if report.verdict == "coupled" else other
+  return dataclasses.replace(report, reason=reason, fix=fix, not_checked=notes)
 
 
 def _report(runs: Runs, loss: LocalLoss, parallel: DataParallel | None) -> SplitReport:
-  """The report on the first rows, or on all where those tell nothing."""
+  """The report on few rows, or on all where those tell nothing."""
   local = parallel.local_split(loss.split, runs.rows) if parallel else loss.split
   each = runs.rows // (parallel.devices if parallel else 1)
   own = cut.microbatch_rows(each, local.num_microbatches, local.microbatch_size)
   some = min(runs.rows, _ROWS)
   # Equal parts, unless the step may have a smaller one: each size is a program to compile.
   sizes = sizes_of(None, None, some)[: 1 + (loss.split.microbatch_size is not None)]
+  # Other rows, in the programs of the first, refute what is a weight by chance.
+  starts = np.unique(np.linspace(0, runs.rows - some, 8).astype(int))[1:]
+  few, take = _some(runs, some, sizes), runs.call.take
+  few.others = [take(np.arange(i, i + some))._replace(name=f"rows from {i} on") for i in starts]
   with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
-    report = report_of(_some(runs, some, sizes))
+    report = report_of(few)
     if report.leaves:
-      note = words.SOME_ROWS.format(some=some, rows=runs.rows)
-      notes = report.not_checked + (note,) * (some < runs.rows)
-      return dataclasses.replace(report, not_checked=notes)
+      note = (words.SOME_ROWS.format(some=some, rows=runs.rows),) * (some < runs.rows)
+      return dataclasses.replace(report, not_checked=report.not_checked + note)
   return report_of(_some(runs, runs.rows, [own] if own < runs.rows else runs.sizes))
 
 
@@ -91,6 +103,11 @@ def _by_position(loss: LocalLoss, args: Args, kwargs: Kwargs) -> tuple[LossFn, A
   @functools.wraps(fun)
   def by_position(*values: Tree) -> Tree:
     return fun(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+  called = [name_of(fun, i).replace("...", f"batch_{i}") for i in range(count)]
+  kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+  parameters = [inspect.Parameter(name, kind) for name in (*called, *names)]
+  vars(by_position)["__signature__"] = inspect.Signature(parameters)
 
   def weight_fn(*batch: Tree) -> Any:
     assert split.weight_fn

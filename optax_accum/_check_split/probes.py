@@ -69,6 +69,7 @@ class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
   rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
+  is_odd: bool = False  # whether it has integers that may mean nothing, such as a length of -1
 
   @classmethod
   def of(cls, fun: Callable[..., Tree], args: Args, roles: Roles, argnums: Sequence[int]) -> "Call":
@@ -178,13 +179,21 @@ def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> 
     for n, x in enumerate(source.arrays):
       for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
         arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
-        yield source._replace(name=f"{name}{ending}", arrays=arrays)
+        yield source._replace(name=f"{name}{ending}", arrays=arrays, is_odd=_is_odd(x, value))
+
+
+def _is_odd(x: Array, value: np.ndarray) -> bool:
+  """Whether integers are outside of those given and 0."""
+  if x.kind not in "iu":
+    return False
+  least, most = np.min(x.value, initial=0), np.max(x.value, initial=0)
+  return bool(np.any((value < least) | (value > most)))
 
 
 def _changes(
   x: Array, integers: Sequence[int], floats: Sequence[float]
 ) -> Iterator[tuple[str, np.ndarray]]:
-  """What becomes of an array by one change in row 0, or in the first row and the last."""
+  """What becomes of an array by one change: in row 0, in the first and the last, or in others."""
   if x.kind == "key":
     return
   name, value, last = x.name, x.value, x.value.shape[x.axis] - 1
@@ -197,19 +206,21 @@ def _changes(
   for change, entry in new:
     yield f"{name} {change} in row 0", _put(x, entry, [0])
     yield f"{name} {change} in rows 0 and {last}", _put(x, entry, [0, last])
-  if not x.is_mask:
-    change, entry = ("doubled", value * 2) if x.kind in "iu" else ("halved", value / 2)
-    yield f"{name} {change} in row 0", _put(x, entry, [0])
+  if x.kind in "iu" and not x.is_mask:  # then row 0 has the largest
+    less = np.where(value > np.min(value, initial=0), value - 1, value)
+    yield f"{name} 1 less in all rows but 0", _put(x, less, range(1, last + 1))
+  elif not x.is_mask:
+    yield f"{name} halved in row 0", _put(x, value / 2, [0])
   if x.has_longer_rows:
     empty = next((n for n in integers if n not in (0, -1)), 0) if x.kind in "iu" else 0
     yield f"{name} = {empty} in all of row 0", _put(x, empty, [0], is_whole=True)
 
 
-def _put(x: Array, entry: ArrayLike, rows: list[int], is_whole: bool = False) -> np.ndarray:
+def _put(x: Array, entry: ArrayLike, rows: Sequence[int], is_whole: bool = False) -> np.ndarray:
   """An array with other rows, but for the first entry of longer ones."""
   out = np.array(x.value)
   to, source = (np.moveaxis(y, x.axis, 0) for y in (out, np.broadcast_to(entry, out.shape)))
-  at = (rows, ..., slice(1, None)) if x.has_longer_rows and not is_whole else (rows,)
+  at = ([*rows], ..., slice(1, None)) if x.has_longer_rows and not is_whole else ([*rows],)
   to[at] = source[at]
   return out
 

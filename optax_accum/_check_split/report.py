@@ -11,6 +11,9 @@ Verdict: TypeAlias = Literal[
 ]
 
 
+_SHOWN = 5  # leaves that differ, of which `str` shows no more
+
+
 class LeafComparison(NamedTuple):
   """One array of the whole batch, compared with that of the microbatches.
 
@@ -43,7 +46,8 @@ class SplitReport:
     where: The batch and the split of `leaves`: the first that disagrees.
     leaves: The comparison of each leaf of loss, gradients and aux; ``()`` if nothing ran.
     batches: The batches that were run: the given one, and changed ones.
-    left_out: The batches that show nothing: loss or gradients are not finite, or all are zero.
+    left_out: The batches that show nothing: loss or gradients are not finite, or all are zero, or
+      only a number out of the given range (a length of -1) makes them differ, and no fix helps.
     not_checked: Sentences that say what was not tested.
   """
 
@@ -68,7 +72,10 @@ class SplitReport:
     return self.fix
 
   def __str__(self) -> str:
-    return self._text([leaf for leaf in self.leaves if not leaf.agrees])
+    differ = [leaf for leaf in self.leaves if not leaf.agrees]
+    worst = sorted(differ, key=lambda leaf: leaf.difference / max(leaf.tolerance, 1e-100))[-_SHOWN:]
+    more = [f"... and {len(differ) - _SHOWN} more: report.details()"] * (len(differ) > _SHOWN)
+    return "\n".join([self._text([leaf for leaf in differ if leaf in worst]), *more])
 
   def details(self) -> str:
     """The report with all leaves, and the batches that were run."""
@@ -84,16 +91,26 @@ class SplitReport:
     if leaves:
       lines += ["", self.where, *_table(leaves)]
     elif self.ok:
-      lines.append(f"{len(self.leaves)} leaves agree on {len(self.batches)} batches")
+      lines += _wrapped("", self._agreement())
     return "\n".join(lines)
+
+  def _agreement(self) -> str:
+    of = [leaf.name[:3] for leaf in self.leaves]
+    grads, aux = of.count("gra"), of.count("aux")
+    compared = ["The loss", f"{grads} gradient{'s' * (grads > 1)}", *[f"{aux} aux"] * bool(aux)]
+    return (
+      f"{', '.join(compared[:-1])} and {compared[-1]} agree on the given batch and"
+      f" {len(self.batches) - 1} altered copies of it."
+    )
 
 
 def _table(leaves: Sequence[LeafComparison]) -> list[str]:
-  width = max(len("leaf"), *(len(leaf.name) for leaf in leaves))
+  names = [x.name if len(x.name) < 43 else f"...{x.name[-39:]}" for x in leaves]
+  width = max(map(len, ("leaf", *names)))
   lines = [f"{'leaf':<{width}}{'largest':>12}{'difference':>12}{'allowed':>10}"]
-  for leaf in leaves:
+  for name, leaf in zip(names, leaves, strict=True):
     numbers = f"{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
-    lines.append(f"{leaf.name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}")
+    lines.append(f"{name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}")
   return lines
 
 

@@ -103,14 +103,17 @@ class How(NamedTuple):
       return np.zeros_like(leaves[0])
     if word == "mean":
       return np.tensordot(weights, stack, 1) / np.sum(weights)
-    return stack[-1] if word == "last" else getattr(stack, word)(0)
+    # Of "stack" and "last" nothing is compared.
+    return stack[-1] if word in ("stack", "last") else getattr(stack, word)(0)
 
 
 class Runs:
   """A loss, a call of it and its splits, and all that was run.
 
-  `sizes` are the rows of a microbatch, of each split.
+  `sizes` are the rows of a microbatch, of each split, and `others` batches of as many rows.
   """
+
+  others: Sequence[Call] = ()
 
   def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
     self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
@@ -124,6 +127,8 @@ class Runs:
     self._at_once = jax.value_and_grad(fun, wrt, options["has_aux"])
     self._run = self._compiled(self._at_once)
     split = {**options, "num_microbatches": None, "microbatch_size": sizes[0]}
+    # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
+    split["aux_reduction"] = "mean" if split["aux_reduction"] is None else split["aux_reduction"]
     self._split = self._compiled(microbatch_value_and_grad(fun, **split))
 
   def _compiled(self, value_and_grad: LossFn) -> Callable[[Leaves], Tree]:
@@ -145,7 +150,7 @@ class Runs:
 
   @functools.cached_property
   def given(self) -> Outcome:
-    with noted(f"check_split ran it on the whole batch, {self.rows} rows."):
+    with noted(f"The check ran it on the whole batch, {self.rows} rows."):
       return self.whole(self.call)
 
   @functools.cached_property
@@ -155,7 +160,8 @@ class Runs:
   @functools.cached_property
   def calls(self) -> list[Call]:
     """The batches to run, the given one first."""
-    return list(probes_of(self.call, self.facts.integers, self.facts.floats))
+    given, *changed = probes_of(self.call, self.facts.integers, self.facts.floats)
+    return [given, *self.others, *changed]
 
   @functools.cached_property
   def outcomes(self) -> list[Tried]:
@@ -169,7 +175,7 @@ class Runs:
       return None
     for size in self.sizes:
       with noted(
-        f"check_split ran it in microbatches of {size} rows; on all {self.rows} rows it ran."
+        f"The check ran it in microbatches of {size} rows. On all {self.rows} rows it ran."
       ):
         tried.splits.append(self.parts(call, _cut(self.rows, size)))
     outcomes = [tried.whole, *(part.outcome for parts in tried.splits for part in parts)]

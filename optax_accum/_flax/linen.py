@@ -85,6 +85,8 @@ class LinenTrainStep(FlaxStep):
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
   params_name, updated = "state.params", (0, 1, 4, 6)
   fixes: ClassVar[dict[str, str]] = {
+    "coupled": "Batch normalization: use group or layer norm, or accept that each microbatch is"
+    " normalized by its own rows (its statistics go into mutable). See the guide Flax linen.",
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',

@@ -102,6 +102,8 @@ class NnxTrainStep(FlaxStep):
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   params_name, updated = "model", (0, 1, 4, 5)
   fixes: ClassVar[dict[str, str]] = {
+    "coupled": "Batch normalization: use group or layer norm, or the running statistics"
+    " (model.eval()), or accept that each microbatch is normalized by its own rows.",
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }

@@ -58,8 +58,8 @@ class TrainStep(Step, Generic[Params, Args]):
   ) -> "SplitReport":
     """Tests whether the loss is the same in microbatches; if not, says why and how to fix it.
 
-    `check_split` on one device, with the loss and options of the step, on the first 4 rows of the
-    batch (more if these tell nothing). Nothing is donated. Raises what the call does, and an error
+    `check_split` on one device, with the loss and options of the step, on 4 rows of the batch at
+    a time (more if these tell nothing). Nothing is donated. Raises what the call does, and an error
     inside `jax.jit`, for one row, for collectives in the loss, or without room on one device.
     """
     with self._prepared((params, opt_state, *args), kwargs) as call:

@@ -400,7 +400,7 @@ def targets(batch):
 XY, SUM = ("x", "y"), {"reduction": "sum"}
 TOKENS = ("tokens", "targets", "mask")
 SHARED = {"rng_argnums": ()}
-DRAWS = "draws random numbers: rows may meet in them"
+DRAWS = "noise of a row depends on other rows"
 BENDS = "of one number of the batch"
 NOISY = {"options": {"rng_argnums": 2}, "further": (KEY,), "not_checked": DRAWS}
 TOTALS = {"batch_argnums": 1, **SUM}
