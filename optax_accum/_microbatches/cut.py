@@ -125,7 +125,14 @@ class Microbatches:
 
 def known_weight(weight_fn: WeightFn, *args: Tree, **kwargs: Tree) -> jax.Array:
   """What `weight_fn` gives, checked while a number can be seen."""
-  value = weight_fn(*args, **kwargs)
+  try:
+    value = weight_fn(*args, **kwargs)
+  except TypeError as error:
+    if why := _validate.why_not(weight_fn, *args, **kwargs):
+      raise TypeError(
+        f"weight_fn gets only the arguments that are split, as in weight_fn(batch): {why}."
+      ) from error
+    raise
   weighted_mean.check_weight("weight_fn", value)
   return weighted_mean.as_weight(value)
 
@@ -142,7 +149,7 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
           f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
-          " it that axis, or pass it as an argument that is not split."
+          " it that axis, make an array of a list, or pass it as an argument that is not split."
         )
       rows[name] = shape[axis]
   if not rows:

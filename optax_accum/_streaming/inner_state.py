@@ -22,6 +22,11 @@ FIX = (
   " model and optimizer, or begin with what init(params) returns."
 )
 
+_EXPLICIT = (
+  "The optimizer cannot compute over explicit axes of a mesh. Over automatic axes it works:"
+  " jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)."
+)
+
 
 def same_types(name: str, new: Tree, old: Tree) -> Tree:
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
@@ -72,7 +77,10 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
-    if different := _difference(name, state, _made(init, params, state)):
+    if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+      if _EXPLICIT not in getattr(error, "__notes__", ()):
+        error.add_note(_EXPLICIT)
+    elif different := _difference(name, state, _made(init, params, state)):
       if isinstance(error, (TypeError, ValueError, AttributeError)):
         raise ValueError(f"{different}: {FIX}") from error
       error.add_note(f"{different}: {FIX}")  # of an error that may have another cause

@@ -59,13 +59,10 @@ class Step:
       " parameters and the optimizer state, and make the step anew where they are read."
     )
 
-  def __copy__(self) -> Any:
-    copied = object.__new__(type(self))
-    vars(copied).update(vars(self))
-    return copied
+  def __copy__(self, memo: Any = None) -> Any:
+    return self  # as a function is its own copy
 
-  def __deepcopy__(self, memo: Any) -> Any:
-    return self.__copy__()  # functions are not copied either
+  __deepcopy__ = __copy__
 
 
 def step_loss(

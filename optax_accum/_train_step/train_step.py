@@ -90,10 +90,11 @@ class TrainStep(Step, Generic[Params, Args]):
     try:
       yield self._program.prepare(given, kwargs)
     except Exception:
-      if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
+      fun = self._program.local.fun
+      if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
-      self._program.check(given, kwargs)
       parameters.check_order(self._program.tx, *given)
+      self._program.check(given, kwargs)
       raise
 
   def __repr__(self) -> str:
@@ -241,7 +242,8 @@ def make_train_step(
 
     ``stepped`` is False if nothing counted, because all weights are 0 or all microbatches were
     skipped: parameters and optimizer state stay as they were (but an `accumulate` counts a mini
-    step). It is also False inside a cycle, if `tx` is an `accumulate` or an `optax.MultiSteps`.
+    step). It is also False inside a cycle, if `tx` is an `accumulate` or an `optax.MultiSteps`, or
+    one around another. Where only a part of `tx` is, as in `optax.partition`, it tells of that.
 
   Raises:
     ValueError, TypeError: As `microbatch_value_and_grad`. Also: `tx` is not an optax
@@ -283,7 +285,9 @@ def make_train_step(
     leave it without any change. Forward-mode does. `in_place` refuses both.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
-  if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):
+  optimizers = optax.GradientTransformation, optax.MultiSteps
+  of_optax = isinstance(loss_fn, optimizers) or getattr(loss_fn, "__module__", "")[:5] == "optax"
+  if of_optax and callable(tx):
     raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
