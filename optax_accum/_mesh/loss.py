@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum._arithmetic import across_devices, reduction_words
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import place, place_state, sharding_of, specs_of_states
 from optax_accum._microbatches import cut
@@ -155,10 +155,6 @@ class PlacedLoss(NamedTuple):
     new, new_state = update((parts, opt_state))
     own = self._of_parameters(lambda spec: spec)
     return jax.tree.map(gather, new, params, own, self.wanted), new_state
-
-  def derivatives(self, grads: Grads) -> Grads:
-    """As that of the loss of one device."""
-    return self.local.derivatives(grads)
 
   def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone."""

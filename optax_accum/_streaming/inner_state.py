@@ -88,7 +88,8 @@ def updated(
   moved = _difference(name, new, params)
   if moved or _difference(name, new_state, state):
     made = _made(init, params, state)
-    before, after, wanted = (_shapes(name, x) for x in (state, new_state, made))
+    named = (_validate.named_leaves(name, _without_own(x)) for x in (state, new_state, made))
+    before, after, wanted = ({leaf: jnp.shape(x) for leaf, x in each} for each in named)
     # Of a state of other parameters, some leaf becomes what `init` makes.
     grown = any(before.get(x, shape) != shape == after.get(x) for x, shape in wanted.items())
     if (moved or grown) and (different := _difference(name, state, made)):
@@ -108,10 +109,6 @@ def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -
 def _difference(name: str, got: Tree, wanted: Tree) -> str:
   """Where trees differ, without the states of `accumulate` in them, which checks its own."""
   return _validate.difference(name, _without_own(got), _without_own(wanted))
-
-
-def _shapes(name: str, tree: Tree) -> dict[str, tuple[int, ...]]:
-  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
 
 
 def _without_own(tree: Tree) -> Tree:

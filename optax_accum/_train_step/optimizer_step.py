@@ -121,11 +121,9 @@ def loss_elsewhere(
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
     if moves := _instantiated(params_moved):
-      terms = jax.tree.map(_real_product, *map(loss.derivatives, (out.grads, *moves)))
+      terms = jax.tree.map(_real_product, *map(loss.local.derivatives, (out.grads, *moves)))
       tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
-    if moves := _instantiated(
-      held_moved
-    ):  # a user differentiates the step itself, e.g. by its batch
+    if moves := _instantiated(held_moved):  # of the step itself, which a user differentiates
       tangent += jax.jvp(functools.partial(value.fun, params), (held,), moves)[1]
     return out.loss, tangent
 
