@@ -583,6 +583,7 @@ def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
   assert model.bias[...].sharding.is_fully_replicated
 
 
+@pytest.mark.usefixtures("usual_promotion")
 def test_an_optimizer_that_cannot_compute_over_explicit_axes():
   mesh, tx = make_mesh(4, kind=EXPLICIT), accumulate(optax.contrib.muon(0.1), 1)
   placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
