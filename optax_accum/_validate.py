@@ -100,14 +100,12 @@ def hinted(
   """
 
   def decorate(fun: Callable[P, R]) -> Callable[P, R]:
-    signature = inspect.signature(fun)
-
     @functools.wraps(fun)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
       try:
         return fun(*args, **kwargs)
       except TypeError:
-        why = hint_on(signature, args, kwargs, names or {}, hint)
+        why = hint_on(fun, args, kwargs, names or {}, hint)
         if not why:
           raise
       raise TypeError(f"{fun.__qualname__}: {why}")
@@ -118,37 +116,51 @@ def hinted(
 
 
 def hint_on(
-  signature: inspect.Signature, args: Any, kwargs: Any, names: Mapping[str, str], hint: str = ""
+  fun: Callable[..., Any], args: Any, kwargs: Any, names: Mapping[str, str], hint: str = ""
 ) -> str:
-  """Why a call does not fit a signature and what to write, or "" where it fits or nobody knows."""
-  misfit = _misfit(signature, args, kwargs)
-  found = " ".join(text for name, text in names.items() if name in kwargs) or hint
-  return f"{misfit}. {found}" if misfit and found else ""
+  """Why a function cannot be called so and what to write, or "" where it can or nobody knows."""
+  if not (misfit := why_not(fun, *args, **kwargs)):
+    return ""
+  unknown = kwargs.keys() - inspect.signature(fun).parameters
+  found = " ".join(text for name, text in names.items() if name in unknown) or hint
+  return f"{misfit}. {found}" if found else ""
+
+
+def function(loss_fn: Any) -> None:
+  """Checks that a loss is a function."""
+  if not callable(loss_fn):
+    raise TypeError(
+      f"The loss is of type {type(loss_fn).__name__}: give the function itself, not its value, an"
+      " optimizer or a number of microbatches."
+    )
 
 
 def check_takes(where: str, loss_fn: Callable[..., Any], arguments: str) -> None:
   """Checks, before anything is traced, that a loss takes the positional `arguments`."""
-  own = loss_fn.func if isinstance(loss_fn, functools.partial) else loss_fn
-  if hasattr(own, "__wrapped__"):  # a decorator may take other arguments than what it wraps
-    return
-  try:
-    signature = inspect.signature(loss_fn)
-  except (TypeError, ValueError, NameError):  # builtins and some callables have none
-    return
-  if misfit := _misfit(signature, arguments.split(", "), {}):
+  function(loss_fn)
+  if misfit := why_not(loss_fn, *arguments.split(", ")):
     fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
     if isinstance(loss_fn, functools.partial):
       fix = "have what functools.partial fixes by name come last, or write a lambda"
     raise TypeError(
-      f"loss_fn takes {signature}, and {where} calls loss_fn({arguments}): {misfit}. Let it take"
-      f" these by position, and {fix}."
+      f"loss_fn takes {inspect.signature(loss_fn)}, and {where} calls loss_fn({arguments}):"
+      f" {misfit}. Let it take these by position, and {fix}."
     )
 
 
-def _misfit(signature: inspect.Signature, args: Any, kwargs: Any) -> str:
-  """Why a function of this signature cannot be called so, or ""."""
-  try:
-    signature.bind(*args, **kwargs)
-  except TypeError as error:
-    return str(error)
-  return ""
+def why_not(fun: Any, /, *args: Any, **kwargs: Any) -> str:
+  """Why a function cannot be called so: "" if it, or what it wraps, can, or nobody knows."""
+  why = ""
+  while fun is not None:  # a decorator may take other arguments than what it wraps
+    try:
+      signature = inspect.signature(fun, follow_wrapped=False)
+    except (TypeError, ValueError, NameError):  # builtins and some callables have none
+      return ""
+    try:
+      signature.bind(*args, **kwargs)
+    except TypeError as error:
+      why = str(error)
+    else:
+      return ""
+    fun = getattr(fun, "__wrapped__", None)
+  return why

@@ -13,6 +13,7 @@ import pytest
 
 from optax_accum import (
   accumulate,
+  check_split,
   from_multi_steps,
   make_train_step,
   microbatch,
@@ -45,6 +46,8 @@ def nnx_loss(model, batch):
       {"every_k_schedule": 4, "use_grad_mean": True},
       r"is every_k= here\. use_grad_mean=False",
     ),
+    ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps= is every_k= here"),
+    ({"num_microbatches": 4}, "num_microbatches= is every_k= here"),
   ],
 )
 def test_names_of_multisteps(arguments, match):
@@ -58,6 +61,11 @@ def test_a_name_that_nobody_has_is_refused_in_the_words_of_python():
     TypeError, match=r"^accumulate\(\) got an unexpected keyword argument 'steps'"
   ):
     accumulate(SGD, 4, steps=3)
+
+
+def test_the_optimizer_comes_first():
+  with pytest.raises(TypeError, match=r"comes before the number: accumulate\(inner, every_k\)"):
+    accumulate(8, SGD)
 
 
 def test_an_error_within_a_call_that_fits_is_left_as_it_is():
@@ -97,9 +105,72 @@ def test_methods_of_multisteps():
       lambda: make_train_step(jnp.mean, SGD, gradient_accumulation_steps=8),
       "unexpected keyword.*gradient_accumulation_steps= is num_microbatches= here",
     ),
-    (
-      lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
-      r"The loss comes before the optimizer: make_train_step\(loss_fn, tx",
+    *(
+      (
+        lambda tx=tx: make_train_step(tx, jnp.mean, num_microbatches=8),
+        r"The loss comes before the optimizer: make_train_step\(loss_fn, tx",
+      )
+      for tx in (SGD, optax.MultiSteps(SGD, 2), optax.adam)
+    ),
+    *(
+      (
+        lambda make=make, value=value: make(value),
+        f"The loss is of type {name}.*: give the function itself, not its value, an optimizer or a",
+      )
+      for make in (
+        lambda value: make_train_step(value, SGD, num_microbatches=8),
+        lambda value: microbatch_value_and_grad(value, num_microbatches=8),
+        lambda value: linen_train_step(value, num_microbatches=8),
+        lambda value: nnx_train_step(value, num_microbatches=8),
+      )
+      for value, name in ((8, "int"), (jnp.zeros(()), "ArrayImpl"), (SGD, "GradientTransform"))
+    ),
+    *(
+      (
+        lambda name=name: make_train_step(jnp.mean, SGD, num_microbatches=8, **{name: 1}),
+        f"unexpected keyword argument '{name}'. {name}= is {ours}",
+      )
+      for name, ours in {
+        "accum_steps": "num_microbatches= here",
+        "accumulate_grad_batches": "num_microbatches= here",
+        "num_micro_batches": "num_microbatches= here",
+        "num_minibatches": "num_microbatches= here",
+        "rngs": "rng_argnums= here",
+        "mutable": "carry_argnum= here",
+        "argnums": "for microbatch_value_and_grad",
+        "donate_argnums": "donate= of make_train_step",
+      }.items()
+    ),
+    *(
+      (
+        lambda make=make, name=name: make(name),
+        f"{kind}_train_step has no option '{name}': {why}",
+      )
+      for kind, make, names in (
+        (
+          "linen",
+          lambda name: linen_train_step(linen_loss, num_microbatches=2, **{name: 1}),
+          {
+            "mutables": r"did you mean mutable=\?",
+            "hasaux": r"did you mean has_aux=\?",
+            "wrt": "all of state.params is",
+            "optimizer": "it is the state's",
+            "rngs": "pass keys to the step, as rngs",
+            "accum_steps": "accum_steps= is num_microbatches= here",
+          },
+        ),
+        (
+          "nnx",
+          lambda name: nnx_train_step(nnx_loss, num_microbatches=2, **{name: 1}),
+          {
+            "wrts": r"did you mean wrt=\?",
+            "optimizer": r"it goes into the call: step\(model, optimizer, batch\)",
+            "mutable": "what the loss changes in the model is carried",
+            "argnums": "wrt selects what is differentiated",
+          },
+        ),
+      )
+      for name, why in names.items()
     ),
     (
       lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, flush=True),
@@ -119,7 +190,7 @@ def test_methods_of_multisteps():
     ),
     (
       lambda: nnx_train_step(nnx_loss, xyz=2),
-      r"no option 'xyz': it takes num_microbatches, microbatch_size, weight_fn, .*, batch_axis\.$",
+      r"no option 'xyz': it takes wrt, has_aux, num_microbatches, .*, batch_axis\.$",
     ),
     (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
     (
@@ -179,6 +250,14 @@ def test_a_number_of_microbatches_by_position():
       lambda: from_multi_steps(optax.MultiSteps(SGD, 2).init(PARAMS), 8),
       r"from_multi_steps: too many .* weight of a mini step goes by name: .*\(state, weight=8\)",
     ),
+    (
+      lambda: check_split(mean_loss, PARAMS, BATCH, every_k=2),
+      r"check_split: .*'every_k'\. every_k= is num_microbatches= here",
+    ),
+    (
+      lambda: accumulate(SGD, 2).apply(PARAMS, accumulate(SGD, 2).init(PARAMS)),
+      r"apply: missing .*'params'\. The order is apply\(updates, state, params\)",
+    ),
   ],
 )
 def test_functions(call, match):
@@ -186,12 +265,46 @@ def test_functions(call, match):
     call()
 
 
+def test_what_the_functions_of_a_user_take_and_return():
+  step = make_train_step(mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0)
+  with pytest.raises(TypeError, match=r"weight_fn gets only the arg.* that are split, .*'batch'\."):
+    step(PARAMS, SGD.init(PARAMS), BATCH)
+  step = make_train_step(jax.value_and_grad(mean_loss), SGD, num_microbatches=2)
+  with pytest.raises(TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"):
+    step(PARAMS, SGD.init(PARAMS), BATCH)
+
+
+def test_a_batch_of_strings_or_lists():
+  step = make_train_step(mean_loss, SGD, num_microbatches=2)
+  with pytest.raises(
+    TypeError, match=r"batch\['name'\] is the string 'name' and no array: leave it out"
+  ):
+    step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
+  with pytest.raises(ValueError, match=r"has shape \(\), without .*, make an array of a list, or"):
+    step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
+
+
+@pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_decorated_loss_has_its_own_errors(decorate):
+  @functools.wraps(mean_loss)
+  def weighed(params, batch, weight=1.0):
+    return weight * mean_loss(params, batch)
+
+  step = make_train_step(decorate(weighed), SGD, num_microbatches=2, donate=False)
+  assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
+  with pytest.raises(KeyError, match="'x'"):
+    step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
+
+
 def test_options_of_accumulate_in_a_step():
   step = make_train_step(mean_loss, SGD, num_microbatches=2, donate=False)
-  with pytest.raises(TypeError, match=r"step: .*'flush'\. There is nothing to flush: every call"):
-    step(PARAMS, SGD.init(PARAMS), BATCH, flush=True)
-  with pytest.raises(TypeError, match=r"step: .*'weight'\. weight= of optax_accum\.accumulate is"):
-    step(PARAMS, SGD.init(PARAMS), BATCH, weight=3)
+  for call in (step, step.check, step.lower):
+    with pytest.raises(TypeError, match=r"step: .*'flush'\. There is nothing to flush: every call"):
+      call(PARAMS, SGD.init(PARAMS), BATCH, flush=True)
+    with pytest.raises(
+      TypeError, match=r"step: .*'weight'\. weight= of optax_accum\.accumulate is"
+    ):
+      call(PARAMS, SGD.init(PARAMS), BATCH, weight=3)
 
   def with_flush(params, batch, flush):
     return jnp.where(flush, 2.0, 1.0) * mean_loss(params, batch)
@@ -214,8 +327,11 @@ def test_parameters_and_batch_swapped(tx):
   # Where the order is right, an error is that of the loss.
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, state, {"y": BATCH["x"]})
-  with pytest.raises(TypeError, match=r"argument .* as an abstract array"):
+  with pytest.raises(TypeError, match=r"batch is the string 'text' and no array"):
     step(BATCH, state, "text")
+
+
+METHODS = ("__call__", "check", "lower", "trace")
 
 
 def test_calls_of_steps_of_flax():
@@ -223,15 +339,17 @@ def test_calls_of_steps_of_flax():
   step = linen_train_step(linen_loss, num_microbatches=2)
   with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*Fix a setting in the loss"):
     step(state, BATCH, train=True)
-  with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*There is nothing to flush"):
-    step(state, BATCH, flush=True)
+  for name in METHODS:
+    with pytest.raises(TypeError, match=rf"LinenTrainStep\.{name}: .*There is nothing to flush"):
+      getattr(step, name)(state, BATCH, flush=True)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
   step = nnx_train_step(nnx_loss, num_microbatches=2)
   with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .*Variables of the model"):
     step(model, optimizer, BATCH, jnp.ones(4))
-  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: .*weight= .* is weight_fn= here"):
-    step(model, optimizer, BATCH, weight=3)
+  for name in METHODS:
+    with pytest.raises(TypeError, match=rf"NnxTrainStep\.{name}: .*weight= .* is weight_fn= here"):
+      getattr(step, name)(model, optimizer, BATCH, weight=3)
 
 
 def test_losses_that_fit_or_cannot_be_asked():
@@ -266,5 +384,10 @@ def test_losses_that_fit_or_cannot_be_asked():
 def test_signatures_are_those_of_the_functions():
   assert list(inspect.signature(accumulate).parameters)[:2] == ["inner", "every_k"]
   assert list(inspect.signature(linen_train_step).parameters)[:2] == ["loss_fn", "mutable"]
+  linen = linen_train_step(linen_loss, num_microbatches=2)
+  nnx_step = nnx_train_step(nnx_loss, num_microbatches=2)
+  for name in METHODS:
+    names = [list(inspect.signature(getattr(x, name)).parameters) for x in (linen, nnx_step)]
+    assert names == [["state", "batch", "rngs"], ["model", "optimizer", "batch"]]
   assert accumulate.__name__ == "accumulate"
   assert accumulate.__module__ == "optax_accum._streaming.accumulate"

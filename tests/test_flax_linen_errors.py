@@ -37,7 +37,8 @@ GOOD = {"batch_stats": STATS}
 @pytest.mark.parametrize(
   ("options", "error", "match"),
   [
-    ({"rng_argnums": 2}, TypeError, "has no option 'rng_argnums': pass keys as rngs"),
+    ({"rng_argnums": 2}, TypeError, "has no option 'rng_argnums': pass keys to the step, as rngs"),
+    ({"carry_reduction": "max"}, ValueError, "carry_reduction combines what mutable names, and"),
     ({"carry_argnum": 2}, TypeError, "has no option 'carry_argnum': name collections in mutable"),
     ({"tx": optax.sgd(0.1)}, TypeError, "has no option 'tx': it is the state's"),
     ({"microbatches": 2}, TypeError, "has no option 'microbatches': did you mean num_micro"),

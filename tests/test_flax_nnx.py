@@ -17,7 +17,6 @@ from support.devices import make_mesh, put
 
 from optax_accum import accumulate, count_collectives
 from optax_accum._flax.forwarded import forwarded
-from optax_accum._flax.variables import Snapshot
 from optax_accum.flax import nnx_train_step
 
 ROWS, WIDTH, CLASSES = 24, 6, 3
@@ -325,53 +324,23 @@ def test_adapters_stream_too():
   trees.assert_close(arrays(model), arrays(expected), 1e-5)
 
 
-def test_an_unchanged_model_is_split_once(monkeypatch):
+def test_a_model_of_another_structure_is_compiled_once():
   batch, (model, optimizer) = make_batch(), make(Model(nnx.BatchNorm, rate=0.5))
   step = nnx_train_step(loss_fn, num_microbatches=2)
   step(model, optimizer, batch)
-  split, calls = nnx.split, []
-  monkeypatch.setattr(nnx, "split", lambda *args: calls.append(1) or split(*args))
   with compilations() as compiled:
     for _ in range(3):
       step(model, optimizer, batch)
-  assert not calls
   assert not compiled
   model.eval()  # another structure: no statistics, no noise
   count = arrays(model)["['dropout']['rngs']['count']"]
   step(model, optimizer, batch)
-  assert calls
   assert arrays(model)["['dropout']['rngs']['count']"] == count
   model.train()
   with compilations() as compiled:
     step(model, optimizer, batch)
   assert not compiled
   assert arrays(model)["['dropout']['rngs']['count']"] == count + 2
-
-
-@pytest.mark.parametrize(
-  "change",
-  [
-    lambda model: setattr(model.dropout, "rate", 0.9),
-    lambda model: setattr(model, "last", nnx.Linear(8, CLASSES, rngs=nnx.Rngs(5))),
-    lambda model: model.blocks.append(nnx.Linear(8, 8, rngs=nnx.Rngs(5))),
-    lambda model: model.listed.append(nnx.Param(jnp.ones(()))),
-    lambda model: model.named.update(b=nnx.Param(jnp.ones(()))),
-    lambda model: delattr(model, "norm"),
-    lambda model: model.first.bias.set_metadata(frozen=True),
-    lambda model: setattr(model, "dropout", nnx.clone(model.dropout)),
-  ],
-)
-def test_every_change_of_structure_is_seen(change):
-  model = Model()
-  model.blocks = nnx.List([nnx.Linear(8, 8, rngs=nnx.Rngs(0))])
-  model.listed = nnx.data([nnx.Param(jnp.ones(()))])
-  model.named = nnx.data({"a": nnx.Param(jnp.ones(()))})
-  snapshot = Snapshot(model)
-  model.first.kernel[...] += 1.0
-  model.named["a"][...] += 1.0
-  assert snapshot.holds(model)
-  change(model)
-  assert not snapshot.holds(model)
 
 
 def test_a_step_keeps_no_model_alive():
@@ -496,7 +465,7 @@ def forgets(model, batch):
       loss_fn,
       {"carry_argnum": 2},
       TypeError,
-      "has no option 'carry_argnum': the step carries what",
+      "has no option 'carry_argnum': what the loss changes",
     ),
     (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
   ],
@@ -563,9 +532,8 @@ def test_an_optimizer_without_a_state_was_made_for_certain_variables_too():
 def test_an_optimizer_of_the_model_as_it_was():
   model, optimizer = make(Model())
   model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"opt_state.*late.* is missing") as error:
+  with pytest.raises(ValueError, match=r"opt_state.*late.* is missing: the state is not"):
     nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
-  assert "make it again: nnx.Optimizer(" in " ".join(error.value.__notes__)
 
 
 def test_other_objects_are_refused():

@@ -581,3 +581,13 @@ def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
   for x in (model.kernel, optimizer.opt_state[0].mu["kernel"], optimizer.opt_state[0].nu["kernel"]):
     assert x[...].sharding.spec == P("data")
   assert model.bias[...].sharding.is_fully_replicated
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_an_optimizer_that_cannot_compute_over_explicit_axes():
+  mesh, tx = make_mesh(4, kind=EXPLICIT), accumulate(optax.contrib.muon(0.1), 1)
+  placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
+  with pytest.raises(Exception, match="sharded") as raised:
+    step(placed, tx.init(init_params(np.float32)), make_batch(np.float32))
+  assert "".join(raised.value.__notes__).count("Over automatic axes it works: jax.make_mesh(") == 1

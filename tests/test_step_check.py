@@ -248,10 +248,15 @@ def test_nnx(over_mesh):
   assert step.check(model, optimizer, BATCH).fix == WEIGHT
   options["weight_fn"] = lambda batch: jnp.sum(batch["mask"])
   step = nnx_train_step(loss, num_microbatches=3, **options)
+  before = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
   report = step.check(model, optimizer, BATCH)
+  after = jax.tree.leaves((nnx.state(model), nnx.state(optimizer)))
+  assert all(x is y for x, y in zip(before, after, strict=True))
   assert report.ok, report
   assert model.calls[...] == 0
   step(model, optimizer, BATCH)
+  if over_mesh:  # a step does move all to the mesh
+    assert {len(x.devices()) for x in jax.tree.leaves(nnx.state(model))} == {4}
 
 
 def test_arguments_that_cannot_be_checked():

@@ -23,6 +23,7 @@ from optax_accum._microbatches.options import (
   find_slots,
   name_of,
   names_or_positions,
+  OTHER_NAMES,
   refuse_keys,
   Roles,
   Slot,
@@ -149,6 +150,9 @@ def _options(loss_fn: LossFn, options: Kwargs) -> Kwargs:
       f"check_split runs the loss on one device, and has no {min(of_step)}=: leave it out, or have"
       " a step check its own loss, step.check(params, opt_state, batch)."
     )
+  plain = inspect.unwrap(microbatch_value_and_grad)
+  if why := _validate.hint_on(plain, (loss_fn,), options, OTHER_NAMES):
+    raise TypeError(f"check_split: {why}")
   bound = _OPTIONS.bind(loss_fn, **options)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:

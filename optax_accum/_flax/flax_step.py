@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict
+from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
-Use: TypeAlias = Callable[[Any, PreparedCall], Any]  # of what the step knows of a call, and of it
+Result = TypeVar("Result")
+# Of a program, a call of it, and the state or the Variables that hold the arguments.
+Use: TypeAlias = Callable[["FlaxProgram", PreparedCall, Any], Result]
 
 
 class StepOptions(TypedDict, total=False):
@@ -62,7 +64,7 @@ class FlaxStep(Step):
 
   def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
     batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument.")
-    known = StepOptions.__annotations__
+    known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
         near = difflib.get_close_matches(option, known, 1)
@@ -87,27 +89,13 @@ class FlaxStep(Step):
     options = {**self._options, **decided}
     return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
 
-  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self._with_call(lambda _, call: call.jitted.lower(*call.args), *args, **kwargs)
+  def _checked(self, program: "FlaxProgram", call: PreparedCall, _: Any) -> "SplitReport":
+    drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
+    return self._report(program.local, args, {}, drawing=drawing, fixes=self.fixes)
 
-  def check(self, *args: Any, **kwargs: Any) -> "SplitReport":
-    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-
-    def report(view: Any, call: PreparedCall) -> "SplitReport":
-      drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
-      return self._report(view.local, args, {}, drawing=drawing, fixes=self.fixes)
-
-    found: SplitReport = self._with_call(report, *args, **kwargs)
-    return found
-
-  def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
-    """As ``trace`` of a jitted function."""
-    return self._with_call(lambda _, call: call.jitted.trace(*call.args), *args, **kwargs)
-
-  def _with_call(self, use: Use, *args: Any, **kwargs: Any) -> Any:
-    """What `use` makes of a call with such arguments, and of what the step knows of them."""
-    raise NotImplementedError
+  def _traced(self, program: "FlaxProgram", call: PreparedCall, _: Any) -> jax.stages.Traced:
+    traced: jax.stages.Traced = call.jitted.trace(*call.args)
+    return traced
 
 
 @dataclasses.dataclass(eq=False, repr=False)

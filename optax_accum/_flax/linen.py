@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -10,11 +10,14 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
-from optax_accum._flax import state_fields
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
+from optax_accum._flax import flax_step, state_fields
+from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
+
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
@@ -79,7 +82,15 @@ def linen_train_step(
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
 
-class LinenTrainStep(FlaxStep):
+_hinted = _validate.hinted(
+  "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
+  " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
+  " arrays into a field of the state that is a dict.",
+  names=OTHER_NAMES,
+)
+
+
+class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
@@ -92,33 +103,50 @@ class LinenTrainStep(FlaxStep):
     ' step(state, batch, rngs={"dropout": key}).',
   }
   decided: ClassVar[dict[str, str]] = {
-    "tx": "it is the state's",
-    **dict.fromkeys(("rng_argnums", "rng_argnames"), "pass keys as rngs"),
-    "carry_argnum": "name collections in mutable",
+    **dict.fromkeys(("tx", "optimizer"), "it is the state's."),
+    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "pass keys to the step, as rngs."),
+    **dict.fromkeys(("wrt", "argnums"), "all of state.params is. Freeze some by optax.partition."),
+    "carry_argnum": "name collections in mutable.",
   }
 
   def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: StepOptions):
     self._mutable = state_fields.check_mutable(mutable)
+    if not self._mutable and options.get("carry_reduction") is not None:
+      raise ValueError("carry_reduction combines what mutable names, and that is empty.")
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     self.loss = self._step_loss(self._loss, rng_argnums=4)
 
-  @_validate.hinted(
-    "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
-    " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
-    " arrays into a field of the state that is a dict.",
-    names=OTHER_NAMES,
-  )
+  @_hinted
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
-    run = lambda program, call: self._replaced(state, call, program.run(call))  # noqa: E731
-    return self._with_call(run, state, batch, rngs)
+    return self._with_call(
+      lambda program, call, state: _replaced(state, call, program.run(call)), state, batch, rngs
+    )
 
+  @_hinted
+  def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
+    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
+    return self._with_call(self._checked, state, batch, rngs)
+
+  @_hinted
+  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self.trace(state, batch, rngs).lower()
+
+  @_hinted
+  def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
+    """As ``trace`` of a jitted function."""
+    return self._with_call(self._traced, state, batch, rngs)
+
+  @_hinted
   def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    shapes = lambda _, call: self._replaced(state, call, call.jitted.eval_shape(*call.args))  # noqa: E731
-    return self._with_call(shapes, state, batch, rngs)
+    return self._with_call(
+      lambda _, call, state: _replaced(state, call, call.jitted.eval_shape(*call.args)),
+      *(state, batch, rngs),
+    )
 
-  def _with_call(self, use: Use, state: Any, batch: Batch, rngs: Rngs = None) -> Any:
+  def _with_call(self, use: Use[Result], state: Any, batch: Batch, rngs: Rngs = None) -> Result:
     """What `use` makes of the program for such a call, and of the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -128,13 +156,7 @@ class LinenTrainStep(FlaxStep):
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
     program, count = self._program_of(state), state_fields.counted(state.step)
     args = state.params, state.opt_state, batch, constant, mutable, rngs, count
-    return use(program, program.prepare(args, {}, others))
-
-  def _replaced(self, state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
-    """The state after a step, and the metrics."""
-    params, opt_state, mutable, count, metrics = out
-    collections = {**call.args[3], **mutable}  # the constant ones where the step put them
-    return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics
+    return use(program, program.prepare(args, {}, others), state)
 
   def _program_of(self, state: train_state.TrainState) -> FlaxProgram:
     """The program for states of this optimizer."""
@@ -183,3 +205,10 @@ class LinenTrainStep(FlaxStep):
     loss, others = out if not alone else (out, {})
     updates, aux = others if both else (others, None) if self._mutable else ({}, others)
     return loss, (state_fields.as_held(updates, mutable), aux)
+
+
+def _replaced(state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
+  """The state after a step, and the metrics."""
+  params, opt_state, mutable, count, metrics = out
+  collections = {**call.args[3], **mutable}  # the constant ones where the step put them
+  return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics

@@ -1,37 +1,29 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-import dataclasses
-from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
-import weakref
+from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
 
 from flax import nnx
+import jax
 import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
-from optax_accum._flax import variables
-from optax_accum._flax.flax_step import FlaxProgram, FlaxStep, LossFn, Metrics, StepOptions, Use
+from optax_accum._flax import flax_step, variables
+from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._flax.variables import Snapshot, Values
-from optax_accum._mesh.placement import place
-from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall
 
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
+
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
-# What is added to an error, by words in it: the first that are.
-_NOTES = {
-  "has been deleted": (
-    "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
-    " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, use copy.deepcopy"
-    " instead of nnx.clone; or pass donate=False."
-  ),
-  "opt_state": (
-    "The optimizer must be made with the wrt of the step and for the present model. After you added"
-    " adapters or replaced a layer, make it again: nnx.Optimizer(model, tx, wrt=...)."
-  ),
-}
+_DELETED = (
+  "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
+  " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, use copy.deepcopy"
+  " instead of nnx.clone; or pass donate=False."
+)
 
 
 @_validate.hinted(
@@ -92,7 +84,15 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-class NnxTrainStep(FlaxStep):
+_hinted = _validate.hinted(
+  "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
+  " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
+  " arrays into Variables of the model.",
+  names=OTHER_NAMES,
+)
+
+
+class NnxTrainStep(flax_step.FlaxStep):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``.
 
   Which Variables the loss changes is found by tracing it. At first none are carried from one
@@ -108,107 +108,82 @@ class NnxTrainStep(FlaxStep):
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
   decided: ClassVar[dict[str, str]] = {
-    "tx": "it is the optimizer's",
-    **dict.fromkeys(("rng_argnums", "rng_argnames"), "random streams are part of the model"),
-    "carry_argnum": "the step carries what the loss changes in the model",
+    **dict.fromkeys(("tx", "optimizer"), "it goes into the call: step(model, optimizer, batch)."),
+    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "random streams are in the model."),
+    **dict.fromkeys(("carry_argnum", "mutable"), "what the loss changes in the model is carried."),
+    "argnums": "wrt selects what is differentiated.",
   }
 
   def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
-    self._views: dict[object, _View] = {}
-    self._changed: dict[object, frozenset[str]] = {}  # by graphdef: what the loss changes
     self.loss = self._step_loss(loss_fn, rng_argnums=())
 
-  @_validate.hinted(
-    "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
-    " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
-    " arrays into Variables of the model.",
-    names=OTHER_NAMES,
-  )
+  @_hinted
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
-    metrics: Metrics = self._with_call(_View.run, model, optimizer, batch)
-    return metrics
 
-  def _with_call(self, use: Use, model: Any, optimizer: Any, batch: Batch) -> Any:
-    """What `use` makes of a call with what these objects hold."""
-    while True:
-      view = self._view(model, optimizer)
-      try:
-        return use(view, view.program.prepare(view.arguments(batch), {}))
-      except ChangedByLossError as found:  # while the loss was traced, before anything ran
-        known = self._changed.get(view.graphdef, frozenset())
-        self._changed[view.graphdef] = known.union(found.args)
-        self._views.clear()
-      except (RuntimeError, ValueError) as error:
-        notes = [note for words, note in _NOTES.items() if words in str(error)]
-        for note in notes[:1]:
-          error.add_note(note)
-        raise
+    def run(program: FlaxProgram, call: PreparedCall, held: Tree) -> Metrics:
+      *new, metrics = program.run(call)
+      variables.write(held, (*new, call.args[3]))  # the rest where the step put it
+      return metrics
 
-  def _view(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
-    """What these objects hold: as found before, if their structure is as it was."""
-    key = id(model), id(optimizer)
-    view = self._views.get(key)
-    if view is None or not view.snapshot.holds(model, optimizer):
-      view = self._look_at(model, optimizer)
-      if key not in self._views:
-        for root in (model, optimizer):
-          weakref.finalize(root, self._views.pop, key, None)
-      self._views[key] = view
-    return view
+    return self._with_call(run, model, optimizer, batch)
 
-  def _look_at(self, model: nnx.Module, optimizer: Optimizer) -> "_View":
+  @_hinted
+  def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
+    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
+    return self._with_call(self._checked, model, optimizer, batch)
+
+  @_hinted
+  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self.trace(model, optimizer, batch).lower()
+
+  @_hinted
+  def trace(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Traced:
+    """As ``trace`` of a jitted function."""
+    return self._with_call(self._traced, model, optimizer, batch)
+
+  def _with_call(self, use: Use[Result], model: Any, optimizer: Any, batch: Batch) -> Result:
+    """What `use` makes of a call with what these objects hold, and of the Variables of it."""
     variables.check_objects(model, optimizer)
+    variables.wrap_arrays(optimizer)
     parts: Args = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
-    variables.wrap_arrays(optimizer)
-    variables.check_wrt(self._wrt, params, model, optimizer)
-    if (parallel := self.loss.parallel) is not None:
-      held = Values(nnx.state(model))
-      held.write(place(parallel.mesh, "model", held.read()))
-    changed = self._changed.get(graphdef, frozenset())
-    carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
-    key = graphdef, optimizer.tx, changed
-    if key not in self._programs:
-      axis = parallel.axes if parallel else self._options.get("axis_name")
-      pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-      tx, loss = optax.with_extra_args_support(optimizer.tx), self._step_loss(pure, rng_argnums=())
-      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
-    updated = Values((params, optimizer.opt_state, carry, optimizer.step))
-    snapshot = Snapshot(model, optimizer)
-    return _View(snapshot, graphdef, self._programs[key], updated, Values(fixed))
+    key = graphdef, optimizer.tx
+    program = self._programs.get(key)
+    if program is None:
+      variables.check_model(self._wrt, params, model, optimizer)
+      program = self._program(*key, frozenset())
+    while True:
+      pure: Any = program.local.fun
+      changed: frozenset[str] = pure.changed
+      carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
+      held = params, optimizer.opt_state, carry, optimizer.step, fixed
+      *stepped, carried, count, constant = variables.values(held)
+      try:
+        call = program.prepare((*stepped, batch, constant, carried, count), {})
+        return use(program, call, held)
+      except ChangedByLossError as found:  # while the loss was traced, before anything ran
+        program = self._program(*key, changed.union(found.args))
+      except RuntimeError as error:
+        if "has been deleted" in str(error):
+          error.add_note(_DELETED)
+        raise
+
+  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> FlaxProgram:
+    """The program for models of this structure, of which the loss changes these Variables."""
+    parallel = self.loss.parallel
+    axis = parallel.axes if parallel else self._options.get("axis_name")
+    pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
+    loss, own = self._step_loss(pure, rng_argnums=()), optax.with_extra_args_support(tx)
+    program = FlaxProgram(loss, own, self.updated, 5, self._donate, self)
+    self._programs[graphdef, tx] = program
+    return program
 
   def names(self, *args: Any) -> dict[str, Tree]:
     """The arguments of a program, by the names that messages have for them."""
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
     return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}
-
-
-class _View(NamedTuple):
-  """What a model and its optimizer hold, and the program for it."""
-
-  snapshot: Snapshot
-  graphdef: Any
-  program: FlaxProgram
-  updated: Values  # parameters, optimizer state, what the loss changes, and the count of steps
-  fixed: Values  # what the loss does not change
-
-  def arguments(self, batch: Batch) -> Args:
-    """The arguments of the program."""
-    params, opt_state, carry, count = self.updated.read()
-    return params, opt_state, batch, self.fixed.read(), carry, count
-
-  @property
-  def local(self) -> LocalLoss:
-    """The loss on one device, without an axis of others."""
-    pure: Any = self.program.local.fun
-    return dataclasses.replace(self.program.local, fun=dataclasses.replace(pure, axis=None))
-
-  def run(self, call: PreparedCall) -> Metrics:
-    """One step: puts back what it returned, but for the metrics."""
-    *new, metrics = self.program.run(call)
-    self.updated.write(tuple(new))
-    return metrics

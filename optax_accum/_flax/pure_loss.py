@@ -6,6 +6,7 @@ from typing import Any
 from flax import nnx
 import jax
 
+from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Batch, Carry, Params, Tree
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
@@ -36,7 +37,8 @@ class PureLoss:
     return getattr(self.fun, "__name__", repr(self.fun))
 
   def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry) -> Any:
-    fixed = keys_and_carry.on_device(fixed, self.axis)  # and so with noise of its own, as a carry
+    if self.axis is not None and across_devices.is_bound(self.axis):  # `check` has one device
+      fixed = keys_and_carry.on_device(fixed, self.axis)  # with noise of its own, as a carry
     states = params, fixed, carry
     model, before, out, after = self._run(states, batch)
     if self.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
@@ -48,7 +50,7 @@ class PureLoss:
     if not changed <= self.changed:
       self._check_changed(changed & self._computed(states, batch), params, model)
     loss, aux = out if self.has_aux else (out, None)
-    return loss, (variables.Values(nnx.state(model, variables.among(self.changed))).read(), aux)
+    return loss, (variables.values(nnx.state(model, variables.among(self.changed))), aux)
 
   def _run(self, states: Args, batch: Batch) -> Args:
     """The model, what it held before, what the loss returned, and what the model held then."""

@@ -1,7 +1,6 @@
 """What nnx objects hold: checked and found once, and read for as long as their structure stays."""
 
 from collections.abc import Callable, Collection
-import operator
 from typing import Any
 
 from flax import nnx
@@ -37,55 +36,19 @@ def among(names: Collection[str]) -> Callable[[Path, Leaf], bool]:
   return lambda path, _: name(path) in names
 
 
-class Values:
-  """The values of the Variables in a tree, read and written in place."""
-
-  def __init__(self, tree: Tree):
-    self._treedef: Any
-    self._variables, self._treedef = jax.tree.flatten(tree, is_leaf=is_variable)
-
-  def read(self) -> Tree:
-    """The tree, with values in the places of the Variables."""
-    return self._treedef.unflatten(map(value, self._variables))
-
-  def write(self, tree: Tree) -> None:
-    """Puts the values of such a tree into the Variables."""
-    for variable, new in zip(self._variables, self._treedef.flatten_up_to(tree), strict=True):
-      if is_variable(variable):
-        variable.set_raw_value(new)
+def values(tree: Tree) -> Any:
+  """The tree, with values in the places of the Variables."""
+  return jax.tree.map(value, tree, is_leaf=is_variable)
 
 
-class Snapshot:
-  """The structure of nnx objects, to tell whether an `nnx.split` of them still holds.
+def write(tree: Tree, new: Tree) -> None:
+  """Puts the values of such a tree into the Variables of `tree`."""
 
-  It holds while each object has the same attributes, and each Variable the same metadata. Comparing
-  them by identity takes a tenth of the time of a split. It does not keep the objects alive.
-  """
+  def put(variable: Leaf, new: Leaf) -> None:
+    if is_variable(variable):
+      variable.set_raw_value(new)
 
-  def __init__(self, *roots: Tree):
-    own = set(map(id, roots))
-    nodes = [node for root in roots for _, node in nnx.iter_graph(root) if id(node) not in own]
-    self._roots = list(map(_structure, roots))
-    self._inner = [(x, _structure(x)) for x in nodes if not jax.tree_util.all_leaves([x])]
-
-  def holds(self, *roots: Tree) -> bool:
-    """Whether these, the same objects, have the same structure."""
-    nodes = [*zip(roots, self._roots, strict=True), *self._inner]
-    return all(_same(_structure(node), before) for node, before in nodes)
-
-
-def _same(a: dict[object, Leaf], b: dict[object, Leaf]) -> bool:
-  return a.keys() == b.keys() and all(map(operator.is_, a.values(), b.values()))
-
-
-def _structure(node: Tree) -> dict[object, Leaf]:
-  """What can change in a node, but for the value of a Variable."""
-  if is_variable(node):
-    metadata: dict[object, Leaf] = node.get_metadata()
-    return metadata
-  if isinstance(node, list):
-    return dict(enumerate(node))
-  return dict(node if isinstance(node, dict) else getattr(node, "__dict__", {}))
+  jax.tree.map(put, tree, new, is_leaf=is_variable)
 
 
 def wrap_arrays(optimizer: Any) -> None:
@@ -105,16 +68,16 @@ def check_objects(model: object, optimizer: object) -> None:
       " linen there is linen_train_step, and for parameters make_train_step."
     )
   _validate.transformation(optimizer.tx, "optimizer.tx")
+
+
+def check_model(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> None:
+  """Checks a model of this structure, and that `wrt` selects what the optimizer was made for."""
   for found, x in named(nnx.state(model)).items():
     if is_variable(x) and any(x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES):
       raise TypeError(
         f"model.{found} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
         " a step cannot take apart: make the model without."
       )
-
-
-def check_wrt(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> None:
-  """Checks that `wrt` selects Variables, and those that the optimizer was made for."""
   selected = named(params)
   if not selected:
     kinds = sorted({type(x).__name__ for x in named(nnx.state(model)).values()})

@@ -89,7 +89,14 @@ class Microbatches:
       return weighted_mean.as_weight(float(rows))
     named: dict[Any, Tree] = dict(zip(self.roles.batch, batch, strict=True))
     positional = [named.pop(slot) for slot in self.roles.batch if isinstance(slot, int)]
-    value = self.split.weight_fn(*positional, **named)
+    try:
+      value = self.split.weight_fn(*positional, **named)
+    except TypeError as error:
+      if why := _validate.why_not(self.split.weight_fn, *positional, **named):
+        raise TypeError(
+          f"weight_fn gets only the arguments that are split, as in weight_fn(batch): {why}."
+        ) from error
+      raise
     weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)
 
@@ -133,7 +140,7 @@ def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
           f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
-          " it that axis, or pass it as an argument that is not split."
+          " it that axis, make an array of a list, or pass it as an argument that is not split."
         )
       rows[name] = shape[axis]
   if not rows:

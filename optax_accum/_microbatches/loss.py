@@ -164,7 +164,8 @@ def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
   if got:
     raise TypeError(
       f"The loss {got}; it must be a real scalar: take the mean or sum over the rows, in a floating"
-      " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True."
+      " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True;"
+      " if it is jax.value_and_grad of a loss, give that loss itself."
     )
 
 
@@ -180,6 +181,7 @@ def local_loss(
   noise_scale: bool = False,
 ) -> LocalLoss:
   """A `LocalLoss` from what the user gave, checked."""
+  _validate.function(fun)
   _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
   positions = options.names_or_positions("argnums", argnums, int)
   if not positions or len(set(positions)) < len(positions):

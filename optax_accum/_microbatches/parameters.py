@@ -23,6 +23,9 @@ def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
       " tx.init(params) returns."
     )
   check_differentiable("argument 0", params)
+  for name, x in _validate.named_leaves("batch", others[0] if others else ()):
+    if isinstance(x, str):
+      raise TypeError(f"{name} is the string {x!r} and no array: leave it out of the batch.")
 
 
 def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:

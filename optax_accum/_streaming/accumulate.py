@@ -12,12 +12,13 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
 from optax_accum._arithmetic.trees import Grads, OptState
-from optax_accum._streaming.cycle import Cycle, Schedule
-from optax_accum._streaming.emit import Accumulation, Params
+from optax_accum._microbatches.options import COUNTS
+from optax_accum._streaming.cycle import Accumulation, Params, Schedule
 from optax_accum._streaming.state import AccumulateState
 
-# What `optax.MultiSteps` calls the arguments, and its methods.
+# What others call the arguments, and the methods of `optax.MultiSteps`.
 _PEERS = {
+  **{name: f"{name}= is every_k= here." for name in (*COUNTS, "num_microbatches")},
   "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
@@ -37,6 +38,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       returns ``(updates, state)``: zeros, until a cycle ends.
   """
 
+  @_validate.hinted("The order is apply(updates, state, params).")
   def apply(
     self,
     updates: Grads,
@@ -142,12 +144,14 @@ def accumulate(
     Where updates are zeros, `inner` does not run. An inf or NaN that is not skipped cannot reach
     the next cycle. The mean of fp8 statistics is silently wrong: see "Sharp edges".
   """
+  if isinstance(every_k, optax.GradientTransformation):
+    raise TypeError("The optimizer comes before the number: accumulate(inner, every_k).")
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):
     raise TypeError(f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None.")
   every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
-  cycle = Cycle(every_k, kind, dtype, skip_fn, axis_name)
-  accumulation = Accumulation(optax.with_extra_args_support(inner), cycle, differentiable)
+  inner = optax.with_extra_args_support(inner)
+  accumulation = Accumulation(inner, every_k, kind, dtype, skip_fn, axis_name, differentiable)
   return AccumulateTransformation(accumulation.init, accumulation)

@@ -1,11 +1,11 @@
-"""One call of `accumulate`: adds its gradients up, and decides whether the cycle ends with it."""
+"""What `accumulate` returns: adds gradients up, decides when a cycle ends, and runs `inner`."""
 
 from collections.abc import Callable, Collection, Iterator
 import contextlib
 import contextvars
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 from jax import lax
@@ -14,16 +14,25 @@ from jax.typing import ArrayLike, DTypeLike
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
+from optax_accum._arithmetic import across_devices, conditional, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, OptState, Path, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._streaming import checks
-from optax_accum._streaming.state import AccumulateState, stored, without_device_axis
+from optax_accum._streaming.inner_state import same_types, updated, widened
+from optax_accum._streaming.state import (
+  AccumulateState,
+  states_in,
+  stored,
+  with_device_axis,
+  without_device_axis,
+)
 
+Params = TypeVar("Params", bound=Any)
+Carry = TypeVar("Carry")
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
@@ -45,6 +54,7 @@ def sending(names: Collection[str]) -> Iterator[None]:
 class MiniStep(NamedTuple):
   """What one call adds up and decides, before `inner` runs."""
 
+  updates: Grads  # of this call, as arrays
   total: Grads  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
@@ -53,17 +63,19 @@ class MiniStep(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class Cycle:
-  """When a cycle ends, and what is kept until then: nothing with ``every_k=1``."""
+class Accumulation:
+  """The `update` of `accumulate`. With ``every_k=1`` it keeps nothing between calls."""
 
+  inner: optax.GradientTransformationExtraArgs
   every_k: int | Schedule
   reduction: Reduction  # over the cycle's microbatches and the devices
   accumulator_dtype: DTypeLike | None
   skip_fn: SkipFn | None
   axis_name: AxisName | None
+  differentiable: bool
 
-  def init(self, params: Params, inner_opt_state: OptState) -> AccumulateState:
-    """An empty cycle."""
+  def init(self, params: Params) -> AccumulateState:
+    """An empty cycle, and `inner`'s own state."""
     # `optax.lookahead` steps two copies of the parameters by the gradients of one.
     grads = params.fast if isinstance(params, optax.LookaheadParams) else params
     # One array a field: a state in which one zero stands twice cannot be donated.
@@ -76,7 +88,7 @@ class Cycle:
     state = AccumulateState(
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
-      inner_opt_state=inner_opt_state,
+      inner_opt_state=self.inner.init(params),
       acc_grads=() if self.every_k == 1 else jax.tree.map_with_path(self._accumulator, grads),
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
@@ -97,8 +109,114 @@ class Cycle:
     no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
     return jnp.where(no, param.astype(dtype), jnp.zeros((), dtype))
 
+  def __call__(
+    self,
+    updates: Grads,
+    state: AccumulateState,
+    params: Params | None = None,
+    *,
+    weight: ArrayLike = 1.0,
+    flush: Flag = False,
+    _may_end: Flag | None = None,  # of a step: does anything of its batch count?
+    **extra_args: Any,
+  ) -> tuple[Grads, AccumulateState]:
+    """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
+    updates = checks.checked("update", updates, state, params, extra_args)
+    step = self._add(updates, state, params, weight, flush, _may_end)
+    run = functools.partial(self._run_inner, step, extra_args, params)
+    if step.emit is True:
+      updates, total, inner_state = run(step.total, state.inner_opt_state)
+      return updates, self._next(step, total, inner_state)
+
+    traced = jax.jit(run, inline=True)  # once, for the types of updates and for the conditional
+    like = jax.eval_shape(traced, step.total, state.inner_opt_state)[0]
+    # Where they can, sums go in and updates come out in the same buffers.
+    shared = conditional.OutputBuffers(step.total, like)
+
+    def emitted(total: Grads, carry: tuple[Grads, OptState]) -> tuple[Grads, Any]:
+      new, total, inner_state = traced(total, carry[1])
+      total, spare = shared.filled(new, total)
+      return total, (spare, inner_state)
+
+    carry = (shared.spare, state.inner_opt_state)
+    total, (spare, inner_state) = self._if_it_emits(step, emitted, carry)
+    return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
+
+  def apply(
+    self, updates: Grads, state: Any, params: Params, weight: Any, flush: Flag, extra_args: Kwargs
+  ) -> tuple[Params, AccumulateState]:
+    """`update` and `optax.apply_updates`, with both inside the conditional."""
+    if params is None:
+      raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
+    updates = checks.checked("apply", updates, state, params, extra_args)
+    step = self._add(updates, state, params, weight, flush, None)
+
+    def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
+      old, inner_state = carry
+      new, total, inner_state = self._run_inner(step, extra_args, old, total, inner_state)
+      return total, (same_types("params", optax.apply_updates(old, new), params), inner_state)
+
+    carry = (params, state.inner_opt_state)
+    total, (params, inner_state) = self._if_it_emits(step, emitted, carry)
+    return params, self._next(step, total, inner_state)
+
+  def _if_it_emits(
+    self, step: MiniStep, fun: Callable[[Grads, Carry], tuple[Grads, Carry]], carry: Carry
+  ) -> tuple[Grads, Carry]:
+    """``fun(step.total, carry)`` where the cycle emits, and else the two, in the same buffers."""
+    axis_name = self.axis_name
+
+    def run(operand: tuple[Grads, Carry]) -> tuple[Grads, Carry]:
+      total, carry = fun(without_device_axis(operand[0], axis_name), operand[1])
+      return with_device_axis(total, axis_name), carry
+
+    if step.emit is not True:  # `fun` is traced once, for types and for the conditional
+      fun = jax.jit(fun, inline=True)
+      carry = widened(lambda carry: fun(step.total, carry)[1], carry)
+    # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
+    operand = (with_device_axis(step.total, axis_name), carry)
+    total, carry = conditional.update_if(step.emit, run, operand, self.differentiable)
+    return without_device_axis(total, axis_name), carry
+
+  def _run_inner(
+    self,
+    step: MiniStep,
+    extra_args: Kwargs,
+    params: Params | None,
+    total: Grads,
+    inner_state: OptState,
+  ) -> tuple[Grads, Grads, OptState]:
+    """One step of `inner` on the cycle's gradient, in the dtypes of one microbatch's.
+
+    Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
+    """
+    kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
+    with jax.named_scope("optimizer"):
+      if axis_name is not None:
+        total = jax.tree.map(lambda x: kind.over_devices(x, axis_name, True), total)
+      reduced = jax.tree.map(
+        lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, step.updates
+      )
+      # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
+      sends = kind.name == "mean" and bool(states_in(inner_state))
+      if sends:
+        extra_args = {**extra_args, "weight": weighted_mean.as_weight(step.cycle_weight)}
+      like = step.updates if params is None else params
+
+      def run() -> tuple[Grads, OptState]:
+        with sending(["weight"] * sends):
+          return self.inner.update(reduced, inner_state, params, **extra_args)
+
+      new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
+    return new, total, same_types("inner_opt_state", new_state, inner_state)
+
+  def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
+    kept = () if self.every_k == 1 else total
+    state = step.state._replace(acc_grads=kept, inner_opt_state=inner_state)
+    return stored(state, self.axis_name)
+
   @jax.named_scope("accumulate")
-  def add(
+  def _add(
     self,
     updates: Grads,
     state: AccumulateState,
@@ -168,7 +286,7 @@ class Cycle:
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
       has_updated=jnp.asarray(emit),
     )
-    return MiniStep(total, divisor, cycle_weight, emit, state)
+    return MiniStep(updates, total, divisor, cycle_weight, emit, state)
 
   def _agree(
     self, skip: Flag, flush: Flag, local: Weight, dtype: DTypeLike

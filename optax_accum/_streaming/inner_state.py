@@ -22,6 +22,11 @@ FIX = (
   " model and optimizer, or begin with what init(params) returns."
 )
 
+_EXPLICIT = (
+  "The optimizer cannot compute over explicit axes of a mesh. Over automatic axes it works:"
+  " jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)."
+)
+
 
 def same_types(name: str, new: Tree, old: Tree) -> Tree:
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
@@ -72,7 +77,10 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
-    if different := _difference(name, state, _made(init, params, state)):
+    if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+      if _EXPLICIT not in getattr(error, "__notes__", ()):
+        error.add_note(_EXPLICIT)
+    elif different := _difference(name, state, _made(init, params, state)):
       if isinstance(error, (TypeError, ValueError, AttributeError)):
         raise ValueError(f"{different}: {FIX}") from error
       error.add_note(f"{different}: {FIX}")  # of an error that may have another cause
@@ -80,7 +88,8 @@ def updated(
   moved = _difference(name, new, params)
   if moved or _difference(name, new_state, state):
     made = _made(init, params, state)
-    before, after, wanted = (_shapes(name, x) for x in (state, new_state, made))
+    named = (_validate.named_leaves(name, _without_own(x)) for x in (state, new_state, made))
+    before, after, wanted = ({leaf: jnp.shape(x) for leaf, x in each} for each in named)
     # Of a state of other parameters, some leaf becomes what `init` makes.
     grown = any(before.get(x, shape) != shape == after.get(x) for x, shape in wanted.items())
     if (moved or grown) and (different := _difference(name, state, made)):
@@ -100,10 +109,6 @@ def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -
 def _difference(name: str, got: Tree, wanted: Tree) -> str:
   """Where trees differ, without the states of `accumulate` in them, which checks its own."""
   return _validate.difference(name, _without_own(got), _without_own(wanted))
-
-
-def _shapes(name: str, tree: Tree) -> dict[str, tuple[int, ...]]:
-  return {leaf: jnp.shape(x) for leaf, x in _validate.named_leaves(name, _without_own(tree))}
 
 
 def _without_own(tree: Tree) -> Tree:

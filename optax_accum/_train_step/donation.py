@@ -1,10 +1,8 @@
 """Which arrays a step can donate: those not deleted, and whose buffers nothing else holds."""
 
 from collections.abc import Callable, Mapping
-import functools
-import itertools
 import operator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 import weakref
 
 import jax
@@ -24,10 +22,7 @@ class Known:
 
   def new(self, leaves: Leaves) -> Leaves:
     """The arrays that are not what was there in the same place."""
-    known = list(map(operator.call, self._references))
-    if len(leaves) == len(known) and all(map(operator.is_, leaves, known)):  # as in most calls
-      return []
-    leaves = arrays(leaves)
+    leaves, known = arrays(leaves), list(map(operator.call, self._references))
     if len(leaves) != len(known):
       return leaves
     return [x for x, before in zip(leaves, known, strict=True) if x is not before]
@@ -35,9 +30,7 @@ class Known:
 
 def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
-  # A function of a class takes half the time of the methods of its objects.
-  kinds: Any = itertools.groupby(arrays(leaves), type)
-  if not any(any(map(kind.is_deleted, alike)) for kind, alike in kinds):
+  if not any(x.is_deleted() for x in arrays(leaves)):
     return
   for argument, tree in arguments().items():
     for name, x in _validate.named_leaves(argument, tree):
@@ -84,16 +77,10 @@ def distinct(donated: Leaves, others: Leaves, new: Leaves) -> Leaves:
 
 def arrays(leaves: Leaves) -> Leaves:
   """Those that have buffers."""
-  if all(map(_is_array, set(map(type, leaves)))):  # as in most calls
-    return leaves
-  kinds: Any = map(type, leaves)
-  return list(itertools.compress(leaves, map(_is_array, kinds)))
-
-
-@functools.cache
-def _is_array(kind: Any) -> bool:
-  # Tracers are copied by the compiler where they must be.
-  return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
+  # Asked of types, of which there are few. Tracers are copied by the compiler where they must be.
+  kinds = {x for x in set(map(type, leaves)) if issubclass(x, jax.Array)}
+  kinds -= {x for x in kinds if issubclass(x, jax.core.Tracer)}
+  return [x for x in leaves if type(x) in kinds]
 
 
 def _shards(leaves: Leaves) -> set[Shard]:

@@ -12,7 +12,7 @@ import optax
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, Leaves, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import AccumulateState, has_updated, is_state, states_in
@@ -90,13 +90,12 @@ def _accepted(update: Callable[..., Any], extra_args: Kwargs) -> Kwargs:
 
 def has_stepped(before: OptState, after: OptState) -> jax.Array:
   """Whether the optimizer took a step, which one that accumulates does once a cycle."""
-  states = (AccumulateState, optax.MultiStepsState)
-
-  def counts(opt_state: OptState) -> Leaves:
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, states))
-    return [x.gradient_step for x in leaves if isinstance(x, states)]
-
-  moved = [a != b for a, b in zip(counts(before), counts(after), strict=True)]
+  accumulates = lambda x: isinstance(x, (AccumulateState, optax.MultiStepsState))  # noqa: E731
+  states = (jax.tree.leaves(x, is_leaf=accumulates) for x in (before, after))
+  moved = [
+    (a.gradient_step != b.gradient_step) & has_stepped(a.inner_opt_state, b.inner_opt_state)
+    for a, b in zip(*(filter(accumulates, leaves) for leaves in states), strict=True)
+  ]
   return jnp.any(jnp.stack(moved)) if moved else jnp.bool_(True)
 
 
@@ -122,11 +121,9 @@ def loss_elsewhere(
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
     if moves := _instantiated(params_moved):
-      terms = jax.tree.map(_real_product, *map(loss.derivatives, (out.grads, *moves)))
+      terms = jax.tree.map(_real_product, *map(loss.local.derivatives, (out.grads, *moves)))
       tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
-    if moves := _instantiated(
-      held_moved
-    ):  # a user differentiates the step itself, e.g. by its batch
+    if moves := _instantiated(held_moved):  # of the step itself, which a user differentiates
       tangent += jax.jvp(functools.partial(value.fun, params), (held,), moves)[1]
     return out.loss, tangent
 

@@ -24,7 +24,7 @@ class Step:
   """What every training step of the library has: a loss, compiled programs, and no pickle."""
 
   loss: Loss  # that it steps by the gradient of
-  batch_position: int | None = None  # of the batch in a call, where that is all that is split
+  batch_position: int  # in a call
 
   @property
   def devices(self) -> list[jax.Device]:
@@ -33,7 +33,7 @@ class Step:
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
-    if self.batch_position is None or len(args) <= self.batch_position:
+    if len(args) <= self.batch_position:
       return None
     [axis] = self.loss.local.split.batch_axis
     return cut.batch_rows({1: axis}, {1: args[self.batch_position]})
@@ -59,13 +59,10 @@ class Step:
       " parameters and the optimizer state, and make the step anew where they are read."
     )
 
-  def __copy__(self) -> Any:
-    copied = object.__new__(type(self))
-    vars(copied).update(vars(self))
-    return copied
+  def __copy__(self, memo: Any = None) -> Any:
+    return self  # as a function is its own copy
 
-  def __deepcopy__(self, memo: Any) -> Any:
-    return self.__copy__()  # functions are not copied either
+  __deepcopy__ = __copy__
 
 
 def step_loss(

@@ -86,10 +86,11 @@ class TrainStep(Step, Generic[Params, Args]):
     try:
       yield self._program.prepare(given, kwargs)
     except Exception:
-      if why := _validate.hint_on(self.__signature__, given, kwargs, OTHER_NAMES):
+      fun = self._program.local.fun
+      if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
-      self._program.check(given, kwargs)
       parameters.check_order(self._program.tx, *given)
+      self._program.check(given, kwargs)
       raise
 
   def __repr__(self) -> str:
@@ -208,9 +209,10 @@ def make_train_step(
     ``grad_norm``, the global norm of the gradients in float32 or wider, without leaves whose
     `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
     ``stepped`` (bool), whether `tx` took a step; ``aux``, with `has_aux` or `carry_argnum`; and
-    ``noise_scale``, if asked for. ``stepped`` is False inside the cycle of a `tx` that accumulates.
-    It is also False if all microbatches were skipped or weigh 0: parameters and optimizer state are
-    then unchanged, except that an `accumulate` counts a mini step, without ending its cycle.
+    ``noise_scale``, if asked for. ``stepped`` is False inside the cycle of a `tx` that accumulates;
+    if only a part of it does, as in `optax.partition`, it tells of that part. It is also False if
+    all microbatches were skipped or weigh 0: parameters and optimizer state are then unchanged,
+    except that an `accumulate` counts a mini step, without ending its cycle.
 
   Raises:
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
@@ -242,7 +244,9 @@ def make_train_step(
     step of k x N. "Sharp edges" says when a step can be differentiated.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
-  if isinstance(loss_fn, optax.GradientTransformation) and callable(tx):
+  optimizers = optax.GradientTransformation, optax.MultiSteps
+  of_optax = isinstance(loss_fn, optimizers) or getattr(loss_fn, "__module__", "")[:5] == "optax"
+  if of_optax and callable(tx):
     raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
