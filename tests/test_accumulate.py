@@ -106,8 +106,9 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
     params = {"w": jnp.ones(2)}
     zero = 0 if python_weight else jnp.float32(0)
     trace = [(params, tx.init(params))]
+    step = jax.jit(mini_step(tx, form), static_argnames="weight" if python_weight else None)
     for weight in [1.0] * every_k + [zero] * every_k:
-      trace.append(mini_step(tx, form)(*trace[-1], grads_of(3.0), weight=weight))
+      trace.append(step(*trace[-1], grads_of(3.0), weight=weight))
   (held_params, held), (new_params, after) = trace[every_k], trace[-1]
   assert bool(held.has_updated)
   assert not after.has_updated
@@ -280,9 +281,9 @@ def test_the_gradient_step_stays_at_its_maximum(every_k, form):
   most = np.iinfo(np.int32).max
   tx, params = accumulate(optax.sgd(1.0), every_k), jnp.zeros(2)
   state = tx.init(params)._replace(gradient_step=jnp.int32(most - 1))
-  steps = []
+  steps, step = [], jax.jit(mini_step(tx, form))
   for _ in range(4):
-    params, state = mini_step(tx, form)(params, state, jnp.ones(2))
+    params, state = step(params, state, jnp.ones(2))
     steps.append(int(state.gradient_step))
   assert state.has_updated
   assert steps == ([most] * 4 if every_k == 1 else [most - 1] + [most] * 3)

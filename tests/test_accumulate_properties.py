@@ -50,14 +50,27 @@ def build(every_k, reduction, form):
     differentiable=form == "differentiable",
   )
 
-  return tx, jax.jit(mini_step(tx, "apply" if form == "apply" else "update"))
+  step = mini_step(tx, "apply" if form == "apply" else "update")
+
+  def body(held, call):
+    grad, weight, flush = call
+    param, state = step(*held, grad, weight=weight, flush=flush)
+    return (param, state), (param, state.mini_step, state.gradient_step, state.has_updated)
+
+  @jax.jit
+  def after_each(calls):
+    param = jnp.zeros(())
+    return jax.lax.scan(body, (param, tx.init(param)), calls)[1]
+
+  return after_each
 
 
+MOST = 14  # calls
 CALLS = st.lists(
   st.tuples(
     st.integers(-8, 8).map(float), st.integers(0, 3), st.booleans(), st.sampled_from([0, 0, 0, 1])
   ),
-  max_size=14,
+  max_size=MOST,
 )
 
 
@@ -67,13 +80,13 @@ CALLS = st.lists(
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(calls=CALLS)
 def test_any_sequence_of_calls(every_k, reduction, form, calls):
-  tx, step = build(every_k, reduction, form)
-  param = jnp.zeros(())
-  state = tx.init(param)
   k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
-  for (grad, weight, skip, flush), expected in zip(calls, model(calls, k, reduction), strict=True):
-    grad = float("inf") if skip else grad if weight else float("nan")
-    kwargs = {"weight": jnp.float32(weight), "flush": jnp.bool_(flush)}
-    param, state = step(param, state, jnp.float32(grad), **kwargs)
-    assert (int(state.mini_step), int(state.gradient_step), bool(state.has_updated)) == expected[1:]
+  given = np.zeros((3, MOST), np.float32)  # what follows the calls is looked at by nobody
+  for i, (grad, weight, skip, flush) in enumerate(calls):
+    given[:, i] = float("inf") if skip else grad if weight else float("nan"), weight, flush
+  grads, weights, flushes = given
+  after = jax.device_get(build(every_k, reduction, form)((grads, weights, flushes != 0)))
+  for i, expected in enumerate(model(calls, k, reduction)):
+    param, *counters = (x[i] for x in after)
+    assert tuple(counters) == expected[1:]
     np.testing.assert_allclose(param, expected[0], rtol=1e-5, atol=1e-5)

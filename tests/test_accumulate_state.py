@@ -25,14 +25,49 @@ def gradients(count, dtype=jnp.float32):
   return [jax.tree.map(draw, PARAMS) for _ in range(count)]
 
 
+@functools.cache
+def compiled(multi_steps):
+  return jax.jit(multi_steps.update)
+
+
 def begun(multi_steps, calls, params=PARAMS):
   """The parameters and the state of an `optax.MultiSteps` after these calls."""
-  state, update = multi_steps.init(params), jax.jit(multi_steps.update)
+  state = multi_steps.init(params)
   with jax.numpy_dtype_promotion("standard"):
     for grads in calls:
-      updates, state = update(grads, state, params)
+      updates, state = compiled(multi_steps)(grads, state, params)
       params = optax.apply_updates(params, updates)
   return params, state
+
+
+class Begun:
+  """Training of which a cycle begins under `optax.MultiSteps`; compiled once for all cases."""
+
+  inner = relaxed(optax.adam(0.1))
+
+  @classmethod
+  @functools.cache
+  def of(cls, use_grad_mean):
+    return cls(use_grad_mean)
+
+  def __init__(self, use_grad_mean):
+    self.theirs = optax.MultiSteps(self.inner, K, use_grad_mean=use_grad_mean)
+    tx = accumulate(self.inner, K, reduction="mean" if use_grad_mean else "sum")
+    self.steps = {form: jax.jit(mini_step(tx, form)) for form in FORMS}
+    self.convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean, weight=1.0)
+    self.jitted_convert = jax.jit(self.convert)
+    self.divisor = K if use_grad_mean else 1
+
+  @functools.cached_property
+  def expected(self):
+    """The parameters and the state after two steps on means, or sums, in float64."""
+    params, state, calls = PARAMS, self.inner.init(PARAMS), gradients(2 * K)
+    step = jax.jit(mini_step(self.inner))
+    for part in (calls[:K], calls[K:]):
+      total = jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *part)
+      grads = jax.tree.map(lambda x: jnp.float32(x / self.divisor), total)
+      params, state = step(params, state, grads)
+    return params, state
 
 
 @forms
@@ -41,25 +76,13 @@ def begun(multi_steps, calls, params=PARAMS):
   ("before", "jitted"), [(0, True), (1, True), (3, False), (4, True), (6, True)]
 )
 def test_a_cycle_begun_under_multisteps(before, jitted, use_grad_mean, form):
-  calls, inner = gradients(2 * K), relaxed(optax.adam(0.1))
-  theirs = optax.MultiSteps(inner, K, use_grad_mean=use_grad_mean)
-  params, held = begun(theirs, calls[:before])
-  tx = accumulate(inner, K, reduction="mean" if use_grad_mean else "sum")
-  convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean, weight=1.0)
-  state = (jax.jit(convert) if jitted else convert)(held)
+  calls, made = gradients(2 * K), Begun.of(use_grad_mean)
+  params, held = begun(made.theirs, calls[:before])
+  state = (made.jitted_convert if jitted else made.convert)(held)
   assert isinstance(state, AccumulateState)
-  step = jax.jit(mini_step(tx, form))
   for grads in calls[before:]:
-    params, state = step(params, state, grads)
-
-  expected, inner_state = PARAMS, inner.init(PARAMS)
-  for part in (calls[:K], calls[K:]):
-    total = jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *part)
-    grads = jax.tree.map(lambda x: jnp.float32(x / K if use_grad_mean else x), total)
-    updates, inner_state = inner.update(grads, inner_state, expected)
-    expected = optax.apply_updates(expected, updates)
-  trees.assert_close(params, expected, 1e-5)
-  trees.assert_close(state.inner_opt_state, inner_state, 1e-5)
+    params, state = made.steps[form](params, state, grads)
+  trees.assert_close((params, state.inner_opt_state), made.expected, 1e-5)
   assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
   assert state.acc_weight == 0
 

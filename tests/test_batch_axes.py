@@ -188,25 +188,29 @@ def test_concat_along_any_axis_keeps_the_order_of_the_batch(axis):
     shape[axis] = rows
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
-  further = [(7, 1), (8, 8)] if axis == 1 else []
-  for rows, size in [(8, 2), (8, 4), (7, 4), *further]:
-    run = microbatch(
-      lambda x: (2 * x, jnp.sum(x)),
+  def run(size, fun=lambda x: 2 * x, concat_axis=axis):
+    return microbatch(
+      lambda x: (fun(x), jnp.sum(x)),
       reduction=("concat", "sum"),
       microbatch_size=size,
       batch_axis=axis,
-      concat_axis=axis,
+      concat_axis=concat_axis,
     )
-    np.testing.assert_array_equal(jax.jit(run)(batch(rows))[0], 2 * batch(rows))
-  # An axis of the outputs that is another than that of the batch.
-  run = microbatch(
-    lambda x: jnp.moveaxis(x, axis, 0),
-    reduction="concat",
-    microbatch_size=2,
-    batch_axis=axis,
-    concat_axis=0,
-  )
-  np.testing.assert_array_equal(jax.jit(run)(batch(7)), np.moveaxis(batch(7), axis, 0))
+
+  further = [(7, 1), (8, 8)] if axis == 1 else []
+  cases = [(8, 2), (8, 4), (7, 4), *further]
+
+  @jax.jit  # one program for all
+  def every(batches):
+    out = [run(size)(x)[0] for (_, size), x in zip(cases, batches, strict=True)]
+    # An axis of the outputs that is another than that of the batch.
+    return out, run(2, lambda x: jnp.moveaxis(x, axis, 0), 0)(batches[2])[0]
+
+  batches = [batch(rows) for rows, _ in cases]
+  out, moved = every(batches)
+  for actual, x in zip(out, batches, strict=True):
+    np.testing.assert_array_equal(actual, 2 * x)
+  np.testing.assert_array_equal(moved, np.moveaxis(batch(7), axis, 0))
 
 
 def test_rows_of_a_microbatch_are_not_taken_for_another_axis_of_their_number():

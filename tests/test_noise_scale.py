@@ -232,7 +232,7 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
   def run(noise_scale):
     step = make_train_step(big_loss, tx, noise_scale=noise_scale, donate=False, **options)
     held = params, trees.strong(tx.init(params))
-    report = count_collectives(step.lower(*held, batch).compile())
+    report = None if kind is None else count_collectives(step.lower(*held, batch).compile())
     for _ in range(3):
       *held, metrics = step(*held, batch)
     return jax.device_get(held), metrics, report
@@ -243,9 +243,9 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
   assert metrics["noise_scale"].trace > 0
   assert "noise_scale" not in plain_metrics
   count = lambda totals: {kind: total.operations for kind, total in totals.items()}  # noqa: E731
-  assert count(report.inside) == count(plain_report.inside)
-  assert count(report.outside) == count(plain_report.outside)
   if kind is not None:
+    assert count(report.inside) == count(plain_report.inside)
+    assert count(report.outside) == count(plain_report.outside)
     assert report.outside["all-reduce"].operations >= 1
 
 

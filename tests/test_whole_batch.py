@@ -48,19 +48,16 @@ WRONG = {
 }
 
 
+# Where a line says bfloat16: what its tolerance tells, a thousand times that of float32, tells too.
 @pytest.mark.parametrize(
   ("wrong", "line"),
   [
     ("microbatches", "weights=counts size=3"),
-    ("microbatches", "place=pmap devices=4 entry=gradient weights=counts"),
     ("microbatches", "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16"),
-    ("devices", "place=mesh devices=4 weights=counts"),
     ("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
     ("devices", "entry=apply place=shard_map devices=4 weights=counts"),
-    ("calls", "entry=update weights=floats size=3"),
     ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
     ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),
-    ("padding", "entry=gradient weights=counts"),
     ("padding", "entry=gradient weights=counts dtype=bfloat16"),
   ],
 )
