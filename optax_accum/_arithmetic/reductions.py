@@ -146,7 +146,8 @@ class SumInLoop(Reduction):
     self.of.check(name, leaf, rows, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    _, like = across_devices.traced(lambda: self._reduced(self.of.start(leaf, dtype)))
+    reduced = jax.make_jaxpr(lambda: self._reduced(self.of.start(leaf, dtype)), return_shape=True)
+    like = across_devices.types(reduced())
     return across_devices.full_like(like, 0)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:

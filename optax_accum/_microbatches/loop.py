@@ -109,10 +109,13 @@ def run_in_microbatches(
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
   parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  ones = [functools.partial(run, 0, start, parts[rows], rows) for rows in filter(None, parts)]
-  (jaxpr, *_), like = zip(*map(across_devices.traced, ones), strict=True)
+  traced = []
+  for rows in filter(None, parts):
+    one = functools.partial(run, 0, start, parts[rows], rows)
+    traced.append(jax.make_jaxpr(one, return_shape=True)())
+  like = tuple(map(across_devices.types, traced))
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, jaxpr)
+  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
   return loop.reduced(*loop.all())
 
 
