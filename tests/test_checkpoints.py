@@ -267,9 +267,7 @@ def test_the_docs_save_and_restore(tmp_path):
   other_params = {"params": OTHER, "opt_state": opt_state}
   at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
   for leaf, like in at.items():
-    with pytest.raises(
-      ValueError, match=rf"^{leaf} has shape .*\(3,\) in the .*here \(4,\)\.$"
-    ):
+    with pytest.raises(ValueError, match=rf"^{leaf} has shape .*\(3,\) in the .*here \(4,\)\.$"):
       names["check_shapes"](stored, like)
 
 

@@ -1,7 +1,7 @@
 """Rows over the devices of a mesh, and the way of a gradient that is sharded.
 
 1. `placement` puts what is on no mesh there: the batch by its rows, an optimizer state as the
-   parameters that it `followed`, and the rest as copies.
+   parameters that it follows (`state_of_parameters` finds these), and the rest as copies.
 2. `MeshLoss.place` notes how each array is sharded, in a `PlacedLoss`. Each of these is compiled.
 3. `PlacedLoss.beside` says where each gradient goes: where its parameter is, or (ZeRO-1) where the
    optimizer state of that is, as `DataParallel.gradient_spec` has it. This is the field `wanted`.

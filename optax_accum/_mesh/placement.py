@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Leaf, Leaves, OptState, Params, Path, Tree
+from optax_accum._mesh.state_of_parameters import followed
 
 SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
 
@@ -63,45 +64,6 @@ def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> O
     return list(map(spec, followed(params, opt_state), leaves))
 
   return place(mesh, name, opt_state, specs_of)
-
-
-def followed(params: Params, opt_state: OptState) -> list[int | None]:
-  """For each leaf of the state the number of the parameter that it follows, or None.
-
-  The path of such a leaf ends with that of its parameter, as in Adam's moments.
-  """
-  words_of = lambda path: tuple(map(str, path))  # noqa: E731
-  paths = jax.tree_util.tree_leaves_with_path(params)
-  numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
-
-  def parameter(path: Path, x: Leaf) -> int | None:
-    words = words_of(path)
-    ends = (words[i:] for i in range(len(words) + 1))  # the longest first
-    # A number for each parameter follows none.
-    return next((numbers[end] for end in ends if end in numbers), None) if jnp.ndim(x) else None
-
-  state = jax.tree_util.tree_leaves_with_path(opt_state)
-  return [parameter(path, x) for path, x in state]
-
-
-def specs_of_states(
-  params: Params, opt_state: OptState, specs: Sequence[PartitionSpec]
-) -> list[PartitionSpec | None]:
-  """For each parameter, the sharding that its state has; None if that is not one sharding.
-
-  `specs` begins with those of the leaves of both trees. All leaves of a parameter must have its
-  shape. A leaf found by mistake changes where the step is computed, and not the result.
-  """
-  leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
-  kinds: list[set[Any]] = [set() for _ in leaves]
-  of_state = specs[len(leaves) : len(leaves) + len(state)]
-  for number, x, spec in zip(followed(params, opt_state), state, of_state, strict=True):
-    if number is not None:
-      kinds[number].add((jnp.shape(x), spec))
-  single = [next(iter(kind)) if len(kind) == 1 else (None, None) for kind in kinds]
-  return [
-    spec if shape == jnp.shape(x) else None for x, (shape, spec) in zip(leaves, single, strict=True)
-  ]
 
 
 def sharding_of(x: Leaf) -> NamedSharding | None:
