@@ -9,6 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 import numpy as np
 import optax
 import pytest
+from support.devices import make_mesh
 from support.zoo import ZOO
 
 from optax_accum import check_split, make_train_step, microbatch
@@ -313,3 +314,17 @@ def test_parameters_that_one_device_has_no_room_for():
 def test_check_split_names_the_options_of_a_step():
   with pytest.raises(TypeError, match=r"check_split runs .* has no mesh=.*step\.check\(params"):
     check_split(loss_fn, W, BATCH, mesh=None)
+
+
+def test_rows_that_are_paired_by_halves():
+  def preferred(params, batch):  # the first half is chosen, the second rejected
+    scores = batch["x"] @ params
+    half = len(scores) // 2
+    return -jnp.mean(jax.nn.log_sigmoid(scores[:half] - scores[half:]))
+
+  rng = np.random.default_rng(0)
+  params, batch = jnp.ones(3), {"x": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32)}
+  tx = optax.sgd(0.1)
+  for mesh in (None, make_mesh(2)):
+    step = make_train_step(preferred, tx, num_microbatches=2, mesh=mesh)
+    assert step.check(params, tx.init(params), batch).verdict == "coupled"

@@ -237,10 +237,10 @@ def report_of(runs: Runs) -> SplitReport:
   report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
   split = f"microbatches of {{}} rows, of {runs.rows}"
   for tried in runs.outcomes:
-    for size, parts in zip(runs.sizes, tried.splits, strict=True):
+    for parts in tried.splits:
       leaves = runs.compare(how, tried.whole, how.join(parts))
       if not all(leaf.agrees for leaf in leaves.values()):
-        where = f"{tried.call.name}; {split.format(size)}"
+        where = f"{tried.call.name}; {split.format(len(parts[0].rows))}"
         return report(*finding[:3], where, tuple(leaves.values()))
   leaves, where = runs.as_called(), f"as given; {split.format(runs.sizes[0])}"
   differ = not all(leaf.agrees for leaf in leaves.values())

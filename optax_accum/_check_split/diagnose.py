@@ -175,18 +175,20 @@ def _weighted(runs: Runs) -> Finding | None:
       reason = words.WEIGHTED.format(what=code or "the number of rows")
       weight_fn = f"lambda {names}: {code}" if code else "None"
       return Finding("weighted", reason, f"weight_fn={weight_fn}{mean}", how)
-  if not all(_some_weight_explains(runs, x) for x in runs.outcomes):
+  # Strided, and in parts of neighbors if there are such.
+  cuts = runs.cuts[:: len(runs.sizes)]
+  if not all(_some_weight_explains(runs, x, cut) for x in runs.outcomes for cut in cuts):
     return None
   return Finding("weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names))
 
 
-def _some_weight_explains(runs: Runs, tried: Tried) -> bool:
+def _some_weight_explains(runs: Runs, tried: Tried, rows: Sequence[np.ndarray]) -> bool:
   """Whether the whole is a mean of its parts by the same shares at several parameters."""
   points = []
   for point in map(tried.call.moved, range(4)):
     given = runs.whole(point)
     if given.is_finite:
-      parts = runs.parts(point, [part.rows for part in tried.splits[0]])
+      parts = runs.parts(point, rows)
       points.append([given.in_roundings(x.main) for x in (given, *(x.outcome for x in parts))])
   whole, *each = map(np.concatenate, zip(*points, strict=True))
   columns = [x for x in each if np.all(np.isfinite(x))]  # of what has no share it may be 0/0

@@ -169,15 +169,28 @@ class Runs:
     bar = tqdm.tqdm(self.calls, "checking", delay=3, unit="batch", leave=False, disable=None)
     return [tried for call in bar if (tried := self._try(call))]
 
+  @functools.cached_property
+  def cuts(self) -> list[list[np.ndarray]]:
+    """The rows of the microbatches of each split, as `microbatch_value_and_grad` cuts them.
+
+    Without a smaller one, also parts of neighbors, in the same program: pairs of a first and a
+    second half (chosen, rejected) are together in the others.
+    """
+    cuts, size = [_cut(self.rows, size) for size in self.sizes], self.sizes[0]
+    if len(cuts) == 1 and size < self.rows and self.rows % size == 0:
+      cuts.append(np.split(np.arange(self.rows), self.rows // size))
+    return cuts
+
   def _try(self, call: Call) -> Tried | None:
     tried = Tried(call, self.whole(call), [])
     if not tried.whole.is_finite:
       return None
-    for size in self.sizes:
+    for rows in self.cuts:
+      size = len(rows[0])
       with noted(
         f"The check ran it in microbatches of {size} rows. On all {self.rows} rows it ran."
       ):
-        tried.splits.append(self.parts(call, _cut(self.rows, size)))
+        tried.splits.append(self.parts(call, rows))
     outcomes = [tried.whole, *(part.outcome for parts in tried.splits for part in parts)]
     return tried if any(np.any(x) for outcome in outcomes for x in outcome.main) else None
 

@@ -140,9 +140,15 @@ def _collective(run: hlo.Run) -> Collective:
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-  """The replica groups, which XLA lists, or writes as a transposed and reshaped range."""
+  """The replica groups: XLA lists them, or writes a transposed range, or the axes of a mesh."""
   if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
     return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
+  if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
+    sizes = {name: int(n) for name, n in re.findall(r"'(.*?)'=(\d+)", mesh[1])}
+    axes = [i for i, name in enumerate(sizes) if f"'{name}'" in mesh[2]]
+    numbers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    numbers = np.moveaxis(numbers, axes, range(-len(axes), 0))
+    return tuple(map(tuple, numbers.reshape(-1, math.prod(numbers.shape[-len(axes) :])).tolist()))
   iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
   if not iota:
     return ()

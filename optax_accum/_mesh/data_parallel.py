@@ -156,7 +156,9 @@ class DataParallel:
     tree = place(self.mesh, name, tree, lambda leaves: list(map(spec, leaves)))
     for leaf, x in _validate.named_leaves(name, tree):
       axis = batch_axis % x.ndim
-      names = names_of([*spec_of(sharding_of(x)), *[None] * x.ndim][axis])
+      over_rows = names_of([*spec_of(sharding_of(x)), *[None] * x.ndim][axis])
+      explicit = self._of_kind(AxisType.Explicit)  # in a type, even over one device
+      names = tuple(name for name in over_rows if self.mesh.shape[name] > 1 or name in explicit)
       if not set(names) <= set(self.axes):
         self._check_further(f"{leaf} has its rows sharded over {_shown(names)}", names)
         self._check_divides(names, x.shape[axis], split)

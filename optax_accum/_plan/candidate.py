@@ -95,8 +95,20 @@ class Builder:
       raise ValueError(
         f"batch_size={rows}, and no array in args has so many rows: give the rows of the batch."
       )
+    if not step:
+      return cut.sizes(rows, uneven)
+    # Over further axes than those of the data, more devices must divide each microbatch.
+    parts = max(map(self._parts, jax.tree.leaves(self._args))) if step.devices else 1
+    sizes = [n for n in step.sizes(rows, uneven) if not n % parts and not rows % n % parts]
     # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
-    return (step.sizes(rows, uneven) or [rows]) if step else cut.sizes(rows, uneven)
+    return sizes or [rows]
+
+  def _parts(self, x: Any) -> int:
+    """How many parts the rows of an array are in, over the devices."""
+    shape, sharding = getattr(x, "shape", ()), getattr(x, "sharding", None)
+    if self._rows not in shape or sharding is None:
+      return 1
+    return int(self._rows // sharding.shard_shape(shape)[shape.index(self._rows)])
 
   def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
     """Compiles one step, which the progress `bar` shows. Nothing runs."""
