@@ -328,3 +328,18 @@ def test_rows_that_are_paired_by_halves():
   for mesh in (None, make_mesh(2)):
     step = make_train_step(preferred, tx, num_microbatches=2, mesh=mesh)
     assert step.check(params, tx.init(params), batch).verdict == "coupled"
+
+
+def test_a_denominator_that_is_a_difference():
+  def loss_fn(params, batch):  # of each row all words but the first
+    counted = (jnp.arange(6)[None] < batch["n"][:, None] - 1).astype(jnp.float32)
+    words = jnp.sum(batch["n"] - 1).astype(jnp.float32)
+    return jnp.sum((batch["x"] @ params) ** 2 * counted) / words
+
+  rng = np.random.default_rng(0)
+  x = jnp.asarray(rng.normal(size=(16, 6, 3)), jnp.float32)
+  params, batch = jnp.ones(3), {"x": x, "n": jnp.asarray(rng.integers(2, 7, 16), jnp.int32)}
+  tx, weigh = optax.sgd(0.1), lambda batch: jnp.sum(batch["n"] - 1)
+  step = make_train_step(loss_fn, tx, num_microbatches=4, weight_fn=weigh)
+  report = step.check(params, tx.init(params), batch)
+  assert report.ok, report

@@ -191,7 +191,11 @@ class Runs:
         f"The check ran it in microbatches of {size} rows. On all {self.rows} rows it ran."
       ):
         tried.splits.append(self.parts(call, rows))
-    outcomes = [tried.whole, *(part.outcome for parts in tried.splits for part in parts)]
+    each = [part for parts in tried.splits for part in parts]
+    weights = [(self._weight(part.call), part.outcome.main[0]) for part in each]
+    if any(weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights):
+      return None  # such a length is none
+    outcomes = [tried.whole, *(part.outcome for part in each)]
     return tried if any(np.any(x) for outcome in outcomes for x in outcome.main) else None
 
   def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
