@@ -1,12 +1,13 @@
-"""Trees of reductions and of their names: one for each output, or for all below a node."""
+"""Trees of reductions, by their names or the user's functions: for each output, or a node's."""
 
 from collections.abc import Mapping
+import inspect
 from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.reductions import Concat, Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import Concat, Merge, MergeFn, Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Path, Tree
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
@@ -20,7 +21,7 @@ class _Dataclass(Protocol):
 
 # Names at the leaves. (A `Sequence` would let any string pass a type checker.)
 _Tree: TypeAlias = Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
-ReductionTree: TypeAlias = ReductionName | _Tree
+ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
 GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
@@ -31,8 +32,10 @@ def named(
   if concat_axis is not None and type(concat_axis) is not int:
     raise TypeError(f"concat_axis={concat_axis!r} must be an int, an axis of outputs, or None.")
 
-  def find(path: Path, name: str) -> Reduction:
+  def find(path: Path, name: str | MergeFn) -> Reduction:
     where = _validate.leaf_name(option, path)
+    if callable(name) and option not in _NAMES:
+      return Merge(_of_two_values(where, name))
     reduction = REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
     if not isinstance(reduction, Concat):
       return reduction
@@ -43,16 +46,33 @@ def named(
       )
     return Concat(concat_axis or 0)
 
-  return default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
+  if tree is None:
+    return default
+  return jax.tree_util.tree_map_with_path(find, tree, is_leaf=callable)
+
+
+def _of_two_values(where: str, merge: MergeFn) -> MergeFn:
+  """`merge`, checked to take two values."""
+  try:
+    inspect.signature(merge).bind(None, None)
+  except TypeError:
+    raise TypeError(f"{where}={merge!r} must take two values, merge(a, b).") from None
+  except ValueError:  # of some callables Python knows no signature
+    pass
+  return merge
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:
   """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
   try:
-    return jax.tree.broadcast(reductions, like)
+    jax.tree.broadcast(reductions, like)
   except ValueError as error:
     why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
       f"{option}={reductions!r} is not a prefix tree of the {of}: give one name for all, or a tree"
       f" with a name for each {of[:-1]}, or for all below a node of it. {why}"
     ) from None
+  # A function takes what is below its node together.
+  whole = lambda r, tree: isinstance(r, Merge) and jax.tree.leaves(tree)  # noqa: E731
+  each = lambda r, tree: r if whole(r, tree) else jax.tree.map(lambda _: r, tree)  # noqa: E731
+  return jax.tree.map(each, reductions, like)

@@ -7,15 +7,19 @@ from typing import Any, TypeAlias
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
+MergeFn: TypeAlias = Callable[[Any, Any], Any]  # two values of an output, or of a tree of them
 Held: TypeAlias = Any  # what a scan carries of one output from one microbatch to the next
 
 
@@ -58,8 +62,8 @@ class Reduction:
     """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
-  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    """The reduced value in `dtype`, that of one microbatch; `weight` is the total over devices."""
+  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+    """The reduced value, as those `like` it; `weight` is the total over devices."""
     return held
 
   def only(self, value: jax.Array) -> jax.Array:
@@ -102,8 +106,8 @@ class Sum(Reduction):
     total = held + self.term(value, weight, held.dtype)
     return weighted_mean.select(weighted_mean.counts(weight), total, held)
 
-  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    return held.astype(dtype) if jnp.issubdtype(dtype, jnp.inexact) else held
+  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+    return held.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else held
 
   def only(self, value: jax.Array) -> jax.Array:
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
@@ -130,8 +134,8 @@ class Mean(Sum):
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return weighted_mean.product(value, weight, dtype)
 
-  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    return weighted_mean.mean(held, weight, dtype)
+  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+    return weighted_mean.mean(held, weight, like.dtype)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -159,8 +163,8 @@ class SumInLoop(Reduction):
   def _reduced(self, value: jax.Array) -> jax.Array:
     return self.of.over_devices(value, self.axis_name, True)
 
-  def finish(self, held: Held, weight: Weight, dtype: DTypeLike) -> jax.Array:
-    return self.of.finish(held, weight, dtype)
+  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+    return self.of.finish(held, weight, like)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -245,6 +249,71 @@ class Concat(Stack):
 
   def rows_back(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, 0, self.axis) if self.axis else value
+
+
+class Merge(Reduction):
+  """A function of the user that makes one value of two. A value may be a tree of arrays.
+
+  What is held is a value, and whether there is one yet: before, it is zeros, which do not count.
+  """
+
+  ordered = True
+
+  def __init__(self, fun: MergeFn) -> None:
+    super().__init__(over_devices=self._of_devices)
+    self.fun, self.name = fun, getattr(fun, "__qualname__", repr(fun))
+
+  def check(self, name: str, leaf: Tree, rows: int, dtype: DTypeLike | None) -> None:
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaf)
+    try:
+      merged = jax.eval_shape(self.fun, like, like)
+    except Exception as error:
+      error.add_note(f"{name} is reduced by {self.name}(a, b), which was given two of {like}.")
+      raise
+    type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
+    if different := _validate.difference(name, merged, like, "type", type_of):
+      raise ValueError(
+        f"In what {self.name}(a, b) returned {different}: it must return the same structure, shapes"
+        " and dtypes as each of a and b has."
+      )
+
+  def start(self, leaf: Tree, dtype: DTypeLike | None) -> Held:
+    zeros = jax.tree.map(lambda x: across_devices.full_like(x, 0), leaf)
+    return zeros, across_devices.vary_like(jnp.asarray(False), jax.tree.leaves(zeros)[0])
+
+  def add(self, held: Held, value: Tree, weight: Weight) -> Held:
+    value = jax.tree.map(_undifferentiated, value)
+    return self._of_two(held, (value, weighted_mean.counts(weight)))
+
+  def _of_two(self, first: Held, second: Held) -> Held:
+    """What is held of two, of which there may be none yet."""
+    (a, has_a), (b, has_b) = first, second
+    both = jax.tree.map(functools.partial(jnp.where, has_a), self.fun(a, b), b)
+    return jax.tree.map(functools.partial(weighted_mean.select, has_b), both, a), has_a | has_b
+
+  def _of_devices(self, held: Held, axis_name: AxisName, counted: object) -> Held:
+    each = jax.tree.map(lambda x: across_devices.of_each(x, axis_name), held)
+    first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
+    return lax.scan(lambda held, other: (self._of_two(held, other), None), first, others)[0]
+
+  def finish(self, held: Held, weight: Weight, like: Leaf) -> Tree:
+    return held[0]
+
+
+@jax.custom_jvp
+def _undifferentiated(x: jax.Array) -> jax.Array:
+  """`x`, which a function of the user reduces."""
+  return x
+
+
+@functools.partial(_undifferentiated.defjvp, symbolic_zeros=True)
+def _refused(primals: Any, tangents: Any) -> Any:
+  if not isinstance(tangents[0], SymbolicZero):
+    raise NotImplementedError(
+      "An output that is reduced by a function of your own, merge(a, b), depends on what you"
+      " differentiate: return jax.lax.stop_gradient of it, or reduce it by a word."
+    )
+  return *primals, *tangents
 
 
 REDUCTIONS: dict[str, Reduction] = {

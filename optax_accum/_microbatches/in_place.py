@@ -101,8 +101,8 @@ class AddedGradients(Reduction):
   def join(self, held: Leaf, collected: Leaf, tail: Leaf) -> Leaf:
     return refuse_transforms(jax.freeze(self.ref))
 
-  def finish(self, held: Leaf, weight: Weight, dtype: DTypeLike) -> Leaf:
-    return self.of.finish(held, weight, dtype)
+  def finish(self, held: Leaf, weight: Weight, like: Leaf) -> Leaf:
+    return self.of.finish(held, weight, like)
 
 
 def refuse_transforms(tree: Tree) -> Tree:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -101,9 +102,9 @@ def run_in_microbatches(
   """Runs each microbatch and combines the outputs, which messages call `root`."""
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
-    each = _matched(reductions, [whole.outputs], root, call)
-    only = jax.tree.map(lambda r, x: r.only(x), each, jax.tree.leaves(whole.outputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(whole.outputs), only)
+    each, structures = _matched(reductions, [whole.outputs], root, call)
+    only = jax.tree.map(lambda r, x: r.only(x), each, _values(structures, whole.outputs))
+    outputs = jax.tree.unflatten(jax.tree.structure(whole.outputs), jax.tree.leaves(only))
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
@@ -114,19 +115,20 @@ def run_in_microbatches(
     one = functools.partial(run, 0, start, parts[rows], rows)
     traced.append(jax.make_jaxpr(one, return_shape=True)())
   like = tuple(map(across_devices.types, traced))
-  each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
+  matched = _matched(reductions, [x.outputs for x in like], root, call)
+  loop = _Loop(call, run, start, *matched, like, traced[0][0].jaxpr)
   return loop.reduced(*loop.all())
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Loop:
-  """The loop over the microbatches of a call. Outputs are lists of leaves."""
+  """The loop over the microbatches of a call. Outputs are lists, as `_values` gives."""
 
   call: Microbatches
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
   reductions: list[Reduction]
+  structures: Sequence[Any]  # of what each reduces: a leaf, or a tree that a function merges
   like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
@@ -157,9 +159,12 @@ class _Loop:
       weights = jnp.concatenate([weights, weight[None]])
     return held._replace(outputs=joined), weights
 
-  def _each(self, fun: Callable[..., Leaf], *leaves: Leaves) -> Leaves:
-    """`fun` of each reduction, and of the leaves that are its output's."""
-    return jax.tree.map(fun, self.reductions, *leaves)
+  def _each(self, fun: Callable[..., Tree], *values: Leaves) -> Leaves:
+    """`fun` of each reduction, and of the values that are its output's."""
+    return jax.tree.map(fun, self.reductions, *values)
+
+  def _values(self, outputs: Tree) -> Leaves:
+    return _values(self.structures, outputs)
 
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
@@ -168,7 +173,7 @@ class _Loop:
     unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
-      self._each(lambda r, x: r.start(x, split.accumulator_dtype), jax.tree.leaves(like.outputs)),
+      self._each(lambda r, x: r.start(x, split.accumulator_dtype), self._values(like.outputs)),
       None if like.weight is None else WeightSum(zero(like.weight), zero(like.weight)),
       None if like.weight is None else across_devices.full_like(like.weight, unit),
       jax.tree.map(zero, like.skipped),
@@ -184,7 +189,7 @@ class _Loop:
       carry=hoisting.unhoisted(held.carry, gathered),
     )
     new = self.run(index, held.carry, take, rows, held.unit)
-    outputs = jax.tree.leaves(new.outputs)
+    outputs = self._values(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
       weight: Weight = rows / self.call.size  # in full microbatches, if known
@@ -199,7 +204,7 @@ class _Loop:
 
   def _kept(self, one: Microbatch) -> tuple[Leaves, Leaf]:
     """What is kept of each: outputs that are collected, and the weight if some may be left out."""
-    collected = self._each(lambda r, x: x if r.collected else None, jax.tree.leaves(one.outputs))
+    collected = self._each(lambda r, x: x if r.collected else None, self._values(one.outputs))
     return collected, None if one.skipped is None else one.weight
 
   def _add_unless_empty(
@@ -249,28 +254,44 @@ class _Loop:
       outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
-    leaves, treedef = jax.tree.flatten(self.like[0].outputs)
-    finished = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, leaves)
-    outputs = jax.tree.unflatten(treedef, finished)
+    like = self.like[0].outputs
+    finished = self._each(lambda r, h, x: r.finish(h, weight, x), outputs, self._values(like))
+    outputs = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(finished))
     return Reduced(carry, outputs, _stats(total, skipped), recorded)
 
 
-def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> list[Reduction]:
-  """A reduction for each leaf of the outputs of a microbatch, and of a smaller last one."""
-  each = jax.tree.leaves(reduction_words.match("reduction", reductions, like[0]))
-  named, tails = _validate.named_leaves(root, like[0]), map(jax.tree.leaves, like[1:])
-  for reduction, (name, leaf), *smaller in zip(each, named, *tails, strict=True):
+def _matched(
+  reductions: Tree, like: list[Tree], root: str, call: Microbatches
+) -> tuple[list[Reduction], list[Any]]:
+  """The reductions of the outputs of a microbatch, and the structure of what each of them reduces.
+
+  `like` has these outputs, and those of a smaller last one.
+  """
+  tree = reduction_words.match("reduction", reductions, like[0])
+  named, treedef = jax.tree_util.tree_flatten_with_path(tree)
+  structures = list(map(jax.tree.structure, treedef.flatten_up_to(like[0])))
+  shapes = functools.partial(jax.tree.map, lambda x: x.shape)
+  for (path, reduction), value, *smaller in zip(
+    named, *(_values(structures, x) for x in like), strict=True
+  ):
+    name = _validate.leaf_name(root, path)
     if reduction.default and call.count > 1:
-      refuse_aux_rows(call.roles, name, leaf, call.size)
-    reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
+      refuse_aux_rows(call.roles, name, value, call.size)
+    reduction.check(name, value, call.size, call.split.accumulator_dtype)
     for tail in smaller:
-      if leaf.shape != tail.shape and not isinstance(reduction, Concat):
+      if shapes(value) != shapes(tail) and not isinstance(reduction, Concat):
         raise ValueError(
-          f"{name} has shape {leaf.shape} for a full microbatch and {tail.shape} for the smaller"
-          f' last one, so {reduction!r} cannot reduce it: use "concat" for values per row, or a'
-          " microbatch size that divides the batch."
+          f"{name} has shape {shapes(value)} for a full microbatch and {shapes(tail)} for the"
+          f' smaller last one, so {reduction!r} cannot reduce it: use "concat" for values per row, or'
+          " a microbatch size that divides the batch."
         )
-  return each
+  return [reduction for _, reduction in named], structures
+
+
+def _values(structures: Sequence[Any], outputs: Tree) -> Leaves:
+  """The outputs of a microbatch as a list: for each reduction a leaf, or a tree that it merges."""
+  leaves = iter(jax.tree.leaves(outputs))
+  return [kind.unflatten(itertools.islice(leaves, kind.num_leaves)) for kind in structures]
 
 
 def _stats(weight: Weight, skipped: Leaf) -> MicrobatchStats:

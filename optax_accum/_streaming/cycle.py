@@ -195,7 +195,7 @@ class Accumulation:
       if axis_name is not None:
         total = jax.tree.map(lambda x: kind.over_devices(x, axis_name, True), total)
       reduced = jax.tree.map(
-        lambda x, g: kind.finish(x, weight, g.dtype).astype(g.dtype), total, step.updates
+        lambda x, g: kind.finish(x, weight, g).astype(g.dtype), total, step.updates
       )
       # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
       sends = kind.name == "mean" and bool(states_in(inner_state))

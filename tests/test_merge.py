@@ -1,0 +1,187 @@
+"""Reductions of one's own: `merge(a, b)` in `microbatch`, in the gradient, and in a step."""
+
+import functools
+import operator
+
+import chex
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import devices
+
+import optax_accum
+
+ROWS = np.linspace(-2.0, 3.0, 24, dtype=np.float32)
+
+
+@flax.struct.dataclass
+class Average:
+  """A metric that merges, as those of clu."""
+
+  total: jax.Array
+  count: jax.Array
+
+  @classmethod
+  def of(cls, x):
+    return cls(jnp.sum(x), jnp.asarray(x.shape[0], jnp.float32))
+
+  def merge(self, other):
+    return Average(self.total + other.total, self.count + other.count)
+
+
+def moments(x):
+  return {"mean": jnp.mean(x), "m2": jnp.sum((x - jnp.mean(x)) ** 2), "n": jnp.float32(x.shape[0])}
+
+
+def merge_moments(a, b):
+  """Of Chan, Golub and LeVeque."""
+  n, apart = a["n"] + b["n"], b["mean"] - a["mean"]
+  m2 = a["m2"] + b["m2"] + apart**2 * a["n"] * b["n"] / n
+  return {"mean": a["mean"] + apart * b["n"] / n, "m2": m2, "n": n}
+
+
+def first_and_last(x):
+  return x[0], x[-1]
+
+
+# What a microbatch gives, how two of these merge, and what the whole batch gives.
+KINDS = {
+  "average": (Average.of, Average.merge),
+  "moments": (moments, merge_moments),
+  "logsumexp": (jax.nn.logsumexp, jnp.logaddexp),
+  "histogram": (lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32), jnp.add),
+  "ends": (first_and_last, lambda a, b: (a[0], b[1])),  # not commutative
+}
+MERGES = {name: merge for name, (_, merge) in KINDS.items()}
+
+
+def statistics(x):
+  return {name: of(x) for name, (of, _) in KINDS.items()}
+
+
+def microbatches(x, size):
+  """As the library cuts them: row i, i + N, ..., and the smaller last one."""
+  full = len(x) // size
+  parts = [x[i : full * size : full] for i in range(full)]
+  return parts + ([x[full * size :]] if len(x) % size else [])
+
+
+def folded(x, size, devices=1):
+  """What microbatches that count (have a row above 0) merge to, in their order."""
+  parts = [p for own in np.split(x, devices) for p in microbatches(own, size // devices)]
+  each = [jax.device_get(statistics(jnp.asarray(p))) for p in parts if np.any(p > 0)]
+  merge_all = lambda a, b: {k: jax.device_get(f(a[k], b[k])) for k, f in MERGES.items()}  # noqa: E731
+  return functools.reduce(merge_all, each)
+
+
+def any_above_zero(x):
+  return jnp.sum(x > 0)
+
+
+@pytest.mark.parametrize("size", [4, 7, 24])
+@pytest.mark.usefixtures("usual_promotion")
+def test_is_a_fold_over_microbatches_that_count(size):
+  run = optax_accum.microbatch(
+    statistics, reduction=MERGES, microbatch_size=size, weight_fn=any_above_zero
+  )
+  got = jax.jit(run)(ROWS[::-1])
+  chex.assert_trees_all_close(got, folded(ROWS[::-1], size), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_weights_of_zero_are_left_out():
+  x = np.sort(ROWS).reshape(6, 4).T.ravel()  # microbatch i has the rows 4 i to 4 i + 3 in order
+  x[x < 0] = np.nan
+  for weight_fn, left in ((lambda x: jnp.all(x > 0), 3), (lambda x: jnp.sum(x) * 0 > 0, 0)):
+    run = optax_accum.microbatch(
+      statistics, reduction=MERGES, num_microbatches=6, weight_fn=weight_fn
+    )
+    got = run(x)
+    assert float(got["average"].count) == 4 * left
+    if left:
+      np.testing.assert_allclose(got["average"].total, np.sort(ROWS)[-12:].sum(), rtol=1e-6)
+    else:
+      chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, got))
+
+
+def loss_fn(params, x):
+  return jnp.mean(params * x), statistics(x)
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.usefixtures("usual_promotion")
+def test_devices_are_merged_in_the_order_of_the_mesh(kind):
+  mesh = devices.make_mesh(8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind])
+  tx = optax.sgd(0.1)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=3, has_aux=True, aux_reduction=MERGES, mesh=mesh,
+    weight_fn=any_above_zero,
+  )  # fmt: skip
+  params = jnp.float32(1.0)
+  *_, metrics = step(params, tx.init(params), ROWS)
+  chex.assert_trees_all_close(metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6)
+  assert float(metrics["aux"]["ends"][0]) != ROWS[0]  # the first devices had none that counts
+
+
+@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
+@pytest.mark.usefixtures("usual_promotion")
+def test_beside_words_in_one_program(reduce_gradients):
+  def with_words(params, x):
+    return jnp.mean(params * x), {"rows": x, "both": {"s": jnp.sum(x), "m": moments(x)}}
+
+  mesh, tx = devices.make_mesh(4), optax.sgd(0.1)
+  words = {"rows": "concat", "both": {"s": "sum", "m": merge_moments}}
+  step = optax_accum.make_train_step(
+    with_words, tx, microbatch_size=8, has_aux=True, aux_reduction=words, mesh=mesh,
+    reduce_gradients=reduce_gradients, skip_nonfinite=True,
+  )  # fmt: skip
+  params = jnp.float32(1.0)
+  *_, metrics = step(params, tx.init(params), ROWS)
+  aux = metrics["aux"]
+  np.testing.assert_array_equal(aux["rows"], ROWS)
+  np.testing.assert_allclose(aux["both"]["m"]["mean"], np.mean(ROWS), rtol=1e-5)
+  np.testing.assert_allclose(aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5)
+
+
+def run(fun, merge, **options):
+  return optax_accum.microbatch(fun, reduction=merge, num_microbatches=2, **options)(ROWS)
+
+
+def test_bad_input_is_refused_in_words():
+  mean = lambda x: {"a": jnp.mean(x), "b": jnp.mean(x)}  # noqa: E731
+  with pytest.raises(TypeError, match=r"reduction=<.*> must take two values, merge\(a, b\)\."):
+    run(jnp.mean, lambda a: a)
+  with pytest.raises(ValueError, match=r"In what .*\(a, b\) returned output\['b'\] is missing: it"):
+    run(mean, lambda a, b: {"a": a["a"] + b["a"]})
+  with pytest.raises(ValueError, match=r"output has type float32\[1\], not float32\[\]: it must"):
+    run(jnp.mean, lambda a, b: (a + b)[None])
+  with pytest.raises(ValueError, match=r"output has type float16\[\], not float32\[\]: it must"):
+    run(jnp.mean, lambda a, b: (a + b).astype(jnp.float16))
+  with pytest.raises(TypeError) as error:  # it wants the node, and stands at a leaf
+    run(mean, {"a": merge_moments, "b": "mean"})
+  assert "output['a'] is reduced by merge_moments(a, b), which was given two of Sh" in str(
+    error.value.__notes__
+  )
+  with pytest.raises(ValueError, match="not a prefix tree of the outputs"):
+    run(mean, {"a": operator.add})
+  with pytest.raises(ValueError, match=r"grad_reduction=<.*> must be one of 'mean', 'sum'"):
+    optax_accum.microbatch_value_and_grad(
+      jnp.mean, num_microbatches=2, grad_reduction=lambda a, b: a
+    )
+
+
+def test_only_what_has_no_gradient_merges_under_differentiation():
+  def loss(scale, stop):
+    fun = lambda scale, x: (jnp.mean(scale * x), stop(jax.nn.logsumexp(scale * x)))  # noqa: E731
+    split = optax_accum.microbatch(
+      fun, reduction=("mean", jnp.logaddexp), num_microbatches=3, batch_argnums=1
+    )
+    return split(scale, ROWS)
+
+  gradient = jax.grad(lambda s: loss(s, jax.lax.stop_gradient)[0])(jnp.float32(2.0))
+  np.testing.assert_allclose(gradient, np.mean(ROWS), rtol=1e-6)
+  with pytest.raises(NotImplementedError, match=r"return jax\.lax\.stop_gradient of it, or reduce"):
+    jax.grad(lambda s: loss(s, lambda x: x)[1])(jnp.float32(2.0))
