@@ -185,3 +185,15 @@ def test_only_what_has_no_gradient_merges_under_differentiation():
   np.testing.assert_allclose(gradient, np.mean(ROWS), rtol=1e-6)
   with pytest.raises(NotImplementedError, match=r"return jax\.lax\.stop_gradient of it, or reduce"):
     jax.grad(lambda s: loss(s, lambda x: x)[1])(jnp.float32(2.0))
+
+
+def test_check_split_does_not_compare_what_a_function_merges():
+  report = optax_accum.check_split(
+    lambda params, x: (jnp.mean(params * x), {"own": jnp.max(x), "mean": jnp.mean(x)}),
+    jnp.float32(1.0),
+    ROWS,
+    has_aux=True,
+    aux_reduction={"own": jnp.minimum, "mean": "mean"},
+  )
+  assert report.ok
+  assert not any("own" in leaf.name for leaf in report.leaves)

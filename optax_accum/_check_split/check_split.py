@@ -86,7 +86,8 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     hide a defect: a mean over a mask of ones is the plain mean. Options in a fix have been tried,
     except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
     leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared, nor an aux
-    under "stack" or "last", nor what ``not_checked`` and the guide "When something is wrong" list.
+    under "stack", "last" or a function, nor what ``not_checked`` and the guide "When something is
+    wrong" list.
   """
   check_concrete(loss_fn, enumerate(args))
   try:

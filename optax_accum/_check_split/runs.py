@@ -15,6 +15,7 @@ import tqdm
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.reductions import MergeFn
 from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
 from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
@@ -27,6 +28,7 @@ _MANY_UNITS = 20.0
 ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
+Word: TypeAlias = str | MergeFn  # that reduces an output
 
 
 class Outcome(NamedTuple):
@@ -75,7 +77,7 @@ class Tried(NamedTuple):
 class How(NamedTuple):
   """How microbatches become one."""
 
-  words: list[str]  # that reduce the loss, each gradient and each aux
+  words: list[Word]  # that reduce the loss, each gradient and each aux
   weight: Callable[[Call], float]
   skips: bool  # what is not finite
   axis: int  # of what "concat" joins
@@ -89,7 +91,7 @@ class How(NamedTuple):
     return [self._join(word, leaves, weights, parts) for word, *leaves in each]
 
   def _join(
-    self, word: str, leaves: Leaves, weights: np.ndarray, parts: Sequence[Part]
+    self, word: Word, leaves: Leaves, weights: np.ndarray, parts: Sequence[Part]
   ) -> np.ndarray | None:
     if word == "concat":
       rows = [part.rows for part in parts]
@@ -103,8 +105,7 @@ class How(NamedTuple):
       return np.zeros_like(leaves[0])
     if word == "mean":
       return np.tensordot(weights, stack, 1) / np.sum(weights)
-    # Of "stack" and "last" nothing is compared.
-    return stack[-1] if word in ("stack", "last") else getattr(stack, word)(0)
+    return stack[-1] if _is_open(word) else getattr(stack, word)(0)
 
 
 class Runs:
@@ -229,7 +230,7 @@ class Runs:
     compared = {}
     each = zip(names, how.words, whole.leaves, leaves, whole.allowed, strict=True)
     for i, (name, word, x, y, allowed) in enumerate(each):
-      if i < len(whole.main) or word not in ("stack", "last"):
+      if i < len(whole.main) or not _is_open(word):
         fits = y is not None and x.shape == y.shape
         difference = _largest(x - y) if fits else float("inf")
         compared[i] = LeafComparison(name, _largest(x), difference, allowed)
@@ -255,6 +256,11 @@ class Runs:
     run = lambda values: self._at_once(*self.call.rebuild(values))  # noqa: E731
     with whole_batches() if is_whole else contextlib.nullcontext():
       return jax.make_jaxpr(run)(self.call.values)
+
+
+def _is_open(word: Word) -> bool:
+  """Whether what a reduction gives need not be that of all rows, so that it is not compared."""
+  return callable(word) or word in ("stack", "last")
 
 
 def _cut(rows: int, size: int) -> list[np.ndarray]:

@@ -282,8 +282,8 @@ def _matched(
       if shapes(value) != shapes(tail) and not isinstance(reduction, Concat):
         raise ValueError(
           f"{name} has shape {shapes(value)} for a full microbatch and {shapes(tail)} for the"
-          f' smaller last one, so {reduction!r} cannot reduce it: use "concat" for values per row, or'
-          " a microbatch size that divides the batch."
+          f' smaller last one, so {reduction!r} cannot reduce it: use "concat" for values per row,'
+          " or a microbatch size that divides the batch."
         )
   return [reduction for _, reduction in named], structures
 

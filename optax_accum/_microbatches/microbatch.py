@@ -70,7 +70,7 @@ def microbatch(
     fun: A function of arrays. `microbatch` works around `jax.jit` and inside it.
     reduction: How the outputs of all microbatches are combined: ``"mean"`` (weighted), ``"sum"``,
       ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (along a new first axis, of microbatches),
-      ``"concat"`` (the rows, in their order), or a prefix tree of these words.
+      ``"concat"`` (the rows, in their order), a function of your own, or a prefix tree of these.
     num_microbatches, microbatch_size: As in `microbatch_value_and_grad`.
     weight_fn: As in `make_train_step`.
     batch_argnums: The positions of what is split. Default: the only argument that is not a key.
@@ -87,6 +87,19 @@ def microbatch(
 
   Raises:
     ValueError, TypeError: An argument or an option cannot work, or an output cannot be reduced so.
+
+  A reduction of your own:
+    ``merge(a, b)`` makes one value of two. A value is one output, or a tree of all that is below
+    the node at which the function stands; structure, shapes and dtypes must stay. The function must
+    be associative, which is not checked. Values are merged in the order of the microbatches, and
+    then of the devices, without those of weight zero; if nothing counts, the result is zeros. What
+    is merged cannot be differentiated: return `jax.lax.stop_gradient` of it.
+
+    >>> import jax
+    >>> log_sum_exp = optax_accum.microbatch(
+    ...     jax.nn.logsumexp, reduction=jnp.logaddexp, num_microbatches=2)
+    >>> round(float(log_sum_exp(jnp.arange(6.0))), 4)
+    5.4562
 
   Differentiation:
     The backward pass computes each microbatch again from its inputs, with the same keys, so it
