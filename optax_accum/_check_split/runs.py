@@ -105,7 +105,7 @@ class How(NamedTuple):
       return np.zeros_like(leaves[0])
     if word == "mean":
       return np.tensordot(weights, stack, 1) / np.sum(weights)
-    return stack[-1] if _is_open(word) else getattr(stack, word)(0)
+    return stack[-1] if _is_open(word) else getattr(stack, str(word))(0)
 
 
 class Runs:

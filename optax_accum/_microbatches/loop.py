@@ -268,8 +268,8 @@ def _matched(
   `like` has these outputs, and those of a smaller last one.
   """
   tree = reduction_words.match("reduction", reductions, like[0])
-  named, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  structures = list(map(jax.tree.structure, treedef.flatten_up_to(like[0])))
+  named = jax.tree_util.tree_leaves_with_path(tree)
+  structures = jax.tree.leaves(jax.tree.map(lambda _, x: jax.tree.structure(x), tree, like[0]))
   shapes = functools.partial(jax.tree.map, lambda x: x.shape)
   for (path, reduction), value, *smaller in zip(
     named, *(_values(structures, x) for x in like), strict=True
