@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Concat, Reduction, SumInLoop
+from optax_accum._arithmetic.reductions import Concat, Sum
 from optax_accum._arithmetic.skip import leave_out
-from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Args, Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.cut import Microbatches, Take
@@ -40,7 +40,6 @@ class Reduced(NamedTuple):
   carry: tuple[Carry, ...]  # the carried argument at the end; empty where there is none
   outputs: Tree
   stats: Tree  # a MicrobatchStats, or the specs of one
-  weights: Tree = None  # of each microbatch of this device, where some may be left out
 
 
 class Microbatch(NamedTuple):
@@ -56,7 +55,7 @@ class _Held(NamedTuple):
   """What the scan carries from one microbatch to the next."""
 
   carry: tuple[Carry, ...]
-  outputs: Leaves  # what the reductions hold
+  outputs: Tree  # what the reductions hold
   weights: WeightSum | None  # None where weights are known when tracing
   unit: Leaf  # what the weights of the outputs are counted in
   skipped: Leaf  # how many were left out, or None
@@ -90,7 +89,8 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
     keys_and_carry.check(carry, new_carry)
     if not split.skip_nonfinite or call.weights is not None:
       return Microbatch(new_carry, outputs, weight, None)
-    return Microbatch(new_carry, outputs, *leave_out(weight, (outputs.loss, outputs.grads)))
+    weight, skipped = leave_out(weight, (outputs.loss, outputs.grads))
+    return Microbatch(new_carry, outputs._replace(weights=weight), weight, skipped)
 
   return run
 
@@ -102,8 +102,7 @@ def run_in_microbatches(
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
     each = _matched(reductions, [whole.outputs], root, call)
-    only = jax.tree.map(lambda r, x: r.only(x), each, jax.tree.leaves(whole.outputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(whole.outputs), only)
+    outputs = jax.tree.map(lambda r, x: r.only(x), each, whole.outputs)
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
@@ -116,108 +115,103 @@ def run_in_microbatches(
   like = tuple(map(across_devices.types, traced))
   each = _matched(reductions, [x.outputs for x in like], root, call)
   loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
-  return loop.reduced(*loop.all())
+  return loop.reduced(loop.all())
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Loop:
-  """The loop over the microbatches of a call. Outputs are lists of leaves."""
+  """The loop over the microbatches of a call."""
 
   call: Microbatches
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
-  reductions: list[Reduction]
+  reductions: Tree  # a `Reduction` for each output
   like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
-  def all(self) -> tuple[_Held, Leaf]:
-    """What is held after all microbatches, and the weight of each where some may be left out."""
+  def all(self) -> _Held:
+    """What is held after all microbatches."""
     call, held, (take, tail) = self.call, self._empty(), self.call.cut
     add = self._add
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
-    tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
-    tails: Leaves = [None] * len(self.reductions)
-    weight = None
+    ordered = any(r.ordered for r in jax.tree.leaves(self.reductions))
+    tail_first = not jax.tree.leaves(call.carry) and not ordered
+    tails = self._each(lambda r: None)
     with jax.named_scope("microbatches"):
       if call.tail_rows and tail_first:
-        held, (tails, weight) = add(held, call.full, lambda: tail, call.tail_rows)
-      held, (collected, weights) = lax.scan(
+        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
+      held, collected = lax.scan(
         lambda held, index: add(held, index, lambda: take(index), call.size),
         held,
         jnp.arange(call.full, dtype=jnp.int32),
         unroll=call.split.unroll,
       )
       if call.tail_rows and not tail_first:
-        held, (tails, weight) = add(held, call.full, lambda: tail, call.tail_rows)
+        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
     joined = self._each(lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails)
-    if weights is not None and weight is not None:
-      weights = jnp.concatenate([weights, weight[None]])
-    return held._replace(outputs=joined), weights
+    return held._replace(outputs=joined)
 
-  def _each(self, fun: Callable[..., Leaf], *leaves: Leaves) -> Leaves:
-    """`fun` of each reduction, and of the leaves that are its output's."""
-    return jax.tree.map(fun, self.reductions, *leaves)
+  def _each(self, fun: Callable[..., Tree], *trees: Tree) -> Tree:
+    """`fun` of each reduction, and of what the trees have for its output."""
+    return jax.tree.map(fun, self.reductions, *trees)
 
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
-    zero = functools.partial(across_devices.full_like, value=0)
     like, split = self.like[0], self.call.split
     unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
-      self._each(lambda r, x: r.start(x, split.accumulator_dtype), jax.tree.leaves(like.outputs)),
-      None if like.weight is None else WeightSum(zero(like.weight), zero(like.weight)),
+      self._each(lambda r, x: r.start(x, split.accumulator_dtype), like.outputs),
+      None if like.weight is None else WeightSum(*_zeros((like.weight, like.weight))),
       None if like.weight is None else across_devices.full_like(like.weight, unit),
-      jax.tree.map(zero, like.skipped),
+      _zeros(like.skipped),
     )
 
-  def _add(
-    self, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, tuple[Leaves, Leaf]]:
-    """What is held after one more microbatch, and what is kept of this one."""
+  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Tree]:
+    """What is held after one more microbatch, and what is collected of this one."""
     gathered = hoisting.shapes_in(self.jaxpr)
     held = held._replace(
       outputs=self._each(lambda r, h: r.unhoisted(h, gathered), held.outputs),
       carry=hoisting.unhoisted(held.carry, gathered),
     )
     new = self.run(index, held.carry, take, rows, held.unit)
-    outputs = jax.tree.leaves(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
       weight: Weight = rows / self.call.size  # in full microbatches, if known
       unit = held.unit
       if new.weight is not None:
         unit, weight = in_first_units(unit, new.weight)
-      reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
+      reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, new.outputs)
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    return _Held(carry, reduced, weights, unit, skipped), self._kept(new)
+    return _Held(carry, reduced, weights, unit, skipped), self._collected(new)
 
-  def _kept(self, one: Microbatch) -> tuple[Leaves, Leaf]:
-    """What is kept of each: outputs that are collected, and the weight if some may be left out."""
-    collected = self._each(lambda r, x: x if r.collected else None, jax.tree.leaves(one.outputs))
-    return collected, None if one.skipped is None else one.weight
+  def _collected(self, one: Microbatch) -> Tree:
+    return self._each(lambda r, x: x if r.collected else None, one.outputs)
 
   def _add_unless_empty(
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, tuple[Leaves, Leaf]]:
+  ) -> tuple[_Held, Tree]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     counted = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zeros = jax.tree.map(functools.partial(across_devices.full_like, value=0), self._kept(like))
+    zeros = jax.tree.map(
+      functools.partial(across_devices.full_like, value=0), self._collected(like)
+    )
     return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     call = self.call
     if not across_devices.communicates(self.jaxpr):
-      return any(isinstance(r, SumInLoop) for r in self.reductions)
+      each = jax.tree.leaves(self.reductions)
+      return any(isinstance(r, Sum) and r.each is not None for r in each)
     option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
     if call.split.in_place:
       option, fix = "in_place=True with weight_fn", "pass in_place=False"
@@ -228,8 +222,8 @@ class _Loop:
       f" other devices, which would wait for it: {fix}."
     )
 
-  def reduced(self, held: _Held, recorded: Leaf) -> Reduced:
-    """What is held, of all devices together. `recorded` are the weights."""
+  def reduced(self, held: _Held) -> Reduced:
+    """What is held, of all devices together."""
     call, axis_name = self.call, self.call.split.axis_name
     carry, outputs, weights, unit, skipped = held
     weight: Weight = call.rows / call.size if weights is None else weights.total
@@ -249,17 +243,18 @@ class _Loop:
       outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
-    leaves, treedef = jax.tree.flatten(self.like[0].outputs)
-    finished = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, leaves)
-    outputs = jax.tree.unflatten(treedef, finished)
-    return Reduced(carry, outputs, _stats(total, skipped), recorded)
+    like = self.like[0].outputs
+    outputs = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, like)
+    return Reduced(carry, outputs, _stats(total, skipped))
 
 
-def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> list[Reduction]:
+def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> Tree:
   """A reduction for each leaf of the outputs of a microbatch, and of a smaller last one."""
-  each = jax.tree.leaves(reduction_words.match("reduction", reductions, like[0]))
-  named, tails = _validate.named_leaves(root, like[0]), map(jax.tree.leaves, like[1:])
-  for reduction, (name, leaf), *smaller in zip(each, named, *tails, strict=True):
+  each = reduction_words.match("reduction", reductions, like[0])
+  leaves = map(jax.tree.leaves, (each, *like[1:]))
+  for (name, leaf), reduction, *smaller in zip(
+    _validate.named_leaves(root, like[0]), *leaves, strict=True
+  ):
     if reduction.default and call.count > 1:
       refuse_aux_rows(call.roles, name, leaf, call.size)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
@@ -271,6 +266,10 @@ def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) 
           " microbatch size that divides the batch."
         )
   return each
+
+
+def _zeros(like: Tree) -> Tree:
+  return jax.tree.map(lambda x: across_devices.full_like(x, 0), like)
 
 
 def _stats(weight: Weight, skipped: Leaf) -> MicrobatchStats:

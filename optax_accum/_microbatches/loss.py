@@ -27,6 +27,7 @@ class Outputs(NamedTuple):
   aux: Tree
   grads: Grads
   noise: Tree = None  # a `Noise`, where it is asked for
+  weights: Tree = None  # of each microbatch of a device, where some may be left out
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -66,7 +67,8 @@ class LocalLoss:
       accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
       grads = accumulators.reductions
     noise = noise_reductions(call.count) if self.noise_scale else None
-    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
+    recorded = REDUCTIONS["stack"] if self.split.skip_nonfinite and weights is None else None
+    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise, recorded)
     run = runner(call, functools.partial(self._differentiate, accumulators))
     return run_in_microbatches(call, run, reductions, root="")
 
