@@ -69,7 +69,7 @@ def test_parameters_whose_accumulators_have_another_dtype(dtype):
   run = microbatch_value_and_grad(
     loss_fn, num_microbatches=2, in_place=True, accumulator_dtype=jnp.bfloat16
   )
-  message = r"argument 0 has dtype float32, .* in bfloat16; .* Leave accumulator_dtype=bfloat16 out"
+  message = r"argument 0 has dtype float32, .* in bfloat16; .* give no accumulator_dtype, or"
   with pytest.raises(TypeError, match=message):
     run(PARAMS, BATCH)
 

@@ -55,10 +55,11 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def types(traced: tuple[Any, Tree]) -> Tree:
-  """The types of the results, which `jax.make_jaxpr` (``return_shape=True``) has in two parts."""
-  closed, shapes = traced  # these lack some explicit shardings
-  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+def traced(fun: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
+  """The jaxpr of a function, and the types of its results."""
+  closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+  # Those that come with the shapes lack some explicit shardings.
+  return closed.jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(
@@ -115,11 +116,6 @@ def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) 
       " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
       " return the loss of the device's own rows. It is reduced over devices afterwards."
     )
-
-
-def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
-  """The sum over devices, on all of them."""
-  return lax.psum(held, axis_name)
 
 
 def _extreme(

@@ -30,7 +30,7 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
-  axis = 0  # of an output that has what is collected
+  axis = 0  # of the output, along which what is collected is joined
   # What all devices hold together, from what is held, the axis, and whether this device had a
   # microbatch that counts.
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
@@ -45,7 +45,7 @@ class Reduction:
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
-    return across_devices.full_like(leaf, 0)
+    return None if self.collected else across_devices.full_like(leaf, 0)
 
   def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
@@ -78,18 +78,19 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: Callable[..., Held] = across_devices.summed
+  over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
   each: Callable[[jax.Array], jax.Array] | None = None  # reduces a microbatch's term over devices
+  wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     dtypes.check_holds(name, leaf.dtype, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    zeros = across_devices.full_like(leaf, 0, dtypes.accumulator_dtype(leaf.dtype, dtype))
+    dtype = dtypes.accumulator_dtype(leaf.dtype, None if self.wide else dtype)
+    zeros = across_devices.full_like(leaf, 0, dtype)
     if self.each is None:
       return zeros
-    reduced = jax.make_jaxpr(self.each, return_shape=True)(zeros)
-    return across_devices.full_like(across_devices.types(reduced), 0)
+    return across_devices.full_like(across_devices.traced(self.each, zeros)[1], 0)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""
@@ -183,9 +184,6 @@ class Stack(Reduction):
 
   name = "stack"
   collected = True
-
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    return None
 
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     return collected if tail is None else jnp.concatenate([collected, tail[None]])

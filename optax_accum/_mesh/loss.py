@@ -157,8 +157,8 @@ class PlacedLoss(NamedTuple):
     rows = cut.batch_rows(axes, dict([*enumerate(args), *kwargs.items()]))
     split = self.parallel.local_split(self.local.split, rows)
     rows_first = lambda r: Concat(r.axis, first=True) if isinstance(r, Concat) else r  # noqa: E731
-    aux_reduction = jax.tree.map(rows_first, self.local.aux_reduction)
-    local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
+    local = dataclasses.replace(self.local, split=split)
+    local.aux_reduction = jax.tree.map(rows_first, local.aux_reduction)
     several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
     if several:
       local.grad_reduction = shards.scattered(self.local.grad_reduction)

@@ -107,14 +107,14 @@ def run_in_microbatches(
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
-  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  traced = []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    traced.append(jax.make_jaxpr(one, return_shape=True)())
-  like = tuple(map(across_devices.types, traced))
+  traced = [
+    across_devices.traced(functools.partial(run, 0, start, part, rows))
+    for rows, part in ((call.size, lambda: take(0)), (call.tail_rows, lambda: tail))
+    if rows
+  ]
+  like = [types for _, types in traced]
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
+  loop = _Loop(call, run, start, each, like, traced[0][0])
   return loop.reduced(loop.all())
 
 
@@ -201,26 +201,22 @@ class _Loop:
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zeros = jax.tree.map(
-      functools.partial(across_devices.full_like, value=0), self._collected(like)
-    )
-    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
+    both = held, _zeros(self._collected(like))
+    return update_if(counted, lambda both: self._add(both[0], index, take, rows), both)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
-    call = self.call
+    split = self.call.split
     if not across_devices.communicates(self.jaxpr):
       each = jax.tree.leaves(self.reductions)
       return any(isinstance(r, Sum) and r.each is not None for r in each)
-    option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
-    if call.split.in_place:
-      option, fix = "in_place=True with weight_fn", "pass in_place=False"
-    elif call.split.axis_name is not None:
-      return True
-    raise ValueError(
-      f"{option} does not run microbatches of weight zero, and the function sends something to"
-      f" other devices, which would wait for it: {fix}."
-    )
+    if split.axis_name is None or split.in_place:
+      raise ValueError(
+        "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
+        " with weight_fn, and the function sends something to other devices, which would wait for"
+        " it: give axis_name, so that all devices run it or none, and in_place=False."
+      )
+    return True
 
   def reduced(self, held: _Held) -> Reduced:
     """What is held, of all devices together."""

@@ -118,8 +118,7 @@ class StepProgram:
 
   def check(self, args: Args, kwargs: Kwargs) -> None:
     """Checks what the step is called with, while it is traced."""
-    parameters.check_step(*args)
-    parameters.check_count(len(args) + len(kwargs))
+    parameters.check_step(*args, **kwargs)
 
   def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
     """The arguments, by the names that messages have for them."""
