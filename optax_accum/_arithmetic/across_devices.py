@@ -55,11 +55,10 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying") if missing else x
 
 
-def traced(fun: Callable[..., Tree], *args: Tree) -> tuple[Any, Tree]:
-  """The jaxpr of a function, and the types of its results."""
-  closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-  # Those that come with the shapes lack some explicit shardings.
-  return closed.jaxpr, jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
+def types(traced: tuple[Any, Tree]) -> Tree:
+  """The types of the results, which `jax.make_jaxpr` (``return_shape=True``) has in two parts."""
+  closed, shapes = traced  # these lack some explicit shardings
+  return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
 def full_like(

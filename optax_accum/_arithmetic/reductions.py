@@ -90,7 +90,8 @@ class Sum(Reduction):
     zeros = across_devices.full_like(leaf, 0, dtype)
     if self.each is None:
       return zeros
-    return across_devices.full_like(across_devices.traced(self.each, zeros)[1], 0)
+    reduced = jax.make_jaxpr(self.each, return_shape=True)(zeros)
+    return across_devices.full_like(across_devices.types(reduced), 0)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""

@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Concat, Sum
+from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.skip import leave_out
-from optax_accum._arithmetic.trees import Args, Carry, Leaf, Tree
+from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.cut import Microbatches, Take
@@ -55,7 +55,7 @@ class _Held(NamedTuple):
   """What the scan carries from one microbatch to the next."""
 
   carry: tuple[Carry, ...]
-  outputs: Tree  # what the reductions hold
+  outputs: Leaves  # what the reductions hold
   weights: WeightSum | None  # None where weights are known when tracing
   unit: Leaf  # what the weights of the outputs are counted in
   skipped: Leaf  # how many were left out, or None
@@ -102,30 +102,31 @@ def run_in_microbatches(
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
     each = _matched(reductions, [whole.outputs], root, call)
-    outputs = jax.tree.map(lambda r, x: r.only(x), each, whole.outputs)
+    leaves, treedef = jax.tree.flatten(whole.outputs)
+    outputs = jax.tree.unflatten(treedef, map(lambda r, x: r.only(x), each, leaves))
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
   take, tail = call.cut
-  traced = [
-    across_devices.traced(functools.partial(run, 0, start, part, rows))
-    for rows, part in ((call.size, lambda: take(0)), (call.tail_rows, lambda: tail))
-    if rows
-  ]
-  like = [types for _, types in traced]
+  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
+  traced = []
+  for rows in filter(None, parts):
+    one = functools.partial(run, 0, start, parts[rows], rows)
+    traced.append(jax.make_jaxpr(one, return_shape=True)())
+  like = tuple(map(across_devices.types, traced))
   each = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, each, like, traced[0][0])
+  loop = _Loop(call, run, start, each, like, traced[0][0].jaxpr)
   return loop.reduced(loop.all())
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Loop:
-  """The loop over the microbatches of a call."""
+  """The loop over a call's microbatches. Outputs are leaves: nodes may be new in every trace."""
 
   call: Microbatches
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
-  reductions: Tree  # a `Reduction` for each output
+  reductions: list[Reduction]
   like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
@@ -137,9 +138,8 @@ class _Loop:
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
-    ordered = any(r.ordered for r in jax.tree.leaves(self.reductions))
-    tail_first = not jax.tree.leaves(call.carry) and not ordered
-    tails = self._each(lambda r: None)
+    tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
+    tails: Leaves = [None] * len(self.reductions)
     with jax.named_scope("microbatches"):
       if call.tail_rows and tail_first:
         held, tails = add(held, call.full, lambda: tail, call.tail_rows)
@@ -154,9 +154,9 @@ class _Loop:
     joined = self._each(lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails)
     return held._replace(outputs=joined)
 
-  def _each(self, fun: Callable[..., Tree], *trees: Tree) -> Tree:
-    """`fun` of each reduction, and of what the trees have for its output."""
-    return jax.tree.map(fun, self.reductions, *trees)
+  def _each(self, fun: Callable[..., Leaf], *leaves: Leaves) -> Leaves:
+    """`fun` of each reduction, and of the leaves that are its output's."""
+    return jax.tree.map(fun, self.reductions, *leaves)
 
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
@@ -164,13 +164,13 @@ class _Loop:
     unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
-      self._each(lambda r, x: r.start(x, split.accumulator_dtype), like.outputs),
+      self._each(lambda r, x: r.start(x, split.accumulator_dtype), jax.tree.leaves(like.outputs)),
       None if like.weight is None else WeightSum(*_zeros((like.weight, like.weight))),
       None if like.weight is None else across_devices.full_like(like.weight, unit),
       _zeros(like.skipped),
     )
 
-  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Tree]:
+  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Leaves]:
     """What is held after one more microbatch, and what is collected of this one."""
     gathered = hoisting.shapes_in(self.jaxpr)
     held = held._replace(
@@ -178,38 +178,38 @@ class _Loop:
       carry=hoisting.unhoisted(held.carry, gathered),
     )
     new = self.run(index, held.carry, take, rows, held.unit)
+    outputs = jax.tree.leaves(new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
       weight: Weight = rows / self.call.size  # in full microbatches, if known
       unit = held.unit
       if new.weight is not None:
         unit, weight = in_first_units(unit, new.weight)
-      reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, new.outputs)
+      reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    return _Held(carry, reduced, weights, unit, skipped), self._collected(new)
+    return _Held(carry, reduced, weights, unit, skipped), self._collected(outputs)
 
-  def _collected(self, one: Microbatch) -> Tree:
-    return self._each(lambda r, x: x if r.collected else None, one.outputs)
+  def _collected(self, outputs: Leaves) -> Leaves:
+    return self._each(lambda r, x: x if r.collected else None, outputs)
 
   def _add_unless_empty(
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, Tree]:
+  ) -> tuple[_Held, Leaves]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     counted = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    both = held, _zeros(self._collected(like))
+    both = held, _zeros(self._collected(jax.tree.leaves(like.outputs)))
     return update_if(counted, lambda both: self._add(both[0], index, take, rows), both)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     split = self.call.split
     if not across_devices.communicates(self.jaxpr):
-      each = jax.tree.leaves(self.reductions)
-      return any(isinstance(r, Sum) and r.each is not None for r in each)
+      return any(isinstance(r, Sum) and r.each is not None for r in self.reductions)
     if split.axis_name is None or split.in_place:
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
@@ -239,18 +239,16 @@ class _Loop:
       outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
-    like = self.like[0].outputs
-    outputs = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, like)
-    return Reduced(carry, outputs, _stats(total, skipped))
+    leaves, treedef = jax.tree.flatten(self.like[0].outputs)
+    finished = self._each(lambda r, h, x: r.finish(h, weight, x.dtype), outputs, leaves)
+    return Reduced(carry, jax.tree.unflatten(treedef, finished), _stats(total, skipped))
 
 
-def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> Tree:
+def _matched(reductions: Tree, like: list[Tree], root: str, call: Microbatches) -> list[Reduction]:
   """A reduction for each leaf of the outputs of a microbatch, and of a smaller last one."""
-  each = reduction_words.match("reduction", reductions, like[0])
-  leaves = map(jax.tree.leaves, (each, *like[1:]))
-  for (name, leaf), reduction, *smaller in zip(
-    _validate.named_leaves(root, like[0]), *leaves, strict=True
-  ):
+  each = jax.tree.leaves(reduction_words.match("reduction", reductions, like[0]))
+  named, tails = _validate.named_leaves(root, like[0]), map(jax.tree.leaves, like[1:])
+  for reduction, (name, leaf), *smaller in zip(each, named, *tails, strict=True):
     if reduction.default and call.count > 1:
       refuse_aux_rows(call.roles, name, leaf, call.size)
     reduction.check(name, leaf, call.size, call.split.accumulator_dtype)
