@@ -38,7 +38,7 @@ class LocalLoss:
   argnums: int | Sequence[int]
   has_aux: bool
   split: Split
-  asked: Kwargs  # the three options of reductions, and concat_axis, as the user gave them
+  asked: Kwargs  # reduction, grad_reduction, aux_reduction and concat_axis, as they were given
   noise_scale: bool = False
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
