@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 import functools
 import inspect
 import operator
-from typing import Any, ParamSpec, SupportsIndex, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,13 @@ def positive_int(name: str, value: Any) -> int:
       f"{name} is a traced value ({value}), but shapes depend on it: pass a Python int, e.g. by"
       " marking it static in jax.jit."
     )
-  if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-    raise TypeError(f"{name}={value!r} must be an int of at least 1.")
-  if (number := operator.index(value)) < 1:
+  try:
+    if isinstance(value, bool):
+      raise TypeError
+    number = operator.index(value)
+  except TypeError:
+    raise TypeError(f"{name}={value!r} must be an int of at least 1.") from None
+  if number < 1:
     raise ValueError(f"{name}={value!r} must be at least 1.")
   return number
 
