@@ -105,8 +105,7 @@ def hinted(
       try:
         return fun(*args, **kwargs)
       except TypeError:
-        why = hint_on(fun, args, kwargs, names or {}, hint)
-        if not why:
+        if not (why := hint_on(fun, args, kwargs, names or {}, hint)):
           raise
       raise TypeError(f"{fun.__qualname__}: {why}")
 

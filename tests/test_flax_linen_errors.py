@@ -174,7 +174,7 @@ def test_states(make, options, error, match):
 @pytest.mark.parametrize("rngs", [0, {"dropout": 0}, {"dropout": jnp.float32(1)}])
 def test_rngs_that_are_no_keys(rngs):
   step = linen_train_step(returning(), num_microbatches=2)
-  with pytest.raises(TypeError, match=r"it must be a key, of jax\.random\.key"):
+  with pytest.raises(TypeError, match=r"give a key, such as jax\.random\.key\(0\)"):
     step(make_state(), make_batch(np.float32), rngs)
 
 

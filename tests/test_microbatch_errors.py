@@ -286,7 +286,7 @@ def test_leaves_that_are_no_arrays():
 def test_keys_that_are_none():
   raises(
     TypeError,
-    r"random argument 2\['key'\] has shape \(\) and dtype float32; it must be a key",
+    r"random argument 2\['key'\] is float32\[\]: give a key, such as jax.random.key\(0\)",
     lambda p, b, k: loss_fn(p, b),
     (PARAMS, BATCH, {"key": jnp.ones(())}),
     rng_argnums=2,

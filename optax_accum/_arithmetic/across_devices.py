@@ -117,11 +117,6 @@ def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) 
     )
 
 
-def summed(held: jax.Array, axis_name: AxisName, counted: object = True) -> jax.Array:
-  """The sum over devices, on all of them."""
-  return lax.psum(held, axis_name)
-
-
 def _extreme(
   reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
 ) -> jax.Array:

@@ -57,21 +57,15 @@ def _lower(ctx: Any, x: Any) -> Any:
   return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
 
 
-def identity(name: str) -> Any:
-  """A primitive of our own that returns what it gets, still without transformations."""
-  from jax.extend.core import Primitive  # longer to import than this package
-
-  primitive = Primitive(name)
-  primitive.def_impl(lambda x: x)
-  primitive.def_abstract_eval(lambda x: x)
-  mlir.register_lowering(primitive, lambda ctx, x: [x])
-  return primitive
-
-
 @functools.cache
 def _barrier() -> Any:
   """A primitive: at its lowering, and not before, it is known for what is compiled."""
-  barrier = identity("unhoisted")
+  from jax.extend.core import Primitive  # longer to import than this package
+
+  barrier = Primitive("unhoisted")
+  barrier.def_impl(lambda x: x)
+  barrier.def_abstract_eval(lambda x: x)
+  mlir.register_lowering(barrier, lambda ctx, x: [x])
   for platform in ("tpu", "cuda", "rocm"):
     mlir.register_lowering(barrier, _lower, platform=platform)
   ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])

@@ -1,7 +1,6 @@
 """Trees of reductions, by their names or the user's functions: for each output, or a node's."""
 
 from collections.abc import Mapping
-import inspect
 from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 
 import jax
@@ -35,7 +34,9 @@ def named(
   def find(path: Path, name: str | MergeFn) -> Reduction:
     where = _validate.leaf_name(option, path)
     if callable(name) and option not in _NAMES:
-      return Merge(_of_two_values(where, name))
+      if why := _validate.why_not(name, None, None):
+        raise TypeError(f"{where}={name!r} must take two values, merge(a, b): {why}.")
+      return Merge(name)
     reduction = REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
     if not isinstance(reduction, Concat):
       return reduction
@@ -49,17 +50,6 @@ def named(
   if tree is None:
     return default
   return jax.tree_util.tree_map_with_path(find, tree, is_leaf=callable)
-
-
-def _of_two_values(where: str, merge: MergeFn) -> MergeFn:
-  """`merge`, checked to take two values."""
-  try:
-    inspect.signature(merge).bind(None, None)
-  except TypeError:
-    raise TypeError(f"{where}={merge!r} must take two values, merge(a, b).") from None
-  except ValueError:  # of some callables Python knows no signature
-    pass
-  return merge
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:

@@ -34,6 +34,7 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether the scan keeps every value, for `join`, and holds nothing
+  axis = 0  # of the output, along which what is collected is joined
   # What all devices hold together, from what is held, the axis, and whether this device had a
   # microbatch that counts.
   over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
@@ -48,7 +49,7 @@ class Reduction:
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
-    return across_devices.full_like(leaf, 0)
+    return None if self.collected else across_devices.full_like(leaf, 0)
 
   def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
@@ -75,36 +76,40 @@ class Reduction:
     own_part = lambda *args: across_devices.own_part(self.over_devices(*args), spec)  # noqa: E731
     return dataclasses.replace(self, over_devices=own_part)
 
-  def rows_first(self) -> "Reduction":
-    """The same, with what is collected on the first axis: that of the devices of a mesh."""
-    return self
-
-  def rows_back(self, value: jax.Array) -> jax.Array:
-    """What `rows_first` gave, with the rows on their axis."""
-    return value
-
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: Callable[..., Held] = across_devices.summed
+  over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
+  each: Callable[[jax.Array], jax.Array] | None = None  # reduces a microbatch's term over devices
+  wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     dtypes.check_holds(name, leaf.dtype, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    return across_devices.full_like(leaf, 0, dtypes.accumulator_dtype(leaf.dtype, dtype))
+    dtype = dtypes.accumulator_dtype(leaf.dtype, None if self.wide else dtype)
+    zeros = across_devices.full_like(leaf, 0, dtype)
+    if self.each is None:
+      return zeros
+    reduced = jax.make_jaxpr(self.each, return_shape=True)(zeros)
+    return across_devices.full_like(across_devices.types(reduced), 0)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     """What one microbatch adds if it counts."""
     return value.astype(dtype)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
-    # XLA for GPU keeps a second gradient where the term is selected and not the sum.
-    total = held + self.term(value, weight, held.dtype)
-    return weighted_mean.select(weighted_mean.counts(weight), total, held)
+    term = self.term(value, weight, held.dtype)
+    if self.each is None:
+      # XLA for GPU keeps a second gradient where the term is selected and not the sum.
+      total = held + term
+      return weighted_mean.select(weighted_mean.counts(weight), total, held)
+    term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
+    # Without the barrier XLA for TPU adds up full values and reduces after the loop.
+    return held + lax.optimization_barrier(self.each(term))
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
     return held.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else held
@@ -116,6 +121,11 @@ class Sum(Reduction):
   def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
     scatter = functools.partial(across_devices.sum_scattered, spec=spec, automatic=automatic)
     return dataclasses.replace(self, over_devices=scatter)
+
+  def in_loop(self, axis_name: AxisName) -> "Sum":
+    """The same, but devices are reduced over in every microbatch."""
+    each = lambda term: self.over_devices(term, axis_name, True)  # noqa: E731
+    return dataclasses.replace(self, over_devices=lambda held, *_: held, each=each)
 
 
 class Mean(Sum):
@@ -136,35 +146,6 @@ class Mean(Sum):
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
     return weighted_mean.mean(held, weight, like.dtype)
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class SumInLoop(Reduction):
-  """The sum or mean `of` values that are reduced over devices in every microbatch."""
-
-  of: Sum
-  axis_name: AxisName
-  name = property(lambda self: self.of.name)
-
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
-    self.of.check(name, leaf, rows, dtype)
-
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    reduced = jax.make_jaxpr(lambda: self._reduced(self.of.start(leaf, dtype)), return_shape=True)
-    like = across_devices.types(reduced())
-    return across_devices.full_like(like, 0)
-
-  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
-    term = self.of.term(value, weight, held.dtype)
-    term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
-    # Without the barrier XLA for TPU adds up full values and reduces after the loop.
-    return held + lax.optimization_barrier(self._reduced(term))
-
-  def _reduced(self, value: jax.Array) -> jax.Array:
-    return self.of.over_devices(value, self.axis_name, True)
-
-  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
-    return self.of.finish(held, weight, like)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -209,9 +190,6 @@ class Stack(Reduction):
   name = "stack"
   collected = True
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    return None
-
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     return collected if tail is None else jnp.concatenate([collected, tail[None]])
 
@@ -243,12 +221,6 @@ class Concat(Stack):
 
   def only(self, value: jax.Array) -> jax.Array:
     return jnp.moveaxis(value, self.axis, 0) if self.first else value
-
-  def rows_first(self) -> Reduction:
-    return dataclasses.replace(self, first=self.axis != 0)
-
-  def rows_back(self, value: jax.Array) -> jax.Array:
-    return jnp.moveaxis(value, 0, self.axis) if self.axis else value
 
 
 class Merge(Reduction):

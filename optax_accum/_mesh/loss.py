@@ -5,10 +5,11 @@ import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.reductions import Sum, SumInLoop
+from optax_accum._arithmetic.reductions import Concat, Sum
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import place, place_state, sharding_of
@@ -137,14 +138,15 @@ class PlacedLoss(NamedTuple):
     each = PartitionSpec(self.parallel.axes)
     kinds = self.local.aux_reduction  # one that collects has the parts of the devices in turn
     aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
-    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same), same, each)
+    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same, each), same)
     out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
 
     def to_place(g: Leaf, x: Leaf, to: PartitionSpec | None) -> Leaf:
       return across_devices.sharded_like(g, x) if to is None else self.parallel.move(g, to)
 
     grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
-    aux = jax.tree.map(lambda r, tree: jax.tree.map(r.rows_back, tree), kinds, out.outputs.aux)
+    aux, back = out.outputs.aux, lambda r, x: jnp.moveaxis(x, 0, r.axis) if r.axis else x
+    aux = jax.tree.map(back, jax.tree.broadcast(kinds, aux), aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
   def _on_each_device(
@@ -154,13 +156,14 @@ class PlacedLoss(NamedTuple):
     axes, shards = dict(self.batch), self._shards
     rows = cut.batch_rows(axes, dict([*enumerate(args), *kwargs.items()]))
     split = self.parallel.local_split(self.local.split, rows)
-    aux_reduction = jax.tree.map(lambda r: r.rows_first(), self.local.aux_reduction)
-    local = dataclasses.replace(self.local, split=split, aux_reduction=aux_reduction)
+    rows_first = lambda r: Concat(r.axis, first=True) if isinstance(r, Concat) else r  # noqa: E731
+    local = dataclasses.replace(self.local, split=split)
+    local.aux_reduction = jax.tree.map(rows_first, local.aux_reduction)
     several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
     if several:
       local.grad_reduction = shards.scattered(self.local.grad_reduction)
       if in_loop:
-        each = lambda r: SumInLoop(r, self.parallel.axes) if isinstance(r, Sum) else r  # noqa: E731
+        each = lambda r: r.in_loop(self.parallel.axes) if isinstance(r, Sum) else r  # noqa: E731
         local.grad_reduction = jax.tree.map(each, local.grad_reduction)
         local.gather_in_loop = shards.gather_in_loop
 

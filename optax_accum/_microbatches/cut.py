@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import check_bound, names_of
 from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
 from optax_accum._microbatches import keys_and_carry
@@ -34,8 +34,7 @@ class Microbatches:
     weights: jax.Array | None = None,
   ):
     self._num_args, self.split, self.weights = len(args), split, weights
-    self._arguments: dict[Slot, Tree] = dict(enumerate(args))
-    self._arguments.update(kwargs)
+    self._arguments: dict[Slot, Tree] = dict([*enumerate(args), *kwargs.items()])
     self.roles = roles = split.roles(fun, args, kwargs, differentiated)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
     self.rows = batch_rows(roles.batch, self._arguments)
@@ -50,7 +49,10 @@ class Microbatches:
     if split.rng_argnums is None:
       refuse_keys(roles)
     for slot in roles.rng:
-      keys_and_carry.check_keys(f"random argument {slot!r}", self._arguments[slot])
+      for name, x in _validate.named_leaves(f"random argument {slot!r}", self._arguments[slot]):
+        shape, dtype = jnp.shape(x), jnp.result_type(x)
+        if not dtypes.is_key(x) and (dtype != jnp.uint32 or not shape):
+          raise TypeError(f"{name} is {dtype}{list(shape)}: give a key, such as jax.random.key(0).")
 
   @property
   def is_whole(self) -> bool:
@@ -89,14 +91,11 @@ class Microbatches:
       return weighted_mean.as_weight(float(rows))
     named: dict[Any, Tree] = dict(zip(self.roles.batch, batch, strict=True))
     positional = [named.pop(slot) for slot in self.roles.batch if isinstance(slot, int)]
-    try:
-      value = self.split.weight_fn(*positional, **named)
-    except TypeError as error:
-      if why := _validate.why_not(self.split.weight_fn, *positional, **named):
-        raise TypeError(
-          f"weight_fn gets only the arguments that are split, as in weight_fn(batch): {why}."
-        ) from error
-      raise
+    if why := _validate.why_not(self.split.weight_fn, *positional, **named):
+      raise TypeError(
+        f"weight_fn gets only the arguments that are split, as in weight_fn(batch): {why}."
+      )
+    value = self.split.weight_fn(*positional, **named)
     weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)
 

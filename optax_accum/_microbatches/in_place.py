@@ -13,11 +13,9 @@ the gradient exists before it is added.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any, cast
 
 import jax
-from jax.interpreters import ad, batching
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
@@ -105,25 +103,23 @@ class AddedGradients(Reduction):
     return self.of.finish(held, weight, like)
 
 
+_unmapped = jax.custom_batching.custom_vmap(lambda x: x)
+_identity = jax.custom_jvp(_unmapped)
+
+
+@_identity.defjvp
+@_unmapped.def_vmap
+def _refuse(*args: Args) -> Any:
+  raise NotImplementedError(
+    "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
+    " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its batch_size,"
+    " which is a vmap)."
+  )
+
+
 def refuse_transforms(tree: Tree) -> Tree:
   """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
-  return jax.tree.map(lambda x: _refusing().bind(x) if isinstance(x, jax.Array) else x, tree)
-
-
-@functools.cache
-def _refusing() -> Any:
-  """The identity, which refuses transformations."""
-
-  def refuse(*args: Args) -> None:
-    raise NotImplementedError(
-      "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
-      " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its"
-      " batch_size, which is a vmap)."
-    )
-
-  identity = hoisting.identity("in_place")
-  ad.primitive_jvps[identity] = batching.primitive_batchers[identity] = refuse
-  return identity
+  return jax.tree.map(lambda x: _identity(x) if isinstance(x, jax.Array) else x, tree)
 
 
 def check_options(split: Split, grad_reduction: Tree) -> None:
@@ -148,12 +144,10 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   wide = dtypes.accumulator_dtype(dtype, requested)
   if wide == dtype:
     return
-  fix = f"Keep parameters in {wide} and cast them in the loss (in the body of a scan over layers)"
-  if requested is not None:
-    fix = f"Leave accumulator_dtype={jnp.dtype(requested).name} out"
   raise TypeError(
     f"{name} has dtype {dtype}, and its gradients would be added up in {wide}; in_place=True adds"
-    f" them as they come out of the backward pass. {fix}, or pass in_place=False."
+    f" them as they come out of the backward pass. Keep parameters in {wide} and cast them in the"
+    " loss (in the body of a scan over layers), give no accumulator_dtype, or pass in_place=False."
   )
 
 

@@ -30,24 +30,10 @@ def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
   return fold(keys, number)
 
 
-def check_keys(name: str, tree: Tree) -> None:
-  """Checks that these are random keys, typed or raw."""
-  for leaf, x in _validate.named_leaves(name, tree):
-    shape, dtype = jnp.shape(x), jnp.result_type(x)
-    if not dtypes.is_key(x) and not (dtype == jnp.uint32 and shape):
-      raise TypeError(
-        f"{leaf} has shape {shape} and dtype {dtype}; it must be a key, of jax.random.key(seed) or"
-        " jax.random.PRNGKey(seed)."
-      )
-
-
 def over_devices(
   words: Tree, carry: Carry, start: Carry, weight: Weight, total: Weight, axis_name: AxisName
 ) -> Carry:
-  """Combines the carries of all devices.
-
-  All started with `start`. `weight` is what this device counted, and `total` what all did.
-  """
+  """All devices' carries as one, each from `start`; this one counted `weight`, all `total`."""
 
   def together(path: Path, x: jax.Array, word: str, first: jax.Array) -> jax.Array:
     if dtypes.is_key(x):
@@ -58,8 +44,8 @@ def over_devices(
     wide = dtypes.accumulator_dtype(x.dtype)
     if kind.name == "sum":
       grown = x.astype(wide) - first.astype(wide)
-      return (first.astype(wide) + across_devices.summed(grown, axis_name)).astype(x.dtype)
-    held = across_devices.summed(weighted_mean.weigh(x, weight, wide), axis_name)
+      return (first.astype(wide) + lax.psum(grown, axis_name)).astype(x.dtype)
+    held = lax.psum(weighted_mean.weigh(x, weight, wide), axis_name)
     mean = weighted_mean.mean(held, total, x.dtype)
     return weighted_mean.select(weighted_mean.counts(total), mean, first)
 

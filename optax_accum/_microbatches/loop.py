@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Concat, Reduction, SumInLoop
+from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
@@ -41,7 +41,6 @@ class Reduced(NamedTuple):
   carry: tuple[Carry, ...]  # the carried argument at the end; empty where there is none
   outputs: Tree
   stats: Tree  # a MicrobatchStats, or the specs of one
-  weights: Tree = None  # of each microbatch of this device, where some may be left out
 
 
 class Microbatch(NamedTuple):
@@ -91,7 +90,8 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
     keys_and_carry.check(carry, new_carry)
     if not split.skip_nonfinite or call.weights is not None:
       return Microbatch(new_carry, outputs, weight, None)
-    return Microbatch(new_carry, outputs, *leave_out(weight, (outputs.loss, outputs.grads)))
+    weight, skipped = leave_out(weight, (outputs.loss, outputs.grads))
+    return Microbatch(new_carry, outputs._replace(weights=weight), weight, skipped)
 
   return run
 
@@ -117,12 +117,12 @@ def run_in_microbatches(
   like = tuple(map(across_devices.types, traced))
   matched = _matched(reductions, [x.outputs for x in like], root, call)
   loop = _Loop(call, run, start, *matched, like, traced[0][0].jaxpr)
-  return loop.reduced(*loop.all())
+  return loop.reduced(loop.all())
 
 
 @dataclasses.dataclass(eq=False, repr=False)
 class _Loop:
-  """The loop over the microbatches of a call. Outputs are lists, as `_values` gives."""
+  """The loop over a call's microbatches. Outputs are lists: nodes may be new in every trace."""
 
   call: Microbatches
   run: Run
@@ -132,8 +132,8 @@ class _Loop:
   like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
-  def all(self) -> tuple[_Held, Leaf]:
-    """What is held after all microbatches, and the weight of each where some may be left out."""
+  def all(self) -> _Held:
+    """What is held after all microbatches."""
     call, held, (take, tail) = self.call, self._empty(), self.call.cut
     add = self._add
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
@@ -142,22 +142,19 @@ class _Loop:
     # needs no memory on top of that of a sum of gradients.
     tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
     tails: Leaves = [None] * len(self.reductions)
-    weight = None
     with jax.named_scope("microbatches"):
       if call.tail_rows and tail_first:
-        held, (tails, weight) = add(held, call.full, lambda: tail, call.tail_rows)
-      held, (collected, weights) = lax.scan(
+        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
+      held, collected = lax.scan(
         lambda held, index: add(held, index, lambda: take(index), call.size),
         held,
         jnp.arange(call.full, dtype=jnp.int32),
         unroll=call.split.unroll,
       )
       if call.tail_rows and not tail_first:
-        held, (tails, weight) = add(held, call.full, lambda: tail, call.tail_rows)
+        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
     joined = self._each(lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails)
-    if weights is not None and weight is not None:
-      weights = jnp.concatenate([weights, weight[None]])
-    return held._replace(outputs=joined), weights
+    return held._replace(outputs=joined)
 
   def _each(self, fun: Callable[..., Tree], *values: Leaves) -> Leaves:
     """`fun` of each reduction, and of the values that are its output's."""
@@ -168,21 +165,18 @@ class _Loop:
 
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
-    zero = functools.partial(across_devices.full_like, value=0)
     like, split = self.like[0], self.call.split
     unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
       self._each(lambda r, x: r.start(x, split.accumulator_dtype), self._values(like.outputs)),
-      None if like.weight is None else WeightSum(zero(like.weight), zero(like.weight)),
+      None if like.weight is None else WeightSum(*_zeros((like.weight, like.weight))),
       None if like.weight is None else across_devices.full_like(like.weight, unit),
-      jax.tree.map(zero, like.skipped),
+      _zeros(like.skipped),
     )
 
-  def _add(
-    self, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, tuple[Leaves, Leaf]]:
-    """What is held after one more microbatch, and what is kept of this one."""
+  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Leaves]:
+    """What is held after one more microbatch, and what is collected of this one."""
     gathered = hoisting.shapes_in(self.jaxpr)
     held = held._replace(
       outputs=self._each(lambda r, h: r.unhoisted(h, gathered), held.outputs),
@@ -200,41 +194,37 @@ class _Loop:
       keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    return _Held(carry, reduced, weights, unit, skipped), self._kept(new)
+    return _Held(carry, reduced, weights, unit, skipped), self._collected(outputs)
 
-  def _kept(self, one: Microbatch) -> tuple[Leaves, Leaf]:
-    """What is kept of each: outputs that are collected, and the weight if some may be left out."""
-    collected = self._each(lambda r, x: x if r.collected else None, self._values(one.outputs))
-    return collected, None if one.skipped is None else one.weight
+  def _collected(self, outputs: Leaves) -> Leaves:
+    return self._each(lambda r, x: x if r.collected else None, outputs)
 
   def _add_unless_empty(
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, tuple[Leaves, Leaf]]:
+  ) -> tuple[_Held, Leaves]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     counted = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zeros = jax.tree.map(functools.partial(across_devices.full_like, value=0), self._kept(like))
-    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
+    both = held, _zeros(self._collected(self._values(like.outputs)))
+    return update_if(counted, lambda both: self._add(both[0], index, take, rows), both)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
-    call = self.call
+    split = self.call.split
     if not across_devices.communicates(self.jaxpr):
-      return any(isinstance(r, SumInLoop) for r in self.reductions)
-    option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
-    if call.split.in_place:
-      option, fix = "in_place=True with weight_fn", "pass in_place=False"
-    elif call.split.axis_name is not None:
-      return True
-    raise ValueError(
-      f"{option} does not run microbatches of weight zero, and the function sends something to"
-      f" other devices, which would wait for it: {fix}."
-    )
+      return any(isinstance(r, Sum) and r.each is not None for r in self.reductions)
+    if split.axis_name is None or split.in_place:
+      raise ValueError(
+        "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
+        " with weight_fn, and the function sends something to other devices, which would wait for"
+        " it: give axis_name, so that all devices run it or none, and in_place=False."
+      )
+    return True
 
-  def reduced(self, held: _Held, recorded: Leaf) -> Reduced:
-    """What is held, of all devices together. `recorded` are the weights."""
+  def reduced(self, held: _Held) -> Reduced:
+    """What is held, of all devices together."""
     call, axis_name = self.call, self.call.split.axis_name
     carry, outputs, weights, unit, skipped = held
     weight: Weight = call.rows / call.size if weights is None else weights.total
@@ -257,7 +247,7 @@ class _Loop:
     like = self.like[0].outputs
     finished = self._each(lambda r, h, x: r.finish(h, weight, x), outputs, self._values(like))
     outputs = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(finished))
-    return Reduced(carry, outputs, _stats(total, skipped), recorded)
+    return Reduced(carry, outputs, _stats(total, skipped))
 
 
 def _matched(
@@ -292,6 +282,10 @@ def _values(structures: Sequence[Any], outputs: Tree) -> Leaves:
   """The outputs of a microbatch as a list: for each reduction a leaf, or a tree that it merges."""
   leaves = iter(jax.tree.leaves(outputs))
   return [kind.unflatten(itertools.islice(leaves, kind.num_leaves)) for kind in structures]
+
+
+def _zeros(like: Tree) -> Tree:
+  return jax.tree.map(lambda x: across_devices.full_like(x, 0), like)
 
 
 def _stats(weight: Weight, skipped: Leaf) -> MicrobatchStats:

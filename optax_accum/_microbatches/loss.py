@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, reduction_words
-from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import Mean, REDUCTIONS
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
@@ -27,6 +27,7 @@ class Outputs(NamedTuple):
   aux: Tree
   grads: Grads
   noise: Tree = None  # a `Noise`, where it is asked for
+  weights: Tree = None  # of each microbatch of a device, where some may be left out
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -36,14 +37,26 @@ class LocalLoss:
   fun: Callable[..., Tree]
   argnums: int | Sequence[int]
   has_aux: bool
-  reduction: Reduction  # of losses
-  grad_reduction: Tree  # a prefix tree of reductions, as the next
-  aux_reduction: Tree
   split: Split
+  asked: Kwargs  # reduction, grad_reduction, aux_reduction and concat_axis, as they were given
   noise_scale: bool = False
-  asked: Kwargs = dataclasses.field(default_factory=dict)  # the reductions, in the user's words
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
+
+  def __post_init__(self) -> None:
+    _validate.function(self.fun)
+    _validate.booleans(has_aux=self.has_aux, noise_scale=self.noise_scale)
+    positions = options.names_or_positions("argnums", self.argnums, int)
+    if not positions or len(set(positions)) < len(positions):
+      raise ValueError(f"argnums={self.argnums!r} must name one or more arguments, each once.")
+    word, grads, aux = (self.asked[k] for k in ("reduction", "grad_reduction", "aux_reduction"))
+    self.reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]  # of losses
+    check_noise_scale(self.noise_scale, self.split, word)
+    check_options(self.split, grads)
+    # Prefix trees of reductions.
+    self.grad_reduction = reduction_words.named("grad_reduction", grads, self.reduction)
+    default = Mean(default=True), self.asked["concat_axis"], self.split.batch_axis
+    self.aux_reduction = reduction_words.named("aux_reduction", aux, *default)
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
@@ -66,7 +79,8 @@ class LocalLoss:
       accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
       grads = accumulators.reductions
     noise = noise_reductions(call.count) if self.noise_scale else None
-    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise)
+    recorded = REDUCTIONS["stack"] if self.split.skip_nonfinite and weights is None else None
+    reductions = Outputs(self.reduction, self.aux_reduction, grads, noise, recorded)
     run = runner(call, functools.partial(self._differentiate, accumulators))
     return run_in_microbatches(call, run, reductions, root="")
 
@@ -167,31 +181,3 @@ def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
       " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True;"
       " if it is jax.value_and_grad of a loss, give that loss itself."
     )
-
-
-def local_loss(
-  fun: Callable[..., Tree],
-  argnums: int | Sequence[int],
-  has_aux: bool,
-  reduction: str,
-  grad_reduction: Tree,
-  aux_reduction: Tree,
-  concat_axis: int | None,
-  split: Split,
-  noise_scale: bool = False,
-) -> LocalLoss:
-  """A `LocalLoss` from what the user gave, checked."""
-  _validate.function(fun)
-  _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
-  positions = options.names_or_positions("argnums", argnums, int)
-  if not positions or len(set(positions)) < len(positions):
-    raise ValueError(f"argnums={argnums!r} must name one or more arguments, each once.")
-  kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
-  check_noise_scale(noise_scale, split, reduction)
-  check_options(split, grad_reduction)
-  grad_kinds = reduction_words.named("grad_reduction", grad_reduction, kind)
-  default = Mean(default=True), concat_axis, split.batch_axis
-  aux_kinds = reduction_words.named("aux_reduction", aux_reduction, *default)
-  asked = {"reduction": reduction, "grad_reduction": grad_reduction}
-  asked |= {"aux_reduction": aux_reduction, "concat_axis": concat_axis}
-  return LocalLoss(fun, argnums, has_aux, kind, grad_kinds, aux_kinds, split, noise_scale, asked)

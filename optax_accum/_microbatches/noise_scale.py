@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 import numpy as np
 import optax
 
@@ -67,14 +66,12 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
 
   Args:
     decay: The decay of the moving averages, which cover about ``1 / (1 - decay)`` steps. The noise
-      scale grows in training, and long averages lag: where it was 120, 0.9 gave 103 and 0.99 gave
-      43.
+      scale grows in training, and they lag: where it was 120, 0.9 gave 103 and 0.99 gave 43.
 
   Returns:
-    A `GradientNoiseScale`, two functions that work under `jax.jit`. ``init()`` returns a state, and
-    ``update(terms, state)`` returns ``(noise_scale, state)``. The noise scale is a scalar, and inf
-    unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not change
-    the state.
+    A `GradientNoiseScale`, whose two functions work under `jax.jit`. The noise scale is a scalar,
+    and inf unless the averaged ``|G|^2`` is above 0. Terms that are both 0, or not finite, do not
+    change the state.
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32).
@@ -121,17 +118,6 @@ class Noise(NamedTuple):
   count: Leaf  # 1; reduced to the number of microbatches that counted
 
 
-class _WideSum(Sum):
-  """The sum in float32 or better, whatever `accumulator_dtype` is."""
-
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> jax.Array:
-    return super().start(leaf, None)
-
-
-class _WideMean(_WideSum, Mean):
-  """The mean, likewise."""
-
-
 def noise_reductions(microbatches: int) -> Noise:
   """How the values of all microbatches, on all devices together, are reduced."""
   if microbatches < 2:
@@ -139,7 +125,7 @@ def noise_reductions(microbatches: int) -> Noise:
       "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
       " smaller microbatch_size, or a mesh of several devices."
     )
-  return Noise(_WideMean(), _WideSum())
+  return Noise(Mean(wide=True), Sum(wide=True))
 
 
 def noise_of(derivatives: Grads) -> Noise:

@@ -105,10 +105,9 @@ class Split:
       )
     for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
-    given = self.batch_argnums
-    if given is None and self.default_argnum is not None:
-      given = (self.default_argnum,)
-    self._batch: tuple[Slot, ...] = (*(given or ()), *self.batch_argnames)
+    default = () if self.default_argnum is None else (self.default_argnum,)
+    positions = default if self.batch_argnums is None else self.batch_argnums
+    self._batch: tuple[Slot, ...] = (*positions, *self.batch_argnames)
     axes, count = self.batch_axis, len(self._batch) or 1
     self.batch_axis = axes if isinstance(axes, tuple) else (axes,) * count
     if any(type(axis) is not int for axis in self.batch_axis):
@@ -135,8 +134,7 @@ class Split:
     self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
   ) -> Roles:
     """What each argument is in this call of `fun`."""
-    arguments: dict[Slot, Tree] = dict(enumerate(args))
-    arguments.update(kwargs)
+    arguments: dict[Slot, Tree] = dict([*enumerate(args), *kwargs.items()])
     find = functools.partial(find_slots, fun=fun, args=args, kwargs=kwargs)
     batch = find("batch_argnums", self._batch)
     rng = find("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames))
@@ -165,7 +163,13 @@ class Split:
 
 def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
   """Refuses shared arguments with as many rows as the batch."""
-  if not (found := with_rows(roles, rows)):
+  found = [
+    (slot, f"{name} {has}")
+    for slot, tree in roles.shared.items()
+    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree)
+    if (has := _has_rows(roles.batch.values(), leaf, rows))
+  ]
+  if not found:
     return
   both = dict.fromkeys((*roles.batch, *(slot for slot, _ in found)))
   raise ValueError(
@@ -173,16 +177,6 @@ def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
     f" of both belong together, name both, {_option(both)}; if every microbatch needs all of it,"
     f" name the batch alone, {_option(roles.batch)}."
   )
-
-
-def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
-  """The shared arguments with as many rows as the batch, and which of their leaves has them."""
-  return [
-    (slot, f"{name} {has}")
-    for slot, tree in roles.shared.items()
-    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree)
-    if (has := _has_rows(roles.batch.values(), leaf, rows))
-  ]
 
 
 def refuse_aux_rows(roles: Roles, name: str, leaf: Leaf, rows: int) -> None:

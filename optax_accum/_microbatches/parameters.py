@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic.trees import OptState, Params, Tree
 
 
-def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
+def check_step(params: Params, opt_state: OptState, /, *others: Tree, **named: Tree) -> None:
   """Checks what a step is given: parameters, which it updates and returns, and their state."""
   if instead := _instead(params):
     raise TypeError(f"params is {instead}")
@@ -26,6 +26,11 @@ def check_step(params: Params, opt_state: OptState, *others: Tree) -> None:
   for name, x in _validate.named_leaves("batch", others[0] if others else ()):
     if isinstance(x, str):
       raise TypeError(f"{name} is the string {x!r} and no array: leave it out of the batch.")
+  if not others and not named:
+    raise TypeError(
+      "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
+      " step(params, opt_state, batch)."
+    )
 
 
 def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
@@ -44,15 +49,6 @@ def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
         f"opt_state is not a state of the first argument ({why}), but argument {j} is one of"
         f" argument {i}: the order is step(params, opt_state, batch)."
       )
-
-
-def check_count(count: int) -> None:
-  """Checks that a step is given parameters, their state and a batch."""
-  if count < 3:
-    raise TypeError(
-      f"The step got {count} arguments, so the batch or the optimizer state is missing: the order"
-      " is step(params, opt_state, batch)."
-    )
 
 
 def check_differentiable(what: str, tree: Params) -> None:

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
-from optax_accum._microbatches.loss import local_loss
+from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
 
 Args = ParamSpec("Args")
@@ -109,10 +109,8 @@ def microbatch_value_and_grad(
     NaN or inf                    weight 0 with `skip_nonfinite`; otherwise in the result
     ============================  ======================================================
   """
-  split = Split.of(locals(), default_argnum=1)
-  loss = local_loss(
-    fun, argnums, has_aux, reduction, grad_reduction, aux_reduction, concat_axis, split
-  )
+  asked = locals()
+  loss = LocalLoss(fun, argnums, has_aux, Split.of(asked, default_argnum=1), asked)
 
   @functools.wraps(fun)
   def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:

@@ -98,7 +98,7 @@ class StepProgram:
       weight, counted = stats.total_weight, stats.total_weight != 0
       if local.reduction.name != "mean":  # a sum is not to be weighed again
         weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-      value_fn = functools.partial(loss_elsewhere, beside, reduced.weights, args, kwargs)
+      value_fn = functools.partial(loss_elsewhere, beside, out.weights, args, kwargs)
       extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
       with jax.named_scope("optimizer"):
@@ -118,8 +118,7 @@ class StepProgram:
 
   def check(self, args: Args, kwargs: Kwargs) -> None:
     """Checks what the step is called with, while it is traced."""
-    parameters.check_step(*args)
-    parameters.check_count(len(args) + len(kwargs))
+    parameters.check_step(*args, **kwargs)
 
   def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
     """The arguments, by the names that messages have for them."""

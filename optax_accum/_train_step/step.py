@@ -10,7 +10,7 @@ from optax_accum._arithmetic.trees import Args, Kwargs
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss, PlacedLoss
 from optax_accum._microbatches import cut
-from optax_accum._microbatches.loss import local_loss, LocalLoss
+from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import Split
 
 if TYPE_CHECKING:
@@ -82,8 +82,9 @@ def step_loss(
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   microbatches = Split(default_argnum=1, **split)
-  reductions = reduction, grad_reduction, aux_reduction
-  local = local_loss(loss_fn, 0, has_aux, *reductions, concat_axis, microbatches, noise_scale)
+  asked = {"reduction": reduction, "grad_reduction": grad_reduction}
+  asked |= {"aux_reduction": aux_reduction, "concat_axis": concat_axis}
+  local = LocalLoss(loss_fn, 0, has_aux, microbatches, asked, noise_scale)
   if mesh is None:
     return local
   return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))
