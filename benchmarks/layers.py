@@ -37,8 +37,12 @@ def initial(key: jax.Array, like: dict[str, Any]) -> dict[str, Any]:
 FORMS = ("scanned", "rematerialised", "cast", "whole", "loop")
 
 
-def make_loss_fn(form: str, heads: int = 8, dtype: Any = jnp.bfloat16) -> Any:
+def make_loss_fn(
+  form: str, heads: int = 8, dtype: Any = jnp.bfloat16, rows_over: Any = None
+) -> Any:
   """``loss_fn(params, tokens)``, the mean over rows, computed in `dtype`.
+
+  `rows_over` is a sharding that the activations between layers are constrained to.
 
   `form`: "scanned"; "rematerialised" (scanned, and each layer is); "cast" (the same, but all
   parameters are cast before the scan, and not a layer's in its body); "whole" (the scan of all
@@ -50,14 +54,17 @@ def make_loss_fn(form: str, heads: int = 8, dtype: Any = jnp.bfloat16) -> Any:
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
+  def kept(x: jax.Array) -> jax.Array:
+    return x if rows_over is None else jax.lax.with_sharding_constraint(x, rows_over)
+
   def layer(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
-    p = jax.tree.map(lambda w: w.astype(dtype), p)
+    p, x = jax.tree.map(lambda w: w.astype(dtype), p), kept(x)
     rows, length, width = x.shape
     q, k, v = jnp.split(norm(x, p["scale_1"][None, None]) @ p["qkv"], 3, axis=-1)
     split = lambda y: y.reshape(rows, length, heads, width // heads)  # noqa: E731
     attended = jax.nn.dot_product_attention(split(q), split(k), split(v), is_causal=True)
     x = x + attended.reshape(x.shape) @ p["out"]
-    return x + jax.nn.gelu(norm(x, p["scale_2"][None, None]) @ p["up"]) @ p["down"]
+    return kept(x + jax.nn.gelu(norm(x, p["scale_2"][None, None]) @ p["up"]) @ p["down"])
 
   def through(x: jax.Array, stacked: Any) -> jax.Array:
     if form == "loop":

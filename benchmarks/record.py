@@ -24,17 +24,19 @@ def runs(target_config):
       "streaming.py --tpu --save",
       "sharding.py --save",
     ]
-  gpu = ["memory.py", "--platform", "gpu", "--target-config", target_config, "--save"]
+  for_gpu = ["--platform", "gpu", "--target-config", target_config, "--save"]
+  gpu = [[script, *for_gpu] for script in ("memory.py", "sharding.py")]
   trained = ["noise_scale.py --save"]
   timed = [
     "memory.py --time --save",
     "streaming.py --save",
     "whole_cycle.py --save",
+    "sharding.py --processes --save",
     "host_time.py --arrays 50 500 --save",  # 2000 on 8 devices compile for minutes
   ]
   return [
     *map(str.split, compiled),
-    *([gpu] if target_config else []),
+    *(gpu if target_config else []),
     *map(str.split, trained),
     *map(str.split, timed),
   ]

@@ -64,7 +64,7 @@ def save(name, default, tables, device=None):
   """
   if name is None:
     return
-  packages = ("jax", "jaxlib", "optax", "flax")
+  packages = ["jax", "jaxlib", "optax", "flax", *["libtpu"] * ("TPU" in (device or ""))]
   found = {
     "command": _command(),
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

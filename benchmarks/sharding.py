@@ -1,16 +1,26 @@
 """What a step needs and sends by the way in which parameters and state are sharded.
 
     python benchmarks/sharding.py [--platform tpu|gpu] [--target-config FILE] [--save]
+    python benchmarks/sharding.py --processes [--save]
 
-A Transformer of 8 layers of width 1024, scanned and rematerialised, float32 parameters, computed in
-bfloat16, AdamW, 8 microbatches, compiled for 8 chips of a TPU v5e (needs libtpu) or 8 H100s (see
-memory.py) as 2 replicas of 4 shards. Nothing runs. P is the size of the parameters in bytes.
-If each replica is a host, what is sent between replicas goes over the slow network: how often, and
-how much per device, after the last microbatch and inside of loops.
+A Transformer of scanned and rematerialised layers, float32 parameters, AdamW, 8 microbatches, on 2
+replicas of 4 shards. P is the size of the parameters in bytes. The first compiles it for 8 chips of
+a TPU v5e (needs libtpu) or 8 H100s (see memory.py), computed in bfloat16, and runs nothing. The
+second runs a smaller one, in float32, on two processes of this machine with 4 CPU devices each.
+
+"sent" is what a device sends in one step, if arrays go around in rings: 2 (n - 1) / n of an array
+that n devices reduce, and (n - 1) / n of one that they gather, scatter or transpose. If each
+replica is a host, what spans the replicas goes over the slow network: how often, how much of it
+after the last microbatch, and how much in loops.
 """
 
 import argparse
+import functools
+import multiprocessing
 import pathlib
+import socket
+import statistics
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
@@ -18,6 +28,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import layers
+import measure
 import memory
 import numpy as np
 import optax
@@ -27,92 +38,193 @@ from optax_accum import count_collectives, make_train_step
 
 AXES = ("replica", "fsdp")
 REPLICAS = {(i, i + 4) for i in range(4)} | {tuple(range(8))}  # groups that hold both replicas
-LAYERS, WIDTH, VOCABULARY, ROWS, LENGTH, MICROBATCHES = 8, 1024, 8192, 64, 129, 8
+MICROBATCHES, TX = 8, optax.adamw(1e-3)
+ROUNDS = 7
 
 
-def over(*axes):
-  """Shards the last dimension of an array over these axes."""
-  return lambda x: P(*[None] * (x.ndim - 1), axes) if x.ndim else P()
+class Sizes(NamedTuple):
+  """Of a model and its batch."""
+
+  layers: int = 8
+  width: int = 1024
+  vocabulary: int = 8192
+  rows: int = 64
+  length: int = 129
+  dtype: Any = jnp.bfloat16
+
+  @property
+  def params(self):
+    return layers.shapes(self.layers, self.width, self.vocabulary)
+
+  @property
+  def unit(self):
+    """P, in bytes."""
+    return sum(4 * x.size for x in jax.tree.leaves(self.params))
 
 
-def whole(x):
-  return P()
+MORE_ROWS = Sizes(rows=512)
+SMALL = Sizes(4, 256, 512, 64, 17, jnp.float32)  # for two processes on two cores
 
 
-# Name: how parameters and state are sharded, and the options of the step.
+class Way(NamedTuple):
+  """The axes that shard parameters, state and the rows of activations, and a step's options."""
+
+  params: Any
+  state: Any
+  options: dict[str, Any]
+  rows: Any = None  # None: as the compiler likes
+
+
+ONCE, REPLICA = {"data_axis": AXES}, {"data_axis": "replica"}
+IN_EACH = {"reduce_gradients": "per_microbatch"}
 WAYS = {
-  "replicated": (whole, whole, {"data_axis": AXES}),
-  "state sharded (ZeRO-1)": (whole, over(*AXES), {"data_axis": AXES}),
-  "gathered once a step": (over(*AXES), over(*AXES), {"data_axis": AXES}),
-  "gathered in each microbatch": (
-    over(*AXES),
-    over(*AXES),
-    {"data_axis": AXES, "reduce_gradients": "per_microbatch"},
-  ),
-  "layer by layer": (over("fsdp"), over("fsdp"), {"data_axis": "replica"}),
-  "layer by layer, in_place": (
-    over("fsdp"),
-    over("fsdp"),
-    {"data_axis": "replica", "in_place": True},
-  ),
-  "layer by layer, no replicas": (over(*AXES), over(*AXES), {"mesh": None}),
+  "replicated": Way((), (), ONCE),
+  "state sharded (ZeRO-1)": Way((), AXES, ONCE),
+  "gathered once a step": Way(AXES, AXES, ONCE),
+  "gathered in each microbatch": Way(AXES, AXES, ONCE | IN_EACH),
+  "layer by layer": Way("fsdp", "fsdp", REPLICA, "fsdp"),
+  "layer by layer, in_place": Way("fsdp", "fsdp", REPLICA | {"in_place": True}, "fsdp"),
+  "layer by layer, reduced in each": Way("fsdp", "fsdp", REPLICA | IN_EACH, "fsdp"),
+  "layer by layer, unconstrained": Way("fsdp", "fsdp", REPLICA),
+  "layer by layer, no replicas": Way(AXES, AXES, {"mesh": None}, AXES),
 }
+BY_LAYER = ("layer by layer", "layer by layer, unconstrained")
+TIMED = ("replicated", "state sharded (ZeRO-1)", "gathered once a step", *BY_LAYER)
+TIMED += ("layer by layer, reduced in each",)
 
 
-def compiled(mesh, of_params, of_state, options):
-  """The compiled step of a way."""
+def compiled(mesh, sizes, way):
+  """The compiled step of a way, and what it takes: shapes with shardings."""
 
-  def placed(tree, spec):
-    sharded = lambda x: x.update(sharding=NamedSharding(mesh, spec(x)))  # noqa: E731
+  def placed(tree, axes):
+    last = lambda x: P(*[None] * (x.ndim - 1), axes) if x.ndim else P()  # noqa: E731
+    sharded = lambda x: x.update(sharding=NamedSharding(mesh, last(x)))  # noqa: E731
     return jax.tree.map(sharded, tree)
 
-  tx = optax.adamw(1e-3)
-  like = layers.shapes(LAYERS, WIDTH, VOCABULARY)
-  state = placed(jax.eval_shape(tx.init, like), of_state)
-  params = placed(like, of_params)
-  tokens = placed(jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32), lambda x: P(AXES))
-  loss_fn = layers.make_loss_fn("rematerialised")
-  step = make_train_step(loss_fn, tx, num_microbatches=MICROBATCHES, **{"mesh": mesh, **options})
-  return step.lower(params, state, tokens).compile()
+  state = placed(jax.eval_shape(TX.init, sizes.params), way.state)
+  tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.length), jnp.int32)
+  tokens = tokens.update(sharding=NamedSharding(mesh, P(AXES)))
+  # In a step with mesh=, the constraint names axes of that. Without, it needs the mesh.
+  rows = NamedSharding(mesh, P(AXES)) if way.rows == AXES else way.rows and P(way.rows)
+  loss_fn = layers.make_loss_fn("rematerialised", dtype=sizes.dtype, rows_over=rows)
+  options = {"mesh": mesh, "num_microbatches": MICROBATCHES, **way.options}
+  args = placed(sizes.params, way.params), state, tokens
+  return make_train_step(loss_fn, TX, **options).lower(*args).compile(), args
 
 
-def between_replicas(report, unit):
-  """How often, and how much in P, is sent between replicas after loops and inside of them."""
-  found = [c for c in report.at_least(1024).operations if REPLICAS.intersection(c.groups or [()])]
-  total = [sum(c.executions * c.bytes for c in found if bool(c.loop) == in_loop) / unit
-           for in_loop in (False, True)]  # fmt: skip
-  return sum(c.executions for c in found), *total
+def sent(collectives, unit):
+  """What a device sends in these, in P."""
+
+  def share(c):
+    if c.kind == "collective-permute":
+      return 1
+    devices = len(c.groups[0]) if c.groups else 8
+    return (2 if c.kind == "all-reduce" else 1) * (devices - 1) / devices
+
+  return sum(c.executions * c.bytes * share(c) for c in collectives) / unit
+
+
+def needs(step, unit):
+  """What a device holds, needs and sends, the last also by collectives that span replicas."""
+  held, found = step.memory_analysis(), count_collectives(step).at_least(1024).operations
+  spanning = [c for c in found if REPLICAS.intersection(c.groups)]
+  return (
+    held.argument_size_in_bytes / unit,
+    held.temp_size_in_bytes / unit,
+    sent(found, unit),
+    sum(c.executions for c in spanning),
+    *(sent([c for c in spanning if bool(c.loop) == loop], unit) for loop in (False, True)),
+  )
+
+
+COLUMNS = ["held, P", "temp, P", "sent, P", "span replicas", "after, P", "in loops, P"]
+MESH = "2 replicas of 4 shards"
+
+
+def mesh_of(devices):
+  return Mesh(np.reshape(devices, (2, 4)), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def as_compiled(platform, target_config):
+  """The tables of compiled programs, and the device that they are for."""
+  kind = memory.device(platform, target_config).device_kind
+  if platform == "tpu":
+    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
+    chips = topologies.make_mesh(topology, (2, 4), AXES).devices
+  else:
+    target = {"topology": "1x1x8", "target_config": target_config.read_text()}
+    chips = topologies.get_topology_desc("", platform="cuda", **target).devices
+  mesh, where = mesh_of(chips), kind.replace("TPU v5 lite", "TPU v5e")
+  tables = []
+  for sizes, names in ((Sizes(), WAYS), (MORE_ROWS, BY_LAYER)):
+    title = (
+      f"8 x {where}, compiled without them, {MESH}: {sizes.unit / 2**20:.0f} MiB of parameters (P),"
+      f" {sizes.rows} rows of {sizes.length - 1} tokens, {MICROBATCHES} microbatches"
+    )
+    tables.append(results.Table(title, ["way", *COLUMNS], text=(34,)))
+    for name in names:
+      tables[-1].add(name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes.unit))
+  return tables, where
+
+
+def taken(step, held):
+  """The loss of a step, whose parameters and state replace those in `held`."""
+  *held[:2], metrics = step(*held)
+  return metrics["loss"]
+
+
+def process(address, index, rows):
+  """One of two processes. The first puts the rows of the table into a queue."""
+  jax.config.update("jax_num_cpu_devices", 4)
+  jax.config.update("jax_cpu_collectives_implementation", "gloo")
+  jax.distributed.initialize(address, 2, index)
+  mesh, calls, needed = mesh_of(jax.devices()), {}, {}
+  params = jax.device_get(layers.initial(jax.random.key(0), SMALL.params))
+  tokens = np.random.default_rng(0).integers(SMALL.vocabulary, size=(SMALL.rows, SMALL.length))
+  start = params, jax.device_get(TX.init(params)), tokens.astype(np.int32)
+  for name in TIMED:
+    step, args = compiled(mesh, SMALL, WAYS[name])
+    held = jax.device_put(start, jax.tree.map(lambda x: x.sharding, args))
+    calls[name] = functools.partial(taken, step, list(held))
+    needed[name] = needs(step, SMALL.unit)
+  times = measure.paired_ms(calls, ROUNDS)
+  for name in TIMED if index == 0 else ():
+    seconds = statistics.median(times[name]) / 1e3
+    rows.put((name, *needed[name], seconds, measure.ratio(times, name, "layer by layer")))
+
+
+def on_processes():
+  """The table of two processes of this machine."""
+  with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{free.getsockname()[1]}"
+  context = multiprocessing.get_context("spawn")
+  rows = context.Queue()
+  for index in range(2):
+    context.Process(target=process, args=(address, index, rows), daemon=True).start()
+  table = results.Table(
+    f"2 processes of 4 CPU devices, {MESH}: {SMALL.unit / 2**20:.0f} MiB of parameters (P),"
+    f" {SMALL.rows} rows of {SMALL.length - 1} tokens, {MICROBATCHES} microbatches, median of"
+    f" {ROUNDS} rounds",
+    ["way", *COLUMNS, "s a step", "/ layer by layer"],
+    text=(34,),
+  )
+  for _ in TIMED:
+    table.add(*rows.get(timeout=600))
+  return table
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--platform", choices=("tpu", "gpu"), default="tpu")
   parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
+  parser.add_argument("--processes", action="store_true", help="run it on two processes instead")
   results.add_option(parser)
   args = parser.parse_args()
-  device = memory.device(args.platform, args.target_config)
-  if args.platform == "tpu":
-    topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
-    chips = topologies.make_mesh(topology, (2, 4), AXES).devices
-  else:
-    target = {"topology": "1x1x8", "target_config": args.target_config.read_text()}
-    topology = topologies.get_topology_desc("", platform="cuda", **target)
-    chips = np.array(topology.devices).reshape(2, 4)
-  mesh = Mesh(chips, AXES, axis_types=(AxisType.Auto,) * 2)
-  unit = sum(4 * x.size for x in jax.tree.leaves(layers.shapes(LAYERS, WIDTH, VOCABULARY)))
-  where = device.device_kind.replace("TPU v5 lite", "TPU v5e")
-  table = results.Table(
-    f"8 x {where}, compiled without them, 2 replicas of 4 shards: {unit / 2**20:.0f} MiB of"
-    f" parameters (P), {MICROBATCHES} microbatches",
-    ["way", "held, P", "temp, P", "between replicas", "P after", "P in loops"],
-    text=(30,),
-  )
-  for name, way in WAYS.items():
-    step = compiled(mesh, *way)
-    held = step.memory_analysis()
-    sent = between_replicas(count_collectives(step), unit)
-    table.add(name, held.argument_size_in_bytes / unit, held.temp_size_in_bytes / unit, *sent)
-  results.save(args.save, f"sharding_{args.platform}", [table], where)
+  if args.processes:
+    return results.save(args.save, "sharding_processes", [on_processes()], "cpu")
+  tables, where = as_compiled(args.platform, args.target_config)
+  results.save(args.save, f"sharding_{args.platform}", tables, where)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,26 @@ def rows(name, table=0):
   return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
 
 
+def ways_to_shard():
+  """The table of four ways to shard, from the files of `benchmarks/sharding.py`."""
+  names = {
+    "**replicated**": "replicated",
+    "**ZeRO-1**: the state in shards": "state sharded (ZeRO-1)",
+    "**gathered once a cycle**: parameters and state in shards": "gathered once a step",
+    "**layer by layer**, with replicas": "layer by layer",
+  }
+  tpu, gpu, two = (
+    {row["way"]: row for row in rows(f"sharding_{x}")} for x in ("tpu", "gpu", "processes")
+  )
+  head = "way|held|temporary, v5e|H100|sent, v5e|H100|across replicas|two processes"
+  lines = [head, "|".join(["---", *["---:"] * 7])]
+  for title, way in names.items():
+    cells = [tpu[way]["held, P"], tpu[way]["temp, P"], gpu[way]["temp, P"], tpu[way]["sent, P"]]
+    cells = [f"{x:.2f} P" for x in [*cells, gpu[way]["sent, P"], tpu[way]["after, P"]]]
+    lines.append("|".join([title, *cells, f"{two[way]['s a step']:.2f} s"]))
+  return Markdown("\n".join(f"|{line}|" for line in lines))
+
+
 def show(name, *tables, fold):
   """Tables of a results file, all by default, and what wrote them, folded under a title."""
   found = of(name)

@@ -234,7 +234,7 @@ def make_train_step(
     and let `weight_fn` count. Batch statistics are those of the device's rows. "stack" and "concat"
     join the values of all devices, "concat" in the order of the batch. The compiler decides about
     other axes: a sharding constraint in the loss must be a bare `PartitionSpec` of these.
-    Parameters, state and carry keep their shardings: see the guide "Sharded parameters and state".
+    Parameters, state and carry keep their shardings: see the guide "Which way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1

@@ -268,7 +268,14 @@ def test_bad_input_is_one_line(example, folder):
 
 @pytest.mark.parametrize(
   "benchmark",
-  ["whole_cycle.py", "streaming.py", "collectives.py", "host_time.py", "noise_scale.py"],
+  [
+    "whole_cycle.py",
+    "streaming.py",
+    "collectives.py",
+    "sharding.py",
+    "host_time.py",
+    "noise_scale.py",
+  ],
 )
 def test_benchmarks_find_what_they_import(benchmark, tmp_path):
   done = run(f"benchmarks/{benchmark}", "--help", cwd=tmp_path)

@@ -24,8 +24,21 @@ BESIDE = SHARDED.blocks("Beside tensor parallelism")
 @pytest.mark.parametrize(
   ("code", "specs", "scattered"),
   [
-    ([IN_SHARDS], {"hidden": P("data"), "out": P("data"), "bias": P()}, 2),
-    ([IN_SHARDS, *BESIDE], {"hidden": P("data", "model"), "out": P("model"), "bias": P()}, 1),
+    (
+      [IN_SHARDS],
+      {"embed": P("data"), "layers": P("data"), "out": P("data"), "bias": P()},
+      3,
+    ),
+    (
+      [IN_SHARDS, *BESIDE],
+      {
+        "embed": P("data", "model"),
+        "layers": P("data", None, "model"),
+        "out": P("model"),
+        "bias": P(),
+      },
+      2,
+    ),
   ],
   ids=["alone", "beside tensor parallelism"],
 )
@@ -35,7 +48,7 @@ def test_a_state_in_shards_ends_as_whole_batches_do(code, specs, scattered):
     tx, mesh, batches = names["tx"], names["mesh"], names["batches"]
     step = oracle.whole_batch_step(names["loss_fn"], tx)
     expected, *_ = oracle.take_steps(step, tx, names["start"], batches)
-    assert expected["hidden"].dtype == jnp.float64
+    assert expected["layers"].dtype == jnp.float64
     params, opt_state = names["params"], names["opt_state"]
     trees.assert_close(jax.device_get(params), expected, 1e-10)
     program = names["step"].lower(params, opt_state, batches[0]).as_text()

@@ -35,5 +35,6 @@ class Page:
 
 
 def code_of(text):
-  """The code in ```python and ```{code-cell} fences, without the options of cells."""
-  return [OPTIONS.sub("", block) for block in CODE.findall(text)]
+  """The code that is shown in ```python and ```{code-cell} fences, without options of cells."""
+  blocks = CODE.findall(text)
+  return [OPTIONS.sub("", x) for x in blocks if "remove-input" not in (OPTIONS.match(x) or [""])[0]]
