@@ -121,9 +121,7 @@ def run(mesh, data, of_params, of_state, data_axis):
   placed = shardings(mesh, of_state).replace(params=shardings(mesh, of_params).params)
   state = jax.jit(create, out_shardings=placed)()  # made in shards: no device ever holds it whole
   step = linen_train_step(loss_fn, num_microbatches=MICROBATCHES, mesh=mesh, data_axis=data_axis)
-  # Constraints in the loss may name the axes that are not in data_axis: here "fsdp", or none.
-  rules = [("embed", "fsdp"), ("rows", "fsdp")] if data_axis == "replica" else []
-  with nn.logical_axis_rules(rules):
+  with nn.logical_axis_rules([("rows", AXES)]):  # constraints leave out what is in data_axis
     return step.lower(state, data[0]).compile(), *train(step, state, data)
 
 
