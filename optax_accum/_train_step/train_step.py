@@ -190,7 +190,8 @@ def make_train_step(
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: one device.
+      are put there, optimizer state where its parameters are. Default: one device, or where the
+      arrays are: over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
