@@ -216,6 +216,10 @@ class _Loop:
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     call = self.call
+    if (
+      call.split.axis_name is not None and not call.split.in_place and across_devices.shares_mesh()
+    ):
+      return True  # what the compiler sends may wait for devices that do not run it
     if not across_devices.communicates(self.jaxpr):
       return any(isinstance(r, SumInLoop) for r in self.reductions)
     option, fix = "skip_empty=True", "give axis_name, so that all devices run it or none"
