@@ -45,7 +45,8 @@ from optax_accum.flax import linen_train_step, nnx_train_step
 
 def with_aux(params, batch, key, carry):
   losses = losses_of(params, batch, key, False) * batch["mask"]
-  kept = jnp.where(jnp.isnan(losses), 0, losses)  # "concat" and "stack" keep what is left out
+  # "concat" and "stack" keep what is not finite, and have zeros for what is empty.
+  kept = 1 + jnp.where(jnp.isnan(losses), 0, losses)
   aux = {"rows": kept.sum(1), "most": losses.max(), "least": losses.min(), "seen": losses.size}
   aux |= {"mean": losses.mean(), "last": losses.mean(), "each": kept.mean()}
   return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (carry + losses.sum(), aux)

@@ -206,12 +206,15 @@ class _Loop:
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, tuple[Leaves, Leaf]]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
-    counted = weighted_mean.counts(self.call.weight(index, take(), rows))
+    counted = here = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
     zeros = jax.tree.map(functools.partial(across_devices.full_like, value=0), self._kept(like))
-    return update_if(counted, lambda both: self._add(both[0], index, take, rows), (held, zeros))
+    add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
+    held, kept = update_if(counted, add, (held, zeros))
+    keep = functools.partial(weighted_mean.select, here if agree else True)
+    return held, jax.tree.map(keep, kept, zeros)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""

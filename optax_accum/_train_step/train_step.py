@@ -183,8 +183,9 @@ def make_train_step(
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
       "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
-    skip_empty: Whether not to run microbatches of weight 0, to save time. "stack" and "concat" have
-      zeros for them. Needs `weight_fn`, and excludes reverse-mode differentiation.
+    skip_empty: Whether not to run microbatches of weight 0, to save time; on a `mesh` with further
+      axes, those of weight 0 on all devices. "stack" and "concat" have zeros for weight 0. Needs
+      `weight_fn`, and excludes reverse-mode differentiation.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
       microbatches over all devices, ``reduction="mean"`` and no `in_place`.
 
