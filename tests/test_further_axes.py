@@ -155,8 +155,11 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize("shape", WITHIN, ids=str)
-def test_only_the_last_reduction_is_between_replicas(shape):
+@pytest.mark.parametrize(
+  ("shape", "when"),
+  [((2, 4), "per_cycle"), ((2, 2, 2), "per_cycle"), ((2, 4), "per_microbatch")],
+)
+def test_how_often_replicas_reduce(shape, when):
   mesh, tx = devices.make_mesh(*shape, axes=AXES), optax.sgd(0.1)
   params = jax.tree.map(np.float32, init_params())
   specs = over_fsdp(params, mesh)
@@ -164,14 +167,17 @@ def test_only_the_last_reduction_is_between_replicas(shape):
   batch = devices.abstract(jax.tree.map(jnp.asarray, make_batch()), mesh, BOTH)
   batch["mask"] = batch["mask"].update(dtype=jnp.float32)
   loss_of = loss_fn if len(shape) == 2 else without_gathers
-  step = make_train_step(loss_of, tx, mesh=mesh, data_axis="replica", num_microbatches=4)
+  options = {"mesh": mesh, "data_axis": "replica", "reduce_gradients": when}
+  step = make_train_step(loss_of, tx, num_microbatches=4, **options)
   found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
   shards = (x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params))
   gradients = sum(4 * math.prod(shard) for shard in shards)
-  between = [c for c in found if c.groups == ((0, 4), (1, 5), (2, 6), (3, 7)) and c.bytes > 64]
-  assert not any(c.loop for c in between)
+  replicas = ((0, 4), (1, 5), (2, 6), (3, 7))
+  between = [c for c in found if c.groups == replicas and c.bytes > 64]
+  assert {c.executions for c in between} == {1 if when == "per_cycle" else 4}
   assert sum(c.bytes for c in between) == pytest.approx(gradients, rel=0.02)
-  assert {c.groups for c in found if c.loop and c.groups and c.bytes > 64} == WITHIN[shape]
+  in_loops = {c.groups for c in found if c.loop and c.groups and c.bytes > 64}
+  assert in_loops - {replicas} == WITHIN[shape]
 
 
 # All that goes together: a smaller last microbatch, weights, and microbatches that are left out;

@@ -195,8 +195,9 @@ def make_train_step(
       arrays are: over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
-    reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
-      sends more but saves memory if parameters are sharded over `data_axis`.
+    reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
+      ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over it.
+      Over further axes they are summed in every microbatch.
     axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
       sharded over. Gradients are summed over it once, after the last microbatch.
 
