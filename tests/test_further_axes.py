@@ -5,6 +5,7 @@ parameters where they are used, and reduces in every microbatch.
 """
 
 import functools
+import math
 
 from flax import nnx
 import flax.linen as nn
@@ -16,74 +17,39 @@ import numpy as np
 import optax
 import pytest
 from support import devices, oracle, trees
-from support.devices import AUTO, EXPLICIT
-from support.optimizers import relaxed
+from support.layered import (
+  AXES,
+  BOTH,
+  init_params,
+  loss_fn,
+  losses_of,
+  make_batch,
+  optimizer,
+  over_fsdp,
+  ROWS,
+  valid,
+  whole_batch,
+  without_gathers,
+)
 
 from optax_accum import (
   _versions,
   accumulate,
+  accumulate_specs,
   count_collectives,
   make_train_step,
   plan_microbatches,
 )
 from optax_accum.flax import linen_train_step, nnx_train_step
 
-ROWS, WIDTH, WORDS = 32, 8, 24
-AXES = ("replica", "fsdp")
-BOTH = P(AXES)
-
-
-def init_params():
-  rng = np.random.default_rng(0)
-  layers = {"w": rng.normal(size=(3, WIDTH, WIDTH)) / 3, "b": rng.normal(size=(3, WIDTH))}
-  table, head = rng.normal(size=(WORDS, WIDTH)), rng.normal(size=(WIDTH, WORDS))
-  return {"table": table, "layers": layers, "head": head}
-
-
-def make_batch(empty=()):
-  """Padded text, whose last rows have few valid words."""
-  rng = np.random.default_rng(1)
-  words = rng.integers(0, WORDS, size=(ROWS, 6))
-  mask = (rng.random((ROWS, 5)) < np.linspace(1.0, 0.2, ROWS)[:, None]).astype(np.float64)
-  mask[list(empty)] = 0
-  return {"words": words, "mask": mask}
-
-
-def losses_of(params, batch, key=None):
-  h = params["table"][batch["words"][:, :-1]]
-  if key is not None:
-    h = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h, 0)
-
-  @jax.checkpoint
-  def layer(h, at):
-    return h + jnp.tanh(h @ at["w"] + at["b"][None, None]), None
-
-  h, _ = jax.lax.scan(layer, h, params["layers"])
-  return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"], batch["words"][:, 1:])
-
-
-def loss_fn(params, batch):
-  return jnp.sum(losses_of(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
-
 
 def with_aux(params, batch, key, carry):
-  losses = losses_of(params, batch, key) * batch["mask"]
-  aux = {"rows": losses.sum(1), "mean": losses.mean(), "most": losses.max(), "seen": losses.size}
+  losses = losses_of(params, batch, key, False) * batch["mask"]
+  # "concat" and "stack" keep what is not finite, and have zeros for what is empty.
+  kept = 1 + jnp.where(jnp.isnan(losses), 0, losses)
+  aux = {"rows": kept.sum(1), "most": losses.max(), "least": losses.min(), "seen": losses.size}
+  aux |= {"mean": losses.mean(), "last": losses.mean(), "each": kept.mean()}
   return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (carry + losses.sum(), aux)
-
-
-def valid(batch):
-  return jnp.sum(batch["mask"])
-
-
-def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
-
-
-def over_fsdp(tree, mesh):
-  """The last dimension of each parameter over the further axis, or nothing where there is none."""
-  last = lambda x: P(*[None] * (x.ndim - 1), "fsdp")  # noqa: E731
-  return jax.tree.map(last, tree) if "fsdp" in mesh.axis_names else P()
 
 
 def over_replicas(tree, mesh):
@@ -91,95 +57,170 @@ def over_replicas(tree, mesh):
   return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "replica"), tree)
 
 
-def three_steps(shape, loss, *, tx=None, batch=None, more=(), specs=over_fsdp, **options):
+def over_all(tree, mesh):
+  """The last dimension over both; it is gathered for the step."""
+  return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), AXES[:2]), tree)
+
+
+def beside_replicas(tree, mesh):
+  """The dimension before the last over the data axis too, and the last as in `over_fsdp`."""
+  dims = lambda spec: [*[None] * (3 - len(spec)), *spec]  # noqa: E731
+
+  def spec(x, own):
+    *first, before, last = dims(own)
+    before = ("replica",) if before is None else (before, "replica")
+    return P(*[*first, before if x.ndim > 1 and x.shape[-2] % 4 == 0 else None, last][-x.ndim :])
+
+  return jax.tree.map(spec, tree, over_fsdp(tree, mesh))
+
+
+def three_steps(
+  shape, loss, *, tx=None, batch=None, rows=None, more=(), specs=over_fsdp, state=None, **options
+):
   """Parameters after three steps and the metrics of the last, in NumPy."""
   mesh = devices.make_mesh(*shape, axes=AXES)
   params, tx = init_params(), tx or optimizer()
   params = devices.put(params, mesh, specs(params, mesh))
   opt_state = trees.strong(tx.init(params))
-  batch = devices.put(batch or make_batch(), mesh, P(AXES[: len(shape)]))
+  if state is not None:  # ZeRO-1
+    to = devices.shardings(params, mesh, state(params, mesh))
+    opt_state = optax.tree_utils.tree_map_params(tx, jax.device_put, opt_state, to)
+  batch = devices.put(batch or make_batch(), mesh, rows or P(AXES[: len(shape)][:2]))
   step = make_train_step(loss, tx, mesh=mesh, data_axis="replica", **options)
-  shardings = jax.tree.map(lambda x: x.sharding, params)
+  shardings = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
   carry = [jnp.zeros(())] if "carry_argnum" in options else []
   for _ in range(3):
     params, opt_state, *carry, metrics = step(params, opt_state, batch, *more, *carry)
-  assert jax.tree.map(lambda x: x.sharding, params) == shardings
+  now = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
+  assert now == shardings
   return jax.device_get((params, carry, metrics))
 
 
-@functools.cache
-def whole_batch():
-  step, tx = oracle.whole_batch_step(loss_fn, optimizer()), optimizer()
-  params, _, loss = oracle.take_steps(step, tx, init_params(), [make_batch()] * 3)
-  return params, loss
+SHAPES = [(2, 4), (4, 2), (1, 8), (2, 2, 2)]
+TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (4, 2), (1, 8)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_three_steps_are_those_of_the_whole_batch(shape):
+  loss_of = loss_fn if len(shape) == 2 else without_gathers
   with jax.enable_x64(True):
     expected, loss = whole_batch()
-    params, _, metrics = three_steps(shape, loss_fn, num_microbatches=4, weight_fn=valid)
+    params, _, metrics = three_steps(shape, loss_of, **TIMES)
     trees.assert_close(params, expected, 1e-10)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-10)
-    naive, _, _ = three_steps(shape, loss_fn, num_microbatches=4)
+    naive, _, _ = three_steps(shape, loss_of, num_microbatches=4)
     assert np.abs(naive["head"] - expected["head"]).max() > 1e-4  # a mean of means
 
 
-def test_only_the_last_reduction_is_between_replicas():
-  mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.sgd(0.1)
-  params = jax.tree.map(np.float32, init_params())
-  params = devices.abstract(params, mesh, over_fsdp(params, mesh))
-  batch = devices.abstract(jax.tree.map(jnp.asarray, make_batch()), mesh, BOTH)
-  batch["mask"] = batch["mask"].update(dtype=jnp.float32)
-  step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4)
-  found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
-  gradients = sum(4 * x.size // 4 for x in jax.tree.leaves(params))  # a quarter of the parameters
-  between = [c for c in found if c.groups == ((0, 4), (1, 5), (2, 6), (3, 7)) and c.bytes > 64]
-  assert not any(c.loop for c in between)
-  assert sum(c.bytes for c in between) == pytest.approx(gradients, rel=0.02)
-  within = [c for c in found if c.groups == ((0, 1, 2, 3), (4, 5, 6, 7))]
-  assert any(c.kind == "all-gather" and c.loop for c in within)
-
-
-NAN = make_batch()
-NAN["mask"][1, 0] = np.nan
-EMPTY = make_batch(empty=range(1, ROWS, 4))  # of 4 microbatches, one in four rows each
-TIMES = {"num_microbatches": 4, "weight_fn": valid}
-OPTIONS = {
-  "ragged": {"microbatch_size": 24, "weight_fn": valid},
-  "skip_nonfinite": {**TIMES, "batch": NAN, "skip_nonfinite": True},
-  "skip_empty": {**TIMES, "batch": EMPTY, "skip_empty": True},
-  "noise_scale": {**TIMES, "noise_scale": True},
-  "per_microbatch": {**TIMES, "reduce_gradients": "per_microbatch"},
-  "accumulate": {**TIMES, "tx": accumulate(optimizer(), 2)},
-  "sharded over replicas": {**TIMES, "specs": over_replicas},
+EMPTY = range(1, ROWS // 2, 4)  # of 4 microbatches one, on half of the replicas
+WAYS = {
+  "reduced in every microbatch": {"reduce_gradients": "per_microbatch"},
+  "FSDP over replicas": {"specs": over_replicas},
+  "over both": {"specs": beside_replicas, "reduce_gradients": "per_microbatch"},
+  "over both on one dimension": {"specs": over_all},
+  "ZeRO-1": {"state": beside_replicas},
+  "skip_empty": {"batch": make_batch(EMPTY), "skip_empty": True},
 }
 if _versions.ADDS_TO_REFERENCES:
-  OPTIONS["in_place"] = {"num_microbatches": 4, "in_place": True}
+  WAYS["in_place"] = {"in_place": True}
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_does_what_it_does_without_the_further_axis(name):
-  options = dict(OPTIONS[name])
+# Each way on two meshes, each mesh with three ways or four.
+@pytest.mark.parametrize(
+  ("way", "shape"), [(way, SHAPES[(i + j) % 4]) for i, way in enumerate(WAYS) for j in (0, 2)]
+)
+def test_ways_to_hold_and_to_send(way, shape):
   with jax.enable_x64(True):
-    here = three_steps((2, 4), loss_fn, **options)
-    there = three_steps((2,), loss_fn, **options)
-    trees.assert_close(here, there, 1e-10)
+    loss_of = loss_fn if len(shape) == 2 else without_gathers
+    params, _, _ = three_steps(shape, loss_of, **TIMES, **WAYS[way])
+    expected, _ = whole_batch(EMPTY if way == "skip_empty" else ())
+    trees.assert_close(params, expected, 1e-10)
 
 
-def test_aux_keys_and_carry_are_those_without_the_further_axis():
-  options = {
-    "num_microbatches": 4,
-    "batch_argnums": 1,
-    "rng_argnums": 2,
-    "carry_argnum": 3,
-    "aux_reduction": {"rows": "concat", "mean": "mean", "most": "max", "seen": "sum"},
-    "more": (jax.random.key(0),),
-  }
+@pytest.mark.parametrize(
+  "rows",
+  [{"words": BOTH, "mask": P("replica")}, {"words": P(), "mask": BOTH}],
+  ids=["one over one", "one whole"],
+)
+def test_leaves_of_a_batch_that_are_not_sharded_alike(rows):
   with jax.enable_x64(True):
-    here, there = (three_steps(shape, with_aux, **options) for shape in ((2, 4), (2,)))
-    trees.assert_close(here, there, 1e-10)
-    assert here[2]["aux"]["rows"].shape == (ROWS,)
+    params, _, _ = three_steps((2, 4), loss_fn, rows=rows, **TIMES)
+    trees.assert_close(params, whole_batch()[0], 1e-10)
+
+
+# What the devices of one replica exchange: over "fsdp", and over "model".
+WITHIN = {
+  (2, 4): {((0, 1, 2, 3), (4, 5, 6, 7))},
+  (2, 2, 2): {((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))},
+}
+
+
+@pytest.mark.parametrize(
+  ("shape", "when"),
+  [((2, 4), "per_cycle"), ((2, 2, 2), "per_cycle"), ((2, 4), "per_microbatch")],
+)
+def test_how_often_replicas_reduce(shape, when):
+  mesh, tx = devices.make_mesh(*shape, axes=AXES), optax.sgd(0.1)
+  params = jax.tree.map(np.float32, init_params())
+  specs = over_fsdp(params, mesh)
+  params = devices.abstract(params, mesh, specs)
+  batch = devices.abstract(jax.tree.map(jnp.asarray, make_batch()), mesh, BOTH)
+  batch["mask"] = batch["mask"].update(dtype=jnp.float32)
+  loss_of = loss_fn if len(shape) == 2 else without_gathers
+  options = {"mesh": mesh, "data_axis": "replica", "reduce_gradients": when}
+  step = make_train_step(loss_of, tx, num_microbatches=4, **options)
+  found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
+  shards = (x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params))
+  gradients = sum(4 * math.prod(shard) for shard in shards)
+  replicas = ((0, 4), (1, 5), (2, 6), (3, 7))
+  between = [c for c in found if c.groups == replicas and c.bytes > 64]
+  assert {c.executions for c in between} == {1 if when == "per_cycle" else 4}
+  assert sum(c.bytes for c in between) == pytest.approx(gradients, rel=0.02)
+  in_loops = {c.groups for c in found if c.loop and c.groups and c.bytes > 64}
+  assert in_loops - {replicas} == WITHIN[shape]
+
+
+# All that goes together: a smaller last microbatch, weights, and microbatches that are left out;
+# noise, keys, a carry and aux of each reduction; and an optimizer that accumulates.
+HOLES = make_batch(empty=range(12, 16))
+HOLES["mask"][1, 0] = np.nan
+EVERYTHING = {
+  "microbatch_size": 24,
+  "weight_fn": valid,
+  "skip_nonfinite": True,
+  "skip_empty": True,
+  "noise_scale": True,
+  "batch_argnums": 1,
+  "rng_argnums": 2,
+  "carry_argnum": 3,
+  "aux_reduction": {
+    "rows": "concat",
+    "each": "stack",
+    "most": "max",
+    "least": "min",
+    "seen": "sum",
+    "mean": "mean",
+    "last": "last",
+  },
+  "batch": HOLES,
+  "more": (jax.random.key(0),),
+}
+
+
+@functools.cache
+def without_further_axes(replicas):
+  return three_steps((replicas,), with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_everything_at_once_is_that_without_further_axes(shape):
+  with jax.enable_x64(True):
+    here = three_steps(shape, with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING)
+    trees.assert_close(here, without_further_axes(shape[0]), 1e-10)
+    metrics = here[2]
+    assert metrics["aux"]["rows"].shape == (ROWS,)
+    assert metrics["skipped_microbatches"] == 1
+    assert np.isfinite(metrics["noise_scale"].trace)
 
 
 # Of Flax: rows of numbers, and losses that weigh them.
@@ -258,27 +299,33 @@ def test_an_nnx_model_that_is_sharded():
     trees.assert_close(*(jax.device_get(nnx.state(x, nnx.Param)) for x in (model, whole)), 1e-10)
 
 
-def refused(match, *, kind=AUTO, spec=BOTH, **options):
-  mesh = devices.make_mesh(2, 4, axes=AXES, kind=kind)
-  step = make_train_step(loss_fn, optimizer(), mesh=mesh, data_axis="replica", **options)
-  params = init_params()
-  batch = devices.put(make_batch(), mesh, spec)
-  with pytest.raises(ValueError, match=match):
-    step(params, optimizer().init(params), batch)
+def test_the_users_own_map_over_the_data_axis_alone():
+  """Microbatches one by one, and all at once: the further axis is the compiler's there too."""
+  mesh = devices.make_mesh(2, 4, axes=AXES[:2])
+  mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names={"replica"})
+  with jax.enable_x64(True):
+    params = devices.put(init_params(), mesh, over_fsdp(init_params(), mesh))
+    tx = accumulate(optimizer(), 2, axis_name="replica")
+    specs = accumulate_specs(jax.eval_shape(tx.init, params), "replica")
+    state = jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs))(params)
 
+    def mini_step(params, state, batch):
+      own = jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying"), params)
+      return tx.apply(jax.grad(loss_fn)(own, batch), state, params, weight=valid(batch))
 
-def test_rows_that_the_further_axis_does_not_divide():
-  fit = r"num_microbatches= one of \[1, 2, 4\], or microbatch_size=, a multiple of 8"
-  refused(rf"Microbatches of 4 rows are not divided by the 8 devices .*{fit}", num_microbatches=8)
-  refused(rf"Microbatches of 12 rows \(the last 8\) are not.*{fit}", microbatch_size=12)
-  refused(r"\(the last 12\)", microbatch_size=20)
+    each = mapped(mini_step, in_specs=(P(), specs, P("replica")), out_specs=(P(), specs))
+    each, held = jax.jit(each), (params, state)
+    for part in trees.strided(make_batch(), 2) * 3:
+      held = each(*held, devices.put(part, mesh, BOTH))
+    trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
-
-def test_axes_that_rows_cannot_be_over():
-  first = r"rows sharded over .*: shard them over data_axis='replica' first"
-  refused(f"words'.*{first}|mask'.*{first}", spec=P("fsdp"), num_microbatches=4)
-  refused(first, spec=P(("fsdp", "replica")), num_microbatches=4)
-  refused("only if they are automatic.*for 'fsdp'", kind=EXPLICIT, num_microbatches=4)
+    tx = optimizer()
+    step = make_train_step(loss_fn, tx, axis_name="replica", donate=False, **TIMES)
+    step = mapped(step, in_specs=(P(), P(), P("replica")), out_specs=P())
+    step, held = jax.jit(step), (params, tx.init(params))
+    for _ in range(3):
+      *held, _ = step(*held, devices.put(make_batch(), mesh, BOTH))
+    trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
 
 def test_an_axis_of_one_device_shards_nothing():

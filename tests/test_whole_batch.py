@@ -55,6 +55,16 @@ WRONG = {
     ("microbatches", "weights=counts size=3"),
     ("microbatches", "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16"),
     ("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
+    (
+      "microbatches",
+      "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True"
+      " size=2 spread=True",
+    ),
+    (
+      "devices",
+      "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True"
+      " weights=counts spread=True",
+    ),
     ("devices", "entry=apply place=shard_map devices=4 weights=counts"),
     ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
     ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),

@@ -91,6 +91,12 @@ def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
 
 
+def shares_mesh() -> bool:
+  """Whether the mesh has axes that are not mapped here: over these the compiler may communicate."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return any(n > 1 for name, n in mesh.shape.items() if name not in mesh.manual_axes)
+
+
 def communicates(jaxpr: Any) -> bool:
   """Whether a traced function sends anything from one device to another."""
   for eqn in jaxpr.eqns:

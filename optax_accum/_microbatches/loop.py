@@ -203,16 +203,21 @@ class _Loop:
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, Leaves]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
-    counted = weighted_mean.counts(self.call.weight(index, take(), rows))
+    counted = here = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    both = held, _zeros(self._collected(self._values(like.outputs)))
-    return update_if(counted, lambda both: self._add(both[0], index, take, rows), both)
+    zeros = _zeros(self._collected(self._values(like.outputs)))
+    add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
+    held, collected = update_if(counted, add, (held, zeros))
+    keep = functools.partial(weighted_mean.select, here if agree else True)
+    return held, jax.tree.map(keep, collected, zeros)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     split = self.call.split
+    if split.axis_name is not None and not split.in_place and across_devices.shares_mesh():
+      return True  # what the compiler sends may wait for devices that do not run it
     if not across_devices.communicates(self.jaxpr):
       return any(isinstance(r, Sum) and r.each is not None for r in self.reductions)
     if split.axis_name is None or split.in_place:

@@ -92,7 +92,8 @@ def microbatch_value_and_grad(
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
     same dtypes: ``(loss, grads)``, ``((loss, aux), grads)`` or ``((loss, (carry, aux)), grads)``.
-    With `skip_nonfinite` a `MicrobatchStats` follows.
+    With `skip_nonfinite` a `MicrobatchStats` follows. `jax.jit` returns gradients of sharded
+    parameters whole, unless it is given `out_shardings`.
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.

@@ -183,18 +183,21 @@ def make_train_step(
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
       "stack" and "concat" keep their values, and reverse-mode derivatives are then NaN.
-    skip_empty: Whether not to run microbatches of weight 0, to save time. "stack" and "concat" have
-      zeros for them. Needs `weight_fn`, and excludes reverse-mode differentiation.
+    skip_empty: Whether not to run microbatches of weight 0, to save time; on a `mesh` with further
+      axes, those of weight 0 on all devices. "stack" and "concat" have zeros for weight 0. Needs
+      `weight_fn`, and excludes reverse-mode differentiation.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
       microbatches over all devices, ``reduction="mean"`` and no `in_place`.
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: one device.
+      are put there, optimizer state where its parameters are. Default: one device, or where the
+      arrays are: over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
-    reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
-      sends more but saves memory if parameters are sharded over `data_axis`.
+    reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
+      ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over it.
+      Over further axes they are summed in every microbatch.
     axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
       sharded over. Gradients are summed over it once, after the last microbatch.
 

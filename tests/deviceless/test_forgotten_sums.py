@@ -32,6 +32,7 @@ FORGETS = (0, 10, 1) <= jax.__version_info__ < (0, 12)
 PLATFORMS = ["tpu", "gpu"] if jax.__version_info__ >= (0, 9) else ["tpu"]
 WORDS, WIDTH, ROWS = 3360, 256, 64
 TABLE = WORDS * WIDTH
+SUMS = "all-reduce", "reduce-scatter"
 
 
 def gpu_topology():
@@ -45,9 +46,10 @@ def gpu_topology():
 
 
 @functools.cache
-def mesh(platform):
+def mesh(platform, shape=(8,), axes=("data",)):
   topology = devices.tpu_topology() if platform == "tpu" else gpu_topology()
-  return Mesh(np.array(topology.devices).ravel(), ("data",), axis_types=(AxisType.Auto,))
+  of_devices = np.array(topology.devices).reshape(shape)
+  return Mesh(of_devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def loss_fn(table, ids):
@@ -131,6 +133,41 @@ def test_no_device_forgets_its_sum(platform, way, monkeypatch):
   assert not forgets(WAYS[way](table, ids))
   monkeypatch.setattr(_versions, "HOISTS_ALL_REDUCES", False)
   assert forgets(WAYS[way](table, ids)) == FORGETS
+
+
+FURTHER = {
+  "step": {},
+  "a smaller last one": {"microbatch_size": 24},
+  "skips": {"skip_nonfinite": True},
+}
+if _versions.ADDS_TO_REFERENCES:
+  FURTHER["in place"] = {"in_place": True}
+
+
+@pytest.mark.parametrize("options", FURTHER.values(), ids=FURTHER)
+@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp")], ids=str)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_only_replicas_sum_behind_the_loop(platform, spec, options):
+  """Rows over a further axis than `data_axis`: what XLA sums over that, it sums in the loop."""
+  further = mesh(platform, (2, 4), ("replica", "fsdp"))
+  shape = jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32)
+  table = devices.abstract(shape, further, spec)
+  ids = jax.ShapeDtypeStruct((ROWS, 8), jnp.int32)
+  ids = devices.abstract(ids, further, P(("replica", "fsdp")))
+  lowered = step_of(mesh=further, data_axis="replica", **options)(table, ids)
+  found = count_collectives(lowered.compile()).operations
+  # Of a quarter of the table or more: what a microbatch looks up is far less.
+  large = {(op.groups, op.loop) for op in found if op.bytes >= TABLE and op.kind in SUMS}
+  assert large == {(((0, 4), (1, 5), (2, 6), (3, 7)), None)}
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data")], ids=str)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_a_sharded_table_is_never_summed_whole(platform, spec):
+  table = devices.abstract(jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32), mesh(platform), spec)
+  ids = devices.abstract(jax.ShapeDtypeStruct((ROWS, 8), jnp.int32), mesh(platform), P("data"))
+  found = count_collectives(step_of()(table, ids).compile()).operations
+  assert not [op for op in found if op.bytes >= TABLE // 2 and op.kind in SUMS]
 
 
 def test_one_device_has_no_barrier():

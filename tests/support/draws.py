@@ -69,6 +69,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "donate": (False, True),
   "unroll": (1, 2),
   "seed": tuple(range(100)),
+  "spread": (False, True, True, True),  # are rows over the automatic axis "model" too?
 }
 
 _FIELDS = [(name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()]
@@ -109,15 +110,20 @@ class Draw(_Draw):
     return self.devices if self.local or self.place == "mesh" else 1
 
   @property
+  def over(self) -> int:
+    """How many devices rows are spread over, by the library and by the compiler."""
+    return self.devices * (2 if self.spread else 1)
+
+  @property
   def rows(self) -> int:
     """Rows of a call's batch, on all devices."""
     full = 1 if self.streams else self.microbatches
-    return self.devices * (full * self.size + (1 if self.tail else 0))
+    return self.over * (full * self.size + (1 if self.tail else 0))
 
   @property
   def full_size(self) -> int:
     """Rows of a full microbatch, on all devices."""
-    return self.devices * self.size
+    return self.over * self.size
 
   @property
   def stepless(self) -> bool:
@@ -163,6 +169,7 @@ MEANS = {
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
   "donate": lambda d: d.steps and not d.local and d.loop == "jit",
   "unroll": lambda d: not d.streams,
+  "spread": lambda d: d.placed and d.mesh in ("auto+model", "explicit+auto model"),
 }
 
 # What cannot work, or cannot be compared closely.
@@ -177,7 +184,8 @@ REFUSED = {
     d.optimizer in ("linesearch", "lbfgs") and not d.steps
   ),
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
-    d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh and d.params != "whole"
+    (d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh)
+    and (d.params != "whole" or d.opt_state == "data")
   ),
   "optax's adafactor makes the state of sharded explicit parameters on one device": lambda d: (
     d.optimizer == "adafactor" and "explicit" in d.mesh and d.params != "whole"

@@ -93,7 +93,8 @@ def _outside(training, params, inputs):
   if draw.opt_state == "whole":
     state = devices.put(state, mesh)
   if draw.place == "jit" or draw.placed:
-    inputs = [(devices.put(batch, mesh, P("data")), *rest) for batch, *rest in inputs]
+    rows = P(("data", "model")) if draw.spread else P("data")
+    inputs = [(devices.put(batch, mesh, rows), *rest) for batch, *rest in inputs]
   if draw.place == "jit":
     state = jax.tree.map(lambda x: _on(x, mesh), state)
   return call, params, state, inputs, lambda held: held

@@ -1,0 +1,160 @@
+"""Parameters and rows sharded over automatic axes, and no `mesh=`: all is left to the compiler.
+
+It gathers each layer where it is used, and reduces in every microbatch.
+"""
+
+import functools
+
+from flax import nnx
+import flax.linen as nn
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+from support import devices, oracle, trees
+from support.optimizers import relaxed
+
+from optax_accum import (
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
+from optax_accum._compiled.matrix_flops import matrix_flops
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+LAYERS, ROWS = 8, 64
+COLUMNS = P(None, None, "fsdp")
+OPTIONS = {"num_microbatches": 4, "weight_fn": lambda batch: jnp.sum(batch["w"])}
+
+
+def make_mesh():
+  return devices.make_mesh(8, axes=("fsdp",))
+
+
+def init_params(width=16, dtype=np.float64):
+  rng = np.random.default_rng(0)
+  return np.asarray(rng.normal(size=(LAYERS, width, width)) / width, dtype)
+
+
+def make_batch(width=16, dtype=np.float64):
+  """Rows of which some count far more than others, so that microbatches differ."""
+  rng = np.random.default_rng(1)
+  x, w = rng.normal(size=(ROWS, width)), rng.random(ROWS) ** 8
+  return {"x": np.asarray(x, dtype), "w": np.asarray(w, dtype)}
+
+
+def loss_fn(params, batch):
+  @jax.checkpoint
+  def layer(h, w):
+    return h + jnp.tanh(h @ w), None
+
+  h, _ = jax.lax.scan(layer, batch["x"], params["layers"])
+  return jnp.sum(jnp.mean(h**2, 1) * batch["w"]) / jnp.sum(batch["w"])
+
+
+def optimizer():
+  return relaxed(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
+
+
+class Linen(nn.Module):
+  layers: np.ndarray
+
+  @nn.compact
+  def __call__(self, batch):
+    init = nn.with_partitioning(lambda key: jnp.asarray(self.layers), COLUMNS)
+    return loss_fn({"layers": self.param("layers", init)}, batch)
+
+
+class Nnx(nnx.Module):
+  def __init__(self, layers):
+    self.layers = nnx.Param(layers)
+
+  def __call__(self, batch):
+    return loss_fn({"layers": self.layers[...]}, batch)
+
+
+def of_step(layers, shardings):
+  """How to take a step with these parameters, how to lower it, and how to read the parameters."""
+  held = [{"layers": jax.device_put(layers, shardings)}]
+  tx = optimizer()
+  held += [trees.strong(tx.init(held[0]))]
+  step = make_train_step(loss_fn, tx, **OPTIONS)
+
+  def take(batch):
+    held[0], held[1], _ = step(*held, batch)
+
+  return take, lambda batch: step.lower(*held, batch), lambda: held[0]["layers"]
+
+
+def of_gradient(layers, shardings):
+  """The same of gradients alone: `jax.jit` must be told how to shard them, else they are whole."""
+  tx, cycle = optimizer(), microbatch_value_and_grad(loss_fn, **OPTIONS)
+  cycle = jax.jit(cycle, out_shardings=(None, {"layers": shardings}))
+  held = [{"layers": jax.device_put(layers, shardings)}]
+  held += [tx.init(held[0])]
+  update = jax.jit(tx.update)
+
+  def take(batch):
+    updates, held[1] = update(cycle(held[0], batch)[1], held[1], held[0])
+    held[0] = optax.apply_updates(held[0], updates)
+
+  return take, lambda batch: cycle.lower(held[0], batch), lambda: held[0]["layers"]
+
+
+def of_linen(layers, shardings):
+  model, tx = Linen(layers), optimizer()
+  box = nn.Partitioned(jax.device_put(layers, shardings), COLUMNS)
+  held = [TrainState.create(apply_fn=model.apply, params={"layers": box}, tx=tx)]
+  step = linen_train_step(lambda variables, batch, rngs: model.apply(variables, batch), **OPTIONS)
+
+  def take(batch):
+    held[0], _ = step(held[0], batch)
+
+  return take, lambda batch: step.lower(held[0], batch), lambda: held[0].params["layers"].value
+
+
+def of_nnx(layers, shardings):
+  model = Nnx(jax.device_put(layers, shardings))
+  state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
+  step = nnx_train_step(lambda model, batch: model(batch), **OPTIONS)
+  lower = lambda batch: step.lower(model, state, batch)  # noqa: E731
+  return lambda batch: step(model, state, batch), lower, lambda: model.layers[...]
+
+
+@functools.cache
+def whole_batch():
+  step, tx = oracle.whole_batch_step(loss_fn, optimizer()), optimizer()
+  params, _, _ = oracle.take_steps(step, tx, {"layers": init_params()}, [make_batch()] * 3)
+  start, parts = {"layers": init_params()}, trees.strided(make_batch(), 4)
+  of_parts = [jax.jit(loss_fn)(start, part) for part in parts]
+  # A mean of means would be told apart.
+  assert abs(np.mean(of_parts) - jax.jit(loss_fn)(start, make_batch())) > 1e-3
+  return params["layers"]
+
+
+@pytest.mark.usefixtures("usual_promotion")
+@pytest.mark.parametrize("way", [of_step, of_gradient, of_linen, of_nnx])
+def test_sharded_parameters_and_rows_need_no_mesh(way):
+  mesh = make_mesh()
+  with jax.enable_x64(True):
+    take, _, parameters = way(init_params(), jax.NamedSharding(mesh, COLUMNS))
+    for _ in range(3):
+      take(devices.put(make_batch(), mesh, P("fsdp")))
+    assert parameters().sharding.is_equivalent_to(jax.NamedSharding(mesh, COLUMNS), 3)
+    trees.assert_close(jax.device_get(parameters()), whole_batch(), 1e-10)
+
+  width = 256  # so that layers are larger than what a microbatch computes of them
+  layers = init_params(width, np.float32)
+  _, lower, _ = way(layers, jax.NamedSharding(mesh, COLUMNS))
+  compiled = lower(devices.put(make_batch(width, np.float32), mesh, P("fsdp"))).compile()
+  found = count_collectives(compiled).operations
+  layer = layers.nbytes // LAYERS
+  gathers = {op.bytes for op in found if op.kind == "all-gather" and op.bytes > 2048}
+  assert gathers == {layer}  # one at a time, in the loop over layers, and no rows
+  assert not [op for op in found if op.loop is None and op.bytes > 64]
+  assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * layers.nbytes
+  # Each device computes its share: forward, forward again and backward.
+  assert matrix_flops(compiled.as_text()) * 8 == pytest.approx(8 * ROWS * layers.size, rel=0.02)
