@@ -12,7 +12,7 @@ import optax
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
-from optax_accum._train_step.donation import check_alive, distinct, Known
+from optax_accum._train_step.donation import arrays, check_alive, distinct, Known
 from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
 from optax_accum._train_step.step import Loss, Placed
 
@@ -25,7 +25,7 @@ class PreparedCall(NamedTuple):
   jitted: Any
   args: Args
   kwargs: Kwargs
-  others: Leaves  # of what is not updated, as they were passed
+  others: Leaves  # the arrays of what is not updated, as they were passed
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -50,17 +50,16 @@ class StepProgram:
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
-    held, structure = self._held(args)
-    given = [x for i, x in enumerate(args) if i not in self.updated], kwargs
-    others = jax.tree.leaves((given, kept))
+    held = arrays(self._updated_of(args))
+    others = arrays(([x for i, x in enumerate(args) if i not in self.updated], kwargs, kept))
     check_alive([*held, *others], lambda: self.names(args, kwargs))
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
-      there = held if placed is args else self._held(placed)[0]
       new = [*self._returned.new(held), *self._passed.new(others)]
-      leaves = distinct(there, others, new)
-      if leaves is not there:
-        copied = dict(zip(self.updated, jax.tree.unflatten(structure, leaves), strict=True))
+      there = self._updated_of(placed)
+      once = distinct(there, held if placed is args else arrays(there), others, new)
+      if once is not there:
+        copied = dict(zip(self.updated, once, strict=True))
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
@@ -70,13 +69,11 @@ class StepProgram:
     """One step."""
     out = call.jitted(*call.args, **call.kwargs)
     if self.donate:
-      leaves = jax.tree.leaves(out[: len(self.updated)])
-      self._returned, self._passed = Known(leaves), Known(call.others)
+      self._returned, self._passed = Known(arrays(out[: len(self.updated)])), Known(call.others)
     return out
 
-  def _held(self, args: Args) -> tuple[Leaves, Any]:
-    """The leaves of what is updated, and their structure."""
-    return jax.tree.flatten(tuple(args[i] for i in self.updated))
+  def _updated_of(self, args: Args) -> Args:
+    return tuple(args[i] for i in self.updated)
 
   def _compiled(self, loss: Placed) -> Any:
     """The jitted function for a loss."""
