@@ -11,10 +11,10 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import flax_step, state_fields
-from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
+from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
 from optax_accum._microbatches.options import OTHER_NAMES
-from optax_accum._train_step.program import PreparedCall
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -129,11 +129,6 @@ class LinenTrainStep(flax_step.FlaxStep):
     return self._with_call(self._checked, state, batch, rngs)
 
   @_hinted
-  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self.trace(state, batch, rngs).lower()
-
-  @_hinted
   def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     return self._with_call(self._traced, state, batch, rngs)
@@ -158,20 +153,20 @@ class LinenTrainStep(flax_step.FlaxStep):
     args = state.params, state.opt_state, batch, constant, mutable, rngs, count
     return use(program, program.prepare(args, {}, others), state)
 
-  def _program_of(self, state: train_state.TrainState) -> FlaxProgram:
+  def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""
     overwrites = OVERWRITTEN in variables_of(state.params)
     key = state.tx, overwrites
     if key not in self._programs:
       _validate.transformation(state.tx, "state.tx")
-      tx, loss = optax.with_extra_args_support(state.tx), self.loss
+      tx, loss = state.tx, self.loss
       if overwrites:
-        tx = state_fields.beside_overwritten(tx)
+        tx = state_fields.beside_overwritten(optax.with_extra_args_support(tx))
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
           reductions = {"params": kept, OVERWRITTEN: "max"}
           loss = self._step_loss(self._loss, rng_argnums=4, grad_reduction=reductions)
-      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
+      self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
   def names(self, *args: Any) -> dict[str, Tree]:

@@ -4,15 +4,14 @@ from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
 
 from flax import nnx
 import jax
-import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
-from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
+from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._microbatches.options import OTHER_NAMES
-from optax_accum._train_step.program import PreparedCall
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -123,7 +122,7 @@ class NnxTrainStep(flax_step.FlaxStep):
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
 
-    def run(program: FlaxProgram, call: PreparedCall, held: Tree) -> Metrics:
+    def run(program: StepProgram, call: PreparedCall, held: Tree) -> Metrics:
       *new, metrics = program.run(call)
       variables.write(held, (*new, call.args[3]))  # the rest where the step put it
       return metrics
@@ -134,11 +133,6 @@ class NnxTrainStep(flax_step.FlaxStep):
   def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
     return self._with_call(self._checked, model, optimizer, batch)
-
-  @_hinted
-  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self.trace(model, optimizer, batch).lower()
 
   @_hinted
   def trace(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Traced:
@@ -155,7 +149,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     program = self._programs.get(key)
     if program is None:
       variables.check_model(self._wrt, params, model, optimizer)
-      program = self._program(*key, frozenset())
+      program = self._program_of(*key, frozenset())
     while True:
       pure: Any = program.local.fun
       changed: frozenset[str] = pure.changed
@@ -166,19 +160,18 @@ class NnxTrainStep(flax_step.FlaxStep):
         call = program.prepare((*stepped, batch, constant, carried, count), {})
         return use(program, call, held)
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
-        program = self._program(*key, changed.union(found.args))
+        program = self._program_of(*key, changed.union(found.args))
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> FlaxProgram:
+  def _program_of(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> StepProgram:
     """The program for models of this structure, of which the loss changes these Variables."""
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
     pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-    loss, own = self._step_loss(pure, rng_argnums=()), optax.with_extra_args_support(tx)
-    program = FlaxProgram(loss, own, self.updated, 5, self._donate, self)
+    program = self._program(self._step_loss(pure, rng_argnums=()), tx)
     self._programs[graphdef, tx] = program
     return program
 

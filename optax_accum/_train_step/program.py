@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
-from optax_accum._microbatches import parameters
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._train_step.donation import arrays, check_alive, distinct, Known
 from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
-from optax_accum._train_step.step import Loss, Placed
+from optax_accum._train_step.step import Loss, Placed, Step
 
 Transform: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -33,14 +32,12 @@ class StepProgram:
   """A step of `tx` with the gradient of a loss, compiled for each sharding of its arguments.
 
   It takes the parameters, the optimizer state, and the other arguments of the loss. It returns new
-  ones of the first two, the carry if there is one, and the metrics. Subclasses with other arguments
-  override `function`, `check` and `names`.
+  ones of the first two, the carry if there is one, and the metrics.
   """
 
+  step: Step  # whose program it is
   loss: Loss
   tx: Transform
-  updated: tuple[int, ...]  # the positions of what the first results replace, in their order
-  results: int  # how many there are
   donate: bool  # whether what is updated is donated
 
   def __post_init__(self) -> None:
@@ -51,15 +48,15 @@ class StepProgram:
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
     held = arrays(self._updated_of(args))
-    others = arrays(([x for i, x in enumerate(args) if i not in self.updated], kwargs, kept))
-    check_alive([*held, *others], lambda: self.names(args, kwargs))
+    others = arrays(([x for i, x in enumerate(args) if i not in self.step.updated], kwargs, kept))
+    check_alive([*held, *others], lambda: self.step.names(*args, **kwargs))
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
       new = [*self._returned.new(held), *self._passed.new(others)]
       there = self._updated_of(placed)
       once = distinct(there, held if placed is args else arrays(there), others, new)
       if once is not there:
-        copied = dict(zip(self.updated, once, strict=True))
+        copied = dict(zip(self.step.updated, once, strict=True))
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
@@ -69,26 +66,27 @@ class StepProgram:
     """One step."""
     out = call.jitted(*call.args, **call.kwargs)
     if self.donate:
-      self._returned, self._passed = Known(arrays(out[: len(self.updated)])), Known(call.others)
+      updated = out[: len(self.step.updated)]
+      self._returned, self._passed = Known(arrays(updated)), Known(call.others)
     return out
 
   def _updated_of(self, args: Args) -> Args:
-    return tuple(args[i] for i in self.updated)
+    return tuple(args[i] for i in self.step.updated)
 
   def _compiled(self, loss: Placed) -> Any:
     """The jitted function for a loss."""
     known = loss.out_shardings
-    rest = [None] * (self.results - len(known or ()))
-    shardings = (*known, *rest) if known else None
-    donated = self.updated if self.donate else ()
-    return jax.jit(self.function(loss), donate_argnums=donated, out_shardings=shardings)
+    shardings = (*known, *[None] * self.step.beside) if known else None
+    donated = self.step.updated if self.donate else ()
+    run = self.step.finished(self.function(loss))
+    return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
 
   def function(self, loss: Placed) -> Callable[..., Any]:
-    """What is compiled: one step of `tx` by the gradient of `loss`."""
+    """One step of `tx` by the gradient of `loss`."""
     local = self.local
 
     def train_step(params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any) -> Args:
-      self.check((params, opt_state, *args), kwargs)
+      self.step.check_arguments(params, opt_state, *args, **kwargs)
       beside = loss.beside(params, opt_state)
       reduced = beside.value_and_grad(None, params, *args, **kwargs)
       out, stats = reduced.outputs, reduced.stats
@@ -112,12 +110,3 @@ class StepProgram:
       return *new, *reduced.carry, metrics
 
     return train_step
-
-  def check(self, args: Args, kwargs: Kwargs) -> None:
-    """Checks what the step is called with, while it is traced."""
-    parameters.check_step(*args)
-    parameters.check_count(len(args) + len(kwargs))
-
-  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
-    """The arguments, by the names that messages have for them."""
-    return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}

@@ -1,12 +1,12 @@
 """What every training step has, and the loss that one steps by the gradient of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TYPE_CHECKING, TypeAlias
 
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Kwargs
+from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss, PlacedLoss
 from optax_accum._microbatches import cut
@@ -25,6 +25,19 @@ class Step:
 
   loss: Loss  # that it steps by the gradient of
   batch_position: int  # in a call
+  updated: tuple[int, ...]  # the arguments of a program that its first results replace
+  beside: int  # how many results follow parameters, state and carry
+  names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
+  check_arguments: Callable[..., None]  # of a program, while it is traced
+  trace: Callable[..., jax.stages.Traced]
+
+  def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What is compiled, of the function that takes one step."""
+    return run
+
+  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """As ``lower`` of a jitted function. Arguments may be `jax.ShapeDtypeStruct`."""
+    return self.trace(*args, **kwargs).lower()
 
   @property
   def devices(self) -> list[jax.Device]:

@@ -15,7 +15,7 @@ from optax_accum._arithmetic.reduction_words import GradReductionTree, Reduction
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
 from optax_accum._train_step.program import PreparedCall, StepProgram
-from optax_accum._train_step.step import Step, step_loss
+from optax_accum._train_step.step import Loss, Step, step_loss
 
 OptState = TypeVar("OptState")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
@@ -36,9 +36,20 @@ class TrainStep(Step, Generic[Params, Args]):
   loss function from the batch on, by position or by name.
   """
 
-  def __init__(self, program: StepProgram):
-    self._program, self.loss = program, program.loss
-    self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
+  updated, beside = (0, 1), 1
+
+  def __init__(self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool):
+    self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
+    self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
+
+  def names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments, by the names that messages have for them."""
+    return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
+
+  def check_arguments(self, *args: Any, **kwargs: Any) -> None:
+    """Checks what the step is called with."""
+    parameters.check_step(*args)
+    parameters.check_count(len(args) + len(kwargs))
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
@@ -65,11 +76,6 @@ class TrainStep(Step, Generic[Params, Args]):
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
 
-  def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return call.jitted.lower(*call.args, **call.kwargs)
-
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     with self._prepared((params, opt_state, *args), kwargs) as call:
@@ -86,11 +92,11 @@ class TrainStep(Step, Generic[Params, Args]):
     try:
       yield self._program.prepare(given, kwargs)
     except Exception:
-      fun = self._program.local.fun
+      fun = self.loss.local.fun
       if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
-      self._program.check(given, kwargs)
+      self.check_arguments(*given, **kwargs)
       raise
 
   def __repr__(self) -> str:
@@ -250,9 +256,7 @@ def make_train_step(
     raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
-  results = 3 if carry_argnum is None else 4
-  tx = optax.with_extra_args_support(tx)
-  return TrainStep(StepProgram(step_loss(loss_fn, **options), tx, (0, 1), results, donate))
+  return TrainStep(step_loss(loss_fn, **options), optax.with_extra_args_support(tx), donate)
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
