@@ -14,8 +14,7 @@ from optax_accum._arithmetic.reduction_words import GradReductionTree, Reduction
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import PreparedCall, StepProgram
-from optax_accum._train_step.step import Loss, Step, step_loss
+from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -88,7 +87,6 @@ class FlaxStep(Step):
     return StepProgram(self, loss, optax.with_extra_args_support(tx), self._donate)
 
   def check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
-    """Checks what the step is called with."""
     parameters.check_differentiable(self.params_name, params)
 
   def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -170,7 +170,6 @@ class LinenTrainStep(flax_step.FlaxStep):
     return self._programs[key]
 
   def names(self, *args: Any) -> dict[str, Tree]:
-    """The arguments of a program, by the names that messages have for them."""
     params, opt_state, batch, constant, mutable, rngs, count = args
     state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
     return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}

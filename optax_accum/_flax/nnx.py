@@ -176,7 +176,6 @@ class NnxTrainStep(flax_step.FlaxStep):
     return program
 
   def names(self, *args: Any) -> dict[str, Tree]:
-    """The arguments of a program, by the names that messages have for them."""
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
     return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}

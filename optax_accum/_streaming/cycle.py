@@ -1,7 +1,6 @@
 """What `accumulate` returns: adds gradients up, decides when a cycle ends, and runs `inner`."""
 
-from collections.abc import Callable, Collection, Iterator
-import contextlib
+from collections.abc import Callable, Collection
 import contextvars
 import dataclasses
 import functools
@@ -33,6 +32,7 @@ from optax_accum._streaming.state import (
 
 Params = TypeVar("Params", bound=Any)
 Carry = TypeVar("Carry")
+Result = TypeVar("Result")
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
@@ -41,14 +41,11 @@ Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 _sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
 
 
-@contextlib.contextmanager
-def sending(names: Collection[str]) -> Iterator[None]:
-  """Says which extra arguments a step gives to the transformation that runs in this context."""
-  token = _sent.set(names)
-  try:
-    yield
-  finally:
-    _sent.reset(token)
+def sending(names: Collection[str], step: Callable[[], Result]) -> Result:
+  """What `step` returns, which gives these extra arguments to a transformation."""
+  context = contextvars.copy_context()
+  context.run(_sent.set, names)
+  return context.run(step)
 
 
 class MiniStep(NamedTuple):
@@ -203,12 +200,10 @@ class Accumulation:
         extra_args = {**extra_args, "weight": weighted_mean.as_weight(step.cycle_weight)}
       like = step.updates if params is None else params
 
-      def run() -> tuple[Grads, OptState]:
-        with sending(["weight"] * sends):
-          return self.inner.update(reduced, inner_state, params, **extra_args)
-
+      update = functools.partial(self.inner.update, reduced, inner_state, params, **extra_args)
+      run = functools.partial(sending, ["weight"] * sends, update)
       new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
-    return new, total, same_types("inner_opt_state", new_state, inner_state)
+    return new, total, new_state
 
   def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
     kept = () if self.every_k == 1 else total

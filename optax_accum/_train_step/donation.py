@@ -55,17 +55,12 @@ def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> 
 def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
   """What can be donated: `donated`, with a copy of each array whose buffer is passed twice.
 
-  A buffer can be donated once. Over several devices JAX ends the process if it is used twice, as in
-  a state of optax's `lbfgs`, or by a teacher that starts as the parameters. Two arrays can share
-  one: `jax.device_put` puts an array on a mesh without a copy for the device that has it (with
-  ``may_alias=False`` too). Comparing buffers is slow. Those of what a step returned were new then,
-  so only arrays like one that came since are compared.
-
-  Args:
-    donated: Parameters and state, as they were put on the mesh.
-    held: The arrays in `donated`.
-    others: Those in all else that the step is passed, which is not donated.
-    new: Those that were passed, and that the last call neither returned nor was passed.
+  A buffer can be donated once, and over several devices JAX ends the process if it is used twice,
+  as in a state of optax's `lbfgs`, or by a teacher that starts as the parameters. Two arrays can
+  share one: `jax.device_put` puts an array on a mesh without a copy for the device that has it
+  (with ``may_alias=False`` too). Comparing buffers is slow, and those of what a step returned were
+  new then. So `held`, the arrays in `donated`, and `others`, which are not donated, are compared
+  only where they are like an array that is `new`: not of the last call.
   """
   shards = _shards(new)
 

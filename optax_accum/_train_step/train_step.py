@@ -14,8 +14,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import PreparedCall, StepProgram
-from optax_accum._train_step.step import Loss, Step, step_loss
+from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
 
 OptState = TypeVar("OptState")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
@@ -43,11 +42,9 @@ class TrainStep(Step, Generic[Params, Args]):
     self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
 
   def names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments, by the names that messages have for them."""
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
 
   def check_arguments(self, *args: Any, **kwargs: Any) -> None:
-    """Checks what the step is called with."""
     parameters.check_step(*args)
     parameters.check_count(len(args) + len(kwargs))
 
