@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import difflib
-from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
+P = ParamSpec("P")
 Result = TypeVar("Result")
-# Of a program, a call of it, and the state or the Variables that hold the arguments.
-Use: TypeAlias = Callable[[StepProgram, PreparedCall, Any], Result]
+# Of a call of a program, and the state or the Variables that hold its arguments.
+Use: TypeAlias = Callable[[PreparedCall, Any], Result]
 
 
 class StepOptions(TypedDict, total=False):
@@ -111,10 +112,20 @@ class FlaxStep(Step):
     options = {**self._options, **decided}
     return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
 
-  def _checked(self, program: StepProgram, call: PreparedCall, _: Any) -> "SplitReport":
+  def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":
     drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
-    return self._report(program.local, args, {}, drawing=drawing, fixes=self.fixes)
+    return self._report(call.program.local, args, {}, drawing=drawing, fixes=self.fixes)
 
-  def _traced(self, program: StepProgram, call: PreparedCall, _: Any) -> jax.stages.Traced:
+  def _traced(self, call: PreparedCall, _: Any) -> jax.stages.Traced:
     traced: jax.stages.Traced = call.jitted.trace(*call.args)
     return traced
+
+
+def hinted(call: str, place: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+  """Decorates the methods of a step that take such a call, to say where else arrays go."""
+  return _validate.hinted(
+    f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
+    " a step for each value. Put arrays with rows into the batch, and other arrays into"
+    f" {place}.",
+    names=OTHER_NAMES,
+  )

@@ -10,7 +10,6 @@ from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
 from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._microbatches.options import OTHER_NAMES
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
@@ -83,12 +82,7 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-_hinted = _validate.hinted(
-  "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
-  " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
-  " arrays into Variables of the model.",
-  names=OTHER_NAMES,
-)
+_hinted = flax_step.hinted("step(model, optimizer, batch)", "Variables of the model")
 
 
 class NnxTrainStep(flax_step.FlaxStep):
@@ -122,8 +116,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
 
-    def run(program: StepProgram, call: PreparedCall, held: Tree) -> Metrics:
-      *new, metrics = program.run(call)
+    def run(call: PreparedCall, held: Tree) -> Metrics:
+      *new, metrics = call.program.run(call)
       variables.write(held, (*new, call.args[3]))  # the rest where the step put it
       return metrics
 
@@ -133,6 +127,11 @@ class NnxTrainStep(flax_step.FlaxStep):
   def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
     return self._with_call(self._checked, model, optimizer, batch)
+
+  @_hinted
+  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self.trace(model, optimizer, batch).lower()
 
   @_hinted
   def trace(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Traced:
@@ -157,8 +156,7 @@ class NnxTrainStep(flax_step.FlaxStep):
       held = params, optimizer.opt_state, carry, optimizer.step, fixed
       *stepped, carried, count, constant = variables.values(held)
       try:
-        call = program.prepare((*stepped, batch, constant, carried, count), {})
-        return use(program, call, held)
+        return use(program.prepare((*stepped, batch, constant, carried, count), {}), held)
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
         program = self._program_of(*key, changed.union(found.args))
       except RuntimeError as error:

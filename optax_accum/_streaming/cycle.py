@@ -289,16 +289,13 @@ class Accumulation:
     """Skip, flush (any device's is all devices'), and the weight on this device and on all."""
     total = local
     if self.axis_name is not None:
-      values = (skip, flush, local)
-      traced = [jnp.asarray(x).astype(dtype) for x in values if isinstance(x, jax.Array)]
-      sums: Any = iter(())
+      values = enumerate((skip, flush, local))
+      traced = {i: jnp.asarray(x).astype(dtype) for i, x in values if isinstance(x, jax.Array)}
       if traced:  # one reduction, of up to three numbers
-        stacked = across_devices.varying(jnp.stack(traced), self.axis_name)
-        sums = iter(lax.psum(stacked, self.axis_name))
-      skip = next(sums) > 0 if isinstance(skip, jax.Array) else skip
-      flush = next(sums) > 0 if isinstance(flush, jax.Array) else flush
-      known = not isinstance(local, jax.Array)
-      total = local * lax.axis_size(self.axis_name) if known else next(sums)
+        stacked = across_devices.varying(jnp.stack([*traced.values()]), self.axis_name)
+        traced = dict(zip(traced, lax.psum(stacked, self.axis_name), strict=True))
+      skip, flush = (traced[i] > 0 if i in traced else x for i, x in enumerate((skip, flush)))
+      total = traced[2] if 2 in traced else local * lax.axis_size(self.axis_name)
     if isinstance(skip, jax.Array):
       local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
     return skip, flush, local, total

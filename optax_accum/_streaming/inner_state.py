@@ -81,9 +81,7 @@ def updated(
       if _EXPLICIT not in getattr(error, "__notes__", ()):
         error.add_note(_EXPLICIT)
     elif different := _difference(name, state, _made(init, params, state)):
-      if isinstance(error, (TypeError, ValueError, AttributeError)):
-        raise ValueError(f"{different}: {FIX}") from error
-      error.add_note(f"{different}: {FIX}")  # of an error that may have another cause
+      raise ValueError(f"{different}: {FIX}") from error
     raise
   changed = _difference(name, new, params) or _difference(name, new_state, state)
   if changed and (different := _difference(name, state, _made(init, params, state))):

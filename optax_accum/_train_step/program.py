@@ -36,15 +36,10 @@ class Step:
   beside: int  # how many results follow parameters, state and carry
   names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
   check_arguments: Callable[..., None]  # of a program, while it is traced
-  trace: Callable[..., jax.stages.Traced]
 
   def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled, of the function that takes one step."""
     return run
-
-  def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """As ``lower`` of a jitted function. Arguments may be `jax.ShapeDtypeStruct`."""
-    return self.trace(*args, **kwargs).lower()
 
   @property
   def devices(self) -> list[jax.Device]:
@@ -88,6 +83,7 @@ class Step:
 class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 
+  program: "StepProgram"
   jitted: Any
   args: Args
   kwargs: Kwargs
@@ -127,7 +123,7 @@ class StepProgram:
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
-    return PreparedCall(self._jitted[loss], placed, named, others)
+    return PreparedCall(self, self._jitted[loss], placed, named, others)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
@@ -182,22 +178,17 @@ class StepProgram:
 def step_loss(
   loss_fn: Any,
   *,
-  has_aux: bool = False,
-  aux_reduction: Any = None,
-  reduction: Any = "mean",
-  noise_scale: bool = False,
-  mesh: Any = None,
-  data_axis: Any = "data",
+  mesh: jax.sharding.Mesh | None = None,
+  data_axis: str | Sequence[str] = "data",
   reduce_gradients: str = "per_cycle",
-  grad_reduction: Any = None,
-  concat_axis: int | None = None,
-  **split: Any,
+  **options: Any,
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  microbatches = Split(default_argnum=1, **split)
-  reductions = reduction, grad_reduction, aux_reduction
-  local = local_loss(loss_fn, 0, has_aux, *reductions, concat_axis, microbatches, noise_scale)
+  defaults: dict[str, Any] = {"reduction": "mean", "has_aux": False, "noise_scale": False}
+  defaults |= dict.fromkeys(("grad_reduction", "aux_reduction", "concat_axis"))
+  given = {name: options.get(name, default) for name, default in defaults.items()}
+  local = local_loss(loss_fn, 0, split=Split.of(options, default_argnum=1), **given)
   if mesh is None:
     return local
   return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))

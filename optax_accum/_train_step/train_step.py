@@ -73,6 +73,10 @@ class TrainStep(Step, Generic[Params, Args]):
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
 
+  def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
+    return self.trace(params, opt_state, *args, **kwargs).lower()
+
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     with self._prepared((params, opt_state, *args), kwargs) as call:
@@ -198,8 +202,7 @@ def make_train_step(
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients: once ``"per_cycle"``, or ``"per_microbatch"``, which
       sends more but saves memory if parameters are sharded over `data_axis`.
-    axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
-      sharded over. Gradients are summed over it once, after the last microbatch.
+    axis_name: Instead of `mesh`, inside `pmap` or `shard_map`. As in `microbatch_value_and_grad`.
 
   Expert options:
     in_place, accumulator_dtype, unroll: As in `microbatch_value_and_grad`.
@@ -211,40 +214,37 @@ def make_train_step(
     with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays: ``loss``;
     ``grad_norm``, the global norm of the gradients in float32 or wider, without leaves whose
     `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``stepped`` (bool), whether `tx` took a step; ``aux``, with `has_aux` or `carry_argnum`; and
-    ``noise_scale``, if asked for. ``stepped`` is False inside the cycle of a `tx` that accumulates;
-    if only a part of it does, as in `optax.partition`, it tells of that part. It is also False if
-    all microbatches were skipped or weigh 0: parameters and optimizer state are then unchanged,
-    except that an `accumulate` counts a mini step, without ending its cycle.
+    ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for; and ``stepped``
+    (bool), whether `tx` took a step. That is False within the cycle of a `tx` that accumulates (of
+    the part that does, as in `optax.partition`), and if all microbatches were skipped or weigh 0:
+    nothing is updated then, but that an `accumulate` counts a mini step, without ending its cycle.
 
   Raises:
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
-      an optax transformation, parameters are a flax `TrainState` or an nnx module, arguments are
-      missing or out of order, the optimizer state belongs to other parameters or another optimizer,
-      arrays are on another mesh, or the loss was already reduced over the mesh.
+      an optax transformation, or changes tree or shapes of its state; parameters are a flax
+      `TrainState` or an nnx module; arguments are missing, out of order or on another mesh; the
+      state is of other parameters or optimizers; or the loss was already reduced over the mesh.
     RuntimeError: An array was donated to an earlier step, which deleted it.
 
   The loss:
-    The step is that of the whole batch if the loss is a mean over what the weights count;
-    ``step.check`` tests this. The guide "Padded text, and several terms" has losses with several
-    denominators and products of means. What `loss_fn` changes in place, such as an nnx module, is
-    lost: pass it as the carry, or use `nnx_train_step`.
+    The step is that of the whole batch if the loss is a mean over what the weights count, which
+    ``step.check`` tests. For several denominators see the guide "Padded text, and several terms".
+    What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
     `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows;
     the step averages over the global batch. So it must not call ``lax.pmean``, which is an error,
     nor divide by ``lax.psum(count, axis)``, which is silently wrong: return ``l.sum() / count``,
     and let `weight_fn` count. Batch statistics are those of the device's rows. "stack" and "concat"
-    join the values of all devices, "concat" in the order of the batch. The compiler decides about
-    other axes: a sharding constraint in the loss must be a bare `PartitionSpec` of these.
-    Parameters, state and carry keep their shardings: see the guide "Sharded parameters and state".
+    join the values of all devices, "concat" in the order of the batch. A sharding constraint must
+    be a bare `PartitionSpec` of other axes, about which the compiler decides. Parameters, state and
+    carry keep their shardings: see the guide "Sharded parameters and state".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
-    with ``reduction="sum"``); and ``value_fn``, from parameters to the loss of the microbatches
-    that counted, differentiable in the memory of one (with derivative 0 for parameters with their
-    own `grad_reduction`). So with ``tx=accumulate(inner, k)``, k calls of N microbatches are one
-    step of k x N. "Sharp edges" says when a step can be differentiated.
+    with ``reduction="sum"``), so that k calls of N microbatches with ``tx=accumulate(inner, k)``
+    are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
+    counted, differentiable in the memory of one (0 for parameters with their own `grad_reduction`).
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps
