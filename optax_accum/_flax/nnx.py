@@ -55,8 +55,8 @@ def nnx_train_step(
 
   Args:
     loss_fn: ``loss_fn(model, batch)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
-      aux)``. It may change Variables that `wrt` does not select, but not add any: after
-      `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result as aux.
+      aux)``. It may change Variables that `wrt` does not select, but not add any: return what
+      `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``.
     wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
       optimizer the same, and make it after adapters are added.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.

@@ -119,13 +119,15 @@ def accumulate(
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
     inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
     function around it, and return them first and in the same order, or JAX copies them. Extra
-    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two scalars:
+    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two scalars,
+    which may be traced:
 
     - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give 0, or
       1e-30 to 1e30 such that its product with the gradients is in the range of the accumulators.
       The step is NaN if a traced weight is below 0, or the total below 1e-30 or above 1e36. The
       derivative by a weight of 0 is 0.
-    - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch.
+    - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
+      mean is over what was accumulated.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========

@@ -51,11 +51,8 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
-  """`held` in the dtypes in which `update` returns it, as in `same_types`.
-
-  The first float32 gradients make the moments of bfloat16 parameters float32. They are cast before
-  the conditional: rounding its results would lose bits in each step.
-  """
+  """`held` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
+  # Cast before the conditional: rounding its results would lose bits in each step.
   wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
   if all(map(operator.is_, *map(jax.tree.leaves, (held, wide)))):
     return held
