@@ -87,10 +87,10 @@ class FlaxStep(Step):
   def _program(self, loss: Loss, tx: optax.GradientTransformation) -> StepProgram:
     return StepProgram(self, loss, optax.with_extra_args_support(tx), self._donate)
 
-  def check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
+  def _check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
     parameters.check_differentiable(self.params_name, params)
 
-  def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled: it also counts how many steps the optimizer took.
 
     Its arguments are the parameters, the optimizer state, the batch, what the loss leaves alone,

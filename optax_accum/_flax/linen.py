@@ -164,7 +164,7 @@ class LinenTrainStep(flax_step.FlaxStep):
       self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
-  def names(self, *args: Any) -> dict[str, Tree]:
+  def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, constant, mutable, rngs, count = args
     state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
     return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}

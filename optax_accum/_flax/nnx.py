@@ -173,7 +173,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     self._programs[graphdef, tx] = program
     return program
 
-  def names(self, *args: Any) -> dict[str, Tree]:
+  def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
     return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}

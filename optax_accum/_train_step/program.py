@@ -34,10 +34,10 @@ class Step:
   batch_position: int  # in a call
   updated: tuple[int, ...]  # the arguments of a program that its first results replace
   beside: int  # how many results follow parameters, state and carry
-  names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
-  check_arguments: Callable[..., None]  # of a program, while it is traced
+  _names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
+  _check_arguments: Callable[..., None]  # of a program, while it is traced
 
-  def finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled, of the function that takes one step."""
     return run
 
@@ -112,7 +112,7 @@ class StepProgram:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
     held = arrays(self._updated_of(args))
     others = arrays(([x for i, x in enumerate(args) if i not in self.step.updated], kwargs, kept))
-    check_alive([*held, *others], lambda: self.step.names(*args, **kwargs))
+    check_alive([*held, *others], lambda: self.step._names(*args, **kwargs))
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
       new = [*self._returned.new(held), *self._passed.new(others)]
@@ -141,7 +141,7 @@ class StepProgram:
     known = loss.out_shardings
     shardings = (*known, *[None] * self.step.beside) if known else None
     donated = self.step.updated if self.donate else ()
-    run = self.step.finished(self.function(loss))
+    run = self.step._finished(self.function(loss))
     return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
 
   def function(self, loss: Placed) -> Callable[..., Any]:
@@ -149,7 +149,7 @@ class StepProgram:
     local = self.local
 
     def train_step(params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any) -> Args:
-      self.step.check_arguments(params, opt_state, *args, **kwargs)
+      self.step._check_arguments(params, opt_state, *args, **kwargs)
       beside = loss.beside(params, opt_state)
       reduced = beside.value_and_grad(None, params, *args, **kwargs)
       out, stats = reduced.outputs, reduced.stats

@@ -41,10 +41,10 @@ class TrainStep(Step, Generic[Params, Args]):
     self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
     self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
 
-  def names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+  def _names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
 
-  def check_arguments(self, *args: Any, **kwargs: Any) -> None:
+  def _check_arguments(self, *args: Any, **kwargs: Any) -> None:
     parameters.check_step(*args)
     parameters.check_count(len(args) + len(kwargs))
 
@@ -97,7 +97,7 @@ class TrainStep(Step, Generic[Params, Args]):
       if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
-      self.check_arguments(*given, **kwargs)
+      self._check_arguments(*given, **kwargs)
       raise
 
   def __repr__(self) -> str:
