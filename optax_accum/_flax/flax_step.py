@@ -1,12 +1,12 @@
-"""What the steps of linen and nnx share: options, and programs that count the optimizer's steps."""
+"""What the steps of linen and nnx share: options, and a count of the optimizer's steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-import dataclasses
 import difflib
-from typing import Any, ClassVar, Literal, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
+from typing import Any, ClassVar, Literal, ParamSpec, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import jax
 from jax.typing import DTypeLike
+import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
@@ -14,17 +14,17 @@ from optax_accum._arithmetic.reduction_words import GradReductionTree, Reduction
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import PreparedCall, StepProgram
-from optax_accum._train_step.step import Loss, Placed, Step, step_loss
+from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
+P = ParamSpec("P")
 Result = TypeVar("Result")
-# Of a program, a call of it, and the state or the Variables that hold the arguments.
-Use: TypeAlias = Callable[["FlaxProgram", PreparedCall, Any], Result]
+# Of a call of a program, and the state or the Variables that hold its arguments.
+Use: TypeAlias = Callable[[PreparedCall, Any], Result]
 
 
 class StepOptions(TypedDict, total=False):
@@ -55,10 +55,10 @@ class StepOptions(TypedDict, total=False):
 class FlaxStep(Step):
   """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
 
+  beside = 2  # the count and the metrics
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
   params_name: ClassVar[str]  # of the parameters, in messages
-  updated: ClassVar[tuple[int, ...]]  # positions in the arguments of a `FlaxProgram`
   decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
   fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
@@ -77,55 +77,55 @@ class FlaxStep(Step):
     self._options: Kwargs = dict(options)
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
-    self._programs: dict[object, FlaxProgram] = {}
+    self._programs: dict[object, StepProgram] = {}
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
     named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
     return f"{self.name}({', '.join([loss, *named])})"
 
-  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
-    """The loss of a `FlaxProgram`, which returns ``(loss, (new_carry, aux))``."""
-    options = {**self._options, **decided}
-    return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
+  def _program(self, loss: Loss, tx: optax.GradientTransformation) -> StepProgram:
+    return StepProgram(self, loss, optax.with_extra_args_support(tx), self._donate)
 
-  def _checked(self, program: "FlaxProgram", call: PreparedCall, _: Any) -> "SplitReport":
-    drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
-    return self._report(program.local, args, {}, drawing=drawing, fixes=self.fixes)
+  def _check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
+    parameters.check_differentiable(self.params_name, params)
 
-  def _traced(self, program: "FlaxProgram", call: PreparedCall, _: Any) -> jax.stages.Traced:
-    traced: jax.stages.Traced = call.jitted.trace(*call.args)
-    return traced
+  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What is compiled: it also counts how many steps the optimizer took.
 
-
-@dataclasses.dataclass(eq=False, repr=False)
-class FlaxProgram(StepProgram):
-  """A `StepProgram` that also counts how many steps the optimizer took.
-
-  Its arguments are the parameters, the optimizer state, the batch, what the loss leaves alone,
-  what it changes (without arrays where it changes nothing), keys if any, and the count.
-  """
-
-  step: Any  # the `FlaxStep`, whose `names` its arguments have in messages
-
-  def function(self, loss: Placed) -> Callable[..., Any]:
-    """What is compiled."""
-    run = super().function(loss)
+    Its arguments are the parameters, the optimizer state, the batch, what the loss leaves alone,
+    what it changes (without arrays where it changes nothing), keys if any, and the count.
+    """
 
     def counting(params: Params, opt_state: OptState, /, *args: Any) -> Args:
       *others, count = args
       *new, metrics = run(params, opt_state, *others)
-      if not self.step.has_aux:
+      if not self.has_aux:
         del metrics["aux"]
       return *new, count + metrics["stepped"].astype(count.dtype), metrics
 
-    counting.__name__ = self.step.name
+    counting.__name__ = self.name
     return counting
 
-  def check(self, args: Args, kwargs: Kwargs) -> None:
-    """Checks what the step is called with, while it is traced."""
-    parameters.check_differentiable(self.step.params_name, args[0])
+  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
+    """The loss of a `StepProgram`, which returns ``(loss, (new_carry, aux))``."""
+    options = {**self._options, **decided}
+    return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
 
-  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
-    """The arguments, by the names that messages have for them."""
-    return self.step.names(*args)
+  def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":
+    drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
+    return self._report(call.program.local, args, {}, drawing=drawing, fixes=self.fixes)
+
+  def _traced(self, call: PreparedCall, _: Any) -> jax.stages.Traced:
+    traced: jax.stages.Traced = call.jitted.trace(*call.args)
+    return traced
+
+
+def hinted(call: str, place: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+  """Decorates the methods of a step that take such a call, to say where else arrays go."""
+  return _validate.hinted(
+    f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
+    " a step for each value. Put arrays with rows into the batch, and other arrays into"
+    f" {place}.",
+    names=OTHER_NAMES,
+  )

@@ -11,10 +11,9 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import flax_step, state_fields
-from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
+from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
-from optax_accum._microbatches.options import OTHER_NAMES
-from optax_accum._train_step.program import PreparedCall
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -56,9 +55,8 @@ def linen_train_step(
       updates)``, ``updates`` from ``model.apply(..., mutable=...)``; with `has_aux` ``(loss,
       aux)``; with both ``(loss, (updates, aux))``. ``variables`` has ``"params"`` and every field
       of the state that is a dict or a `FrozenDict`; ``rngs`` is a dict or None.
-    mutable: The collections that each microbatch updates for the next: fields of the state, such as
-      ``["batch_stats"]``. They are the carry of `make_train_step`, and `carry_reduction` is a
-      prefix tree over ``{"batch_stats": ...}``.
+    mutable: The collections that each microbatch updates for the next, the carry: fields of the
+      state, such as ``["batch_stats"]``. `carry_reduction` is a prefix tree over a dict of these.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, except the positions of arguments.
 
@@ -82,12 +80,7 @@ def linen_train_step(
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
 
-_hinted = _validate.hinted(
-  "It takes step(state, batch, rngs). Fix a setting in the loss, functools.partial(loss_fn,"
-  " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
-  " arrays into a field of the state that is a dict.",
-  names=OTHER_NAMES,
-)
+_hinted = flax_step.hinted("step(state, batch, rngs)", "a field of the state that is a dict")
 
 
 class LinenTrainStep(flax_step.FlaxStep):
@@ -119,9 +112,8 @@ class LinenTrainStep(flax_step.FlaxStep):
   @_hinted
   def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
-    return self._with_call(
-      lambda program, call, state: _replaced(state, call, program.run(call)), state, batch, rngs
-    )
+    run = lambda call, state: _replaced(state, call, call.program.run(call))  # noqa: E731
+    return self._with_call(run, state, batch, rngs)
 
   @_hinted
   def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
@@ -141,10 +133,8 @@ class LinenTrainStep(flax_step.FlaxStep):
   @_hinted
   def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    return self._with_call(
-      lambda _, call, state: _replaced(state, call, call.jitted.eval_shape(*call.args)),
-      *(state, batch, rngs),
-    )
+    shape = lambda call, state: _replaced(state, call, call.jitted.eval_shape(*call.args))  # noqa: E731
+    return self._with_call(shape, state, batch, rngs)
 
   def _with_call(self, use: Use[Result], state: Any, batch: Batch, rngs: Rngs = None) -> Result:
     """What `use` makes of the program for such a call, and of the call."""
@@ -156,26 +146,25 @@ class LinenTrainStep(flax_step.FlaxStep):
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
     program, count = self._program_of(state), state_fields.counted(state.step)
     args = state.params, state.opt_state, batch, constant, mutable, rngs, count
-    return use(program, program.prepare(args, {}, others), state)
+    return use(program.prepare(args, {}, others), state)
 
-  def _program_of(self, state: train_state.TrainState) -> FlaxProgram:
+  def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""
     overwrites = OVERWRITTEN in variables_of(state.params)
     key = state.tx, overwrites
     if key not in self._programs:
       _validate.transformation(state.tx, "state.tx")
-      tx, loss = optax.with_extra_args_support(state.tx), self.loss
+      tx, loss = state.tx, self.loss
       if overwrites:
-        tx = state_fields.beside_overwritten(tx)
+        tx = state_fields.beside_overwritten(optax.with_extra_args_support(tx))
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
           reductions = {"params": kept, OVERWRITTEN: "max"}
           loss = self._step_loss(self._loss, rng_argnums=4, grad_reduction=reductions)
-      self._programs[key] = FlaxProgram(loss, tx, self.updated, 5, self._donate, self)
+      self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
-  def names(self, *args: Any) -> dict[str, Tree]:
-    """The arguments of a program, by the names that messages have for them."""
+  def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, constant, mutable, rngs, count = args
     state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
     return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}

@@ -4,15 +4,13 @@ from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
 
 from flax import nnx
 import jax
-import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
-from optax_accum._flax.flax_step import FlaxProgram, LossFn, Metrics, Result, StepOptions, Use
+from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._microbatches.options import OTHER_NAMES
-from optax_accum._train_step.program import PreparedCall
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -57,8 +55,8 @@ def nnx_train_step(
 
   Args:
     loss_fn: ``loss_fn(model, batch)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
-      aux)``. It may change Variables that `wrt` does not select, but not add any: after
-      `nnx.Module.sow` call ``nnx.pop(model, nnx.Intermediate)``, and return the result as aux.
+      aux)``. It may change Variables that `wrt` does not select, but not add any: return what
+      `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``.
     wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
       optimizer the same, and make it after adapters are added.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
@@ -84,12 +82,7 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-_hinted = _validate.hinted(
-  "It takes step(model, optimizer, batch). Fix a setting in the loss, functools.partial(loss_fn,"
-  " train=True), and make a step for each value. Put arrays with rows into the batch, and other"
-  " arrays into Variables of the model.",
-  names=OTHER_NAMES,
-)
+_hinted = flax_step.hinted("step(model, optimizer, batch)", "Variables of the model")
 
 
 class NnxTrainStep(flax_step.FlaxStep):
@@ -123,8 +116,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
 
-    def run(program: FlaxProgram, call: PreparedCall, held: Tree) -> Metrics:
-      *new, metrics = program.run(call)
+    def run(call: PreparedCall, held: Tree) -> Metrics:
+      *new, metrics = call.program.run(call)
       variables.write(held, (*new, call.args[3]))  # the rest where the step put it
       return metrics
 
@@ -155,7 +148,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     program = self._programs.get(key)
     if program is None:
       variables.check_model(self._wrt, params, model, optimizer)
-      program = self._program(*key, frozenset())
+      program = self._program_of(*key, frozenset())
     while True:
       pure: Any = program.local.fun
       changed: frozenset[str] = pure.changed
@@ -163,27 +156,24 @@ class NnxTrainStep(flax_step.FlaxStep):
       held = params, optimizer.opt_state, carry, optimizer.step, fixed
       *stepped, carried, count, constant = variables.values(held)
       try:
-        call = program.prepare((*stepped, batch, constant, carried, count), {})
-        return use(program, call, held)
+        return use(program.prepare((*stepped, batch, constant, carried, count), {}), held)
       except ChangedByLossError as found:  # while the loss was traced, before anything ran
-        program = self._program(*key, changed.union(found.args))
+        program = self._program_of(*key, changed.union(found.args))
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _program(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> FlaxProgram:
+  def _program_of(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> StepProgram:
     """The program for models of this structure, of which the loss changes these Variables."""
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
     pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-    loss, own = self._step_loss(pure, rng_argnums=()), optax.with_extra_args_support(tx)
-    program = FlaxProgram(loss, own, self.updated, 5, self._donate, self)
+    program = self._program(self._step_loss(pure, rng_argnums=()), tx)
     self._programs[graphdef, tx] = program
     return program
 
-  def names(self, *args: Any) -> dict[str, Tree]:
-    """The arguments of a program, by the names that messages have for them."""
+  def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
     return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}

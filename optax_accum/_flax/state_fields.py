@@ -102,8 +102,7 @@ def beside_overwritten(
 def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]:
   """Makes logical axes constrain only automatic axes, and yields boxes that constrain nothing.
 
-  JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual. What is in a
-  box is sharded as it came.
+  JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if not mesh.manual_axes:

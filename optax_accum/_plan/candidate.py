@@ -12,7 +12,7 @@ from optax_accum._arithmetic.trees import Args
 from optax_accum._compiled.collectives import count_collectives
 from optax_accum._compiled.matrix_flops import matrix_flops
 from optax_accum._microbatches import cut
-from optax_accum._train_step.step import Step
+from optax_accum._train_step.program import Step
 
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]

@@ -6,7 +6,7 @@ import re
 import jax
 
 from optax_accum._arithmetic.trees import Leaf, Tree
-from optax_accum._train_step.step import Step
+from optax_accum._train_step.program import Step
 
 # The part of a device's memory that is left free, because free memory is fragmented.
 MARGIN = 0.05

@@ -100,9 +100,9 @@ def accumulate(
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
       `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
-      device accumulates its own gradients, which are summed when the cycle ends. If one device
-      skips or flushes, all do. The state needs `accumulate_specs`. Without `axis_name`, reduce
-      gradients yourself: else devices silently take steps of their own.
+      device accumulates its own gradients until the cycle ends. If one skips or flushes, all do.
+      The state needs `accumulate_specs`. Default: None, and you reduce gradients yourself, or
+      devices silently take steps of their own.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
     differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 
@@ -119,14 +119,15 @@ def accumulate(
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
     inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
     function around it, and return them first and in the same order, or JAX copies them. Extra
-    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two:
+    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two scalars,
+    which may be traced:
 
-    - ``weight``: a real scalar, which may be traced: how much the microbatch counts, such as its
-      valid tokens. Default: 1. Give 0, or 1e-30 to 1e30 such that its product with the gradients is
-      in the range of the accumulators' dtype. The step is NaN if a traced weight is below 0, or the
-      total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
-    - ``flush``: a bool scalar, which may be traced. True ends the cycle with this call, such as the
-      last of an epoch; the mean is over what was accumulated.
+    - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give 0, or
+      1e-30 to 1e30 such that its product with the gradients is in the range of the accumulators.
+      The step is NaN if a traced weight is below 0, or the total below 1e-30 or above 1e36. The
+      derivative by a weight of 0 is 0.
+    - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
+      mean is over what was accumulated.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========

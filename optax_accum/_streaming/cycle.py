@@ -1,7 +1,6 @@
 """What `accumulate` returns: adds gradients up, decides when a cycle ends, and runs `inner`."""
 
-from collections.abc import Callable, Collection, Iterator
-import contextlib
+from collections.abc import Callable, Collection
 import contextvars
 import dataclasses
 import functools
@@ -33,6 +32,7 @@ from optax_accum._streaming.state import (
 
 Params = TypeVar("Params", bound=Any)
 Carry = TypeVar("Carry")
+Result = TypeVar("Result")
 # The mini steps in a cycle, an integer of at least 1, from the steps taken before it.
 Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
@@ -41,14 +41,11 @@ Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 _sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
 
 
-@contextlib.contextmanager
-def sending(names: Collection[str]) -> Iterator[None]:
-  """Says which extra arguments a step gives to the transformation that runs in this context."""
-  token = _sent.set(names)
-  try:
-    yield
-  finally:
-    _sent.reset(token)
+def sending(names: Collection[str], step: Callable[[], Result]) -> Result:
+  """What `step` returns, which gives these extra arguments to a transformation."""
+  context = contextvars.copy_context()
+  context.run(_sent.set, names)
+  return context.run(step)
 
 
 class MiniStep(NamedTuple):
@@ -203,12 +200,10 @@ class Accumulation:
         extra_args = {**extra_args, "weight": weighted_mean.as_weight(step.cycle_weight)}
       like = step.updates if params is None else params
 
-      def run() -> tuple[Grads, OptState]:
-        with sending(["weight"] * sends):
-          return self.inner.update(reduced, inner_state, params, **extra_args)
-
+      update = functools.partial(self.inner.update, reduced, inner_state, params, **extra_args)
+      run = functools.partial(sending, ["weight"] * sends, update)
       new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
-    return new, total, same_types("inner_opt_state", new_state, inner_state)
+    return new, total, new_state
 
   def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
     kept = () if self.every_k == 1 else total
@@ -294,16 +289,13 @@ class Accumulation:
     """Skip, flush (any device's is all devices'), and the weight on this device and on all."""
     total = local
     if self.axis_name is not None:
-      values = (skip, flush, local)
-      traced = [jnp.asarray(x).astype(dtype) for x in values if isinstance(x, jax.Array)]
-      sums: Any = iter(())
+      values = enumerate((skip, flush, local))
+      traced = {i: jnp.asarray(x).astype(dtype) for i, x in values if isinstance(x, jax.Array)}
       if traced:  # one reduction, of up to three numbers
-        stacked = across_devices.varying(jnp.stack(traced), self.axis_name)
-        sums = iter(lax.psum(stacked, self.axis_name))
-      skip = next(sums) > 0 if isinstance(skip, jax.Array) else skip
-      flush = next(sums) > 0 if isinstance(flush, jax.Array) else flush
-      known = not isinstance(local, jax.Array)
-      total = local * lax.axis_size(self.axis_name) if known else next(sums)
+        stacked = across_devices.varying(jnp.stack([*traced.values()]), self.axis_name)
+        traced = dict(zip(traced, lax.psum(stacked, self.axis_name), strict=True))
+      skip, flush = (traced[i] > 0 if i in traced else x for i, x in enumerate((skip, flush)))
+      total = traced[2] if 2 in traced else local * lax.axis_size(self.axis_name)
     if isinstance(skip, jax.Array):
       local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
     return skip, flush, local, total

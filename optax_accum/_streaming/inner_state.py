@@ -51,11 +51,8 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
-  """`held` in the dtypes in which `update` returns it, as in `same_types`.
-
-  The first float32 gradients make the moments of bfloat16 parameters float32. They are cast before
-  the conditional: rounding its results would lose bits in each step.
-  """
+  """`held` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
+  # Cast before the conditional: rounding its results would lose bits in each step.
   wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
   if all(map(operator.is_, *map(jax.tree.leaves, (held, wide)))):
     return held
@@ -69,10 +66,10 @@ def updated(
   state: OptState,
   update: Callable[[], tuple[Params, OptState]],
 ) -> tuple[Params, OptState]:
-  """What `update` returns: new parameters or their updates, and a state.
+  """What `update` returns: new parameters or their updates, and a state of the same types.
 
   Raises if moments of other parameters were broadcast to the shapes of these. If `update` raises,
-  and `state` is not as `init` makes it, the error says so. A state may grow.
+  and `state` is not as `init` makes it, the error says so.
   """
   try:
     new, new_state = update()
@@ -81,20 +78,12 @@ def updated(
       if _EXPLICIT not in getattr(error, "__notes__", ()):
         error.add_note(_EXPLICIT)
     elif different := _difference(name, state, _made(init, params, state)):
-      if isinstance(error, (TypeError, ValueError, AttributeError)):
-        raise ValueError(f"{different}: {FIX}") from error
-      error.add_note(f"{different}: {FIX}")  # of an error that may have another cause
+      raise ValueError(f"{different}: {FIX}") from error
     raise
-  moved = _difference(name, new, params)
-  if moved or _difference(name, new_state, state):
-    made = _made(init, params, state)
-    named = (_validate.named_leaves(name, _without_own(x)) for x in (state, new_state, made))
-    before, after, wanted = ({leaf: jnp.shape(x) for leaf, x in each} for each in named)
-    # Of a state of other parameters, some leaf becomes what `init` makes.
-    grown = any(before.get(x, shape) != shape == after.get(x) for x, shape in wanted.items())
-    if (moved or grown) and (different := _difference(name, state, made)):
-      raise ValueError(f"{different}: {FIX}")
-  return new, new_state
+  changed = _difference(name, new, params) or _difference(name, new_state, state)
+  if changed and (different := _difference(name, state, _made(init, params, state))):
+    raise ValueError(f"{different}: {FIX}")
+  return new, same_types(name, new_state, state)
 
 
 def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -> OptState:

@@ -21,10 +21,9 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """The state of `accumulate`. The guide "Checkpoints and resuming" says how to change options.
 
-  The first five fields have the names of `optax.MultiStepsState`, but other contents: see
-  `from_multi_steps`. With `axis_name`, `acc_grads` and `skip_state` differ between devices and have
-  an additional first axis, of length 1 on a device and of all devices outside `jax.shard_map`. Save
-  all of it: flax's ``unreplicate`` keeps one device's gradients.
+  `optax.MultiStepsState` has the first five, with other contents: see `from_multi_steps`. With
+  `axis_name`, `acc_grads` and `skip_state` differ between devices and have an additional first
+  axis, of length 1 on a device, and of all devices outside `jax.shard_map`. Save all of it.
 
   Attributes:
     mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.
@@ -125,9 +124,8 @@ def from_multi_steps(
       May be traced. The result shares its arrays, so donating one deletes those of the other.
     use_grad_mean: As in `optax.MultiSteps`. False needs an ``accumulate(..., reduction="sum")``.
     weight: How much each earlier call of the cycle counts: a real scalar, possibly traced. Give the
-      rows (or tokens) of one if later calls have such weights, else 1. Needed unless
-      ``state.mini_step`` is known to be 0. If their rows differed, their mean is wrong: use
-      `discard_cycle` and repeat them.
+      rows (or tokens) of one if later calls have such weights, else 1. Needed unless it is known
+      that there were none. If their rows differed, repeat them, after `discard_cycle`.
 
   Returns:
     An `AccumulateState` for an `accumulate` of the same `inner` and `skip_fn`, with ``acc_grads``

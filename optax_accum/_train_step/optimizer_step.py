@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._streaming.cycle import sending
@@ -37,14 +37,12 @@ def optimizer_step(
     sent = () if isinstance(extra_args["weight"], float) else {*extra_args, *more}
 
     def step() -> Held:
-      with sending(sent):
-        updates, new_state = tx.update(grads, opt_state, params, **accepted)
-        return optax.apply_updates(params, updates), new_state
+      updates, new_state = tx.update(grads, opt_state, params, **accepted)
+      return optax.apply_updates(params, updates), new_state
 
-    new, new_state = updated("opt_state", tx.init, params, opt_state, step)
-    if counted is True:
-      return _sharded_as(held, (new, new_state))
-    return same_types("params", new, params), same_types("opt_state", new_state, opt_state)
+    run = functools.partial(sending, sent, step)
+    new, new_state = updated("opt_state", tx.init, params, opt_state, run)
+    return same_types("params", new, params), new_state
 
   if counted is True or not states_in(held[1]):
     if counted is not True:  # traced once, for types and for the conditional
@@ -55,18 +53,6 @@ def optimizer_step(
   new = update(held, _may_end=counted)
   counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
   return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
-
-
-def _sharded_as(old: Held, new: Held) -> Held:
-  """`new` with the explicit shardings of `old`: JAX gives a sum that of either term."""
-
-  def sharded(x: Leaf, before: Leaf) -> Leaf:
-    return across_devices.sharded_like(x, before) if jnp.shape(x) == jnp.shape(before) else x
-
-  trees: list[Any] = [jax.tree.structure(new), jax.tree.structure(old)]
-  if trees[0] != trees[1]:
-    return new  # a state that grows
-  return jax.tree.map(sharded, new, old)
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:

@@ -1,31 +1,93 @@
-"""N backward passes and one optimizer step as one program, with its arguments and donation."""
+"""What every training step has, and its program: N backward passes and one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
-from optax_accum._microbatches import parameters
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.loss import MeshLoss, PlacedLoss
+from optax_accum._microbatches import cut
+from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
-from optax_accum._train_step.donation import check_alive, distinct, Known
+from optax_accum._microbatches.options import Split
+from optax_accum._train_step.donation import arrays, check_alive, distinct, Known
 from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
-from optax_accum._train_step.step import Loss, Placed
 
-Transform: TypeAlias = optax.GradientTransformationExtraArgs
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
+
+Loss: TypeAlias = LocalLoss | MeshLoss
+Placed: TypeAlias = LocalLoss | PlacedLoss  # what a call with given shardings steps by
+
+
+class Step:
+  """What every training step of the library has: a loss, compiled programs, and no pickle."""
+
+  loss: Loss  # that it steps by the gradient of
+  batch_position: int  # in a call
+  updated: tuple[int, ...]  # the arguments of a program that its first results replace
+  beside: int  # how many results follow parameters, state and carry
+  _names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
+  _check_arguments: Callable[..., None]  # of a program, while it is traced
+
+  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    """What is compiled, of the function that takes one step."""
+    return run
+
+  @property
+  def devices(self) -> list[jax.Device]:
+    """Those of its mesh, if any."""
+    return [] if self.loss.parallel is None else [*self.loss.parallel.mesh.devices.flat]
+
+  def rows(self, args: Sequence[Any]) -> int | None:
+    """The rows of the batch that a call is given, on all devices."""
+    if len(args) <= self.batch_position:
+      return None
+    [axis] = self.loss.local.split.batch_axis
+    return cut.batch_rows({1: axis}, {1: args[self.batch_position]})
+
+  def sizes(self, rows: int, uneven: bool) -> list[int]:
+    """The sizes of a microbatch of so many rows, on all devices together: see `cut.sizes`."""
+    devices = 1
+    if (parallel := self.loss.parallel) is not None:
+      parallel.check_rows(rows)
+      devices = parallel.devices
+    fewest = 2 if self.loss.local.noise_scale and devices == 1 else 1
+    return [devices * size for size in cut.sizes(rows // devices, uneven, fewest)]
+
+  def _report(self, loss: LocalLoss, args: Args, kwargs: Kwargs, **of_flax: Any) -> "SplitReport":
+    """That of `check` on a call of the loss."""
+    from optax_accum._check_split.of_step import check_step  # training does without
+
+    return check_step(loss, self.loss.parallel, args, kwargs, **of_flax)
+
+  def __reduce__(self) -> Any:
+    raise TypeError(
+      f"{self!r} cannot be pickled, because it holds compiled programs and functions: pickle the"
+      " parameters and the optimizer state, and make the step anew where they are read."
+    )
+
+  def __copy__(self, memo: Any = None) -> Any:
+    return self  # as a function is its own copy
+
+  __deepcopy__ = __copy__
 
 
 class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 
+  program: "StepProgram"
   jitted: Any
   args: Args
   kwargs: Kwargs
-  others: Leaves  # of what is not updated, as they were passed
+  others: Leaves  # the arrays of what is not updated, as they were passed
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -33,14 +95,12 @@ class StepProgram:
   """A step of `tx` with the gradient of a loss, compiled for each sharding of its arguments.
 
   It takes the parameters, the optimizer state, and the other arguments of the loss. It returns new
-  ones of the first two, the carry if there is one, and the metrics. Subclasses with other arguments
-  override `function`, `check` and `names`.
+  ones of the first two, the carry if there is one, and the metrics.
   """
 
+  step: Step  # whose program it is
   loss: Loss
-  tx: Transform
-  updated: tuple[int, ...]  # the positions of what the first results replace, in their order
-  results: int  # how many there are
+  tx: optax.GradientTransformationExtraArgs
   donate: bool  # whether what is updated is donated
 
   def __post_init__(self) -> None:
@@ -50,48 +110,46 @@ class StepProgram:
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
-    held, structure = self._held(args)
-    given = [x for i, x in enumerate(args) if i not in self.updated], kwargs
-    others = jax.tree.leaves((given, kept))
-    check_alive([*held, *others], lambda: self.names(args, kwargs))
+    held = arrays(self._updated_of(args))
+    others = arrays(([x for i, x in enumerate(args) if i not in self.step.updated], kwargs, kept))
+    check_alive([*held, *others], lambda: self.step._names(*args, **kwargs))
     loss, placed, named = self.loss.place(args, kwargs)
     if self.donate:
-      there = held if placed is args else self._held(placed)[0]
       new = [*self._returned.new(held), *self._passed.new(others)]
-      leaves = distinct(there, others, new)
-      if leaves is not there:
-        copied = dict(zip(self.updated, jax.tree.unflatten(structure, leaves), strict=True))
+      there = self._updated_of(placed)
+      once = distinct(there, held if placed is args else arrays(there), others, new)
+      if once is not there:
+        copied = dict(zip(self.step.updated, once, strict=True))
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
-    return PreparedCall(self._jitted[loss], placed, named, others)
+    return PreparedCall(self, self._jitted[loss], placed, named, others)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
     out = call.jitted(*call.args, **call.kwargs)
     if self.donate:
-      leaves = jax.tree.leaves(out[: len(self.updated)])
-      self._returned, self._passed = Known(leaves), Known(call.others)
+      updated = out[: len(self.step.updated)]
+      self._returned, self._passed = Known(arrays(updated)), Known(call.others)
     return out
 
-  def _held(self, args: Args) -> tuple[Leaves, Any]:
-    """The leaves of what is updated, and their structure."""
-    return jax.tree.flatten(tuple(args[i] for i in self.updated))
+  def _updated_of(self, args: Args) -> Args:
+    return tuple(args[i] for i in self.step.updated)
 
   def _compiled(self, loss: Placed) -> Any:
     """The jitted function for a loss."""
     known = loss.out_shardings
-    rest = [None] * (self.results - len(known or ()))
-    shardings = (*known, *rest) if known else None
-    donated = self.updated if self.donate else ()
-    return jax.jit(self.function(loss), donate_argnums=donated, out_shardings=shardings)
+    shardings = (*known, *[None] * self.step.beside) if known else None
+    donated = self.step.updated if self.donate else ()
+    run = self.step._finished(self.function(loss))
+    return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
 
   def function(self, loss: Placed) -> Callable[..., Any]:
-    """What is compiled: one step of `tx` by the gradient of `loss`."""
+    """One step of `tx` by the gradient of `loss`."""
     local = self.local
 
     def train_step(params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any) -> Args:
-      self.check((params, opt_state, *args), kwargs)
+      self.step._check_arguments(params, opt_state, *args, **kwargs)
       beside = loss.beside(params, opt_state)
       reduced = beside.value_and_grad(None, params, *args, **kwargs)
       out, stats = reduced.outputs, reduced.stats
@@ -116,10 +174,21 @@ class StepProgram:
 
     return train_step
 
-  def check(self, args: Args, kwargs: Kwargs) -> None:
-    """Checks what the step is called with, while it is traced."""
-    parameters.check_step(*args, **kwargs)
 
-  def names(self, args: Args, kwargs: Kwargs) -> dict[str, Tree]:
-    """The arguments, by the names that messages have for them."""
-    return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
+def step_loss(
+  loss_fn: Any,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
+  data_axis: str | Sequence[str] = "data",
+  reduce_gradients: str = "per_cycle",
+  **options: Any,
+) -> Loss:
+  """The loss of a step with these options of `make_train_step`, which are checked."""
+  _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
+  asked = {"reduction": "mean", **dict.fromkeys(("grad_reduction", "aux_reduction", "concat_axis"))}
+  split = Split.of(options, default_argnum=1)
+  flags = options.get("has_aux", False), split, asked | options, options.get("noise_scale", False)
+  local = LocalLoss(loss_fn, 0, *flags)
+  if mesh is None:
+    return local
+  return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))

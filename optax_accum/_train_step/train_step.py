@@ -14,8 +14,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import PreparedCall, StepProgram
-from optax_accum._train_step.step import Step, step_loss
+from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
 
 OptState = TypeVar("OptState")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
@@ -36,9 +35,17 @@ class TrainStep(Step, Generic[Params, Args]):
   loss function from the batch on, by position or by name.
   """
 
-  def __init__(self, program: StepProgram):
-    self._program, self.loss = program, program.loss
-    self.__name__, self.__signature__ = "train_step", _signature(program.local.fun)
+  updated, beside = (0, 1), 1
+
+  def __init__(self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool):
+    self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
+    self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
+
+  def _names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
+
+  def _check_arguments(self, *args: Any, **kwargs: Any) -> None:
+    parameters.check_step(*args, **kwargs)
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
@@ -67,8 +74,7 @@ class TrainStep(Step, Generic[Params, Args]):
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return call.jitted.lower(*call.args, **call.kwargs)
+    return self.trace(params, opt_state, *args, **kwargs).lower()
 
   def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
@@ -86,11 +92,11 @@ class TrainStep(Step, Generic[Params, Args]):
     try:
       yield self._program.prepare(given, kwargs)
     except Exception:
-      fun = self._program.local.fun
+      fun = self.loss.local.fun
       if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
-      self._program.check(given, kwargs)
+      self._check_arguments(*given, **kwargs)
       raise
 
   def __repr__(self) -> str:
@@ -198,8 +204,7 @@ def make_train_step(
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
       ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over it.
       Over further axes they are summed in every microbatch.
-    axis_name: Instead of `mesh`, for a step inside `pmap` or `shard_map`: the axis that rows are
-      sharded over. Gradients are summed over it once, after the last microbatch.
+    axis_name: Instead of `mesh`, inside `pmap` or `shard_map`. As in `microbatch_value_and_grad`.
 
   Expert options:
     in_place, accumulator_dtype, unroll: As in `microbatch_value_and_grad`.
@@ -211,40 +216,37 @@ def make_train_step(
     with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays: ``loss``;
     ``grad_norm``, the global norm of the gradients in float32 or wider, without leaves whose
     `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``stepped`` (bool), whether `tx` took a step; ``aux``, with `has_aux` or `carry_argnum`; and
-    ``noise_scale``, if asked for. ``stepped`` is False inside the cycle of a `tx` that accumulates;
-    if only a part of it does, as in `optax.partition`, it tells of that part. It is also False if
-    all microbatches were skipped or weigh 0: parameters and optimizer state are then unchanged,
-    except that an `accumulate` counts a mini step, without ending its cycle.
+    ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for; and ``stepped``
+    (bool), whether `tx` took a step. That is False within the cycle of a `tx` that accumulates (of
+    the part that does, as in `optax.partition`), and if all microbatches were skipped or weigh 0:
+    nothing is updated then, but that an `accumulate` counts a mini step, without ending its cycle.
 
   Raises:
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
-      an optax transformation, parameters are a flax `TrainState` or an nnx module, arguments are
-      missing or out of order, the optimizer state belongs to other parameters or another optimizer,
-      arrays are on another mesh, or the loss was already reduced over the mesh.
+      an optax transformation, or changes tree or shapes of its state; parameters are a flax
+      `TrainState` or an nnx module; arguments are missing, out of order or on another mesh; the
+      state is of other parameters or optimizers; or the loss was already reduced over the mesh.
     RuntimeError: An array was donated to an earlier step, which deleted it.
 
   The loss:
-    The step is that of the whole batch if the loss is a mean over what the weights count;
-    ``step.check`` tests this. The guide "Padded text, and several terms" has losses with several
-    denominators and products of means. What `loss_fn` changes in place, such as an nnx module, is
-    lost: pass it as the carry, or use `nnx_train_step`.
+    The step is that of the whole batch if the loss is a mean over what the weights count, which
+    ``step.check`` tests. For several denominators see the guide "Padded text, and several terms".
+    What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
     `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows;
     the step averages over the global batch. So it must not call ``lax.pmean``, which is an error,
     nor divide by ``lax.psum(count, axis)``, which is silently wrong: return ``l.sum() / count``,
     and let `weight_fn` count. Batch statistics are those of the device's rows. "stack" and "concat"
-    join the values of all devices, "concat" in the order of the batch. The compiler decides about
-    other axes: a sharding constraint in the loss must be a bare `PartitionSpec` of these.
-    Parameters, state and carry keep their shardings: see the guide "Which way to shard".
+    join the values of all devices, "concat" in the order of the batch. A sharding constraint must
+    be a bare `PartitionSpec` of other axes, about which the compiler decides. Parameters, state and
+    carry keep their shardings: see the guide "Which way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
-    with ``reduction="sum"``); and ``value_fn``, from parameters to the loss of the microbatches
-    that counted, differentiable in the memory of one (with derivative 0 for parameters with their
-    own `grad_reduction`). So with ``tx=accumulate(inner, k)``, k calls of N microbatches are one
-    step of k x N. "Sharp edges" says when a step can be differentiated.
+    with ``reduction="sum"``), so that k calls of N microbatches with ``tx=accumulate(inner, k)``
+    are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
+    counted, differentiable in the memory of one (0 for parameters with their own `grad_reduction`).
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps
@@ -253,9 +255,7 @@ def make_train_step(
     raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
-  results = 3 if carry_argnum is None else 4
-  tx = optax.with_extra_args_support(tx)
-  return TrainStep(StepProgram(step_loss(loss_fn, **options), tx, (0, 1), results, donate))
+  return TrainStep(step_loss(loss_fn, **options), optax.with_extra_args_support(tx), donate)
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
