@@ -33,7 +33,7 @@ def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
 def over_devices(
   words: Tree, carry: Carry, start: Carry, weight: Weight, total: Weight, axis_name: AxisName
 ) -> Carry:
-  """All devices' carries as one, each from `start`; this one counted `weight`, all `total`."""
+  """One carry of all devices, each from `start`; this one counted `weight`, and all `total`."""
 
   def together(path: Path, x: jax.Array, word: str, first: jax.Array) -> jax.Array:
     if dtypes.is_key(x):
