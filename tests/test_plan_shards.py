@@ -137,7 +137,7 @@ def test_arguments_that_depend_on_the_choice():
     (
       lambda shard: None,
       TypeError,
-      r"args\(shard='a'\) must be a tuple, the arguments of a call of the step: None",
+      r"args\(shard='a'\) must be a tuple, all that a step is called with: None",
     ),
     (
       lambda: (shape(8),),
@@ -197,7 +197,7 @@ def test_sizes_that_all_devices_with_rows_divide():
   square = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731
   columns = lambda w, batch: jnp.mean((w @ batch) ** 2)  # noqa: E731
 
-  def args(rows, spec, of_params=P(), width=8):
+  def args(rows, spec, of_params=devices.EVERYWHERE, width=8):
     w = devices.abstract(shape(width, width), mesh, of_params)
     dims = (rows, width) if len(spec) < 2 else (width, rows)
     return w, jax.eval_shape(TX.init, w), devices.abstract(shape(*dims), mesh, spec)

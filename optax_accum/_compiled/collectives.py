@@ -51,10 +51,10 @@ class CollectiveReport:
 
   Attributes:
     operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
-      the devices that exchange, as positions in ``mesh.devices.flat`` (``()``: all, or not known);
-      of one execution on one device ``shape``, ``bytes`` and ``sent``, the bytes over the wire, if
-      the devices of a group form a ring; ``executions`` in a call; ``loop``, the innermost or None;
-      ``op_name``, its origin in JAX; and ``unknown_trip_counts``, the loops that count once.
+      the devices that exchange, by place in ``mesh.devices.flat`` (``()``: all, or unknown); of one
+      execution on one device ``shape``, ``bytes`` and, around a ring, bytes ``sent``;
+      ``executions`` in a call; ``loop``, the innermost or None; ``op_name``, its origin in JAX; and
+      ``unknown_trip_counts``, the loops that count once.
   """
 
   operations: tuple[Collective, ...]
@@ -146,8 +146,8 @@ def _collective(run: hlo.Run) -> Collective:
     kind = "reduce-scatter"
   shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
   reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
-  groups = _groups(run.operation.attributes)
-  return Collective(kind, groups, shape, sum(map(hlo.array_bytes, arrays)), *reached)
+  size = sum(map(hlo.array_bytes, arrays))
+  return Collective(kind, _groups(run.operation.attributes), shape, size, *reached)
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:

@@ -188,10 +188,7 @@ _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 
 def _operation(written: re.Match[str]) -> Operation:
   name, shape, opcode, inner, attributes = written.groups()[1:]
-  if opcode in ("constant", "parameter"):
-    operands = [inner.strip()]
-  else:
-    operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
+  operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
   return Operation(name, shape, opcode, tuple(operands), attributes, _called(opcode, attributes))
 
 

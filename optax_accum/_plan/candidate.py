@@ -18,7 +18,7 @@ from optax_accum._train_step.step import Step
 
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
-ArgsOf: TypeAlias = Callable[..., Args]  # of a choice
+GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # a function of the choice
 
 # Errors of XLA for TPU about a program that is too large, raised before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
@@ -40,9 +40,8 @@ class PlanCandidate:
     flops: Operations in matrix products and convolutions. Too low with one row per device.
     collectives: The number of collectives that run.
     collective_bytes: The bytes that they return.
-    wire_bytes: The bytes that the device sends to others, if those that exchange form a ring: an
-      all-reduce among n devices sends its arrays 2 (n - 1) / n times, a gather or a scatter
-      (n - 1) / n times.
+    wire_bytes: The bytes that the device sends to others, around a ring of those n that exchange:
+      2 (n - 1) / n of the arrays that they add up, (n - 1) / n of what they gather or scatter.
     fits: Whether `peak_bytes` is within the limit.
     analysed: Whether XLA compiled it. For TPUs it refuses what does not fit: numbers are then 0.
   """
@@ -76,9 +75,7 @@ class PlanCandidate:
 class Builder:
   """The steps that a user's `build_step` makes with one choice, and the arguments of that."""
 
-  def __init__(
-    self, build_step: BuildStep, args: Args | Leaves | ArgsOf, rows: int, choice: Choice
-  ):
+  def __init__(self, build_step: BuildStep, args: GivenArgs, rows: int, choice: Choice):
     self._build_step, self._rows, self._choice = build_step, rows, choice
     self._options = [f"{name}={value!r}" for name, value in choice.items()]
     self.args = self._given(args)
@@ -90,18 +87,15 @@ class Builder:
     self.uneven = "microbatch_size" in {*parameters} - {*choice} and not needs_count
     self.first = self._step(rows)
 
-  def _given(self, args: Args | Leaves | ArgsOf) -> Args:
+  def _given(self, args: GivenArgs) -> Args:
     """The arguments of a call of the step, which may depend on the choice."""
-    self._named = "args"
+    name = self._named = f"args({', '.join(self._options)})" if callable(args) else "args"
     if callable(args):
-      self._named = f"args({', '.join(self._options)})"
       if why := _validate.why_not(args, **self._choice):
-        raise TypeError(f"{self._named}: {why}. A function must take the options in choices.")
+        raise TypeError(f"{name}: {why}. A function must take the options in choices.")
       args = args(**self._choice)
     if not isinstance(args, (tuple, list)):
-      raise TypeError(
-        f"{self._named} must be a tuple, the arguments of a call of the step: {args!r:.80}."
-      )
+      raise TypeError(f"{name} must be a tuple, all that a step is called with: {args!r:.80}.")
     return tuple(args)
 
   def call(self, size: int) -> str:

@@ -9,15 +9,14 @@ from typing import Any
 import tqdm
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Leaves
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import ArgsOf, Builder, BuildStep, PlanCandidate
+from optax_accum._plan.candidate import Builder, BuildStep, GivenArgs, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
 
 def plan_microbatches(
   build_step: BuildStep,
-  args: Args | Leaves | ArgsOf,
+  args: GivenArgs,
   *,
   batch_size: int,
   memory_limit: int | str | None = None,
