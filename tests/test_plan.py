@@ -524,6 +524,10 @@ def build():
   batch = jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)
   return build_step, (params, optax.sgd(0.1).init(params), batch), ROWS
 
+def by_choice():
+  build_step, args, rows = build()
+  return build_step, lambda remat: args, rows
+
 def two():
   return 1, 2
 
@@ -563,6 +567,9 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
   assert "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
   drawn = (tmp_path / "plan.svg").read_text()
   assert "<svg" in drawn
+  # The arguments may be a function of the choice.
+  status, out, _ = command("job.py:by_choice", "--memory", "1GiB", "--choice", "remat=true")
+  assert (status, out.splitlines()[-1]) == (0, "best: num_microbatches=1 (of 6 rows), remat=True")
   options = ("--memory", "1KiB", "--plot", str(tmp_path / "plan.svg"))
   assert command("job.py:build", *options)[0] == 1
   assert (tmp_path / "plan.svg").read_text() == drawn  # what is there stays, if nothing fits
