@@ -172,6 +172,9 @@ def test_kinds_and_bytes(kind, nbytes, fun, platform):
   x = jax.ShapeDtypeStruct((8 * 128, 1024), jnp.float32)
   report = count(compiled(lambda x: fun(x * 2.0), x, platform=platform))
   assert report.outside == {kind: (1, nbytes)}
+  # Around a ring of 8 devices.
+  sent = {"all-reduce": 2 * nbytes * 7 // 8, "collective-permute": nbytes}
+  assert report.operations[0].sent == sent.get(kind, nbytes * 7 // 8)
 
 
 def embedding_step(where):
@@ -254,6 +257,10 @@ ADD = """
     ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
     ("mesh['replica'=2,'fsdp'=4] {'replica'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
     ("mesh['replica'=2,'fsdp'=4] {'fsdp'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    ("mesh['a'=8] {'a':(1)2}", ()),  # a part of an axis, as pre-size and size
+    ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
   ],
 )
 def test_which_devices_exchange(written, groups):

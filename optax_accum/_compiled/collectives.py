@@ -13,6 +13,10 @@ from optax_accum._compiled import hlo
 
 _KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"]
 _KINDS += ["collective-permute", "collective-broadcast"]
+_GROUPS = re.compile(
+  r"replica_groups=(?:\[([\d,]+)\]<=|mesh\[(?P<mesh>.*?)\](?:, device_ids=\()?)"
+  r"(?:\[([\d,]+)\](?:T\(([\d,]+)\))?)?\)?(?(mesh) \{(?P<axes>.*?)\})"
+)
 
 
 class Collective(NamedTuple):
@@ -26,6 +30,12 @@ class Collective(NamedTuple):
   loop: str | None
   op_name: str
   unknown_trip_counts: tuple[str, ...]  # outermost first
+
+  @property
+  def sent(self) -> int:
+    """The bytes that a device sends in one execution around a ring of those that exchange."""
+    part = 1 - 1 / max(map(len, self.groups), default=math.inf)
+    return round(self.bytes * part * (2 if self.kind == "all-reduce" else 1))
 
 
 class CollectiveTotal(NamedTuple):
@@ -41,9 +51,10 @@ class CollectiveReport:
 
   Attributes:
     operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
-      the devices that exchange, as positions in ``mesh.devices.flat`` (``()``: all); ``shape`` and
-      ``bytes`` of one execution on one device; ``executions`` in a call; ``loop``, the innermost or
-      None; ``op_name``, its origin in JAX; and ``unknown_trip_counts``, the loops that count once.
+      the devices that exchange, by place in ``mesh.devices.flat`` (``()``: all, or unknown); of one
+      execution on one device ``shape``, ``bytes`` and, around a ring, bytes ``sent``;
+      ``executions`` in a call; ``loop``, the innermost or None; ``op_name``, its origin in JAX; and
+      ``unknown_trip_counts``, the loops that count once.
   """
 
   operations: tuple[Collective, ...]
@@ -135,25 +146,25 @@ def _collective(run: hlo.Run) -> Collective:
     kind = "reduce-scatter"
   shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
   reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
-  groups = _groups(run.operation.attributes)
-  return Collective(kind, groups, shape, sum(map(hlo.array_bytes, arrays)), *reached)
+  size = sum(map(hlo.array_bytes, arrays))
+  return Collective(kind, _groups(run.operation.attributes), shape, size, *reached)
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
   """The replica groups: XLA lists them, or writes a transposed range, or the axes of a mesh."""
   if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
     return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
-  if mesh := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", attributes):
-    sizes = {name: int(n) for name, n in re.findall(r"'(.*?)'=(\d+)", mesh[1])}
-    axes = [i for i, name in enumerate(sizes) if f"'{name}'" in mesh[2]]
-    numbers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
-    numbers = np.moveaxis(numbers, axes, range(-len(axes), 0))
-    return tuple(map(tuple, numbers.reshape(-1, math.prod(numbers.shape[-len(axes) :])).tolist()))
-  iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-  if not iota:
+  written = _GROUPS.search(attributes)
+  if not written or (written["mesh"] and ":" in written["axes"]):  # a part of an axis
     return ()
-  shape, dims, order = ([int(n) for n in x.split(",")] if x else [] for x in iota.groups())
-  numbers = np.arange(math.prod(dims)).reshape(dims).transpose(order or None).reshape(shape)
+  shape, dims, order = ([int(n) for n in (written[i] or "").split(",") if n] for i in (1, 3, 4))
+  sizes = dict(re.findall(r"'(.*?)'=(\d+)", written["mesh"] or ""))
+  shape = shape or [*map(int, sizes.values())]
+  numbers = np.arange(math.prod(shape)).reshape(dims or -1)
+  numbers = numbers.transpose(order or None).reshape(shape)
+  if axes := [i for i, name in enumerate(sizes) if f"'{name}'" in written["axes"]]:
+    numbers = np.moveaxis(numbers, axes, range(-len(axes), 0))
+    numbers = numbers.reshape(-1, math.prod(numbers.shape[-len(axes) :]))
   return tuple(map(tuple, numbers.tolist()))
 
 

@@ -56,10 +56,10 @@ class Module:
       if header := _HEADER.match(line):
         computation = self.computations[header[2]] = Computation(header[2])
         self.entry = computation if header[1] else self.entry
-      elif (assigned := _ASSIGNMENT.match(line)) and (op := _operation(line, assigned)):
-        computation.operations[op.name] = op
-        if assigned[1]:
-          computation.root = op.name
+      elif written := _OPERATION.match(line):
+        computation.operations[written[2]] = _operation(written)
+        if written[1]:
+          computation.root = written[2]
 
   def runs(self, wanted: Callable[[Operation], bool]) -> Iterator[Run]:
     """The operations that are `wanted`, from wherever they are reached.
@@ -173,9 +173,8 @@ _MOST_TRIPS = 2**16  # that are followed
 _OPERATORS: dict[str, Any] = {"add": operator.add, "subtract": operator.sub}
 _OPERATORS |= {name.upper(): getattr(operator, name) for name in ("lt", "le", "gt", "ge", "ne")}
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
-_ASSIGNMENT = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_PARENTHESIS = re.compile(r"[()]")
+# Operands end before the first attribute, or with the line: in them and in shapes nothing is named.
+_OPERATION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(, [\w\-]+=.*|\s*)$")
 _LAYOUT = re.compile(r"\{[^{}]*\}|/\*.*?\*/|\s")
 _ARRAY = r"[a-z]\w*\[[^\]]*\]"
 _CALLED = re.compile(
@@ -187,29 +186,10 @@ _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
 _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 
 
-def _operation(line: str, assigned: re.Match[str]) -> Operation | None:
-  start = assigned.end()
-  end = _closing(line, start) if line.startswith("(", start) else line.find(" ", start)
-  if not (opcode := _OPCODE.match(line, end)):
-    return None
-  close = _closing(line, opcode.end() - 1)
-  inner, attributes = line[opcode.end() : close - 1], line[close:]
-  if opcode[1] in ("constant", "parameter"):
-    operands = [inner.strip()]
-  else:
-    operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
-  called = _called(opcode[1], attributes)
-  return Operation(assigned[2], line[start:end], opcode[1], tuple(operands), attributes, called)
-
-
-def _closing(text: str, opening: int) -> int:
-  """The index after the parenthesis that closes the one at `opening`."""
-  depth = 0
-  for parenthesis in _PARENTHESIS.finditer(text, opening):
-    depth += 1 if parenthesis[0] == "(" else -1
-    if depth == 0:
-      return parenthesis.end()
-  return len(text)
+def _operation(written: re.Match[str]) -> Operation:
+  name, shape, opcode, inner, attributes = written.groups()[1:]
+  operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
+  return Operation(name, shape, opcode, tuple(operands), attributes, _called(opcode, attributes))
 
 
 def _called(opcode: str, attributes: str) -> tuple[tuple[str, str], ...]:

@@ -9,7 +9,9 @@ import numpy as np
 from optax_accum._compiled import hlo
 
 _GEMM = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[\w$]*(?:gemm|matmul)')
-_CONVOLUTION = re.compile(r'custom_call_target="__(?:cudnn|onednn)\$conv(\w*)')
+_CONVOLUTION = re.compile(r'custom_call_target="__(?:cudnn|onednn)\$conv(Backward[IF])?')
+# cuDNN's derivatives are written in the words of the convolution that they belong to.
+_ORDERS = {"BackwardI": (2, 1, 0), "BackwardF": (0, 2, 1)}  # of Input and Filter: lhs, rhs, out
 
 
 def matrix_flops(text: str) -> int:
@@ -44,19 +46,13 @@ def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
   assert labels is not None
   kind = _CONVOLUTION.search(attributes)
-  lhs, rhs, out = shapes
-  # cuDNN's derivatives are written in the words of the convolution that they belong to.
-  if kind and kind[1].startswith("BackwardInput"):
-    lhs, out = out, lhs
-  elif kind and kind[1].startswith("BackwardFilter"):
-    rhs, out = out, rhs
-  named = zip(labels.groups(), (lhs, rhs, out), strict=True)
-  sizes = [dict(zip(*each, strict=True)) for each in named]
+  order = _ORDERS.get(kind[1] if kind else "", (0, 1, 2))
+  sizes = [dict(zip(labels[i + 1], shapes[order[i]], strict=True)) for i in range(3)]
   groups = re.search(r"batch_group_count=(\d+)", attributes)
   count = sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // int(groups[1] if groups else 1)
   written = attributes.partition("window={")[2].partition("}")[0]
   window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written))
-  for i in range(len(lhs) - 2):
+  for i in range(len(shapes[0]) - 2):
     one = {name: value.split("x")[i] for name, value in window.items()}
     low = int(one.get("pad", "0_0").rsplit("_", 1)[0])
     steps = [int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")]

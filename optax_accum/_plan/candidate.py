@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import inspect
+import math
 import re
 from typing import Any, TypeAlias
 
 import jax
 
-from optax_accum._arithmetic.trees import Args
+from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Leaves
 from optax_accum._compiled.collectives import count_collectives
 from optax_accum._compiled.matrix_flops import matrix_flops
 from optax_accum._microbatches import cut
@@ -16,6 +18,7 @@ from optax_accum._train_step.program import Step
 
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
+GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # a function of the choice
 
 # Errors of XLA for TPU about a program that is too large, raised before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
@@ -37,6 +40,8 @@ class PlanCandidate:
     flops: Operations in matrix products and convolutions. Too low with one row per device.
     collectives: The number of collectives that run.
     collective_bytes: The bytes that they return.
+    wire_bytes: The bytes that the device sends to others, around a ring of those n that exchange:
+      2 (n - 1) / n of the arrays that they add up, (n - 1) / n of what they gather or scatter.
     fits: Whether `peak_bytes` is within the limit.
     analysed: Whether XLA compiled it. For TPUs it refuses what does not fit: numbers are then 0.
   """
@@ -52,6 +57,7 @@ class PlanCandidate:
   flops: int = 0
   collectives: int = 0
   collective_bytes: int = 0
+  wire_bytes: int = 0
   fits: bool = False
   analysed: bool = True
 
@@ -67,10 +73,12 @@ class PlanCandidate:
 
 
 class Builder:
-  """The steps that a user's `build_step` makes with one choice, for these arguments."""
+  """The steps that a user's `build_step` makes with one choice, and the arguments of that."""
 
-  def __init__(self, build_step: BuildStep, args: Args, rows: int, choice: Choice):
-    self._build_step, self._args, self._rows, self._choice = build_step, args, rows, choice
+  def __init__(self, build_step: BuildStep, args: GivenArgs, rows: int, choice: Choice):
+    self._build_step, self._rows, self._choice = build_step, rows, choice
+    self._options = [f"{name}={value!r}" for name, value in choice.items()]
+    self.args = self._given(args)
     self._programs: dict[str, int] = {}  # sizes, by the text of the program
     # If `build_step` takes the rows of a microbatch, they need not divide the batch.
     parameters = inspect.signature(build_step).parameters
@@ -79,36 +87,50 @@ class Builder:
     self.uneven = "microbatch_size" in {*parameters} - {*choice} and not needs_count
     self.first = self._step(rows)
 
+  def _given(self, args: GivenArgs) -> Args:
+    """The arguments of a call of the step, which may depend on the choice."""
+    name = self._named = f"args({', '.join(self._options)})" if callable(args) else "args"
+    if callable(args):
+      if why := _validate.why_not(args, **self._choice):
+        raise TypeError(f"{name}: {why}. A function must take the options in choices.")
+      args = args(**self._choice)
+    if not isinstance(args, (tuple, list)):
+      raise TypeError(f"{name} must be a tuple, all that a step is called with: {args!r:.80}.")
+    return tuple(args)
+
   def call(self, size: int) -> str:
     """A call of `build_step`, as a user would write it."""
-    options = [f"{name}={value!r}" for name, value in self._choice.items()]
     given = f"microbatch_size={size}" if self.uneven else str(self._rows // size)
-    return f"build_step({', '.join([given, *options])})"
+    return f"build_step({', '.join([given, *self._options])})"
 
-  def sizes(self, uneven: bool) -> list[int]:
-    """The microbatches that the step can have, in rows, the smallest first."""
-    rows, step = self._rows, self.first if isinstance(self.first, Step) else None
-    if (found := step.rows(self._args) if step else None) not in (None, rows):
-      raise ValueError(f"batch_size={rows}, and the batch in args has {found} rows: give {found}.")
-    dims = {n for x in jax.tree.leaves(self._args) for n in getattr(x, "shape", ())}
+  def sizes(self) -> tuple[list[int], list[int]]:
+    """The microbatches that the step can have, in rows, the smallest first: even and uneven."""
+    rows, name = self._rows, self._named
+    step = self.first if isinstance(self.first, Step) else None
+    if (found := step.rows(self.args) if step else None) not in (None, rows):
+      fix = f"give {found}" + ", as in every choice" * (name != "args")
+      raise ValueError(f"batch_size={rows}, and the batch in {name} has {found} rows: {fix}.")
+    dims = {n for x in jax.tree.leaves(self.args) for n in getattr(x, "shape", ())}
     if not any(n and n % rows == 0 for n in dims):
       raise ValueError(
-        f"batch_size={rows}, and no array in args has so many rows: give the rows of the batch."
+        f"batch_size={rows}, and no array in {name} has so many rows: give the rows of the batch."
       )
-    if not step:
-      return cut.sizes(rows, uneven)
-    # Over further axes than those of the data, more devices must divide each microbatch.
-    parts = max(map(self._parts, jax.tree.leaves(self._args))) if step.devices else 1
-    sizes = [n for n in step.sizes(rows, uneven) if not n % parts and not rows % n % parts]
+    # All devices that have rows must divide each microbatch, not only those of the data axes.
+    batch = self.args[getattr(step, "batch_position", 2) :] if step else ()
+    parts = math.lcm(*map(self._parts, jax.tree.leaves(batch)))
+    possible = step.sizes if step else cut.sizes
+
+    def sizes(uneven: bool) -> list[int]:
+      return [n for n in possible(rows, uneven) if not n % parts and not rows % n % parts]
+
     # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
-    return sizes or [rows]
+    return sizes(False) or [rows], sizes(True) if self.uneven else []
 
   def _parts(self, x: Any) -> int:
     """How many parts the rows of an array are in, over the devices."""
     shape, sharding = getattr(x, "shape", ()), getattr(x, "sharding", None)
-    if self._rows not in shape or sharding is None:
-      return 1
-    return int(self._rows // sharding.shard_shape(shape)[shape.index(self._rows)])
+    held = shape if sharding is None else sharding.shard_shape(shape)
+    return math.lcm(*(n // part for n, part in zip(shape, held, strict=True) if n == self._rows))
 
   def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
     """Compiles one step, which the progress `bar` shows. Nothing runs."""
@@ -116,7 +138,7 @@ class Builder:
     bar.update()
     split = -(-self._rows // size), size, self._choice
     try:
-      lowered: jax.stages.Lowered = self._step(size).lower(*self._args)
+      lowered: jax.stages.Lowered = self._step(size).lower(*self.args)
       if (same := self._programs.setdefault(lowered.as_text(), size)) != size:
         option = "microbatch_size" if self.uneven else "num_microbatches"
         raise ValueError(
@@ -142,6 +164,7 @@ class Builder:
       flops=matrix_flops(compiled.as_text() or ""),
       collectives=sum(c.executions for c in collectives),
       collective_bytes=sum(c.executions * c.bytes for c in collectives),
+      wire_bytes=sum(c.executions * c.sent for c in collectives),
     )
     return dataclasses.replace(candidate, fits=candidate.peak_bytes <= limit)
 

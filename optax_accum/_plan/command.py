@@ -29,9 +29,7 @@ example:
   python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
 """
 _CHOICE = "NAME=VALUE,..."
-_OF_CHOICE = """\
-an option of build_step and the values to try, as in JSON or Python; other words are strings; can be
-repeated"""
+_OF_CHOICE = "an option of build_step, and values to try as in JSON or Python; can be repeated"
 
 
 def main(argv: Sequence[str]) -> int:

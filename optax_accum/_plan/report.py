@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import operator
-from typing import Any
+from typing import Any, TypeAlias
 
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, PlanCandidate
 
-# Of choices whose FLOPs differ by less, the one with the larger microbatch is taken.
-_SAME_WORK = 0.01
+_SAME = 0.01  # FLOPs or bytes of choices that differ by less do not tell them apart
 _WIDTH = 85  # of the table
 
 _size = operator.attrgetter("microbatch_size")
+Each: TypeAlias = Sequence[PlanCandidate]  # what was compiled of one choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,8 @@ class MicrobatchPlan:
     batch_size: The rows of the batch.
     limit_bytes: The memory that a program may use on one device.
     candidates: Each `PlanCandidate` that was compiled: those that fit first; of them the choice
-      with the fewest floating-point operations first, and of a choice the largest microbatch.
+      with the fewest `flops` first, then with the fewest `wire_bytes`, then with the fewest
+      microbatches (a difference of 1% is none); and of a choice the largest microbatch.
   """
 
   batch_size: int
@@ -31,17 +32,22 @@ class MicrobatchPlan:
   candidates: tuple[PlanCandidate, ...]
 
   @classmethod
-  def of(cls, found: Sequence[Sequence[PlanCandidate]], rows: int, limit: int) -> "MicrobatchPlan":
+  def of(cls, found: Sequence[Each], rows: int, limit: int) -> "MicrobatchPlan":
     """The plan of what was compiled of each choice."""
+
+    def planned(each: Each) -> PlanCandidate:
+      return max(each, key=lambda c: (c.fits, _size(c)))
+
+    def nearly(cost: Callable[[Each], int], among: Sequence[Each]) -> Callable[[Each], int]:
+      least = min(map(cost, among), default=0)
+      return lambda each: 0 if cost(each) <= least * (1 + _SAME) else cost(each)
+
+    fitting = [each for each in found if planned(each).fits]
     # The same for all sizes, except one row per device, which XLA writes in a way not counted.
-    work: Callable[..., int] = lambda each: max(c.flops for c in each)  # noqa: E731
-    least = min((work(each) for each in found if any(c.fits for c in each)), default=0)
-
-    def cost(each: Sequence[PlanCandidate]) -> tuple[int, int]:
-      largest = max((c.microbatch_size for c in each if c.fits), default=0)
-      return (0 if work(each) <= least * (1 + _SAME_WORK) else work(each), -largest)
-
-    ordered = [c for each in sorted(found, key=cost) for c in sorted(each, key=_size, reverse=True)]
+    work = nearly(lambda each: max(c.flops for c in each), fitting)
+    sent = nearly(lambda each: planned(each).wire_bytes, [x for x in fitting if not work(x)])
+    by_cost = sorted(found, key=lambda each: (work(each), sent(each), -_size(planned(each))))
+    ordered = [c for each in by_cost for c in sorted(each, key=_size, reverse=True)]
     return cls(rows, limit, tuple(sorted(ordered, key=lambda c: not c.fits)))
 
   @property
@@ -79,13 +85,14 @@ class MicrobatchPlan:
   def _table(self) -> list[str]:
     """All candidates, by choice and microbatch."""
     kept = ["fits", "microbatches", "rows", *self.choice, "peak_bytes"]
-    rows = [[*kept, "temp_bytes", "matrix FLOPs", "collectives"]]
+    sent = ["wire_bytes"] * any(c.collectives for c in self.candidates)
+    rows = [[*kept, *sent, "temp_bytes", "matrix FLOPs"]]
     for c in self.candidates:
-      numbers = [*map(sizes.shown, (c.peak_bytes, c.temp_bytes)), f"{c.flops:.3g}"]
-      sent = f"{c.collectives}, {sizes.shown(c.collective_bytes)}" if c.collectives else "-"
+      in_bytes = [getattr(c, name) for name in ("peak_bytes", *sent, "temp_bytes")]
+      numbers = [*map(sizes.shown, in_bytes), f"{c.flops:.3g}"]
       split = "yes" if c.fits else "no", str(c.num_microbatches), str(c.microbatch_size)
       values = (_named(value)[:20] for value in c.choice.values())
-      rows.append([*split, *values, *(numbers if c.analysed else ["-"] * len(numbers)), sent])
+      rows.append([*split, *values, *(numbers if c.analysed else ["-"] * len(numbers))])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while len(widths) > len(kept) and sum(widths) + 2 * len(widths) - 2 > _WIDTH:
       widths.pop()
@@ -112,7 +119,8 @@ class MicrobatchPlan:
       ax.plot([*map(_size, points)], peaks, "o-", label=label or "compiled")
     ax.axhline(self.limit_bytes / unit, color="0.5", linestyle="--", label="limit")
     if (best := self.candidates[0]).fits:
-      label = f"best: {_rows(best.microbatch_size)}"
+      sent = f", sends {sizes.shown(best.wire_bytes)}" if best.wire_bytes else ""
+      label = f"best: {_rows(best.microbatch_size)}{sent}"
       ax.plot(best.microbatch_size, best.peak_bytes / unit, "k*", markersize=14, label=label)
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")

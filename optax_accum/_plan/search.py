@@ -6,19 +6,17 @@ import functools
 import itertools
 from typing import Any
 
-import jax
 import tqdm
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Leaves
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import Builder, BuildStep, PlanCandidate
+from optax_accum._plan.candidate import Builder, BuildStep, GivenArgs, PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
 
 def plan_microbatches(
   build_step: BuildStep,
-  args: Args | Leaves,
+  args: GivenArgs,
   *,
   batch_size: int,
   memory_limit: int | str | None = None,
@@ -51,7 +49,8 @@ def plan_microbatches(
       function wrapped by `jax.jit`. If it has a parameter ``microbatch_size``, it gets that
       instead, and sizes that do not divide the batch are tried too.
     args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
-      shardings if they have any. They are not donated.
+      shardings if they have any. They are not donated. Or a function: ``args(**choice)`` returns
+      them, which compares ways to shard: ``choices={"shard": ["whole", "layers"]}``.
     batch_size: The rows of the batch in `args`, on all devices together; or on one device, for a
       function of your own that splits these inside `shard_map`.
     memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or ``"80
@@ -60,14 +59,16 @@ def plan_microbatches(
     choices: Further options of `build_step`, each with a list of values, in all combinations.
 
   Returns:
-    A `MicrobatchPlan`. Its ``choice`` has the fewest operations (within 1%) of those that fit, and
-    its microbatch is the largest that fits, which is not always the fastest.
+    A `MicrobatchPlan`. Its microbatch is the largest that fits, which is not always the fastest.
+    Its ``choice`` has the fewest operations of those that fit; of choices that are within 1% of
+    that, it sends the fewest bytes; of these (within 1%), it has the fewest microbatches.
 
   Raises:
     ValueError: Not even one row fits (the message says what takes the memory); `memory_limit` is
       not a size, or the device does not report its memory; two sizes make the same program; the
-      batch in `args` does not have `batch_size` rows.
-    TypeError: An argument has the wrong type, or `build_step` returns something without ``lower``.
+      batch in `args` does not have `batch_size` rows, in every choice.
+    TypeError: An argument has the wrong type, `build_step` returns something without ``lower``, or
+      a function `args` does not take the options in `choices`.
     Exception: Any error of compiling, with a note that says which step it was.
   """
   rows = _validate.positive_int("batch_size", batch_size)
@@ -84,23 +85,17 @@ def plan_microbatches(
       f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
       ' such as {"remat": [False, True]}.'
     )
-  if not isinstance(args, (tuple, list)):
-    raise TypeError(f"args must be a tuple, the arguments of a call of the step: {args!r:.80}.")
-  args = tuple(args)
   given = memory_limit is not None and sizes.parse(memory_limit)
   combined = (dict(zip(choices, each)) for each in itertools.product(*choices.values()))  # noqa: B905
   builders = [Builder(build_step, args, rows, choice) for choice in combined]
-  limit = given or sizes.of_device(args, builders[0].first)
-  batch = [x for x in jax.tree.leaves(args) if rows in getattr(x, "shape", ())]
-  row_bytes = sum(map(sizes.shard_bytes, batch)) / rows
+  limit = given or sizes.of_device(builders[0].args, builders[0].first)
+  possible = [builder.sizes() for builder in builders]
 
   found = []
   with tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
-    for builder in builders:
-      even = builder.sizes(uneven=False)
-      uneven = builder.sizes(uneven=True) if builder.uneven else []
+    for builder, (even, uneven) in zip(builders, possible, strict=True):
       compile_size = functools.partial(builder.compile, limit=limit, bar=bar)
-      found.append(search(even, rows, limit, row_bytes, compile_size, uneven))
+      found.append(search(even, rows, limit, compile_size, uneven))
   plan = MicrobatchPlan.of(found, rows, limit)
   if not plan.candidates[0].fits:
     raise ValueError(does_not_fit(plan))
@@ -111,15 +106,14 @@ def search(
   possible: Sequence[int],
   whole: int,
   limit: int,
-  row_bytes: float,
   compile_size: Callable[[int], PlanCandidate],
   uneven: Sequence[int] = (),
 ) -> list[PlanCandidate]:
   """Bisects the possible microbatches, in rows, for the largest that fits: all that it compiled.
 
   `possible` has the smallest size first; on TPUs one row may need more memory than two. The `whole`
-  batch has no scan, accumulators and copies of rows (`row_bytes` each), so it may fit where half of
-  it does not. It is not compiled if several scans show that its activations alone exceed the limit.
+  batch has no scan and no accumulators, so it may fit where half of it does not. It is not compiled
+  if several scans show that its activations alone exceed the limit.
   The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
   known: dict[int, PlanCandidate] = {}  # by rows
@@ -137,7 +131,7 @@ def search(
   if len(scans) > 1:
     rise = scans[-1].peak_bytes - scans[0].peak_bytes
     slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
-    needed = scans[-1].fixed_bytes + max(slope - row_bytes, 0) * whole
+    needed = scans[-1].fixed_bytes + max(slope, 0) * whole
   if whole == possible[-1] and whole not in known and needed <= limit:
     too_large(whole)
   fits = max((size for size in known if known[size].fits), default=0)

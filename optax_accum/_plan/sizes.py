@@ -1,11 +1,10 @@
 """Sizes of memory: of a limit, of a device, of arrays, and how they are printed."""
 
-import math
 import re
 
 import jax
 
-from optax_accum._arithmetic.trees import Leaf, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._train_step.program import Step
 
 # The part of a device's memory that is left free, because free memory is fragmented.
@@ -42,15 +41,6 @@ def of_device(args: Tree, step: object) -> int:
       f"memory_limit=None uses the memory that the device reports, and {device} reports none: give"
       ' memory_limit, such as "16GiB".'
     ) from None
-
-
-def shard_bytes(x: Leaf) -> int:
-  """The bytes of an array, or of a shape, on one device."""
-  if not hasattr(x, "dtype"):
-    return 0
-  sharding = getattr(x, "sharding", None)
-  shape = sharding.shard_shape(x.shape) if sharding else x.shape
-  return math.prod(shape) * x.dtype.itemsize
 
 
 def shown(size: float) -> str:
