@@ -253,6 +253,14 @@ def test_an_argument_that_has_as_many_rows_by_chance():
   assert report.fix.endswith("  batch_argnums=1")
 
 
+def test_rows_of_an_argument_that_lacks_the_axis_of_the_rows():
+  loss = lambda params, x, y: jnp.mean((params @ x - y) ** 2)  # noqa: E731
+  args = np.ones(3, np.float32), np.ones((3, 8), np.float32), np.ones(8, np.float32)
+  assert check_split(loss, *args, batch_axis=1).verdict == "unsplit"  # which the split refuses
+  with pytest.raises(ValueError, match="argument 2 has 8 rows on axis 0"):
+    microbatch_value_and_grad(loss, num_microbatches=2, batch_axis=1)(*args)
+
+
 def test_it_gives_the_same_report_again():
   assert check(ZOO["dropout, key shared"]) == report_of("dropout, key shared")
 
@@ -581,14 +589,15 @@ def test_a_loss_that_raises():
 
   with pytest.raises(RuntimeError, match="mine") as raised:
     check(Specimen(whole, XY))
-  assert "The check ran it on the whole batch, 8 rows." in raised.value.__notes__
+  where = "The check ran it on one device, without named axes, on"
+  assert f"{where} 8 of 8 rows." in raised.value.__notes__
 
   def eight(params, batch):
     return jnp.mean(zoo.per_row(params, batch) * jnp.ones(8))
 
   with pytest.raises(TypeError, match="shapes") as raised:
     check(Specimen(eight, XY))
-  assert "in microbatches of 4 rows. On all 8 rows it ran" in raised.value.__notes__[-1]
+  assert raised.value.__notes__[-1] == f"{where} 4 of 8 rows. On all it ran."
 
 
 @pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])

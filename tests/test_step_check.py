@@ -12,7 +12,7 @@ import pytest
 from support.devices import make_mesh
 from support.zoo import ZOO
 
-from optax_accum import check_split, make_train_step, microbatch
+from optax_accum import _versions, check_split, make_train_step, microbatch
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 TX = optax.sgd(0.1)
@@ -61,7 +61,8 @@ def test_a_masked_loss_and_its_fix():
   report = check()
   assert (report.verdict, report.fix) == ("weighted", WEIGHT)
   assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
-  report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), in_place=True, skip_empty=True)
+  options = {"in_place": _versions.ADDS_TO_REFERENCES, "skip_empty": True}
+  report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), **options)
   assert report.ok, report
 
 
@@ -84,7 +85,7 @@ def test_keywords_in_fixes():
 
   given = {"y": BATCH["y"], "key": jax.random.key(0)}
   for options, fix in [
-    ({"rng_argnames": "key"}, 'batch_argnames="y"\nor, if argument y has'),
+    ({"rng_argnames": "key"}, 'batch_argnums=1, batch_argnames="y"\nor, if argument y has'),
     ({"batch_argnames": "y"}, 'rng_argnames="key"'),
     ({"batch_argnames": "y", "rng_argnums": ()}, 'rng_argnames="key"'),
   ]:
@@ -100,6 +101,12 @@ def test_a_weight_by_chance():
   largest = lambda params, batch: jnp.max((batch["x"] @ params - batch["y"]) ** 2)  # noqa: E731
   report = check(largest, np.ones(WIDTH), batch, num_microbatches=2)
   assert report.verdict == "coupled", report
+
+
+def test_an_argument_of_the_size_of_what_is_checked_at_a_time():
+  largest = lambda params, batch, scale: jnp.max(batch["x"] @ params) + jnp.sum(scale)  # noqa: E731
+  step = make_train_step(largest, TX, num_microbatches=3, batch_argnums=1)
+  assert step.check(W, TX.init(W), BATCH, np.ones(4)).verdict == "coupled"  # not "unsplit"
 
 
 @pytest.mark.parametrize(("aux_reduction", "aux"), [(None, 2), ("stack", 1)])
@@ -130,9 +137,7 @@ def test_rows_of_which_a_few_tell_nothing():
   constant = np.arange(ROWS, dtype=float)
   with pytest.raises(TypeError, match="incompatible shapes") as raised:
     check(lambda params, batch: jnp.mean(batch["x"] @ params * constant))
-  assert "ran it in microbatches of 4 rows. On all 12 rows it ran" in "".join(
-    raised.value.__notes__
-  )
+  assert "on 4 of 12 rows. On all it ran" in "".join(raised.value.__notes__)
 
 
 def test_what_the_loss_splits_itself():
@@ -291,7 +296,7 @@ def test_a_loss_that_needs_several_devices():
         mesh=mesh,
         axis_name=axis_name,
       )
-    assert "on one device, where no axis has a name" in "".join(raised.value.__notes__)
+    assert "on one device, without named axes" in "".join(raised.value.__notes__)
 
 
 def test_a_loss_that_closes_over_what_is_on_a_mesh():
@@ -299,7 +304,7 @@ def test_a_loss_that_closes_over_what_is_on_a_mesh():
   scale = jax.device_put(jnp.ones(()), jax.NamedSharding(mesh, PartitionSpec()))
   with jax.set_mesh(mesh), pytest.raises(ValueError, match="context mesh") as raised:
     check(lambda params, batch: loss_fn(params * scale, batch))
-  assert "do not close over it" in "".join(raised.value.__notes__)
+  assert "on one device" in "".join(raised.value.__notes__)
 
 
 def test_parameters_that_one_device_has_no_room_for():
@@ -308,11 +313,12 @@ def test_parameters_that_one_device_has_no_room_for():
 
   with pytest.raises(jax.errors.JaxRuntimeError) as raised:
     check(loss)
-  assert "check a smaller model with the same loss" in "".join(raised.value.__notes__)
+  assert "on one device" in "".join(raised.value.__notes__)
 
 
 def test_check_split_names_the_options_of_a_step():
-  with pytest.raises(TypeError, match=r"check_split runs .* has no mesh=.*step\.check\(params"):
+  text = r"argument 'mesh'. The check runs .*: leave it out, .*step\.check\(params"
+  with pytest.raises(TypeError, match=text):
     check_split(loss_fn, W, BATCH, mesh=None)
 
 

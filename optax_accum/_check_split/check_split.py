@@ -10,30 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._check_split import diagnose, words
-from optax_accum._check_split.facts import fingerprint
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, Runs
-from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.loss import check_loss
-from optax_accum._microbatches.options import (
-  find_slots,
-  name_of,
-  names_or_positions,
-  OTHER_NAMES,
-  refuse_keys,
-  Roles,
-  Slot,
-  Split,
-  with_keys,
-)
+from optax_accum._microbatches import cut, options, parameters
+from optax_accum._microbatches.options import Slot, Split
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
-_ORDER = "What the loss takes comes by position: check_split(loss_fn, params, batch)."
-_OPTIONS = inspect.signature(microbatch_value_and_grad)
+DRAWING = ("rng", "carry")
+OPTIONS = inspect.signature(microbatch_value_and_grad)
+_OTHER_NAMES = options.OTHER_NAMES | dict.fromkeys(
+  ("mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"),
+  "The check runs the loss on one device: leave it out, or have a step check its own loss,"
+  " step.check(params, opt_state, batch).",
+)
 
 
 def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
@@ -66,8 +58,7 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     ``ok``           everything agrees, on all batches that were tried
     ``sum``          the loss, or an aux, is a sum: ``reduction="sum"``
     ``weighted``     the loss is a mean over something other than rows: a `weight_fn`
-    ``coupled``      rows depend on each other (contrastive losses, batch normalization), or
-                     terms have several denominators
+    ``coupled``      rows depend on each other, or terms have several denominators
     ``random``       equal arguments give unequal losses, or microbatches share noise
     ``overwritten``  the "gradient" of a leaf is its new value, as for scales of fp8 layers
     ``unsplit``      an argument that has as many rows as the batch is not split
@@ -77,112 +68,70 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   Raises:
     ValueError: The batch has no arrays or one row, or nothing is split.
     TypeError: There is no such option, or arguments are traced, abstract or not differentiable.
-    Exception: What the loss raises, with a note on how many rows it had. A loss that takes rows in
-      groups is "coupled" instead, and an aux that its word cannot reduce gets a fix.
+    Exception: What the loss raises on all rows, or on any part of them, with a note that says so.
 
   Calls:
-    It compares loss, gradients and aux of all rows with those of the microbatches, in float32
-    (float64 with x64). It also changes parameters, masks, labels and floats, because a batch can
-    hide a defect: a mean over a mask of ones is the plain mean. Options in a fix have been tried,
-    except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest
-    leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared, nor an aux
-    under "stack", "last" or a function, nor what ``not_checked`` and the guide "When something is
+    It compares loss, gradients and aux, in float32 (float64 with x64), also on batches with changed
+    masks, labels and floats, as a mean over a mask of ones is the plain mean. Options in a fix have
+    been tried, except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of
+    the largest leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared,
+    nor an aux under "stack", "last" or a function, nor what ``not_checked`` and "When something is
     wrong" list.
   """
   check_concrete(loss_fn, enumerate(args))
   try:
-    runs = runs_of(loss_fn, args, options)
+    runs = runs_of(loss_fn, args, {}, options)
   except TypeError as error:
-    unknown = options.keys() - _OPTIONS.parameters.keys()
+    unknown = options.keys() - OPTIONS.parameters.keys()
     if not unknown or unknown & inspect.signature(loss_fn).parameters.keys():
-      error.add_note(_ORDER)
+      error.add_note("What the loss takes comes by position: check_split(loss_fn, params, batch).")
     raise
-  return runs if isinstance(runs, SplitReport) else report_of(runs)
+  return report_of(runs)
 
 
 def runs_of(
-  loss_fn: LossFn, args: Args, options: Kwargs, drawing: Sequence[str] = ("rng", "carry")
-) -> Runs | SplitReport:
-  """What `check_split` runs, or a report where the defaults refuse the call.
-
-  For keys in arguments of the roles `drawing`, every draw is the same number.
-  """
-  given = _options(loss_fn, options)
-  split = Split.of({**given, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
-  wanted = names_or_positions("argnums", given["argnums"], int)
-  argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-  given_as = split.roles(loss_fn, args, {}, argnums)
+  loss_fn: LossFn, args: Args, kwargs: Kwargs, given: Kwargs, drawing: Sequence[str] = DRAWING
+) -> Runs:
+  """What is to run. For keys in arguments of the roles `drawing`, every draw is the same number."""
+  asked = _asked(loss_fn, given)
+  split = Split.of({**asked, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
+  wanted = options.names_or_positions("argnums", asked["argnums"], int)
+  argnums = [int(i) for i in options.find_slots("argnums", wanted, loss_fn, args, {})]
+  roles = split.roles(loss_fn, args, kwargs, argnums)
   for i in argnums:
     parameters.check_differentiable(f"argument {i}", args[i])
-  rows = cut.batch_rows(given_as.batch, dict[int | str, Tree](enumerate(args)))
+  rows = cut.batch_rows(roles.batch, dict[Slot, Tree]([*enumerate(args), *kwargs.items()]))
   if rows == 1:
     raise ValueError("The batch has 1 row, which cannot be split: give 2 or more.")
-  carries = bool(given_as.carry)
-
-  @functools.wraps(loss_fn)
-  def checked(*args: Tree) -> Tree:
-    out = loss_fn(*args)
-    check_loss(out, given["has_aux"] or carries, carries)
-    return (out[0], out[1][1]) if carries else out  # the carry is an argument like others
-
-  by_position = {
-    "argnums": argnums[0] if isinstance(given["argnums"], int) else argnums,
-    "has_aux": given["has_aux"] or carries,
-    "batch_argnums": tuple(given_as.batch),
-    "batch_axis": tuple(given_as.batch.values()),
-    "rng_argnums": tuple(given_as.rng),
-    **dict.fromkeys(("batch_argnames", "rng_argnames"), ()),
-    **dict.fromkeys(("carry_argnum", "carry_reduction"), None),
-  }
-  call = Call.of(loss_fn, args, given_as, argnums)
+  call = Call.of(loss_fn, args, kwargs, roles)
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
-  sizes = sizes_of(given["num_microbatches"], given["microbatch_size"], rows)
-  runs = Runs(checked, call, {**given, **by_position}, sizes)
-  if split.batch_argnums is None and (finding := diagnose.unsplit(runs)):
-    return SplitReport(*finding[:3])
-  return (_shares_keys(given_as) if split.rng_argnums is None else None) or runs
+  sizes = sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows)
+  return Runs(loss_fn, call, asked, sizes, rows)
 
 
-def _options(loss_fn: LossFn, options: Kwargs) -> Kwargs:
+def _asked(loss_fn: LossFn, given: Kwargs) -> Kwargs:
   """All options, checked."""
-  if of_step := options.keys() & {"mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"}:
-    raise TypeError(
-      f"check_split runs the loss on one device, and has no {min(of_step)}=: leave it out, or have"
-      " a step check its own loss, step.check(params, opt_state, batch)."
-    )
   plain = inspect.unwrap(microbatch_value_and_grad)
-  if why := _validate.hint_on(plain, (loss_fn,), options, OTHER_NAMES):
+  if why := _validate.hint_on(plain, (loss_fn,), given, _OTHER_NAMES):
     raise TypeError(f"check_split: {why}")
-  bound = _OPTIONS.bind(loss_fn, **options)
+  bound = OPTIONS.bind(loss_fn, **given)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
-  return {k: x for k, x in bound.arguments.items() if k not in ("fun", "accumulator_dtype")}
+  return {**bound.arguments, "accumulator_dtype": None}
 
 
 def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
   for slot, tree in given:
-    argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
+    argument = options.name_of(loss_fn, slot).replace("...", f"argument {slot}")
     for name, leaf in _validate.named_leaves(argument, tree):
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
         raise TypeError(f"{name} is {what}: check outside jax.jit, with arrays.")
   if isinstance(jnp.zeros(()), jax.core.Tracer):
     raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
-
-
-def _shares_keys(given_as: Roles) -> SplitReport | None:
-  """The report where the defaults refuse the call for a key that all microbatches would share."""
-  try:
-    refuse_keys(given_as)
-  except ValueError as error:
-    keys = [int(slot) for slot in with_keys(given_as)]
-    alone = all(is_key(x) for slot in keys for x in jax.tree.leaves(given_as.shared[slot]))
-    fix = f"rng_argnums={words.one_or_more(keys)}" if alone else words.PASS_A_KEY
-    return SplitReport("random", str(error), fix)
-  return None
 
 
 def sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
@@ -208,8 +157,9 @@ def _exactly() -> Iterator[None]:
 @_exactly()
 def report_of(runs: Runs) -> SplitReport:
   """What the runs tell."""
-  one = runs.sizes == [runs.rows]
-  if one and fingerprint(runs.traced()) == fingerprint(runs.traced(is_whole=False)):
+  if finding := diagnose.refused(runs):
+    return SplitReport(*finding[:3])
+  if runs.sizes == [runs.rows] and runs.fingerprint() == runs.fingerprint(is_whole=False):
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: give 2 or more."
@@ -221,29 +171,24 @@ def report_of(runs: Runs) -> SplitReport:
   try:
     outcomes = runs.outcomes
   except Exception:
-    if finding := diagnose.of_error(runs):
+    if finding := diagnose.unsplit(runs) or diagnose.groups(runs):
       return report(*finding[:3])
     raise
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
-  # What an odd batch shows counts if some fix explains it: no length is -1.
-  runs.outcomes = [tried for tried in outcomes if not tried.call.is_odd] or outcomes
   finding = diagnose.explain(runs)
-  if finding.how:
-    likely, runs.outcomes = runs.outcomes, outcomes
-    again = diagnose.explain(runs) if runs.wrong(finding.how) else finding
-    finding, runs.outcomes = (again, outcomes) if again.how else (finding, likely)
-  ran = [tried.call.name for tried in runs.outcomes]
-  left_out = [call.name for call in runs.calls if call.name not in ran]
-  report = functools.partial(report, batches=tuple(ran), left_out=tuple(left_out))
-  split = f"microbatches of {{}} rows, of {runs.rows}"
-  for tried in runs.outcomes:
-    for parts in tried.splits:
-      leaves = runs.compare(how, tried.whole, how.join(parts))
-      if not all(leaf.agrees for leaf in leaves.values()):
-        where = f"{tried.call.name}; {split.format(len(parts[0].rows))}"
-        return report(*finding[:3], where, tuple(leaves.values()))
-  leaves, where = runs.as_called(), f"as given; {split.format(runs.sizes[0])}"
-  differ = not all(leaf.agrees for leaf in leaves.values())
-  found = ("unknown", words.AS_CALLED, words.PLAIN) if differ else ("ok", "", "")
-  return report(*found, where, tuple(leaves.values()))
+  likely = [tried for tried in outcomes if not tried.call.is_odd] or outcomes
+  # What an odd batch shows counts if some fix explains it: no length is -1.
+  if not finding.how and len(likely) < len(outcomes):
+    runs.outcomes = likely
+    finding = diagnose.explain(runs)
+  ran = tuple(tried.call.name for tried in runs.outcomes)
+  left_out = tuple(call.name for call in runs.calls if call.name not in ran)
+  differ = lambda leaves: not all(leaf.agrees for leaf in leaves)  # noqa: E731
+  if finding.verdict != "ok":
+    where, leaves = next(x for x in runs.comparisons(how) if differ(x[1]))
+  else:
+    where, leaves = runs.as_called()
+    if differ(leaves):
+      finding = diagnose.Finding("unknown", words.AS_CALLED, words.PLAIN)
+  return report(*finding[:3], where, tuple(leaves), ran, left_out)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 import functools
-import re
+import itertools
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _versions
-from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Leaf, Leaves
 from optax_accum._check_split import words
 from optax_accum._check_split.probes import Array, Call, FIXED
@@ -27,8 +26,8 @@ class Facts(NamedTuple):
   not_checked: tuple[str, ...]  # what the check does not look at
   draws_from_others: bool  # random numbers, from other keys than those that are named
   is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
-  integers: tuple[int, ...]  # what may say that an entry does not count
-  floats: tuple[float, ...]  # the same, in arrays of floats
+  integers: list[int]  # what may say that an entry does not count
+  floats: list[float]  # the same, in arrays of floats
 
 
 def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
@@ -56,13 +55,9 @@ def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
   data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
   labels = [x.value for x in call.batch if x.kind in "iu" and x.value.size]
   integers += [int(x.min()) for x in labels if x.min() < 0]
-  return Facts(
-    not_checked=(words.DRAWS,) * bool(keys) + (words.BENDS,) * bends,
-    draws_from_others=bool(keys - {FIXED}),
-    is_half=is_half,
-    integers=tuple(dict.fromkeys(integers)),
-    floats=tuple(data)[:_MANY],
-  )
+  not_checked = (words.DRAWS,) * bool(keys) + (words.BENDS,) * bends
+  integers = list(dict.fromkeys(integers))
+  return Facts(not_checked, bool(keys - {FIXED}), is_half, integers, list(data)[:_MANY])
 
 
 def _equations(jaxpr: Jaxpr, roles: Mapping[Var, _Roles]) -> Iterator[tuple[JaxprEqn, _Roles]]:
@@ -87,28 +82,21 @@ def _numbers(x: Leaf) -> list[int | float]:
   return [n for n in np.asarray(x).ravel().tolist() if np.isfinite(n)]
 
 
-def fingerprint(closed: ClosedJaxpr) -> tuple[str, list[bytes]]:
-  """What two jaxprs of a loss share; not where NumPy drew numbers while it was traced."""
-  consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
-  return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
-
-
 def weights_of(call: Call, facts: Facts) -> Iterator[tuple[str, Callable[[Call], float]]]:
   """What each array of the batch may say that a row or a token counts: code, and what runs it."""
-  for position, x in enumerate(call.arrays):
-    if x.role != "batch" or x.kind == "key":
+  for n, x in enumerate(call.arrays):
+    if x.role != "batch":
       continue
     parts = ["{}"]
     if x.has_longer_rows and x.axis != x.value.ndim - 1:
       parts += ["{}[..., 1:]", "{}[..., :-1]"]  # where each token predicts the next
-    for template in [
-      f"jnp.sum({y})".replace("{}", part) for part in parts for y in _counts(x, facts)
-    ]:
-      yield template.format(x.name), functools.partial(_count, template.format("x"), position)
+    for part, counts in itertools.product(parts, _counts(x, facts)):
+      code = f"jnp.sum({counts})".replace("{}", part)
+      yield code.format(x.name), functools.partial(_count, code.format("x"), n)
 
 
-def _count(code: str, position: int, call: Call) -> float:
-  return float(eval(code, {"x": call.arrays[position].value, "jnp": np}))
+def _count(code: str, n: int, call: Call) -> float:
+  return float(eval(code, {"x": call.arrays[n].value, "jnp": np}))
 
 
 def _counts(x: Array, facts: Facts) -> list[str]:
@@ -117,7 +105,7 @@ def _counts(x: Array, facts: Facts) -> list[str]:
     return ["{}", "~{}", "jnp.any({}, axis=-1)"]
   masks = ["{}", "{} == 0", "{} > 0", "jnp.any({} != 0, axis=-1)"] if x.is_mask else []
   if x.kind == "f":
-    numbers = [_short(n) for n in facts.floats if n == n]
+    numbers = [str(np.float32(n)).removesuffix(".0") for n in facts.floats if n == n]
     signs = [f"{{}} {sign} {n}" for n in numbers for sign in ("!=", ">", ">=", "<", "<=")]
     return [*masks, "{}", "~jnp.isnan({})", *signs]
   # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
@@ -125,8 +113,3 @@ def _counts(x: Array, facts: Facts) -> list[str]:
   # "==" first: a loss that orders its labels runs on n + 1 too, which refutes it.
   signs = [f"{{}} {sign} {n}" for n in facts.integers for sign in ("==", ">=", ">")]
   return [*masks, *others, "{} >= 0", "{} != -1", *signs, "{}"] if x.kind in "iu" else masks
-
-
-def _short(number: float) -> str:
-  short = f"{number:g}"
-  return short if np.float32(short) == np.float32(number) else repr(number)

@@ -1,9 +1,8 @@
 """Batches that differ from the given one in one respect, which may have hidden a defect.
 
-A mean over a mask of ones is the plain mean, and so is a mean over valid labels where all are
-valid. Here a part of row 0 is changed, which makes microbatches uneven that were even. A mean over
-what one row alone has adds up as a sum does. So row 0 and the last are changed too, which no split
-keeps together.
+A mean over a mask of ones is the plain mean, and so is one over valid labels where all are valid.
+Here a part of row 0 is changed, which makes microbatches uneven that were even. A mean over what
+one row alone has adds up as a sum does: so row 0 and the last, which no split keeps together.
 
 Nothing is drawn at random. A named key becomes one of which every draw is the same number, or no
 row would have the same noise in a microbatch as in the whole batch.
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Leaves, Tree
 from optax_accum._microbatches.options import name_of, Roles, Slot
 
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
@@ -33,7 +32,7 @@ class Array(NamedTuple):
 
   value: Leaf
   role: str  # "params", "batch", "rng", "carry" or "shared"
-  argnum: int
+  slot: Slot
   argument: str  # what the loss calls it
   name: str  # as Python writes it: "batch['mask']", "batch.mask"
   axis: int  # of the rows, counted from the left
@@ -68,38 +67,37 @@ class Array(NamedTuple):
 class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
-  rebuild: Callable[[Leaves], Args]  # the arguments of such arrays
+  roles: Roles
+  called: Callable[[Callable[..., Tree], Leaves], Tree]  # a function of the arguments, on arrays
+  taken: np.ndarray | None = None  # which rows it has of another call
   is_odd: bool = False  # whether it has integers that may mean nothing, such as a length of -1
 
   @classmethod
-  def of(cls, fun: Callable[..., Tree], args: Args, roles: Roles, argnums: Sequence[int]) -> "Call":
+  def of(cls, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, roles: Roles) -> "Call":
     """The given call, in the dtypes of the check. What is no array is a constant."""
-    role_of: dict[Slot, str] = dict.fromkeys(argnums, "params")
-    for role in ("batch", "rng", "carry"):
-      role_of |= dict.fromkeys(getattr(roles, role), role)
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(args)
+    role_of = {slot: role for role in roles._fields for slot in getattr(roles, role)}
+    slots: list[Slot] = [*range(len(args)), *kwargs]
+    leaves, treedef = jax.tree_util.tree_flatten_with_path([*args, *kwargs.values()])
     arrays = {}
     for n, (path, leaf) in enumerate(leaves):
-      i = path[0].idx
-      role, argument = role_of.get(i, "shared"), name_of(fun, i).replace("...", f"batch_{i}")
+      slot = slots[path[0].idx]
+      role, argument = role_of.get(slot, "params"), name_of(fun, slot)
       if role in ("params", "batch") or isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+        argument = argument.replace("...", f"batch_{slot}")
         value, name = _in_check_dtype(leaf), argument + jax.tree_util.keystr(path[1:])
-        axis = roles.batch.get(i, 0) % (value.ndim or 1)
-        arrays[n] = Array(value, role, i, argument, name, axis)
+        axis = roles.batch.get(slot, 0) % (value.ndim or 1)
+        arrays[n] = Array(value, role, slot, argument, name, axis)
 
-    def rebuild(values: Leaves) -> Args:
-      new = dict(zip(arrays, values, strict=True))
-      return jax.tree.unflatten(treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)])
+    def called(fun: Callable[..., Tree], values: Leaves) -> Tree:
+      new, count = dict(zip(arrays, values, strict=True)), len(args)
+      trees = jax.tree.unflatten(treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)])
+      return fun(*trees[:count], **dict(zip(kwargs, trees[count:], strict=True)))
 
-    return cls("as given", tuple(arrays.values()), rebuild)
+    return cls("as given", tuple(arrays.values()), roles, called)
 
   @property
   def values(self) -> Leaves:
     return [x.value for x in self.arrays]
-
-  @property
-  def args(self) -> Args:
-    return self.rebuild(self.values)
 
   @property
   def batch(self) -> list[Array]:
@@ -110,14 +108,15 @@ class Call(NamedTuple):
     return self.batch[0].value.shape[self.batch[0].axis]
 
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
-    """The call with `fun` of every array of this role, in its dtype."""
-    new = lambda x: fun(x) if x.kind == "key" else np.asarray(fun(x), x.value.dtype)  # noqa: E731
-    arrays = [x._replace(value=new(x)) if x.role == role else x for x in self.arrays]
-    return self._replace(arrays=tuple(arrays))
+    """The call with `fun` of every array of this role, in its dtype, or keys."""
+    new = lambda x, y: y if is_key(y) else np.asarray(y, x.value.dtype)  # noqa: E731
+    each = [x._replace(value=new(x, fun(x))) if x.role == role else x for x in self.arrays]
+    return self._replace(arrays=tuple(each))
 
-  def take(self, rows: np.ndarray) -> "Call":
+  def take(self, rows: np.ndarray, name: str = "") -> "Call":
     """The call with some rows of the batch."""
-    return self.mapped("batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)])
+    part = self.mapped("batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)])
+    return part._replace(name=name, taken=rows)
 
   def moved(self, number: int) -> "Call":
     """The call with other parameters, by a tenth: a weight does not depend on parameters."""
@@ -143,14 +142,14 @@ class Call(NamedTuple):
   def with_noise(self, role: str, level: float) -> "Call":
     """The call with keys of which every draw is the same: typed ones, and those that are named."""
 
-    def fixed(x: Array) -> Array:
-      if x.role != role or not (x.may_be_key if role == "rng" else x.kind == "key"):
-        return x
+    def fixed(x: Array) -> Leaf:
+      if not (x.may_be_key if role == "rng" else x.kind == "key"):
+        return x.value
       shape = x.value.shape if x.kind == "key" else x.value.shape[:-1]
       data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
-      return x._replace(value=jax.random.wrap_key_data(data, impl=_ONE_NUMBER))
+      return jax.random.wrap_key_data(data, impl=_ONE_NUMBER)
 
-    return self._replace(arrays=tuple(map(fixed, self.arrays)))
+    return self.mapped(role, fixed)
 
 
 def _in_check_dtype(x: Leaf) -> Leaf:
@@ -175,19 +174,14 @@ def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> 
   for source, ending in [(given, ""), (varied, ", all floats varied")]:
     if source is varied:
       yield source._replace(name=f"as given{ending}")
-    yield source.take(again)._replace(name=f"rows drawn again{ending}")
+    yield source.take(again, f"rows drawn again{ending}")
     for n, x in enumerate(source.arrays):
       for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
         arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
-        yield source._replace(name=f"{name}{ending}", arrays=arrays, is_odd=_is_odd(x, value))
-
-
-def _is_odd(x: Array, value: np.ndarray) -> bool:
-  """Whether integers are outside of those given and 0."""
-  if x.kind not in "iu":
-    return False
-  least, most = np.min(x.value, initial=0), np.max(x.value, initial=0)
-  return bool(np.any((value < least) | (value > most)))
+        is_odd = x.kind in "iu" and bool(
+          np.any(value != np.clip(value, np.min(x.value, initial=0), np.max(x.value, initial=0)))
+        )
+        yield source._replace(name=f"{name}{ending}", arrays=arrays, is_odd=is_odd)
 
 
 def _changes(

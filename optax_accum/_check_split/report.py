@@ -95,13 +95,10 @@ class SplitReport:
     return "\n".join(lines)
 
   def _agreement(self) -> str:
-    of = [leaf.name[:3] for leaf in self.leaves]
-    grads, aux = of.count("gra"), of.count("aux")
-    compared = ["The loss", f"{grads} gradient{'s' * (grads > 1)}", *[f"{aux} aux"] * bool(aux)]
-    return (
-      f"{', '.join(compared[:-1])} and {compared[-1]} agree on the given batch and"
-      f" {len(self.batches) - 1} altered copies of it."
-    )
+    grads, aux = (sum(leaf.name.startswith(x) for leaf in self.leaves) for x in ("grads", "aux"))
+    of = f"The loss{',' if aux else ' and'} {grads} gradient{'s' * (grads > 1)}"
+    of += f" and {aux} aux" * bool(aux)
+    return f"{of} agree on the given batch and {len(self.batches) - 1} altered copies of it."
 
 
 def _table(leaves: Sequence[LeafComparison]) -> list[str]:

@@ -1,9 +1,10 @@
 """A loss on the whole batch and on rows of it, and what microbatches add up to, in NumPy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import functools
 import operator
+import re
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -16,10 +17,12 @@ from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.reductions import MergeFn
-from optax_accum._arithmetic.trees import Aux, Kwargs, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Aux, Grads, Kwargs, Leaf, Leaves, Tree
 from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
+from optax_accum._check_split.words import options_of
+from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.microbatch import whole_batches
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
@@ -32,16 +35,14 @@ Word: TypeAlias = str | MergeFn  # that reduces an output
 
 
 class Outcome(NamedTuple):
-  """What a loss gave, in NumPy."""
+  """What a loss gave for a call, in NumPy."""
 
+  call: Call
   main: Leaves  # the loss and the gradients
-  others: Leaves  # the aux
-  allowed: list[float]  # how much of a difference may be rounding, for each of them
-  aux: Aux
-
-  @property
-  def leaves(self) -> Leaves:
-    return [*self.main, *self.others]
+  leaves: Leaves  # these, and the aux
+  allowed: list[float]  # how much of a difference may be rounding, for each of the leaves
+  trees: tuple[Grads, Aux]  # of numbers in place of the arrays, which would need memory
+  splits: Sequence[Sequence["Outcome"]] = ()  # what the microbatches of each split of it give
 
   @property
   def is_finite(self) -> bool:
@@ -58,22 +59,6 @@ class Outcome(NamedTuple):
     return np.concatenate([np.ravel(x).view(float) / max(allowed, 1e-100) for x, allowed in each])
 
 
-class Part(NamedTuple):
-  """A microbatch."""
-
-  rows: np.ndarray  # of the batch, which it has
-  call: Call
-  outcome: Outcome
-
-
-class Tried(NamedTuple):
-  """One batch: what the whole of it gives, and what the microbatches of each split."""
-
-  call: Call
-  whole: Outcome
-  splits: list[list[Part]]
-
-
 class How(NamedTuple):
   """How microbatches become one."""
 
@@ -82,19 +67,23 @@ class How(NamedTuple):
   skips: bool  # what is not finite
   axis: int  # of what "concat" joins
 
-  def join(self, parts: Sequence[Part]) -> Leaves:
+  def reworded(self, names: Sequence[str], words: Mapping[str, str]) -> "How":
+    """The same but for the words of some of the leaves `names`."""
+    each = zip(names, self.words, strict=True)
+    return self._replace(words=[words.get(name, word) for name, word in each])
+
+  def join(self, parts: Sequence[Outcome]) -> Leaves:
     """All microbatches as one, leaf by leaf: None where a word cannot reduce a leaf."""
     # A weight of zero leaves a microbatch out, also where it is NaN.
-    keeps = [part.outcome.is_finite or not self.skips for part in parts]
-    weights = np.array([self.weight(x.call) * keep for x, keep in zip(parts, keeps, strict=True)])
-    each = zip(self.words, *(part.outcome.leaves for part in parts), strict=True)
-    return [self._join(word, leaves, weights, parts) for word, *leaves in each]
+    weights = np.array([self.weight(x.call) * (x.is_finite or not self.skips) for x in parts])
+    rows = [part.call.taken for part in parts]
+    each = zip(self.words, *(part.leaves for part in parts), strict=True)
+    return [self._join(word, leaves, weights, rows) for word, *leaves in each]
 
   def _join(
-    self, word: Word, leaves: Leaves, weights: np.ndarray, parts: Sequence[Part]
+    self, word: Word, leaves: Leaves, weights: np.ndarray, rows: Leaves
   ) -> np.ndarray | None:
     if word == "concat":
-      rows = [part.rows for part in parts]
       if [x.shape[self.axis :][:1] for x in leaves] != [x.shape for x in rows]:
         return None
       return np.concatenate(leaves, self.axis).take(np.argsort(np.concatenate(rows)), self.axis)
@@ -111,48 +100,68 @@ class How(NamedTuple):
 class Runs:
   """A loss, a call of it and its splits, and all that was run.
 
-  `sizes` are the rows of a microbatch, of each split, and `others` batches of as many rows.
+  Of the rows of `batch`, the first `rows` are checked, and as many others at a time; `sizes` are
+  those of a microbatch in each split. `options` are all those of `microbatch_value_and_grad`.
   """
 
-  others: Sequence[Call] = ()
+  def __init__(self, fun: LossFn, batch: Call, options: Kwargs, sizes: Sequence[int], rows: int):
+    self.batch, self.options, self.sizes, self.rows = batch, options, sizes, rows
+    self.some = functools.partial(Runs, fun, batch, options)  # the same of other sizes
+    # Other rows, in the programs of the first, refute what is a weight by chance.
+    starts = np.unique(np.linspace(0, batch.rows - rows, 8).astype(int))
+    some = [batch.take(np.arange(i, i + rows), f"rows from {i} on") for i in starts]
+    self.call, self.others = some[0]._replace(name=batch.name), some[1:]
+    carries, by_slot = options["carry_argnum"] is not None, options_of("batch", batch.roles.batch)
 
-  def __init__(self, fun: LossFn, call: Call, options: Kwargs, sizes: Sequence[int]):
-    self.fun, self.call, self.options, self.sizes, self.rows = fun, call, options, sizes, call.rows
-    wrt = options["argnums"]
-    self.params = call.args[wrt] if isinstance(wrt, int) else tuple(call.args[i] for i in wrt)
-    self.names = ["loss", *(name for name, _ in _validate.named_leaves("grads", self.params))]
-    self._weight = ROWS
-    if (weight_fn := options["weight_fn"]) is not None:  # traced, as in microbatches
-      count, batch = jax.jit(weight_fn), options["batch_argnums"]
-      self._weight = lambda call: float(count(*(call.args[i] for i in batch)))
-    self._at_once = jax.value_and_grad(fun, wrt, options["has_aux"])
+    @functools.wraps(fun)
+    def with_aux(*args: Tree, **kwargs: Tree) -> tuple[Leaf, Aux]:
+      out = fun(*args, **kwargs)
+      check_loss(out, options["has_aux"] or carries, carries)
+      # A carry is an argument like others, and of the new one nothing is compared.
+      return (out[0], out[1][1]) if carries else out if options["has_aux"] else (out, None)
+
+    def weigh(*args: Tree, **kwargs: Tree) -> Leaf:
+      positions, names = by_slot.values()
+      return options["weight_fn"](*(args[i] for i in positions), **{x: kwargs[x] for x in names})
+
+    self._at_once = jax.value_and_grad(with_aux, options["argnums"], has_aux=True)
     self._run = self._compiled(self._at_once)
-    split = {**options, "num_microbatches": None, "microbatch_size": sizes[0]}
+    self._weight = ROWS
+    if options["weight_fn"] is not None:  # traced, as in microbatches
+      count = self._compiled(weigh)
+      self._weight = lambda call: float(count(call.values))
+    split = {**options, **by_slot, **options_of("rng", batch.roles.rng)}
+    split |= {"microbatch_size": sizes[0], "fun": with_aux, "has_aux": True}
+    split |= dict.fromkeys(("num_microbatches", "carry_argnum", "carry_reduction"))
     # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
-    split["aux_reduction"] = "mean" if split["aux_reduction"] is None else split["aux_reduction"]
-    self._split = self._compiled(microbatch_value_and_grad(fun, **split))
+    split["aux_reduction"] = options["aux_reduction"] or "mean"
+    self._split = self._compiled(microbatch_value_and_grad(**split))
 
-  def _compiled(self, value_and_grad: LossFn) -> Callable[[Leaves], Tree]:
+  def _compiled(self, fun: LossFn) -> Callable[[Leaves], Tree]:
     """A program of the arrays of a call, compiled fast: it runs some hundred times on few rows."""
-    on_cpu = jax.default_backend() == "cpu"
-    compiler_options = {"xla_backend_optimization_level": 0} if on_cpu else None
-    run = lambda values: value_and_grad(*self.call.rebuild(values))  # noqa: E731
-    return jax.jit(run, compiler_options=compiler_options)
+    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(functools.partial(self.call.called, fun), compiler_options=fast)
 
   def how(self, **changes: Tree) -> How:
     """How microbatches become one with these options, and with others."""
     options = {"weight": self._weight, **self.options, **changes}
     grads, aux = options["grad_reduction"], options["aux_reduction"]
     grads = options["reduction"] if grads is None else grads
-    grads = reduction_words.match("grad_reduction", grads, self.params, "gradients")
-    aux = reduction_words.match("aux_reduction", "mean" if aux is None else aux, self.given.aux)
+    like = self.given.trees
+    grads = reduction_words.match("grad_reduction", grads, like[0], "gradients")
+    aux = reduction_words.match("aux_reduction", "mean" if aux is None else aux, like[1])
     words = [options["reduction"], *jax.tree.leaves(grads), *jax.tree.leaves(aux)]
     return How(words, options["weight"], options["skip_nonfinite"], options["concat_axis"] or 0)
 
   @functools.cached_property
   def given(self) -> Outcome:
-    with noted(f"The check ran it on the whole batch, {self.rows} rows."):
-      return self.whole(self.call)
+    return self.whole(self.call)
+
+  @functools.cached_property
+  def names(self) -> list[str]:
+    """Of the loss, its gradients and aux."""
+    trees = zip(("grads", "aux"), self.given.trees, strict=True)
+    return ["loss", *(name for tree in trees for name, _ in _validate.named_leaves(*tree))]
 
   @functools.cached_property
   def facts(self) -> Facts:
@@ -165,7 +174,7 @@ class Runs:
     return [given, *self.others, *changed]
 
   @functools.cached_property
-  def outcomes(self) -> list[Tried]:
+  def outcomes(self) -> list[Outcome]:
     """All batches that tell something. Raises what the loss does."""
     bar = tqdm.tqdm(self.calls, "checking", delay=3, unit="batch", leave=False, disable=None)
     return [tried for call in bar if (tried := self._try(call))]
@@ -174,34 +183,27 @@ class Runs:
   def cuts(self) -> list[list[np.ndarray]]:
     """The rows of the microbatches of each split, as `microbatch_value_and_grad` cuts them.
 
-    Without a smaller one, also parts of neighbors, in the same program: pairs of a first and a
-    second half (chosen, rejected) are together in the others.
+    Without a smaller one also neighbors, in the same program, which breaks pairs by halves.
     """
     cuts, size = [_cut(self.rows, size) for size in self.sizes], self.sizes[0]
     if len(cuts) == 1 and size < self.rows and self.rows % size == 0:
       cuts.append(np.split(np.arange(self.rows), self.rows // size))
     return cuts
 
-  def _try(self, call: Call) -> Tried | None:
-    tried = Tried(call, self.whole(call), [])
-    if not tried.whole.is_finite:
+  def _try(self, call: Call) -> Outcome | None:
+    whole = self.whole(call)
+    if not whole.is_finite:
       return None
-    for rows in self.cuts:
-      size = len(rows[0])
-      with noted(
-        f"The check ran it in microbatches of {size} rows. On all {self.rows} rows it ran."
-      ):
-        tried.splits.append(self.parts(call, rows))
-    each = [part for parts in tried.splits for part in parts]
-    weights = [(self._weight(part.call), part.outcome.main[0]) for part in each]
+    splits = [self.parts(call, rows) for rows in self.cuts]
+    each = [part for parts in splits for part in parts]
+    weights = [(self._weight(part.call), part.main[0]) for part in each]
     if any(weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights):
       return None  # such a length is none
-    outcomes = [tried.whole, *(part.outcome for part in each)]
-    return tried if any(np.any(x) for outcome in outcomes for x in outcome.main) else None
+    is_zero = not any(np.any(x) for outcome in (whole, *each) for x in outcome.main)
+    return None if is_zero else whole._replace(splits=splits)
 
-  def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Part]:
-    calls = [call.take(x) for x in rows]
-    return [Part(x, y, self._outcome(self._run, y)) for x, y in zip(rows, calls, strict=True)]
+  def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Outcome]:
+    return [self._outcome(self._run, call.take(x)) for x in rows]
 
   def whole(self, call: Call) -> Outcome:
     """All rows at once, where the loss does not split by itself."""
@@ -212,9 +214,16 @@ class Runs:
     return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
 
   def _outcome(self, program: Callable[[Leaves], Tree], call: Call) -> Outcome:
-    out = program(call.values)
-    value, grads, *_ = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
-    loss, aux = value if self.options["has_aux"] else (value, None)
+    try:
+      out = program(call.values)
+    except Exception as error:
+      note = (
+        f"The check ran it on one device, without named axes, on {call.rows} of {self.rows} rows."
+      )
+      error.add_note(f"{note} On all it ran." if call.rows < self.rows else note)
+      raise
+    out = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
+    (loss, aux), grads, *_ = out
     given = jax.device_get(jax.tree.leaves((loss, grads)))
     main, others = list(map(_wide, given)), list(map(_wide, jax.tree.leaves(aux)))
     tolerance = 1e-9 if all(jnp.finfo(x.dtype).eps < 1e-12 for x in given) else 1e-4
@@ -222,40 +231,50 @@ class Runs:
     # many units of what was added up: 1e-6 of the largest leaf in float32.
     least = 1e-2 * max(map(_largest, main))
     sizes = [*(max(_largest(x), least) for x in main), *map(_largest, others)]
-    return Outcome(main, others, [tolerance * size for size in sizes], aux)
+    allowed = [tolerance * size for size in sizes]
+    return Outcome(call, main, [*main, *others], allowed, jax.tree.map(np.ndim, (grads, aux)))
 
-  def compare(self, how: How, whole: Outcome, leaves: Leaves) -> dict[int, LeafComparison]:
+  def compare(self, how: How, whole: Outcome, leaves: Leaves) -> list[LeafComparison]:
     """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
-    names = [*self.names, *(name for name, _ in _validate.named_leaves("aux", whole.aux))]
-    compared = {}
-    each = zip(names, how.words, whole.leaves, leaves, whole.allowed, strict=True)
-    for i, (name, word, x, y, allowed) in enumerate(each):
-      if i < len(whole.main) or not _is_open(word):
-        fits = y is not None and x.shape == y.shape
-        difference = _largest(x - y) if fits else float("inf")
-        compared[i] = LeafComparison(name, _largest(x), difference, allowed)
-    return compared
+    each = zip(self.names, how.words, whole.leaves, leaves, whole.allowed, strict=True)
+    return [
+      LeafComparison(name, _largest(x), _difference(x, y), allowed)
+      for name, word, x, y, allowed in each
+      if name[:3] != "aux" or not _is_open(word)
+    ]
 
   def agree(self, how: How) -> bool:
     """Whether loss and gradients do in all batches and splits."""
-    return all(x.whole.fits(how.join(parts)) for x in self.outcomes for parts in x.splits)
+    return all(x.fits(how.join(parts)) for x in self.outcomes for parts in x.splits)
 
-  def wrong(self, how: How) -> set[int]:
+  def comparisons(self, how: How) -> Iterator[tuple[str, list[LeafComparison]]]:
+    """All batches and splits, each with its name."""
+    for whole, parts in [(x, parts) for x in self.outcomes for parts in x.splits]:
+      split = f"microbatches of {parts[0].call.rows} rows, of {self.rows}"
+      where = f"{whole.call.name}; {split}"
+      yield where, self.compare(how, whole, how.join(parts))
+
+  def wrong(self, how: How) -> set[str]:
     """The leaves that differ in some batch."""
-    each = [(x.whole, how.join(parts)) for x in self.outcomes for parts in x.splits]
-    compared = (self.compare(how, *both) for both in each)
-    return {i for leaves in compared for i, leaf in leaves.items() if not leaf.agrees}
+    return {x.name for _, leaves in self.comparisons(how) for x in leaves if not x.agrees}
 
-  def as_called(self) -> dict[int, LeafComparison]:
+  def as_called(self) -> tuple[str, list[LeafComparison]]:
     """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
+    where = f"as given; microbatches of {self.sizes[0]} rows, of {self.rows}"
     leaves = self._outcome(self._split, self.call).leaves
-    return self.compare(self.how(), self.given, leaves)
+    return where, self.compare(self.how(), self.given, leaves)
 
   def traced(self, is_whole: bool = True) -> ClosedJaxpr:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
-    run = lambda values: self._at_once(*self.call.rebuild(values))  # noqa: E731
+    run = lambda values: self.call.called(self._at_once, values)  # noqa: E731
     with whole_batches() if is_whole else contextlib.nullcontext():
       return jax.make_jaxpr(run)(self.call.values)
+
+  def fingerprint(self, is_whole: bool = True) -> tuple[str, list[bytes]]:
+    """What two jaxprs of it share, unless NumPy drew numbers while it was traced."""
+    closed = self.traced(is_whole)
+    consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
+    return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
 
 
 def _is_open(word: Word) -> bool:
@@ -274,17 +293,11 @@ def _largest(x: np.ndarray) -> float:
   return float(np.max(np.abs(x), initial=0.0))
 
 
+def _difference(x: np.ndarray, y: np.ndarray | None) -> float:
+  return float("inf") if y is None or x.shape != y.shape else _largest(x - y)
+
+
 def _wide(x: Leaf) -> np.ndarray:
   x = np.asarray(x)
   wide = np.int64 if x.dtype.kind in "iub" else np.complex128
   return x.astype(wide if x.dtype.kind in "iubc" else np.float64)
-
-
-@contextlib.contextmanager
-def noted(note: str) -> Iterator[None]:
-  """Adds a note to an error of the loss."""
-  try:
-    yield
-  except Exception as error:
-    error.add_note(note)
-    raise

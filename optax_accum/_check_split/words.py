@@ -1,10 +1,12 @@
 """What `check_split` says of each defect: why it is known, and what to write."""
 
-from collections.abc import Iterable, Sequence
-import re
+from collections.abc import Collection
 from typing import Any
 
 import jax
+
+from optax_accum._arithmetic.trees import Tree
+from optax_accum._microbatches.options import Slot
 
 DRAWS = "whether the noise of a row depends on other rows: the loss draws random numbers"
 BENDS = (
@@ -61,17 +63,6 @@ TOGETHER = (
   " the term and its gradient once, outside.\n"
   f"{GROUPS}"
 )
-NO_COLLECTIVES = (
-  "step.check runs the loss on one device, where no axis has a name. A loss needs no lax.pmean or"
-  " lax.psum: the step reduces over devices. Check one with another collective without it."
-)
-TOO_LARGE = (
-  "step.check runs on one device, with no room for this: check a smaller model with the same loss."
-)
-OTHER_MESH = (
-  "step.check runs on a mesh of one device: pass the loss what is on your mesh as arguments, and do"
-  " not close over it."
-)
 NOT_FINITE = "The loss or its gradients are not finite on the whole batch: nothing can be compared."
 ALL_ZERO = "The loss and its gradients are zero on all batches: nothing can be compared."
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."
@@ -81,7 +72,6 @@ AUX = "Loss and gradients agree, but aux does not: aux_reduction does not fit it
 AS_CALLED = "Each microbatch agrees, but microbatch_value_and_grad with these options does not."
 PLAIN = "Leave out options that should change no value, such as in_place, one by one."
 # Of these the caller fills in what is in braces.
-UNSPLIT = "{which}: {rows} rows, as many as the batch, and not split, which may be the cause."
 UNEVEN = (
   "The loss runs on all {rows} rows, but not on {failed} of them: it takes rows in groups, or a"
   " certain number of them. It raises {error}"
@@ -98,45 +88,31 @@ OVERWRITTEN = (
 )
 
 
-def option(name: str, tree: Any) -> str:
+def option(name: str, tree: Tree) -> str:
   """An option with a tree of words; a part of it whose words are all the same is that word."""
-
-  def collapsed(x: Any) -> Any:
-    words = set(jax.tree.leaves(x))
-    if len(words) == 1:
-      return words.pop()
-    if type(x) is dict:
-      return {key: collapsed(value) for key, value in x.items()}
-    return type(x)(map(collapsed, x)) if type(x) in (list, tuple) else x
-
-  return f"{name}={collapsed(tree)!r}".replace("'", '"')
+  is_one = lambda x: len(set(jax.tree.leaves(x))) == 1  # noqa: E731
+  tree = jax.tree.map(lambda x: jax.tree.leaves(x)[0], tree, is_leaf=is_one)
+  return f"{name}={tree!r}".replace("'", '"')
 
 
-def split_too(given: Iterable[int], more: Iterable[int]) -> str:
-  """The options that split more arguments than are given, or say that these are all."""
-  given, more = sorted(given), sorted(more)
-  others = " and ".join(f"argument {i}" for i in more)
+def unsplit(given: Collection[Slot], more: Collection[Slot], rows: int) -> tuple[str, str]:
+  """Why more arguments than are given may be to split, and the options for both cases."""
+  which = " and ".join(f"argument {slot}" for slot in more)
   return (
-    f"batch_argnums={tuple(sorted([*given, *more]))}\n"
-    f"or, if {others} has as many rows by chance and every microbatch needs all of it,\n"
-    f"  batch_argnums={one_or_more(given)}"
+    f"{which}: {rows} rows, as many as the batch, and not split, which may be the cause.",
+    f"{naming('batch', [*given, *more])}\n"
+    f"or, if {which} has as many rows by chance and every microbatch needs all of it,\n"
+    f"  {naming('batch', given)}",
   )
 
 
-def one_or_more(values: Sequence[int | str]) -> str:
-  """Positions or names as an option has them."""
-  return repr(values[0] if len(values) == 1 else tuple(values)).replace("'", '"')
+def naming(role: str, slots: Collection[Slot]) -> str:
+  """Python for `options_of`."""
+  shown = {k: x[0] if len(x) == 1 else x for k, x in options_of(role, slots).items() if x}
+  return ", ".join(f"{option}={x!r}" for option, x in shown.items()).replace("'", '"')
 
 
-def by_name(text: str, count: int, names: Sequence[str]) -> str:
-  """A text on arguments by position, for a call that gives those from `count` on by name."""
-
-  def renamed(match: re.Match[str]) -> str:
-    option, slots = match[1], [int(i) for i in re.findall(r"\d+", match[2])]
-    first, named = [i for i in slots if i < count], [names[i] for i in slots if i >= count]
-    at = [f"{option}nums={one_or_more(first)}"] if first and first != [1] else []
-    return ", ".join([*at, f"{option}names={one_or_more(named)}"]) if named else match[0]
-
-  text = re.sub(r"(?<!with )((?:batch|rng)_arg)nums=(\d+|\([\d, ]+\))", renamed, text)
-  known = {str(i): name for i, name in enumerate(names) if i >= count}
-  return re.sub(r"argument (\d+)", lambda x: f"argument {known.get(x[1], x[1])}", text)
+def options_of(role: str, slots: Collection[Slot]) -> dict[str, tuple[Any, ...]]:
+  """The options that name arguments of a role, by position and by name."""
+  names = tuple(slot for slot in slots if isinstance(slot, str))
+  return {f"{role}_argnums": (*(x for x in slots if x not in names),), f"{role}_argnames": names}

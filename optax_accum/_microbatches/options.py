@@ -163,13 +163,7 @@ class Split:
 
 def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
   """Refuses shared arguments with as many rows as the batch."""
-  found = [
-    (slot, f"{name} {has}")
-    for slot, tree in roles.shared.items()
-    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree)
-    if (has := _has_rows(roles.batch.values(), leaf, rows))
-  ]
-  if not found:
+  if not (found := with_rows(roles, rows)):
     return
   both = dict.fromkeys((*roles.batch, *(slot for slot, _ in found)))
   raise ValueError(
@@ -177,6 +171,16 @@ def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
     f" of both belong together, name both, {_option(both)}; if every microbatch needs all of it,"
     f" name the batch alone, {_option(roles.batch)}."
   )
+
+
+def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
+  """The shared arguments with as many rows as the batch, and which of their leaves has them."""
+  return [
+    (slot, f"{name} {has}")
+    for slot, tree in roles.shared.items()
+    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree)
+    if (has := _has_rows(roles.batch.values(), leaf, rows))
+  ]
 
 
 def refuse_aux_rows(roles: Roles, name: str, leaf: Leaf, rows: int) -> None:
