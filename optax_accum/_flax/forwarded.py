@@ -15,12 +15,25 @@ from optax_accum import _versions
 _CALLS = {"jit", "pjit", "closed_call", "checkpoint", "remat2"}
 _CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
-_Givens: TypeAlias = Sequence[int | None]  # the positions of arguments; None is what was computed
+# An argument, but for the order of its axes: its position, and its axes as `transpose` takes them.
+_Given: TypeAlias = tuple[int, tuple[int, ...]]
+_Givens: TypeAlias = Sequence[_Given | None]  # None is what was computed
 
 
-def forwarded(jaxpr: Jaxpr) -> _Givens:
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
   """For each result the position of the argument that it is, or None if it was computed."""
-  return _run(jaxpr, range(len(jaxpr.invars)))
+  whole = _whole(jaxpr)
+  return [x[0] if x and x == whole[x[0]] else None for x in _run(jaxpr, whole)]
+
+
+def _whole(jaxpr: Jaxpr) -> list[_Given]:
+  """The arguments of a jaxpr, as they are."""
+  dims = [len(getattr(x.aval, "shape", ())) for x in jaxpr.invars]
+  return [(i, tuple(range(ndim))) for i, ndim in enumerate(dims)]
+
+
+def _turned(x: _Given | None, axes: Sequence[int]) -> _Given | None:
+  return x and (x[0], tuple(x[1][i] for i in axes))
 
 
 def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
@@ -34,18 +47,30 @@ def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
 
 def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
   """The results of an equation that is given such values."""
-  name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
+  name, params, inner = eqn.primitive.name, eqn.params, _versions.inner_jaxprs(eqn)
   if name in ("copy", "optimization_barrier"):
     return values
+  if name == "transpose":
+    return [_turned(x, params["permutation"]) for x in values]
   if name == "scan":
-    consts, carried = _versions.scan_inputs(eqn)
-    kept = enumerate(forwarded(inner[0]))
-    # What is carried stays in its place. What is stacked is whole if its slices are handed on.
-    fits = lambda i, x: x == consts + i if i < carried else x >= consts + carried  # noqa: E731
-    return [None if x is None or not fits(i, x) else values[x] for i, x in kept]
+    return _scanned(inner[0], values, *_versions.scan_inputs(eqn))
   if name == "cond":  # the first value is the index of the branch
     branches = [_run(branch, values[1:]) for branch in inner]
     return [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
   if name in _CALLS and [len(x.invars) for x in inner] == [len(values)]:
     return _run(inner[0], values)
   return [None] * len(eqn.outvars)
+
+
+def _scanned(body: Jaxpr, values: _Givens, consts: int, carried: int) -> _Givens:
+  """The results of a scan: what is carried, if it stays in its place, and what is stacked."""
+  whole = _whole(body)
+
+  def result(i: int, x: _Given | None) -> _Given | None:
+    if i < carried:
+      return values[consts + i] if x == whole[consts + i] else None
+    if x is None or x[0] < consts + carried:
+      return None
+    return _turned(values[x[0]], (0, *(axis + 1 for axis in x[1])))
+
+  return [result(i, x) for i, x in enumerate(_run(body, whole))]

@@ -72,8 +72,7 @@ class PureLoss:
       raise ValueError(
         f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
         " in a Variable of another type, or change it before the step. (A transform may also return"
-        " it unchanged, in a way that the traced program does not show, as nnx.scan does over"
-        " another axis than the first.)"
+        " it unchanged, in a way that the traced program does not show.)"
       )
     held = variables.named(nnx.state(model))
     if lost := sorted(name for name in changed if not variables.is_variable(held[name])):

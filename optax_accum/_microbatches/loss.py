@@ -19,6 +19,8 @@ from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, noise_reductions
 from optax_accum._microbatches.options import Split
 
+_ASKED = ("reduction", "grad_reduction", "aux_reduction", "concat_axis")
+
 
 class Outputs(NamedTuple):
   """What the scan reduces. Messages call it by these names."""
@@ -38,7 +40,7 @@ class LocalLoss:
   argnums: int | Sequence[int]
   has_aux: bool
   split: Split
-  asked: Kwargs  # reduction, grad_reduction, aux_reduction and concat_axis, as they were given
+  asked: Kwargs  # options as they were given, of which those of `_ASKED` are kept
   noise_scale: bool = False
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
@@ -49,13 +51,14 @@ class LocalLoss:
     positions = options.names_or_positions("argnums", self.argnums, int)
     if not positions or len(set(positions)) < len(positions):
       raise ValueError(f"argnums={self.argnums!r} must name one or more arguments, each once.")
-    word, grads, aux = (self.asked[k] for k in ("reduction", "grad_reduction", "aux_reduction"))
+    self.asked = {name: self.asked[name] for name in _ASKED}
+    word, grads, aux, concat_axis = self.asked.values()
     self.reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]  # of losses
     check_noise_scale(self.noise_scale, self.split, word)
     check_options(self.split, grads)
     # Prefix trees of reductions.
     self.grad_reduction = reduction_words.named("grad_reduction", grads, self.reduction)
-    default = Mean(default=True), self.asked["concat_axis"], self.split.batch_axis
+    default = Mean(default=True), concat_axis, self.split.batch_axis
     self.aux_reduction = reduction_words.named("aux_reduction", aux, *default)
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:

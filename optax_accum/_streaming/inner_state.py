@@ -65,9 +65,11 @@ def updated(
   params: Params,
   state: OptState,
   update: Callable[[], tuple[Params, OptState]],
+  may_grow: bool = False,
 ) -> tuple[Params, OptState]:
   """What `update` returns: new parameters or their updates, and a state of the same types.
 
+  If it `may_grow`, a state that an update fills, as that of optax.monitor, is returned as it is.
   Raises if moments of other parameters were broadcast to the shapes of these. If `update` raises,
   and `state` is not as `init` makes it, the error says so.
   """
@@ -83,7 +85,8 @@ def updated(
   changed = _difference(name, new, params) or _difference(name, new_state, state)
   if changed and (different := _difference(name, state, _made(init, params, state))):
     raise ValueError(f"{different}: {FIX}")
-  return new, same_types(name, new_state, state)
+  grows = may_grow and _validate.difference(name, new_state, state)
+  return new, new_state if grows else same_types(name, new_state, state)
 
 
 def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -> OptState:

@@ -41,7 +41,7 @@ def optimizer_step(
       return optax.apply_updates(params, updates), new_state
 
     run = functools.partial(sending, sent, step)
-    new, new_state = updated("opt_state", tx.init, params, opt_state, run)
+    new, new_state = updated("opt_state", tx.init, params, opt_state, run, counted is True)
     return same_types("params", new, params), new_state
 
   if counted is True or not states_in(held[1]):

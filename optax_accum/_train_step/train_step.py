@@ -44,8 +44,7 @@ class TrainStep(Step, Generic[Params, Args]):
   def _names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
 
-  def _check_arguments(self, *args: Any, **kwargs: Any) -> None:
-    parameters.check_step(*args, **kwargs)
+  _check_arguments = staticmethod(parameters.check_step)
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
@@ -250,8 +249,8 @@ def make_train_step(
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps
-  of_optax = isinstance(loss_fn, optimizers) or getattr(loss_fn, "__module__", "")[:5] == "optax"
-  if of_optax and callable(tx):
+  module = str(getattr(loss_fn, "__module__", "")).partition(".")[0]
+  if callable(tx) and (module == "optax" or isinstance(loss_fn, optimizers)):
     raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
