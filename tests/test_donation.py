@@ -84,7 +84,7 @@ def moved_along():
 def test_a_teacher_that_starts_as_the_parameters(at, on_mesh):
   tx, mesh = MOMENTUM, MESHES[at]
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params = teacher = init_params()
+  params = teacher = jax.device_put(init_params(), jax.devices()[0])  # which jit would not move
   if mesh and on_mesh != "neither":
     params = devices.put(teacher, mesh)
   if mesh and on_mesh == "both":  # each shares the buffer that `teacher` has on the first device
