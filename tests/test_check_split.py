@@ -488,6 +488,14 @@ def test_a_mean_over_what_the_loss_says_counts():
   assert check_one_split(Specimen(loss, XY)).verdict == "coupled"
 
 
+def test_shares_that_do_not_add_up_to_one_are_no_weights():
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    return jnp.sum(each) / each.size**0.5
+
+  assert check_one_split(Specimen(loss, XY)).verdict == "coupled"
+
+
 def test_aux():
   def loss(params, batch):
     each = zoo.per_row(params, batch)
