@@ -218,6 +218,13 @@ def test_what_was_not_looked_at_is_printed():
   assert "not checked: whether the noise of a row depends on" in str(report_of("dropout"))
   assert report_of("mean").not_checked == ()
 
+  def loss(w, x):  # compares what a loop adds the batch to
+    layer = lambda c, _: (c + jnp.mean(x), jnp.maximum(c, 0.5))  # noqa: E731
+    return jnp.mean(jax.lax.scan(layer, jnp.sum(w), None, 3)[1])
+
+  (text,) = check_split(loss, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked
+  assert text.startswith("thresholds: ")
+
 
 def test_the_table_folds_what_agrees():
   def loss(params, batch):
