@@ -465,15 +465,16 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
 
 def test_a_state_that_grows_is_not_one_of_another_model():
   updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
-  longer = lambda g, s, p=None: (updates(g), jnp.append(s, 1.0))  # noqa: E731
+  longer = lambda g, s, p=None: (updates(g), (jnp.append(s[0], 1.0), s[1]))  # noqa: E731
   filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
-  for init, update in [(lambda _: jnp.zeros(0), longer), (lambda _: None, filled)]:
+  of_two = lambda _: (jnp.zeros(0), jnp.zeros(()))  # noqa: E731
+  for init, update in [(of_two, longer), (lambda _: None, filled)]:
     tx = optax.GradientTransformation(init, update)
     step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
     held = (PARAMS, tx.init(PARAMS))
     for x in ROWS[:3]:
       held = step(*held, x)[:2]
-    assert [x.shape for x in jax.tree.leaves(held[1])] in ([(3,)], [(3,), (8, 3)])
+    assert [x.shape for x in jax.tree.leaves(held[1])] in ([(3,), ()], [(3,), (8, 3)])
 
 
 def test_an_error_of_an_optimizer_whose_state_is_filled_later_stays():

@@ -419,9 +419,8 @@ def test_keys_alone_by_name_and_in_arrays(make_key):
     return jax.random.uniform(key), jax.vmap(jax.random.uniform)(keys)
 
   key, keys = make_key(0), jax.random.split(make_key(1), 3)
-  run = optax_accum.microbatch(
-    draw, reduction="stack", num_microbatches=2, rng_argnames=("key", "keys")
-  )
+  names = ("key", "keys", "key")  # one of them twice
+  run = optax_accum.microbatch(draw, reduction="stack", num_microbatches=2, rng_argnames=names)
   one, three = jax.jit(run)(np.arange(4, dtype=np.float32), key=key, keys=keys)
 
   @jax.jit
