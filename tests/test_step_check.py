@@ -95,7 +95,7 @@ def test_keywords_in_fixes():
 
 
 def test_a_weight_by_chance():
-  draw = np.random.default_rng(13)  # of which y < 0 says where the largest is, in the first 4 rows
+  draw = np.random.default_rng(31)  # of which y < 0 says where the largest is, in the first 4 rows
   batch = {"x": draw.normal(size=(16, WIDTH)), "y": draw.normal(size=16)}
   largest = lambda params, batch: jnp.max((batch["x"] @ params - batch["y"]) ** 2)  # noqa: E731
   report = check(largest, np.ones(WIDTH), batch, num_microbatches=2)
