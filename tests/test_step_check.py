@@ -12,7 +12,7 @@ import pytest
 from support.devices import make_mesh
 from support.zoo import ZOO
 
-from optax_accum import check_split, make_train_step, microbatch
+from optax_accum import _versions, check_split, make_train_step, microbatch
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 TX = optax.sgd(0.1)
@@ -61,8 +61,13 @@ def test_a_masked_loss_and_its_fix():
   report = check()
   assert (report.verdict, report.fix) == ("weighted", WEIGHT)
   assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
-  report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), in_place=True, skip_empty=True)
+  options = {"in_place": _versions.ADDS_TO_REFERENCES, "skip_empty": True}
+  report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), **options)
   assert report.ok, report
+  params, step = jnp.asarray(W), make_train_step(loss_fn, TX, num_microbatches=3)
+  step.check(params, TX.init(params), BATCH)
+  step(params, TX.init(params), BATCH)
+  assert params.is_deleted()  # a check keeps no view of what is donated
 
 
 def test_arguments_by_name():
