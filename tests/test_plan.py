@@ -191,8 +191,9 @@ def test_a_third_is_enough_for_what_was_recorded(name):
     assert len(found) <= len(rows) // 3
 
 
-def build_mlp(num_microbatches, remat=False, **options):
+def build_mlp(num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"):
   loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
+  options = {"mesh": mesh, "reduce_gradients": reduce_gradients}
   return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, **options)
 
 
