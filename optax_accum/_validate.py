@@ -40,6 +40,15 @@ def difference(
   return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
 
 
+def check_alike(what: str, name: str, got: Any, wanted: Any) -> None:
+  """Checks that a tree that a function returned is like the one it was given."""
+  type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
+  if different := difference(name, got, wanted, "type", type_of):
+    raise ValueError(
+      f"In {what} {different}: return the same structure, shapes and dtypes, e.g. with .astype."
+    )
+
+
 def positive_int(name: str, value: Any) -> int:
   """`value` as an int of at least 1; bools, floats and traced values are errors."""
   if isinstance(value, jax.core.Tracer):

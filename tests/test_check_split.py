@@ -16,6 +16,7 @@ from support import trees, zoo
 from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 
 from optax_accum import check_split, microbatch, microbatch_value_and_grad
+from optax_accum._check_split import runs
 
 FIXED = {x.fixed.fun.__name__: x.fixed for x in ZOO.values() if x.fixed is not None}
 SPECIMENS = pytest.mark.parametrize("name", ZOO)
@@ -210,13 +211,20 @@ def test_the_table():
   agree = "The loss and 4 gradients agree on the given batch and "
   assert str(report_of("mean")).splitlines()[1].startswith(agree)
   assert "grads['b']" in report_of("mean").details()
-  with pytest.warns(DeprecationWarning, match="SplitReport.mend is now SplitReport.fix"):
-    assert report.mend == report.fix
 
 
 def test_what_was_not_looked_at_is_printed():
   assert "not checked: whether the noise of a row depends on" in str(report_of("dropout"))
   assert report_of("mean").not_checked == ()
+
+  def loss(w, x):  # compares what a loop adds the batch to
+    layer = lambda c, _: (c + jnp.mean(x), jnp.maximum(c, 0.5))  # noqa: E731
+    return jnp.mean(jax.lax.scan(layer, jnp.sum(w), None, 3)[1])
+
+  of_rows = lambda w, x: jnp.mean(jnp.maximum(x[:, None] * w[None], 0))  # noqa: E731
+  assert check_split(of_rows, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked == ()
+  (text,) = check_split(loss, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked
+  assert text.startswith("thresholds: ")
 
 
 def test_the_table_folds_what_agrees():
@@ -301,6 +309,29 @@ def test_the_split_that_is_asked_for():
   assert report.where == "as given; microbatches of 3 rows, of 8"
 
 
+def test_a_weight_that_is_the_same_for_fewer_rows():
+  report = check(ZOO["mean"], weight_fn=lambda batch: 1.0)  # right in equal microbatches alone
+  assert (report.verdict, report.fix) == ("weighted", "weight_fn=None")
+
+
+def test_an_aux_that_is_nan_in_microbatches():
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    return jnp.mean(each), jnp.var(each, ddof=1)
+
+  report = check(Specimen(loss, XY, options={"has_aux": True}), microbatch_size=1)
+  assert report.verdict == "unknown"
+  assert "Loss and gradients agree, but aux does not" in report.reason
+
+
+def test_options_that_change_a_value(monkeypatch):
+  doubled = lambda fun, **_: lambda *args: jax.value_and_grad(lambda *x: 2 * fun(*x))(*args)  # noqa: E731
+  monkeypatch.setattr(runs, "microbatch_value_and_grad", doubled)
+  report = check_one_split(ZOO["mean"])
+  assert report.verdict == "unknown"
+  assert "microbatch_value_and_grad with these options does not" in report.reason
+
+
 @pytest.mark.parametrize("rows", [2, 3])
 def test_few_rows(rows):
   batch = {k: x[:rows] for k, x in BATCH.items()}
@@ -320,6 +351,9 @@ def test_rows_on_another_axis():
   assert check_split(loss, *args, **options, microbatch_size=6).ok
   sums = lambda params, x, y: loss(params, x, y) * y.size  # noqa: E731
   assert check_split(sums, *args, **options, microbatch_size=6).verdict == "sum"
+  beside = lambda params, x, y: loss(params, x, y[0])  # noqa: E731
+  report = check_split(beside, *args[:2], args[2][None], batch_axis=1, microbatch_size=6)
+  assert report.verdict == "unsplit"
 
 
 def test_parameters_in_several_arguments_and_further_ones():
@@ -492,6 +526,14 @@ def test_a_mean_over_what_the_loss_says_counts():
   def loss(params, batch):
     each = jnp.maximum(zoo.per_row(params, batch) - 0.5, 0)
     return jnp.sum(each) / jnp.maximum(jnp.sum(each > 0), 1).astype(each.dtype)
+
+  assert check_one_split(Specimen(loss, XY)).verdict == "coupled"
+
+
+def test_shares_that_do_not_add_up_to_one_are_no_weights():
+  def loss(params, batch):
+    each = zoo.per_row(params, batch)
+    return jnp.sum(each) / each.size**0.5
 
   assert check_one_split(Specimen(loss, XY)).verdict == "coupled"
 

@@ -485,6 +485,20 @@ def test_a_loop_of_no_trips_runs_its_condition_only(text):
   assert report.unknown_trip_counts == ()
 
 
+def test_a_condition_that_is_called():
+  called = """
+%less (i: s32[], limit: s32[]) -> pred[] {
+  %i = s32[] parameter(0)
+  %limit = s32[] parameter(1)
+  ROOT %r = pred[] compare(%i, %limit), direction=LT
+}
+%condition ("""
+  text = counting_text(0, "LT", 5, 1).replace("\n%condition (", called)
+  compared = "%test = pred[] compare(%i, %limit), direction=LT"
+  text = text.replace(compared, "%test = pred[] call(%i, %limit), to_apply=%less")
+  assert trips_of(count(text)) == 5
+
+
 COMPARE = {
   "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne
 }  # fmt: skip

@@ -259,11 +259,12 @@ def test_what_a_program_gives_back():
     back = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1].transpose(0, 2, 1)
     swapped = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[0]), (a, b))
     shifted = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[1] + 1.0), (a, a))
-    in_loops = *looped, *swapped, *shifted
+    repeated = jax.lax.scan(lambda s, _: (s, c), 0.0, None, 3)[1]
+    in_loops = *looped, *swapped, *shifted, repeated
     return kept, stacked, *given, *either, *in_loops, 1.0, turned, back, d.T, d.T.T
 
   jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))).jaxpr
-  in_loops = [0, None, None, None, None, None]
+  in_loops = [0, None, None, None, None, None, None]
   assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, *in_loops, None, None, 3, None, 3]
 
 

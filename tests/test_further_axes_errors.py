@@ -51,7 +51,7 @@ def test_axes_that_rows_cannot_be_over():
   refused(first, spec=P(("fsdp", "replica")), num_microbatches=4)
   match = (
     r"rows sharded over \('replica', 'fsdp'\), and further axes than data_axis='replica' must be"
-    r" automatic: .*AxisType.Auto.*or name them in data_axis.*rows over data_axis alone.*reshard"
+    r" automatic: .*AxisType.Auto.*or name it in data_axis.*rows over data_axis alone.*reshard"
   )
   refused(match, kind=EXPLICIT, num_microbatches=4)
 

@@ -353,9 +353,20 @@ def test_which_parameters_are_kept_apart():
 
     return jnp.sum(jax.lax.scan(outer, jnp.ones((2, 3)), None, 2)[0] * b)
 
-  for fun, expected in ((cond, set()), (beside_a_barrier, {0, 1}), (scan_in_a_scan, {0})):
+  def of_another_kind(a, b):  # such as a map over a mesh, whose derivative is not looked into
+    return jnp.sum(jax.shard_map(jnp.sin, mesh=make_mesh(1), in_specs=P(), out_specs=P())(a) * b)
+
+  for fun, expected in (
+    (cond, set()),
+    (beside_a_barrier, {0, 1}),
+    (scan_in_a_scan, {0}),
+    (of_another_kind, {0}),
+  ):
     jaxpr = jax.vjp(fun, x, x)[1].jaxpr
     assert in_place_module.kept_apart(jaxpr, [x, x]) == expected, fun
+  none = x[:0]  # of whose reference a scan would slice a row
+  jaxpr = jax.vjp(lambda a, b: jnp.sum(a) + jnp.sum(b), x, none)[1].jaxpr
+  assert in_place_module.kept_apart(jaxpr, [x, none]) == {1}
 
 
 def test_a_loss_narrower_than_parameters_where_nothing_is_weighed():

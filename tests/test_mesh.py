@@ -524,9 +524,14 @@ def test_rows_weigh_the_same_over_devices_and_microbatches(check_vma, options, r
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_max_and_min_over_devices(check_vma):
+  def fun(x):
+    scale = jnp.max(x).astype(jnp.float8_e8m0fnu)  # which has no zero
+    bools = {"all": jnp.all(x > 0), "any": jnp.any(x > 8)}
+    return {"max": jnp.max(x), "min": jnp.min(x), "scale": scale, **bools}
+
   run = microbatch(
-    lambda x: {"max": jnp.max(x), "min": jnp.min(x), "all": jnp.all(x > 0), "any": jnp.any(x > 8)},
-    reduction={"max": "max", "min": "min", "all": "min", "any": "max"},
+    fun,
+    reduction={"max": "max", "min": "min", "scale": "max", "all": "min", "any": "max"},
     num_microbatches=2,
     axis_name="data",
   )
@@ -540,7 +545,7 @@ def test_max_and_min_over_devices(check_vma):
   x = np.full(32, 3, np.float32)
   x[[9, 22]] = -1, 9  # on devices 2 and 5, whose extremes no other device has
   out = jax.jit(mapped)(x)
-  assert (float(out["max"]), float(out["min"])) == (9, -1)
+  assert (float(out["max"]), float(out["min"]), float(out["scale"])) == (9, -1, 8)
   assert (bool(out["all"]), bool(out["any"])) == (False, True)
 
 

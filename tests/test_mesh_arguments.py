@@ -204,6 +204,18 @@ def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
   trees.assert_close(jax.device_get(actual), jax.device_get(step(*args)), 1e-6)
 
 
+def test_an_automatic_axis_beside_an_explicit_one_is_left_to_the_compiler():
+  """Under an outer jit no type says how parameters are sharded over it."""
+  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(EXPLICIT, AUTO))
+  tx = relaxed(optax.sgd(0.1, momentum=0.9))
+  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
+  params = devices.put(init_params(), mesh, {"w": P(None, "model"), "b": P()})
+  specs = jax.tree.map(lambda x: P("data", "model") if x.ndim == 2 else P(), tx.init(params))
+  args = params, devices.put(tx.init(params), mesh, specs), make_batch()
+  compiled = jax.jit(lambda *args: step(*args)).lower(*args).compile()
+  assert compiled.output_shardings[0]["w"].is_equivalent_to(params["w"].sharding, 2)
+
+
 @pytest.mark.parametrize("tx", ["adam", "chain", "accumulate"])
 def test_a_state_that_is_sharded_where_its_parameters_are_not(tx):
   tx = {

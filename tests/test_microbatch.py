@@ -419,9 +419,8 @@ def test_keys_alone_by_name_and_in_arrays(make_key):
     return jax.random.uniform(key), jax.vmap(jax.random.uniform)(keys)
 
   key, keys = make_key(0), jax.random.split(make_key(1), 3)
-  run = optax_accum.microbatch(
-    draw, reduction="stack", num_microbatches=2, rng_argnames=("key", "keys")
-  )
+  names = ("key", "keys", "key")  # one of them twice
+  run = optax_accum.microbatch(draw, reduction="stack", num_microbatches=2, rng_argnames=names)
   one, three = jax.jit(run)(np.arange(4, dtype=np.float32), key=key, keys=keys)
 
   @jax.jit
@@ -455,20 +454,21 @@ def with_statistics(params, batch, stats, momentum=0.9):
   return jnp.mean(params * (batch - mean) ** 2), (new, {"seen": stats["mean"]})
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_carry_is_threaded(n):
+@pytest.mark.parametrize("size", [6, 2, 4])
+def test_carry_is_threaded(size):
   params, batch = jnp.asarray(1.5), np.arange(6, dtype=np.float32)
+  parts = {6: [batch], 2: [batch[i::3] for i in range(3)], 4: [batch[:4], batch[4:]]}[size]
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
   cycle = optax_accum.microbatch_value_and_grad(
-    with_statistics, has_aux=True, num_microbatches=n, carry_argnum=2, aux_reduction="stack"
+    with_statistics, has_aux=True, microbatch_size=size, carry_argnum=2, aux_reduction="stack"
   )
   (_, (new, aux)), _ = jax.jit(cycle)(params, batch, stats)
   carry, seen = stats, []
-  for i in range(n):
+  for part in parts:
     seen.append(carry["mean"])
-    _, (carry, _) = jax.jit(with_statistics)(params, batch[i::n], carry)
+    _, (carry, _) = jax.jit(with_statistics)(params, part, carry)
   chex.assert_trees_all_close((new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6)
-  assert int(new["steps"]) == n
+  assert int(new["steps"]) == len(parts)
 
 
 def test_n_updates_with_momentum_m_weigh_as_one_with_m_to_the_n():

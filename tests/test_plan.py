@@ -194,9 +194,10 @@ def test_a_third_is_enough_for_what_was_recorded(name):
     assert len(found) <= len(rows) // 3
 
 
-def build_mlp(num_microbatches, remat=False, mesh=None):
+def build_mlp(num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"):
   loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
-  return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, mesh=mesh)
+  options = {"mesh": mesh, "reduce_gradients": reduce_gradients}
+  return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, **options)
 
 
 def mlp_args(width=64, rows=ROWS * 8):
@@ -292,14 +293,16 @@ def test_columns_that_a_page_has_no_room_for_are_left_out_from_the_right():
   assert head_of(words) == [*kept, "policy", "peak_bytes", "temp_bytes", "matrix FLOPs"]
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
+@pytest.mark.parametrize(
+  ("kind", "reduce_gradients"), [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")]
+)
+def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
   mesh = make_mesh(8, kind=kind)
   params, state, _ = mlp_args()
   batch = shape(32, 256, 64)
   args = (*devices.abstract((params, state), mesh), devices.abstract(batch, mesh, jax.P("data")))
-  build_step = compiled_once(functools.partial(build_mlp, mesh=mesh), args)
-  plan = functools.partial(plan_microbatches, build_step, args, batch_size=32)
+  build_step = functools.partial(build_mlp, mesh=mesh, reduce_gradients=reduce_gradients)
+  plan = functools.partial(plan_microbatches, compiled_once(build_step, args), args, batch_size=32)
   whole = plan(memory_limit="1GiB")
   assert (whole.num_microbatches, whole.microbatch_size) == (1, 32)
   assert whole.candidates[0].collectives >= 1
@@ -308,6 +311,10 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
   split = plan(memory_limit=least.peak_bytes)
   assert split.num_microbatches in (2, 4)
   assert split.microbatch_size * split.num_microbatches == 32
+  gradients = sum(4 * x.size for x in jax.tree.leaves(params))
+  for c in split.candidates:
+    times = 1 if reduce_gradients == "per_cycle" else c.num_microbatches
+    assert times * gradients <= c.collective_bytes < times * gradients + 1024
 
 
 def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
@@ -654,6 +661,7 @@ def test_where_the_work_differs_by_less_than_a_hundredth_the_larger_microbatch_i
   small = [(1, 100_000, True), (2, 100_000, True)]
   assert choice_of(small, [(1, 101_000, True), (8, 101_000, True)]) == (1, 8)
   assert choice_of(small, [(1, 101_001, True), (8, 101_001, True)]) == (0, 2)
+  assert choice_of(small, [(8, 101_000, True)], [(16, 1, False)]) == (1, 8)
   assert choice_of(small, small) == (0, 2)
 
 
@@ -773,12 +781,15 @@ def test_a_size_that_is_a_choice_is_the_users():
 
 def test_the_whole_batch_may_fit_where_half_of_it_does_not():
   """It has no accumulators, which here take 1000 bytes, and no copy of a microbatch's rows."""
-  asked, row = [], 4
+  asked = []
 
   def temp(n):
-    return 16 * row if n == 1 else 1000 + row * (16 // n)
+    return 16 * (row - 4) if n == 1 else 1000 + row * (16 // n)
 
   plan = functools.partial(plan_microbatches, written_down(temp, asked), (shape(16),))
+  row = 4
+  assert plan(batch_size=16, memory_limit=FIXED + 1000).num_microbatches == 1
+  row = 64  # which would not fit with the copies
   assert plan(batch_size=16, memory_limit=FIXED + 1000).num_microbatches == 1
   asked.clear()
   row = 100  # and more than that in activations: it is not compiled

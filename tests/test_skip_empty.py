@@ -183,21 +183,34 @@ def test_beside_an_axis_of_tensor_parallelism(kind):
 
 def test_a_loss_that_sends_something_is_run_by_all_or_none():
   def synchronized(params, batch):
-    everywhere = lax.pmean(jnp.sum(jnp.where(batch["mask"] > 0, batch["y"], 0)), "data")
-    return loss_fn(params, batch) + 0 * everywhere
+    everywhere = jax.checkpoint(lambda x: lax.pmean(x, "data"))  # a function within
+    return loss_fn(params, batch) + 0 * everywhere(jnp.sum(batch["mask"]))
 
   mesh, tx, counted = make_mesh(4), optax.sgd(0.1), [0, 2, 4, 5, 15]
   params, batch = init_params(np.float32), make_batch(16, counted, np.float32)
+
+  def numbered(params, batch):  # which sends nothing
+    return loss_fn(params, batch) + 0 * lax.axis_index("data").astype(jnp.float32)
+
+  def mapped(fun):
+    split = microbatch_value_and_grad(fun, num_microbatches=2, skip_empty=True, **COUNT)
+
+    @jax.shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
+    def on_device(params, batch):
+      out = split(lax.pcast(params, "data", to="varying"), batch)
+      return jax.tree.map(lambda x: x[None], out)
+
+    return jax.eval_shape(on_device, params, batch)
+
+  mapped(numbered)
+  with pytest.raises(ValueError, match=r"sends something to other devices, .*: give axis_name"):
+    mapped(synchronized)
   step = make_train_step(
     synchronized, tx, num_microbatches=2, skip_empty=True, mesh=mesh, donate=False, **COUNT
   )
   np.testing.assert_allclose(
     step(params, tx.init(params), batch)[2]["loss"], whole(params, batch)[0], rtol=1e-5
   )
-  split = microbatch_value_and_grad(synchronized, num_microbatches=2, skip_empty=True, **COUNT)
-  mapped = jax.shard_map(split, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
-  with pytest.raises(ValueError, match=r"sends something to other devices, .*: give axis_name"):
-    mapped(params, batch)
 
 
 def test_a_mesh_within_the_loss_is_of_no_concern():

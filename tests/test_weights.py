@@ -111,6 +111,9 @@ def test_traced_weights_in_range_are_as_known_ones():
   for weights in ([1e-30, 3e-30], [4e29, 2e29], [0.0, 3.0], [2e-38, 1.0]):
     moved = jitted_step_of("update")(np.array(weights, np.float32))
     np.testing.assert_allclose(moved, -mean_of(weights), rtol=1e-5)
+  # Another is not infinite in units of the first.
+  cycle = loss_of(lambda batch: jnp.where(batch[0] == 1, 1e-20, 1e20))
+  np.testing.assert_allclose(jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6)
 
 
 def test_no_nan_is_made_where_none_is_asked_for():

@@ -174,13 +174,6 @@ def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   return lax.psum(number, axis_name).astype(x.dtype)
 
 
-def of_each(x: jax.Array, axis_name: AxisName) -> jax.Array:
-  """What each device holds, in the order of the mesh on a new first axis; the same on all."""
-  devices = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32)
-  own = devices == lax.axis_index(axis_name)
-  return jax.vmap(lambda chosen: of_one(x, axis_name, chosen))(own)
-
-
 def sum_scattered(
   held: jax.Array,
   axis_name: Sequence[str],

@@ -1,4 +1,4 @@
-"""Trees of reductions, by their names or the user's functions: for each output, or a node's."""
+"""Trees of reductions, from names and functions: one for each output, or for all below a node."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
@@ -47,22 +47,23 @@ def named(
       )
     return Concat(concat_axis or 0)
 
-  if tree is None:
-    return default
-  return jax.tree_util.tree_map_with_path(find, tree, is_leaf=callable)
+  return default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:
-  """A reduction for every leaf of `like`, which messages call `of`, from a prefix tree of them."""
+  """Those of the leaves of `like` (messages: `of`), from a prefix tree; a `Merge` has its node."""
   try:
-    jax.tree.broadcast(reductions, like)
+    jax.tree.broadcast(reductions, like)  # raises if it is no prefix tree
   except ValueError as error:
     why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
       f"{option}={reductions!r} is not a prefix tree of the {of}: give one name for all, or a tree"
       f" with a name for each {of[:-1]}, or for all below a node of it. {why}"
     ) from None
-  # A function takes what is below its node together.
-  whole = lambda r, tree: isinstance(r, Merge) and jax.tree.leaves(tree)  # noqa: E731
-  each = lambda r, tree: r if whole(r, tree) else jax.tree.map(lambda _: r, tree)  # noqa: E731
+
+  def each(reduction: Tree, below: Tree) -> Tree:
+    if isinstance(reduction, Merge) and jax.tree.leaves(below):
+      return reduction
+    return jax.tree.map(lambda _: reduction, below)
+
   return jax.tree.map(each, reductions, like)

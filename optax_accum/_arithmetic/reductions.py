@@ -64,7 +64,7 @@ class Reduction:
     return held
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
-    """The reduced value, as those `like` it; `weight` is the total over devices."""
+    """The reduced value, in the dtype of `like`; `weight` is the total over devices."""
     return held
 
   def only(self, value: jax.Array) -> jax.Array:
@@ -83,7 +83,9 @@ class Sum(Reduction):
 
   name = "sum"
   over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
-  each: Callable[[jax.Array], jax.Array] | None = None  # reduces a microbatch's term over devices
+  reduce_term: Callable[[jax.Array], jax.Array] | None = (
+    None  # reduces a microbatch's term over devices
+  )
   wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
@@ -92,9 +94,9 @@ class Sum(Reduction):
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     dtype = dtypes.accumulator_dtype(leaf.dtype, None if self.wide else dtype)
     zeros = across_devices.full_like(leaf, 0, dtype)
-    if self.each is None:
+    if self.reduce_term is None:
       return zeros
-    reduced = jax.make_jaxpr(self.each, return_shape=True)(zeros)
+    reduced = jax.make_jaxpr(self.reduce_term, return_shape=True)(zeros)
     return across_devices.full_like(across_devices.types(reduced), 0)
 
   def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
@@ -103,13 +105,13 @@ class Sum(Reduction):
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
     term = self.term(value, weight, held.dtype)
-    if self.each is None:
+    if self.reduce_term is None:
       # XLA for GPU keeps a second gradient where the term is selected and not the sum.
       total = held + term
       return weighted_mean.select(weighted_mean.counts(weight), total, held)
     term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
     # Without the barrier XLA for TPU adds up full values and reduces after the loop.
-    return held + lax.optimization_barrier(self.each(term))
+    return held + lax.optimization_barrier(self.reduce_term(term))
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
     return held.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else held
@@ -124,8 +126,8 @@ class Sum(Reduction):
 
   def in_loop(self, axis_name: AxisName) -> "Sum":
     """The same, but devices are reduced over in every microbatch."""
-    each = lambda term: self.over_devices(term, axis_name, True)  # noqa: E731
-    return dataclasses.replace(self, over_devices=lambda held, *_: held, each=each)
+    reduced = lambda term: self.over_devices(term, axis_name, True)  # noqa: E731
+    return dataclasses.replace(self, over_devices=lambda held, *_: held, reduce_term=reduced)
 
 
 class Mean(Sum):
@@ -238,33 +240,35 @@ class Merge(Reduction):
   def check(self, name: str, leaf: Tree, rows: int, dtype: DTypeLike | None) -> None:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaf)
     try:
-      merged = jax.eval_shape(self.fun, like, like)
+      merged = jax.eval_shape(self._of_both, like, like)
     except Exception as error:
       error.add_note(f"{name} is reduced by {self.name}(a, b), which was given two of {like}.")
       raise
-    type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
-    if different := _validate.difference(name, merged, like, "type", type_of):
-      raise ValueError(
-        f"In what {self.name}(a, b) returned {different}: it must return the same structure, shapes"
-        " and dtypes as each of a and b has."
-      )
+    _validate.check_alike(f"what {self.name}(a, b) returned", name, merged, like)
 
   def start(self, leaf: Tree, dtype: DTypeLike | None) -> Held:
     zeros = jax.tree.map(lambda x: across_devices.full_like(x, 0), leaf)
     return zeros, across_devices.vary_like(jnp.asarray(False), jax.tree.leaves(zeros)[0])
 
   def add(self, held: Held, value: Tree, weight: Weight) -> Held:
-    value = jax.tree.map(_undifferentiated, value)
+    value = jax.tree.map(_refusing_derivatives, value)
     return self._of_two(held, (value, weighted_mean.counts(weight)))
+
+  def _of_both(self, a: Tree, b: Tree) -> Tree:
+    """One value of two. The function gets containers of its own, which it may change."""
+    return self.fun(*jax.tree.map(lambda x: x, (a, b)))
 
   def _of_two(self, first: Held, second: Held) -> Held:
     """What is held of two, of which there may be none yet."""
     (a, has_a), (b, has_b) = first, second
-    both = jax.tree.map(functools.partial(jnp.where, has_a), self.fun(a, b), b)
+    both = jax.tree.map(functools.partial(jnp.where, has_a), self._of_both(a, b), b)
     return jax.tree.map(functools.partial(weighted_mean.select, has_b), both, a), has_a | has_b
 
   def _of_devices(self, held: Held, axis_name: AxisName, counted: object) -> Held:
-    each = jax.tree.map(lambda x: across_devices.of_each(x, axis_name), held)
+    # What all devices hold, on a new first axis, in the order of the mesh.
+    own = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32) == lax.axis_index(axis_name)
+    of_one = lambda x: jax.vmap(lambda i: across_devices.of_one(x, axis_name, i))(own)  # noqa: E731
+    each = jax.tree.map(of_one, held)
     first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
     return lax.scan(lambda held, other: (self._of_two(held, other), None), first, others)[0]
 
@@ -272,10 +276,10 @@ class Merge(Reduction):
     return held[0]
 
 
-_undifferentiated = jax.custom_jvp(lambda x: x)  # of what a function of the user reduces
+_refusing_derivatives = jax.custom_jvp(lambda x: x)  # of what a function of the user reduces
 
 
-@functools.partial(_undifferentiated.defjvp, symbolic_zeros=True)
+@functools.partial(_refusing_derivatives.defjvp, symbolic_zeros=True)
 def _refused(primals: Any, tangents: Any) -> Any:
   if not isinstance(tangents[0], SymbolicZero):
     raise NotImplementedError(

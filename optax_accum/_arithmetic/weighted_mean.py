@@ -146,6 +146,5 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight if weight else 0.0)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
-  # jax_debug_nans stops at a constant.
-  inverse = inverse * jnp.sqrt(jnp.where(usable(weight), one, -one))
+  inverse = jnp.where(usable(weight), inverse, jnp.nan)
   return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)

@@ -1,27 +1,40 @@
-"""`check_split`: whether a loss can be split into microbatches, and if not, why."""
+"""`check_split`, and `step.check`: whether a loss can be split, and if not, why."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import inspect
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Kwargs, Tree
+from optax_accum._arithmetic.dtypes import is_key
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
 from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, Runs
-from optax_accum._microbatches import cut, options, parameters
-from optax_accum._microbatches.options import Slot, Split
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._microbatches import cut, parameters
+from optax_accum._microbatches.loss import LocalLoss
+from optax_accum._microbatches.options import (
+  find_slots,
+  name_of,
+  names_or_positions,
+  OTHER_NAMES,
+  Slot,
+  Split,
+)
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
-DRAWING = ("rng", "carry")
-OPTIONS = inspect.signature(microbatch_value_and_grad)
-_OTHER_NAMES = options.OTHER_NAMES | dict.fromkeys(
+DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
+_ROWS = 4  # of a step at a time: more take longer, and seldom tell more
+_SIGNATURE = inspect.signature(microbatch_value_and_grad)
+_OTHER_NAMES = OTHER_NAMES | dict.fromkeys(
   ("mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"),
   "The check runs the loss on one device: leave it out, or have a step check its own loss,"
   " step.check(params, opt_state, batch).",
@@ -68,35 +81,37 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   Raises:
     ValueError: The batch has no arrays or one row, or nothing is split.
     TypeError: There is no such option, or arguments are traced, abstract or not differentiable.
-    Exception: What the loss raises on all rows, or on any part of them, with a note that says so.
+    Exception: What the loss raises on all rows, or on each smaller number, with a note. A loss that
+      runs on some numbers of rows only is "coupled".
 
   Calls:
-    It compares loss, gradients and aux, in float32 (float64 with x64), also on batches with changed
-    masks, labels and floats, as a mean over a mask of ones is the plain mean. Options in a fix have
-    been tried, except for "unsplit". Differences up to 1e-4 of a leaf's largest number, or 1e-6 of
-    the largest leaf's (1e-9 and 1e-11 in float64), pass for rounding. The carry is not compared,
+    It compares loss, gradients and aux of all rows with those of the microbatches, in float32
+    (float64 with x64), also with changed parameters, masks, labels and floats: a mask of ones hides
+    that a loss divides by its sum. Options in a fix have been tried, except for "unsplit".
+    Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's (1e-9 and 1e-11
+    in float64), pass for rounding. The carry is not compared,
     nor an aux under "stack", "last" or a function, nor what ``not_checked`` and "When something is
     wrong" list.
   """
-  check_concrete(loss_fn, enumerate(args))
+  _check_concrete(loss_fn, enumerate(args))
   try:
-    runs = runs_of(loss_fn, args, {}, options)
+    runs = _runs_of(loss_fn, args, {}, options)
   except TypeError as error:
-    unknown = options.keys() - OPTIONS.parameters.keys()
+    unknown = options.keys() - _SIGNATURE.parameters.keys()
     if not unknown or unknown & inspect.signature(loss_fn).parameters.keys():
       error.add_note("What the loss takes comes by position: check_split(loss_fn, params, batch).")
     raise
-  return report_of(runs)
+  return _report_of(runs)
 
 
-def runs_of(
+def _runs_of(
   loss_fn: LossFn, args: Args, kwargs: Kwargs, given: Kwargs, drawing: Sequence[str] = DRAWING
 ) -> Runs:
   """What is to run. For keys in arguments of the roles `drawing`, every draw is the same number."""
   asked = _asked(loss_fn, given)
   split = Split.of({**asked, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
-  wanted = options.names_or_positions("argnums", asked["argnums"], int)
-  argnums = [int(i) for i in options.find_slots("argnums", wanted, loss_fn, args, {})]
+  wanted = names_or_positions("argnums", asked["argnums"], int)
+  argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
   roles = split.roles(loss_fn, args, kwargs, argnums)
   for i in argnums:
     parameters.check_differentiable(f"argument {i}", args[i])
@@ -106,7 +121,7 @@ def runs_of(
   call = Call.of(loss_fn, args, kwargs, roles)
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
-  sizes = sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows)
+  sizes = _sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows)
   return Runs(loss_fn, call, asked, sizes, rows)
 
 
@@ -115,17 +130,17 @@ def _asked(loss_fn: LossFn, given: Kwargs) -> Kwargs:
   plain = inspect.unwrap(microbatch_value_and_grad)
   if why := _validate.hint_on(plain, (loss_fn,), given, _OTHER_NAMES):
     raise TypeError(f"check_split: {why}")
-  bound = OPTIONS.bind(loss_fn, **given)
+  bound = _SIGNATURE.bind(loss_fn, **given)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
     raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
   return {**bound.arguments, "accumulator_dtype": None}
 
 
-def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
+def _check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
   for slot, tree in given:
-    argument = options.name_of(loss_fn, slot).replace("...", f"argument {slot}")
+    argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
     for name, leaf in _validate.named_leaves(argument, tree):
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
@@ -134,7 +149,7 @@ def check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
     raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
 
 
-def sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
+def _sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
@@ -155,7 +170,7 @@ def _exactly() -> Iterator[None]:
 
 
 @_exactly()
-def report_of(runs: Runs) -> SplitReport:
+def _report_of(runs: Runs) -> SplitReport:
   """What the runs tell."""
   if finding := diagnose.refused(runs):
     return SplitReport(*finding[:3])
@@ -192,3 +207,70 @@ def report_of(runs: Runs) -> SplitReport:
     if differ(leaves):
       finding = diagnose.Finding("unknown", words.AS_CALLED, words.PLAIN)
   return report(*finding[:3], where, tuple(leaves), ran, left_out)
+
+
+def check_step(
+  loss: LocalLoss,
+  parallel: DataParallel | None,
+  args: Args,
+  kwargs: Kwargs,
+  drawing: Sequence[str] = DRAWING,
+  fixes: Mapping[str, str] | None = None,
+) -> SplitReport:
+  """`step.check`: the report on such a call of the loss that a step has on one of its devices.
+
+  `drawing` is as in `runs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
+  what to write instead, where the loss is not called as `check_split` says.
+  """
+  _check_concrete(loss.fun, [*enumerate(args), *kwargs.items()])
+  args, kwargs = jax.tree.map(_on_host, (args, kwargs))
+  split = loss.split
+  options = {k: getattr(split, k) for k in _SIGNATURE.parameters if hasattr(split, k)}
+  options |= {**loss.asked, "has_aux": loss.has_aux}
+  options |= dict.fromkeys(("num_microbatches", "microbatch_size", "axis_name"))
+  several = parallel is not None or split.axis_name is not None
+  with _one_device(parallel.mesh if parallel else None):
+    runs = _runs_of(loss.fun, args, kwargs, options, drawing)
+    if split.num_microbatches == 1 and not several:  # what splits is within the loss
+      report = _report_of(runs.resized([runs.rows], runs.rows))
+    else:
+      report = _on_few_rows(runs, split, parallel)
+  notes = (*report.not_checked, words.ONE_DEVICE) if several else report.not_checked
+  fix, other = report.fix, (fixes or {}).get(report.verdict)
+  if other:
+    fix = fix.replace(words.BATCH_NORM, other) if report.verdict == "coupled" else other
+  return dataclasses.replace(report, fix=fix, not_checked=notes)
+
+
+def _on_few_rows(runs: Runs, split: Split, parallel: DataParallel | None) -> SplitReport:
+  """The report on few rows, or on all where those tell nothing."""
+  local = parallel.local_split(split, runs.rows) if parallel else split
+  each = runs.rows // (parallel.devices if parallel else 1)
+  own = cut.microbatch_rows(each, local.num_microbatches, local.microbatch_size)
+  some = min(runs.rows, _ROWS)
+  # Equal parts, unless the step may have a smaller one: each size is a program to compile.
+  sizes = _sizes_of(None, None, some)[: 1 + (split.microbatch_size is not None)]
+  with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
+    report = _report_of(runs.resized(sizes, some))
+    if report.leaves:
+      note = (words.SOME_ROWS.format(some=some, rows=runs.rows),) * (some < runs.rows)
+      return dataclasses.replace(report, not_checked=report.not_checked + note)
+  return _report_of(runs.resized([own] if own < runs.rows else runs.sizes, runs.rows))
+
+
+def _on_host(x: Leaf) -> Leaf:
+  if not isinstance(x, jax.Array):
+    return x
+  if is_key(x):
+    data = jnp.asarray(np.asarray(jax.random.key_data(x)))
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  return np.asarray(jnp.copy(x))  # of `x` itself NumPy would have a view, and it be donated no more
+
+
+def _one_device(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
+  """A mesh of one device with these axes, which constraints in the loss may name."""
+  mesh = mesh or jax.sharding.get_mesh()
+  if mesh.empty:
+    return contextlib.nullcontext()
+  device = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
+  return jax.set_mesh(Mesh(device, mesh.axis_names, axis_types=mesh.axis_types))

@@ -162,7 +162,7 @@ def _shared_noise(runs: Runs) -> Finding | None:
 
 
 def _weighted(runs: Runs) -> Finding | None:
-  """Whether it is a sum, a mean over something that can be counted, or over something."""
+  """Whether it is a sum, a mean over something that can be counted, or over something unknown."""
   how = runs.how(reduction="sum", weight=ROWS)
   if runs.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)

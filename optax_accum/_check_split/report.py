@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import dataclasses
 import textwrap
 from typing import Literal, NamedTuple, TypeAlias
-import warnings
 
 Verdict: TypeAlias = Literal[
   "ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit", "unknown"
@@ -64,12 +63,6 @@ class SplitReport:
   def ok(self) -> bool:
     """Whether all comparisons of the microbatches with the whole batch agree."""
     return self.verdict == "ok"
-
-  @property
-  def mend(self) -> str:
-    """The former name of `fix`, which the next release drops."""
-    warnings.warn("SplitReport.mend is now SplitReport.fix.", DeprecationWarning, stacklevel=2)
-    return self.fix
 
   def __str__(self) -> str:
     differ = [leaf for leaf in self.leaves if not leaf.agrees]

@@ -94,7 +94,7 @@ class How(NamedTuple):
       return np.zeros_like(leaves[0])
     if word == "mean":
       return np.tensordot(weights, stack, 1) / np.sum(weights)
-    return stack[-1] if _is_open(word) else getattr(stack, str(word))(0)
+    return stack[-1] if _is_not_compared(word) else getattr(stack, str(word))(0)
 
 
 class Runs:
@@ -106,7 +106,7 @@ class Runs:
 
   def __init__(self, fun: LossFn, batch: Call, options: Kwargs, sizes: Sequence[int], rows: int):
     self.batch, self.options, self.sizes, self.rows = batch, options, sizes, rows
-    self.some = functools.partial(Runs, fun, batch, options)  # the same of other sizes
+    self.resized = functools.partial(Runs, fun, batch, options)  # the same of other sizes
     # Other rows, in the programs of the first, refute what is a weight by chance.
     starts = np.unique(np.linspace(0, batch.rows - rows, 8).astype(int))
     some = [batch.take(np.arange(i, i + rows), f"rows from {i} on") for i in starts]
@@ -131,7 +131,8 @@ class Runs:
       count = self._compiled(weigh)
       self._weight = lambda call: float(count(call.values))
     split = {**options, **by_slot, **options_of("rng", batch.roles.rng)}
-    split |= {"microbatch_size": sizes[0], "fun": with_aux, "has_aux": True}
+    axes = tuple(batch.roles.batch[slot] for slots in by_slot.values() for slot in slots)
+    split |= {"batch_axis": axes, "microbatch_size": sizes[0], "fun": with_aux, "has_aux": True}
     split |= dict.fromkeys(("num_microbatches", "carry_argnum", "carry_reduction"))
     # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
     split["aux_reduction"] = options["aux_reduction"] or "mean"
@@ -183,7 +184,8 @@ class Runs:
   def cuts(self) -> list[list[np.ndarray]]:
     """The rows of the microbatches of each split, as `microbatch_value_and_grad` cuts them.
 
-    Without a smaller one also neighbors, in the same program, which breaks pairs by halves.
+    Without a smaller one, also parts of neighbors, in the same program: pairs of a first and a
+    second half (chosen, rejected) are together in the others.
     """
     cuts, size = [_cut(self.rows, size) for size in self.sizes], self.sizes[0]
     if len(cuts) == 1 and size < self.rows and self.rows % size == 0:
@@ -240,7 +242,7 @@ class Runs:
     return [
       LeafComparison(name, _largest(x), _difference(x, y), allowed)
       for name, word, x, y, allowed in each
-      if name[:3] != "aux" or not _is_open(word)
+      if name[:3] != "aux" or not _is_not_compared(word)
     ]
 
   def agree(self, how: How) -> bool:
@@ -277,8 +279,8 @@ class Runs:
     return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
 
 
-def _is_open(word: Word) -> bool:
-  """Whether what a reduction gives need not be that of all rows, so that it is not compared."""
+def _is_not_compared(word: Word) -> bool:
+  """Whether this reduction may give what all rows do not."""
   return callable(word) or word in ("stack", "last")
 
 

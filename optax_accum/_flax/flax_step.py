@@ -55,7 +55,7 @@ class StepOptions(TypedDict, total=False):
 class FlaxStep(Step):
   """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
 
-  beside = 2  # the count and the metrics
+  further_results = 2  # the count and the metrics
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
   params_name: ClassVar[str]  # of the parameters, in messages

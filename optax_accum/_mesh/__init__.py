@@ -11,6 +11,4 @@
    is told, so that no more is sent than the shards.
 5. `PlacedLoss.stepped` cuts the parameters as the gradients are, outside of the map. The optimizer
    runs on these parts, and the new parameters are gathered: all comes out as it came in.
-
-A `PartitionSpec` is kept `over` some axes of the mesh: those of the data, or those of one kind.
 """

@@ -172,11 +172,12 @@ class DataParallel:
         f"{what}: shard them over data_axis={_shown(self.axes)} first, and then over further axes,"
         " or not at all."
       )
-    if set(names).difference(self.axes).intersection(self._of_kind(AxisType.Explicit)):
+    if explicit := set(names).difference(self.axes).intersection(self._of_kind(AxisType.Explicit)):
       raise ValueError(
         f"{what}, and further axes than data_axis={_shown(self.axes)} must be automatic: make the"
-        " mesh with jax.sharding.AxisType.Auto for them, or name them in data_axis. Or shard rows"
-        " over data_axis alone, and let the loss jax.reshard its rows, and parameters where used."
+        f" mesh with jax.sharding.AxisType.Auto for {_shown(tuple(explicit))}, or name it in"
+        " data_axis. Or shard rows over data_axis alone, and let the loss jax.reshard its rows, and"
+        " parameters where used."
       )
 
   def _check_divides(self, names: tuple[str, ...], rows: int, split: Split) -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.reductions import Concat, Sum
+from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import place, place_state, sharding_of
@@ -145,8 +145,11 @@ class PlacedLoss(NamedTuple):
       return across_devices.sharded_like(g, x) if to is None else self.parallel.move(g, to)
 
     grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
-    aux, back = out.outputs.aux, lambda r, x: jnp.moveaxis(x, 0, r.axis) if r.axis else x
-    aux = jax.tree.map(back, jax.tree.broadcast(kinds, aux), aux)
+
+    def to_axis(kind: Reduction, x: Leaf) -> Leaf:  # `_on_each_device` has the rows first
+      return jnp.moveaxis(x, 0, kind.axis) if kind.axis else x
+
+    aux = jax.tree.map(to_axis, jax.tree.broadcast(kinds, out.outputs.aux), out.outputs.aux)
     return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
 
   def _on_each_device(

@@ -70,10 +70,5 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
 
 def check(old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
-  type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
   for before, after in zip(old, new, strict=True):
-    if different := _validate.difference("carry", after, before, "type", type_of):
-      raise ValueError(
-        f"In the new_carry that the function returned {different}: return the same structure,"
-        " shapes and dtypes, e.g. with .astype."
-      )
+    _validate.check_alike("the new_carry that the function returned", "carry", after, before)

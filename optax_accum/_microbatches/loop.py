@@ -160,16 +160,15 @@ class _Loop:
     """`fun` of each reduction, and of the values that are its output's."""
     return jax.tree.map(fun, self.reductions, *values)
 
-  def _values(self, outputs: Tree) -> Leaves:
-    return _values(self.structures, outputs)
-
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
     like, split = self.like[0], self.call.split
     unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
     return _Held(
       self.start,
-      self._each(lambda r, x: r.start(x, split.accumulator_dtype), self._values(like.outputs)),
+      self._each(
+        lambda r, x: r.start(x, split.accumulator_dtype), _values(self.structures, like.outputs)
+      ),
       None if like.weight is None else WeightSum(*_zeros((like.weight, like.weight))),
       None if like.weight is None else across_devices.full_like(like.weight, unit),
       _zeros(like.skipped),
@@ -183,7 +182,7 @@ class _Loop:
       carry=hoisting.unhoisted(held.carry, gathered),
     )
     new = self.run(index, held.carry, take, rows, held.unit)
-    outputs = self._values(new.outputs)
+    outputs = _values(self.structures, new.outputs)
     with jax.named_scope("accumulate"):
       weights = held.weights and held.weights.add(new.weight)
       weight: Weight = rows / self.call.size  # in full microbatches, if known
@@ -203,13 +202,14 @@ class _Loop:
     self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
   ) -> tuple[_Held, Leaves]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
-    counted = here = weighted_mean.counts(self.call.weight(index, take(), rows))
+    here = counted = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
       counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
     like = self.like[0 if rows == self.call.size else 1]
-    zeros = _zeros(self._collected(self._values(like.outputs)))
+    zeros = _zeros(self._collected(_values(self.structures, like.outputs)))
     add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
     held, collected = update_if(counted, add, (held, zeros))
+    # A device that ran it only because others count collects zeros.
     keep = functools.partial(weighted_mean.select, here if agree else True)
     return held, jax.tree.map(keep, collected, zeros)
 
@@ -219,7 +219,7 @@ class _Loop:
     if split.axis_name is not None and not split.in_place and across_devices.shares_mesh():
       return True  # what the compiler sends may wait for devices that do not run it
     if not across_devices.communicates(self.jaxpr):
-      return any(isinstance(r, Sum) and r.each is not None for r in self.reductions)
+      return any(isinstance(r, Sum) and r.reduce_term is not None for r in self.reductions)
     if split.axis_name is None or split.in_place:
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
@@ -250,7 +250,9 @@ class _Loop:
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
     like = self.like[0].outputs
-    finished = self._each(lambda r, h, x: r.finish(h, weight, x), outputs, self._values(like))
+    finished = self._each(
+      lambda r, h, x: r.finish(h, weight, x), outputs, _values(self.structures, like)
+    )
     outputs = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(finished))
     return Reduced(carry, outputs, _stats(total, skipped))
 

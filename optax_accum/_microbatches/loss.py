@@ -52,7 +52,7 @@ class LocalLoss:
     if not positions or len(set(positions)) < len(positions):
       raise ValueError(f"argnums={self.argnums!r} must name one or more arguments, each once.")
     self.asked = {name: self.asked[name] for name in _ASKED}
-    word, grads, aux, concat_axis = self.asked.values()
+    word, grads, aux, concat_axis = (self.asked[name] for name in _ASKED)
     self.reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]  # of losses
     check_noise_scale(self.noise_scale, self.split, word)
     check_options(self.split, grads)

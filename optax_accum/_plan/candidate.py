@@ -18,7 +18,7 @@ from optax_accum._train_step.program import Step
 
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
-GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # a function of the choice
+GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # or a function of the choice
 
 # Errors of XLA for TPU about a program that is too large, raised before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")

@@ -21,9 +21,9 @@ State = TypeVar("State")
 class AccumulateState(NamedTuple):
   """The state of `accumulate`. The guide "Checkpoints and resuming" says how to change options.
 
-  `optax.MultiStepsState` has the first five, with other contents: see `from_multi_steps`. With
-  `axis_name`, `acc_grads` and `skip_state` differ between devices and have an additional first
-  axis, of length 1 on a device, and of all devices outside `jax.shard_map`. Save all of it.
+  `optax.MultiStepsState` has fields of the first five names, with other contents: see
+  `from_multi_steps`. With `axis_name`, `acc_grads` and `skip_state` differ between devices, with a
+  further first axis: of length 1 on a device, of all devices outside `jax.shard_map`. Save all.
 
   Attributes:
     mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.

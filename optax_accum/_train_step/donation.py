@@ -84,7 +84,7 @@ def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
     mine = buffers(x)
     copy = not used.isdisjoint(mine)
     used.update(mine)
-    return jnp.copy(x) if copy else x
+    return _copied(x) if copy else x
 
   return jax.tree.map(once, donated)
 
@@ -101,3 +101,8 @@ def _buffers(x: jax.Array) -> set[int]:
     return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
   except jax.errors.JaxRuntimeError:  # not every runtime tells
     return {id(x)}
+
+
+def _copied(x: jax.Array) -> jax.Array:
+  """A copy that is sharded as `x`, in the same words: else the step would compile again."""
+  return jax.device_put(jnp.copy(x), x.sharding)

@@ -41,7 +41,8 @@ def optimizer_step(
       return optax.apply_updates(params, updates), new_state
 
     run = functools.partial(sending, sent, step)
-    new, new_state = updated("opt_state", tx.init, params, opt_state, run, counted is True)
+    # The branches of a conditional have the same types, so only without one may a state grow.
+    new, new_state = updated("opt_state", tx.init, params, opt_state, run, may_grow=counted is True)
     return same_types("params", new, params), new_state
 
   if counted is True or not states_in(held[1]):

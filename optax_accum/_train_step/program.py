@@ -33,7 +33,7 @@ class Step:
   loss: Loss  # that it steps by the gradient of
   batch_position: int  # in a call
   updated: tuple[int, ...]  # the arguments of a program that its first results replace
-  beside: int  # how many results follow parameters, state and carry
+  further_results: int  # how many results follow parameters, state and carry
   _names: Callable[..., dict[str, Tree]]  # arguments of a program, as messages call them
   _check_arguments: Callable[..., None]  # of a program, while it is traced
 
@@ -64,7 +64,7 @@ class Step:
 
   def _report(self, loss: LocalLoss, args: Args, kwargs: Kwargs, **of_flax: Any) -> "SplitReport":
     """That of `check` on a call of the loss."""
-    from optax_accum._check_split.of_step import check_step  # training does without
+    from optax_accum._check_split.check_split import check_step  # training does without
 
     return check_step(loss, self.loss.parallel, args, kwargs, **of_flax)
 
@@ -139,7 +139,7 @@ class StepProgram:
   def _compiled(self, loss: Placed) -> Any:
     """The jitted function for a loss."""
     known = loss.out_shardings
-    shardings = (*known, *[None] * self.step.beside) if known else None
+    shardings = (*known, *[None] * self.step.further_results) if known else None
     donated = self.step.updated if self.donate else ()
     run = self.step._finished(self.function(loss))
     return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
@@ -185,10 +185,10 @@ def step_loss(
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
-  asked = {"reduction": "mean", **dict.fromkeys(("grad_reduction", "aux_reduction", "concat_axis"))}
+  asked: dict[str, Any] = {"reduction": "mean", "has_aux": False, "noise_scale": False}
+  asked |= dict.fromkeys(("grad_reduction", "aux_reduction", "concat_axis")) | options
   split = Split.of(options, default_argnum=1)
-  flags = options.get("has_aux", False), split, asked | options, options.get("noise_scale", False)
-  local = LocalLoss(loss_fn, 0, *flags)
+  local = LocalLoss(loss_fn, 0, asked["has_aux"], split, asked, asked["noise_scale"])
   if mesh is None:
     return local
   return MeshLoss(local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch"))

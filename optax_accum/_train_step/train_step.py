@@ -35,13 +35,13 @@ class TrainStep(Step, Generic[Params, Args]):
   loss function from the batch on, by position or by name.
   """
 
-  updated, beside = (0, 1), 1
+  updated, further_results = (0, 1), 1
 
   def __init__(self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool):
     self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
     self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
 
-  def _names(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+  def _names(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
 
   _check_arguments = staticmethod(parameters.check_step)
@@ -196,8 +196,8 @@ def make_train_step(
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: one device, or where the
-      arrays are: over automatic axes the compiler then gathers and reduces in every microbatch.
+      are put there, optimizer state where its parameters are. Default: where the arrays
+      are. Over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
@@ -218,11 +218,11 @@ def make_train_step(
     ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for; and ``stepped``
     (bool), whether `tx` took a step. That is False within the cycle of a `tx` that accumulates (of
     the part that does, as in `optax.partition`), and if all microbatches were skipped or weigh 0:
-    nothing is updated then, but that an `accumulate` counts a mini step, without ending its cycle.
+    nothing is updated then, except that an `accumulate` counts a mini step and ends no cycle.
 
   Raises:
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
-      an optax transformation, or changes tree or shapes of its state; parameters are a flax
+      an optax transformation, or changes the tree or the shapes of its state; parameters are a flax
       `TrainState` or an nnx module; arguments are missing, out of order or on another mesh; the
       state is of other parameters or optimizers; or the loss was already reduced over the mesh.
     RuntimeError: An array was donated to an earlier step, which deleted it.
@@ -245,7 +245,8 @@ def make_train_step(
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
     with ``reduction="sum"``), so that k calls of N microbatches with ``tx=accumulate(inner, k)``
     are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
-    counted, differentiable in the memory of one (0 for parameters with their own `grad_reduction`).
+    counted, differentiable in the memory of one (with derivative 0 for parameters with their own
+    `grad_reduction`).
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps
