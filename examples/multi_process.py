@@ -8,7 +8,7 @@ Run:      python examples/multi_process.py
           It starts and stops two processes on this machine, with 2 CPU devices each. On a cluster,
           run this on each host:
           python examples/multi_process.py --coordinator HOST0:PORT --num-processes N --process-id I
-Expected: after 3 steps, the relative error of the updates is 1e-6 in every process, compared with
+Expected: after 3 steps, the relative error of the updates is 3e-6 in every process, compared with
           one device that takes the whole batch. A step that reduces between the processes in every
           microbatch takes 1.5 to 2 times as long. 20 seconds on 2 CPU cores.
 """
@@ -71,7 +71,8 @@ def between_processes(step, mesh: Mesh, *args) -> list:
   """The collectives of a step that reduce over several processes, without those of metrics."""
   found = optax_accum.count_collectives(step.lower(*args).compile()).at_least(1024).operations
   process = [device.process_index for device in mesh.devices.flat]
-  return [c for c in found if any(len({process[i] for i in group}) > 1 for group in c.groups)]
+  devices = range(len(process))  # all exchange if no groups are named
+  return [c for c in found if any(len({process[i] for i in g}) > 1 for g in c.groups or [devices])]
 
 
 def train(process: int, processes: int) -> None:

@@ -233,13 +233,13 @@ def make_train_step(
     What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
-    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows;
-    the step averages over the global batch. So it must not call ``lax.pmean``, which is an error,
-    nor divide by ``lax.psum(count, axis)``, which is silently wrong: return ``l.sum() / count``,
-    and let `weight_fn` count. Batch statistics are those of the device's rows. "stack" and "concat"
-    join the values of all devices, "concat" in the order of the batch. A sharding constraint must
-    be a bare `PartitionSpec` of other axes, about which the compiler decides. Parameters, state and
-    carry keep their shardings: see the guide "Which way to shard".
+    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows
+    (of a replica's, with further axes); the step averages over the global batch. So it must not
+    call ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is
+    silently wrong: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are
+    those of these rows. "stack" and "concat" join the values of all devices, "concat" in the order
+    of the batch. A sharding constraint must be a bare `PartitionSpec` of other axes, about which
+    the compiler decides. All keep their shardings: see the guide "Which way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
