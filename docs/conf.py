@@ -59,6 +59,7 @@ napoleon_custom_sections = [
   "The loss",
   "Over a mesh",
   "The optimizer",
+  "A reduction of your own",
   "Differentiation",
   "Calls",
   "Edge cases",
