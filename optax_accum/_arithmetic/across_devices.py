@@ -165,9 +165,9 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
 
 
 def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
-  """What the device holds where `chosen` is true; zeros where none is."""
+  """What the device holds where `chosen` is true, a scalar or with as many axes; else zeros."""
   if dtypes.is_key(x):
-    data = of_one(jax.random.key_data(x), axis_name, chosen)
+    data = of_one(jax.random.key_data(x), axis_name, chosen[..., None] if chosen.ndim else chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   number = x.astype(dtypes.accumulator_dtype(x.dtype))
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))

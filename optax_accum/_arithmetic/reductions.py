@@ -267,8 +267,8 @@ class Merge(Reduction):
   def _of_devices(self, held: Held, axis_name: AxisName, counted: object) -> Held:
     # What all devices hold, on a new first axis, in the order of the mesh.
     own = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32) == lax.axis_index(axis_name)
-    of_one = lambda x: jax.vmap(lambda i: across_devices.of_one(x, axis_name, i))(own)  # noqa: E731
-    each = jax.tree.map(of_one, held)
+    places = lambda x: own.reshape(-1, *[1] * x.ndim)  # noqa: E731
+    each = jax.tree.map(lambda x: across_devices.of_one(x[None], axis_name, places(x)), held)
     first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
     return lax.scan(lambda held, other: (self._of_two(held, other), None), first, others)[0]
 
