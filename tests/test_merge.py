@@ -1,5 +1,6 @@
 """Reductions of one's own: `merge(a, b)` in `microbatch`, in the gradient, and in a step."""
 
+import dataclasses
 import functools
 import operator
 
@@ -212,3 +213,26 @@ def test_a_function_may_change_the_containers_that_it_is_given():
       fun, reduction=merge, num_microbatches=6, weight_fn=lambda x: jnp.all(x > 0)
     )(np.sort(ROWS).reshape(6, 4).T.ravel())
     assert got == {"n": 12, "low": np.sort(ROWS)[12]}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+  """A node that can be called, as modules of Equinox: no function that merges."""
+
+  weight: object
+  bias: object
+
+  def __call__(self, x):
+    return x * self.weight + self.bias
+
+
+def test_a_node_that_can_be_called_is_a_tree_of_words():
+  loss = lambda layer, x: (jnp.mean(layer(x)), Layer(jnp.sum(x), jnp.max(x)))  # noqa: E731
+  run = optax_accum.microbatch_value_and_grad(
+    loss, has_aux=True, num_microbatches=2, grad_reduction=Layer("mean", "max"),
+    aux_reduction=Layer("sum", jnp.maximum),
+  )  # fmt: skip
+  (_, aux), grads = run(Layer(jnp.float32(2.0), jnp.float32(1.0)), ROWS)
+  np.testing.assert_allclose([aux.weight, aux.bias], [ROWS.sum(), ROWS.max()], rtol=1e-6)
+  np.testing.assert_allclose([grads.weight, grads.bias], [ROWS.mean(), 1.0], rtol=1e-6)

@@ -99,6 +99,15 @@ def test_keywords_in_fixes():
     assert "argnums=2" not in report.reason + report.fix
 
 
+@pytest.mark.parametrize("names", [("y", "x"), ("x", "y")])
+def test_an_argument_that_is_split_by_position_and_by_name(names):
+  loss = lambda params, x, y: jnp.mean((x @ params - y) ** 2)  # noqa: E731
+  step = make_train_step(loss, TX, num_microbatches=3, batch_argnames=names)
+  for args, kwargs in [((), BATCH), ((BATCH["x"],), {"y": BATCH["y"]})]:
+    kwargs = {k: kwargs[k] for k in ("x", "y") if k in kwargs}
+    assert step.check(W, TX.init(W), *args, **kwargs).ok
+
+
 def test_a_weight_by_chance():
   draw = np.random.default_rng(31)  # of which y < 0 says where the largest is, in the first 4 rows
   batch = {"x": draw.normal(size=(16, WIDTH)), "y": draw.normal(size=16)}

@@ -165,7 +165,7 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
 
 
 def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
-  """What the device holds where `chosen` is true, a scalar or with as many axes; else zeros."""
+  """What the device holds where `chosen` is true; zeros where none is. `chosen` may have axes."""
   if dtypes.is_key(x):
     data = of_one(jax.random.key_data(x), axis_name, chosen[..., None] if chosen.ndim else chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))

@@ -51,7 +51,10 @@ def named(
 
 
 def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:
-  """Those of the leaves of `like` (messages: `of`), from a prefix tree; a `Merge` has its node."""
+  """A reduction for each leaf of `like`, or a `Merge` for a node of it, from a prefix tree of them.
+
+  Messages call the leaves `of`.
+  """
   try:
     jax.tree.broadcast(reductions, like)  # raises if it is no prefix tree
   except ValueError as error:

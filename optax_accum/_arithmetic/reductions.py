@@ -19,7 +19,7 @@ from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
-MergeFn: TypeAlias = Callable[[Any, Any], Any]  # two values of an output, or of a tree of them
+MergeFn: TypeAlias = Callable[[Any, Any], Any]  # makes one of two values of an output, or a tree
 Held: TypeAlias = Any  # what a scan carries of one output from one microbatch to the next
 
 
@@ -83,9 +83,7 @@ class Sum(Reduction):
 
   name = "sum"
   over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
-  reduce_term: Callable[[jax.Array], jax.Array] | None = (
-    None  # reduces a microbatch's term over devices
-  )
+  reduce_term: Callable[..., jax.Array] | None = None  # over devices, in every microbatch
   wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:

@@ -31,7 +31,7 @@ from optax_accum._microbatches.options import (
 )
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
-DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
+_DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
 _ROWS = 4  # of a step at a time: more take longer, and seldom tell more
 _SIGNATURE = inspect.signature(microbatch_value_and_grad)
 _OTHER_NAMES = OTHER_NAMES | dict.fromkeys(
@@ -89,9 +89,8 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     (float64 with x64), also with changed parameters, masks, labels and floats: a mask of ones hides
     that a loss divides by its sum. Options in a fix have been tried, except for "unsplit".
     Differences up to 1e-4 of a leaf's largest number, or 1e-6 of the largest leaf's (1e-9 and 1e-11
-    in float64), pass for rounding. The carry is not compared,
-    nor an aux under "stack", "last" or a function, nor what ``not_checked`` and "When something is
-    wrong" list.
+    in float64), pass for rounding. The carry is not compared, nor an aux under "stack", "last" or a
+    function, nor what ``not_checked`` and the guide "When something is wrong" list.
   """
   _check_concrete(loss_fn, enumerate(args))
   try:
@@ -105,7 +104,7 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
 
 
 def _runs_of(
-  loss_fn: LossFn, args: Args, kwargs: Kwargs, given: Kwargs, drawing: Sequence[str] = DRAWING
+  loss_fn: LossFn, args: Args, kwargs: Kwargs, given: Kwargs, drawing: Sequence[str] = _DRAWING
 ) -> Runs:
   """What is to run. For keys in arguments of the roles `drawing`, every draw is the same number."""
   asked = _asked(loss_fn, given)
@@ -214,12 +213,12 @@ def check_step(
   parallel: DataParallel | None,
   args: Args,
   kwargs: Kwargs,
-  drawing: Sequence[str] = DRAWING,
+  drawing: Sequence[str] = _DRAWING,
   fixes: Mapping[str, str] | None = None,
 ) -> SplitReport:
   """`step.check`: the report on such a call of the loss that a step has on one of its devices.
 
-  `drawing` is as in `runs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
+  `drawing` is as in `_runs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
   what to write instead, where the loss is not called as `check_split` says.
   """
   _check_concrete(loss.fun, [*enumerate(args), *kwargs.items()])

@@ -101,8 +101,8 @@ def accumulate(
       `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
       device accumulates its own gradients until the cycle ends. If one skips or flushes, all do.
-      The state needs `accumulate_specs`. Default: None, and you reduce gradients yourself, or
-      devices silently take steps of their own.
+      The state needs `accumulate_specs`. Without it reduce gradients yourself: else each device
+      silently takes steps of its own.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
     differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 

@@ -196,8 +196,8 @@ def make_train_step(
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: where the arrays
-      are. Over automatic axes the compiler then gathers and reduces in every microbatch.
+      are put there, optimizer state where its parameters are. Default: where the arrays are.
+      Over automatic axes the compiler then gathers and reduces in every microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
@@ -238,8 +238,9 @@ def make_train_step(
     call ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is
     silently wrong: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are
     those of these rows. "stack" and "concat" join the values of all devices, "concat" in the order
-    of the batch. A sharding constraint must be a bare `PartitionSpec` of other axes, about which
-    the compiler decides. All keep their shardings: see the guide "Which way to shard".
+    of the batch. The compiler decides about other axes: a sharding constraint must be a bare
+    `PartitionSpec` of these. Parameters, state and carry keep their shardings: see the guide "Which
+    way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
