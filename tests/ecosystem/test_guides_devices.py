@@ -11,7 +11,7 @@ from support.pages import Page
 
 SHARDED = Page("guides/sharded_state.md")
 HALF = Page("guides/half_precision.md")
-RECIPE, LOOP, _ = HALF.blocks("float16 with loss scaling")
+RECIPE, LOOP = HALF.blocks("float16 with loss scaling")
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
