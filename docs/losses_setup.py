@@ -31,8 +31,8 @@ def split(loss, *unsplit, **options):
 def compare(data, loss, *unsplit, mistake, whole=None, sharded=None, **options):
   """Asserts that steps with these options take the gradient of the whole batch, in float64.
 
-  `data` are parameters and a batch. `whole(params, batch)` is the loss of the whole batch, where that
-  is written in another way, and `sharded` the loss on several devices, where it differs.
+  `data` are parameters and a batch. `whole(params, batch)` is the loss of the whole batch, where
+  that is written in another way, and `sharded` the loss on several devices, where it differs.
   """
   params, batch = data
   whole = whole or (lambda params, batch: loss(params, batch, *unsplit))
