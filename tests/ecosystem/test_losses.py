@@ -11,7 +11,7 @@ from support.pages import code_of, DOCS, Page
 
 import optax_accum
 
-PAGE = Page("guides/losses.md")
+PAGE = Page("losses.md")
 LOSSES = [
   (title, block)
   for text in PAGE.sections.values()
