@@ -63,6 +63,11 @@ SUCCEEDS = [
     ("--steps", "5", "--batch", "256", "--microbatch", "8"),
     r"held-out bits per letter: 5\.\d+ before, 4\.\d+ after 5 steps",
   ),
+  (
+    "packed_text.py",
+    ("--steps", "20", "--length", "64"),
+    r"compilations in steps of 1 to 8 microbatches: 1\n(.*\n)+packed, on 8 devices +\d\.\de-1\d",
+  ),
   ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
     "influence.py",
@@ -136,6 +141,10 @@ FAILS = [
     "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*",
   ),
   ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
+  ("packed_text.py", ("--microbatch", "12"), "--microbatch 12 is not a multiple of 8, .*"),
+  ("packed_text.py", ("--steps", "19"), "--steps 19 must be 20 or more, --length 256 64 or more"),
+  ("packed_text.py", ("--length", "63"), "--steps 24 must be 20 or more, --length 63 64 or more"),
+  ("packed_text.py", ("--length", "x"), "argument --length: must be a whole number, .* got x"),
   ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
   (
     "influence.py",
