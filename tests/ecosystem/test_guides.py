@@ -119,4 +119,5 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
     assert [event["args"]["step_num"] for event in marks] == ["0", "1"]
     calls = [e["ts"] for e in names["events"] if e.get("name") == f"PjitFunction({function})"]
     in_each = [sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks]
-    assert in_each == [len(calls) / 2] * 2 and len(calls) % (2 * count) == 0
+    assert in_each == [len(calls) / 2] * 2
+    assert len(calls) in (2 * count, 4 * count)  # JAX may record a call twice, one in the other

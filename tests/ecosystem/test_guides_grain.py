@@ -1,4 +1,4 @@
-"""What docs/guides/checkpoints.md trains on grain resumes with the very next batch, if killed too."""
+"""docs/guides/checkpoints.md on grain: a run that is killed resumes with the very next batch."""
 
 import collections
 import functools
