@@ -6,6 +6,8 @@ import operator
 
 import chex
 import flax
+from flax import nnx
+from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ import pytest
 from support import devices
 
 import optax_accum
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 ROWS = np.linspace(-2.0, 3.0, 24, dtype=np.float32)
 
@@ -145,6 +148,76 @@ def test_beside_words_in_one_program(reduce_gradients):
   np.testing.assert_array_equal(aux["rows"], ROWS)
   np.testing.assert_allclose(aux["both"]["m"]["mean"], np.mean(ROWS), rtol=1e-5)
   np.testing.assert_allclose(aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5)
+
+
+@flax.struct.dataclass
+class Collection:
+  """Metrics of one loop, as a collection of clu."""
+
+  average: Average
+  ends: tuple[jax.Array, jax.Array]
+  name: str = flax.struct.field(pytree_node=False)
+
+  @classmethod
+  def of(cls, x, fold=lambda kind, x: KINDS[kind][0](x)):
+    return cls(fold("average", x), fold("ends", x), "train")
+
+  def merge(self, other):
+    average, ends = self.average.merge(other.average), (self.ends[0], other.ends[1])
+    return self.replace(average=average, ends=ends)
+
+
+class StateThatCounts(train_state.TrainState):
+  counts: dict[str, jax.Array]
+
+
+def linen_metrics(x, **options):
+  def loss_fn(variables, x, rngs):
+    counts = {"rows": variables["counts"]["rows"] + x.shape[0]}
+    aux = {"own": Collection.of(x), "sum": jnp.sum(x)}
+    return jnp.mean(variables["params"]["w"] * x), ({"counts": counts}, aux)
+
+  state = StateThatCounts.create(
+    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1), counts={"rows": jnp.zeros(())}
+  )
+  state, metrics = linen_train_step(loss_fn, mutable=["counts"], **options)(state, x)
+  return state.counts["rows"], metrics["aux"]
+
+
+class ModelThatCounts(nnx.Module):
+  def __init__(self):
+    self.w, self.rows = nnx.Param(jnp.ones(())), nnx.BatchStat(jnp.zeros(()))
+
+
+def nnx_metrics(x, **options):
+  def loss_fn(model, x):
+    model.rows[...] += x.shape[0]
+    return jnp.mean(model.w[...] * x), {"own": Collection.of(x), "sum": jnp.sum(x)}
+
+  model = ModelThatCounts()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  metrics = nnx_train_step(loss_fn, **options)(model, optimizer, x)
+  return model.rows[...], metrics["aux"]
+
+
+@pytest.mark.parametrize("metrics_of", [linen_metrics, nnx_metrics])
+@pytest.mark.parametrize(("count", "size"), [(1, 7), (8, 8)])
+@pytest.mark.usefixtures("usual_promotion")
+def test_metrics_of_flax_merge_beside_what_the_loss_carries(metrics_of, count, size):
+  options = {"has_aux": True, "weight_fn": any_above_zero, "microbatch_size": size}
+  reductions = {"own": Collection.merge, "sum": "sum"}
+  mesh = devices.make_mesh(8) if count == 8 else None
+  rows, aux = metrics_of(ROWS, aux_reduction=reductions, mesh=mesh, **options)
+  kinds = folded(ROWS, size, count)
+  expected = Collection.of(None, lambda kind, _: kinds[kind])
+  chex.assert_trees_all_close(aux["own"], expected, rtol=1e-6)
+  assert aux["own"].name == "train"
+  counted = ROWS if count == 1 else ROWS[ROWS > 0]  # on 8 devices, a row each
+  assert float(aux["own"].average.count) == len(counted) > 0
+  np.testing.assert_allclose(aux["sum"], np.sum(counted), rtol=1e-5)
+  assert expected.ends[0] < expected.ends[1]  # merged in the other order, they are the other way
+  # On 8 devices the mean of what each carried, weighted: a device has 2 rows that count, 4 have 3.
+  np.testing.assert_allclose(rows, 24 if count == 1 else (2 * 2 + 12 * 3) / 14, rtol=1e-6)
 
 
 def run(fun, merge, **options):

@@ -15,6 +15,7 @@ from support.pages import Page
 LIBRARIES = Page("guides/equinox_haiku.md")
 LOGGING = Page("guides/logging.md")
 NNX = Page("guides/flax_nnx.md")
+TROUBLESHOOTING = Page("guides/troubleshooting.md")
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
@@ -106,3 +107,17 @@ def test_the_log_has_every_loss(tmp_path, monkeypatch):
   assert [i for i, _ in rows] == [0, 1, 2]
   assert rows[0][1] == pytest.approx(np.log(10))
   assert rows[2][1] < rows[0][1]
+
+
+def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
+  section = "Names in a profile"
+  documented = set(re.findall(r"^\| `(\w+)`", TROUBLESHOOTING.sections[section], re.MULTILINE))
+  names = TROUBLESHOOTING.run(*TROUBLESHOOTING.blocks(section))
+  assert documented == {"microbatches", "accumulate", "optimizer"}  # and the page finds them
+  for mark, function, count in [("train", "train_step", 1), ("streaming", "mini_step", 4)]:
+    marks = [event for event in names["events"] if event.get("name") == mark]
+    assert [event["args"]["step_num"] for event in marks] == ["0", "1"]
+    calls = [e["ts"] for e in names["events"] if e.get("name") == f"PjitFunction({function})"]
+    in_each = [sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks]
+    assert in_each == [len(calls) / 2] * 2
+    assert len(calls) in (2 * count, 4 * count)  # JAX may record a call twice, one in the other

@@ -1,0 +1,159 @@
+"""docs/guides/checkpoints.md on grain: a run that is killed resumes with the very next batch."""
+
+import collections
+import functools
+import itertools
+import multiprocessing
+import os
+import signal
+import zlib
+
+import grain
+import jax
+import numpy as np
+import pytest
+from support.pages import Page
+
+PAGE = Page("guides/checkpoints.md")
+CYCLE, CALLS, LIMIT = 4, 12, 120  # microbatches of a step and of the run, seconds of a process
+
+pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
+
+
+@functools.cache
+def names_of_page():
+  return PAGE.run(PAGE.blocks("Save and restore")[0], PAGE.blocks("Data from grain")[0])
+
+
+def train(folder, calls, dataset=None, killed_in=None):
+  """Trains as the page does. Writes down which batch each call had, even if it is killed."""
+  names = dict(names_of_page())
+  mini_step = names["mini_step"]
+
+  def recorded(params, opt_state, x, y, key):
+    call = int(opt_state.gradient_step) * CYCLE + int(opt_state.mini_step)
+    with open(folder.with_suffix(".seen"), "a") as file:
+      print(call, zlib.crc32(np.asarray(x).tobytes() + np.asarray(y).tobytes()), file=file)
+    if call == killed_in:  # the checkpoint of the call before is being written
+      os.kill(os.getpid(), signal.SIGKILL)
+    return mini_step(params, opt_state, x, y, key)
+
+  held = names["train_on_grain"]
+  names |= {"mini_step": recorded, "dataset": dataset or names["dataset"]}
+  # The function reads the names of its page, and these replace them for it alone.
+  run = type(held)(held.__code__, names)
+  return jax.device_get(jax.tree.leaves(run(folder, calls)))
+
+
+def seen(folder):
+  """The number of each call, and a checksum of its batch."""
+  lines = folder.with_suffix(".seen").read_text().splitlines()
+  return [tuple(map(int, line.split())) for line in lines]
+
+
+def train_in_a_process(folder, killed_in):
+  jax.config.update("jax_platforms", "cpu")
+  np.savez(folder.with_suffix(".npz"), *train(folder, CALLS, killed_in=killed_in))
+
+
+def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
+  server = multiprocessing.get_context("forkserver")
+  server.set_forkserver_preload([__name__, "flax.nnx", "orbax.checkpoint", "sklearn.datasets"])
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  # Killed in the middle of the second and of the third cycle.
+  for folder, killed_in in [(whole, None), (parts, 6), (parts, 9), (parts, None)]:
+    process = server.Process(target=train_in_a_process, args=(folder, killed_in), daemon=True)
+    process.start()
+    process.join(LIMIT)
+    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), process.exitcode
+
+  expected = dict(seen(whole))
+  assert list(expected) == list(range(CALLS))
+  assert len(set(expected.values())) == CALLS
+  assert all(expected[call] == batch for call, batch in seen(parts))
+  calls = [call for call, _ in seen(parts)]
+  resumed_at = [b for a, b in itertools.pairwise(calls) if b <= a]
+  assert len(resumed_at) == 2
+  assert resumed_at[0] in (5, 6)  # the last checkpoint may not have been complete
+  assert resumed_at[1] in (8, 9)
+  assert calls[-1] == CALLS - 1
+  ends = [np.load(folder.with_suffix(".npz")) for folder in (whole, parts)]
+  assert ends[0].files == ends[1].files
+  for name in ends[0].files:
+    np.testing.assert_array_equal(ends[1][name], ends[0][name], strict=True)
+
+
+class ReadAhead(grain.DatasetIterator):
+  """Holds two batches that nobody has trained on, and its position is that of the last of them."""
+
+  def __init__(self, batches):
+    super().__init__(batches)
+    self.batches, self.held = batches, collections.deque()
+
+  def __next__(self):
+    while len(self.held) < 3:
+      self.held.append(next(self.batches))
+    return self.held.popleft()
+
+  def get_state(self):
+    return self.batches.get_state()
+
+  def set_state(self, state):
+    self.batches.set_state(state)
+
+
+class FromTheStart(ReadAhead):
+  """Without the position."""
+
+  def __next__(self):
+    return next(self.batches)
+
+  def set_state(self, state):
+    pass
+
+
+class Wrong:
+  def __init__(self, kind):
+    self.kind = kind
+
+  def __iter__(self):
+    return self.kind(iter(names_of_page()["dataset"]))
+
+
+def on_the_device():
+  return grain.experimental.device_put(names_of_page()["dataset"], jax.devices()[0])
+
+
+@pytest.mark.parametrize(
+  ("make", "skipped"),
+  [
+    (lambda: None, 0),
+    (on_the_device, 0),
+    (lambda: Wrong(ReadAhead), 2),
+    (lambda: Wrong(FromTheStart), -6),
+  ],
+  ids=["page", "device_put", "read ahead by hand", "no position"],
+)
+def test_the_position_is_that_of_the_last_batch_trained_on(tmp_path, make, skipped):
+  whole, parts = tmp_path / "whole", tmp_path / "parts"
+  expected = train(whole, CALLS)
+  train(parts, 6, make())
+  actual = train(parts, CALLS, make())
+  batches = [batch for _, batch in seen(whole)]
+  assert [call for call, _ in seen(parts)] == list(range(CALLS))
+  found = [batch for _, batch in seen(parts)]
+  common = CALLS - 6 - max(skipped, 0)
+  assert found[:6] == batches[:6]
+  assert found[6 : 6 + common] == batches[6 + skipped :][:common]
+  same = all(map(np.array_equal, actual, expected))
+  assert same == (skipped == 0)
+
+
+def test_the_position_counts_batches():
+  source = grain.MapDataset.range(64)
+  first, other = (iter(source.batch(size).to_iter_dataset()) for size in (8, 4))
+  for _ in range(3):
+    next(first)
+  other.set_state(first.get_state())
+  np.testing.assert_array_equal(next(first), range(24, 32))
+  np.testing.assert_array_equal(next(other), range(12, 16))
