@@ -3,7 +3,7 @@
     python benchmarks/noise_scale.py [--steps 250] [--rows 2048] [--save]
 
 Two jobs are trained once each: the language model of examples/train_lm.py, and the residual layers
-of the guide "Choosing the microbatch and the batch" on handwritten digits. Every decay is given the
+of the guide "Choosing the microbatch" on handwritten digits. Every decay is given the
 terms of the same steps. Beside them stands the noise scale at these parameters, from the gradient
 of each row: of all rows of the digits, and of --rows windows drawn from the text (an unbiased
 estimate). The last table says by what factor each decay is off, above or below, over these steps.

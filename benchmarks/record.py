@@ -2,8 +2,8 @@
 
     python benchmarks/record.py [--target-config FILE]
 
-Three quarters of an hour on 2 cores that do nothing else. Programs for a TPU are compiled if
-libtpu is installed, and for an H100 with --target-config (see memory.py). What is timed comes last.
+An hour on 2 cores that do nothing else. Programs for a TPU are compiled if libtpu is installed, and
+for an H100 with --target-config (see memory.py). What is timed comes last.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def runs(target_config):
     ]
   for_gpu = ["--platform", "gpu", "--target-config", target_config, "--save"]
   gpu = [[script, *for_gpu] for script in ("memory.py", "sharding.py")]
-  trained = ["noise_scale.py --save"]
+  trained = ["noise_scale.py --save", "batches.py --save"]
   timed = [
     "memory.py --time --save",
     "streaming.py --save",

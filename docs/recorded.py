@@ -5,6 +5,7 @@ import json
 import pathlib
 
 from IPython.display import Markdown
+import numpy as np
 
 _FOLDER = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -38,6 +39,26 @@ def ways_to_shard():
     cells = [tpu[way]["held, P"], tpu[way]["temp, P"], gpu[way]["temp, P"], tpu[way]["sent, P"]]
     cells = [f"{x:.2f} P" for x in [*cells, gpu[way]["sent, P"], tpu[way]["after, P"]]]
     lines.append("|".join([title, *cells, f"{two[way]['s a step']:.2f} s"]))
+  return Markdown("\n".join(f"|{line}|" for line in lines))
+
+
+def five_batches():
+  """The table of loss per token and per second, from the file of `benchmarks/batches.py`."""
+  final, curves, timed = (rows("batches", i) for i in range(3))
+  tokens = [row["tokens"] for row in curves]
+  target = max(float(row["x 1"]) for row in final)
+  times = {row["rows"]: row for row in timed}
+  until = f"until {target:.2f}"
+  head = f"rows|beta2|learning rate|final loss|tokens {until}|ms a step|s {until}"
+  lines = [head, "|".join(["---:"] * 7)]
+  for row in final:
+    cells = [row["rows"], row["beta2"], row["learning rate"], row["x 1"], "", "", ""]
+    if time := times.pop(row["rows"], None):  # the last row repeats a batch
+      losses = [look[f"{row['rows']} rows"] for look in curves]
+      seen = np.interp(-target, -np.array(losses), tokens)  # which rise
+      seconds = seen / tokens[-1] * time["s for all tokens"]
+      cells[4:] = f"{seen:,.0f}", f"{time['ms']:g}", f"{seconds:.1f}"
+    lines.append("|".join(map(str, cells)))
   return Markdown("\n".join(f"|{line}|" for line in lines))
 
 

@@ -48,7 +48,7 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
   """Estimates the simple noise scale: about how many rows a batch should have.
 
   It is ``trace / |G|^2``, both averaged over steps. At this many independent rows (or this total
-  weight) a batch's gradient is half noise: see the guide "Choosing the microbatch and the batch".
+  weight) a batch's gradient is half noise: see the guide "Choosing the batch".
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum

@@ -26,7 +26,7 @@ def plan_microbatches(
 
   Sizes are bisected by the memory that XLA reports: 12 divisors take three to five programs per
   choice. Plan for the device that you train on: XLA for CPU may undo rematerialization outside of
-  scans. The guide "Choosing the microbatch and the batch" also plans for absent TPUs.
+  scans. The guide "Choosing the microbatch" also plans for absent TPUs.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum

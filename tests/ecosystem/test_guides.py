@@ -1,6 +1,8 @@
 """docs/guides is true: what trains there trains in float64 too as whole batches do."""
 
 import csv
+import json
+import pathlib
 import re
 
 from flax import nnx
@@ -12,10 +14,13 @@ import pytest
 from support import oracle, trees
 from support.pages import Page
 
+BATCH = Page("guides/batch_size.md")
 LIBRARIES = Page("guides/equinox_haiku.md")
 LOGGING = Page("guides/logging.md")
 NNX = Page("guides/flax_nnx.md")
 TROUBLESHOOTING = Page("guides/troubleshooting.md")
+
+RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
 
@@ -121,3 +126,103 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
     in_each = [sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks]
     assert in_each == [len(calls) / 2] * 2
     assert len(calls) in (2 * count, 4 * count)  # JAX may record a call twice, one in the other
+
+
+@pytest.fixture(scope="module")
+def grown():
+  """What the page on the batch defines, in float64 and with fewer calls; and traces of the loss."""
+  code = "".join(BATCH.blocks("A batch that grows")[:4])
+  shorter = {"0:8 10K:16 50K:32": "0:8 1K:16 3K:32", "480": "48", "101": "9", "250": "30"}
+  for old, new in shorter.items():
+    assert old in code
+    code = code.replace(old, new)
+  promotion = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+  with jax.enable_x64(True), promotion[0], promotion[1]:
+    page, traces = BATCH.run(), []
+    model = page["train_lm"].Transformer(layers=1, width=32, dtype=jnp.float64)
+
+    def loss_fn(params, windows):
+      traces.append(windows.shape)
+      logits = model.apply({"params": params}, windows[:, :-1])
+      return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+
+    def init():
+      return jax.tree.map(lambda x: x.astype(np.float64), page["init"]())
+
+    names = BATCH.run(code, loss_fn=loss_fn, init=init)
+    return names, list(traces)
+
+
+def whole_batches(names, beta2):
+  """The parameters after the steps of `grown`, each on its whole batch."""
+
+  @jax.jit
+  def step(params, state, batch, rate, b2):
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=b2))
+    updates, state = tx.update(jax.grad(names["loss_fn"])(params, batch), state, params)
+    return optax.apply_updates(params, updates), state
+
+  params, calls, sizes = names["init"](), 0, []
+  state = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0)).init(params)
+  while calls < 48:
+    seen = calls * 8 * 32
+    rows = 8 if seen < 1000 else 16 if seen < 3000 else 32
+    parts = [names["rows_of"](call, 8) for call in range(calls, calls + rows // 8)]
+    rate = names["of_tokens"](float(seen)) * (rows / 32) ** 0.5
+    params, state = step(params, state, np.concatenate(parts), rate, beta2(rows))
+    calls, sizes = calls + len(parts), [*sizes, rows]
+  return params, sizes
+
+
+def test_a_batch_that_grows_trains_as_on_whole_batches(grown):
+  names, traces = grown
+  assert len(traces) == 1  # one program, before and after resuming
+  assert (names["steps"], names["calls"]) == (6, 1)  # where it was saved
+  with jax.enable_x64(True):
+    actual, opt_state, _ = names["state"]
+    expected, sizes = whole_batches(names, lambda rows: 0.95 ** (rows / 32))
+    wrong, _ = whole_batches(names, lambda rows: 0.95)
+  assert sizes == [8] * 4 + [16] * 4 + [32] * 9
+  assert (opt_state.gradient_step, opt_state.mini_step) == (len(sizes), 0)
+  assert {leaf.dtype for leaf in jax.tree.leaves(expected)} == {np.dtype("float64")}
+  trees.assert_close(actual, expected, 1e-10)
+  assert trees.largest_difference(actual, wrong) > 1e-3
+
+
+def test_bias_correction_takes_all_steps_to_have_had_the_present_batch():
+  names = BATCH.run(*BATCH.blocks("A batch that grows")[:2])
+  tx = optax.inject_hyperparams(optax.scale_by_adam)(b2=names["b2"])
+  ones, factors, rows = jnp.ones(()), [], 0
+  state, update = tx.init(ones), jax.jit(tx.update)
+  for i in range(119):
+    updates, state = update(ones, state)
+    factors.append(float(updates))
+    rows += int(names["at"](i)[0])
+    right = 1 - names["B2"] ** (rows / names["ROWS"])
+    assert factors[-1] == pytest.approx(
+      float(jnp.sqrt((1 - names["b2"](i) ** (i + 1)) / right)), rel=1e-3
+    )
+  assert factors[39] == pytest.approx(1, abs=1e-3)
+  assert factors[40] == pytest.approx(1.25, abs=0.005)
+  assert factors[118] == pytest.approx(1.04, abs=0.005)
+
+
+def table(name, number):
+  found = json.loads((RESULTS / f"{name}.json").read_text())["tables"][number]
+  return [dict(zip(found["columns"], row, strict=True)) for row in found["rows"]]
+
+
+def test_small_batches_trained_as_the_pages_say():
+  final, curves, timed = (table("batches", number) for number in range(3))
+  *adapted, kept = [{x: float(row[x]) for x in ("x 0.5", "x 1", "x 2")} for row in final]
+  assert all(row["x 1"] == min(row.values()) for row in adapted)
+  losses = [row["x 1"] for row in adapted]
+  assert losses == sorted(losses)
+  assert all(0 < kept[x] - adapted[0][x] < 0.05 for x in kept)
+  for look in curves:  # per token, and per second as all take as long
+    assert list(look.values())[1:] == sorted(list(look.values())[1:])
+  seconds = [row["s for all tokens"] for row in timed]
+  assert max(seconds) < 1.1 * min(seconds)
+  assert 0.9 < timed[-1]["ms"] / (8 * timed[1]["ms"]) < 1.1
+  median, worst = table("noise_scale", 1)[2:]
+  assert (round(median["decay 0.9"], 1), round(worst["decay 0.9"], 1)) == (1.3, 3.1)
