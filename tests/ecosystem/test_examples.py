@@ -63,6 +63,11 @@ SUCCEEDS = [
     ("--steps", "5", "--batch", "256", "--microbatch", "8"),
     r"held-out bits per letter: 5\.\d+ before, 4\.\d+ after 5 steps",
   ),
+  (
+    "mixture_of_experts.py",
+    ("--steps", "30", "--batch", "16"),
+    r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d ",
+  ),
   ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
     "influence.py",
@@ -136,6 +141,14 @@ FAILS = [
     "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*",
   ),
   ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
+  ("mixture_of_experts.py", ("--steps", "29"), "--steps 29 must be 30 or more, to balance .*"),
+  ("mixture_of_experts.py", ("--batch", "8"), "--batch 8 is not 2 or more times --microbatch 8"),
+  ("mixture_of_experts.py", ("--batch", "20"), "--batch 20 is not 2 or more times .* 8"),
+  (
+    "mixture_of_experts.py",
+    ("--microbatch", "4"),
+    "--microbatch 4 is not a multiple of the 8 devices",
+  ),
   ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
   (
     "influence.py",
