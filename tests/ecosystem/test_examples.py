@@ -68,6 +68,11 @@ SUCCEEDS = [
     ("--steps", "20", "--length", "64"),
     r"compilations in steps of 1 to 8 microbatches: 1\n(.*\n)+packed, on 8 devices +\d\.\de-1\d",
   ),
+  (
+    "mixture_of_experts.py",
+    ("--steps", "30", "--batch", "16"),
+    r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d ",
+  ),
   ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
     "influence.py",
@@ -145,6 +150,14 @@ FAILS = [
   ("packed_text.py", ("--steps", "19"), "--steps 19 must be 20 or more, --length 256 64 or more"),
   ("packed_text.py", ("--length", "63"), "--steps 24 must be 20 or more, --length 63 64 or more"),
   ("packed_text.py", ("--length", "x"), "argument --length: must be a whole number, .* got x"),
+  ("mixture_of_experts.py", ("--steps", "29"), "--steps 29 must be 30 or more, to balance .*"),
+  ("mixture_of_experts.py", ("--batch", "8"), "--batch 8 is not 2 or more times --microbatch 8"),
+  ("mixture_of_experts.py", ("--batch", "20"), "--batch 20 is not 2 or more times .* 8"),
+  (
+    "mixture_of_experts.py",
+    ("--microbatch", "4"),
+    "--microbatch 4 is not a multiple of the 8 devices",
+  ),
   ("influence.py", ("--epochs", "2"), "--epochs 2 must be 3 or more, .*"),
   (
     "influence.py",
