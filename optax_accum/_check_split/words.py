@@ -54,11 +54,11 @@ TOGETHER = (
   f"{BATCH_NORM}\n"
   "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a loss of the"
   " whole batch. See the guide to contrastive losses.\n"
-  "Several denominators, such as tokens in one term and rows in another: divide each term by its"
-  " total over the whole batch, and add up the microbatches, which all get these totals"
-  ' (reduction="sum"). See the guide to padded text.\n'
-  "A product or ratio of means over the batch, such as a router's balance: compute it on the whole"
-  ' batch from sums by optax_accum.microbatch(..., reduction="sum").\n'
+  "Several denominators, or the balance of a router: compute the totals over the whole batch first,"
+  ' and pass them to all microbatches. If the loss divides by them, reduction="sum" adds these up. See'
+  ' the page "Your loss, and what to write".\n'
+  "A ratio or product of means over the batch: compute it on the whole batch from sums by"
+  ' optax_accum.microbatch(..., reduction="sum").\n'
   "A sum over rows plus a term without rows, such as a regularizer: take the mean over rows, or add"
   " the term and its gradient once, outside.\n"
   f"{GROUPS}"
