@@ -55,8 +55,8 @@ TOGETHER = (
   "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a loss of the"
   " whole batch. See the guide to contrastive losses.\n"
   "Several denominators, or the balance of a router: compute the totals over the whole batch first,"
-  ' and pass them to all microbatches. If the loss divides by them, reduction="sum" adds these up. See'
-  ' the page "Your loss, and what to write".\n'
+  ' and pass them to all microbatches. If the loss divides by them, reduction="sum" adds these up.'
+  ' See the page "Your loss, and what to write".\n'
   "A ratio or product of means over the batch: compute it on the whole batch from sums by"
   ' optax_accum.microbatch(..., reduction="sum").\n'
   "A sum over rows plus a term without rows, such as a regularizer: take the mean over rows, or add"

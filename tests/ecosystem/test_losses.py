@@ -1,7 +1,10 @@
 """The page of losses is true: each equals the whole batch, and `step.check` tells the mistakes."""
 
 import operator
+from typing import Any
 
+from flax import nnx
+from flax.training import train_state
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,6 +13,7 @@ from support import trees
 from support.pages import code_of, DOCS, Page
 
 import optax_accum
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 PAGE = Page("losses.md")
 LOSSES = [
@@ -97,3 +101,54 @@ def test_a_gan_trains_as_on_whole_batches(page):
     updates, g_state = g_tx.update(jax.grad(page["g_loss"])(g, batch, d), g_state, g)
     g = optax.apply_updates(g, updates)
   trees.assert_close(found, (g, d), 1e-10)
+
+
+class State(train_state.TrainState):
+  totals: Any
+
+
+class Model(nnx.Module):
+  def __init__(self, params, counts):
+    self.params, self.counts = nnx.data(jax.tree.map(nnx.Param, params)), nnx.Variable(counts)
+
+
+def params_of(model):
+  return nnx.to_pure_dict(nnx.state(model, nnx.Param))["params"]
+
+
+def test_counts_that_change_reach_every_kind_of_step(page):
+  """Two steps of the mixture of experts, each with counts of its parameters."""
+  experts, count, tokens, (start, batch) = (
+    page[name] for name in ("experts", "count", "tokens", "routed")
+  )
+  options, expected = {"num_microbatches": 2, "weight_fn": tokens}, start
+  for _ in range(2):
+    grads = jax.grad(lambda params: experts(params, batch, page["shares"](params, batch)))(expected)
+    expected = jax.tree.map(lambda p, g: p - g, expected, grads)
+
+  params, opt_state = jax.tree.map(jnp.array, start), SGD.init(start)
+  step = optax_accum.make_train_step(experts, SGD, mesh=page["mesh"], **options)
+  for _ in range(2):
+    params, opt_state, _ = step(params, opt_state, batch, count(params, batch))
+  trees.assert_close(jax.device_get(params), expected, 1e-10)
+
+  def linen_loss(variables, batch, rngs):
+    return experts(variables["params"], batch, variables["totals"]["counts"])
+
+  params = jax.tree.map(jnp.array, start)
+  state = State.create(apply_fn=None, params=params, tx=SGD, totals={})
+  step = linen_train_step(linen_loss, **options)
+  for _ in range(2):
+    state, _ = step(state.replace(totals={"counts": count(state.params, batch)}), batch)
+  trees.assert_close(state.params, expected, 1e-10)
+
+  def nnx_loss(model, batch):
+    return experts(params_of(model), batch, model.counts[...])
+
+  model = Model(jax.tree.map(jnp.array, start), jnp.zeros(4))
+  optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
+  step = nnx_train_step(nnx_loss, **options)
+  for _ in range(2):
+    model.counts[...] = count(params_of(model), batch)
+    step(model, optimizer, batch)
+  trees.assert_close(params_of(model), expected, 1e-10)
