@@ -189,6 +189,20 @@ def test_a_batch_that_grows_trains_as_on_whole_batches(grown):
   assert trees.largest_difference(actual, wrong) > 1e-3
 
 
+def test_a_schedule_is_checked_and_reaches_a_trillion_tokens():
+  schedule, optimizer = BATCH.blocks("A batch that grows")[:2]
+  schedule = schedule.replace("0:8 10K:16 50K:32", "0:768 250B:1536")
+  names = BATCH.run(schedule, optimizer.replace("CALLS = 480", "CALLS = 4_000_000_000"))
+  first = -(-250_000_000_000 // (768 * 32))  # the step that begins with 250B tokens or more
+  assert [int(names["at"](step)[0]) for step in (0, first - 1, first)] == [768, 768, 1536]
+  seen = float(names["at"](first + 1000)[1])
+  assert seen == pytest.approx(first * 768 * 32 + 1000 * 1536 * 32, rel=1e-6)
+  assert 0 < float(names["learning_rate"](first)) < np.inf
+  for bad in "10K:8", "0:8 50K:16 10K:32", "0:0", "0:-8", "0:12", "0:8 10KB:16":
+    with pytest.raises((AssertionError, ValueError)):
+      names["batch_schedule"](bad)
+
+
 def test_bias_correction_takes_all_steps_to_have_had_the_present_batch():
   names = BATCH.run(*BATCH.blocks("A batch that grows")[:2])
   tx = optax.inject_hyperparams(optax.scale_by_adam)(b2=names["b2"])
