@@ -281,6 +281,7 @@ def main() -> None:
 
   with jax.enable_x64(True):
     widen = lambda x: x.astype(np.float64) if x.dtype == np.float32 else x  # noqa: E731
+    # With the bias of another run, so that a count without it is another count.
     training = trained["balance loss"]._replace(bias=trained["bias of experts"].bias)
     training = jax.tree.map(widen, jax.device_get(training))
     check_model(training.params, data[-1], training.bias)
