@@ -71,7 +71,7 @@ SUCCEEDS = [
   (
     "mixture_of_experts.py",
     ("--steps", "30", "--batch", "16"),
-    r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d ",
+    r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d\n",
   ),
   ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
   (
