@@ -196,15 +196,15 @@ def print_packings(packings, args):
 
 def bytes_per_second(ways, state, args):
   """Of each way to lay the same documents out. Its steps alternate with those of the other way."""
-  seconds = np.zeros(len(ways))
+  seconds = []
   for i in [0, *range(ROOM)]:  # the first compiles
-    if i == 0:
-      seconds[:] = 0
-    for way, (step, packings, room) in enumerate(ways):
+    seconds.append([])
+    for step, packings, room in ways:
       start = time.perf_counter()
       jax.block_until_ready(step(*jax.tree.map(jnp.copy, state), lay_out(packings[i], room, args)))
-      seconds[way] += time.perf_counter() - start
-  return sum(len(text) for rows in ways[0][1] for texts in rows for text in texts) / seconds
+      seconds[-1].append(time.perf_counter() - start)
+  size = sum(len(text) for rows in ways[0][1] for texts in rows for text in texts)
+  return size / np.sum(seconds[1:], axis=0)
 
 
 def microbatches_count_the_same(batch):

@@ -229,7 +229,7 @@ def make_train_step(
 
   The loss:
     The step is that of the whole batch if the loss is a mean over what the weights count, which
-    ``step.check`` tests. For several denominators see the guide "Your loss, and what to write".
+    ``step.check`` tests. For several denominators see the page "Your loss, and what to write".
     What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:

@@ -298,6 +298,7 @@ def test_bad_input_is_one_line(example, folder):
     "sharding.py",
     "host_time.py",
     "noise_scale.py",
+    "batches.py",
   ],
 )
 def test_benchmarks_find_what_they_import(benchmark, tmp_path):
