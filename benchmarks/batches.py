@@ -99,6 +99,65 @@ def milliseconds(job, rounds):
   return {key: float(np.median(times)) for key, times in taken.items()}
 
 
+def trained(job, ways, seeds):
+  """The held-out losses of each way and multiple of its learning rate: float[seeds, LOOKS]."""
+  found = {}
+  bar = tqdm.tqdm(total=len(ways) * len(FACTORS) * seeds, leave=False)
+  for batch, b2 in ways:
+    step = job.step(batch, b2)
+    for factor in FACTORS:
+      runs = []
+      for seed in range(seeds):
+        runs.append(job.train(step, batch, b2, factor * rate_of(batch), seed))
+        bar.update()
+      found[batch, b2, factor] = np.array(runs)
+  bar.close()
+  return found
+
+
+def rate_of(batch):
+  return LEARNING_RATE * (batch / BATCHES[-1]) ** 0.5
+
+
+def tables_of_losses(ways, found, tokens):
+  """The losses at the end, and those on the way with the best learning rate of each batch."""
+  final = results.Table(
+    "held-out loss at the end, nats per byte, by multiple of the learning rate",
+    ["rows", "beta2", "learning rate", *(f"x {factor:g}" for factor in FACTORS), "best, seeds ±"],
+    text=(8, 8),
+  )
+  best = {}
+  for batch, b2 in ways:
+    losses = [found[batch, b2, factor][:, -1] for factor in FACTORS]
+    best[batch, b2] = min(FACTORS, key=lambda factor: found[batch, b2, factor][:, -1].mean())
+    least = found[batch, b2, best[batch, b2]][:, -1]
+    beta2, rate = f"{b2:.4f}", f"{rate_of(batch):.5f}"
+    final.add(batch, beta2, rate, *(f"{x.mean():.3f}" for x in losses), f"{np.ptp(least) / 2:.3f}")
+  curves = results.Table(
+    "held-out loss with the best of these learning rates",
+    ["tokens", *(f"{batch} rows" for batch in BATCHES)],
+    text=(10,),
+  )
+  for look in range(LOOKS):
+    means = [found[*way, best[way]][:, look].mean() for way in ways[: len(BATCHES)]]
+    curves.add((look + 1) * tokens // LOOKS, *(round(float(x), 3) for x in means))
+  return [final, curves]
+
+
+def table_of_times(job, rounds):
+  timed = results.Table(
+    "time of a step, in microbatches of 8 rows and in one",
+    ["rows", "microbatches", "ms", "ms in one", "s for all tokens", "s in one"],
+    text=(8,),
+  )
+  times = milliseconds(job, rounds)
+  for batch in BATCHES:
+    count, steps = max(1, batch // MICROBATCH), job.rows // batch
+    each, whole = times[batch, count], times[batch, 1]
+    timed.add(batch, count, each, whole, each * steps / 1000, whole * steps / 1000)
+  return timed
+
+
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rows", type=int, default=5376, help="of each training")
@@ -110,49 +169,8 @@ def main():
     parser.error(f"--rows {args.rows} must be a multiple of {LOOKS * BATCHES[-1]}")
   job = Job(args.rows)
   ways = [(batch, B2 ** (batch / BATCHES[-1])) for batch in BATCHES] + [(BATCHES[0], B2)]
-  bar = tqdm.tqdm(total=len(ways) * len(FACTORS) * args.seeds, leave=False)
-  found, rates = {}, {}
-  for batch, b2 in ways:
-    step = job.step(batch, b2)
-    rates[batch] = LEARNING_RATE * (batch / BATCHES[-1]) ** 0.5
-    for factor in FACTORS:
-      runs = []
-      for seed in range(args.seeds):
-        runs.append(job.train(step, batch, b2, factor * rates[batch], seed))
-        bar.update()
-      found[batch, b2, factor] = np.array(runs)
-  bar.close()
-  final = results.Table(
-    "held-out loss at the end, nats per byte, by multiple of the learning rate",
-    ["rows", "beta2", "learning rate", *(f"x {factor:g}" for factor in FACTORS), "best, seeds ±"],
-    text=(8, 8),
-  )
-  best = {}
-  for batch, b2 in ways:
-    losses = [found[batch, b2, factor][:, -1] for factor in FACTORS]
-    best[batch, b2] = min(FACTORS, key=lambda factor: found[batch, b2, factor][:, -1].mean())
-    least = losses[FACTORS.index(best[batch, b2])]
-    beta2, rate = f"{b2:.4f}", f"{rates[batch]:.5f}"
-    final.add(batch, beta2, rate, *(f"{x.mean():.3f}" for x in losses), f"{np.ptp(least) / 2:.3f}")
-  curves = results.Table(
-    "held-out loss with the best of these learning rates",
-    ["tokens", *(f"{batch} rows" for batch in BATCHES)],
-    text=(10,),
-  )
-  for look in range(LOOKS):
-    means = [found[*way, best[way]][:, look].mean() for way in ways[: len(BATCHES)]]
-    curves.add((look + 1) * args.rows * LENGTH // LOOKS, *(round(float(x), 3) for x in means))
-  timed = results.Table(
-    "time of a step, in microbatches of 8 rows and in one",
-    ["rows", "microbatches", "ms", "ms in one", "s for all tokens", "s in one"],
-    text=(8,),
-  )
-  times = milliseconds(job, args.rounds)
-  for batch in BATCHES:
-    count, steps = max(1, batch // MICROBATCH), args.rows // batch
-    each, whole = times[batch, count], times[batch, 1]
-    timed.add(batch, count, each, whole, each * steps / 1000, whole * steps / 1000)
-  results.save(args.save, "batches", [final, curves, timed])
+  losses = tables_of_losses(ways, trained(job, ways, args.seeds), args.rows * LENGTH)
+  results.save(args.save, "batches", [*losses, table_of_times(job, args.rounds)])
 
 
 if __name__ == "__main__":
