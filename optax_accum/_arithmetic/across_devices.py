@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_accum import _versions
 from optax_accum._arithmetic import dtypes, weighted_mean
-from optax_accum._arithmetic.trees import Leaf, Params, Tree
+from optax_accum._arithmetic.trees import Leaf, Tree
 
 # An axis of `pmap`, `shard_map` or `vmap`, or several of them.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -85,42 +84,20 @@ def varying(tree: Tree, axis_name: AxisName | None) -> Tree:
   """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
   if axis_name is None:
     return tree
+  axes = typed_axes(axis_name)
+  return jax.tree.map(lambda x: _vary(jnp.asarray(x), axes), tree)
+
+
+def typed_axes(axis_name: AxisName) -> frozenset[Any]:
+  """The axes of `axis_name` over which types tell what differs: none with ``check_vma=False``."""
   check_bound(axis_name)
-  manual = jax.sharding.get_abstract_mesh().manual_axes  # not those of `vmap`, which have no types
-  mapped = set(names_of(axis_name)).intersection(manual)
-  return jax.tree.map(lambda x: _vary(jnp.asarray(x), mapped), tree)
+  return varying_axes(jax.eval_shape(lambda: lax.axis_index(axis_name)))
 
 
 def shares_mesh() -> bool:
   """Whether the mesh has axes that are not mapped here: over these the compiler may communicate."""
   mesh = jax.sharding.get_abstract_mesh()
   return any(n > 1 for name, n in mesh.shape.items() if name not in mesh.manual_axes)
-
-
-def communicates(jaxpr: Any) -> bool:
-  """Whether a traced function sends anything from one device to another."""
-  for eqn in jaxpr.eqns:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    # Numbers are axes of an array, and names that are not bound here those of a mesh within.
-    named = any(not hasattr(x, "__index__") and is_bound(x) for x in names_of(axes))
-    if named and eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
-      return True
-    if any(map(communicates, _versions.inner_jaxprs(eqn))):
-      return True
-  return False
-
-
-def check_own_loss(loss: jax.Array, params: Params, axis_name: AxisName | None) -> None:
-  """Checks that a loss is each device's own, where the types of `params` say that they are."""
-  axes = set[Any]().union(*map(varying_axes, jax.tree.leaves(params)))
-  if axis_name is None or not axes:
-    return  # types say nothing in `pmap`, nor with check_vma=False
-  if missing := axes.intersection(names_of(axis_name)).difference(varying_axes(loss)):
-    raise ValueError(
-      f"The loss is the same on all devices of the axes {sorted(missing)}, so it was reduced over"
-      " them (lax.pmean, lax.psum), and its gradient would be divided by their number again:"
-      " return the loss of the device's own rows. It is reduced over devices afterwards."
-    )
 
 
 def _extreme(
@@ -154,6 +131,16 @@ def _extreme(
 
 largest = functools.partial(_extreme, lax.pmax)
 smallest = functools.partial(_extreme, lax.pmin)
+
+
+def of_any(flag: bool | jax.Array, axis_name: AxisName) -> jax.Array:
+  """Whether it is true on some device."""
+  return lax.pmax(jnp.int32(flag), axis_name) > 0
+
+
+def of_all(flag: jax.Array, axis_name: AxisName) -> jax.Array:
+  """Whether it is true on all devices."""
+  return lax.pmin(jnp.int32(flag), axis_name) > 0
 
 
 def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
@@ -216,7 +203,10 @@ def _on_shards(
   if not axes or not sent:
     return send_all(x)
   shards = PartitionSpec(*dims)
-  return jax.shard_map(send_all, in_specs=shards, out_specs=shards, axis_names=axes)(x)
+  on_shards = jax.shard_map(
+    send_all, in_specs=shards, out_specs=shards, axis_names=axes, check_vma=False
+  )
+  return on_shards(x)
 
 
 def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:

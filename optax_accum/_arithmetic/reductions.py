@@ -85,6 +85,7 @@ class Sum(Reduction):
   over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
   reduce_term: Callable[..., jax.Array] | None = None  # over devices, in every microbatch
   wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
+  is_weighed: bool = False  # whether values were weighed before, and none is to be left out
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
     dtypes.check_holds(name, leaf.dtype, dtype)
@@ -102,6 +103,8 @@ class Sum(Reduction):
     return value.astype(dtype)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
+    if self.is_weighed:
+      weight = 1.0
     term = self.term(value, weight, held.dtype)
     if self.reduce_term is None:
       # XLA for GPU keeps a second gradient where the term is selected and not the sum.

@@ -36,10 +36,14 @@ def asks_to_skip(
   return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
 
 
-def leave_out(weight: jax.Array, tree: Tree) -> tuple[jax.Array, jax.Array]:
-  """A microbatch's weight, 0 where the `tree` of results is not finite; and 1 if that did it."""
+def is_finite(tree: Tree) -> jax.Array:
+  """Whether all numbers of a tree are."""
   leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-  finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
+def leave_out(weight: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """A microbatch's weight, 0 where its results are not `finite`; and 1 if that did it."""
   # A microbatch of padding may be 0/0. It has no weight, and nothing is wrong with it.
   skipped = jnp.logical_not(finite) & weighted_mean.counts(weight)
   return jnp.where(finite, weight, jnp.zeros_like(weight)), skipped.astype(jnp.int32)

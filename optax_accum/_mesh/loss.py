@@ -191,6 +191,6 @@ class PlacedLoss(NamedTuple):
       out_specs=out_specs,
       axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
       # Over one device nothing is reduced, and so types would say that devices differ.
-      check_vma=several,
+      check_vma=False,
     )
     return mapped(weights, *jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs))

@@ -15,10 +15,11 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
 from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
-from optax_accum._arithmetic.skip import leave_out
+from optax_accum._arithmetic.skip import is_finite, leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
+from optax_accum._microbatches.collectives import communicates
 from optax_accum._microbatches.cut import Microbatches, Take
 from optax_accum._microbatches.options import refuse_aux_rows
 
@@ -65,22 +66,25 @@ class _Held(NamedTuple):
 Run: TypeAlias = Callable[..., Microbatch]  # what `runner` makes
 
 
-def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run:
+def runner(
+  call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]], sends: bool = False
+) -> Run:
   """Makes the function that runs one microbatch, from ``run_fn(call, factor, *inputs)``.
 
   That returns ``(new_carry, outputs)``. The factor of gradients is None if they are weighed later.
+  If the function `sends` something to other devices, they skip a microbatch together.
   """
   split = call.split
   one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
   if not call.is_whole:  # a factor that is known when tracing is a constant
-    # In place the factor is the microbatch's weight.
-    one = jax.jit(one, inline=True, static_argnums=() if split.in_place and split.weighs else 0)
+    traced = split.weighs and (split.in_place or sends)  # the factor is the microbatch's weight
+    one = jax.jit(one, inline=True, static_argnums=() if traced else 0)
 
   def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0) -> Microbatch:
     batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
-    if split.in_place:
+    if split.in_place or sends:
       factor = rows / call.size if weight is None else in_first_units(unit, weight)[1]
     new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
@@ -88,12 +92,24 @@ def runner(call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]]) -> Run
     # What depends on no argument that varies is the same on all devices, also in its type.
     new_carry, outputs = across_devices.varying((new_carry, outputs), split.axis_name)
     keys_and_carry.check(carry, new_carry)
-    if not split.skip_nonfinite or call.weights is not None:
-      return Microbatch(new_carry, outputs, weight, None)
-    weight, skipped = leave_out(weight, (outputs.loss, outputs.grads))
-    return Microbatch(new_carry, outputs._replace(weights=weight), weight, skipped)
+    skipped: Leaf = None
+    if split.skip_nonfinite and call.weights is None:
+      finite = is_finite((outputs.loss, outputs.grads))
+      if sends:
+        finite = across_devices.of_all(finite, split.axis_name)
+      weight, skipped = leave_out(weight, finite)
+      outputs = outputs._replace(weights=weight)
+    if sends and weight is not None:
+      outputs = outputs._replace(grads=_unless_empty(outputs.grads, weight, split.axis_name))
+    return Microbatch(new_carry, outputs, weight, skipped)
 
   return run
+
+
+def _unless_empty(grads: Tree, weight: jax.Array, axis_name: Any) -> Tree:
+  """Gradients that were weighed; zeros where the microbatch counts on no device, even for NaN."""
+  counted = across_devices.of_any(weighted_mean.counts(weight), axis_name)
+  return jax.tree.map(lambda g: weighted_mean.select(counted, g, jnp.zeros_like(g)), grads)
 
 
 def run_in_microbatches(
@@ -204,7 +220,7 @@ class _Loop:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     here = counted = weighted_mean.counts(self.call.weight(index, take(), rows))
     if agree:
-      counted = lax.pmax(jnp.int32(counted), self.call.split.axis_name) > 0
+      counted = across_devices.of_any(counted, self.call.split.axis_name)
     like = self.like[0 if rows == self.call.size else 1]
     zeros = _zeros(self._collected(_values(self.structures, like.outputs)))
     add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
@@ -218,7 +234,7 @@ class _Loop:
     split = self.call.split
     if split.axis_name is not None and not split.in_place and across_devices.shares_mesh():
       return True  # what the compiler sends may wait for devices that do not run it
-    if not across_devices.communicates(self.jaxpr):
+    if not communicates(self.jaxpr):
       return any(isinstance(r, Sum) and r.reduce_term is not None for r in self.reductions)
     if split.axis_name is None or split.in_place:
       raise ValueError(

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, reduction_words
-from optax_accum._arithmetic.reductions import Mean, REDUCTIONS
+from optax_accum._arithmetic import across_devices, reduction_words, weighted_mean
+from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS, Sum
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
+from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import options, parameters
 from optax_accum._microbatches.cut import Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, noise_reductions
 from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.traced_loss import TracedLoss
 
 _ASKED = ("reduction", "grad_reduction", "aux_reduction", "concat_axis")
 
@@ -81,10 +83,17 @@ class LocalLoss:
     if self.split.in_place and not call.is_whole:
       accumulators = Accumulators(args, self.argnums, grads, self.split.accumulator_dtype)
       grads = accumulators.reductions
+    traced, sends = None, False
+    if self.split.axis_name is not None:
+      is_mean = self.reduction.name == "mean"
+      traced = TracedLoss(self._run, call, positions, self.gather_in_loop, is_mean)
+      sends = traced.sends
+    if sends:
+      grads = jax.tree.map(self._of_weighed, grads)
     noise = noise_reductions(call.count) if self.noise_scale else None
     recorded = REDUCTIONS["stack"] if self.split.skip_nonfinite and weights is None else None
     reductions = Outputs(self.reduction, self.aux_reduction, grads, noise, recorded)
-    run = runner(call, functools.partial(self._differentiate, accumulators))
+    run = runner(call, functools.partial(self._differentiate, accumulators, traced), sends)
     return run_in_microbatches(call, run, reductions, root="")
 
   def derivatives(self, grads: Grads) -> Grads:
@@ -105,21 +114,62 @@ class LocalLoss:
     return carry, Outputs(loss, None, None)
 
   def _differentiate(
-    self, accumulators: Accumulators | None, call: Microbatches, factor: Any, /, *inputs: Tree
+    self,
+    accumulators: Accumulators | None,
+    traced: TracedLoss | None,
+    call: Microbatches,
+    factor: Any,
+    /,
+    *inputs: Tree,
   ) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     args, kwargs = call.arguments(inputs)
     params = self.gather_in_loop(*args)
-    value_and_grad = jax.value_and_grad(self._run, self.argnums, has_aux=True)
+    run = self._run if traced is None else functools.partial(traced, inputs)
+    value_and_grad = jax.value_and_grad(run, self.argnums, has_aux=True)
+    if factor is not None and self.reduction.name != "mean":
+      factor = weighted_mean.counts(factor) * 1.0
     if accumulators is not None:
-      factor = factor if self.reduction.name == "mean" else 1.0
-      value_and_grad = functools.partial(accumulators.value_and_grad, self._run, factor)
+      value_and_grad = functools.partial(accumulators.value_and_grad, run, factor)
+    elif factor is not None:
+      value_and_grad = functools.partial(self._weigh_and_differentiate, run, factor)
     (loss, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
-    across_devices.check_own_loss(loss, params, self.split.axis_name)
     reduction_words.match("aux_reduction", self.aux_reduction, aux)
     reduction_words.match("grad_reduction", self.grad_reduction, grads, "gradients")
     noise = noise_of(self.derivatives(grads)) if self.noise_scale else None
+    if noise is not None and factor is not None:
+      noise = noise._replace(squared_norm=noise.squared_norm / factor**2)
     return carry, Outputs(loss, aux, grads, noise)
+
+  def _weigh_and_differentiate(
+    self, run: Callable[..., Tree], factor: Weight, /, *args: Tree, **kwargs: Tree
+  ) -> tuple[tuple[Leaf, Tree], Grads]:
+    """As `jax.value_and_grad`, with the gradients of the factor times the loss."""
+
+    def weighed(*args: Tree, **kwargs: Tree) -> tuple[Leaf, Tree]:
+      loss, others = run(*args, **kwargs)
+      if isinstance(factor, jax.Array) and jnp.finfo(loss.dtype).bits < 32:
+        raise TypeError(
+          f"The loss has dtype {loss.dtype}, to which its weight would be rounded: it sends"
+          " something to other devices, and so is weighed before it is differentiated. Return it"
+          " in float32."
+        )
+      return loss * jnp.asarray(factor, loss.dtype), (loss, others)
+
+    value_and_grad = jax.value_and_grad(weighed, self.argnums, has_aux=True)
+    (_, out), grads = value_and_grad(*args, **kwargs)
+    return out, grads
+
+  def _of_weighed(self, kind: Reduction) -> Reduction:
+    """The reduction of gradients of a loss that was weighed before it was differentiated."""
+    if not isinstance(kind, Sum):
+      return kind
+    if kind.name != self.reduction.name:
+      raise ValueError(
+        f'grad_reduction="{kind.name}" with reduction="{self.reduction.name}", of a loss that sends'
+        " something to other devices: what crosses devices is weighed as losses are. Leave it out."
+      )
+    return dataclasses.replace(kind, is_weighed=True)
 
   def _run(self, /, *args: Tree, **kwargs: Tree) -> tuple[Leaf, tuple[Carry, Tree]]:
     """The user's function on one microbatch: ``(loss, (new_carry, aux))``."""

@@ -1,0 +1,201 @@
+"""What a loss sends between devices, told from its traced equations, and what of it is refused.
+
+Each device's loss is weighed and differentiated, and the gradients are summed over the devices. So
+a collective is exact if its derivative is that of the sum of all devices' losses, as JAX's are
+without types of what varies (`check_vma=False`). Refused is what means something else on several
+devices than on one:
+
+- a loss that devices reduced to one value: it would be reduced over them a second time;
+- a loss that shrinks or grows with the number of devices, as ``l.sum() / lax.psum(count)``: it is a
+  part of the mean, and not the mean of the device's rows;
+- a gradient that the loss takes of what was reduced: it is that of the sum over devices.
+
+What an equation does that is not known here is not refused. ``lax.psum(len(rows))`` is a number to
+Python, so that no equation tells where it came from.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from optax_accum import _versions
+from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of
+
+_SENDS_NOTHING = ("axis_index", "pcast", "pvary")
+_REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these primitives begin
+# What keeps the degree that its operands share: sums, shapes, choices.
+_SUMS = {
+  "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
+  "expand_dims", "max", "min", "neg", "optimization_barrier", "reduce_max", "reduce_min",
+  "reduce_sum", "reshape", "select_n", "slice", "squeeze", "stop_gradient", "sub", "transpose",
+}  # fmt: skip
+
+
+class Value(NamedTuple):
+  """What is known of a value in a loss."""
+
+  differs: frozenset[Any] = frozenset()  # the axes over which devices may have different ones
+  reduced: frozenset[Any] = frozenset()  # those over which something in it was reduced
+  gathered: frozenset[Any] = frozenset()  # of `reduced`, where it is a sum of all devices' values
+  # The power of the number of devices that it grows with, if all have the same rows. None: unknown.
+  degree: int | None = 0
+
+  @property
+  def is_constant(self) -> bool:
+    """Whether no row goes in."""
+    return not self.differs and not self.reduced
+
+
+def communicates(jaxpr: Any) -> bool:
+  """Whether a traced function sends anything from one device to another."""
+  for eqn in jaxpr.eqns:
+    if _axes(eqn) and eqn.primitive.name not in _SENDS_NOTHING:
+      return True
+    if any(map(communicates, _versions.inner_jaxprs(eqn))):
+      return True
+  return False
+
+
+def check_own_loss(jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool) -> None:
+  """Checks that a traced loss, its first output, is that of one device's rows.
+
+  Its first inputs are so many arrays of parameters, and the others are the device's own.
+  """
+  own = Value(differs=frozenset(names_of(axis_name)))
+  inputs = [*[Value()] * params, *[own] * (len(jaxpr.invars) - params)]
+  loss = _outputs(jaxpr, inputs, own.differs)[0]
+  same = loss.reduced - loss.differs
+  if same:
+    raise ValueError(
+      f"The loss is the same on all devices of the axes {sorted(same)}, so it was reduced over"
+      " them (lax.pmean, lax.psum), and would be reduced over them again: return the loss of the"
+      " device's own rows. It is reduced over devices afterwards."
+    )
+  if is_mean and loss.degree:
+    raise ValueError(
+      f"The loss depends on the number of devices of the axes {sorted(own.differs)}, as l.sum() /"
+      " lax.psum(count) does, which is a part of a mean: return the mean of the device's own rows,"
+      " l.sum() / count, and let weight_fn return count."
+    )
+
+
+def _outputs(jaxpr: Any, inputs: Sequence[Value], axes: frozenset[Any]) -> list[Value]:
+  """What is known of the outputs, where this is known of the inputs."""
+  known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+  def value(x: Any) -> Value:
+    return Value() if hasattr(x, "val") else known.get(x, Value())
+
+  for eqn in jaxpr.eqns:
+    results = _results(eqn, list(map(value, eqn.invars)), axes)
+    known.update(zip(eqn.outvars, results, strict=True))
+  return list(map(value, jaxpr.outvars))
+
+
+def _results(eqn: Any, values: list[Value], axes: frozenset[Any]) -> list[Value]:
+  """What is known of the results of an equation."""
+  name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
+  if name == "scan":
+    consts, carried = _versions.scan_inputs(eqn)
+    return _loop(inner[0], values, consts, carried, axes)
+  if name == "while":
+    first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    body = eqn.params["body_jaxpr"].jaxpr
+    return _loop(body, values[first:], consts, len(values) - first - consts, axes)
+  if name == "cond":
+    branches = [_outputs(branch, values[1:], axes) for branch in inner]
+    return [_either(*each, chosen=values[:1]) for each in zip(*branches, strict=True)]
+  if len(inner) == 1 and len(inner[0].invars) == len(values):
+    return _outputs(inner[0], values, axes)
+  sent = axes.intersection(_axes(eqn))
+  if sent:
+    return [_collective(eqn, x, sent) for x in values or [Value()]]
+  return [_result(eqn, values)] * len(eqn.outvars)
+
+
+def _loop(
+  body: Any, values: list[Value], consts: int, carried: int, axes: frozenset[Any]
+) -> list[Value]:
+  """What is known of the results of a loop, however often it runs."""
+  shared, rows = values[:consts], values[consts + carried :]
+  carry = values[consts : consts + carried]
+  while True:
+    results = _outputs(body, [*shared, *carry, *rows], axes)
+    after = list(map(_either, carry, results))
+    if after == carry:
+      return [*carry, *results[carried:]]
+    carry = after
+
+
+def _collective(eqn: Any, value: Value, axes: frozenset[Any]) -> Value:
+  """What is known of the result of a collective over these axes."""
+  name = eqn.primitive.name
+  if name == "axis_index":
+    return Value(differs=axes)
+  degree = value.degree
+  if name.startswith("psum") or name == "reduce_scatter":
+    degree = None if degree is None else degree + 1
+  if not name.startswith(_REDUCTIONS):
+    return value._replace(degree=degree)
+  if "transpose" in str(eqn.source_info.name_stack) and not axes & value.differs:
+    raise ValueError(
+      f"The loss takes a gradient of what was reduced over the devices of the axes {sorted(axes)}"
+      " (lax.psum, lax.pmean), which is that of the sum over all devices: within the loss,"
+      " differentiate what is the device's own, and reduce the gradient."
+    )
+  gathered = axes if name.startswith("all_gather") else frozenset[Any]()
+  return Value(value.differs - axes, value.reduced | axes, gathered, degree)
+
+
+def _result(eqn: Any, values: list[Value]) -> Value:
+  """What is known of the result of an equation on one device."""
+  name, value = eqn.primitive.name, _union(values)
+  degrees = [x.degree for x in values if x.degree is not None]
+  is_linear = name in _SUMS
+  if len(degrees) < len(values):
+    degree = None
+  elif name in ("mul", "dot_general"):
+    degree = sum(degrees)
+    is_linear = any(x.is_constant for x in values)
+  elif name == "div":
+    is_linear = values[1].is_constant
+    # A sum over devices divided by a constant is taken for a mean over them.
+    degree = 0 if is_linear and degrees[0] > 0 else degrees[0] - degrees[1]
+  elif is_linear:
+    # The choice of a `select_n` has no degree.
+    degree = _common_degree(values[name == "select_n" :])
+    if name == "reduce_sum" and value.gathered and not eqn.outvars[0].aval.shape:
+      degree = 1  # a number of all devices, as of `lax.psum`
+  else:
+    degree = None if any(degrees) else 0
+  if not is_linear:  # such as a contrastive loss of the rows of all devices: of each, it is whole
+    value = value._replace(differs=value.differs | value.gathered, gathered=frozenset())
+  return value._replace(degree=degree)
+
+
+def _union(values: Sequence[Value]) -> Value:
+  """What is known of something that all of these go into, but for the degree."""
+  none = frozenset[Any]()
+  return Value(
+    none.union(*(x.differs for x in values)),
+    none.union(*(x.reduced for x in values)),
+    none.union(*(x.gathered for x in values)),
+  )
+
+
+def _either(*values: Value, chosen: Sequence[Value] = ()) -> Value:
+  """What is known of one of these, of which something `chosen` says which."""
+  return _union([*values, *chosen])._replace(degree=_common_degree(values))
+
+
+def _common_degree(values: Sequence[Value]) -> int | None:
+  """The degree of a sum, or of one of several: `jnp.maximum(count, 1)` is a count."""
+  degrees = {x.degree for x in values if not x.is_constant}
+  if not degrees:
+    return 0
+  return degrees.pop() if len(degrees) == 1 else None
+
+
+def _axes(eqn: Any) -> list[Any]:
+  """The axes of devices that an equation names, but those of a mesh within the loss."""
+  axes = names_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
+  return [x for x in axes if not hasattr(x, "__index__") and is_bound(x)]

@@ -1,0 +1,145 @@
+"""Collectives in a loss: the gradient of the weighted mean over devices, or an error."""
+
+import functools
+
+import jax
+import mesh_draws
+import numpy as np
+import pytest
+from support import collective_losses as losses
+from support.collective_losses import DIVIDED, EITHER, REDUCED, RIGHT, TABLE
+
+from optax_accum import _versions
+
+DEVICES, TOLERANCE = 4, 1e-11
+# Parts of the messages of losses that are refused.
+MESSAGES = {
+  REDUCED: "The loss is the same on all devices",
+  DIVIDED: "The loss depends on the number of devices",
+}
+# Valid rows on each device.
+EQUAL, UNEVEN, EMPTY = (8, 8, 8, 8), (8, 3, 5, 1), (8, 0, 5, 0)
+FOUR, WHOLE, RAGGED = {"num_microbatches": 4}, {"num_microbatches": 1}, {"microbatch_size": 5}
+
+
+@pytest.fixture(autouse=True)
+def x64():
+  with jax.enable_x64(True):
+    yield
+
+
+def named(verdict):
+  return [name for name, row in TABLE.items() if row.verdict == verdict]
+
+
+@functools.cache
+def expected(name, valid, **options):
+  row, batch = TABLE[name], losses.make_batch(valid)
+  return losses.expected(row.fun, losses.make_params(), batch, DEVICES, alone=row.alone, **options)
+
+
+def assert_right(name, entry, valids, **options):
+  split = {
+    k: v for k, v in options.items() if k in ("num_microbatches", "microbatch_size", "weighs")
+  }
+  run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **options)
+  for valid in valids:
+    actual = run(losses.make_params(), losses.make_batch(valid))
+    assert losses.error_of(actual, expected(name, valid, **split)) < TOLERANCE, valid
+
+
+def entries_of(names):
+  entries = ("mesh", "shard_map, typed")
+  return [
+    (name, entry) for name in names for entry in entries if TABLE[name].typed or entry == "mesh"
+  ]
+
+
+@pytest.mark.parametrize(("name", "entry"), entries_of(named(RIGHT)))
+def test_the_gradient_is_that_of_the_weighted_mean_over_devices(name, entry):
+  """On one device, by `jax.vmap`. Weights differ between devices and between microbatches."""
+  assert_right(name, entry, (EQUAL, UNEVEN, EMPTY), **FOUR)
+
+
+@pytest.mark.parametrize(("name", "entry"), entries_of(named(EITHER)))
+def test_what_may_be_refused_is_right_where_it_is_not(name, entry):
+  try:
+    assert_right(name, entry, (EQUAL, UNEVEN, EMPTY), **FOUR)
+  except ValueError as error:
+    pattern = "|".join((*MESSAGES.values(), "The loss takes a gradient of what was reduced"))
+    with pytest.raises(ValueError, match=pattern):
+      raise error
+
+
+def test_weights_that_are_ignored_show():
+  for valid in (UNEVEN, EMPTY):
+    for name in ("psum: batch norm", "own + pmean(aux)", "ppermute: features of the neighbour"):
+      wrong = expected(name, valid, weighs=False, **FOUR)
+      assert losses.error_of(wrong, expected(name, valid, **FOUR)) > 1e-2
+
+
+OF_EACH_KIND = ("psum: batch norm", "all_gather: contrastive", "own + pmean(aux)")
+OF_EACH_KIND += ("sum / pmean(count)",)
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+@pytest.mark.parametrize(
+  ("entry", "options"),
+  [
+    ("mesh", RAGGED),
+    ("shard_map, typed", {**WHOLE, "weighs": False}),
+    ("shard_map, untyped", RAGGED),
+  ],
+)
+def test_one_microbatch_and_a_smaller_last_one(name, entry, options):
+  valids = (UNEVEN, EMPTY) if options.get("weighs", True) else (UNEVEN,)
+  assert_right(name, entry, valids, **options)
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_a_whole_batch_with_weights(name):
+  assert_right(name, "mesh", (UNEVEN, EMPTY), **WHOLE)
+
+
+@pytest.mark.parametrize("entry", losses.ENTRIES)
+@pytest.mark.parametrize(
+  "name", ["no collective", "psum: batch norm", "ppermute: features of the neighbour"]
+)
+def test_a_nan_leaves_out_the_microbatch_on_all_devices(name, entry):
+  """Unless the loss sends nothing: then on its device alone."""
+  row, batch = TABLE[name], losses.make_batch(UNEVEN)
+  batch["x"][losses.ROWS + 1] = np.nan  # in the second microbatch of the second device
+  params = losses.make_params()
+  run = losses.gradient_function(row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR)
+  wanted = losses.expected(row.fun, params, batch, DEVICES, alone=row.alone, **FOUR)
+  assert losses.error_of(run(params, batch), wanted) < TOLERANCE
+  other = losses.expected(row.fun, params, batch, DEVICES, alone=not row.alone, **FOUR)
+  assert losses.error_of(other, wanted) > 1e-3
+
+
+if _versions.ADDS_TO_REFERENCES:
+
+  @pytest.mark.parametrize("name", ["psum: batch norm", "own + pmean(aux)"])
+  def test_in_place(name):
+    assert_right(name, "mesh", (UNEVEN,), weighs=False, in_place=True, **FOUR)
+
+
+REFUSED = [(name, word) for word in (REDUCED, DIVIDED) for name in named(word)]
+
+
+@pytest.mark.parametrize(("name", "word"), REFUSED)
+def test_a_loss_of_all_devices_is_refused(name, word):
+  params, batch = losses.make_params(), losses.make_batch(UNEVEN)
+  for entry in [
+    entry for entry in losses.ENTRIES if TABLE[name].typed or entry != "shard_map, typed"
+  ]:
+    run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **FOUR)
+    with pytest.raises(ValueError, match=MESSAGES[word]):
+      run(params, batch)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_draws(seed):
+  """`python tests/mesh_draws.py 500` has more."""
+  draw = mesh_draws.drawn(seed)
+  assert mesh_draws.error_of(draw) < mesh_draws.TOLERANCE, draw
