@@ -8,11 +8,12 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
+import numpy as np
 import optax
 import pytest
 from support import devices
 
-from optax_accum import accumulate
+from optax_accum import accumulate, accumulate_specs, make_train_step, microbatch_value_and_grad
 from optax_accum import count_collectives as count
 
 ROWS = P("data")
@@ -130,18 +131,58 @@ def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
   assert report.operations[0].unknown_trip_counts == (name,)
 
 
-@on_cpu_and_tpu
-def test_the_in_place_conditional_is_a_loop_without_a_trip_count(platform):
-  tx = accumulate(optax.stateless(lambda updates, _: reduced(updates)), 2)
+def settled(x):
+  return lax.while_loop(lambda x: jnp.max(x) > 0.5, reduced, x)
 
-  def fun(emit, x):
+
+@pytest.mark.parametrize(
+  ("fun", "differentiable", "times", "platform"),
+  [
+    (reduced, False, 1, "cpu"),
+    (reduced, False, 1, "tpu"),
+    (reduced, True, 1, "cpu"),
+    (reduced, True, 1, "tpu"),
+    (repeated(reduced, 3), False, 3, "tpu"),
+    (settled, False, 1, "cpu"),
+  ],
+  ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"],
+)
+def test_what_ends_a_cycle_is_told_from_loops(fun, differentiable, times, platform):
+  inner = optax.stateless(lambda updates, _: fun(updates))
+  tx = accumulate(inner, 2, differentiable=differentiable)
+
+  def call(emit, x):
     return tx.update(x, tx.init(x), flush=emit)[0]
 
   emit = jax.ShapeDtypeStruct((), jnp.bool_)
-  program = compiled(fun, emit, X, platform=platform, in_specs=(P(), ROWS))
-  report = count(program)
-  assert report.inside == {"all-reduce": (1, BYTES)}
-  assert len(report.unknown_trip_counts) == 1
+  report = count(compiled(call, emit, X, platform=platform, in_specs=(P(), ROWS)))
+  assert report.at_cycle_end == {"all-reduce": (times, times * BYTES)}
+  assert report.inside == report.outside == {}
+  (operation,) = report.operations
+  assert operation.at_cycle_end
+  assert (operation.loop is None) == (fun is reduced)  # the conditional is none
+  assert len(report.unknown_trip_counts) == (fun is settled)
+  assert report.streaming
+  report.assert_once_per_cycle(nbytes=4)
+
+
+def test_microbatches_that_are_skipped_end_no_cycle():
+  def loss_fn(params, x):
+    return jnp.mean(lax.all_gather(x @ params, "data") ** 2)
+
+  cycle = microbatch_value_and_grad(
+    loss_fn,
+    num_microbatches=4,
+    weight_fn=lambda x: jnp.sum(x[:, 0]),
+    skip_empty=True,
+    axis_name="data",
+  )
+  params = X.update(shape=(8, 32))
+  report = count(compiled(cycle, params, X, in_specs=(P(), ROWS), out_specs=P()))
+  assert report.inside["all-gather"] == (4, 4 * 64 // 4 * 32 * 4)
+  assert report.at_cycle_end == {}
+  with pytest.raises(AssertionError, match=r"4 a call: all-gather f32\["):
+    report.assert_once_per_cycle()
 
 
 def test_every_branch_of_a_conditional_counts():
@@ -218,6 +259,108 @@ def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform,
   assert reports["outside"].inside == {}
   assert reports["inside"].outside == {}
   assert reports["inside"].inside == {"all-reduce": (6, 6 * nbytes)}
+
+
+PARAMS = {"w": np.zeros((32, 16), np.float32)}
+GRADIENT = 32 * 16 * 4
+
+
+def mean_loss(params, batch):
+  return jnp.mean(jnp.tanh(batch @ params["w"]) ** 2)
+
+
+def of_rows(params, batch):
+  """The gradient of a device's own rows."""
+  own = jax.tree.map(lambda x: lax.pcast(x, "data", to="varying"), params)
+  return jax.grad(mean_loss)(own, batch)
+
+
+def of_all(params, batch):
+  return lax.pmean(of_rows(params, batch), "data")
+
+
+def streaming(gradient, axis_name=None, in_a_scan=False, platform="cpu"):
+  """The report on a call of `accumulate` in a shard_map, or on a scan of four."""
+  mesh = devices.make_mesh(8, platform=platform)
+  tx = accumulate(optax.sgd(0.1), 4, axis_name=axis_name)
+  specs = accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data") if axis_name else P()
+
+  def call(held, batch):
+    params, state = held
+    return tx.apply(gradient(params, batch), state, params), lax.pmean(jnp.mean(batch), "data")
+
+  def calls(held, batch):
+    batches = batch.reshape(4, -1, 32) if in_a_scan else batch
+    return lax.scan(call, held, batches) if in_a_scan else call(held, batches)
+
+  specs = (P(), specs)
+  init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs[1])
+  held = PARAMS, jax.eval_shape(init, PARAMS)
+  args = devices.abstract((held, np.zeros((64, 32), np.float32)), mesh, (specs, ROWS))
+  mapped = jax.shard_map(calls, mesh=mesh, in_specs=(specs, ROWS), out_specs=(specs, P()))
+  return count(jax.jit(mapped).lower(*args).compile())
+
+
+@pytest.mark.parametrize(
+  ("in_a_scan", "platform"), [(False, "cpu"), (False, "tpu"), (True, "cpu"), (True, "tpu")]
+)
+def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(in_a_scan, platform):
+  report = streaming(of_rows, "data", in_a_scan, platform)
+  times = 4 if in_a_scan else 1
+  assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENT)}
+  assert report.streaming == (not in_a_scan)
+  report.assert_once_per_cycle()
+  with pytest.raises(AssertionError, match="all-reduce"):  # the metric
+    report.assert_once_per_cycle(nbytes=4)
+
+
+@pytest.mark.parametrize(("in_a_scan", "times"), [(False, 1), (True, 4)])
+def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(in_a_scan, times):
+  report = streaming(of_all, in_a_scan=in_a_scan)
+  found = rf"(?s)In every microbatch .*\n  {times} a call: all-reduce .*f32\[32,16\].* from jit\("
+  with pytest.raises(AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""):
+    report.assert_once_per_cycle()
+  report.assert_once_per_cycle(nbytes=GRADIENT + 5)  # the metric may travel along
+
+
+def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
+  mesh = devices.make_mesh(8)
+  tx = accumulate(optax.sgd(0.1), 4)
+
+  def call(params, state, batch):
+    return tx.apply(jax.grad(mean_loss)(params, batch), state, params)
+
+  args = PARAMS, jax.eval_shape(tx.init, PARAMS), np.zeros((64, 32), np.float32)
+  args = devices.abstract(args, mesh, (P(), P(), ROWS))
+  report = count(jax.jit(call).lower(*args).compile())
+  assert report.at_cycle_end == {}
+  with pytest.raises(AssertionError, match="all-reduce"):
+    report.assert_once_per_cycle()
+  assert "a call is one microbatch" in str(report)
+  assert report.at_least(4).streaming
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("how", ["always", "unless_empty", "per_microbatch"])
+def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
+  """It has a loop, in which the devices exchange parts of what they hold."""
+  tx = optax.stateless(lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g))
+  tx = optax.chain(accumulate(tx, 2)) if accumulates else tx
+  mesh = devices.make_mesh(8)
+  options = {"weight_fn": lambda x: jnp.sum(x[:, 0])} if how == "unless_empty" else {}
+  options["reduce_gradients"] = "per_microbatch" if how == "per_microbatch" else "per_cycle"
+  step = make_train_step(mean_loss, tx, num_microbatches=4, mesh=mesh, **options)
+  args = PARAMS, jax.eval_shape(tx.init, PARAMS), np.zeros((64, 32), np.float32)
+  args = devices.abstract(args, mesh, ({"w": P(None, "data")}, P(), ROWS))
+  report = count(step.lower(*args).compile())
+  assert report.at_cycle_end == {"all-reduce": (3, 3 * 32 * 32 * 4)}
+  assert not report.streaming  # where `accumulate` takes a whole cycle in a call
+  if how == "per_microbatch":
+    with pytest.raises(AssertionError, match=r"4 a call: .*f32\["):
+      report.assert_once_per_cycle()
+  else:
+    assert report.inside == {}
+    report.assert_once_per_cycle()
 
 
 def test_small_collectives_can_be_left_out():
@@ -544,16 +687,19 @@ def test_the_report_prints_as_a_table():
   def fun(x):
     x = repeated(reduced, 3)(x)
     x = lax.while_loop(lambda x: jnp.sum(x) < 9.0, reduced, x)
+    tx = accumulate(optax.stateless(lambda updates, _: reduced(updates)), 2)
+    x = tx.update(x, tx.init(x), flush=x[0, 0] > 0.0)[0]
     return lax.all_gather(x, "data", tiled=True)
 
   report = count(compiled(fun, X))
   (name,) = report.unknown_trip_counts
   assert str(report) == (
-    "per device and call                 inside loops                   outside\n"
-    "                           ops             bytes     ops             bytes\n"
-    "all-reduce                   4             1,024       0                 0\n"
-    "all-gather                   0                 0       1             2,048\n"
-    f"counted once, a loop of unknown count or accumulate's step: {name}"
+    "per device and call             inside loops      at a cycle's end               outside\n"
+    "                          ops          bytes    ops          bytes    ops          bytes\n"
+    "all-reduce                  4          1,024      1            256      0              0\n"
+    "all-gather                  0              0      0              0      1          2,048\n"
+    f"counted once, a loop of unknown count: {name}\n"
+    "a call is one microbatch of accumulate, so what is outside runs in every one"
   )
 
 

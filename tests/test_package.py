@@ -65,7 +65,7 @@ FLOORS = (
   "_microbatches",
   "_arithmetic",
   "_compiled",
-  "_validate _versions",
+  "_scopes _validate _versions",
 )
 
 

@@ -15,9 +15,15 @@ Flag: TypeAlias = bool | jax.Array
 
 
 def update_if(
-  pred: Flag, fun: Callable[[Operand], Operand], operand: Operand, differentiable: bool = False
+  pred: Flag,
+  fun: Callable[[Operand], Operand],
+  operand: Operand,
+  scope: str,
+  differentiable: bool = False,
 ) -> Operand:
   """``fun(operand) if pred else operand``, without copying `operand`, whose type `fun` keeps.
+
+  The compiled program has `scope` in the name of the conditional.
 
   The loop below runs zero times or once. XLA updates the carry of a loop in place on every backend,
   but XLA for GPU copies the operands and results of a conditional. A Python bool leaves neither in
@@ -32,10 +38,11 @@ def update_if(
     new = jax.tree.map(jnp.asarray, fun(operand))
     return jax.tree.map(across_devices.vary_like, new, operand)
 
-  if differentiable:
-    return lax.cond(pred, run, lambda operand: operand, operand)
-  stop = jnp.zeros_like(pred)
-  return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
+  with jax.named_scope(scope):
+    if differentiable:
+      return lax.cond(pred, run, lambda operand: operand, operand)
+    stop = jnp.zeros_like(pred)
+    return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
 
 
 class OutputBuffers:

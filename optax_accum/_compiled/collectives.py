@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from optax_accum import _scopes
 from optax_accum._compiled import hlo
 
 _KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"]
@@ -30,6 +31,7 @@ class Collective(NamedTuple):
   loop: str | None
   op_name: str
   unknown_trip_counts: tuple[str, ...]  # outermost first
+  at_cycle_end: bool
 
   @property
   def sent(self) -> int:
@@ -53,21 +55,29 @@ class CollectiveReport:
     operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
       the devices that exchange, by place in ``mesh.devices.flat`` (``()``: all, or unknown); of one
       execution on one device ``shape``, ``bytes`` and, around a ring, bytes ``sent``;
-      ``executions`` in a call; ``loop``, the innermost or None; ``op_name``, its origin in JAX; and
-      ``unknown_trip_counts``, the loops that count once.
+      ``executions`` in a call; ``loop``, the innermost or None; ``op_name``, its origin in JAX;
+      ``unknown_trip_counts``, the loops that count once; and ``at_cycle_end``, whether the
+      conditional that ends a cycle, or a loop of the optimizer's step, runs it.
+    streaming: Whether a call takes one microbatch of `accumulate`.
   """
 
   operations: tuple[Collective, ...]
+  streaming: bool = False
 
   @property
   def inside(self) -> dict[str, CollectiveTotal]:
-    """Totals by kind of the collectives inside loops, times the trip counts."""
-    return _totals(c for c in self.operations if c.loop is not None)
+    """Totals by kind of the collectives inside other loops, times the trip counts."""
+    return _totals(c for c in self.operations if c.loop and not c.at_cycle_end)
+
+  @property
+  def at_cycle_end(self) -> dict[str, CollectiveTotal]:
+    """Totals by kind of the collectives that run once a cycle, where it ends."""
+    return _totals(c for c in self.operations if c.at_cycle_end)
 
   @property
   def outside(self) -> dict[str, CollectiveTotal]:
-    """Totals by kind of the collectives outside every loop."""
-    return _totals(c for c in self.operations if c.loop is None)
+    """Totals by kind of the collectives that every call runs, outside every loop."""
+    return _totals(c for c in self.operations if not c.loop and not c.at_cycle_end)
 
   @property
   def unknown_trip_counts(self) -> tuple[str, ...]:
@@ -76,19 +86,63 @@ class CollectiveReport:
 
   def at_least(self, nbytes: int) -> "CollectiveReport":
     """Only the collectives of `nbytes` or more, e.g. gradients without the metrics."""
-    return CollectiveReport(tuple(c for c in self.operations if c.bytes >= nbytes))
+    large = tuple(c for c in self.operations if c.bytes >= nbytes)
+    return dataclasses.replace(self, operations=large)
+
+  def assert_once_per_cycle(self, nbytes: int = 1024) -> None:
+    """For a test: checks that nothing of a gradient's size is sent in every microbatch.
+
+    Inside a loop is in every microbatch; and so is outside, where a call takes one microbatch of
+    `accumulate`. What a model sends itself counts too, such as parameters that it gathers by layer.
+    Compile one step, without `unroll`, for several devices: one device sends nothing, and passes.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, optax_accum
+      >>> step = optax_accum.make_train_step(
+      ...   lambda params, x: jnp.mean((x @ params) ** 2),
+      ...   optax.sgd(0.1),
+      ...   num_microbatches=4,
+      ...   mesh=jax.make_mesh((jax.device_count(),), ("data",)),
+      ... )
+      >>> compiled = step.lower(jnp.ones((16, 16)), optax.sgd(0.1).init(0), jnp.ones((64, 16)))
+      >>> optax_accum.count_collectives(compiled.compile()).assert_once_per_cycle()
+
+    Args:
+      nbytes: From which size on it is a gradient's. The default is 256 numbers in float32: a loss,
+        a norm and counts are a few numbers, and a layer has more. Lower it for a small model.
+
+    Raises:
+      AssertionError: Such a collective runs in every microbatch. The message lists them.
+    """
+    found = [
+      f"\n  {c.executions:,} a call: {c.kind} {c.shape}, {c.bytes:,} bytes, from {c.op_name}"
+      for c in self.at_least(nbytes).operations
+      if not c.at_cycle_end and (c.loop or self.streaming)
+    ]
+    if found:
+      raise AssertionError(
+        f"In every microbatch devices wait for one another, and send {nbytes:,} bytes or more:"
+        f"{''.join(found)}\n"
+        "Reduce gradients once a cycle: pass mesh= to make_train_step or microbatch_value_and_grad."
+        ' Or, in a shard_map, take them with respect to jax.lax.pcast(params, axis, to="varying"),'
+        " without lax.psum or lax.pmean in a microbatch, and pass axis_name= to accumulate."
+        " If these are metrics, raise nbytes."
+      )
 
   def __str__(self) -> str:
-    inside, outside = self.inside, self.outside
-    lines = [f"{'per device and call':<22}{'inside loops':>26}{'outside':>26}"]
-    lines.append(" " * 22 + f"{'ops':>8}{'bytes':>18}" * 2)
-    for kind in (k for k in _KINDS if k in inside or k in outside):
-      totals = (inside.get(kind, (0, 0)), outside.get(kind, (0, 0)))
-      lines.append(f"{kind:<22}" + "".join(f"{ops:>8,}{size:>18,}" for ops, size in totals))
+    places = self.inside, self.at_cycle_end, self.outside
+    heads = "inside loops", "at a cycle's end", "outside"
+    lines = [f"{'per device and call':<22}" + "".join(f"{head:>22}" for head in heads)]
+    lines.append(" " * 22 + f"{'ops':>7}{'bytes':>15}" * 3)
+    found = {c.kind for c in self.operations}
+    for kind in filter(found.__contains__, _KINDS):
+      totals = (place.get(kind, (0, 0)) for place in places)
+      lines.append(f"{kind:<22}" + "".join(f"{ops:>7,}{size:>15,}" for ops, size in totals))
     if not self.operations:
       lines = ["no collectives"]
-    names = self.unknown_trip_counts  # accumulate's conditional is compiled to a loop
-    lines += [f"counted once, a loop of unknown count or accumulate's step: {x}" for x in names]
+    lines += [f"counted once, a loop of unknown count: {x}" for x in self.unknown_trip_counts]
+    if self.streaming:
+      lines.append("a call is one microbatch of accumulate, so what is outside runs in every one")
     return "\n".join(lines)
 
 
@@ -108,10 +162,10 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     compiled: What ``jax.jit(f).lower(...).compile()`` returns, for any backend, or its text.
 
   Returns:
-    A `CollectiveReport`. ``inside`` and ``outside`` map each kind to ``(operations, bytes)``. An
-    operation counts as often as it runs. Bytes are those of one device's arrays, without padding:
-    what a collective returns, or a reduce-scatter takes. XLA combines, splits, moves and replaces
-    collectives; ``op_name`` says where one came from.
+    A `CollectiveReport`. ``inside``, ``at_cycle_end`` and ``outside`` map kinds to
+    ``(operations, bytes)``. An operation counts as often as it runs. Bytes are those of one
+    device's arrays, without padding: what a collective returns, or a reduce-scatter takes. XLA
+    combines, splits, moves and replaces collectives; ``op_name`` says where one came from.
 
   Raises:
     TypeError: `compiled` is a function, or lowered but not compiled.
@@ -120,15 +174,23 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   Edge cases:
     =====================================  =====================================================
     several arrays; a start and its done   one operation, the bytes of all
-    a loop without a fixed trip count      counts once, in ``unknown_trip_counts``; and so does
-                                           `accumulate`'s conditional, or over 65,536 on a TPU
+    a loop without a fixed trip count, or  counts once, in ``unknown_trip_counts``
+    one of more than 65,536 on a TPU
     the condition of a loop                inside the loop; once more than the body
+    `accumulate`                           ``at_cycle_end``, as if the call ended a cycle; in a
+                                           loop, as if each trip did: an upper bound
+    a step of the optimizer                ``at_cycle_end`` where it may be skipped, and in its
+                                           loops; else outside
     branches of `lax.cond`, `lax.switch`   each counts, as if all ran: an upper bound
     sends, receives and custom calls       not counted
     =====================================  =====================================================
   """
-  runs = hlo.Module(_text_of(compiled)).runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
-  return CollectiveReport(tuple(_collective(run) for run in runs if not _continues(run)))
+  module = hlo.Module(_text_of(compiled))
+  runs = module.runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
+  found = tuple(_collective(run) for run in runs if not _continues(run))
+  # A whole cycle's step may end one of `accumulate` too, but its microbatches are in a loop.
+  ends = (run for run in module.runs(hlo.ends_cycle) if _scopes.WHOLE_CYCLE not in run.op_name)
+  return CollectiveReport(found, any(run.loop is None for run in ends))
 
 
 def _continues(run: hlo.Run) -> bool:
@@ -145,7 +207,7 @@ def _collective(run: hlo.Run) -> Collective:
   if run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
-  reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts
+  reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts, run.at_cycle_end
   size = sum(map(hlo.array_bytes, arrays))
   return Collective(kind, _groups(run.operation.attributes), shape, size, *reached)
 

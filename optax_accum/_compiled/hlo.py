@@ -7,6 +7,8 @@ import operator
 import re
 from typing import Any, NamedTuple
 
+from optax_accum import _scopes
+
 
 class Operation(NamedTuple):
   """``name = shape opcode(operands), attributes``."""
@@ -34,6 +36,7 @@ class Run(NamedTuple):
   computation: Computation
   executions: int = 1  # per call of the program: the product of the loops' trip counts
   loop: str | None = None  # the innermost loop around it
+  at_cycle_end: bool = False  # whether what is around it runs once a cycle
   op_name: str = ""  # of its metadata, or of what calls it; "" where neither has one
   unknown_trip_counts: tuple[str, ...] = ()  # loops around it that count once, outermost first
 
@@ -75,7 +78,9 @@ class Module:
         if wanted(op):
           yield run
         times: dict[str, int] = {}
-        if op.opcode == "while":
+        if op.opcode in ("while", "conditional") and _ONCE_A_CYCLE.search(op.attributes):
+          run = run._replace(at_cycle_end=True)
+        if op.opcode == "while" and not ends_cycle(op):
           run = run._replace(loop=op.name)
           if (trips := self._trip_count(op, scope)) is not None:
             times = {"body": trips, "condition": trips + 1}
@@ -150,6 +155,12 @@ class Module:
         return scope, op, index
 
 
+def ends_cycle(op: Operation) -> bool:
+  """Whether this is the conditional that ends a cycle: `update_if` has a loop for one."""
+  # Its own name is all that XLA for GPU leaves: a collective that it combines has none.
+  return op.opcode in ("while", "conditional") and bool(_ENDS_CYCLE.search(op.attributes))
+
+
 def parts(shape: str) -> list[str]:
   """The elements of a tuple's shape, each an array or a tuple of arrays; else nothing."""
   shape = _LAYOUT.sub("", shape)
@@ -183,6 +194,8 @@ _CALLED = re.compile(
 )
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ENDS_CYCLE = re.compile(rf'\b{_scopes.END_OF_CYCLE}\)*/(while|cond)"')  # ends an op_name
+_ONCE_A_CYCLE = re.compile(rf"{_ENDS_CYCLE.pattern}|/{_scopes.WHOLE_CYCLE}/")
 _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 
 

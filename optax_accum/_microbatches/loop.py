@@ -224,7 +224,7 @@ class _Loop:
     like = self.like[0 if rows == self.call.size else 1]
     zeros = _zeros(self._collected(_values(self.structures, like.outputs)))
     add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
-    held, collected = update_if(counted, add, (held, zeros))
+    held, collected = update_if(counted, add, (held, zeros), "skip_empty")
     # A device that ran it only because others count collects zeros.
     keep = functools.partial(weighted_mean.select, here if agree else True)
     return held, jax.tree.map(keep, collected, zeros)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 import optax
 
-from optax_accum import _validate
+from optax_accum import _scopes, _validate
 from optax_accum._arithmetic import across_devices, conditional, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
@@ -172,7 +172,8 @@ class Accumulation:
       carry = widened(lambda carry: fun(step.total, carry)[1], carry)
     # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
     operand = (with_device_axis(step.total, axis_name), carry)
-    total, carry = conditional.update_if(step.emit, run, operand, self.differentiable)
+    scope = _scopes.END_OF_CYCLE
+    total, carry = conditional.update_if(step.emit, run, operand, scope, self.differentiable)
     return without_device_axis(total, axis_name), carry
 
   def _run_inner(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_accum import _scopes
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
@@ -21,6 +22,7 @@ Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
 _Zero = jax.custom_derivatives.SymbolicZero
 
 
+@jax.named_scope(_scopes.WHOLE_CYCLE)
 def optimizer_step(
   tx: optax.GradientTransformationExtraArgs,
   grads: Grads,
@@ -49,7 +51,7 @@ def optimizer_step(
     if counted is not True:  # traced once, for types and for the conditional
       update = jax.jit(update, inline=True)
       held = widened(update, held)
-    return update_if(counted, update, held)
+    return update_if(counted, update, held, _scopes.END_OF_CYCLE)
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held, _may_end=counted)
   counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
