@@ -9,9 +9,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import oracle, trees
 from support.compiled import temp_bytes
+from support.devices import make_mesh
 
 import optax_accum
 
@@ -411,6 +413,27 @@ def test_keys_are_folded_with_the_index(make_key, n):
   assert len(np.unique(np.asarray(noise))) == 6
   chex.assert_trees_all_close(loss, sum(p[0][0] for p in parts) / n, rtol=1e-6)
   chex.assert_trees_all_close(grad, sum(p[1] for p in parts) / n, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", [None, 8])
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
+  """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""
+  tx = optax.sgd(0.1)
+  step = optax_accum.make_train_step(
+    lambda params, x, key: (jnp.mean(params * x), jax.random.uniform(key, x.shape)),
+    tx,
+    num_microbatches=8,
+    mesh=mesh and make_mesh(mesh),
+    rng_argnums=2,
+    has_aux=True,
+    aux_reduction="concat",
+    donate=False,
+  )
+  params, x, start = jnp.ones(()), np.ones(64, np.float32), jax.random.key(0, impl=impl)
+  keys = [jax.random.fold_in(start, i) for i in range(8)]
+  noise = [step(params, tx.init(params), x, key)[-1]["aux"] for key in keys]
+  assert len(np.unique(noise)) == 8 * 64
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])

@@ -68,11 +68,11 @@ class Microbatches:
   def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry: Args) -> Args:
     """What one microbatch is given and others are not: its rows, keys and carry."""
     axis_name = self.split.axis_name
+    if axis_name is not None:  # the number among the microbatches of all devices
+      index = index + lax.axis_index(axis_name) * (self.count // lax.axis_size(axis_name))
 
-    def fold(key: jax.Array) -> jax.Array:
-      if axis_name is not None:
-        key = keys_and_carry.fold_in(key, lax.axis_index(axis_name))
-      return keys_and_carry.fold_in(key, index)
+    def fold(keys: jax.Array) -> jax.Array:
+      return keys_and_carry.fold_in(keys, index)
 
     return *batch, *(jax.tree.map(fold, self._arguments[slot]) for slot in self.roles.rng), *carry
 

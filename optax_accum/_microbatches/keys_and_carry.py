@@ -12,6 +12,8 @@ from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Carry, Path, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
+_LARGE = 2**30
+
 
 def on_device(carry: Carry, axis_name: AxisName | None) -> Carry:
   """What a device starts with: its own noise, and otherwise what all of them start with."""
@@ -24,6 +26,9 @@ def on_device(carry: Carry, axis_name: AxisName | None) -> Carry:
 
 def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
   """An array of keys, typed or raw, with a number folded into each."""
+  if jax.random.key_impl(keys) == "unsafe_rbg":
+    # Its folds commute. A caller who folds in the number of a step has smaller numbers.
+    number = number + _LARGE
   fold = jax.random.fold_in
   for _ in range(jnp.ndim(keys) - (0 if dtypes.is_key(keys) else 1)):
     fold = jax.vmap(fold, (0, None))

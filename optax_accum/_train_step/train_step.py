@@ -179,8 +179,9 @@ def make_train_step(
 
   Randomness and carried state:
     rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys. Microbatch ``i``
-      gets ``jax.random.fold_in(key, i)``; each device first folds in its own index. Default: none,
-      which refuses a typed key. With ``()`` all microbatches share it.
+      gets ``jax.random.fold_in(key, i)``; on device ``d`` of several, with N each, it is number
+      ``d * N + i``. "unsafe_rbg" adds 2**30: its folds commute, and a step number may be folded in
+      too. Default: none, which refuses a typed key. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
       the new carry before the metrics. Microbatches of weight 0 do not change it.

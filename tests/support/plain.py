@@ -68,10 +68,8 @@ def offsets_and_carries(draw, call, carry):
   for m in call.microbatches:
     offset = np.zeros(cycles.OUT)
     if draw.key != "none":
-      key = cycles.key_of(draw, call)
-      if draw.local or draw.parts > 1:  # over a data axis of one device, as on one device
-        key = jax.random.fold_in(key, m.device)
-      key = jax.random.fold_in(key, m.index)
+      of_device = 1 + max(m.index for m in call.microbatches)
+      key = jax.random.fold_in(cycles.key_of(draw, call), m.device * of_device + m.index)
       offset = offset + 0.25 * np.asarray(jax.random.uniform(key, (cycles.OUT,), jnp.float32))
     if draw.carry:
       mean, seen = held.get(m.device, (carry["mean"], carry["seen"]))
