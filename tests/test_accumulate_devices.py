@@ -480,6 +480,21 @@ def test_one_gradient_that_was_reduced_before_is_refused_by_name(reduced):
       sgd_steps(grads_of, check_vma=True)
 
 
+@pytest.mark.parametrize("call", ["init", "update", "apply"])
+def test_parameters_that_are_sharded_are_refused(call):
+  """Their gradients come summed over devices, and scattered, from an `all_gather` in the loss."""
+  tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
+
+  def step(params, whole):
+    state = tx.init(params if call == "init" else whole)
+    return getattr(tx, call)(params, state, params)[0] if call != "init" else state
+
+  mapped = jax.shard_map(step, mesh=make_mesh(8), in_specs=(P("data"), P()), out_specs=P("data"))
+  message = "differs between the devices of the axes .* optax_accum.make_train_step"
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(mapped, {"w": jnp.zeros(8)}, {"w": jnp.zeros(1)})
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_gradient_of_zero_is_fine(check_vma):
   def without_bias(params, batch):

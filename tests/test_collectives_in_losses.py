@@ -3,6 +3,8 @@
 import functools
 
 import jax
+from jax import lax
+import jax.numpy as jnp
 import mesh_draws
 import numpy as np
 import pytest
@@ -121,7 +123,7 @@ if _versions.ADDS_TO_REFERENCES:
 
   @pytest.mark.parametrize("name", ["psum: batch norm", "own + pmean(aux)"])
   def test_in_place(name):
-    assert_right(name, "mesh", (UNEVEN,), weighs=False, in_place=True, **FOUR)
+    assert_right(name, "mesh", (UNEVEN, EMPTY), in_place=True, **FOUR)
 
 
 REFUSED = [(name, word) for word in (REDUCED, DIVIDED) for name in named(word)]
@@ -136,6 +138,39 @@ def test_a_loss_of_all_devices_is_refused(name, word):
     run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **FOUR)
     with pytest.raises(ValueError, match=MESSAGES[word]):
       run(params, batch)
+
+
+def by_branch(fun, params, batch):
+  """Sends on devices whose first row is positive, and nothing on others."""
+  flag = batch["x"][0, 0] > 0
+  return lax.cond(flag, fun, losses.plain, params, batch)
+
+
+def by_count(fun, params, batch):
+  """Sends as often as the device has valid rows."""
+  steps = jnp.sum(batch["mask"]).astype(jnp.int32)
+  add = lambda _, total: total + fun(lax.stop_gradient(params), batch)  # noqa: E731
+  return losses.plain(params, batch) + lax.fori_loop(0, steps, add, jnp.zeros(()))
+
+
+@pytest.mark.parametrize("sends", [by_branch, by_count])
+def test_what_devices_would_wait_for_is_refused(sends):
+  of_all = TABLE["psum: batch norm"].fun
+  for fun, refused in ((of_all, True), (losses.plain, False)):
+    loss = functools.partial(sends, fun)
+    run = losses.gradient_function(loss, "mesh", DEVICES, **FOUR)
+    if refused:
+      with pytest.raises(ValueError, match="whose condition differs between the devices"):
+        run(losses.make_params(), losses.make_batch(UNEVEN))
+    else:
+      run(losses.make_params(), losses.make_batch(UNEVEN))
+
+
+def test_a_weight_would_be_rounded_to_a_narrow_loss():
+  half = lambda params, batch: TABLE["psum: batch norm"].fun(params, batch).astype(jnp.bfloat16)  # noqa: E731
+  run = losses.gradient_function(half, "mesh", DEVICES, **FOUR)
+  with pytest.raises(TypeError, match="bfloat16, to which its weight would be rounded"):
+    run(losses.make_params(), losses.make_batch(UNEVEN))
 
 
 @pytest.mark.parametrize("seed", range(6))

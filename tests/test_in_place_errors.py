@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import optax
 import pytest
 from support.devices import make_mesh
@@ -99,17 +100,16 @@ def test_vmap(jit):
 
 
 @pytest.mark.usefixtures("supported")
-def test_weights_and_a_loss_that_communicates():
+def test_weights_and_a_loss_that_communicates_outside_of_the_step():
   def together(params, batch):
     return loss_fn(params, batch) + 0 * jax.lax.psum(jnp.sum(batch), "data")
 
-  step = make_train_step(
-    together,
-    optax.sgd(0.1),
-    num_microbatches=2,
-    mesh=make_mesh(2),
-    in_place=True,
-    weight_fn=rows_of,
+  def gradient(params, batch):
+    run = microbatch_value_and_grad(together, num_microbatches=2, in_place=True, weight_fn=rows_of)
+    return run(params, batch)[1]
+
+  on_each = jax.shard_map(
+    gradient, mesh=make_mesh(2), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
   )
-  with pytest.raises(ValueError, match=r"in_place=True with weight_fn, and .* and in_place=False"):
-    step(PARAMS, (), BATCH)
+  with pytest.raises(ValueError, match=r"in_place=True with weight_fn, and .* give axis_name"):
+    jax.jit(on_each)(PARAMS, BATCH)

@@ -8,7 +8,8 @@ devices than on one:
 - a loss that devices reduced to one value: it would be reduced over them a second time;
 - a loss that shrinks or grows with the number of devices, as ``l.sum() / lax.psum(count)``: it is a
   part of the mean, and not the mean of the device's rows;
-- a gradient that the loss takes of what was reduced: it is that of the sum over devices.
+- a gradient that the loss takes of what was reduced: it is that of the sum over devices;
+- something sent under a condition that differs between devices: they would wait for each other.
 
 What an equation does that is not known here is not refused. ``lax.psum(len(rows))`` is a number to
 Python, so that no equation tells where it came from.
@@ -99,9 +100,12 @@ def _results(eqn: Any, values: list[Value], axes: frozenset[Any]) -> list[Value]
     return _loop(inner[0], values, consts, carried, axes)
   if name == "while":
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body = eqn.params["body_jaxpr"].jaxpr
+    body, condition = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_jaxpr"].jaxpr
+    goes_on = _outputs(condition, [*values[:first], *values[first + consts :]], axes)
+    _check_together(goes_on[0], [body])
     return _loop(body, values[first:], consts, len(values) - first - consts, axes)
   if name == "cond":
+    _check_together(values[0], inner)
     branches = [_outputs(branch, values[1:], axes) for branch in inner]
     return [_either(*each, chosen=values[:1]) for each in zip(*branches, strict=True)]
   if len(inner) == 1 and len(inner[0].invars) == len(values):
@@ -110,6 +114,17 @@ def _results(eqn: Any, values: list[Value], axes: frozenset[Any]) -> list[Value]
   if sent:
     return [_collective(eqn, x, sent) for x in values or [Value()]]
   return [_result(eqn, values)] * len(eqn.outvars)
+
+
+def _check_together(choice: Value, inner: Sequence[Any]) -> None:
+  """Checks that devices run what sends something together: where its condition is the same."""
+  if choice.differs and any(map(communicates, inner)):
+    raise ValueError(
+      "The loss sends something to other devices within a conditional or a loop whose condition"
+      f" differs between the devices of the axes {sorted(choice.differs)}, so that they would wait"
+      " for each other for ever: send it outside, or make the condition the same on all devices,"
+      " such as lax.pmax(flag, axis)."
+    )
 
 
 def _loop(

@@ -232,15 +232,15 @@ class _Loop:
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     split = self.call.split
-    if split.axis_name is not None and not split.in_place and across_devices.shares_mesh():
+    if split.axis_name is not None and across_devices.shares_mesh():
       return True  # what the compiler sends may wait for devices that do not run it
     if not communicates(self.jaxpr):
       return any(isinstance(r, Sum) and r.reduce_term is not None for r in self.reductions)
-    if split.axis_name is None or split.in_place:
+    if split.axis_name is None:
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
         " with weight_fn, and the function sends something to other devices, which would wait for"
-        " it: give axis_name, so that all devices run it or none, and in_place=False."
+        " it: give axis_name, so that all devices run it or none."
       )
     return True
 

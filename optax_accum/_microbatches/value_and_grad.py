@@ -74,7 +74,9 @@ def microbatch_value_and_grad(
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
       which saves memory if layers are scanned. Needs JAX 0.10, and parameters in the dtype of their
-      accumulators. "Sharp edges" has measurements, and lists the options that exclude it.
+      accumulators. "Sharp edges" has measurements, and lists the options that exclude it. With
+      `weight_fn` and further axes of a mesh, or collectives in the loss, a microbatch that is empty
+      on one device runs if it counts on another, and its loss must be finite.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
     unroll: As in `jax.lax.scan`.
     grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,

@@ -101,8 +101,9 @@ def accumulate(
       `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
       device accumulates its own gradients until the cycle ends. If one skips or flushes, all do.
-      The state needs `accumulate_specs`. Without it reduce gradients yourself: else each device
-      silently takes steps of its own.
+      The state needs `accumulate_specs`, and every device whole parameters: of shards (FSDP) take
+      the steps of `make_train_step`. With ``check_vma=False`` nothing tells, and steps are wrong.
+      Without `axis_name` reduce gradients yourself: else each device takes steps of its own.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
     differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 
@@ -112,8 +113,9 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type, or ``weight`` or ``flush`` is misspelled.
     ValueError: An argument is out of range; gradients differ from parameters in tree or shape;
-      `inner` changes tree or shapes of its state; `axis_name` is unbound, or gradients were already
-      summed over it (with ``check_vma=True``); the state belongs to other options or another model.
+      `inner` changes tree or shapes of its state; `axis_name` is unbound; the state belongs to
+      other options or another model. With ``check_vma=True`` also: gradients were already summed
+      over `axis_name`, or parameters are sharded over it.
 
   Calls:
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but

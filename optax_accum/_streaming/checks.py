@@ -88,6 +88,20 @@ def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
       )
 
 
+def check_whole(params: Params, axis_name: AxisName) -> None:
+  """Checks that every device has the whole parameters, where the types say otherwise."""
+  axes = set(across_devices.names_of(axis_name))
+  for name, leaf in _validate.named_leaves("params", params):
+    if differ := axes.intersection(across_devices.varying_axes(leaf)):
+      raise ValueError(
+        f"{name} differs between the devices of the axes {sorted(differ)}, so it is sharded over"
+        " them, and its gradients come summed and scattered: accumulate(axis_name=...) would sum"
+        " them again. Take a step of optax_accum.make_train_step(mesh=...), which accumulates"
+        " gradients of sharded parameters. If it was cast by jax.lax.pcast to be differentiated,"
+        " pass the parameters from before the cast."
+      )
+
+
 def check_info(info: Tree, skip_state: Tree) -> None:
   """Checks that the info of `skip_fn` has the tree and the shapes of the last call's."""
   if different := _validate.difference("skip_state", info, skip_state):

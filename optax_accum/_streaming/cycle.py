@@ -73,6 +73,8 @@ class Accumulation:
 
   def init(self, params: Params) -> AccumulateState:
     """An empty cycle, and `inner`'s own state."""
+    if self.axis_name is not None:
+      checks.check_whole(params, self.axis_name)
     # `optax.lookahead` steps two copies of the parameters by the gradients of one.
     grads = params.fast if isinstance(params, optax.LookaheadParams) else params
     # One array a field: a state in which one zero stands twice cannot be donated.
@@ -226,6 +228,7 @@ class Accumulation:
     checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
+      checks.check_whole(params, self.axis_name)
     acc_grads = without_device_axis(state.acc_grads, self.axis_name)
     skip_state = without_device_axis(state.skip_state, self.axis_name, "skip_state")
     weighted_mean.check_weight("The caller of update", weight)

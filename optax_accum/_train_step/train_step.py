@@ -225,7 +225,8 @@ def make_train_step(
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
       an optax transformation, or changes the tree or the shapes of its state; parameters are a flax
       `TrainState` or an nnx module; arguments are missing, out of order or on another mesh; the
-      state is of other parameters or optimizers; or the loss was already reduced over the mesh.
+      state is of other parameters or optimizers; or the loss was already reduced over the mesh,
+      or divides by a sum over it, or sends something under a condition that devices do not share.
     RuntimeError: An array was donated to an earlier step, which deleted it.
 
   The loss:
@@ -234,14 +235,17 @@ def make_train_step(
     What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
-    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows
-    (of a replica's, with further axes); the step averages over the global batch. So it must not
-    call ``lax.pmean``, which is an error, nor divide by ``lax.psum(count, axis)``, which is
-    silently wrong: return ``l.sum() / count``, and let `weight_fn` count. Batch statistics are
-    those of these rows. "stack" and "concat" join the values of all devices, "concat" in the order
-    of the batch. The compiler decides about other axes: a sharding constraint must be a bare
-    `PartitionSpec` of these. Parameters, state and carry keep their shardings: see the guide "Which
-    way to shard".
+    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows (of
+    a replica's, with further axes); the step averages over the global batch. So its value must not
+    be reduced over devices (``lax.pmean``), nor divided by ``lax.psum(count, axis)``, which are
+    errors: return ``l.sum() / count``, and let `weight_fn` count. Where ``count`` is a Python
+    number, only ``step.check`` finds the division. Within the loss, collectives over `data_axis`
+    are exact, with weights too. There a loss is weighed before it is differentiated: return it in
+    float32, finite for a device whose weight is 0 (``/ jnp.maximum(count, 1)``); with
+    `skip_nonfinite` all devices skip together. Batch statistics are those of these rows. "stack"
+    and "concat" join the values of all devices, "concat" in the order of the batch. The compiler
+    decides about other axes: a sharding constraint must be a bare `PartitionSpec` of these.
+    Parameters, state and carry keep their shardings: see the guide "Which way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
