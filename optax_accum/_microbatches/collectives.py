@@ -178,8 +178,9 @@ def _result(eqn: Any, values: list[Value]) -> Value:
   elif is_linear:
     # The choice of a `select_n` has no degree.
     degree = _common_degree(values[name == "select_n" :])
-    if name == "reduce_sum" and value.gathered and not eqn.outvars[0].aval.shape:
-      degree = 1  # a number of all devices, as of `lax.psum`
+    # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
+    if name == "reduce_sum" and value.gathered and degree == 0:
+      degree = 1
   else:
     degree = None if any(degrees) else 0
   if not is_linear:  # such as a contrastive loss of the rows of all devices: of each, it is whole
