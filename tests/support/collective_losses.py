@@ -161,7 +161,7 @@ def advantages(params, batch):
   mean = lax.psum(total(batch["y"], batch), AXIS) / n
   var = lax.psum(total((batch["y"] - mean) ** 2, batch), AXIS) / n
   return -own_mean(
-    (batch["y"] - mean) / jnp.sqrt(var) * (features(params, batch) @ params["v"]), batch
+    (batch["y"] - mean) / jnp.sqrt(var + 0.1) * (features(params, batch) @ params["v"]), batch
   )
 
 
