@@ -165,7 +165,7 @@ def advantages(params, batch):
   )
 
 
-@row("psum: a constant")
+@row("psum: a constant", alone=True)
 def constant(params, batch):
   return plain(params, batch) / lax.psum(1.0, AXIS)
 
