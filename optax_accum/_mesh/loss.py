@@ -190,7 +190,8 @@ class PlacedLoss(NamedTuple):
       in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,
       axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
-      # Over one device nothing is reduced, and so types would say that devices differ.
+      # Types of what varies refuse every loop, branch or derivative rule of a loss that starts from
+      # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
       check_vma=False,
     )
     return mapped(weights, *jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs))
