@@ -46,14 +46,14 @@ class Value(NamedTuple):
     return not self.differs and not self.reduced
 
 
-def communicates(jaxpr: Any) -> bool:
-  """Whether a traced function sends anything from one device to another."""
+def axes_sent_over(jaxpr: Any) -> set[Any]:
+  """The axes over which a traced function sends anything from one device to another."""
+  axes: set[Any] = set()
   for eqn in jaxpr.eqns:
-    if _axes(eqn) and eqn.primitive.name not in _SENDS_NOTHING:
-      return True
-    if any(map(communicates, _versions.inner_jaxprs(eqn))):
-      return True
-  return False
+    if eqn.primitive.name not in _SENDS_NOTHING:
+      axes.update(_axes(eqn))
+    axes = axes.union(*map(axes_sent_over, _versions.inner_jaxprs(eqn)))
+  return axes
 
 
 def check_own_loss(jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool) -> None:
@@ -118,10 +118,11 @@ def _results(eqn: Any, values: list[Value], axes: frozenset[Any]) -> list[Value]
 
 def _check_together(choice: Value, inner: Sequence[Any]) -> None:
   """Checks that devices run what sends something together: where its condition is the same."""
-  if choice.differs and any(map(communicates, inner)):
+  sent = choice.differs.intersection(set().union(*map(axes_sent_over, inner)))
+  if sent:
     raise ValueError(
       "The loss sends something to other devices within a conditional or a loop whose condition"
-      f" differs between the devices of the axes {sorted(choice.differs)}, so that they would wait"
+      f" differs between the devices of the axes {sorted(sent)}, so that they would wait"
       " for each other for ever: send it outside, or make the condition the same on all devices,"
       " such as lax.pmax(flag, axis)."
     )

@@ -19,7 +19,7 @@ from optax_accum._arithmetic.skip import is_finite, leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
 from optax_accum._microbatches import keys_and_carry
-from optax_accum._microbatches.collectives import communicates
+from optax_accum._microbatches.collectives import axes_sent_over
 from optax_accum._microbatches.cut import Microbatches, Take
 from optax_accum._microbatches.options import refuse_aux_rows
 
@@ -234,7 +234,7 @@ class _Loop:
     split = self.call.split
     if split.axis_name is not None and across_devices.shares_mesh():
       return True  # what the compiler sends may wait for devices that do not run it
-    if not communicates(self.jaxpr):
+    if not axes_sent_over(self.jaxpr):
       return any(isinstance(r, Sum) and r.reduce_term is not None for r in self.reductions)
     if split.axis_name is None:
       raise ValueError(

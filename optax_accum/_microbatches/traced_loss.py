@@ -62,7 +62,8 @@ class TracedLoss:
     # A `jax.custom_vjp` may send something in the backward pass alone.
     backward = jax.grad(lambda params, *others: program(*params, *others)[0])
     traced = jax.make_jaxpr(backward)(params, *jax.tree.leaves(inputs))
-    self.sends |= collectives.communicates(traced.jaxpr)
+    sent = collectives.axes_sent_over(traced.jaxpr)
+    self.sends |= not sent.isdisjoint(across_devices.names_of(call.split.axis_name))
     return _shapes(inputs), (program, jax.tree.structure(like))
 
 
