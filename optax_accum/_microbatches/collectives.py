@@ -21,14 +21,17 @@ from typing import Any, NamedTuple
 from optax_accum import _versions
 from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of
 
-_SENDS_NOTHING = ("axis_index", "pcast", "pvary")
+_CASTS = ("pcast", "pvary")
 _REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these primitives begin
 # What keeps the degree that its operands share: sums, shapes, choices.
 _SUMS = {
-  "abs", "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy",
-  "expand_dims", "max", "min", "neg", "optimization_barrier", "reduce_max", "reduce_min",
-  "reduce_sum", "reshape", "select_n", "slice", "squeeze", "stop_gradient", "sub", "transpose",
+  "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type",
+  "copy", "dynamic_slice", "expand_dims", "gather", "max", "min", "neg", "optimization_barrier",
+  "pcast", "pvary", "reduce_max", "reduce_min", "reduce_sum", "reshape", "select_n", "slice",
+  "squeeze", "stop_gradient", "sub", "transpose",
 }  # fmt: skip
+# Which of the operands have a degree, where others say which part is meant.
+_COUNTED = {"select_n": slice(1, None), "gather": slice(1), "dynamic_slice": slice(1)}
 
 
 class Value(NamedTuple):
@@ -50,7 +53,7 @@ def axes_sent_over(jaxpr: Any) -> set[Any]:
   """The axes over which a traced function sends anything from one device to another."""
   axes: set[Any] = set()
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name not in _SENDS_NOTHING:
+    if eqn.primitive.name not in ("axis_index", *_CASTS):
       axes.update(_axes(eqn))
     axes = axes.union(*map(axes_sent_over, _versions.inner_jaxprs(eqn)))
   return axes
@@ -61,9 +64,10 @@ def check_own_loss(jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool) 
 
   Its first inputs are so many arrays of parameters, and the others are the device's own.
   """
-  own = Value(differs=frozenset(names_of(axis_name)))
+  axes = frozenset(names_of(axis_name))
+  own = Value(differs=axes)
   inputs = [*[Value()] * params, *[own] * (len(jaxpr.invars) - params)]
-  loss = _outputs(jaxpr, inputs, own.differs)[0]
+  loss = _Flow(axes).outputs(jaxpr, inputs)[0]
   same = loss.reduced - loss.differs
   if same:
     raise ValueError(
@@ -73,47 +77,86 @@ def check_own_loss(jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool) 
     )
   if is_mean and loss.degree:
     raise ValueError(
-      f"The loss depends on the number of devices of the axes {sorted(own.differs)}, as l.sum() /"
+      f"The loss depends on the number of devices of the axes {sorted(axes)}, as l.sum() /"
       " lax.psum(count) does, which is a part of a mean: return the mean of the device's own rows,"
       " l.sum() / count, and let weight_fn return count."
     )
 
 
-def _outputs(jaxpr: Any, inputs: Sequence[Value], axes: frozenset[Any]) -> list[Value]:
-  """What is known of the outputs, where this is known of the inputs."""
-  known = dict(zip(jaxpr.invars, inputs, strict=True))
+class _Flow:
+  """Follows what is known of values through the equations of a loss, over data axes."""
 
-  def value(x: Any) -> Value:
-    return Value() if hasattr(x, "val") else known.get(x, Value())
+  def __init__(self, axes: frozenset[Any], in_gradient: bool = False) -> None:
+    self._axes = axes
+    self._in_gradient = in_gradient  # whether they are of a backward pass within the loss
 
-  for eqn in jaxpr.eqns:
-    results = _results(eqn, list(map(value, eqn.invars)), axes)
-    known.update(zip(eqn.outvars, results, strict=True))
-  return list(map(value, jaxpr.outvars))
+  def outputs(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+    """What is known of the outputs, where this is known of the inputs."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
 
+    def value(x: Any) -> Value:
+      return Value() if hasattr(x, "val") else known.get(x, Value())
 
-def _results(eqn: Any, values: list[Value], axes: frozenset[Any]) -> list[Value]:
-  """What is known of the results of an equation."""
-  name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
-  if name == "scan":
-    consts, carried = _versions.scan_inputs(eqn)
-    return _loop(inner[0], values, consts, carried, axes)
-  if name == "while":
+    for eqn in jaxpr.eqns:
+      in_gradient = self._in_gradient or "transpose" in str(eqn.source_info.name_stack)
+      results = _Flow(self._axes, in_gradient)._results(eqn, list(map(value, eqn.invars)))
+      known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(value, jaxpr.outvars))
+
+  def _results(self, eqn: Any, values: list[Value]) -> list[Value]:
+    """What is known of the results of an equation."""
+    name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
+    if name == "scan":
+      consts, carried = _versions.scan_inputs(eqn)
+      return self._loop(inner[0], values, consts, carried)
+    if name == "while":
+      return self._while(eqn, values)
+    if name == "cond":
+      _check_together(values[0], inner)
+      branches = [self.outputs(branch, values[1:]) for branch in inner]
+      return [_either(*each, chosen=values[:1]) for each in zip(*branches, strict=True)]
+    if len(inner) == 1 and len(inner[0].invars) == len(values):
+      return self.outputs(inner[0], values)
+    sent = self._axes.intersection(_axes(eqn))
+    if sent and name not in _CASTS:
+      return [self._collective(eqn, x, sent) for x in values or [Value()]]
+    return [_result(eqn, values)] * len(eqn.outvars)
+
+  def _loop(self, body: Any, values: list[Value], consts: int, carried: int) -> list[Value]:
+    """What is known of the results of a loop, however often it runs."""
+    shared, rows = values[:consts], values[consts + carried :]
+    carry = values[consts : consts + carried]
+    while True:
+      results = self.outputs(body, [*shared, *carry, *rows])
+      after = list(map(_either, carry, results))
+      if after == carry:
+        return [*carry, *results[carried:]]
+      carry = after
+
+  def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
+    """The same of a loop that runs while a condition holds."""
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body, condition = eqn.params["body_jaxpr"].jaxpr, eqn.params["cond_jaxpr"].jaxpr
-    goes_on = _outputs(condition, [*values[:first], *values[first + consts :]], axes)
-    _check_together(goes_on[0], [body])
-    return _loop(body, values[first:], consts, len(values) - first - consts, axes)
-  if name == "cond":
-    _check_together(values[0], inner)
-    branches = [_outputs(branch, values[1:], axes) for branch in inner]
-    return [_either(*each, chosen=values[:1]) for each in zip(*branches, strict=True)]
-  if len(inner) == 1 and len(inner[0].invars) == len(values):
-    return _outputs(inner[0], values, axes)
-  sent = axes.intersection(_axes(eqn))
-  if sent:
-    return [_collective(eqn, x, sent) for x in values or [Value()]]
-  return [_result(eqn, values)] * len(eqn.outvars)
+    condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
+    carry = self._loop(body, values[first:], consts, len(values) - first - consts)
+    goes_on = self.outputs(condition, [*values[:first], *carry])[0]
+    _check_together(goes_on, [condition, body])
+    return carry
+
+  def _collective(self, eqn: Any, value: Value, axes: frozenset[Any]) -> Value:
+    """What is known of the result of a collective over these axes."""
+    name, degree = eqn.primitive.name, value.degree
+    if name.startswith("psum") or name == "reduce_scatter":
+      degree = None if degree is None else degree + 1
+      if self._in_gradient and not axes & value.differs:
+        raise ValueError(
+          "The loss takes a gradient of what was reduced over the devices of the axes"
+          f" {sorted(axes)} (lax.psum, lax.pmean), which is that of the sum over all devices:"
+          " within the loss, differentiate the device's own value, and reduce the gradient."
+        )
+    if not name.startswith(_REDUCTIONS):
+      return Value(value.differs | axes, value.reduced, degree=degree)
+    gathered = axes if name.startswith("all_gather") else frozenset[Any]()
+    return Value(value.differs - axes, value.reduced | axes, gathered, degree)
 
 
 def _check_together(choice: Value, inner: Sequence[Any]) -> None:
@@ -122,52 +165,19 @@ def _check_together(choice: Value, inner: Sequence[Any]) -> None:
   if sent:
     raise ValueError(
       "The loss sends something to other devices within a conditional or a loop whose condition"
-      f" differs between the devices of the axes {sorted(sent)}, so that they would wait"
-      " for each other for ever: send it outside, or make the condition the same on all devices,"
-      " such as lax.pmax(flag, axis)."
+      f" differs between the devices of the axes {sorted(sent)}, so that they would wait for each"
+      " other for ever: send it outside, or make the condition the same on all devices, such as"
+      " lax.pmax(flag, axis)."
     )
-
-
-def _loop(
-  body: Any, values: list[Value], consts: int, carried: int, axes: frozenset[Any]
-) -> list[Value]:
-  """What is known of the results of a loop, however often it runs."""
-  shared, rows = values[:consts], values[consts + carried :]
-  carry = values[consts : consts + carried]
-  while True:
-    results = _outputs(body, [*shared, *carry, *rows], axes)
-    after = list(map(_either, carry, results))
-    if after == carry:
-      return [*carry, *results[carried:]]
-    carry = after
-
-
-def _collective(eqn: Any, value: Value, axes: frozenset[Any]) -> Value:
-  """What is known of the result of a collective over these axes."""
-  name = eqn.primitive.name
-  if name == "axis_index":
-    return Value(differs=axes)
-  degree = value.degree
-  if name.startswith("psum") or name == "reduce_scatter":
-    degree = None if degree is None else degree + 1
-  if not name.startswith(_REDUCTIONS):
-    return value._replace(degree=degree)
-  if "transpose" in str(eqn.source_info.name_stack) and not axes & value.differs:
-    raise ValueError(
-      f"The loss takes a gradient of what was reduced over the devices of the axes {sorted(axes)}"
-      " (lax.psum, lax.pmean), which is that of the sum over all devices: within the loss,"
-      " differentiate what is the device's own, and reduce the gradient."
-    )
-  gathered = axes if name.startswith("all_gather") else frozenset[Any]()
-  return Value(value.differs - axes, value.reduced | axes, gathered, degree)
 
 
 def _result(eqn: Any, values: list[Value]) -> Value:
   """What is known of the result of an equation on one device."""
   name, value = eqn.primitive.name, _union(values)
-  degrees = [x.degree for x in values if x.degree is not None]
+  counted = values[_COUNTED.get(name, slice(None))]
+  degrees = [x.degree for x in counted if x.degree is not None]
   is_linear = name in _SUMS
-  if len(degrees) < len(values):
+  if len(degrees) < len(counted):
     degree = None
   elif name in ("mul", "dot_general"):
     degree = sum(degrees)
@@ -176,9 +186,10 @@ def _result(eqn: Any, values: list[Value]) -> Value:
     is_linear = values[1].is_constant
     # A sum over devices divided by a constant is taken for a mean over them.
     degree = 0 if is_linear and degrees[0] > 0 else degrees[0] - degrees[1]
+  elif name == "integer_pow":
+    degree = degrees[0] * eqn.params["y"]
   elif is_linear:
-    # The choice of a `select_n` has no degree.
-    degree = _common_degree(values[name == "select_n" :])
+    degree = _common_degree(counted)
     # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
     if name == "reduce_sum" and value.gathered and degree == 0:
       degree = 1
@@ -207,9 +218,12 @@ def _either(*values: Value, chosen: Sequence[Value] = ()) -> Value:
 def _common_degree(values: Sequence[Value]) -> int | None:
   """The degree of a sum, or of one of several: `jnp.maximum(count, 1)` is a count."""
   degrees = {x.degree for x in values if not x.is_constant}
-  if not degrees:
-    return 0
-  return degrees.pop() if len(degrees) == 1 else None
+  if len(degrees) < 2:
+    return degrees.pop() if degrees else 0
+  known = [degree for degree in degrees if degree is not None]
+  # A part of a mean beside a whole one is still a part.
+  is_part = len(known) == len(degrees) and min(known) < 0
+  return -1 if is_part else None
 
 
 def _axes(eqn: Any) -> list[Any]:

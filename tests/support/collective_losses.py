@@ -23,7 +23,7 @@ from support.devices import make_mesh
 ROWS, WIDTH = 8, 8  # rows of each device
 AXIS = "data"
 RIGHT, EITHER = "right", "right or refused"
-REDUCED, DIVIDED = "reduced", "divided"  # and so refused
+REDUCED, DIVIDED, WITHIN = "reduced", "divided", "a gradient within"  # and so refused
 
 
 class Row(NamedTuple):
@@ -326,6 +326,18 @@ def times_inverse(params, batch):
   return total_error(params, batch) * (1 / lax.psum(jnp.sum(batch["mask"]), AXIS))
 
 
+@row("where(count, sum / count, 0)", DIVIDED)
+def where_counted(params, batch):
+  count = lax.psum(jnp.sum(batch["mask"]), AXIS)
+  return jnp.where(count > 0, total_error(params, batch) / jnp.clip(count, 1, 1e9), 0)
+
+
+@row("sum * psum(count) ** -1 + own", DIVIDED)
+def a_part_beside_a_mean(params, batch):
+  part = total_error(params, batch) * lax.psum(jnp.sum(batch["mask"]), AXIS) ** -1
+  return part + 0.1 * lax.pmean(second(params, batch), AXIS)
+
+
 @row("sum(each / psum(count))", DIVIDED)
 def each_over_count(params, batch):
   each = errors(params, features(params, batch), batch)
@@ -541,6 +553,20 @@ def inner_gradient_of_mean(params, batch):
     return lax.pmean(jnp.sum(features(params, {**batch, "x": x}) @ params["v"]), AXIS)
 
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
+
+
+@row("an inner step by gradients of a mean, in a jit", WITHIN, typed=False)
+def inner_step_of_mean(params, batch):
+  of_mean = jax.jit(lambda params: lax.pmean(plain(params, batch), AXIS))
+  inner = jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params))
+  return plain(inner, batch)
+
+
+@row("an inner step by gradients of a gathered mean", WITHIN)
+def inner_step_of_gathered(params, batch):
+  of_mean = lambda params: jnp.mean(lax.all_gather(plain(params, batch), AXIS))  # noqa: E731
+  inner = jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params))
+  return plain(inner, batch)
 
 
 @row("an inner step by mean gradients")
