@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_accum import _versions
-from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of
+from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of, varying_axes
 
 _CASTS = ("pcast", "pvary")
 _REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these primitives begin
@@ -95,7 +95,9 @@ class _Flow:
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def value(x: Any) -> Value:
-      return Value() if hasattr(x, "val") else known.get(x, Value())
+      if not hasattr(x, "val") and x in known:
+        return known[x]
+      return Value(self._axes & varying_axes(x.aval))  # of a constant, if types tell
 
     for eqn in jaxpr.eqns:
       in_gradient = self._in_gradient or "transpose" in str(eqn.source_info.name_stack)
