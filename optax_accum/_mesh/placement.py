@@ -1,6 +1,6 @@
 """How arrays are put on a mesh: parameters, an optimizer state, and whatever else a step takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import operator
 from typing import Any, TypeAlias
 
@@ -81,6 +81,12 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
     return None
   told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
   return sharding if told else None
+
+
+def out_shardings(shardings: Iterable[NamedSharding | None]) -> tuple[NamedSharding | None, ...]:
+  """Those that are known of a program's results, which take these of its arguments."""
+  # A tracer's, over an abstract mesh, does not tell about automatic axes.
+  return tuple(s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings)
 
 
 def _facts(mesh: Any) -> dict[str, Any]:
