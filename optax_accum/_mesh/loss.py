@@ -13,6 +13,7 @@ from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import out_shardings, place, place_state, sharding_of
+from optax_accum._mesh.refused import explained, TRACED
 from optax_accum._mesh.shards import Shards
 from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
@@ -191,4 +192,6 @@ class PlacedLoss(NamedTuple):
       # Over one device nothing is reduced, and so types would say that devices differ.
       check_vma=False,
     )
-    return mapped(weights, *jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs))
+    placed = jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs)
+    with explained(TRACED, self.parallel):
+      return mapped(weights, *placed)

@@ -14,6 +14,7 @@ from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss, PlacedLoss
 from optax_accum._mesh.placement import out_shardings, sharding_of
+from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
@@ -129,7 +130,8 @@ class StepProgram:
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
-    out = call.jitted(*call.args, **call.kwargs)
+    with explained(LOWERED, self.loss.parallel):
+      out = call.jitted(*call.args, **call.kwargs)
     if self.donate:
       updated = out[: len(self.step.updated)]
       self._returned, self._passed = Known(arrays(updated)), Known(call.others)
