@@ -12,11 +12,13 @@ import flax.linen as nn
 from flax.training.train_state import TrainState
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 from support import devices, oracle, trees
+from support.devices import AUTO, EXPLICIT
 from support.layered import (
   AXES,
   BOTH,
@@ -344,6 +346,22 @@ def test_an_axis_of_one_device_shards_nothing():
   batch["mask"] = jnp.ones_like(batch["mask"], jnp.float32)
   metrics = step(params, tx.init(params), devices.put(batch, mesh, P("fsdp")))[-1]
   assert np.isfinite(metrics["loss"])
+
+
+def test_an_explicit_data_axis_of_one_device_is_among_those_of_the_rows():
+  axes, kinds = ("replica", "data", "fsdp"), (EXPLICIT, EXPLICIT, AUTO)
+  mesh = Mesh(np.array(jax.devices()).reshape(1, 4, 2), axes, axis_types=kinds)
+  rows = np.arange(32, dtype=np.float32).reshape(16, 2)
+  step = make_train_step(
+    lambda w, x: jnp.mean((x @ w) ** 2),
+    optax.sgd(0.1),
+    num_microbatches=2,
+    mesh=mesh,
+    data_axis=axes[:2],
+  )
+  w = jnp.ones(2)
+  metrics = step(w, optax.sgd(0.1).init(w), devices.put(rows, mesh, P(axes)))[-1]
+  assert metrics["loss"] == np.mean(rows.sum(1) ** 2)
 
 
 def test_a_plan_has_microbatches_that_the_further_axis_divides():

@@ -122,7 +122,7 @@ def test_axes_and_meshes_that_are_not_these():
   batch = devices.put(make_batch(), other, P(("replica", "model")))
   params = init_params()
   with pytest.raises(
-    ValueError, match=r"is on Mesh\(.*'model': 4.*, and mesh= is .*: pass the mesh"
+    ValueError, match=r"on another mesh .* axes \{.*'model': 4.*mesh= has .*'fsdp': 4\}: pass the"
   ):
     make(mesh=mesh, data_axis="replica")(params, optimizer().init(params), batch)
 

@@ -2,9 +2,13 @@
 
 import contextlib
 import functools
+import re
 
 import jax
+from jax import lax
+from jax.experimental import checkify
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -124,3 +128,125 @@ def test_where_parameters_are_and_how_the_step_runs(place, name):
       params, opt_state, metrics = step(params, opt_state, mesh_zoo.make_batch())
     actual = jax.device_get((params, opt_state, metrics["loss"]))
     trees.assert_close(actual, momentum_of(name), 10 * TOLERANCE)
+
+
+MESHES = [(8,), (4, 2)]
+KINDS = [AUTO, EXPLICIT]
+
+
+def step_with(loss_fn, mesh, *further, **options):
+  """The gradient of a step of size 1, and its metrics."""
+  rng = np.random.default_rng(0)
+  params, x = {"w": rng.normal(size=(4, 8))}, rng.normal(size=(32, 4))
+  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh, donate=False, **options)
+  new, _, metrics = step(params, TX.init(params), {"x": x, "i": np.arange(32) % 16}, *further)
+  return params["w"] - np.asarray(new["w"]), metrics
+
+
+def tanh_loss(between=lambda h: h):
+  """Of what is between a layer and the loss."""
+  return lambda params, batch: jnp.mean(between(jnp.tanh(batch["x"] @ params["w"])) ** 2)
+
+
+def right_or_refused(exact, match, *args, **options):
+  """Whether a step has this gradient; else its error is this. Some versions of JAX can do more."""
+  try:
+    found, _ = step_with(*args, **options)
+  except ValueError as error:
+    message = str(error)
+  else:
+    trees.assert_close(found, exact, TOLERANCE)
+    return True
+  assert re.search(match, message), message
+  return False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+@pytest.mark.parametrize("use", ["index", "product", "weight"])
+def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(use, shape, kind):
+  mesh, table = make_mesh(*shape, kind=kind), np.random.default_rng(1).normal(size=(16, 8))
+  placed = devices.put(table, mesh)
+
+  def loss_fn(params, batch, table):
+    h = batch["x"] @ params["w"]
+    return jnp.mean((h - table[batch["i"]] if use == "index" else h @ table.T) ** 2)
+
+  exact, _ = step_with(lambda *args: loss_fn(*args, jnp.asarray(table)), None)
+  weight_fn = (lambda batch: jnp.sum(placed**2)) if use == "weight" else None
+  match = (
+    r"closes over .* is on the mesh, .*data_axis=\('data',\): pass an array as a further argument,"
+    r" step\(params, opt_state, batch, table\)"
+  )
+  closing = lambda *args: loss_fn(*args, jnp.asarray(table) if weight_fn else placed)  # noqa: E731
+  right_or_refused(exact, match, closing, mesh, weight_fn=weight_fn)
+  as_argument, _ = step_with(loss_fn, mesh, placed, batch_argnums=1)
+  trees.assert_close(as_argument, exact, TOLERANCE)
+
+
+SHARDED = {
+  "data": lambda h, mesh: lax.with_sharding_constraint(h, P("data")),
+  "data and model": lambda h, mesh: lax.with_sharding_constraint(h, P("data", "model")),
+  "of the mesh": lambda h, mesh: lax.with_sharding_constraint(h, NamedSharding(mesh, P("data"))),
+  "reshard": lambda h, mesh: jax.reshard(h, P("data", "model")),
+  "further": lambda h, mesh: lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, "model"))),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_sharding_in_a_loss_is_of_further_axes(how, kind):
+  mesh, exact = make_mesh(4, 2, kind=kind), step_with(tanh_loss(), None)[0]
+  loss_fn = tanh_loss(lambda h: SHARDED[how](h, mesh))
+  match = "name further axes alone, in a bare PartitionSpec"
+  assert right_or_refused(exact, match, loss_fn, mesh) == (how == "further" and kind == AUTO)
+  # As the error says.
+  shard = jax.reshard if kind == EXPLICIT else lax.with_sharding_constraint
+  found, _ = step_with(tanh_loss(lambda h: shard(h, P(None, "model"))), mesh)
+  trees.assert_close(found, exact, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_over_further_axes_arrays_are_whole(kind):
+  mesh = make_mesh(4, 2, kind=kind)
+  match = r"collective over an axis that is not in data_axis=\('data',\).*: leave it out"
+  with pytest.raises(ValueError, match=match):
+    step_with(tanh_loss(lambda h: lax.psum(jnp.sum(h, 1), "model")), mesh)
+  exact, _ = step_with(tanh_loss(lambda h: jnp.sum(h, 1)), None)
+  found, _ = step_with(tanh_loss(lambda h: jnp.sum(h, 1)), mesh)
+  trees.assert_close(found, exact, TOLERANCE)
+
+
+def calling_back(h):
+  like = jax.ShapeDtypeStruct(h.shape, jnp.float32)  # threads of callbacks have no float64
+  ones = lambda h: np.ones(h.shape, np.float32)  # noqa: E731
+  return h + jax.pure_callback(ones, like, lax.stop_gradient(h)).astype(h.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_callbacks_need_all_axes(kind):
+  mesh = make_mesh(4, 2, kind=kind)
+  with pytest.raises(ValueError, match=r"callback in the loss.* needs all axes .*name them there"):
+    step_with(tanh_loss(calling_back), mesh)
+  exact, _ = step_with(tanh_loss(calling_back), None)
+  found, _ = step_with(tanh_loss(calling_back), mesh, data_axis=("data", "model"))
+  trees.assert_close(found, exact, TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", MESHES, ids=str)
+def test_checks_are_an_aux(shape, kind):
+  def checked(params, batch):
+    checkify.check(jnp.all(batch["x"] < 1), "too large: {x}", x=jnp.max(batch["x"]))
+    return tanh_loss()(params, batch)
+
+  def loss_fn(params, batch):
+    error, loss = checkify.checkify(checked)(params, batch)
+    return loss, error
+
+  mesh, exact = make_mesh(*shape, kind=kind), step_with(tanh_loss(), None)[0]
+  found, metrics = step_with(loss_fn, mesh, has_aux=True, aux_reduction="max")
+  trees.assert_close(found, exact, TOLERANCE)
+  largest = np.random.default_rng(0).normal(size=(40, 4))[8:].max()
+  with pytest.raises(checkify.JaxRuntimeError, match=f"too large: {largest:.6}"):
+    jax.device_get(metrics["aux"]).throw()

@@ -5,7 +5,7 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -719,9 +719,20 @@ def test_arrays_that_are_elsewhere():
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
   params, batch = init_params(np.float32), make_batch(dtype=np.float32)
   state = optax.sgd(0.1).init(params)
-  elsewhere = devices.put(params, make_mesh(2))
-  with pytest.raises(ValueError, match=r"params\['bias'\] is on Mesh.*mesh= is Mesh"):
-    step(elsewhere, state, batch)
+  others = {
+    r"axes {'data': 2}, where mesh= has {'data': 4, 'model': 2}; .*devices \[0, 1\]": make_mesh(2),
+    r"with axis_types .*Explicit.* where mesh= has [^;]*Auto[^;]*: pass": make_mesh(
+      4, 2, kind=EXPLICIT
+    ),
+    r"with devices \[7, .*, 0\], where mesh= has \[0, .*, 7\]: pass": Mesh(
+      mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types
+    ),
+  }
+  for found, other in others.items():
+    with pytest.raises(ValueError, match=rf"params\['bias'\] is on another mesh .*{found}"):
+      step(devices.put(params, other), state, batch)
+    moved = jax.device_put(devices.put(params, other), NamedSharding(mesh, P()))  # as it says
+    step(moved, state, batch)
   wrong = devices.put(batch, mesh, P("model"))
   with pytest.raises(ValueError, match=r"\['token'\] has its rows sharded over 'model'"):
     step(params, state, wrong)

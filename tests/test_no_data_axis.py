@@ -15,6 +15,8 @@ import numpy as np
 import optax
 import pytest
 from support import devices, oracle, trees
+from support.compiled import compilations
+from support.devices import AUTO, EXPLICIT
 from support.optimizers import relaxed
 
 from optax_accum import (
@@ -158,3 +160,42 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
   assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * layers.nbytes
   # Each device computes its share: forward, forward again and backward.
   assert matrix_flops(compiled.as_text()) * 8 == pytest.approx(8 * ROWS * layers.size, rel=0.02)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT, "two meshes"], ids=str)
+def test_what_is_updated_comes_back_sharded_as_it_went_in(kind, donate):
+  """Else XLA shards the parameters as their state, and the second call compiles again."""
+  over_rows = devices.make_mesh(8, axes=("fsdp",), kind=AUTO if kind == "two meshes" else kind)
+  other = devices.make_mesh(4, 2) if kind == "two meshes" else over_rows
+  loss, tx = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), relaxed(optax.adam(0.1))
+  start, x = init_params(dtype=np.float32)[0], make_batch(dtype=np.float32)["x"]
+  state = trees.strong(tx.init(start))
+  specs = jax.tree.map(lambda leaf: P("fsdp") if leaf.ndim else P(), state)
+  held = devices.put(start, other), devices.put(state, over_rows, specs)
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, held)
+  step = make_train_step(loss, tx, num_microbatches=4, donate=donate)
+  rows = devices.put(x, over_rows, P("fsdp"))
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
+  with compilations() as programs:
+    assert step.lower(*shapes, rows).compile().output_shardings[:2] == shardings
+    for _ in range(3):
+      *held, _ = step(*held, rows)
+      assert jax.tree.map(lambda leaf: leaf.sharding, tuple(held)) == shardings
+  assert sum("train_step" in line for line in programs) == 1
+  expected, _, _ = oracle.take_steps(oracle.whole_batch_step(loss, tx), tx, start, [x] * 3)
+  trees.assert_close(jax.device_get(held[0]), expected, 1e-5)
+  outer = jax.jit(lambda *args: step(*args))(*held, rows)  # decides by itself
+  trees.assert_close(jax.device_get(outer[0]), jax.device_get(step(*held, rows)[0]), 1e-5)
+
+
+@pytest.mark.usefixtures("usual_promotion")
+def test_arrays_of_numpy_and_of_one_device_are_one_program():
+  params, tx = init_params(dtype=np.float32), optax.adam(0.1)
+  step = make_train_step(loss_fn, tx, num_microbatches=4)
+  held, batch = ({"layers": params}, tx.init({"layers": params})), make_batch(dtype=np.float32)
+  with compilations() as programs:
+    for _ in range(3):
+      *held, _ = step(*held, batch)
+  assert sum("train_step" in line for line in programs) == 1

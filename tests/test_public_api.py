@@ -205,9 +205,13 @@ def test_every_public_function_has_an_example_that_runs():
 
 @functools.cache
 def printed():
-  """The modules after optax, after this package and after a later import; and what Python finds."""
+  """The modules after optax, after a step and after a later import; and what Python finds."""
   code = (
-    "import sys, optax; print(*sys.modules); import optax_accum; print(*sys.modules)",
+    "import sys, optax; print(*sys.modules)",
+    "import jax, optax_accum; jax.config.update('jax_num_cpu_devices', 2)",
+    "tx, options = optax.sgd(0.1), dict(num_microbatches=1, mesh=jax.make_mesh((2,), ('data',)))",
+    "step = optax_accum.make_train_step(lambda w, x: (w * x).mean(), tx, **options)",
+    "step(1.0, tx.init(1.0), jax.numpy.ones(2)); print(*sys.modules)",
     "optax_accum.check_split; print(*sys.modules)",
     "from optax_accum import *; print(plan_microbatches.__name__, microbatch.__name__)",
     "print(hasattr(optax_accum, 'chek_split'))",
@@ -224,6 +228,7 @@ def test_optional_packages_are_not_imported():
 
 
 def test_what_looks_at_a_step_is_imported_where_it_is_used():
+  """With JAX 0.12, a step that imports `jax.extend` while it is traced compiles twice."""
   before, after = ({".".join(x.split(".")[:2]) for x in line.split()} for line in printed()[1:3])
   later = {"optax_accum._check_split", "optax_accum._compiled", "optax_accum._plan", "jax.extend"}
   assert "optax_accum._train_step" in before

@@ -166,8 +166,8 @@ class DataParallel:
 
   def _check_further(self, what: str, names: tuple[str, ...]) -> None:
     """Checks axes of rows of which some are no data axes: these are left to the compiler."""
-    first = [name for name in self.axes if self.mesh.shape[name] > 1]
-    if set(names[: len(first)]) != set(first):
+    first, over_rows = ([n for n in x if self.mesh.shape[n] > 1] for x in (self.axes, names))
+    if set(over_rows[: len(first)]) != set(first):
       raise ValueError(
         f"{what}: shard them over data_axis={_shown(self.axes)} first, and then over further axes,"
         " or not at all."

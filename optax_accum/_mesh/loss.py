@@ -6,13 +6,14 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
-from optax_accum._mesh.placement import place, place_state, sharding_of
+from optax_accum._mesh.placement import out_shardings, place, place_state, sharding_of
+from optax_accum._mesh.refused import explained, TRACED
 from optax_accum._mesh.shards import Shards
 from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
@@ -86,9 +87,7 @@ class PlacedLoss(NamedTuple):
   @property
   def out_shardings(self) -> Any:
     """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
-    # A tracer's, over an abstract mesh, does not tell about automatic axes.
-    known = [s if isinstance(getattr(s, "mesh", None), Mesh) else None for s in self.shardings]
-    return self.treedef.unflatten(known)
+    return self.treedef.unflatten(out_shardings(self.shardings))
 
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
     """A function of the sharding of each parameter."""
@@ -194,4 +193,6 @@ class PlacedLoss(NamedTuple):
       # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
       check_vma=False,
     )
-    return mapped(weights, *jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs))
+    placed = jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs)
+    with explained(TRACED, self.parallel):
+      return mapped(weights, *placed)

@@ -1,6 +1,6 @@
 """How arrays are put on a mesh: parameters, an optimizer state, and whatever else a step takes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import operator
 from typing import Any, TypeAlias
 
@@ -31,9 +31,13 @@ def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) ->
     if sharding is not None and sharding.mesh == mesh:
       return x
     if sharding is not None and sharding.mesh != mesh.abstract_mesh:
+      theirs, ours = map(_facts, (sharding.mesh, mesh))
+      differ = {what: (x, ours[what]) for what, x in theirs.items() if x != ours[what]}
+      found = "; ".join(f"{what} {x}, where mesh= has {y}" for what, (x, y) in differ.items())
       raise ValueError(
-        f"{_validate.leaf_name(name, path)} is on {sharding.mesh}, and mesh= is {mesh}:"
-        " pass the mesh that the arrays are on, or jax.device_put them."
+        f"{_validate.leaf_name(name, path)} is on another mesh than mesh=, with {found}: pass the"
+        " mesh that the arrays are on, or put them on this one, jax.device_put(x,"
+        " NamedSharding(mesh, spec))."
       )
     if isinstance(x, jax.core.Tracer):
       return x
@@ -77,6 +81,18 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
     return None
   told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
   return sharding if told else None
+
+
+def out_shardings(shardings: Iterable[NamedSharding | None]) -> tuple[NamedSharding | None, ...]:
+  """Those that are known of a program's results, which take these of its arguments."""
+  # A tracer's, over an abstract mesh, does not tell about automatic axes.
+  return tuple(s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings)
+
+
+def _facts(mesh: Any) -> dict[str, Any]:
+  """What tells a mesh from another. One that is abstract has no devices."""
+  facts = {"axes": dict(mesh.shape), "axis_types": mesh.axis_types}
+  return facts | ({"devices": [x.id for x in mesh.devices.flat]} if isinstance(mesh, Mesh) else {})
 
 
 def _are_on(mesh: Mesh, leaves: Leaves) -> bool:

@@ -193,8 +193,6 @@ class Recomputed:
     return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
   def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
-    from jax.extend.core import ClosedJaxpr, jaxpr_as_fun  # longer to import than this package
-
     closed, out_tree, copies = self._traced[rows]
     gathered = hoisting.shapes_in(closed.jaxpr)
 
@@ -208,8 +206,9 @@ class Recomputed:
       guard = lambda x: jnp.where(counted, x, lax.stop_gradient(x))  # noqa: E731
       guarded = lambda x: guard(x) if _may_have_tangent(x) else x  # noqa: E731
       held, batch = jax.tree.map(guarded, (held, batch))
-    run = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, held))
-    return cast(Microbatch, out_tree.unflatten(run(jnp.int32(index), *jax.tree.leaves(batch))))
+    inputs = jnp.int32(index), *jax.tree.leaves(batch)
+    outputs = jax.core.eval_jaxpr(closed.jaxpr, held, *inputs)
+    return cast(Microbatch, out_tree.unflatten(outputs))
 
 
 def _may_have_tangent(x: Leaf) -> bool:

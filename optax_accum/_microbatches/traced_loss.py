@@ -1,6 +1,7 @@
 """A loss of several devices, traced once: what they exchange is looked at before it runs."""
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -39,8 +40,6 @@ class TracedLoss:
 
   def _traced(self, batch: Take) -> tuple[Any, tuple[Any, Any]]:
     """The shapes of the inputs of a microbatch, and its program with the structure of results."""
-    from jax.extend.core import jaxpr_as_fun  # longer to import than this package
-
     call = self._call
 
     def arguments() -> tuple[list[Params], Args]:
@@ -57,7 +56,8 @@ class TracedLoss:
 
     held, inputs = across_devices.types(jax.make_jaxpr(arguments, return_shape=True)())
     closed, like = jax.make_jaxpr(run, return_shape=True)(held, inputs)
-    params, program = jax.tree.leaves(held), jaxpr_as_fun(closed)
+    params = jax.tree.leaves(held)
+    program = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
     collectives.check_own_loss(closed.jaxpr, len(params), call.split.axis_name, self._is_mean)
     # A `jax.custom_vjp` may send something in the backward pass alone.
     backward = jax.grad(lambda params, *others: program(*params, *others)[0])

@@ -13,6 +13,8 @@ from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import MeshLoss, PlacedLoss
+from optax_accum._mesh.placement import out_shardings, sharding_of
+from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
@@ -105,7 +107,7 @@ class StepProgram:
 
   def __post_init__(self) -> None:
     self.local = self.loss.local
-    self._jitted: dict[Placed, Any] = {}
+    self._jitted: dict[tuple[Placed, Any], Any] = {}
     self._returned, self._passed = Known([]), Known([])  # in the last call
 
   def prepare(self, args: Args, kwargs: Kwargs, kept: Tree = ()) -> PreparedCall:
@@ -121,13 +123,15 @@ class StepProgram:
       if once is not there:
         copied = dict(zip(self.step.updated, once, strict=True))
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
-    if loss not in self._jitted:
-      self._jitted[loss] = self._compiled(loss)
-    return PreparedCall(self, self._jitted[loss], placed, named, others)
+    key = loss, None if loss.parallel else _shardings(self._updated_of(placed), held)
+    if key not in self._jitted:
+      self._jitted[key] = self._compiled(*key)
+    return PreparedCall(self, self._jitted[key], placed, named, others)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
-    out = call.jitted(*call.args, **call.kwargs)
+    with explained(LOWERED, self.loss.parallel):
+      out = call.jitted(*call.args, **call.kwargs)
     if self.donate:
       updated = out[: len(self.step.updated)]
       self._returned, self._passed = Known(arrays(updated)), Known(call.others)
@@ -136,10 +140,11 @@ class StepProgram:
   def _updated_of(self, args: Args) -> Args:
     return tuple(args[i] for i in self.step.updated)
 
-  def _compiled(self, loss: Placed) -> Any:
-    """The jitted function for a loss."""
-    known = loss.out_shardings
-    shardings = (*known, *[None] * self.step.further_results) if known else None
+  def _compiled(self, loss: Placed, kept: Any) -> Any:
+    """The jitted function for a loss, and for the shardings that results keep without a mesh."""
+    known = loss.out_shardings or (kept and kept[0].unflatten(kept[1]))
+    results = 2 + (self.local.split.carry_argnum is not None) + self.step.further_results
+    shardings = (*known, *[None] * (results - len(known))) if known else None
     donated = self.step.updated if self.donate else ()
     run = self.step._finished(self.function(loss))
     return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
@@ -173,6 +178,15 @@ class StepProgram:
       return *new, *reduced.carry, metrics
 
     return train_step
+
+
+def _shardings(updated: Args, held: Leaves) -> Any:
+  """Those of the leaves of what is updated, with their tree; None where none is on a mesh."""
+  if held and isinstance(held[0].sharding, jax.sharding.SingleDeviceSharding):
+    return None  # asking each array would take longer
+  leaves, treedef = jax.tree.flatten(updated)
+  known = out_shardings(map(sharding_of, leaves))
+  return (treedef, known) if any(known) else None
 
 
 def step_loss(

@@ -1,0 +1,43 @@
+"""What JAX refuses in a loss over a mesh, and what to write instead."""
+
+from collections.abc import Iterator, Mapping
+import contextlib
+import re
+
+from optax_accum._mesh.data_parallel import DataParallel
+
+_SHARDING = (
+  "The loss shards an array over axes that it cannot, as data_axis={}, of which each device has its"
+  " own rows: name further axes alone, in a bare PartitionSpec, as"
+  " jax.lax.with_sharding_constraint(x, P(None, 'model')) or, over explicit axes, jax.reshard(x,"
+  " P(None, 'model'))."
+)
+# By what JAX says, in some version: while the loss is traced, and later.
+TRACED = {
+  "ontext mesh .*Manual.* should match|Closing over inputs": "The loss closes over an array or a"
+  " sharding that is on the mesh, and runs apart on each part of data_axis={}: pass an array as a"
+  " further argument, step(params, opt_state, batch, table) (in Flax, in the state or the model),"
+  " and write a sharding as a bare PartitionSpec.",
+  "Auto axes of the mesh|Auto or Manual": _SHARDING,
+  "unbound axis name": "The loss calls a collective over an axis that is not in data_axis={}, as"
+  " lax.psum(x, 'model'): leave it out, because over other axes of the mesh arrays are whole, and"
+  " jnp.sum adds up all.",
+}
+LOWERED = {
+  r"Manual: \(|callbacks are only": "A callback in the loss, as jax.pure_callback (or, beside"
+  " explicit axes, jax.debug.print), needs all axes of the mesh in data_axis={}: name them there,"
+  " or return what it is to see as aux.",
+  "contains a manual axes": _SHARDING,
+}
+
+
+@contextlib.contextmanager
+def explained(fixes: Mapping[str, str], parallel: DataParallel | None) -> Iterator[None]:
+  """Says what to write instead, where JAX refuses something because the loss is over a mesh."""
+  try:
+    yield
+  except (NameError, NotImplementedError, ValueError) as error:
+    for said, fix in fixes.items():
+      if parallel is not None and re.search(said, str(error)):
+        raise ValueError(fix.format(parallel.axes)) from error
+    raise
