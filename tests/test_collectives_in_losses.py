@@ -52,10 +52,8 @@ def assert_right(name, entry, valids, **options):
 
 
 def entries_of(names):
-  entries = ("mesh", "shard_map, typed")
-  return [
-    (name, entry) for name in names for entry in entries if TABLE[name].typed or entry == "mesh"
-  ]
+  typed = [name for name in names if TABLE[name].typed][::3]  # these differ from others in casts
+  return [(name, "mesh") for name in names] + [(name, "shard_map, typed") for name in typed]
 
 
 @pytest.mark.parametrize(("name", "entry"), entries_of(named(RIGHT)))
