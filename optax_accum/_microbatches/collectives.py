@@ -16,7 +16,11 @@ Python, so that no equation tells where it came from.
 """
 
 from collections.abc import Sequence
+import math
 from typing import Any, NamedTuple
+
+from jax import lax
+import numpy as np
 
 from optax_accum import _versions
 from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of, varying_axes
@@ -88,6 +92,7 @@ class _Flow:
 
   def __init__(self, axes: frozenset[Any], in_gradient: bool = False) -> None:
     self._axes = axes
+    self._devices = math.prod(map(lax.axis_size, axes))
     self._in_gradient = in_gradient  # whether they are of a backward pass within the loss
 
   def outputs(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -100,7 +105,7 @@ class _Flow:
       return Value(self._axes & varying_axes(x.aval))  # of a constant, if types tell
 
     for eqn in jaxpr.eqns:
-      in_gradient = self._in_gradient or "transpose" in str(eqn.source_info.name_stack)
+      in_gradient = self._in_gradient or "transpose(" in str(eqn.source_info.name_stack)
       results = _Flow(self._axes, in_gradient)._results(eqn, list(map(value, eqn.invars)))
       known.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, jaxpr.outvars))
@@ -122,7 +127,18 @@ class _Flow:
     sent = self._axes.intersection(_axes(eqn))
     if sent and name not in _CASTS:
       return [self._collective(eqn, x, sent) for x in values or [Value()]]
-    return [_result(eqn, values)] * len(eqn.outvars)
+    value = _result(eqn, values)
+    if value.degree and name in ("mul", "div") and any(map(self._may_count, eqn.invars)):
+      value = value._replace(degree=None)
+    return [value] * len(eqn.outvars)
+
+  def _may_count(self, x: Any) -> bool:
+    """Whether it is a number that may be that of the devices or of all rows, or its inverse."""
+    number = np.asarray(getattr(x, "val", 0.0))
+    if number.shape or number.dtype.kind not in "iuf" or not number:
+      return False
+    parts = np.array([number, 1 / number]) / self._devices
+    return bool(np.any((parts > 0.5) & np.isclose(parts, np.round(parts))))
 
   def _loop(self, body: Any, values: list[Value], consts: int, carried: int) -> list[Value]:
     """What is known of the results of a loop, however often it runs."""
@@ -193,7 +209,7 @@ def _result(eqn: Any, values: list[Value]) -> Value:
   elif is_linear:
     degree = _common_degree(counted)
     # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
-    if name == "reduce_sum" and value.gathered and degree == 0:
+    if name == "reduce_sum" and value.gathered and degree == 0 and 0 in eqn.params["axes"]:
       degree = 1
   else:
     degree = None if any(degrees) else 0

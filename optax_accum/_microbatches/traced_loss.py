@@ -19,7 +19,7 @@ class TracedLoss:
   """What `run` computes, ``(loss, others)``, of a microbatch of each size.
 
   `positions` are those of what is differentiated. `gather` makes of the first argument there what a
-  microbatch uses. `sends` says whether devices exchange anything, forward or backward.
+  microbatch uses. `sends` says whether gradients go from one device to another.
   """
 
   def __init__(
@@ -59,11 +59,13 @@ class TracedLoss:
     params = jax.tree.leaves(held)
     program = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
     collectives.check_own_loss(closed.jaxpr, len(params), call.split.axis_name, self._is_mean)
-    # A `jax.custom_vjp` may send something in the backward pass alone.
-    backward = jax.grad(lambda params, *others: program(*params, *others)[0])
-    traced = jax.make_jaxpr(backward)(params, *jax.tree.leaves(inputs))
-    sent = collectives.axes_sent_over(traced.jaxpr)
-    self.sends |= not sent.isdisjoint(across_devices.names_of(call.split.axis_name))
+
+    def send_back(params: list[Any], others: list[Any]) -> None:
+      loss, backward = jax.vjp(lambda params: program(*params, *others)[0], params)
+      sent = collectives.axes_sent_over(jax.make_jaxpr(backward)(loss).jaxpr)
+      self.sends |= not sent.isdisjoint(across_devices.names_of(call.split.axis_name))
+
+    jax.eval_shape(send_back, params, jax.tree.leaves(inputs))
     return _shapes(inputs), (program, jax.tree.structure(like))
 
 

@@ -240,12 +240,13 @@ def make_train_step(
     be reduced over devices (``lax.pmean``), nor divided by ``lax.psum(count, axis)``, which are
     errors: return ``l.sum() / count``, and let `weight_fn` count. Where ``count`` is a Python
     number, only ``step.check`` finds the division. Within the loss, collectives over `data_axis`
-    are exact, with weights too. There a loss is weighed before it is differentiated: return it in
-    float32, finite for a device whose weight is 0 (``/ jnp.maximum(count, 1)``); with
-    `skip_nonfinite` all devices skip together. Batch statistics are those of these rows. "stack"
-    and "concat" join the values of all devices, "concat" in the order of the batch. The compiler
-    decides about other axes: a sharding constraint must be a bare `PartitionSpec` of these.
-    Parameters, state and carry keep their shardings: see the guide "Which way to shard".
+    are exact, with weights too. Where gradients cross devices, a loss is weighed before it is
+    differentiated: return it in float32, finite for a device whose weight is 0 (``/
+    jnp.maximum(count, 1)``); with `skip_nonfinite` all devices skip together. Batch statistics are
+    those of these rows. "stack" and "concat" join the values of all devices, "concat" in the order
+    of the batch. The compiler decides about other axes: a sharding constraint must be a bare
+    `PartitionSpec` of these. Parameters, state and carry keep their shardings: see the guide "Which
+    way to shard".
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1

@@ -288,6 +288,24 @@ def over_mean_count(params, batch):
   return total_error(params, batch) / lax.pmean(jnp.sum(batch["mask"]), AXIS)
 
 
+@row("mean, weighed by all rows / psum(count)")
+def by_frequency(params, batch):
+  """A class counts in inverse proportion to its rows: their number on all devices is known."""
+  frequent = batch["y"] > 0
+  count = lax.psum(jnp.sum(frequent, dtype=jnp.float64), AXIS)
+  each = errors(params, features(params, batch), batch)
+  return own_mean(each * jnp.where(frequent, 4 * ROWS / (count + 1), 1), batch)
+
+
+@row("sum of features of gathered rows", alone=True)
+def over_gathered_features(params, batch):
+  """A share of what is not summed over devices."""
+  h = jnp.exp(features(params, batch))
+  rows = lax.stop_gradient(lax.all_gather(h, AXIS, tiled=True))
+  shares = rows / jnp.sum(rows, axis=-1, keepdims=True)
+  return own_mean(jnp.mean(h @ shares.T, axis=1), batch)
+
+
 @row("sum * devices / psum(count)", EITHER)
 def times_devices(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
