@@ -30,9 +30,9 @@ _REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these p
 # What keeps the degree that its operands share: sums, shapes, choices.
 _SUMS = {
   "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type",
-  "copy", "dynamic_slice", "expand_dims", "gather", "max", "min", "neg", "optimization_barrier",
+  "copy", "cumsum", "dynamic_slice", "expand_dims", "gather", "max", "min", "neg", "optimization_barrier",
   "pcast", "pvary", "reduce_max", "reduce_min", "reduce_sum", "reshape", "select_n", "slice",
-  "squeeze", "stop_gradient", "sub", "transpose",
+  "rev", "sort", "squeeze", "stop_gradient", "sub", "top_k", "transpose",
 }  # fmt: skip
 # Which of the operands have a degree, where others say which part is meant.
 _COUNTED = {"select_n": slice(1, None), "gather": slice(1), "dynamic_slice": slice(1)}
@@ -171,7 +171,7 @@ class _Flow:
           f" {sorted(axes)} (lax.psum, lax.pmean), which is that of the sum over all devices:"
           " within the loss, differentiate the device's own value, and reduce the gradient."
         )
-    if not name.startswith(_REDUCTIONS):
+    if not name.startswith(_REDUCTIONS) or eqn.params.get("axis_index_groups"):
       return Value(value.differs | axes, value.reduced, degree=degree)
     gathered = axes if name.startswith("all_gather") else frozenset[Any]()
     return Value(value.differs - axes, value.reduced | axes, gathered, degree)
