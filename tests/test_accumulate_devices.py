@@ -277,6 +277,30 @@ def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_
     assert jax.tree.map(jnp.shape, acc_grads) == expected
 
 
+@pytest.mark.parametrize(("outside", "check_vma"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("kind", ["partition", "masked"])
+def test_frozen_parameters_in_shard_map(kind, outside, check_vma):
+  """With types of what varies, `accumulate` is around what freezes: its zeros vary as gradients."""
+  labels = {"w": "train", "b": "freeze", "scale": "freeze"}
+  trained = {name: label == "train" for name, label in labels.items()}
+  frozen = {name: label == "freeze" for name, label in labels.items()}
+
+  def freezing(tx):
+    if kind == "partition":
+      return optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
+    return optax.chain(optax.masked(tx, trained), optax.masked(optax.set_to_zero(), frozen))
+
+  with jax.enable_x64(True):
+    over = functools.partial(accumulate, every_k=2, axis_name="data")
+    tx = over(freezing(optimizer())) if outside else freezing(over(optimizer()))
+    mesh, batches = make_mesh(DEVICES), microbatches(2)
+    init, step, _ = sharded_step(tx, "update", mesh, init_params(), check_vma)
+    params, _, _ = run_steps(init, step, init_params(), batches, mesh)
+    whole, plain = jax.tree.map(lambda *x: np.concatenate(x), *batches), freezing(optimizer())
+    once = oracle.whole_batch_step(loss_fn, plain)
+    trees.assert_close(params, oracle.take_steps(once, plain, init_params(), [whole])[0], 1e-13)
+
+
 @pytest.mark.parametrize(("form", "check_vma"), [("update", False), ("apply", True)])
 def test_a_skip_on_one_device_in_shard_map(form, check_vma):
   with jax.enable_x64(True):

@@ -222,6 +222,32 @@ def test_annotations_of_flax():
           assert new.sharding.is_equivalent_to(old.sharding, old.ndim)
 
 
+RESHAPED = nn.DenseGeneral, nn.remat(nn.DenseGeneral), nn.MultiHeadDotProductAttention
+
+
+@pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
+@pytest.mark.parametrize("layer", RESHAPED)
+def test_boxes_of_kernels_that_flax_reshapes(layer, box):
+  """Kernels of three dimensions have two while flax initializes them."""
+  init = box(nn.initializers.lecun_normal(), ("data", "model", None))
+  model = layer(2 if layer is RESHAPED[2] else (2, 4), kernel_init=init, use_bias=False)
+  rows = np.random.default_rng(0).normal(size=(24, 1, 8)).astype(np.float32)
+  loss_fn = lambda variables, x, rngs: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+  params = model.init(jax.random.key(0), rows)["params"]
+  state = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.sgd(0.1))
+  expected, _ = linen_train_step(loss_fn, num_microbatches=1, donate=False)(state, rows)
+  for kind in (AUTO, EXPLICIT):
+    mesh = make_mesh(2, 2, kind=kind)
+    shardings = nn.get_sharding(params, mesh)
+    placed = jax.tree.map(jax.device_put, jax.tree.leaves(params), jax.tree.leaves(shardings))
+    held = state.replace(params=jax.tree.unflatten(jax.tree.structure(params), placed))
+    step = linen_train_step(loss_fn, num_microbatches=3, mesh=mesh, donate=False)
+    with nn.logical_axis_rules([("data", "data"), ("model", "model")]):
+      new, _ = step(held, rows)
+    trees.assert_close(jax.device_get(new.params), expected.params, 1e-5)
+    assert jax.tree.structure(new.params) == jax.tree.structure(params)
+
+
 def linear(variables, batch, rngs):
   return jnp.mean(batch["x"] @ variables["params"]["w"])
 

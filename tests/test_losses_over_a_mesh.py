@@ -217,6 +217,13 @@ def test_over_further_axes_arrays_are_whole(kind):
   trees.assert_close(found, exact, TOLERANCE)
 
 
+@pytest.mark.parametrize(("mesh", "rows"), [(None, 16), (make_mesh(8), 2)])
+def test_a_loss_that_wants_more_rows_than_a_microbatch_has(mesh, rows):
+  with pytest.raises(TypeError, match="cannot reshape") as raised:
+    step_with(tanh_loss(lambda h: h.reshape(32, 8)), mesh)
+  assert f"The loss was given {rows} rows, a microbatch on one device." in raised.value.__notes__
+
+
 def calling_back(h):
   like = jax.ShapeDtypeStruct(h.shape, jnp.float32)  # threads of callbacks have no float64
   ones = lambda h: np.ones(h.shape, np.float32)  # noqa: E731

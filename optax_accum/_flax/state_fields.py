@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import functools
 from typing import Any, TypeAlias
 
 from flax import linen as nn
@@ -116,8 +117,24 @@ def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]
     named = (axes,) if isinstance(axes, str) else axes
     return tuple(name for name in named if name in mesh.auto_axes) or None
 
-  with nn.logical_axis_rules([(name, automatic(to)) for name, to in nn.get_logical_axis_rules()]):
+  rules = [(name, automatic(to)) for name, to in nn.get_logical_axis_rules()]
+  with nn.logical_axis_rules(rules), nn.intercept_methods(_without_boxes):
     yield _map_boxes(lambda x: nn.LogicallyPartitioned(x.value, x.names, rules=()), variables)
+
+
+def _without_boxes(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+  """Calls a module's method. Its initializers, whose shapes flax compares, make no boxes there.
+
+  `nn.DenseGeneral` would constrain a kernel as its box says before the kernel has its shape.
+  """
+
+  def unboxed(init: Callable[..., Any], *args: Any, **kwargs: Any) -> Tree:
+    return _map_boxes(lambda box: box.value, init(*args, **kwargs))
+
+  for name, init in vars(context.module).items():
+    if name.endswith("_init") and callable(init):
+      object.__setattr__(context.module, name, functools.partial(unboxed, init))
+  return method(*args, **kwargs)
 
 
 def _map_boxes(fun: Callable[[Any], Leaf], tree: Tree) -> Tree:

@@ -30,9 +30,9 @@ _REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these p
 # What keeps the degree that its operands share: sums, shapes, choices.
 _SUMS = {
   "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type",
-  "copy", "cumsum", "dynamic_slice", "expand_dims", "gather", "max", "min", "neg", "optimization_barrier",
-  "pcast", "pvary", "reduce_max", "reduce_min", "reduce_sum", "reshape", "select_n", "slice",
-  "rev", "sort", "squeeze", "stop_gradient", "sub", "top_k", "transpose",
+  "copy", "cumsum", "dynamic_slice", "expand_dims", "gather", "max", "min", "neg",
+  "optimization_barrier", "pcast", "pvary", "reduce_max", "reduce_min", "reduce_sum", "reshape",
+  "rev", "select_n", "slice", "sort", "squeeze", "stop_gradient", "sub", "top_k", "transpose",
 }  # fmt: skip
 # Which of the operands have a degree, where others say which part is meant.
 _COUNTED = {"select_n": slice(1, None), "gather": slice(1), "dynamic_slice": slice(1)}

@@ -14,7 +14,7 @@ from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS, Sum
 from optax_accum._arithmetic.trees import Args, Carry, Grads, Kwargs, Leaf, Params, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import options, parameters
-from optax_accum._microbatches.cut import Microbatches
+from optax_accum._microbatches.cut import batch_rows, Microbatches
 from optax_accum._microbatches.in_place import Accumulators, check_options
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
 from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, noise_reductions
@@ -179,6 +179,9 @@ class LocalLoss:
       roles = self.split.roles(self.fun, args, kwargs, self._positions(args))
       if note := options.note_on_settings(error, self.fun, roles):
         error.add_note(note)
+      if "shape" in str(error):
+        rows = batch_rows(roles.batch, dict([*enumerate(args), *kwargs.items()]))
+        error.add_note(f"The loss was given {rows} rows, a microbatch on one device.")
       raise
     carries = self.split.carry_argnum is not None
     check_loss(out, self.has_aux or carries, carries)
