@@ -62,11 +62,11 @@ class Step:
     fewest = 2 if self.loss.local.noise_scale and devices == 1 else 1
     return [devices * size for size in cut.sizes(rows // devices, uneven, fewest)]
 
-  def _report(self, loss: LocalLoss, args: Args, kwargs: Kwargs, **of_flax: Any) -> "SplitReport":
-    """That of `check` on a call of the loss."""
+  def _report(self, call: "PreparedCall", args: Args, **of_flax: Any) -> "SplitReport":
+    """That of `check` on a call, with such positional arguments of the loss."""
     from optax_accum._check_split.check_split import check_step  # training does without
 
-    return check_step(loss, self.loss.parallel, args, kwargs, **of_flax)
+    return check_step(call.loss.beside(*call.args[:2]), args, call.kwargs, **of_flax)
 
   def __reduce__(self) -> Any:
     raise TypeError(
@@ -84,6 +84,7 @@ class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 
   program: "StepProgram"
+  loss: Placed
   jitted: Any
   args: Args
   kwargs: Kwargs
@@ -123,7 +124,7 @@ class StepProgram:
         placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
     if loss not in self._jitted:
       self._jitted[loss] = self._compiled(loss)
-    return PreparedCall(self, self._jitted[loss], placed, named, others)
+    return PreparedCall(self, loss, self._jitted[loss], placed, named, others)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""
