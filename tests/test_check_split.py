@@ -16,7 +16,7 @@ from support import trees, zoo
 from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 
 from optax_accum import check_split, microbatch, microbatch_value_and_grad
-from optax_accum._check_split import runs
+from optax_accum._check_split import devices
 
 FIXED = {x.fixed.fun.__name__: x.fixed for x in ZOO.values() if x.fixed is not None}
 SPECIMENS = pytest.mark.parametrize("name", ZOO)
@@ -329,7 +329,7 @@ def test_options_that_change_a_value(monkeypatch):
     twice = lambda *args: jax.tree.map(lambda x: 2 * x, fun(*args))  # noqa: E731
     return jax.value_and_grad(twice, has_aux=True)
 
-  monkeypatch.setattr(runs, "microbatch_value_and_grad", doubled)
+  monkeypatch.setattr(devices, "microbatch_value_and_grad", doubled)
   report = check_one_split(ZOO["mean"])
   assert report.verdict == "unknown"
   assert "microbatch_value_and_grad with these options does not" in report.reason

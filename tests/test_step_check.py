@@ -1,5 +1,7 @@
 """`step.check`: `check_split` with the step's own loss and options, for the arguments of a call."""
 
+import functools
+
 from flax import nnx
 import flax.linen as nn
 from flax.training.train_state import TrainState
@@ -13,6 +15,7 @@ from support.devices import make_mesh
 from support.zoo import ZOO
 
 from optax_accum import _versions, check_split, make_train_step, microbatch
+from optax_accum._mesh.loss import PlacedLoss
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 TX = optax.sgd(0.1)
@@ -163,7 +166,7 @@ def test_what_the_loss_splits_itself():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_over_a_mesh_it_runs_on_one_device(kind):
+def test_over_a_mesh(kind):
   mesh = mesh_of(8, ("data", "model"), kind)
 
   def loss(params, batch):  # a constraint may name the other axes
@@ -180,7 +183,7 @@ def test_over_a_mesh_it_runs_on_one_device(kind):
     placed, opt_state, _ = step(params, TX.init(params), BATCH)
     report = step.check(placed, opt_state, BATCH)
     assert report.verdict == ("ok" if weight_fn else "weighted"), report
-    assert any("on one device" in x for x in report.not_checked)
+    assert not any("device" in x for x in report.not_checked)
     step(placed, opt_state, BATCH)  # nothing was donated
 
 
@@ -243,6 +246,28 @@ def test_linen_with_statistics_of_the_batch():
   assert "argnum" not in report.fix
 
 
+@pytest.mark.parametrize("axis", ["data", None])
+def test_batch_normalization_over_devices(axis):
+  """Without `axis`, a device normalizes by its own rows."""
+  norm = nn.BatchNorm(use_running_average=False, axis_name=axis)
+
+  def loss(variables, batch, rngs):
+    out, updates = norm.apply(variables, batch["x"], mutable=["batch_stats"])
+    return jnp.mean((out[:, 0] - batch["y"]) ** 2), updates
+
+  of_linen = linen_train_step(loss, num_microbatches=1, mutable=["batch_stats"], mesh=mesh_of())
+  model = nnx.BatchNorm(WIDTH, axis_name=axis, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+  mean = lambda model, batch: jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)  # noqa: E731
+  of_nnx = nnx_train_step(mean, num_microbatches=1, mesh=mesh_of())
+  for report in (
+    of_linen.check(state_of(norm, State), BATCH),
+    of_nnx.check(model, optimizer, BATCH),
+  ):
+    assert report.verdict == ("ok" if axis else "coupled"), report
+  assert not np.any(model.mean[...])
+
+
 class Net(nnx.Module):
   def __init__(self, rngs):
     self.linear = nnx.Linear(WIDTH, 4, rngs=rngs)
@@ -301,15 +326,211 @@ def test_arguments_that_cannot_be_checked():
     step.check(params, state, BATCH)
 
 
-def test_a_loss_that_needs_several_devices():
-  for mesh, axis_name in [(mesh_of(), None), (None, "data")]:
-    with pytest.raises(NameError, match="unbound axis name") as raised:
-      check(
-        lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"),
-        mesh=mesh,
-        axis_name=axis_name,
-      )
-    assert "on one device, without named axes" in "".join(raised.value.__notes__)
+# Losses that exchange something.
+
+ITEMS = {**BATCH, "z": rng.normal(size=(ROWS, WIDTH))}
+PAIR = {name: rng.normal(size=(WIDTH, 4)) for name in ("a", "b")}
+weigh = lambda batch: jnp.sum(batch["mask"])  # noqa: E731
+
+
+def own_mean(errors, batch):
+  return jnp.sum(errors * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
+def contrastive(params, batch, axes="data"):
+  """Among the rows of all devices; without `axes`, of this one."""
+  query, keys = batch["x"] @ params["a"], batch["z"] @ params["b"]
+  own = jnp.arange(len(query))
+  if axes:
+    keys = jax.lax.all_gather(keys, axes, tiled=True)
+    own += jax.lax.axis_index(axes) * len(query)
+  return optax.softmax_cross_entropy_with_integer_labels(query @ keys.T, own)
+
+
+def gathered(params, batch):
+  return jnp.mean(contrastive(params, batch))
+
+
+def not_gathered(params, batch):
+  return jnp.mean(contrastive(params, batch, None))
+
+
+def normalized(params, batch, axes="data"):
+  """By the statistics of all devices."""
+  hidden = batch["x"] @ params["a"]
+  count = jax.lax.psum(len(hidden), axes)
+  mean = jax.lax.psum(jnp.sum(hidden, 0, keepdims=True), axes) / count
+  var = jax.lax.psum(jnp.sum((hidden - mean) ** 2, 0, keepdims=True), axes) / count
+  return jnp.sum((hidden - mean) / jnp.sqrt(var + 0.1) @ params["b"].T, -1) ** 2
+
+
+def normalized_mean(params, batch):
+  return own_mean(normalized(params, batch), batch)
+
+
+def check_pair(loss, num_microbatches=1, params=PAIR, further=(), **options):
+  options = {"mesh": mesh_of()} | options
+  step = make_train_step(loss, TX, num_microbatches=num_microbatches, **options)
+  return step.check(params, TX.init(params), ITEMS, *further)
+
+
+def test_what_devices_gather():
+  report = check_pair(gathered)
+  assert report.ok, report
+  assert report.where == "as given; microbatches of 4 rows, of 4, over the mesh"
+  assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
+  # The negatives are those of a microbatch, of a device.
+  report = check_pair(gathered, 3)
+  assert report.verdict == "coupled", report
+  assert "Devices exchange something" in report.reason
+  report = check_pair(not_gathered)
+  assert report.verdict == "coupled", report
+  assert "Devices exchange something" not in report.reason
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_statistics_of_all_devices(kind):
+  assert check_pair(normalized_mean, mesh=mesh_of(kind=kind), weight_fn=weigh).ok
+  report = check_pair(normalized_mean, mesh=mesh_of(kind=kind))
+  assert (report.verdict, report.fix) == ("weighted", WEIGHT)
+  report = check_pair(normalized_mean, 3, mesh=mesh_of(kind=kind), weight_fn=weigh)
+  assert report.verdict == "coupled", report
+  added = lambda params, batch: jnp.sum(normalized(params, batch))  # noqa: E731
+  assert check_pair(added, mesh=mesh_of(kind=kind)).fix == 'reduction="sum"'
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_statistics_over_several_axes_and_beside_others(kind):
+  mesh, wide = mesh_of(4, ("data", "fsdp"), kind), {name: np.ones((4, 4)) for name in PAIR}
+  wide = jax.tree.map(lambda x: x + np.arange(16.0).reshape(4, 4) / 9, wide)
+  wide = jax.device_put(wide, jax.NamedSharding(mesh, PartitionSpec("fsdp")))
+
+  def loss(params, batch, axes):
+    params = jax.tree.map(lambda w: w[:WIDTH], params)
+    return jnp.mean(normalized(params, batch, axes))
+
+  over = lambda axes: functools.partial(loss, axes=axes)  # noqa: E731
+  both = {"mesh": mesh, "data_axis": ("data", "fsdp"), "reduce_gradients": "per_microbatch"}
+  assert check_pair(over(("data", "fsdp")), params=wide, **both).ok
+  assert check_pair(over("data"), params=wide, **both).verdict == "coupled"
+  if kind is AxisType.Auto:  # explicitly sharded parameters would be for the loss to gather
+    assert check_pair(over("data"), params=wide, mesh=mesh).ok
+
+
+def of_neighbor(params, batch):
+  """Written for 4 devices."""
+  hidden = batch["x"] @ params["a"]
+  others = jax.lax.ppermute(hidden, "data", [(0, 1), (1, 2), (2, 3), (3, 0)])
+  return own_mean(jnp.sum(hidden * others, -1) ** 2, batch)
+
+
+def test_a_loss_that_does_not_run_on_one_device():
+  report = check_pair(of_neighbor, 3, weight_fn=weigh)
+  assert report.ok, report
+  assert any("does not run on one" in x for x in report.not_checked)
+  assert not check_pair(of_neighbor, 3).ok
+  with pytest.raises(ValueError, match="must be unique") as raised:  # nothing to compare with
+    check_pair(of_neighbor)
+  assert "on one device, where its axes have size 1" in "".join(raised.value.__notes__)
+
+
+def test_a_loss_that_depends_on_the_number_of_devices():
+  """Of which no traced equation tells, where it is one of Python."""
+  each = lambda params, batch: (batch["x"] @ params["a"][:, 0] - batch["y"]) ** 2  # noqa: E731
+  divided = lambda params, batch: (  # noqa: E731
+    jnp.sum(each(params, batch)) / jax.lax.psum(len(batch["x"]), "data")
+  )
+  for number in (1, 3):
+    report = check_pair(divided, number)
+    assert report.verdict == "unknown", report
+    assert "the loss depends on the number of devices" in report.reason
+    assert "l.sum() / count" in report.fix
+  assert check_pair(divided, mesh=mesh_of(1), num_microbatches=3).ok  # there it does not
+  shifted = lambda params, batch: (  # noqa: E731
+    jnp.mean(each(params, batch)) * (1 + jax.lax.axis_index("data").astype(float))
+  )
+  assert not check_pair(shifted).ok
+  centred = lambda params, batch: (  # noqa: E731
+    jnp.sum(normalized(params, batch)) / jax.lax.psum(len(batch["x"]), "data")
+  )
+  report = check_pair(centred)
+  assert report.verdict == "sum"
+  assert "may also depend on their number" in report.reason
+
+
+def test_what_a_step_adds_up_over_devices(monkeypatch):
+  right = PlacedLoss.value_and_grad
+
+  def doubled(*args, **kwargs):
+    reduced = right(*args, **kwargs)
+    grads = jax.tree.map(lambda g: 2 * g, reduced.outputs.grads)
+    return reduced._replace(outputs=reduced.outputs._replace(grads=grads))
+
+  monkeypatch.setattr(PlacedLoss, "value_and_grad", doubled)
+  for loss in (lambda params, batch: jnp.mean((batch["x"] @ params["a"]) ** 2), gathered):
+    report = check_pair(loss)
+    assert report.verdict == "unknown", report
+    assert "the step over its mesh does not" in report.reason
+
+
+def test_rows_that_do_not_count_on_some_device():
+  def loss(params, batch):  # 0/0 on a device without valid rows, as in the first 4
+    return jnp.sum(normalized(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+
+  report = check_pair(loss, weight_fn=weigh)
+  assert report.ok, report
+  penalized = lambda params, batch: (  # noqa: E731
+    normalized_mean(params, batch) + 0.1 * jnp.sum(params["a"] ** 2)
+  )
+  assert check_pair(penalized, weight_fn=weigh).ok
+
+
+def test_noise_and_a_carry_of_several_devices():
+  def loss(params, batch, key, carry):
+    keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(float)
+    hidden = (batch["x"] * keep) @ params["a"]
+    mean = jax.lax.pmean(jnp.mean(hidden, 0, keepdims=True), "data")
+    noise = jax.random.uniform(carry["key"])
+    new = {"key": jax.random.split(carry["key"])[0], "mean": 0.9 * carry["mean"] + 0.1 * mean}
+    each = jnp.sum((hidden - mean) @ params["b"].T, -1) ** 2 * noise
+    return jnp.mean(each), (new, {"each": each, "largest": jnp.max(each)})
+
+  carry = {"key": jax.random.key(1), "mean": jnp.zeros((1, 4))}
+  options = {"has_aux": True, "carry_argnum": 3, "rng_argnums": 2}
+  words = {"each": "concat", "largest": "max"}
+  further = (jax.random.key(0), carry)
+  report = check_pair(loss, further=further, aux_reduction=words, **options)
+  assert report.ok, report
+  assert {leaf.name for leaf in report.leaves} >= {"aux['each']", "aux['largest']"}
+  report = check_pair(loss, further=further, aux_reduction={**words, "largest": "min"}, **options)
+  assert report.fix == 'aux_reduction={"each": "concat", "largest": "max"}'
+  options |= {"rng_argnums": (), "aux_reduction": words}
+  assert check_pair(loss, further=further, **options).verdict == "random"
+
+
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_what_a_step_over_devices_refuses(over_mesh):
+  where = {"mesh": mesh_of()} if over_mesh else {"axis_name": "data"}
+  with pytest.raises(ValueError, match="The loss is the same on all devices"):
+    check(lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"), **where)
+
+  def divided(params, batch):
+    errors = (batch["x"] @ params - batch["y"]) ** 2 * batch["mask"]
+    return jnp.sum(errors) / jax.lax.psum(jnp.sum(batch["mask"]), "data")
+
+  with pytest.raises(ValueError, match="The loss depends on the number of devices"):
+    check(divided, **where)
+  key = jax.random.key(0)  # which a step refuses too, and a check says what to write
+  drawn = lambda params, batch, key: loss_fn(params, batch) * jax.random.uniform(key)  # noqa: E731
+  assert check(drawn, W, BATCH, key, **where).fix == "rng_argnums=2"
+
+
+def test_a_step_that_is_called_inside_shard_map():
+  report = check_pair(normalized_mean, 3, mesh=None, axis_name=("data", "other"))
+  assert report.verdict == "coupled", report
+  assert any("the check ran on one" in x for x in report.not_checked)
+  report = check(loss_fn, axis_name="data")
+  assert (report.verdict, report.fix) == ("weighted", WEIGHT)
 
 
 def test_a_loss_that_closes_over_what_is_on_a_mesh():

@@ -8,17 +8,18 @@ import inspect
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 import numpy as np
 
 from optax_accum import _validate
+from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
 from optax_accum._check_split import diagnose, words
+from optax_accum._check_split.devices import Devices, on, one_device
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, Runs
-from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.loss import PlacedLoss
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import (
@@ -75,7 +76,7 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
     ``random``       equal arguments give unequal losses, or microbatches share noise
     ``overwritten``  the "gradient" of a leaf is its new value, as for scales of fp8 layers
     ``unsplit``      an argument that has as many rows as the batch is not split
-    ``unknown``      results differ for another reason, such as rounding in bfloat16
+    ``unknown``      results differ for another reason: rounding in bfloat16, or devices
     ===============  ======================================================================
 
   Raises:
@@ -148,7 +149,7 @@ def _check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None
     raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
 
 
-def _sizes_of(number: int | None, size: int | None, rows: int) -> list[int]:
+def _sizes_of(number: int | None, size: int | None, rows: int) -> Sequence[int]:
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
@@ -173,13 +174,16 @@ def _report_of(runs: Runs) -> SplitReport:
   """What the runs tell."""
   if finding := diagnose.refused(runs):
     return SplitReport(*finding[:3])
-  if runs.sizes == [runs.rows] and runs.fingerprint() == runs.fingerprint(is_whole=False):
+  devices = runs.devices
+  splits_nothing = runs.sizes == [runs.rows] and not devices.sends
+  if splits_nothing and runs.fingerprint() == runs.fingerprint(is_whole=False):
     raise ValueError(
       "num_microbatches=1 splits nothing, and the loss calls no optax_accum.microbatch that"
       " does: give 2 or more."
     )
   how = runs.how()  # runs the whole batch, and notes where the loss raises
-  report = functools.partial(SplitReport, not_checked=runs.facts.not_checked)
+  notes = runs.facts.not_checked + (words.NOT_ALONE,) * (not devices.is_alone)
+  report = functools.partial(SplitReport, not_checked=notes)
   if not runs.given.is_finite:
     return report("unknown", words.NOT_FINITE, words.OTHER_BATCH)
   try:
@@ -201,60 +205,89 @@ def _report_of(runs: Runs) -> SplitReport:
   differ = lambda leaves: not all(leaf.agrees for leaf in leaves)  # noqa: E731
   if finding.verdict != "ok":
     where, leaves = next(x for x in runs.comparisons(how) if differ(x[1]))
+    if devices.sends:
+      finding = finding._replace(reason=f"{finding.reason}\n{words.SENDS}")
   else:
-    where, leaves = runs.as_called()
+    as_called = list(runs.as_called())
+    if not as_called:
+      return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
+    where, leaves = next((x for x in as_called if differ(x[1])), as_called[0])
     if differ(leaves):
-      finding = diagnose.Finding("unknown", words.AS_CALLED, words.PLAIN)
+      why = (words.OVER_MESH, words.OWN_MEAN) if devices.loss else (words.AS_CALLED, words.PLAIN)
+      finding = diagnose.Finding("unknown", *why)
   return report(*finding[:3], where, tuple(leaves), ran, left_out)
 
 
 def check_step(
-  loss: LocalLoss,
-  parallel: DataParallel | None,
+  loss: LocalLoss | PlacedLoss,
   args: Args,
   kwargs: Kwargs,
   drawing: Sequence[str] = _DRAWING,
   fixes: Mapping[str, str] | None = None,
 ) -> SplitReport:
-  """`step.check`: the report on such a call of the loss that a step has on one of its devices.
+  """`step.check`: the report on such a call of the loss of a step.
 
   `drawing` is as in `_runs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
   what to write instead, where the loss is not called as `check_split` says.
   """
-  _check_concrete(loss.fun, [*enumerate(args), *kwargs.items()])
+  local, split = loss.local, loss.local.split
+  _check_concrete(local.fun, [*enumerate(args), *kwargs.items()])
+  over_mesh = loss if isinstance(loss, PlacedLoss) else None
+  axes = over_mesh.parallel.axes if over_mesh else names_of(split.axis_name)
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
-  split = loss.split
   options = {k: getattr(split, k) for k in _SIGNATURE.parameters if hasattr(split, k)}
-  options |= {**loss.asked, "has_aux": loss.has_aux}
+  options |= {**local.asked, "has_aux": local.has_aux}
   options |= dict.fromkeys(("num_microbatches", "microbatch_size", "axis_name"))
-  several = parallel is not None or split.axis_name is not None
-  with _one_device(parallel.mesh if parallel else None):
-    runs = _runs_of(loss.fun, args, kwargs, options, drawing)
-    if split.num_microbatches == 1 and not several:  # what splits is within the loss
+  devices = Devices(axes, over_mesh)
+  with on(one_device(devices.mesh, axes)):
+    runs = _runs_of(local.fun, args, kwargs, options, drawing)
+    if axes and not diagnose.refused(runs):
+      devices = devices._replace(sends=_sends(loss, devices, args, kwargs))
+    if split.num_microbatches == 1 and not axes:  # what splits is within the loss
       report = _report_of(runs.resized([runs.rows], runs.rows))
     else:
-      report = _on_few_rows(runs, split, parallel)
-  notes = (*report.not_checked, words.ONE_DEVICE) if several else report.not_checked
+      report = _on_few_rows(runs, split, devices)
+  notes = report.not_checked + (words.ONE_DEVICE,) * bool(axes and not over_mesh)
   fix, other = report.fix, (fixes or {}).get(report.verdict)
   if other:
     fix = fix.replace(words.BATCH_NORM, other) if report.verdict == "coupled" else other
   return dataclasses.replace(report, fix=fix, not_checked=notes)
 
 
-def _on_few_rows(runs: Runs, split: Split, parallel: DataParallel | None) -> SplitReport:
+def _sends(loss: LocalLoss | PlacedLoss, devices: Devices, args: Args, kwargs: Kwargs) -> bool:
+  """Whether devices exchange something in the loss of a step over a mesh. Raises what that does."""
+  told: list[bool] = []
+  local = dataclasses.replace(loss.local, tell=told.append)
+  own = loss._replace(local=local) if isinstance(loss, PlacedLoss) else local
+  run = lambda args, kwargs: own.value_and_grad(None, *args, **kwargs)  # noqa: E731
+  with on(devices.mesh):
+    jax.eval_shape(run if devices.mesh else devices.on_one(run), args, kwargs)
+  return any(told) and devices.mesh is not None
+
+
+def _on_few_rows(runs: Runs, split: Split, devices: Devices) -> SplitReport:
   """The report on few rows, or on all where those tell nothing."""
-  local = parallel.local_split(split, runs.rows) if parallel else split
-  each = runs.rows // (parallel.devices if parallel else 1)
-  own = cut.microbatch_rows(each, local.num_microbatches, local.microbatch_size)
-  some = min(runs.rows, _ROWS)
+  rows, loss, count = runs.rows, devices.loss, 1
+  if loss:
+    count, split = loss.parallel.devices, loss.parallel.local_split(split, rows)
+  own = cut.microbatch_rows(rows // count, split.num_microbatches, split.microbatch_size)
+  halves = 1 + (own * count < rows)
+  each = count * halves if loss else 1
+  some = each * max(1, min(rows, _ROWS) // each)
   # Equal parts, unless the step may have a smaller one: each size is a program to compile.
   sizes = _sizes_of(None, None, some)[: 1 + (split.microbatch_size is not None)]
-  with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
-    report = _report_of(runs.resized(sizes, some))
-    if report.leaves:
-      note = (words.SOME_ROWS.format(some=some, rows=runs.rows),) * (some < runs.rows)
-      return dataclasses.replace(report, not_checked=report.not_checked + note)
-  return _report_of(runs.resized([own] if own < runs.rows else runs.sizes, runs.rows))
+  few, full = (devices._replace(size=size) for size in (some // halves, own * count))
+  tries = [(sizes, some, few), ([own] if own < rows else runs.sizes, rows, full)]
+  if devices.sends:
+    tries = [([x.size], n, x) for _, n, x in tries]
+    tries += [(size, n, x._replace(is_alone=False)) for size, n, x in tries if halves > 1]
+  for sizes, n, where in tries[:-1]:
+    with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
+      report = _report_of(runs.resized(sizes, n, where))
+      if report.leaves:
+        note = (words.SOME_ROWS.format(some=n, rows=rows),) * (n < rows)
+        return dataclasses.replace(report, not_checked=report.not_checked + note)
+  return _report_of(runs.resized(*tries[-1]))
 
 
 def _on_host(x: Leaf) -> Leaf:
@@ -264,12 +297,3 @@ def _on_host(x: Leaf) -> Leaf:
     data = jnp.asarray(np.asarray(jax.random.key_data(x)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   return np.asarray(jnp.copy(x))  # of `x` itself NumPy would have a view, and it be donated no more
-
-
-def _one_device(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
-  """A mesh of one device with these axes, which constraints in the loss may name."""
-  mesh = mesh or jax.sharding.get_mesh()
-  if mesh.empty:
-    return contextlib.nullcontext()
-  device = np.reshape(mesh.local_devices[:1], (1,) * len(mesh.axis_names))
-  return jax.set_mesh(Mesh(device, mesh.axis_names, axis_types=mesh.axis_types))

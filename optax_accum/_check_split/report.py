@@ -46,7 +46,8 @@ class SplitReport:
     leaves: The comparison of each leaf of loss, gradients and aux; ``()`` if nothing ran.
     batches: The batches that were run: the given one, and changed ones.
     left_out: The batches that show nothing: loss or gradients are not finite, or all are zero, or
-      only a number out of the given range (a length of -1) makes them differ, and no fix helps.
+      no row counts, or only a number out of the given range (a length of -1) makes them differ, and
+      no fix helps.
     not_checked: Sentences that say what was not tested.
   """
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 from jax.extend.core import ClosedJaxpr
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
 import numpy as np
 import tqdm
 
@@ -18,16 +19,17 @@ from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.reductions import MergeFn
 from optax_accum._arithmetic.trees import Aux, Grads, Kwargs, Leaf, Leaves, Tree
+from optax_accum._check_split.devices import Devices, EVERY, OfArrays, on
 from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._check_split.words import options_of
 from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.microbatch import whole_batches
-from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
+_ONE = Devices()
 ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
@@ -104,8 +106,17 @@ class Runs:
   those of a microbatch in each split. `options` are all those of `microbatch_value_and_grad`.
   """
 
-  def __init__(self, fun: LossFn, batch: Call, options: Kwargs, sizes: Sequence[int], rows: int):
+  def __init__(
+    self,
+    fun: LossFn,
+    batch: Call,
+    options: Kwargs,
+    sizes: Sequence[int],
+    rows: int,
+    devices: Devices = _ONE,
+  ):
     self.batch, self.options, self.sizes, self.rows = batch, options, sizes, rows
+    self.devices = devices
     self.resized = functools.partial(Runs, fun, batch, options)  # the same of other sizes
     # Other rows, in the programs of the first, refute what is a weight by chance.
     starts = np.unique(np.linspace(0, batch.rows - rows, 8).astype(int))
@@ -124,24 +135,29 @@ class Runs:
       positions, names = by_slot.values()
       return options["weight_fn"](*(args[i] for i in positions), **{x: kwargs[x] for x in names})
 
-    self._at_once = jax.value_and_grad(with_aux, options["argnums"], has_aux=True)
-    self._run = self._compiled(self._at_once)
+    at_once = jax.value_and_grad(with_aux, options["argnums"], has_aux=True)
     self._weight = ROWS
     if options["weight_fn"] is not None:  # traced, as in microbatches
-      count = self._compiled(weigh)
+      count = _compiled(self._on_one(weigh))
       self._weight = lambda call: float(count(call.values))
     split = {**options, **by_slot, **options_of("rng", batch.roles.rng)}
     axes = tuple(batch.roles.batch[slot] for slots in by_slot.values() for slot in slots)
-    split |= {"batch_axis": axes, "microbatch_size": sizes[0], "fun": with_aux, "has_aux": True}
+    split |= {"batch_axis": axes, "microbatch_size": devices.size or sizes[0]}
+    split |= {"fun": with_aux, "has_aux": True}
     split |= dict.fromkeys(("num_microbatches", "carry_argnum", "carry_reduction"))
     # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
     split["aux_reduction"] = options["aux_reduction"] or "mean"
-    self._split = self._compiled(microbatch_value_and_grad(**split))
+    self._split = _compiled(devices.step(self.call, split), devices.mesh)
+    if devices.sends:
+      self._each = _compiled(devices.of_each(with_aux, self.call), devices.few)
+    self._whole, self._mesh = self._on_one(at_once), None
+    if not devices.is_alone:
+      self._whole = devices.step(self.call, {**split, "microbatch_size": rows})
+      self._mesh = devices.mesh
+    self._run = _compiled(self._whole, self._mesh)
 
-  def _compiled(self, fun: LossFn) -> Callable[[Leaves], Tree]:
-    """A program of the arrays of a call, compiled fast: it runs some hundred times on few rows."""
-    fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    return jax.jit(functools.partial(self.call.called, fun), compiler_options=fast)
+  def _on_one(self, fun: LossFn) -> OfArrays:
+    return self.devices.on_one(functools.partial(self.call.called, fun))
 
   def how(self, **changes: Tree) -> How:
     """How microbatches become one with these options, and with others."""
@@ -188,6 +204,8 @@ class Runs:
     second half (chosen, rejected) are together in the others.
     """
     cuts, size = [_cut(self.rows, size) for size in self.sizes], self.sizes[0]
+    if self.devices.sends:
+      return cuts
     if len(cuts) == 1 and size < self.rows and self.rows % size == 0:
       cuts.append(np.split(np.arange(self.rows), self.rows // size))
     return cuts
@@ -198,14 +216,27 @@ class Runs:
       return None
     splits = [self.parts(call, rows) for rows in self.cuts]
     each = [part for parts in splits for part in parts]
+    if self.devices.sends and not all(part.is_finite for part in each):
+      return None  # because of a device where nothing counts
     weights = [(self._weight(part.call), part.main[0]) for part in each]
     if any(weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights):
       return None  # such a length is none
+    if not any(weight for weight, _ in weights):
+      return None  # a step is not taken
     is_zero = not any(np.any(x) for outcome in (whole, *each) for x in outcome.main)
     return None if is_zero else whole._replace(splits=splits)
 
   def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Outcome]:
+    if self.devices.sends:
+      return [part for x in rows for part in self._of_each(call, x)]
     return [self._outcome(self._run, call.take(x)) for x in rows]
+
+  def _of_each(self, call: Call, rows: np.ndarray) -> Iterator[Outcome]:
+    """What one microbatch gives on each device."""
+    out = jax.device_get(_without_keys(self._each(call.take(rows).values)))
+    own = lambda i, _: jax.tree.map(operator.itemgetter(i), out)  # noqa: E731
+    for i, x in enumerate(np.split(rows, len(out[0][0]))):
+      yield self._outcome(functools.partial(own, i), call.take(x))
 
   def whole(self, call: Call) -> Outcome:
     """All rows at once, where the loss does not split by itself."""
@@ -219,13 +250,13 @@ class Runs:
     try:
       out = program(call.values)
     except Exception as error:
-      note = (
-        f"The check ran it on one device, without named axes, on {call.rows} of {self.rows} rows."
-      )
+      where = "one device, without named axes"
+      if self.devices.axes:
+        where = "its mesh" if self._mesh else "one device, where its axes have size 1"
+      note = f"The check ran it on {where}, on {call.rows} of {self.rows} rows."
       error.add_note(f"{note} On all it ran." if call.rows < self.rows else note)
       raise
-    out = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, out)
-    (loss, aux), grads, *_ = out
+    (loss, aux), grads, *_ = _without_keys(out)
     given = jax.device_get(jax.tree.leaves((loss, grads)))
     main, others = list(map(_wide, given)), list(map(_wide, jax.tree.leaves(aux)))
     tolerance = 1e-9 if all(jnp.finfo(x.dtype).eps < 1e-12 for x in given) else 1e-4
@@ -252,7 +283,8 @@ class Runs:
   def comparisons(self, how: How) -> Iterator[tuple[str, list[LeafComparison]]]:
     """All batches and splits, each with its name."""
     for whole, parts in [(x, parts) for x in self.outcomes for parts in x.splits]:
-      split = f"microbatches of {parts[0].call.rows} rows, of {self.rows}"
+      size = self.sizes[0] if self.devices.sends else parts[0].call.rows
+      split = f"microbatches of {size} rows, of {self.rows}"
       where = f"{whole.call.name}; {split}"
       yield where, self.compare(how, whole, how.join(parts))
 
@@ -260,16 +292,22 @@ class Runs:
     """The leaves that differ in some batch."""
     return {x.name for _, leaves in self.comparisons(how) for x in leaves if not x.agrees}
 
-  def as_called(self) -> tuple[str, list[LeafComparison]]:
-    """What `microbatch_value_and_grad` itself gives for the given call, beside the whole batch."""
-    where = f"as given; microbatches of {self.sizes[0]} rows, of {self.rows}"
-    leaves = self._outcome(self._split, self.call).leaves
-    return where, self.compare(self.how(), self.given, leaves)
+  def as_called(self) -> Iterator[tuple[str, list[LeafComparison]]]:
+    """What the step itself gives, beside the whole batch: one over a mesh for all batches."""
+    calls = [self.given, *(self.outcomes if self.devices.loss else ())]
+    size = self.devices.size or self.sizes[0]
+    over = ", over the mesh" * (self.devices.loss is not None)
+    for whole in calls:
+      given = self._outcome(self._split, whole.call)
+      # Few rows of a device may all count for nothing, which spoils what it sends.
+      if given.is_finite and not whole.call.is_odd:
+        where = f"{whole.call.name}; microbatches of {size} rows, of {self.rows}{over}"
+        yield where, self.compare(self.how(), whole, given.leaves)
 
   def traced(self, is_whole: bool = True) -> ClosedJaxpr:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
-    run = lambda values: self.call.called(self._at_once, values)  # noqa: E731
-    with whole_batches() if is_whole else contextlib.nullcontext():
+    run = lambda values: self._whole(values)  # noqa: E731
+    with on(self._mesh), whole_batches() if is_whole else contextlib.nullcontext():
       return jax.make_jaxpr(run)(self.call.values)
 
   def fingerprint(self, is_whole: bool = True) -> tuple[str, list[bytes]]:
@@ -277,6 +315,24 @@ class Runs:
     closed = self.traced(is_whole)
     consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
     return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
+
+
+def _compiled(run: OfArrays, mesh: Mesh | None = None) -> OfArrays:
+  """A program, over a mesh if given, compiled fast: it runs some hundred times on few rows."""
+  fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+  program = jax.jit(run, compiler_options=fast)
+  if not mesh:
+    return program
+
+  def over_mesh(values: Leaves) -> Tree:
+    with on(mesh):  # where keys are not yet
+      return program(jax.device_put(values, NamedSharding(mesh, EVERY)))
+
+  return over_mesh
+
+
+def _without_keys(tree: Tree) -> Tree:
+  return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def _is_not_compared(word: Word) -> bool:

@@ -14,7 +14,24 @@ BENDS = (
   " batch, which may be on the same side of the threshold in all microbatches"
 )
 SOME_ROWS = "more than {some} of the {rows} rows at a time"
-ONE_DEVICE = "sums over devices: the check ran on one device"
+ONE_DEVICE = "what devices send: the check ran on one, and took a microbatch for each of the others"
+NOT_ALONE = (
+  "whether the devices together give what one device does: the loss does not run on one, so the"
+  " check compared microbatches with one microbatch, both over the mesh"
+)
+SENDS = (
+  "Devices exchange something in the loss, so a microbatch is that of all of them together. The"
+  " loss may also depend on their number, as l.sum() / lax.psum(len(l), axis) does."
+)
+OVER_MESH = (
+  "On one device each microbatch agrees, but the step over its mesh does not: the loss depends on"
+  " the number of devices."
+)
+OWN_MEAN = (
+  "Return the mean of the device's own rows, l.sum() / count, and let weight_fn return count:"
+  " lax.psum of a Python number, lax.axis_size and lax.axis_index differ with the devices. Leave"
+  " out options that should change no value, such as in_place, one by one."
+)
 NOT_A_FUNCTION = (
   "A second call with the same arguments gives another result. The loss may draw numbers with"
   " NumPy, or count its calls."
@@ -53,7 +70,8 @@ BATCH_NORM = (
 TOGETHER = (
   f"{BATCH_NORM}\n"
   "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a loss of the"
-  " whole batch. See the guide to contrastive losses.\n"
+  " whole batch, and on several devices gather the rows of all. See the guide to contrastive"
+  " losses.\n"
   "Several denominators, or the balance of a router: compute the totals over the whole batch first,"
   ' and pass them to all microbatches. If the loss divides by them, reduction="sum" adds these up.'
   ' See the page "Your loss, and what to write".\n'
@@ -64,7 +82,10 @@ TOGETHER = (
   f"{GROUPS}"
 )
 NOT_FINITE = "The loss or its gradients are not finite on the whole batch: nothing can be compared."
-ALL_ZERO = "The loss and its gradients are zero on all batches: nothing can be compared."
+ALL_ZERO = (
+  "The loss and its gradients are zero on all batches, or not finite on a device where nothing"
+  " counts: nothing can be compared."
+)
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."
 RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
 GRADIENTS = "The loss agrees, but gradients do not: grad_reduction does not fit them."

@@ -114,7 +114,7 @@ class FlaxStep(Step):
 
   def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":
     drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
-    return self._report(call.program.local, args, {}, drawing=drawing, fixes=self.fixes)
+    return self._report(call, args, drawing=drawing, fixes=self.fixes)
 
   def _traced(self, call: PreparedCall, _: Any) -> jax.stages.Traced:
     traced: jax.stages.Traced = call.jitted.trace(*call.args)

@@ -46,6 +46,7 @@ class LocalLoss:
   noise_scale: bool = False
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
+  tell: Callable[[bool], object] = bool  # is told whether devices exchange something, once traced
 
   def __post_init__(self) -> None:
     _validate.function(self.fun)
@@ -88,6 +89,7 @@ class LocalLoss:
       is_mean = self.reduction.name == "mean"
       traced = TracedLoss(self._run, call, positions, self.gather_in_loop, is_mean)
       sends = traced.sends
+      self.tell(sends)
     if sends:
       grads = jax.tree.map(self._of_weighed, grads)
     noise = noise_reductions(call.count) if self.noise_scale else None

@@ -64,11 +64,11 @@ class Step:
     fewest = 2 if self.loss.local.noise_scale and devices == 1 else 1
     return [devices * size for size in cut.sizes(rows // devices, uneven, fewest)]
 
-  def _report(self, loss: LocalLoss, args: Args, kwargs: Kwargs, **of_flax: Any) -> "SplitReport":
-    """That of `check` on a call of the loss."""
+  def _report(self, call: "PreparedCall", args: Args, **of_flax: Any) -> "SplitReport":
+    """That of `check` on a call, with such positional arguments of the loss."""
     from optax_accum._check_split.check_split import check_step  # training does without
 
-    return check_step(loss, self.loss.parallel, args, kwargs, **of_flax)
+    return check_step(call.loss.beside(*call.args[:2]), args, call.kwargs, **of_flax)
 
   def __reduce__(self) -> Any:
     raise TypeError(
@@ -86,6 +86,7 @@ class PreparedCall(NamedTuple):
   """What a call runs: a jitted function, and the arguments as it takes them."""
 
   program: "StepProgram"
+  loss: Placed
   jitted: Any
   args: Args
   kwargs: Kwargs
@@ -126,7 +127,7 @@ class StepProgram:
     key = loss, None if loss.parallel else _shardings(self._updated_of(placed), held)
     if key not in self._jitted:
       self._jitted[key] = self._compiled(*key)
-    return PreparedCall(self, self._jitted[key], placed, named, others)
+    return PreparedCall(self, loss, self._jitted[key], placed, named, others)
 
   def run(self, call: PreparedCall) -> tuple[Any, ...]:
     """One step."""

@@ -64,12 +64,14 @@ class TrainStep(Step, Generic[Params, Args]):
   ) -> "SplitReport":
     """Tests whether the loss is the same in microbatches; if not, says why and how to fix it.
 
-    `check_split` on one device, with the loss and options of the step, on 4 rows of the batch at
-    a time (more if these tell nothing). Nothing is donated. Raises what the call does, and an error
-    inside `jax.jit`, for one row, for collectives in the loss, or without room on one device.
+    `check_split` with the loss and options of the step, on few rows of the batch at a time (more if
+    these tell nothing). Over a mesh it compares the step of up to 2 microbatches with one device on
+    all of these rows; where the loss runs on no single device, with one microbatch. Nothing is
+    donated. Raises what the call does, and an error inside `jax.jit`, for one row, or without room
+    on one device. With `axis_name` it knows one device, and says so.
     """
     with self._prepared((params, opt_state, *args), kwargs) as call:
-      return self._report(self.loss.local, (call.args[0], *call.args[2:]), call.kwargs)
+      return self._report(call, (call.args[0], *call.args[2:]))
 
   def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
