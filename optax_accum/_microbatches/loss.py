@@ -88,8 +88,8 @@ class LocalLoss:
     if self.split.axis_name is not None:
       is_mean = self.reduction.name == "mean"
       traced = TracedLoss(self._run, call, positions, self.gather_in_loop, is_mean)
-      sends = traced.sends
-      self.tell(sends)
+      sends = traced.sends_back
+      self.tell(traced.sends)
     if sends:
       grads = jax.tree.map(self._of_weighed, grads)
     noise = noise_reductions(call.count) if self.noise_scale else None

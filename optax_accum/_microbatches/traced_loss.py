@@ -19,14 +19,15 @@ class TracedLoss:
   """What `run` computes, ``(loss, others)``, of a microbatch of each size.
 
   `positions` are those of what is differentiated. `gather` makes of the first argument there what a
-  microbatch uses. `sends` says whether gradients go from one device to another.
+  microbatch uses. `sends` says whether devices exchange something, and `sends_back` whether what
+  they exchange is gradients, so that the loss is weighed before it is differentiated.
   """
 
   def __init__(
     self, run: Run, call: Microbatches, positions: Sequence[int], gather: Run, is_mean: bool
   ) -> None:
     self._run, self._call, self._positions, self._gather = run, call, positions, gather
-    self._is_mean, self.sends = is_mean, False
+    self._is_mean, self.sends, self.sends_back = is_mean, False, False
     take, tail = call.cut
     self._programs = dict([self._traced(lambda: take(0))])
     if call.tail_rows:
@@ -62,11 +63,15 @@ class TracedLoss:
 
     def send_back(params: list[Any], others: list[Any]) -> None:
       loss, backward = jax.vjp(lambda params: program(*params, *others)[0], params)
-      sent = collectives.axes_sent_over(jax.make_jaxpr(backward)(loss).jaxpr)
-      self.sends |= not sent.isdisjoint(across_devices.names_of(call.split.axis_name))
+      self.sends_back |= self._sends(jax.make_jaxpr(backward)(loss).jaxpr)
 
     jax.eval_shape(send_back, params, jax.tree.leaves(inputs))
+    self.sends |= self.sends_back or self._sends(closed.jaxpr)
     return _shapes(inputs), (program, jax.tree.structure(like))
+
+  def _sends(self, jaxpr: Any) -> bool:
+    axes = across_devices.names_of(self._call.split.axis_name)
+    return not collectives.axes_sent_over(jaxpr).isdisjoint(axes)
 
 
 def _shapes(inputs: Args) -> tuple[Any, ...]:
