@@ -128,12 +128,12 @@ def _without_boxes(method: Callable[..., Any], args: Any, kwargs: Any, context: 
   `nn.DenseGeneral` would constrain a kernel as its box says before the kernel has its shape.
   """
 
-  def unboxed(init: Callable[..., Any], *args: Any, **kwargs: Any) -> Tree:
+  def opened(init: Callable[..., Tree], *args: Any, **kwargs: Any) -> Tree:
     return _map_boxes(lambda box: box.value, init(*args, **kwargs))
 
   for name, init in vars(context.module).items():
     if name.endswith("_init") and callable(init):
-      object.__setattr__(context.module, name, functools.partial(unboxed, init))
+      object.__setattr__(context.module, name, functools.partial(opened, init))
   return method(*args, **kwargs)
 
 

@@ -31,9 +31,8 @@ def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) ->
     if sharding is not None and sharding.mesh == mesh:
       return x
     if sharding is not None and sharding.mesh != mesh.abstract_mesh:
-      theirs, ours = map(_facts, (sharding.mesh, mesh))
-      differ = {what: (x, ours[what]) for what, x in theirs.items() if x != ours[what]}
-      found = "; ".join(f"{what} {x}, where mesh= has {y}" for what, (x, y) in differ.items())
+      both = zip(*map(_facts, (sharding.mesh, mesh)), strict=False)
+      found = "; ".join(f"{x}, where mesh= has {y}" for x, y in both if x != y)
       raise ValueError(
         f"{_validate.leaf_name(name, path)} is on another mesh than mesh=, with {found}: pass the"
         " mesh that the arrays are on, or put them on this one, jax.device_put(x,"
@@ -89,10 +88,10 @@ def out_shardings(shardings: Iterable[NamedSharding | None]) -> tuple[NamedShard
   return tuple(s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings)
 
 
-def _facts(mesh: Any) -> dict[str, Any]:
+def _facts(mesh: Any) -> list[str]:
   """What tells a mesh from another. One that is abstract has no devices."""
-  facts = {"axes": dict(mesh.shape), "axis_types": mesh.axis_types}
-  return facts | ({"devices": [x.id for x in mesh.devices.flat]} if isinstance(mesh, Mesh) else {})
+  facts = [f"axes {dict(mesh.shape)}", f"axis_types {mesh.axis_types}"]
+  return facts + [f"devices {[x.id for x in mesh.devices.flat]}"] * isinstance(mesh, Mesh)
 
 
 def _are_on(mesh: Mesh, leaves: Leaves) -> bool:
