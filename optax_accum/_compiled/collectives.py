@@ -93,8 +93,9 @@ class CollectiveReport:
     """For a test: checks that nothing of a gradient's size is sent in every microbatch.
 
     Inside a loop is in every microbatch; and so is outside, where a call takes one microbatch of
-    `accumulate` (one of `optax.MultiSteps` looks like a whole step, and passes). What a model sends itself counts too, such as parameters that it gathers by layer.
-    Compile one step, without `unroll`, for several devices: one device sends nothing, and passes.
+    `accumulate` (one of `optax.MultiSteps` looks like a whole step, and passes). What a model sends
+    itself counts too, such as parameters that it gathers by layer. Compile one step, without
+    `unroll`, for several devices: one device sends nothing, and passes.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -124,8 +125,9 @@ class CollectiveReport:
         f"In every microbatch devices wait for one another, and send {nbytes:,} bytes or more:"
         f"{''.join(found)}\n"
         "Reduce gradients once a cycle: pass mesh= to make_train_step. Or, in a shard_map, pass"
-        ' axis_name= to microbatch_value_and_grad; or take them with respect to jax.lax.pcast(params, axis, to="varying"),'
-        " without lax.psum or lax.pmean in a microbatch, and pass axis_name= to accumulate."
+        " axis_name= to microbatch_value_and_grad; or take gradients with respect to"
+        ' jax.lax.pcast(params, axis, to="varying"), without lax.psum or lax.pmean in a microbatch,'
+        " and pass axis_name= to accumulate."
         " If these are metrics, raise nbytes."
       )
 
