@@ -198,7 +198,7 @@ SHARDED = {
 def test_a_sharding_in_a_loss_is_of_further_axes(how, kind):
   mesh, exact = make_mesh(4, 2, kind=kind), step_with(tanh_loss(), None)[0]
   loss_fn = tanh_loss(lambda h: SHARDED[how](h, mesh))
-  match = "name further axes alone, in a bare PartitionSpec"
+  match = "Name further axes alone, in a bare PartitionSpec"
   assert right_or_refused(exact, match, loss_fn, mesh) == (how == "further" and kind == AUTO)
   # As the error says.
   shard = jax.reshard if kind == EXPLICIT else lax.with_sharding_constraint
@@ -209,7 +209,7 @@ def test_a_sharding_in_a_loss_is_of_further_axes(how, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_over_further_axes_arrays_are_whole(kind):
   mesh = make_mesh(4, 2, kind=kind)
-  match = r"collective over an axis that is not in data_axis=\('data',\).*: leave it out"
+  match = r"collective over 'model', which is not in data_axis=\('data',\).*leave it out"
   with pytest.raises(ValueError, match=match):
     step_with(tanh_loss(lambda h: lax.psum(jnp.sum(h, 1), "model")), mesh)
   exact, _ = step_with(tanh_loss(lambda h: jnp.sum(h, 1)), None)

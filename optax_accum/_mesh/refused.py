@@ -7,10 +7,10 @@ import re
 from optax_accum._mesh.data_parallel import DataParallel
 
 _SHARDING = (
-  "The loss shards an array over axes that it cannot, as data_axis={}, of which each device has its"
-  " own rows: name further axes alone, in a bare PartitionSpec, as"
-  " jax.lax.with_sharding_constraint(x, P(None, 'model')) or, over explicit axes, jax.reshard(x,"
-  " P(None, 'model'))."
+  "The loss constrains an array over data_axis={}, but it runs on one device's own rows, which"
+  " nothing can shard: leave the constraint out. Name further axes alone, in a bare PartitionSpec,"
+  " as jax.lax.with_sharding_constraint(x, P(None, 'model')) or, over explicit axes,"
+  " jax.reshard(x, P(None, 'model'))."
 )
 # By what JAX says, in some version: while the loss is traced, and later.
 TRACED = {
@@ -19,9 +19,9 @@ TRACED = {
   " further argument, step(params, opt_state, batch, table) (in Flax, in the state or the model),"
   " and write a sharding as a bare PartitionSpec.",
   "Auto axes of the mesh|Auto or Manual": _SHARDING,
-  "unbound axis name": "The loss calls a collective over an axis that is not in data_axis={}, as"
-  " lax.psum(x, 'model'): leave it out, because over other axes of the mesh arrays are whole, and"
-  " jnp.sum adds up all.",
+  r"unbound axis name:? (\w*)": "The loss calls a collective over {1!r}, which is not in"
+  " data_axis={0}: name that for the devices that share the rows. Over a further axis of the mesh"
+  " leave it out, because there arrays are whole, and jnp.sum adds up all.",
 }
 LOWERED = {
   r"Manual: \(|callbacks are only": "A callback in the loss, as jax.pure_callback (or, beside"
@@ -38,6 +38,7 @@ def explained(fixes: Mapping[str, str], parallel: DataParallel | None) -> Iterat
     yield
   except (NameError, NotImplementedError, ValueError) as error:
     for said, fix in fixes.items():
-      if parallel is not None and re.search(said, str(error)):
-        raise ValueError(fix.format(parallel.axes)) from error
+      found = re.search(said, str(error))
+      if parallel is not None and found:
+        raise ValueError(fix.format(parallel.axes, *found.groups())) from error
     raise

@@ -221,11 +221,10 @@ def _result(eqn: Any, values: list[Value]) -> Value:
 def _union(values: Sequence[Value]) -> Value:
   """What is known of something that all of these go into, but for the degree."""
   none = frozenset[Any]()
-  return Value(
-    none.union(*(x.differs for x in values)),
-    none.union(*(x.reduced for x in values)),
-    none.union(*(x.gathered for x in values)),
-  )
+  differs = none.union(*(x.differs for x in values))
+  gathered = none.union(*(x.gathered for x in values))
+  # Of what differs anyway, a sum is not one over the devices.
+  return Value(differs, none.union(*(x.reduced for x in values)), gathered - differs)
 
 
 def _either(*values: Value, chosen: Sequence[Value] = ()) -> Value:

@@ -101,9 +101,10 @@ def accumulate(
       `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
       device accumulates its own gradients until the cycle ends. If one skips or flushes, all do.
-      The state needs `accumulate_specs`, and every device whole parameters: of shards (FSDP) take
-      the steps of `make_train_step`. With ``check_vma=False`` nothing tells, and steps are wrong.
-      Without `axis_name` reduce gradients yourself: else each device takes steps of its own.
+      The state needs `accumulate_specs`. Every device needs whole parameters: for shards (FSDP) use
+      ``make_train_step(mesh=...)``. Here they are an error, but with ``check_vma=False`` they raise
+      none, and the steps are wrong. Without `axis_name` reduce gradients yourself: else each device
+      takes steps of its own.
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
     differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 

@@ -237,16 +237,17 @@ def make_train_step(
     What `loss_fn` changes in place is lost: pass it as the carry, or use `nnx_train_step`.
 
   Over a mesh:
-    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows (of
-    a replica's, with further axes); the step averages over the global batch. So its value must not
-    be reduced over devices (``lax.pmean``), nor divided by ``lax.psum(count, axis)``, which are
-    errors: return ``l.sum() / count``, and let `weight_fn` count. Where ``count`` is a Python
-    number, only ``step.check`` finds the division. Within the loss, collectives over `data_axis`
-    are exact, with weights too. Where gradients cross devices, a loss is weighed before it is
-    differentiated: return it in float32, finite for a device whose weight is 0 (``/
-    jnp.maximum(count, 1)``); with `skip_nonfinite` all devices skip together. Batch statistics are
-    those of these rows. "stack" and "concat" join the values of all devices, "concat" in the order
-    of the batch. The compiler decides about other axes: a sharding constraint must be a bare
+    `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows
+    (with further axes, of the rows that the devices along these share); the step averages over the
+    global batch. A loss that was reduced over devices (``lax.pmean``), or divided by
+    ``lax.psum(count, axis)``, raises an error: return ``l.sum() / count``, and let `weight_fn`
+    count. Where ``count`` is a Python number, only ``step.check`` finds the division. Collectives
+    over `data_axis` within the loss have the gradient of the whole batch, with weights too. If
+    gradients go through them, the loss is multiplied by its weight before it is differentiated:
+    return it in float32, and finite on a device whose weight is 0 (``/ jnp.maximum(count, 1)``);
+    with `skip_nonfinite` all devices skip together. Batch statistics are those of the device's own
+    rows in one microbatch. "stack" and "concat" join the values of all devices, "concat" in the
+    order of the batch. The compiler decides about other axes: write a sharding constraint as a bare
     `PartitionSpec` of these. Parameters, state and carry keep their shardings: see the guide "Which
     way to shard".
 

@@ -205,6 +205,17 @@ def gathered(params, batch):
   return own_mean(contrastive(z, of_all, lax.axis_index(AXIS) * len(z)), batch)
 
 
+@row("all_gather: contrastive, of padded rows")
+def gathered_valid(params, batch):
+  """No padded row is a candidate, nor counted."""
+  z, valid = features(params, batch), batch["mask"] > 0
+  of_all, all_valid = (lax.all_gather(x, AXIS, tiled=True) for x in (z, valid))
+  logits = jnp.where(all_valid[None], z @ of_all.T, -1e9)
+  own = lax.axis_index(AXIS) * len(z) + jnp.arange(len(z), dtype=jnp.int32)
+  each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, own)
+  return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+
+
 @row("all_gather tiled: contrastive")
 def gathered_tiled(params, batch):
   z = features(params, batch)
@@ -485,7 +496,7 @@ def mean_in_cond(params, batch):
   return lax.cond(batch["y"].shape[0] > jnp.zeros(()), mean, most, plain(params, batch))
 
 
-@row("pmean, last, in a vmap", REDUCED)
+@row("pmean, last, in a vmap", REDUCED, typed=False)  # which JAX 0.8.2 cannot
 def mean_in_vmap(params, batch):
   each = errors(params, features(params, batch), batch)
   return jnp.sum(jax.vmap(lambda x: lax.pmean(x, AXIS))(each))
