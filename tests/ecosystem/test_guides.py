@@ -118,7 +118,8 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
   section = "Names in a profile"
   documented = set(re.findall(r"^\| `(\w+)`", TROUBLESHOOTING.sections[section], re.MULTILINE))
   names = TROUBLESHOOTING.run(*TROUBLESHOOTING.blocks(section))
-  assert documented == {"microbatches", "accumulate", "optimizer"}  # and the page finds them
+  scopes = {"microbatches", "accumulate", "optimizer", "end_of_cycle", "skip_empty"}
+  assert documented == scopes  # and the page finds the first three
   for mark, function, count in [("train", "train_step", 1), ("streaming", "mini_step", 4)]:
     marks = [event for event in names["events"] if event.get("name") == mark]
     assert [event["args"]["step_num"] for event in marks] == ["0", "1"]
