@@ -92,7 +92,8 @@ def check_whole(params: Params, axis_name: AxisName) -> None:
   """Checks that every device has the whole parameters, where the types say otherwise."""
   axes = set(across_devices.names_of(axis_name))
   for name, leaf in _validate.named_leaves("params", params):
-    if differ := axes.intersection(across_devices.varying_axes(leaf)):
+    differ = axes.intersection(across_devices.varying_axes(leaf))
+    if differ:
       raise ValueError(
         f"{name} differs between the devices of the axes {sorted(differ)}, so it is sharded over"
         " them, and its gradients come summed and scattered: accumulate(axis_name=...) would sum"
