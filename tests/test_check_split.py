@@ -283,6 +283,32 @@ def test_float64_where_x64_is_on():
     assert check_one_split(ZOO["token mean"]).verdict == "weighted"
 
 
+def test_float32_within_a_float64_loss_is_rounding():
+  def loss(params, batch):
+    scores = zoo.logits(params, batch["tokens"]).astype(jnp.float32)
+    return jnp.mean(jax.nn.softmax(scores).astype(jnp.float64) ** 2)
+
+  with jax.enable_x64(True):
+    assert check_one_split(Specimen(loss, ("tokens",))).ok
+
+
+def test_the_mend_that_the_loss_needs_comes_first():
+  firsts = {
+    name: report_of(name).fix.splitlines()[0].partition(":")[0]
+    for name in ("contrastive", "several terms", "regularised sum", "neighbours", "groups")
+  }
+  assert firsts == {
+    "contrastive": "A contrastive loss",
+    "several terms": "Several denominators, or the balance of a router",
+    "regularised sum": "A sum over rows plus a term without rows, such as a regularizer",
+    "neighbours": "A statistic of the data (normalized advantages), or noise that depends on other"
+    " rows",
+    "groups": "Rows in a random order (mixup, shuffled negatives)",  # nothing was seen: all mends
+  }
+  assert "all_gather" in report_of("contrastive").fix
+  assert "Batch norm" not in report_of("contrastive").fix
+
+
 def test_half_precision_arguments_are_checked_in_float32():
   specimen = ZOO["mean"]
   half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), specimen.call())

@@ -509,6 +509,64 @@ def test_noise_and_a_carry_of_several_devices():
 
 
 @pytest.mark.parametrize("over_mesh", [False, True])
+def test_a_carry_that_is_read(over_mesh):
+  def loss(params, batch, carry):
+    teacher = carry["teacher"] + 1e-5 * (params - carry["teacher"])  # a tiny move
+    error = batch["x"] @ (params - carry["teacher" if reads else "same"]) - batch["y"]
+    new = {**carry, "teacher": teacher, "count": carry["count"] + 1}
+    return jnp.mean(error**2) + 0.0 * carry["count"].astype(float), (new, None)
+
+  carry = {"teacher": W, "same": W, "count": jnp.zeros((), jnp.int32)}
+  options = {"carry_argnum": 2, "mesh": mesh_of() if over_mesh else None}
+  reads = True
+  report = check(loss, W, BATCH, carry, **options)
+  assert report.verdict == "coupled", report
+  assert "with another carry['teacher']" in report.reason
+  assert "an argument that is not split" in report.fix
+  reads = False  # it reads what does not change, and a counter
+  assert check(loss, W, BATCH, carry, **options).ok
+
+
+def test_a_carry_that_linen_and_nnx_read():
+  class Centered(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+      center = self.variable("batch_stats", "center", jnp.zeros, WIDTH)
+      old = center.value
+      center.value = 0.9 * old + 0.1 * x.mean(0)
+      return nn.Dense(1)(x - old[None])[:, 0]
+
+  def loss(variables, batch, rngs):
+    out, updates = model.apply(variables, batch["x"], mutable=["batch_stats"])
+    return jnp.mean((out - batch["y"]) ** 2), updates
+
+  model = Centered()
+  state = state_of(model, State)
+  step = linen_train_step(loss, mutable=["batch_stats"], num_microbatches=3)
+  of_linen = step.check(state, BATCH)
+
+  class CenteredNet(nnx.Module):
+    def __init__(self):
+      self.center = nnx.BatchStat(jnp.zeros(WIDTH))
+      self.out = nnx.Linear(WIDTH, 1, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+      old = self.center[...]
+      self.center[...] = 0.9 * old + 0.1 * x.mean(0)
+      return self.out(x - old[None])[:, 0]
+
+  net = CenteredNet()
+  mean = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+  optimizer = nnx.Optimizer(net, TX, wrt=nnx.Param)
+  of_nnx = nnx_train_step(mean, num_microbatches=3).check(net, optimizer, BATCH)
+  for report in (of_linen, of_nnx):
+    assert report.verdict == "coupled", report
+    assert "center" in report.reason
+    assert "after the step" in report.fix
+    assert "group or layer norm" not in report.fix
+
+
+@pytest.mark.parametrize("over_mesh", [False, True])
 def test_what_a_step_over_devices_refuses(over_mesh):
   where = {"mesh": mesh_of()} if over_mesh else {"axis_name": "data"}
   with pytest.raises(ValueError, match="The loss is the same on all devices"):

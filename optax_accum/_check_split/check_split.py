@@ -194,17 +194,13 @@ def _report_of(runs: Runs) -> SplitReport:
     raise
   if not outcomes:
     return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
-  finding = diagnose.explain(runs)
-  likely = [tried for tried in outcomes if not tried.call.is_odd] or outcomes
-  # What an odd batch shows counts if some fix explains it: no length is -1.
-  if not finding.how and len(likely) < len(outcomes):
-    runs.outcomes = likely
-    finding = diagnose.explain(runs)
+  finding = _of_likely_batches(runs)
   ran = tuple(tried.call.name for tried in runs.outcomes)
   left_out = tuple(call.name for call in runs.calls if call.name not in ran)
   differ = lambda leaves: not all(leaf.agrees for leaf in leaves)  # noqa: E731
   if finding.verdict != "ok":
-    where, leaves = next(x for x in runs.comparisons(how) if differ(x[1]))
+    compared = list(runs.comparisons(how))
+    where, leaves = next((x for x in compared if differ(x[1])), compared[0])
     if devices.sends:
       finding = finding._replace(reason=f"{finding.reason}\n{words.SENDS}")
   else:
@@ -216,6 +212,22 @@ def _report_of(runs: Runs) -> SplitReport:
       why = (words.OVER_MESH, words.OWN_MEAN) if devices.loss else (words.AS_CALLED, words.PLAIN)
       finding = diagnose.Finding("unknown", *why)
   return report(*finding[:3], where, tuple(leaves), ran, left_out)
+
+
+def _of_likely_batches(runs: Runs) -> diagnose.Finding:
+  """What is wrong. What an odd batch shows counts if some fix explains it: no length is -1."""
+  finding, outcomes = diagnose.explain(runs), runs.outcomes
+  for most in (1, 0):
+    likely = [tried for tried in outcomes if tried.call.oddity <= most]
+    if finding.how or not likely or len(likely) == len(runs.outcomes):
+      continue
+    before, runs.outcomes = runs.outcomes, likely
+    without = diagnose.explain(runs)
+    if most == 0 and without.verdict == "ok":  # what no row has may come
+      runs.outcomes = before
+    else:
+      finding = without
+  return finding
 
 
 def check_step(

@@ -11,9 +11,9 @@ import numpy as np
 
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._check_split import words
-from optax_accum._check_split.facts import weights_of
 from optax_accum._check_split.report import Verdict
 from optax_accum._check_split.runs import How, Outcome, ROWS, Runs
+from optax_accum._check_split.weights import weights_of
 from optax_accum._microbatches.options import refuse_keys, with_keys, with_rows
 
 _OF_AUX = ("sum", "mean", "max", "min", "concat")
@@ -31,12 +31,27 @@ class Finding(NamedTuple):
 
 
 def explain(runs: Runs) -> Finding:
+  """What is wrong: of what agrees on all batches, what these cannot show."""
+  finding = _of_outcomes(runs)
+  if finding.verdict not in ("ok", "sum", "weighted"):
+    return finding
+  if runs.facts.mixes:
+    return Finding("coupled", words.MIXED, words.MENDS["mixed"])
+  if names := runs.read_carry():
+    reason = words.CARRIED.format(names=" and ".join(names))
+    return Finding("coupled", reason, words.READ_THE_OLD)
+  return finding
+
+
+def _of_outcomes(runs: Runs) -> Finding:
   """The first hypothesis that fits, and what is wrong with aux once it is fixed."""
   how = runs.how()
   ok = Finding("ok", "", "", how)
   if not runs.wrong(how):
     return ok
-  last = Finding("coupled", words.COUPLED, words.TOGETHER)
+  seen = [words.MENDS[x] for x in runs.facts.couplings]
+  fix = "\n".join([*seen, words.OTHERS] if seen else words.MENDS.values())
+  last = Finding("coupled", words.COUPLED, fix)
   if runs.facts.is_half:
     last = Finding("unknown", words.HALF, words.USE_FLOAT32)
   agrees = lambda runs: ok if runs.agree(how) else None  # noqa: E731
@@ -176,9 +191,7 @@ def _weighted(runs: Runs) -> Finding | None:
       reason = words.WEIGHTED.format(what=code or "the number of rows")
       weight_fn = f"lambda {names}: {code}" if code else "None"
       return Finding("weighted", reason, f"weight_fn={weight_fn}{mean}", how)
-  # Strided, and in parts of neighbors if there are such.
-  cuts = runs.cuts[:: len(runs.sizes)]
-  if not all(_some_weight_explains(runs, x, cut) for x in runs.outcomes for cut in cuts):
+  if not all(_some_weight_explains(runs, x, cut) for x in runs.outcomes for cut in runs.cuts):
     return None
   return Finding("weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names))
 
@@ -186,13 +199,14 @@ def _weighted(runs: Runs) -> Finding | None:
 def _some_weight_explains(runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]) -> bool:
   """Whether the whole is a mean of its parts by the same shares at several parameters."""
   points = []
-  for point in map(whole.call.moved, range(4)):
+  for point in [whole.call, *(whole.call.moved(n, size=0.5) for n in (1, 2, 3))]:
     given = runs.whole(point)
     if given.is_finite:
       parts = runs.parts(point, rows)
       points.append([given.in_roundings(x.main) for x in (given, *parts)])
   all_rows, *each = map(np.concatenate, zip(*points, strict=True))
-  columns = [x for x in each if np.all(np.isfinite(x))]  # of what has no share it may be 0/0
+  # What has no share may be 0/0, or zero.
+  columns = [x for x in each if np.all(np.isfinite(x)) and np.any(x)]
   if not columns:
     return False
   shares = np.linalg.lstsq(np.stack(columns, 1), all_rows)[0]

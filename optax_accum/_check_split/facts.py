@@ -1,78 +1,200 @@
-"""What the jaxpr of a loss tells, and what the loss may be a mean over."""
+"""What the jaxpr of a loss tells: random numbers, thresholds, and where rows may meet."""
 
-from collections.abc import Callable, Iterator, Mapping
-import functools
-import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _versions
-from optax_accum._arithmetic.trees import Leaf, Leaves
+from optax_accum._arithmetic.trees import Leaf
 from optax_accum._check_split import words
-from optax_accum._check_split.probes import Array, Call, FIXED
+from optax_accum._check_split.probes import Call, FIXED
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
-_BENDS = {"max", "min", "abs", "clamp", "sign"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}
+_BENDS = {"max", "min", "abs", "clamp", "sign", "round", "floor", "ceil", *_COMPARES}
+_CURVES = {"sqrt", "rsqrt", "log", "exp", "integer_pow", "square", "pow", "logistic", "tanh"}
+_ORDERS = {"sort", "top_k", "argmax", "argmin", "reduce_max", "reduce_min"}
 _USUAL = (0, -1)  # what often says that an entry does not count
 _MANY = 16  # numbers of a constant, or of all that are tried in each leaf of the batch
-_Roles = frozenset[str]  # "params", "batch" or both: of the arguments that a number comes from
+# Where a number comes from: "params", "batch", "draws", and "total" if it is of all rows.
+_Sources = frozenset[str]
+_LOSS = {"params", "batch"}
 
 
 class Facts(NamedTuple):
   not_checked: tuple[str, ...]  # what the check does not look at
   draws_from_others: bool  # random numbers, from other keys than those that are named
+  mixes: bool  # whether rows are put in a random order
   is_half: bool  # whether something is computed in bfloat16, float16 or 8 bits
+  is_single: bool  # the same in float32
   integers: list[int]  # what may say that an entry does not count
   floats: list[float]  # the same, in arrays of floats
+  couplings: list[str]  # how rows may depend on each other: some of `words.MENDS`
 
 
-def facts_of(closed: ClosedJaxpr, call: Call) -> Facts:
-  """What a loss does by its jaxpr, whose inputs are the arrays of a call."""
-  roles = [_Roles({x.role} & {"params", "batch"}) for x in call.arrays]
-  numbers, keys, bends, is_half, finds_nan = list[Any](), set[str](), False, False, False
-  for eqn, of in _equations(closed.jaxpr, dict(zip(closed.jaxpr.invars, roles, strict=True))):
-    name, operands, out = eqn.primitive.name, list[Any](eqn.invars), [v.aval for v in eqn.outvars]
-    floats: Leaves = [x for x in out if jnp.issubdtype(getattr(x, "dtype", int), jnp.floating)]
-    is_half |= any(x.dtype.itemsize < 4 for x in floats)
-    if name in _DRAWS:
-      keys.add(str(operands[0].aval.dtype) if operands else "")
-    if name in _BENDS and of == {"params", "batch"}:  # of an array, it is of each row
-      bends |= any(x.shape == () for x in floats)
-    if "batch" in of:  # data, or what is computed of them
-      finds_nan |= name == "is_finite" or (name == "ne" and operands[0] is operands[1])
+class _Equation(NamedTuple):
+  eqn: Any
+  twin: Any  # the same for twice as many rows
+  sources: list[_Sources]  # of each operand
+
+  @property
+  def name(self) -> str:
+    return str(self.eqn.primitive.name)
+
+  @property
+  def of(self) -> _Sources:
+    return _Sources().union(*self.sources)
+
+  @property
+  def rows_of_operands(self) -> list[list[int]]:
+    return _rows(self.eqn.invars, self.twin.invars)
+
+  @property
+  def has_rows(self) -> bool:
+    return any(_rows(self.eqn.outvars, self.twin.outvars))
+
+  @property
+  def adds_up(self) -> bool:
+    """Whether it makes one number of those of all rows."""
+    return "batch" in self.of and any(self.rows_of_operands) and not self.has_rows
+
+  @property
+  def bends(self) -> bool:
+    """Whether it is another function on one side of a number that all rows make."""
+    of_floats = any(_is_float(v.aval) for v in self.eqn.invars)
+    return self.name in _BENDS and of_floats and self.of >= _LOSS and not self.has_rows
+
+  @property
+  def orders(self) -> bool:
+    """Whether it orders rows, or chooses some."""
+    if self.name not in _ORDERS:
+      return False
+    params, rows = self.eqn.params, self.rows_of_operands[0]
+    last = len(self.eqn.invars[0].aval.shape) - 1
+    axes = params.get("axes", (params.get("dimension", params.get("axis", last)),))
+    return any(axis in rows for axis in axes)
+
+  @property
+  def mixes(self) -> bool:
+    """Whether it finds a random order. To sort what is drawn is not one."""
+    return self.orders and "draws" in self.of and len(self.eqn.outvars) > 1
+
+  def couplings(self) -> Iterator[str]:
+    """How rows may meet in it."""
+    if self.mixes:
+      yield "mixed"
+    elif self.orders and "batch" in self.of:
+      yield "ordered"
+    results = zip(self.eqn.outvars, self.twin.outvars, strict=True)
+    if "batch" in self.of and any(w.aval.size >= 4 * v.aval.size > 0 for v, w in results):
+      yield "pairs"
+    each = zip(self.sources, self.rows_of_operands, strict=True)
+    totals = [of for of, rows in each if "total" in of and not rows]
+    if self.has_rows:
+      # A first layer that normalizes has a statistic of the data too.
+      yield from ("data" for of in totals if "params" not in of)
+      yield from ("statistics" for _ in totals)
+      return
+    of_params = [of for of in totals if "params" in of]
+    if self.name in _CURVES and of_params:
+      yield "function"
+    if self.name == "mul" and len(totals) > 1 and of_params:
+      yield "function"
+    if self.name == "div" and "total" in self.sources[1]:
+      yield "function" if "params" in self.sources[1] else "denominators"
+    if self.name in ("add", "add_any") and of_params and {"params"} in self.sources:
+      yield "regularizer"
+
+
+def facts_of(closed: ClosedJaxpr, twin: ClosedJaxpr, call: Call) -> Facts:
+  """What a loss does by its jaxpr, whose inputs are the arrays of a call.
+
+  What differs in `twin`, the jaxpr for twice as many rows, is an axis of rows.
+  """
+  given = [_Sources({x.role} & _LOSS) for x in call.arrays]
+  try:
+    equations = list(_equations(closed.jaxpr, twin.jaxpr, given))
+  except ValueError:  # a Python loop over rows: then nothing is known to have an axis of rows
+    equations = list(_equations(closed.jaxpr, closed.jaxpr, given))
+  draws: list[Any] = [e.eqn for e in equations if e.name in _DRAWS]
+  keys = {str(eqn.invars[0].aval.dtype) for eqn in draws if eqn.invars}
+  results: list[tuple[Any, _Sources]] = [(v.aval, e.of) for e in equations for v in e.eqn.outvars]
+  floats_of = [(aval.dtype.itemsize, of) for aval, of in results if _is_float(aval)]
+  integers, floats = _marks(closed, equations, call)
+  bends = any(e.bends for e in equations)
+  found = {coupling for e in equations for coupling in e.couplings()}
+  return Facts(
+    not_checked=(words.DRAWS,) * bool(draws) + (words.BENDS,) * bends,
+    draws_from_others=bool(keys - {FIXED}),
+    mixes="mixed" in found,
+    is_half=any(width < 4 for width, _ in floats_of),
+    is_single=any(width == 4 and "params" in of for width, of in floats_of),
+    integers=integers,
+    floats=floats,
+    couplings=[x for x in words.MENDS if x in found],
+  )
+
+
+def _marks(
+  closed: ClosedJaxpr, equations: Sequence[_Equation], call: Call
+) -> tuple[list[int], list[float]]:
+  """Integers and floats that may say that an entry of the batch does not count."""
+  numbers = list[Any]()
+  finds_nan = False
+  for e in equations:
+    if "batch" not in e.of:
+      continue
+    operands = e.eqn.invars
+    finds_nan |= e.name == "is_finite" or (e.name == "ne" and operands[0] is operands[1])
     # A function within the loss may be given a number, and compare data with it.
-    if (name in _COMPARES and of == {"batch"}) or _versions.inner_jaxprs(eqn):
-      for n in [n for x in operands if isinstance(x, Literal) for n in _numbers(x.val)]:
-        numbers += [n, n - 1, n + 1] if name in _COMPARES - {"eq", "ne"} else [n]
+    if (e.name in _COMPARES and "params" not in e.of) or _versions.inner_jaxprs(e.eqn):
+      literals = [n for x in operands if isinstance(x, Literal) for n in _numbers(x.val)]
+      numbers += literals
+      if e.name in _COMPARES - {"eq", "ne"}:
+        numbers += [m for n in literals for m in (n - 1, n + 1)]
   shared = [x.value for x in call.arrays if x.role == "shared"]
   numbers += [n for x in (*closed.consts, *shared) for n in _numbers(x)]
   integers = list(dict.fromkeys([*_USUAL, *(n for n in numbers if type(n) is int)]))[:_MANY]
-  # -1 is not among these, as it may be a weight below 0.
-  data = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
   labels = [x.value for x in call.batch if x.kind in "iu" and x.value.size]
   integers += [int(x.min()) for x in labels if x.min() < 0]
-  not_checked = (words.DRAWS,) * bool(keys) + (words.BENDS,) * bends
-  integers = list(dict.fromkeys(integers))
-  return Facts(not_checked, bool(keys - {FIXED}), is_half, integers, list(data)[:_MANY])
+  # -1 is not among these, as it may be a weight below 0.
+  floats = dict.fromkeys([*[np.nan] * finds_nan, 0.0, *(n for n in numbers if type(n) is float)])
+  return list(dict.fromkeys(integers)), list(floats)[:_MANY]
 
 
-def _equations(jaxpr: Jaxpr, roles: Mapping[Var, _Roles]) -> Iterator[tuple[JaxprEqn, _Roles]]:
-  """All equations, and those within them, each with what goes in."""
-  known = dict(roles)
-  for eqn in jaxpr.eqns:
-    inputs = [_Roles() if isinstance(v, Literal) else known.get(v, _Roles()) for v in eqn.invars]
-    of = _Roles().union(*inputs)
-    yield eqn, of
-    for inner in _versions.inner_jaxprs(eqn):
+def _equations(jaxpr: Jaxpr, twin: Jaxpr, given: Sequence[_Sources]) -> Iterator[_Equation]:
+  """All equations, and those within them, each with where its operands come from."""
+  known: dict[Var | None, _Sources] = dict(zip(jaxpr.invars, given, strict=True))
+  for eqn, other in zip(jaxpr.eqns, twin.eqns, strict=True):
+    variables = [None if isinstance(v, Literal) else v for v in eqn.invars]
+    operands = [known.get(v, _Sources()) for v in variables]
+    equation = _Equation(eqn, other, operands)
+    yield equation
+    of = equation.of
+    if equation.name in _DRAWS:
+      of |= {"draws"}
+    if equation.adds_up:
+      of |= {"total"}
+    within = zip(_versions.inner_jaxprs(eqn), _versions.inner_jaxprs(other), strict=True)
+    for inner, inner_twin in within:
       # In a loop, what goes around may be of all that goes in.
-      apart = len(inputs) == len(inner.invars) and eqn.primitive.name not in ("scan", "while")
-      given = inputs if apart else [of] * len(inner.invars)
-      yield from _equations(inner, dict(zip(inner.invars, given, strict=True)))
+      apart = len(operands) == len(inner.invars) and equation.name not in ("scan", "while")
+      into = operands if apart else [of] * len(inner.invars)
+      yield from _equations(inner, inner_twin, into)
     known.update(dict.fromkeys(eqn.outvars, of))
+
+
+def _rows(variables: Sequence[Any], twins: Sequence[Any]) -> list[list[int]]:
+  """Of each variable the axes that are longer in its twin."""
+  shapes = [(np.shape(v.aval), np.shape(w.aval)) for v, w in zip(variables, twins, strict=True)]
+  return [[i for i, (n, m) in enumerate(zip(*x, strict=False)) if n != m] for x in shapes]
+
+
+def _is_float(aval: Any) -> bool:
+  return jnp.issubdtype(getattr(aval, "dtype", int), jnp.floating)
 
 
 def _numbers(x: Leaf) -> list[int | float]:
@@ -80,36 +202,3 @@ def _numbers(x: Leaf) -> list[int | float]:
   if not jnp.issubdtype(getattr(x, "dtype", np.int32), np.number) or np.size(x) > _MANY:
     return []
   return [n for n in np.asarray(x).ravel().tolist() if np.isfinite(n)]
-
-
-def weights_of(call: Call, facts: Facts) -> Iterator[tuple[str, Callable[[Call], float]]]:
-  """What each array of the batch may say that a row or a token counts: code, and what runs it."""
-  for n, x in enumerate(call.arrays):
-    if x.role != "batch":
-      continue
-    parts = ["{}"]
-    if x.has_longer_rows and x.axis != x.value.ndim - 1:
-      parts += ["{}[..., 1:]", "{}[..., :-1]"]  # where each token predicts the next
-    for part, counts in itertools.product(parts, _counts(x, facts)):
-      code = f"jnp.sum({counts})".replace("{}", part)
-      yield code.format(x.name), functools.partial(_count, code.format("x"), n)
-
-
-def _count(code: str, n: int, call: Call) -> float:
-  return float(eval(code, {"x": call.arrays[n].value, "jnp": np}))
-
-
-def _counts(x: Array, facts: Facts) -> list[str]:
-  """Which entries of an array may count, or how much: the likeliest first."""
-  if x.kind == "b":
-    return ["{}", "~{}", "jnp.any({}, axis=-1)"]
-  masks = ["{}", "{} == 0", "{} > 0", "jnp.any({} != 0, axis=-1)"] if x.is_mask else []
-  if x.kind == "f":
-    numbers = [str(np.float32(n)).removesuffix(".0") for n in facts.floats if n == n]
-    signs = [f"{{}} {sign} {n}" for n in numbers for sign in ("!=", ">", ">=", "<", "<=")]
-    return [*masks, "{}", "~jnp.isnan({})", *signs]
-  # Labels without -100 do not tell `!= -1` from `>= 0`, which leaves out both.
-  others = [f"{{}} != {n}" for n in facts.integers if n != -1]
-  # "==" first: a loss that orders its labels runs on n + 1 too, which refutes it.
-  signs = [f"{{}} {sign} {n}" for n in facts.integers for sign in ("==", ">=", ">")]
-  return [*masks, *others, "{} >= 0", "{} != -1", *signs, "{}"] if x.kind in "iu" else masks

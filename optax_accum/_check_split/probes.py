@@ -58,6 +58,11 @@ class Array(NamedTuple):
     shape = np.moveaxis(self.value, self.axis, 0).shape
     return len(shape) > 1 and shape[-1] > 1
 
+  def moved(self, number: int, size: float) -> np.ndarray:
+    """Other floats, by `size` of what they are."""
+    by = size * (np.sqrt(np.mean(np.abs(self.value) ** 2)) or 1.0)
+    return self.value + by * np.sin(number * (1.0 + self.places))
+
   @property
   def places(self) -> np.ndarray:
     """A number for each place in it."""
@@ -70,7 +75,8 @@ class Call(NamedTuple):
   roles: Roles
   called: Callable[[Callable[..., Tree], Leaves], Tree]  # a function of the arguments, on arrays
   taken: np.ndarray | None = None  # which rows it has of another call
-  is_odd: bool = False  # whether it has integers that may mean nothing, such as a length of -1
+  # 1: it has integers that no given row has; 2: they may mean nothing, such as a length of -1.
+  oddity: int = 0
 
   @classmethod
   def of(cls, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, roles: Roles) -> "Call":
@@ -118,11 +124,13 @@ class Call(NamedTuple):
     part = self.mapped("batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)])
     return part._replace(name=name, taken=rows)
 
-  def moved(self, number: int) -> "Call":
+  def moved(self, number: int, size: float = 0.1) -> "Call":
     """The call with other parameters, by a tenth: a weight does not depend on parameters."""
-    size = lambda x: 0.1 * (np.sqrt(np.mean(np.abs(x.value) ** 2)) or 1.0)  # noqa: E731
-    moved = lambda x: x.value + size(x) * np.sin(number * (1.0 + x.places))  # noqa: E731
-    return self.mapped("params", moved)
+    return self.mapped("params", lambda x: x.moved(number, size))
+
+  def moved_carry(self, name: str) -> "Call":
+    """The call with another value of one array of the carry."""
+    return self.mapped("carry", lambda x: x.moved(1, 0.1) if x.name == name else x.value)
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""
@@ -178,10 +186,17 @@ def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> 
     for n, x in enumerate(source.arrays):
       for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
         arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
-        is_odd = x.kind in "iu" and bool(
-          np.any(value != np.clip(value, np.min(x.value, initial=0), np.max(x.value, initial=0)))
-        )
-        yield source._replace(name=f"{name}{ending}", arrays=arrays, is_odd=is_odd)
+        yield source._replace(name=f"{name}{ending}", arrays=arrays, oddity=_oddity(x, value))
+
+
+def _oddity(x: Array, changed: np.ndarray) -> int:
+  """How odd an array is, as `Call` counts it, that was `x`."""
+  if x.kind not in "iu" or not x.value.size:
+    return 0
+  least, most = np.min(x.value), np.max(x.value)
+  if np.any(changed < min(least, 0)) or np.any(changed > max(most, 0)):
+    return 2
+  return int(not x.is_mask and bool(np.any(changed < least)))
 
 
 def _changes(

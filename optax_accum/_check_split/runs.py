@@ -26,6 +26,7 @@ from optax_accum._check_split.report import LeafComparison
 from optax_accum._check_split.words import options_of
 from optax_accum._microbatches.loss import check_loss
 from optax_accum._microbatches.microbatch import whole_batches
+from optax_accum._microbatches.options import Slot
 
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
@@ -115,7 +116,7 @@ class Runs:
     rows: int,
     devices: Devices = _ONE,
   ):
-    self.batch, self.options, self.sizes, self.rows = batch, options, sizes, rows
+    self.fun, self.batch, self.options, self.sizes, self.rows = fun, batch, options, sizes, rows
     self.devices = devices
     self.resized = functools.partial(Runs, fun, batch, options)  # the same of other sizes
     # Other rows, in the programs of the first, refute what is a weight by chance.
@@ -151,8 +152,10 @@ class Runs:
     if devices.sends:
       self._each = _compiled(devices.of_each(with_aux, self.call), devices.few)
     self._whole, self._mesh = self._on_one(at_once), None
+    self._forward = self._on_one(with_aux)
     if not devices.is_alone:
       self._whole = devices.step(self.call, {**split, "microbatch_size": rows})
+      self._forward = self._whole
       self._mesh = devices.mesh
     self._run = _compiled(self._whole, self._mesh)
 
@@ -182,7 +185,14 @@ class Runs:
 
   @functools.cached_property
   def facts(self) -> Facts:
-    return facts_of(self.traced(), self.call)
+    """What the jaxpr of the loss tells."""
+    twice = self.call.take(np.arange(2 * self.rows) % self.rows)
+    closed = self._trace(self._forward, self.call)
+    try:
+      twin = self._trace(self._forward, twice)
+    except Exception:  # it runs on certain numbers of rows
+      twin = closed
+    return facts_of(closed, twin, self.call)
 
   @functools.cached_property
   def calls(self) -> list[Call]:
@@ -259,13 +269,33 @@ class Runs:
     (loss, aux), grads, *_ = _without_keys(out)
     given = jax.device_get(jax.tree.leaves((loss, grads)))
     main, others = list(map(_wide, given)), list(map(_wide, jax.tree.leaves(aux)))
-    tolerance = 1e-9 if all(jnp.finfo(x.dtype).eps < 1e-12 for x in given) else 1e-4
+    is_double = all(jnp.finfo(x.dtype).eps < 1e-12 for x in given)
+    tolerance = 1e-9 if is_double and not self.facts.is_single else 1e-4
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
     # many units of what was added up: 1e-6 of the largest leaf in float32.
     least = 1e-2 * max(map(_largest, main))
     sizes = [*(max(_largest(x), least) for x in main), *map(_largest, others)]
     allowed = [tolerance * size for size in sizes]
     return Outcome(call, main, [*main, *others], allowed, jax.tree.map(np.ndim, (grads, aux)))
+
+  def read_carry(self) -> list[str]:
+    """The floats in the carry that the loss changes, and by which it is another."""
+    floats = [x for x in self.call.arrays if x.role == "carry" and x.kind == "f"]
+    if not floats:
+      return []
+    new = _compiled(self._on_one(self._new_carry))(self.call.moved(1).values)
+    old = [x for x in self.call.arrays if x.role == "carry"]
+    changed = [x for x, y in zip(old, new, strict=False) if not np.array_equal(x.value, y)]
+    names = [x.name for x in changed if x.kind == "f"]
+    return [x for x in names if not self.given.fits(self.whole(self.call.moved_carry(x)).leaves)]
+
+  def _new_carry(self, *args: Tree, **kwargs: Tree) -> Leaves:
+    """The arrays of the carry that the loss returns, for each array of that it gets."""
+    [slot] = self.batch.roles.carry
+    given = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
+    new = self.fun(*args, **kwargs)[1][0]
+    pairs = zip(jax.tree.leaves(given[slot]), _without_keys(jax.tree.leaves(new)), strict=False)
+    return [y for x, y in pairs if isinstance(x, jax.Array)]
 
   def compare(self, how: How, whole: Outcome, leaves: Leaves) -> list[LeafComparison]:
     """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
@@ -300,15 +330,18 @@ class Runs:
     for whole in calls:
       given = self._outcome(self._split, whole.call)
       # Few rows of a device may all count for nothing, which spoils what it sends.
-      if given.is_finite and not whole.call.is_odd:
+      if given.is_finite and whole.call.oddity < 2:
         where = f"{whole.call.name}; microbatches of {size} rows, of {self.rows}{over}"
         yield where, self.compare(self.how(), whole, given.leaves)
 
   def traced(self, is_whole: bool = True) -> ClosedJaxpr:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
-    run = lambda values: self._whole(values)  # noqa: E731
+    return self._trace(self._whole, self.call, is_whole)
+
+  def _trace(self, fun: OfArrays, call: Call, is_whole: bool = True) -> ClosedJaxpr:
+    run = lambda values: fun(values)  # noqa: E731
     with on(self._mesh), whole_batches() if is_whole else contextlib.nullcontext():
-      return jax.make_jaxpr(run)(self.call.values)
+      return jax.make_jaxpr(run)(call.values)
 
   def fingerprint(self, is_whole: bool = True) -> tuple[str, list[bytes]]:
     """What two jaxprs of it share, unless NumPy drew numbers while it was traced."""

@@ -11,7 +11,7 @@ from optax_accum._microbatches.options import Slot
 DRAWS = "whether the noise of a row depends on other rows: the loss draws random numbers"
 BENDS = (
   "thresholds: the loss takes a maximum, an absolute value, or the like, of one number of the"
-  " batch, which may be on the same side of the threshold in all microbatches"
+  " batch, or compares it, and it may be on the same side of the threshold in all microbatches"
 )
 SOME_ROWS = "more than {some} of the {rows} rows at a time"
 ONE_DEVICE = "what devices send: the check ran on one, and took a microbatch for each of the others"
@@ -63,23 +63,44 @@ GROUPS = (
   "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)"
 )
 BATCH_NORM = (
-  "Batch normalization: use group or layer norm, or normalize by running statistics in a carry"
-  " (carry_argnum), as the guide When something is wrong does. Training also works as it is: each"
-  " microbatch is normalized by its own rows."
+  "Batch normalization: use group or layer norm, or the running statistics of earlier steps, as the"
+  " guide When something is wrong does. Training also works as it is: each microbatch is normalized"
+  " by its own rows."
 )
-TOGETHER = (
-  f"{BATCH_NORM}\n"
-  "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a loss of the"
-  " whole batch, and on several devices gather the rows of all. See the guide to contrastive"
-  " losses.\n"
-  "Several denominators, or the balance of a router: compute the totals over the whole batch first,"
-  ' and pass them to all microbatches. If the loss divides by them, reduction="sum" adds these up.'
-  ' See the page "Your loss, and what to write".\n'
-  "A ratio or product of means over the batch: compute it on the whole batch from sums by"
-  ' optax_accum.microbatch(..., reduction="sum").\n'
-  "A sum over rows plus a term without rows, such as a regularizer: take the mean over rows, or add"
-  " the term and its gradient once, outside.\n"
-  f"{GROUPS}"
+# Of each way in which rows meet; the first that the loss has come first in a report.
+MENDS = {
+  "mixed": "Rows in a random order (mixup, shuffled negatives): draw the order before the step, for"
+  " the whole batch, and pass to each row what it meets, as further leaves of the batch:\n"
+  '  batch = {**batch, "x_other": batch["x"][order]}',
+  "pairs": "A contrastive loss: run the encoder by optax_accum.microbatch(encode, ...) inside a"
+  " loss of the whole batch. On several devices gather the rows of all by jax.lax.all_gather. See"
+  " the guide to contrastive losses.",
+  "ordered": "Rows that are sorted or selected (the hardest rows): select them before the step,"
+  ' among the losses of all rows by optax_accum.microbatch(..., reduction="concat"), and pass a'
+  " weight for each row as a leaf of the batch, which weight_fn adds up.",
+  "data": "A statistic of the data (normalized advantages), or noise that depends on other rows:"
+  " compute or draw it before the step, for the whole batch, and pass it as a leaf of the batch, or"
+  " as a further argument that is not split.",
+  "statistics": BATCH_NORM,
+  "function": "A ratio, product or root of means over the batch: compute it on the whole batch from"
+  ' sums by optax_accum.microbatch(..., reduction="sum").',
+  "denominators": "Several denominators, or the balance of a router: compute the totals over the"
+  " whole batch first, and pass them to all microbatches. If the loss divides by them,"
+  ' reduction="sum" adds these up. See the page "Your loss, and what to write".',
+  "regularizer": "A sum over rows plus a term without rows, such as a regularizer: take the mean"
+  " over rows, or add the term and its gradient once, outside.",
+  "groups": GROUPS,
+}
+OTHERS = 'For other causes see the page "Your loss, and what to write".'
+MIXED = "The loss puts rows in an order that it draws, so each row meets others in a microbatch."
+CARRIED = (
+  "The loss reads what it carries: with another {names} its result is another one. So a microbatch"
+  " reads what those before it changed, and the whole batch reads the old value."
+)
+READ_THE_OLD = (
+  "Let every microbatch read the old value: pass it as an argument that is not split, return what"
+  " changes it as aux, and update it after the step. In linen leave it out of mutable; in nnx"
+  " assign it after the step."
 )
 NOT_FINITE = "The loss or its gradients are not finite on the whole batch: nothing can be compared."
 ALL_ZERO = (

@@ -227,6 +227,11 @@ def running_statistics(params, batch, center):
   return mean(params, {**batch, "x": standardised(batch["x"], center)}), (new, None)
 
 
+def old_statistics(params, batch, center):
+  """The exact form: the old statistics in every microbatch, and the new ones as aux."""
+  return mean(params, {**batch, "x": standardised(batch["x"], center)}), jnp.mean(batch["x"], 0)
+
+
 def statistics_of_the_batch(params, batch, center):
   new = jnp.mean(batch["x"], 0).astype(center.dtype)
   return mean(params, {**batch, "x": standardised(batch["x"], new)}), (new, None)
@@ -267,6 +272,40 @@ def drawn_weights(params, batch, key):
 def mixup(params, batch, key):
   partner = jax.random.permutation(key, batch["x"].shape[0])
   return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
+
+
+def hardest_half(params, batch):
+  return jnp.mean(jax.lax.top_k(per_row(params, batch), len(batch["y"]) // 2)[0])
+
+
+def by_a_switch(params, batch):
+  """A factor that a mean of the data turns on: even halves of the given batch do not show it."""
+  return mean(params, batch) * jnp.where(jnp.mean(batch["mask"]) > 0.9, 2.0, 1.0)
+
+
+def halves(params, batch):
+  """The first half of the rows counts more, by their places (rows of instances and of classes)."""
+  first, second = jnp.split(per_row(params, batch), 2)
+  return jnp.mean(first) + 0.1 * jnp.mean(second)
+
+
+def lengths_but_one(params, batch):
+  """A mean over the tokens that have a next one."""
+  valid = jnp.arange(TIMES)[None] < batch["lengths"][:, None] - 1
+  each = jnp.where(valid, cross_entropy(params, batch["tokens"], batch["targets"]), 0)
+  return jnp.sum(each) / jnp.maximum(jnp.sum(batch["lengths"] - 1), 1).astype(each.dtype)
+
+
+def masked_noise(params, batch, key):
+  noise = jax.random.normal(key, batch["tokens"].shape, batch["tokens"].dtype)
+  return token_mean(params, {**batch, "tokens": batch["tokens"] + 0.1 * noise})
+
+
+def order_of_places(params, batch, key):
+  """An order of what is within a row, drawn for each row, and sorted noise: rows do not meet."""
+  noise = jnp.argsort(jax.random.uniform(key, batch["tokens"].shape[:2]), axis=1)
+  tokens = jnp.take_along_axis(batch["tokens"], noise[..., None], 1)
+  return mean(params, {**batch, "x": tokens[:, 0]})
 
 
 def rolled(params, batch, key):
@@ -335,6 +374,12 @@ def free_bits_of_rows(params, batch):
   return jnp.mean(each) + jnp.maximum(jnp.sum(params["w"] ** 2), 0.01)
 
 
+def free_bits_by(bend):
+  return lambda params, batch: (
+    mean(params, batch) + bend(jnp.mean(logits(params, batch["x"]) ** 2, 0))
+  )
+
+
 def dice(params, batch):
   p = jax.nn.sigmoid(logits(params, batch["tokens"])[..., 0])
   return 1 - 2 * jnp.sum(p * batch["mask"]) / (jnp.sum(p) + jnp.sum(batch["mask"]))
@@ -397,12 +442,17 @@ def targets(batch):
   return jnp.asarray(BATCH["y"])[:, None]
 
 
+def count_of_mask(batch):
+  return jnp.sum(batch["mask"])
+
+
 XY, SUM = ("x", "y"), {"reduction": "sum"}
 TOKENS = ("tokens", "targets", "mask")
 SHARED = {"rng_argnums": ()}
 DRAWS = "noise of a row depends on other rows"
 BENDS = "of one number of the batch"
 NOISY = {"options": {"rng_argnums": 2}, "further": (KEY,), "not_checked": DRAWS}
+WEIGHED_NOISE = NOISY | {"options": {"rng_argnums": 2, "weight_fn": count_of_mask}}
 TOTALS = {"batch_argnums": 1, **SUM}
 CENTER = np.zeros(FEATURES)
 _ENCODED = Specimen(split_encoder, ("x",), options={"num_microbatches": 1})
@@ -411,7 +461,7 @@ _TERMS = Specimen(terms_of_totals, (*XY, *TOKENS), options=TOTALS, further=(tota
 _TIMES = Specimen(
   over_batch_then_time_of_totals, TOKENS, options=TOTALS, further=(totals_of_times,)
 )
-_CARRIED = Specimen(running_statistics, XY, options={"carry_argnum": 2}, further=(CENTER,))
+_OLD = Specimen(old_statistics, XY, options={"has_aux": True}, further=(CENTER,))
 _PENALISED = Specimen(regularised, XY)
 
 
@@ -453,12 +503,15 @@ ZOO = {
   ),
   "over batch, then time, fixed": _TIMES,
   "contrastive": Specimen(contrastive, ("x",), "coupled", "microbatch(encode", fixed=_ENCODED),
-  "batch statistics": Specimen(batch_norm, XY, "coupled", "carry_argnum", _CARRIED),
+  "batch statistics": Specimen(batch_norm, XY, "coupled", "running statistics", _OLD),
   "batch statistics, carried too": Specimen(
-    statistics_of_the_batch, XY, "coupled", "running", _CARRIED, {"carry_argnum": 2}, (CENTER,)
+    statistics_of_the_batch, XY, "coupled", "running", _OLD, {"carry_argnum": 2}, (CENTER,)
+  ),
+  "running statistics, carried": Specimen(
+    running_statistics, XY, "coupled", "after the step", _OLD, {"carry_argnum": 2}, (CENTER,)
   ),
   "batch statistics behind a zero": Specimen(
-    zero_batch_norm, XY, "coupled", "carry_argnum", _CARRIED
+    zero_batch_norm, XY, "coupled", "running statistics", _OLD
   ),
   "dropout": _NAMED_KEY,
   "dropout, key not named": Specimen(dropout, XY, "random", "rng_argnums=2", further=(KEY,)),
@@ -477,11 +530,13 @@ ZOO = {
     closed_over_key, XY, "random", "rng_argnums=2", fixed=_NAMED_KEY, not_checked=DRAWS
   ),
   "noise of rows": Specimen(noise_of_rows, XY, **NOISY),
-  # Rows meet in these three, and in the two with BENDS below: the report says that it did not look.
+  # Rows meet in these two, and in those with BENDS below: the report says that it did not look.
   "tokens drawn": Specimen(drawn_tokens, TOKENS, **NOISY),
   "weights drawn": Specimen(drawn_weights, XY, **NOISY),
-  "mixup": Specimen(mixup, XY, **NOISY),
-  "rolled": Specimen(rolled, XY, "coupled", "microbatch(encode", **NOISY),
+  "order of places": Specimen(order_of_places, (*XY, "tokens"), **NOISY),
+  "masked noise": Specimen(masked_noise, TOKENS, **WEIGHED_NOISE),
+  "mixup": Specimen(mixup, XY, "coupled", '"x_other": batch["x"][order]', **NOISY),
+  "rolled": Specimen(rolled, XY, "coupled", "before the step, for the whole batch", **NOISY),
   "dropout, another key closed over": Specimen(
     named_and_closed_over_key, XY, "random", "rng_argnums=2", **NOISY
   ),
@@ -493,15 +548,30 @@ ZOO = {
   "regularised": Specimen(regularised, XY),
   "regularised sum": Specimen(regularised_sum, XY, "coupled", "mean over rows", fixed=_PENALISED),
   "KL, batchmean": Specimen(kl_batchmean, ("x", "tokens")),
-  "root mean square": Specimen(root_mean_square, XY, "coupled", "microbatch(encode"),
+  "root mean square": Specimen(root_mean_square, XY, "coupled", "A ratio, product or root"),
   "free bits": Specimen(free_bits, XY, not_checked=BENDS),
   "capacity": Specimen(capacity, XY, not_checked=BENDS),
+  "free bits of latents": Specimen(
+    free_bits_by(lambda x: jnp.sum(jnp.maximum(x, 0.01))), XY, not_checked=BENDS
+  ),
+  "free bits by where": Specimen(
+    free_bits_by(lambda x: jnp.where(jnp.sum(x) > 0.01, jnp.sum(x), 0.01)), XY, not_checked=BENDS
+  ),
+  "free bits by leaky relu": Specimen(
+    free_bits_by(lambda x: jax.nn.leaky_relu(jnp.sum(x) - 0.01)), XY, not_checked=BENDS
+  ),
   "free bits of rows": Specimen(free_bits_of_rows, ("x",), not_checked=BENDS),
-  "dice": Specimen(dice, ("tokens", "mask"), "coupled", "microbatch(encode"),
-  "load balance": Specimen(load_balance, XY, "coupled", "microbatch(encode"),
-  "worst row": Specimen(worst_row, XY, "coupled", "microbatch(encode"),
+  "dice": Specimen(dice, ("tokens", "mask"), "coupled", "A ratio, product or root"),
+  "load balance": Specimen(load_balance, XY, "coupled", "A ratio, product or root"),
+  "worst row": Specimen(worst_row, XY, "coupled", "sorted or selected"),
+  "hardest half": Specimen(hardest_half, XY, "coupled", "sorted or selected"),
+  "switched": Specimen(by_a_switch, (*XY, "mask"), "coupled", "A ratio, product or root"),
+  "halves": Specimen(halves, XY, "coupled", "x.reshape(-1, group"),
+  "lengths but one": Specimen(
+    lengths_but_one, ("tokens", "targets", "lengths"), "weighted", weigh("batch['lengths'] - 1")
+  ),
   "groups": Specimen(groups, XY, "coupled", "x.reshape(-1, group"),
-  "neighbours": Specimen(neighbours, XY, "coupled", "microbatch(encode"),
+  "neighbours": Specimen(neighbours, XY, "coupled", "before the step, for the whole batch"),
   "class weights": Specimen(class_weights, ("x", "label"), "weighted", "what the loss divides by"),
   "overwritten": Specimen(overwritten, XY, "overwritten", 'grad_reduction={"b": "mean"'),
   "labels apart": Specimen(
