@@ -186,7 +186,8 @@ def make_train_step(
       too. Default: none, which refuses a typed key. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
-      the new carry before the metrics. Microbatches of weight 0 do not change it.
+      the new carry before the metrics. Microbatches of weight 0 do not change it. If the loss
+      depends on it, the step is not the whole batch's: pass what is read as an unsplit argument.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
