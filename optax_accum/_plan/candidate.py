@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 import dataclasses
 import inspect
+import logging
 import math
 import re
 from typing import Any, TypeAlias
@@ -19,6 +20,8 @@ from optax_accum._train_step.program import Step
 Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
 GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # or a function of the choice
+
+_logger = logging.getLogger(__name__)
 
 # Errors of XLA for TPU about a program that is too large, raised before anything runs.
 _LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
@@ -133,7 +136,8 @@ class Builder:
     return math.lcm(*(n // part for n, part in zip(shape, held, strict=True) if n == self._rows))
 
   def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
-    """Compiles one step, which the progress `bar` shows. Nothing runs."""
+    """Compiles one step, which a log and the progress `bar` show. Nothing runs."""
+    _logger.info("compiling %s", self.call(size))
     bar.set_postfix_str(self.call(size))
     bar.update()
     split = -(-self._rows // size), size, self._choice

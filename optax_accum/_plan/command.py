@@ -4,10 +4,14 @@ import argparse
 import ast
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
+import logging
 import pathlib
 import sys
+import traceback
 import types
 from typing import Any
+
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from optax_accum._plan.search import plan_microbatches
 
@@ -30,10 +34,11 @@ example:
 """
 _CHOICE = "NAME=VALUE,..."
 _OF_CHOICE = "an option of build_step, and values to try as in JSON or Python; can be repeated"
+_PACKAGE = pathlib.Path(__file__).parents[1]
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs a command. Returns the exit status: 1 if nothing fits."""
+  """Runs a command. Returns the exit status: 1 if nothing fits, or for a mistake in the call."""
   parser = argparse.ArgumentParser(prog="python -m optax_accum")
   command = parser.add_subparsers(required=True, metavar="plan").add_parser(
     "plan",
@@ -51,14 +56,19 @@ def main(argv: Sequence[str]) -> int:
   choices: dict[str, list[Any]] = {}
   for name, values in options.choice:
     choices.setdefault(name, []).extend(values)
-  build_step, args, batch_size = _built(options.target)
+  logger = logging.getLogger(_PACKAGE.name)
+  logger.setLevel(logging.INFO)
+  logger.propagate = False  # the file may import what logs everything to the same place
   try:
-    plan = plan_microbatches(
-      build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
-    )
-  except ValueError as error:
-    if not str(error).startswith("Nothing fits"):  # such as one of the file
-      raise
+    build_step, args, batch_size = _built(options.target)
+    with logging_redirect_tqdm([logger]):
+      plan = plan_microbatches(
+        build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
+      )
+  except Exception as error:
+    frame, _ = [*traceback.walk_tb(error.__traceback__)][-1]
+    if not pathlib.Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+      raise  # of the file: where it was raised says more
     print(error, file=sys.stderr)
     return 1
   print(plan)
@@ -88,6 +98,8 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   if not file:
     raise ValueError(f"{target}: give FILE.py:NAME, such as train.py:build.")
   path = pathlib.Path(file).resolve()
+  if not path.is_file():
+    raise FileNotFoundError(f"There is no file {file}.")
   # A new name, because the file may have the name of one of Python's own modules.
   module = types.ModuleType(f"planned_{path.stem}")
   module.__file__ = str(path)
