@@ -86,8 +86,6 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-# A summary of each hit is read over HTTP: a site that is opened from a file has none.
-html_show_search_summary = False
 pygments_style, pygments_dark_style = "a11y-light", "github-dark"
 
 

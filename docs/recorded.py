@@ -30,14 +30,11 @@ def ways_to_shard():
     "**gathered once a cycle**: parameters and state in shards": "gathered once a step",
     "**layer by layer**, with replicas": "layer by layer",
   }
-  tpu, gpu, two = (
-    {row["way"]: row for row in rows(f"sharding_{x}")} for x in ("tpu", "gpu", "processes")
-  )
-  head = "way|held|temporary, v5e|H100|sent, v5e|H100|across replicas|two processes"
-  lines = [head, "|".join(["---", *["---:"] * 7])]
+  tpu, two = ({row["way"]: row for row in rows(f"sharding_{x}")} for x in ("tpu", "processes"))
+  # In columns of at most 6 letters the table is as wide as a window of 480 pixels.
+  lines = ["way|held|temp|sent|across|time", "|".join(["---", *["---:"] * 5])]
   for title, way in names.items():
-    cells = [tpu[way]["held, P"], tpu[way]["temp, P"], gpu[way]["temp, P"], tpu[way]["sent, P"]]
-    cells = [f"{x:.2f} P" for x in [*cells, gpu[way]["sent, P"], tpu[way]["after, P"]]]
+    cells = [f"{tpu[way][name]:.2f}" for name in ("held, P", "temp, P", "sent, P", "after, P")]
     lines.append("|".join([title, *cells, f"{two[way]['s a step']:.2f} s"]))
   return Markdown("\n".join(f"|{line}|" for line in lines))
 

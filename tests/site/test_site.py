@@ -220,6 +220,20 @@ def test_the_search_finds_the_right_pages():
   assert "faq" in hits("learn")[:2]  # learning rate, in a title
   assert "faq" in hits("rate")[:2]
   assert set(hits("nan")[:2]) == {"sharp_edges", "guides/troubleshooting"}  # it is in a title
+  assert "changelog" not in hits("flush")  # it has every word
+  assert "reference/generated/optax_accum.make_train_step" in hits("aux_reduct")
+  # Excerpts of the pages, from the element that Sphinx's search takes them from.
+  options = (SITE / "_static" / "documentation_options.js").read_text()
+  assert "SHOW_SEARCH_SUMMARY: true" in options
+  assert all(soup(SITE / f"{name}.html").select_one('[role="main"]') for name in hits("flush"))
+
+
+def test_the_table_of_ways_to_shard_fits_a_narrow_window():
+  table = soup(SITE / "guides" / "sharded_state.html").find("table")
+  _, *heads = (cell.get_text() for cell in table.find_all("th"))
+  cells = [cell.get_text().strip() for row in table.select("tbody tr") for cell in row("td")[1:]]
+  assert len(heads) == 5
+  assert max(map(len, [*heads, *cells])) <= 6
 
 
 def test_the_start_page_has_the_diagram_before_code_and_ends_with_a_check():
