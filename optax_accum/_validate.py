@@ -105,7 +105,8 @@ def hinted(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Decorates a function: a call that does not fit its signature fails with a hint.
 
-  That is `hint`, or one of `names`, by the names that the function does not have.
+  That is `hint`, or one of `names`, by the names that the function does not have. `help` shows its
+  arguments without their types, of which the docstring says more in fewer words.
   """
 
   def decorate(fun: Callable[P, R]) -> Callable[P, R]:
@@ -118,6 +119,9 @@ def hinted(
           raise
       raise TypeError(f"{fun.__qualname__}: {why}")
 
+    typed = inspect.signature(fun)
+    parameters = [p.replace(annotation=p.empty) for p in typed.parameters.values()]
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return called
 
   return decorate
