@@ -324,6 +324,39 @@ class Kept(train_state.TrainState):
   note: Any = flax.struct.field(pytree_node=False, default=None)
 
 
+class Averaging:
+  """A mixin whose `apply_gradients` also keeps an average of the weights."""
+
+  def apply_gradients(self, *, grads, **kwargs):
+    new = super().apply_gradients(grads=grads, **kwargs)
+    return new.replace(ema=optax.incremental_update(new.params, self.ema, 0.1))
+
+
+class Averaged(train_state.TrainState):
+  ema: Any
+
+
+class WithMixin(Averaging, Averaged):
+  pass
+
+
+@pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
+def test_an_apply_gradients_of_the_users_own_is_refused(mesh):
+  batch, step = make_batch(np.float32), linen_train_step(linear, num_microbatches=2, mesh=mesh)
+  expected = linear_state(optax.sgd(0.1), WithMixin, ema={"w": jnp.zeros(linen.WIDTH)})
+  for call in (step, step.lower, step.check):
+    with pytest.raises(TypeError, match=r"WithMixin has a method apply_gradients.*\.Averaging\)"):
+      call(expected, batch)
+  got = linear_state(optax.sgd(0.1), Averaged, ema=expected.ema)
+  of_params = lambda params: linear({"params": params}, batch, None)  # noqa: E731
+  for _ in range(2):  # what the error says to write
+    expected = expected.apply_gradients(grads=jax.grad(of_params)(expected.params))
+    got, metrics = step(got, batch)
+    rate = 0.1 * metrics["stepped"]
+    got = got.replace(ema=optax.incremental_update(got.params, got.ema, rate))
+  trees.assert_close(jax.device_get(got.ema), jax.device_get(expected.ema), 1e-5)
+
+
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_what_the_step_does_not_touch_is_kept(mesh):
   def loss_fn(variables, batch, rngs):

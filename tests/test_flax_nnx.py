@@ -549,3 +549,18 @@ def test_other_objects_are_refused():
       step(*given, make_batch())
   with pytest.raises(TypeError, match=r"optimizer\.tx is an optax\.MultiSteps"):
     step(*make(model, optax.MultiSteps(optax.adam(0.1), 2)), make_batch())
+
+
+class Clipped(nnx.Optimizer):
+  def update(self, model, grads, **kwargs):
+    super().update(model, jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads), **kwargs)
+
+
+def test_an_update_of_the_users_own_is_refused():
+  model, step = Model(), nnx_train_step(loss_fn, num_microbatches=2)
+  optimizer = Clipped(model, optax.adam(0.1), wrt=nnx.Param)
+  match = r"Clipped has a method update that flax has not .* nnx_train_step .*chain\(change, tx\)"
+  for call in (step, step.lower, step.check):
+    with pytest.raises(TypeError, match=match):
+      call(model, optimizer, make_batch())
+  step(model, nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param), make_batch())

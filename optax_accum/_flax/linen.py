@@ -67,7 +67,8 @@ def linen_train_step(
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax
-      `TrainState`, or collections are missing in the state or in what the loss returns.
+      `TrainState`, or its class has an `apply_gradients` of its own, which the step would not call;
+      or if collections are missing in the state or in what the loss returns.
 
   The loss:
     Batch normalization uses the statistics of one microbatch, so the step is not that of the whole
@@ -143,6 +144,7 @@ class LinenTrainStep(flax_step.FlaxStep):
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
         " parameters and an optimizer state use make_train_step."
       )
+    flax_step.check_calls(self.name, state, "apply_gradients")
     mutable, constant, others = state_fields.fields_of(state, self._mutable)
     program, count = self._program_of(state), state_fields.counted(state.step)
     args = state.params, state.opt_state, batch, constant, mutable, rngs, count

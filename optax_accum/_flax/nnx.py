@@ -69,8 +69,9 @@ def nnx_train_step(
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and
-      its optimizer, if `wrt` selects nothing, or not what the optimizer was made with, or if the
-      loss adds or removes Variables, or changes what `wrt` selects or what is not a Variable.
+      its optimizer, if the optimizer's class has an `update` of its own, which the step would not
+      call, if `wrt` selects nothing, or not what the optimizer was made with, or if the loss adds
+      or removes Variables, or changes what `wrt` selects or what is not a Variable.
 
   The loss:
     Variables that the loss changes, such as running statistics, counters of random streams and
@@ -141,6 +142,7 @@ class NnxTrainStep(flax_step.FlaxStep):
   def _with_call(self, use: Use[Result], model: Any, optimizer: Any, batch: Batch) -> Result:
     """What `use` makes of a call with what these objects hold, and of the Variables of it."""
     variables.check_objects(model, optimizer)
+    flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
     parts: Args = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
