@@ -15,13 +15,18 @@ R = TypeVar("R")
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
-  """How messages name a leaf: ``batch['tokens']``."""
+  """How messages name a leaf: ``batch['tokens']``; of a root with attributes ``state.step``."""
+  if root.endswith("."):
+    root, path = root + jax.tree_util.keystr(path[:1], simple=True), path[1:]
   return (root + jax.tree_util.keystr(path)).lstrip(".")
 
 
-def named_leaves(root: str, tree: Any) -> list[tuple[str, Any]]:
+def named_leaves(
+  root: str, tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
   """The leaves of a tree, each with the name that messages have for it."""
-  return [(leaf_name(root, path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree)]
+  leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+  return [(leaf_name(root, path), x) for path, x in leaves]
 
 
 def difference(
@@ -40,9 +45,13 @@ def difference(
   return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
 
 
+def type_of(x: Any) -> str:
+  """The type of a leaf: ``float32[8]``."""
+  return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+
+
 def check_alike(what: str, name: str, got: Any, wanted: Any) -> None:
   """Checks that a tree that a function returned is like the one it was given."""
-  type_of = lambda x: f"{x.dtype}{list(x.shape)}"  # noqa: E731
   if different := difference(name, got, wanted, "type", type_of):
     raise ValueError(
       f"In {what} {different}: return the same structure, shapes and dtypes, e.g. with .astype."

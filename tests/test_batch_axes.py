@@ -264,7 +264,7 @@ MAKERS = pytest.mark.parametrize(
     (
       {"batch_argnums": 1, "batch_argnames": "y", "batch_axis": (0, 1, 0)},
       ValueError,
-      r"has 3 axes for 2 batch arguments \(1, 'y'\): give one for",
+      r"has 3 axes for 2 batch arguments \(1, 'y'\): give one for .* by jnp\.moveaxis, and back",
     ),
     ({"batch_argnums": 1, "batch_axis": ()}, ValueError, "has 0 axes for 1 batch"),
     ({"batch_argnums": 1, "batch_axis": (0.0,)}, TypeError, "must be an int, or one for each"),

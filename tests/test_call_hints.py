@@ -280,7 +280,7 @@ def test_a_batch_of_strings_or_lists():
     TypeError, match=r"batch\['name'\] is the string 'name' and no array: leave it out"
   ):
     step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
-  with pytest.raises(ValueError, match=r"has shape \(\), without .*, make an array of a list, or"):
+  with pytest.raises(ValueError, match=r"has shape \(\), without .* Make an array of a list\."):
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
 

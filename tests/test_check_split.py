@@ -650,7 +650,7 @@ def test_one_row():
 
 
 def test_a_batch_without_arrays():
-  with pytest.raises(ValueError, match=r"The batch \(arguments \[1\]\) has no arrays"):
+  with pytest.raises(ValueError, match=r"The batch \(argument 1\) has no arrays"):
     check_split(zoo.mean, PARAMS, {})
 
 
@@ -689,7 +689,7 @@ def test_a_loss_that_returns_no_scalar():
 @pytest.mark.parametrize(
   ("options", "error", "text"),
   [
-    ({"num_microbatches": 3}, ValueError, "does not divide the batch's 8 rows"),
+    ({"num_microbatches": 3}, ValueError, "does not divide the 8 rows of argument 1"),
     ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
     ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
     ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),

@@ -1,10 +1,12 @@
 """What `linen_train_step` refuses, in its own words."""
 
 from flax.training import train_state
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.devices import make_mesh
 from support.linen import make_batch, TrainState
 
 from optax_accum.flax import linen_train_step
@@ -102,13 +104,13 @@ def test_options(options, error, match):
       ({"batch_stats": {"norm": {"mean": jnp.zeros(3)}}},),
       STATS_ALONE,
       ValueError,
-      r"new_carry .*\['mean'\] has type float32\[3\], not float32\[2\]: ",
+      r"updates\['batch_stats'\]\['norm'\]\['mean'\] has type float32\[3\], not float32\[2\]: ",
     ),
     (
       ({"batch_stats": {"norm": {"mean": jnp.zeros(2, jnp.bfloat16)}}},),
       STATS_ALONE,
       ValueError,
-      r"new_carry .*\['mean'\] has type bfloat16\[2\], not float32\[2\]: ",
+      r"updates\['batch_stats'\]\['norm'\]\['mean'\] has type bfloat16\[2\], not float32\[2\]: ",
     ),
   ],
 )
@@ -171,11 +173,31 @@ def test_states(make, options, error, match):
     step(make(), make_batch(np.float32))
 
 
-@pytest.mark.parametrize("rngs", [0, {"dropout": 0}, {"dropout": jnp.float32(1)}])
-def test_rngs_that_are_no_keys(rngs):
+@pytest.mark.parametrize(
+  ("rngs", "match"),
+  [
+    (0, r"^rngs is int32\[\]: "),
+    ({"dropout": 0}, r"^rngs\['dropout'\] is int32\[\]: "),
+    ({"mean": jnp.ones(8)}, r"^rngs\['mean'\] is float32\[8\]: "),
+  ],
+)
+def test_rngs_that_are_no_keys(rngs, match):
   step = linen_train_step(returning(), num_microbatches=2)
-  with pytest.raises(TypeError, match=r"give a key, such as jax\.random\.key\(0\)"):
+  with pytest.raises(TypeError, match=match + r"give a key, such as jax\.random\.key\(0\)"):
     step(make_state(), make_batch(np.float32), rngs)
+
+
+def test_a_batch_and_statistics_are_named_as_in_the_call():
+  step = linen_train_step(returning(STATS), mutable="batch_stats", num_microbatches=2)
+  batch = make_batch(np.float32)
+  with pytest.raises(ValueError, match=r"^batch\['n'\] has shape \(\), without an axis 0"):
+    step(make_state(), {**batch, "n": np.float32(1)})
+  raw = {"norm": {"key": jax.random.PRNGKey(0)}}
+  step = linen_train_step(
+    returning({"batch_stats": raw}), mutable="batch_stats", num_microbatches=2, mesh=make_mesh(2)
+  )
+  with pytest.raises(TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"):
+    step(make_state(batch_stats=raw), batch)
 
 
 def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():

@@ -1,12 +1,17 @@
 """Bad input is an error that names the value, the requirement and the fix."""
 
+from flax import nnx
+from flax.training.train_state import TrainState
 import jax
+from jax.experimental import sparse
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.devices import make_mesh
 
 import optax_accum
+from optax_accum.flax import linen_train_step, nnx_train_step
 
 PARAMS = {"w": jnp.ones(3)}
 BATCH = {"x": jnp.ones((6, 3)), "y": jnp.ones(6)}
@@ -44,11 +49,11 @@ def _train_step(fun, **options):
     ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
     ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
     ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
-    ({"num_microbatches": 7}, ValueError, "7 does not divide the batch's 6 rows: use one of"),
+    ({"num_microbatches": 7}, ValueError, "7 does not divide the 6 rows of argument 1: use one of"),
     (
       {"num_microbatches": 4},
       ValueError,
-      r"does not divide the batch's 6 rows: use one of \[1, 2, 3, 6\], or microbatch_size=2",
+      r"does not divide the 6 rows of argument 1: use one of \[1, 2, 3, 6\], or microbatch_size=2",
     ),
     ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
     ({"batch_argnums": -3}, ValueError, "batch_argnums names argument -3"),
@@ -62,13 +67,23 @@ def _train_step(fun, **options):
     ({"carry_argnum": 2}, ValueError, "carry_argnum names argument 2"),
     ({"batch_argnums": 0}, ValueError, "Argument 0 is both differentiated and split"),
     ({"batch_argnums": -2}, ValueError, "Argument 0 is both differentiated and split"),
-    ({"rng_argnums": 1}, ValueError, "Argument 1 is both split and a random key"),
+    (
+      {"rng_argnums": 1},
+      ValueError,
+      r"Argument 1 is both split and a random key: batch_argnums=None splits it, so name the batch,"
+      r" batch_argnums=\.\.\.",
+    ),
+    (
+      {"rng_argnums": 1, "batch_argnums": 1},
+      ValueError,
+      "Argument 1 is both split and a random key: name it once",
+    ),
     ({"carry_argnum": 1}, ValueError, "Argument 1 is both split and carried"),
-    ({"batch_axis": 1}, ValueError, r"batch argument 1\['y'\] has shape \(6,\), without an axis 1"),
+    ({"batch_axis": 1}, ValueError, r"argument 1\['y'\] has shape \(6,\), without an axis 1"),
     (
       {"batch_axis": -3},
       ValueError,
-      r"batch argument 1\['x'\] has shape \(6, 3\), without an axis",
+      r"argument 1\['x'\] has shape \(6, 3\), without an axis",
     ),
     ({"batch_axis": 0.0}, TypeError, "batch_axis=0.0 must be an int"),
     ({"reduction": "max"}, ValueError, "reduction='max' must be one of 'mean', 'sum'"),
@@ -148,11 +163,11 @@ def test_traced_counts():
 @pytest.mark.parametrize(
   ("batch", "match"),
   [
-    ({"x": jnp.ones((6, 3)), "y": jnp.ones(5)}, r"1\['x'\]: 6, batch argument 1\['y'\]: 5"),
+    ({"x": jnp.ones((6, 3)), "y": jnp.ones(5)}, r"1\['x'\]: 6, argument 1\['y'\]: 5\. Move rows"),
     ({"x": jnp.ones((6, 3)), "y": jnp.ones(())}, r"1\['y'\] has shape \(\), without an axis 0"),
     ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without an axis 0"),
-    ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, "The batch is empty"),
-    ({}, "no arrays: give one to split"),
+    ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, r"The batch \(argument 1\) is empty"),
+    ({}, r"\(argument 1\) has no arrays: give one to split"),
   ],
 )
 def test_batches(batch, match):
@@ -241,10 +256,13 @@ def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
   [
     (
       {"mean": jnp.zeros(2)},
-      r"new_carry .* carry\['mean'\] has type float32\[2\], not float32\[\]",
+      r"new_carry .* argument 2\['mean'\] has type float32\[2\], not float32\[\]",
     ),
-    ({"mean": jnp.zeros((), jnp.int32)}, r"carry\['mean'\] has type int32\[\], not float32\[\]: "),
-    ({"other": jnp.zeros(())}, r"new_carry .* carry\['mean'\] is missing: .* same structure"),
+    (
+      {"mean": jnp.zeros((), jnp.int32)},
+      r"argument 2\['mean'\] has type int32\[\], not float32\[\]: ",
+    ),
+    ({"other": jnp.zeros(())}, r"new_carry .* argument 2\['mean'\] is missing: .* same structure"),
   ],
 )
 def test_carries(new_carry, match, num_microbatches):
@@ -286,7 +304,7 @@ def test_leaves_that_are_no_arrays():
 def test_keys_that_are_none():
   raises(
     TypeError,
-    r"random argument 2\['key'\] is float32\[\]: give a key, such as jax.random.key\(0\)",
+    r"^argument 2\['key'\] is float32\[\]: give a key, such as jax.random.key\(0\)",
     lambda p, b, k: loss_fn(p, b),
     (PARAMS, BATCH, {"key": jnp.ones(())}),
     rng_argnums=2,
@@ -301,6 +319,135 @@ def test_accumulators_that_would_lose_the_imaginary_part():
     ({"w": jnp.ones(3, jnp.complex64)}, BATCH),
     accumulator_dtype=jnp.float32,
   )
+
+
+def noisy_loss(params, key, data):
+  return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])
+@pytest.mark.parametrize(
+  "key", [jax.random.PRNGKey(0), jax.random.key(0), np.zeros(4, np.uint32)], ids=str
+)
+def test_a_key_in_the_place_of_the_batch(key, mesh):
+  data, tx = jnp.ones((8, 3)), optax.sgd(0.1)
+  fix = r"batch_argnums=None splits it, so name the batch, batch_argnums=2"
+  is_key = rf"^argument 1 is a random key, .*\[.*\]: {fix}, and the key, rng_argnums=1\."
+
+  def step(**options):
+    run = optax_accum.make_train_step(noisy_loss, tx, donate=False, **options, **mesh)
+    return run(jnp.float32(1), tx.init(jnp.float32(1)), key, data)[2]
+
+  def cycle(**options):
+    return optax_accum.microbatch_value_and_grad(noisy_loss, **options)(jnp.float32(1), key, data)
+
+  def report(num_microbatches=None, **options):
+    return optax_accum.check_split(noisy_loss, jnp.float32(1), key, data, **options)
+
+  for run in (step,) if mesh else (step, cycle, report):
+    with pytest.raises(ValueError, match=is_key):
+      run(num_microbatches=2)
+    with pytest.raises(ValueError, match=rf"both split and a random key: {fix}\."):
+      run(num_microbatches=2, rng_argnums=1)
+  if key.shape != (4,):  # of another implementation of random keys
+    assert float(step(num_microbatches=2, batch_argnums=2, rng_argnums=1)["total_weight"]) == 8
+  with pytest.raises(
+    ValueError, match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\) with"
+  ):
+    optax_accum.microbatch_value_and_grad(noisy_loss, num_microbatches=2)(
+      jnp.float32(1), {"k": key}, data=data
+    )
+
+
+def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
+  fun = lambda w, x: jnp.mean(w * x.astype(jnp.float32))  # noqa: E731
+  for shape, dtype in (((2,), np.int32), ((2, 2), np.uint32), ((3,), np.uint32)):
+    run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
+    jax.eval_shape(run, np.float32(1), jax.ShapeDtypeStruct(shape, dtype))
+  run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1, batch_argnums=1)
+  jax.eval_shape(run, np.float32(1), np.zeros(2, np.uint32))
+
+
+def sparse_loss(params, batch):
+  return jnp.mean((batch["rows"] @ params) ** 2)
+
+
+@pytest.mark.parametrize(
+  ("n_batch", "mesh"), [(0, {}), (1, {"mesh": make_mesh(2)})], ids=["alone", "mesh"]
+)
+def test_sparse_rows(n_batch, mesh):
+  dense = np.arange(48, dtype=np.float32).reshape(8, 6) % 3
+  batch = {"rows": sparse.BCOO.fromdense(dense, n_batch=n_batch)}
+  params, tx = jnp.arange(6.0), optax.sgd(0.1)
+  options = {"num_microbatches": 2, **mesh}
+  step = optax_accum.make_train_step(sparse_loss, tx, donate=False, **options)
+  model = nnx.Linear(6, 1, use_bias=False, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  state = TrainState.create(apply_fn=None, params={"w": params}, tx=tx)
+  nnx_step = nnx_train_step(lambda model, batch: jnp.sum(model.kernel[...]), **options)
+  linen_step = linen_train_step(lambda variables, batch, rngs: 0.0, **options)
+  calls = [
+    lambda: step(params, tx.init(params), batch),
+    lambda: step.check(params, tx.init(params), batch),
+    lambda: nnx_step(model, optimizer, batch),
+    lambda: linen_step(state, batch),
+    lambda: optax_accum.check_split(sparse_loss, params, batch),
+    lambda: optax_accum.microbatch_value_and_grad(sparse_loss, num_microbatches=2)(params, batch),
+    lambda: optax_accum.microbatch(
+      lambda batch: batch["rows"].sum(), reduction="sum", num_microbatches=2
+    )(batch),
+  ]
+  match = r"(argument [01]|batch)\['rows'\] is a sparse BCOO, whose arrays have no rows to split: "
+  for call in calls:
+    with pytest.raises(TypeError, match=match):
+      call()
+
+  # What the error says to write.
+  def packed_loss(params, batch):
+    data, indices = batch
+    rows = sparse.BCOO((data, indices), shape=(len(data), 6))
+    return sparse_loss(params, {"rows": rows})
+
+  x = sparse.BCOO.fromdense(batch["rows"].todense(), n_batch=1)
+  step = optax_accum.make_train_step(packed_loss, tx, donate=False, **options)
+  _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
+  np.testing.assert_allclose(metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6)
+
+
+def positions_loss(params, batch):
+  positions = jnp.moveaxis(batch["positions"], 0, 1)
+  return jnp.sum(jnp.sum(positions * params, (0, 2)) ** 2 / batch["count"])
+
+
+@pytest.mark.parametrize("make", ["step", "nnx", "linen"])
+def test_what_to_write_where_rows_are_on_another_axis_or_missing(make):
+  positions, count = np.arange(24, dtype=np.float32).reshape(3, 4, 2), np.float32(5)
+  w, tx, options = jnp.float32(1), optax.sgd(0.1), {"num_microbatches": 2, "reduction": "sum"}
+  if make == "step":
+    step = optax_accum.make_train_step(positions_loss, tx, **options, donate=False)
+    run = lambda batch: step(w, tx.init(w), batch)[2]["loss"]  # noqa: E731
+  elif make == "linen":
+    state = TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
+    loss = lambda variables, batch, rngs: positions_loss(variables["params"]["w"], batch)  # noqa: E731
+    step = linen_train_step(loss, **options, donate=False)
+    run = lambda batch: step(state, batch)[1]["loss"]  # noqa: E731
+  else:
+    model = nnx.Linear(1, 1, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    loss = lambda model, batch: positions_loss(model.kernel[0, 0], batch)  # noqa: E731
+    step = nnx_train_step(loss, **options, donate=False)
+    run = lambda batch: step(model, optimizer, batch)["loss"]  # noqa: E731
+  fix = (
+    r"Move rows .* jnp\.moveaxis, .* np\.broadcast_to\(x, \(rows, \*np\.shape\(x\)\)\), or pass it"
+  )
+  name = "argument 1" if make == "step" else "batch"
+  each = np.broadcast_to(count, (4, *np.shape(count)))
+  with pytest.raises(ValueError, match=rf"^{name}\['count'\] has shape \(\), .*{fix}"):
+    run({"positions": jnp.moveaxis(positions, 1, 0), "count": count})
+  with pytest.raises(ValueError, match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. {fix}"):
+    run({"positions": positions, "count": each})
+  got = run({"positions": jnp.moveaxis(positions, 1, 0), "count": each})
+  np.testing.assert_allclose(got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6)
 
 
 def test_transformations_that_are_none():

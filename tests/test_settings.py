@@ -83,9 +83,7 @@ def test_what_holds_no_numbers_is_an_error_of_jax(count, value):
 def test_strings_in_a_batch_are_refused():
   run = microbatch(lambda batch: batch["x"].sum(), reduction="sum", num_microbatches=2)
   for strings in ("a" * 8, np.array(["a"] * 8)):
-    message = (
-      r"^batch argument 0\['name'\] has no numbers \(.* is not a valid JAX .*leave it out of"
-    )
+    message = r"^argument 0\['name'\] has no numbers \(.* is not a valid JAX .*leave it out of"
     with pytest.raises(TypeError, match=message):
       run({"x": BATCH, "name": strings})
 

@@ -115,13 +115,15 @@ def _runs_of(
   roles = split.roles(loss_fn, args, kwargs, argnums)
   for i in argnums:
     parameters.check_differentiable(f"argument {i}", args[i])
-  rows = cut.batch_rows(roles.batch, dict[Slot, Tree]([*enumerate(args), *kwargs.items()]))
+  arguments = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
+  split.refuse_key(roles, arguments)
+  rows, of = cut.batch_rows(split, roles.batch, arguments), split.name(*roles.batch)
   if rows == 1:
-    raise ValueError("The batch has 1 row, which cannot be split: give 2 or more.")
+    raise ValueError(f"The batch ({of}) has 1 row, which cannot be split: give 2 or more.")
   call = Call.of(loss_fn, args, kwargs, roles)
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
-  sizes = _sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows)
+  sizes = _sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows, of)
   return Runs(loss_fn, call, asked, sizes, rows)
 
 
@@ -149,12 +151,14 @@ def _check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None
     raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
 
 
-def _sizes_of(number: int | None, size: int | None, rows: int) -> Sequence[int]:
+def _sizes_of(
+  number: int | None, size: int | None, rows: int, of: str = "the batch"
+) -> Sequence[int]:
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
   Split(num_microbatches=number, microbatch_size=size)
-  given = cut.microbatch_rows(rows, number, size)
+  given = cut.microbatch_rows(rows, number, size, of)
   if number is None and given == rows:
     raise ValueError(f"microbatch_size={size} does not split {rows} rows: give less.")
   ragged = -(-2 * rows // 3)

@@ -13,7 +13,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
+from optax_accum._microbatches.options import OTHER_NAMES, Slot, WeightFn
 from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class FlaxStep(Step):
   further_results = 2  # the count and the metrics
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
-  params_name: ClassVar[str]  # of the parameters, in messages
+  slot_names: ClassVar[Mapping[Slot, str]]  # of the arguments of the loss of a program, in messages
   decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
   fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
@@ -88,7 +88,7 @@ class FlaxStep(Step):
     return StepProgram(self, loss, optax.with_extra_args_support(tx), self._donate)
 
   def _check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
-    parameters.check_differentiable(self.params_name, params)
+    parameters.check_differentiable(self.slot_names[0], params)
 
   def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
     """What is compiled: it also counts how many steps the optimizer took.
@@ -109,7 +109,7 @@ class FlaxStep(Step):
 
   def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
     """The loss of a `StepProgram`, which returns ``(loss, (new_carry, aux))``."""
-    options = {**self._options, **decided}
+    options = {**self._options, **decided, "names": self.slot_names}
     return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
 
   def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":

@@ -13,6 +13,7 @@ from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import flax_step, state_fields
 from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
+from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
@@ -88,7 +89,14 @@ class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
-  params_name, updated = "state.params", (0, 1, 4, 6)
+  updated = (0, 1, 4, 6)
+  slot_names: ClassVar[dict[Slot, str]] = {
+    0: "state.params",
+    1: "batch",
+    2: "state.",
+    3: "state.",
+    4: "rngs",
+  }
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or accept that each microbatch is"
     " normalized by its own rows (its statistics go into mutable). See the guide Flax linen.",

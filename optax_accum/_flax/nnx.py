@@ -10,6 +10,7 @@ from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
 from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
+from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   """
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
-  params_name, updated = "model", (0, 1, 4, 5)
+  updated = (0, 1, 4, 5)
+  slot_names: ClassVar[dict[Slot, str]] = {0: "model", 1: "batch", 2: "model.", 3: "model."}
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or the running statistics"
     " (model.eval()), or accept that each microbatch is normalized by its own rows.",

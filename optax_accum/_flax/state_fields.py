@@ -61,7 +61,7 @@ def variables_of(params: Params) -> Collections:
 def as_held(updates: Collections, held: Collections) -> Collections:
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
   new, old = (unfreeze(_map_boxes(lambda box: box.value, tree)) for tree in (updates, held))
-  if different := _validate.difference("updates", new, old, of=lambda x: None):
+  if different := _validate.difference("updates", new, old, "type", _validate.type_of):
     raise ValueError(
       f"In what the loss returned, {different}: return the updates that model.apply(...,"
       f" mutable={list(held)!r}) gives, and give create what model.init of the same model gives."

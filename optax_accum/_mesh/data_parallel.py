@@ -83,14 +83,14 @@ class DataParallel:
       rows=rows,
     )
 
-  def check_rows(self, rows: int, microbatches: int | None = None) -> None:
+  def check_rows(self, rows: int, microbatches: int | None = None, of: str = "The batch") -> None:
     """Checks that the devices divide the rows of the global batch."""
     if rows % self.devices:
       each = self.devices * (microbatches or 1)
       fewer = rows - rows % each
       fit = " or ".join(str(n) for n in (fewer, fewer + each) if n)
       raise ValueError(
-        f"The batch has {rows} rows, which {self} do not divide: use {fit} rows, or fill up with"
+        f"{of} has {rows} rows, which {self} do not divide: use {fit} rows, or fill up with"
         " rows that weight_fn counts as 0. (Otherwise each device would have to compute all rows.)"
       )
 

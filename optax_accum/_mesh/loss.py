@@ -55,14 +55,17 @@ class MeshLoss:
       )
     params, opt_state, *others = args
     given: dict[Slot, Tree] = dict([*enumerate((params, *others)), *kwargs.items()])
-    roles = self.local.split.roles(self.local.fun, (params, *others), kwargs, (0,))
+    split = self.local.split
+    roles = split.roles(self.local.fun, (params, *others), kwargs, (0,))
     axes = roles.batch
-    parallel.check_rows(cut.batch_rows(axes, given), self.local.split.num_microbatches)
+    split.refuse_key(roles, given)
+    rows, of = cut.batch_rows(split, axes, given), split.name(*axes)
+    parallel.check_rows(rows, split.num_microbatches, of)
 
     def put(slot: Slot, x: Tree) -> Tree:
       if slot in axes:
-        return parallel.place_batch(f"batch argument {slot!r}", x, axes[slot], self.local.split)
-      return place(parallel.mesh, f"argument {slot!r}" if slot else "params", x)
+        return parallel.place_batch(split.name(slot), x, axes[slot], split)
+      return place(parallel.mesh, split.name(slot) if slot else "params", x)
 
     placed = {slot: put(slot, x) for slot, x in given.items()}
     opt_state = place_state(parallel.mesh, "opt_state", placed[0], opt_state)
@@ -156,7 +159,7 @@ class PlacedLoss(NamedTuple):
   ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
     axes, shards = dict(self.batch), self._shards
-    rows = cut.batch_rows(axes, dict([*enumerate(args), *kwargs.items()]))
+    rows = cut.batch_rows(self.local.split, axes, dict([*enumerate(args), *kwargs.items()]))
     split = self.parallel.local_split(self.local.split, rows)
     rows_first = lambda r: Concat(r.axis, first=True) if isinstance(r, Concat) else r  # noqa: E731
     local = dataclasses.replace(self.local, split=split)

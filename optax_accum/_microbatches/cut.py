@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
+import sys
 from typing import Any, TypeAlias
 
 import jax
@@ -19,6 +20,12 @@ from optax_accum._microbatches.options import refuse_keys, refuse_rows, Slot, Sp
 
 # Cuts one microbatch out of the batch arguments.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
+
+_ROWS = (
+  "Move rows that are on another axis, by jnp.moveaxis, and back in the loss. Repeat what has no"
+  " rows, by np.broadcast_to(x, (rows, *np.shape(x))), or pass it as another argument, if the loss"
+  " takes more."
+)
 
 
 class Microbatches:
@@ -37,8 +44,11 @@ class Microbatches:
     self._arguments: dict[Slot, Tree] = dict([*enumerate(args), *kwargs.items()])
     self.roles = roles = split.roles(fun, args, kwargs, differentiated)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
-    self.rows = batch_rows(roles.batch, self._arguments)
-    self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size)
+    if split.rows is None:  # of a device's part of a batch, all has been looked at
+      split.refuse_key(roles, self._arguments)
+    self.rows = batch_rows(split, roles.batch, self._arguments)
+    of = split.name(*roles.batch)
+    self.size = microbatch_rows(self.rows, split.num_microbatches, split.microbatch_size, of)
     self.full, self.tail_rows = divmod(self.rows, self.size)
     devices = 1 if split.axis_name is None else check_bound(split.axis_name)
     self.count = -(-self.rows // self.size) * devices  # of all devices together
@@ -49,7 +59,7 @@ class Microbatches:
     if split.rng_argnums is None:
       refuse_keys(roles)
     for slot in roles.rng:
-      for name, x in _validate.named_leaves(f"random argument {slot!r}", self._arguments[slot]):
+      for name, x in _validate.named_leaves(split.name(slot), self._arguments[slot]):
         shape, dtype = jnp.shape(x), jnp.result_type(x)
         if not dtypes.is_key(x) and (dtype != jnp.uint32 or not shape):
           raise TypeError(f"{name} is {dtype}{list(shape)}: give a key, such as jax.random.key(0).")
@@ -127,42 +137,57 @@ class Microbatches:
     return take, jax.tree.map(lambda x, axis: rest(x, axis=axis), batch, axes)
 
 
-def batch_rows(axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
+def batch_rows(split: Split, axes: Mapping[Slot, int], arguments: Mapping[Slot, Tree]) -> int:
   """The rows that every leaf of the batch has, along the axis of its argument."""
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
-    for name, leaf in _validate.named_leaves(f"batch argument {slot!r}", arguments[slot]):
+    for name, leaf in _validate.named_leaves(split.name(slot), arguments[slot], _is_sparse):
+      if _is_sparse(leaf):
+        raise TypeError(
+          f"{name} is a sparse {type(leaf).__name__}, whose arrays have no rows to split: pass x"
+          " = rows.todense(). Or pass the data and indices of BCOO.fromdense(x, n_batch=1), which"
+          " have rows, and let the loss make BCOO((data, indices), shape=(len(data), columns))."
+        )
       try:
         shape = jax.typeof(leaf).shape
       except TypeError as error:
         raise TypeError(f"{name} has no numbers ({error}): leave it out of the batch.") from None
       if not -len(shape) <= axis < len(shape):
         raise ValueError(
-          f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}): give"
-          " it that axis, make an array of a list, or pass it as an argument that is not split."
+          f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}). Make an"
+          f" array of a list. {_ROWS}"
         )
       rows[name] = shape[axis]
   if not rows:
-    raise ValueError(f"The batch (arguments {list(axes)}) has no arrays: give one to split.")
+    raise ValueError(f"The batch ({split.name(*axes)}) has no arrays: give one to split.")
   count, *others = set(rows.values())
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
     raise ValueError(
-      f"Batch leaves disagree: all must have the same number of rows, along batch_axis: {listed}."
+      "Batch leaves disagree: all must have the same number of rows, along batch_axis: "
+      f"{listed}. {_ROWS}"
     )
   if count == 0:
-    raise ValueError("The batch is empty (0 rows); it needs at least 1 row.")
+    raise ValueError(f"The batch ({split.name(*axes)}) is empty; it needs at least 1 row.")
   return count
 
 
-def microbatch_rows(rows: int, num_microbatches: int | None, size: int | None) -> int:
+def _is_sparse(x: Tree) -> bool:
+  """Whether `x` is an array of `jax.experimental.sparse`, which is a node with arrays in it."""
+  sparse = sys.modules.get("jax.experimental.sparse")
+  return sparse is not None and isinstance(x, sparse.JAXSparse)
+
+
+def microbatch_rows(
+  rows: int, num_microbatches: int | None, size: int | None, of: str = "the batch"
+) -> int:
   """Rows of a (full) microbatch."""
   if num_microbatches is None:
     return min(size or rows, rows)
   if rows % num_microbatches:
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     raise ValueError(
-      f"num_microbatches={num_microbatches} does not divide the batch's {rows} rows: use one of"
+      f"num_microbatches={num_microbatches} does not divide the {rows} rows of {of}: use one of"
       f" {divisors}, or microbatch_size={-(-rows // num_microbatches)}, which makes the last"
       " microbatch smaller and is exact too."
     )

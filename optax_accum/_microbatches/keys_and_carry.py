@@ -36,14 +36,20 @@ def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
 
 
 def over_devices(
-  words: Tree, carry: Carry, start: Carry, weight: Weight, total: Weight, axis_name: AxisName
+  name: str,
+  words: Tree,
+  carry: Carry,
+  start: Carry,
+  weight: Weight,
+  total: Weight,
+  axis_name: AxisName,
 ) -> Carry:
   """One carry of all devices, each from `start`; this one counted `weight`, and all `total`."""
 
   def together(path: Path, x: jax.Array, word: str, first: jax.Array) -> jax.Array:
     if dtypes.is_key(x):
       return across_devices.of_one(x, axis_name, lax.axis_index(axis_name) == 0)
-    kind = _reduction(_validate.leaf_name("carry", path), word, x)
+    kind = _reduction(_validate.leaf_name(name, path), word, x)
     if kind.name in ("max", "min"):
       return kind.over_devices(x, axis_name, True)
     wide = dtypes.accumulator_dtype(x.dtype)
@@ -73,7 +79,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   return kind
 
 
-def check(old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
+def check(name: str, old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
   for before, after in zip(old, new, strict=True):
-    _validate.check_alike("the new_carry that the function returned", "carry", after, before)
+    _validate.check_alike("the new_carry that the function returned", name, after, before)

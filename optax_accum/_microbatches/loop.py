@@ -91,7 +91,7 @@ def runner(
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
     new_carry, outputs = across_devices.varying((new_carry, outputs), split.axis_name)
-    keys_and_carry.check(carry, new_carry)
+    keys_and_carry.check(split.name(*call.roles.carry), carry, new_carry)
     skipped: Leaf = None
     if split.skip_nonfinite and call.weights is None:
       finite = is_finite((outputs.loss, outputs.grads))
@@ -257,9 +257,9 @@ class _Loop:
       else:
         weight = total = weights.over_devices(axis_name)
         skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
-      words = call.split.carry_reduction
+      name, words = call.split.name(*call.roles.carry), call.split.carry_reduction
       carry = tuple(
-        keys_and_carry.over_devices(words, x, start, local, weight, axis_name)
+        keys_and_carry.over_devices(name, words, x, start, local, weight, axis_name)
         for x, start in zip(carry, call.carry, strict=True)
       )
       outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)

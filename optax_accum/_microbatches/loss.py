@@ -182,7 +182,7 @@ class LocalLoss:
       if note := options.note_on_settings(error, self.fun, roles):
         error.add_note(note)
       if "shape" in str(error):
-        rows = batch_rows(roles.batch, dict([*enumerate(args), *kwargs.items()]))
+        rows = batch_rows(self.split, roles.batch, dict([*enumerate(args), *kwargs.items()]))
         error.add_note(f"The loss was given {rows} rows, a microbatch on one device.")
       raise
     carries = self.split.carry_argnum is not None

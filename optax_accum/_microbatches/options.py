@@ -3,13 +3,14 @@
 That a shared argument should be split too, or is a key, changes no shape: the defaults refuse both.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import dataclasses
 import functools
 import inspect
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _validate
@@ -72,6 +73,7 @@ class Split:
   batch_argnames: Any = ()
   rng_argnames: Any = ()
   default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
+  names: Mapping[Slot, str] = dataclasses.field(default_factory=dict)  # of arguments, in messages
   rows: int | None = None  # of the batch on all devices of a mesh, if a call has a part of it
 
   def __post_init__(self) -> None:
@@ -115,7 +117,8 @@ class Split:
     if len(self.batch_axis) != count:
       raise ValueError(
         f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments {self._batch}: give"
-        " one for each, or one int."
+        " one for each, or one int. All arrays of an argument have their rows on one axis: move"
+        " those of others there, by jnp.moveaxis, and back in the loss."
       )
     self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
 
@@ -129,6 +132,10 @@ class Split:
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
     return self.weight_fn is not None or self.skip_nonfinite
+
+  def name(self, *slots: Slot) -> str:
+    """How messages name arguments of a call."""
+    return " and ".join(self.names.get(slot, f"argument {slot!r}") for slot in slots)
 
   def roles(
     self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
@@ -153,12 +160,28 @@ class Split:
     rng = tuple(dict.fromkeys(rng))  # as the batch, named by position and by name
     taken: dict[Slot, str] = {}
     named = {"differentiated": differentiated, "split": axes, "a random key": rng, "carried": carry}
+    shared = {k: x for k, x in arguments.items() if not any(k in slots for slots in named.values())}
     for slot, role in ((slot, role) for role, slots in named.items() for slot in slots):
       if slot in taken:
-        raise ValueError(f"Argument {slot!r} is both {taken[slot]} and {role}: name it once.")
+        fix = "name it once"
+        if self.batch_argnums is None and "split" in (role, taken[slot]):
+          fix = _other_batch(shared)
+        raise ValueError(f"Argument {slot!r} is both {taken[slot]} and {role}: {fix}.")
       taken[slot] = role
-    shared = {slot: x for slot, x in arguments.items() if slot not in taken}
     return Roles(axes, rng, carry, shared)
+
+  def refuse_key(self, roles: Roles, arguments: Mapping[Slot, Tree]) -> None:
+    """Refuses a random key in the place of the batch, which a raw one could be."""
+    if self.batch_argnums is not None or self.default_argnum is None:
+      return
+    slot = next(iter(roles.batch))
+    leaves = _validate.named_leaves(self.name(slot), arguments[slot])
+    if leaves and all(_is_one_key(x) for _, x in leaves):
+      name, key = leaves[0]
+      raise ValueError(
+        f"{name} is a random key, {_validate.type_of(key)}: {_other_batch(roles.shared)}, and the"
+        f" key, {_rng_option(slot)}."
+      )
 
 
 def refuse_rows(roles: Roles, rows: Collection[int]) -> None:
@@ -207,8 +230,7 @@ def refuse_keys(roles: Roles) -> None:
   for slot in with_keys(roles):
     leaves = _validate.named_leaves(f"argument {slot!r}", roles.shared[slot])
     keys = [name for name, leaf in leaves if dtypes.is_key(leaf)]
-    option = f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
-    fix = f"name it, {option}, to fold each microbatch's index in"
+    fix = f"name it, {_rng_option(slot)}, to fold each microbatch's index in"
     if len(keys) < len(leaves):
       fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
     raise ValueError(
@@ -220,6 +242,25 @@ def refuse_keys(roles: Roles) -> None:
 def with_keys(roles: Roles) -> list[Slot]:
   """The shared arguments with a typed key."""
   return [slot for slot, x in roles.shared.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
+
+
+def _is_one_key(x: Leaf) -> bool:
+  """Whether `x` is a random key, typed or raw."""
+  is_raw = getattr(x, "dtype", None) == jnp.uint32 and x.shape in ((2,), (4,))
+  return is_raw or (dtypes.is_key(x) and not x.shape)
+
+
+def _other_batch(shared: Mapping[Slot, Tree]) -> str:
+  """What to write where the argument that is split by default is not the batch."""
+  leaves = [(slot, x) for slot, tree in shared.items() for x in jax.tree.leaves(tree)]
+  slots = dict.fromkeys(k for k, x in leaves if getattr(x, "shape", ()) and not _is_one_key(x))
+  option = _option(slots) if slots else "batch_argnums=..."
+  return f"batch_argnums=None splits it, so name the batch, {option}"
+
+
+def _rng_option(slot: Slot) -> str:
+  """The option that says that an argument is a random key."""
+  return f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
 
 
 def _option(slots: Collection[Slot]) -> str:

@@ -52,8 +52,8 @@ class Step:
     """The rows of the batch that a call is given, on all devices."""
     if len(args) <= self.batch_position:
       return None
-    [axis] = self.loss.local.split.batch_axis
-    return cut.batch_rows({1: axis}, {1: args[self.batch_position]})
+    split = self.loss.local.split
+    return cut.batch_rows(split, {1: split.batch_axis[0]}, {1: args[self.batch_position]})
 
   def sizes(self, rows: int, uneven: bool) -> list[int]:
     """The sizes of a microbatch of so many rows, on all devices together: see `cut.sizes`."""

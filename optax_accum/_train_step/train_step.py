@@ -49,8 +49,9 @@ class TrainStep(Step, Generic[Params, Args]):
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
     arguments: dict[Any, Any] = dict(enumerate((args[0], *args[2:])))
-    roles = self.loss.local.split.roles(self.loss.local.fun, tuple(arguments.values()), {}, (0,))
-    return cut.batch_rows(roles.batch, arguments)
+    split = self.loss.local.split
+    roles = split.roles(self.loss.local.fun, tuple(arguments.values()), {}, (0,))
+    return cut.batch_rows(split, roles.batch, arguments)
 
   def __call__(
     self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
