@@ -1,6 +1,7 @@
 """Checks that several modules need. A message gives the value, the requirement and the fix."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+import difflib
 import functools
 import inspect
 import operator
@@ -114,8 +115,7 @@ def hinted(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Decorates a function: a call that does not fit its signature fails with a hint.
 
-  That is `hint`, or one of `names`, by the names that the function does not have. `help` shows its
-  arguments without their types, of which the docstring says more in fewer words.
+  That is what `instead` says of the names that the function does not have, or `hint`.
   """
 
   def decorate(fun: Callable[P, R]) -> Callable[P, R]:
@@ -142,9 +142,18 @@ def hint_on(
   """Why a function cannot be called so and what to write, or "" where it can or nobody knows."""
   if not (misfit := why_not(fun, *args, **kwargs)):
     return ""
-  unknown = kwargs.keys() - inspect.signature(fun).parameters
-  found = " ".join(text for name, text in names.items() if name in unknown) or hint
+  known = inspect.signature(fun).parameters
+  unknown = [name for name in kwargs if name not in known]
+  found = " ".join(filter(None, (instead(name, known, names) for name in unknown))) or hint
+  if unknown and not found:
+    found = f"It takes {', '.join(known)}."
   return f"{misfit}. {found}" if found else ""
+
+
+def instead(name: str, known: Iterable[str], names: Mapping[str, str]) -> str:
+  """What to write for a name that is not `known`, as `names` or one like it say: "" if neither."""
+  near = difflib.get_close_matches(name, known, 1)
+  return names.get(name, f"Did you mean {near[0]}=?" if near else "")
 
 
 def function(loss_fn: Any) -> None:

@@ -56,11 +56,17 @@ def test_names_of_multisteps(arguments, match):
   assert caught.value.__cause__ is caught.value.__context__ is None
 
 
-def test_a_name_that_nobody_has_is_refused_in_the_words_of_python():
-  with pytest.raises(
-    TypeError, match=r"^accumulate\(\) got an unexpected keyword argument 'steps'"
-  ):
-    accumulate(SGD, 4, steps=3)
+@pytest.mark.parametrize(
+  ("name", "match"),
+  [
+    ("steps", r"It takes inner, every_k, reduction, skip_fn, .*, differentiable\.$"),
+    ("skipfn", r"Did you mean skip_fn=\?$"),
+    ("accum_dtype", r"Did you mean accumulator_dtype=\?$"),
+  ],
+)
+def test_a_name_that_nobody_has(name, match):
+  with pytest.raises(TypeError, match=rf"^accumulate: got an unexpected .* '{name}'\. {match}"):
+    accumulate(SGD, 4, **{name: 3})
 
 
 def test_the_optimizer_comes_first():
@@ -151,11 +157,11 @@ def test_methods_of_multisteps():
           "linen",
           lambda name: linen_train_step(linen_loss, num_microbatches=2, **{name: 1}),
           {
-            "mutables": r"did you mean mutable=\?",
-            "hasaux": r"did you mean has_aux=\?",
-            "wrt": "all of state.params is",
-            "optimizer": "it is the state's",
-            "rngs": "pass keys to the step, as rngs",
+            "mutables": r"Did you mean mutable=\?",
+            "hasaux": r"Did you mean has_aux=\?",
+            "wrt": "All of state.params is",
+            "optimizer": "It is the state's",
+            "rngs": "Pass keys to the step, as rngs",
             "accum_steps": "accum_steps= is num_microbatches= here",
           },
         ),
@@ -163,9 +169,9 @@ def test_methods_of_multisteps():
           "nnx",
           lambda name: nnx_train_step(nnx_loss, num_microbatches=2, **{name: 1}),
           {
-            "wrts": r"did you mean wrt=\?",
-            "optimizer": r"it goes into the call: step\(model, optimizer, batch\)",
-            "mutable": "what the loss changes in the model is carried",
+            "wrts": r"Did you mean wrt=\?",
+            "optimizer": r"It goes into the call: step\(model, optimizer, batch\)",
+            "mutable": "What the loss changes in the model is carried",
             "argnums": "wrt selects what is differentiated",
           },
         ),
@@ -182,7 +188,11 @@ def test_methods_of_multisteps():
     ),
     (
       lambda: linen_train_step(linen_loss, num_microbatch=2),
-      r"linen_train_step has no option 'num_microbatch': did you mean num_microbatches=\?",
+      r"linen_train_step has no option 'num_microbatch': Did you mean num_microbatches=\?",
+    ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, num_microbatch=2),
+      r"unexpected keyword argument 'num_microbatch'\. Did you mean num_microbatches=\?$",
     ),
     (
       lambda: nnx_train_step(nnx_loss, every_k=2),
@@ -190,7 +200,7 @@ def test_methods_of_multisteps():
     ),
     (
       lambda: nnx_train_step(nnx_loss, xyz=2),
-      r"no option 'xyz': it takes wrt, has_aux, num_microbatches, .*, batch_axis\.$",
+      r"no option 'xyz': It takes wrt, has_aux, num_microbatches, .*, batch_axis\.$",
     ),
     (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
     (
@@ -296,6 +306,19 @@ def test_a_decorated_loss_has_its_own_errors(decorate):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
 
 
+def test_a_misspelt_argument_of_the_loss():
+  def masked(params, batch, mask=1.0):
+    return mask * mean_loss(params, batch)
+
+  step = make_train_step(masked, SGD, num_microbatches=2)
+  for name, match in (
+    ("msk", r"Did you mean mask=\?$"),
+    ("train", r"It takes params, batch, mask"),
+  ):
+    with pytest.raises(TypeError, match=rf"^step: got .* argument '{name}'\. {match}"):
+      step(PARAMS, SGD.init(PARAMS), BATCH, **{name: 1})
+
+
 def test_options_of_accumulate_in_a_step():
   step = make_train_step(mean_loss, SGD, num_microbatches=2, donate=False)
   for call in (step, step.check, step.lower):
@@ -342,11 +365,27 @@ def test_calls_of_steps_of_flax():
   for name in METHODS:
     with pytest.raises(TypeError, match=rf"LinenTrainStep\.{name}: .*There is nothing to flush"):
       getattr(step, name)(state, BATCH, flush=True)
+  key = jax.random.key(0)
+  for args, named, match in (
+    ((), {"rng": key}, r"argument 'rng'\. Did you mean rngs=\?$"),
+    (
+      (),
+      {"dropout": key},
+      r"step\(state, batch, rngs=\{\"dropout\": key\}\).* keys into rngs, and",
+    ),
+    ((), {"mutable": "batch_stats"}, r"'mutable'\. It goes into linen_train_step"),
+    ((jnp.ones(4),), {}, r"^rngs is float32\[4\]: give a key"),
+    ((None, key), {}, r"too many positional .* other arrays into a field of the state"),
+  ):
+    with pytest.raises(TypeError, match=match):
+      step(state, BATCH, *args, **named)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
   step = nnx_train_step(nnx_loss, num_microbatches=2)
-  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .*Variables of the model"):
+  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .* into its Variables\.$"):
     step(model, optimizer, BATCH, jnp.ones(4))
+  with pytest.raises(TypeError, match=r"'rngs'\. Random streams are in the model\.$"):
+    step(model, optimizer, BATCH, rngs=key)
   for name in METHODS:
     with pytest.raises(TypeError, match=rf"NnxTrainStep\.{name}: .*weight= .* is weight_fn= here"):
       getattr(step, name)(model, optimizer, BATCH, weight=3)

@@ -693,7 +693,7 @@ def test_a_loss_that_returns_no_scalar():
     ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
     ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
     ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),
-    ({"weigh_fn": jnp.sum}, TypeError, r"weigh_fn'\Z"),
+    ({"weigh_fn": jnp.sum}, TypeError, r"weigh_fn'\. Did you mean weight_fn=\?$"),
     ({"carry_argnum": 5}, ValueError, "carry_argnum names argument 5"),
   ],
 )

@@ -39,11 +39,11 @@ GOOD = {"batch_stats": STATS}
 @pytest.mark.parametrize(
   ("options", "error", "match"),
   [
-    ({"rng_argnums": 2}, TypeError, "has no option 'rng_argnums': pass keys to the step, as rngs"),
+    ({"rng_argnums": 2}, TypeError, "has no option 'rng_argnums': Pass keys to the step, as rngs"),
     ({"carry_reduction": "max"}, ValueError, "carry_reduction combines what mutable names, and"),
-    ({"carry_argnum": 2}, TypeError, "has no option 'carry_argnum': name collections in mutable"),
-    ({"tx": optax.sgd(0.1)}, TypeError, "has no option 'tx': it is the state's"),
-    ({"microbatches": 2}, TypeError, "has no option 'microbatches': did you mean num_micro"),
+    ({"carry_argnum": 2}, TypeError, "has no option 'carry_argnum': Name collections in mutable"),
+    ({"tx": optax.sgd(0.1)}, TypeError, "has no option 'tx': It is the state's"),
+    ({"microbatches": 2}, TypeError, "has no option 'microbatches': Did you mean num_micro"),
     ({"mutable": True}, TypeError, r'mutable=True must name collections, .*\("batch_stats",\)'),
     ({"mutable": ("params",)}, TypeError, r"mutable=\('params',\) must name collections, fields"),
     ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),

@@ -466,7 +466,7 @@ def forgets(model, batch):
       loss_fn,
       {"carry_argnum": 2},
       TypeError,
-      "has no option 'carry_argnum': what the loss changes",
+      "has no option 'carry_argnum': What the loss changes",
     ),
     (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
   ],

@@ -1,7 +1,6 @@
 """What the steps of linen and nnx share: options, and a count of the optimizer's steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-import difflib
 from typing import Any, ClassVar, Literal, ParamSpec, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
 
 import jax
@@ -63,13 +62,12 @@ class FlaxStep(Step):
   fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
   def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
-    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "the batch is the second argument.")
+    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "The batch is the second argument.")
     known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
-        near = difflib.get_close_matches(option, known, 1)
-        instead = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}."
-        why = {**OTHER_NAMES, **batch, **self.decided}.get(option, instead)
+        instead = _validate.instead(option, known, {**OTHER_NAMES, **batch, **self.decided})
+        why = instead or f"It takes {', '.join(known)}."
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
@@ -135,11 +133,12 @@ def check_calls(step: str, value: object, method: str) -> None:
     )
 
 
-def hinted(call: str, place: str) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-  """Decorates the methods of a step that take such a call, to say where else arrays go."""
+def hinted(
+  call: str, places: str, decided: Mapping[str, str]
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+  """Decorates the methods of a step that take such a call, to say where else keys and arrays go."""
   return _validate.hinted(
     f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
-    " a step for each value. Put arrays with rows into the batch, and other arrays into"
-    f" {place}.",
-    names=OTHER_NAMES,
+    f" a step for each value. Put arrays with rows into the batch, keys into {places}.",
+    names={**OTHER_NAMES, **decided},
   )

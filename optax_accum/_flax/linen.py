@@ -82,9 +82,6 @@ def linen_train_step(
   return LinenTrainStep(loss_fn, mutable, has_aux, options)
 
 
-_hinted = flax_step.hinted("step(state, batch, rngs)", "a field of the state that is a dict")
-
-
 class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
@@ -105,11 +102,18 @@ class LinenTrainStep(flax_step.FlaxStep):
     ' step(state, batch, rngs={"dropout": key}).',
   }
   decided: ClassVar[dict[str, str]] = {
-    **dict.fromkeys(("tx", "optimizer"), "it is the state's."),
-    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "pass keys to the step, as rngs."),
-    **dict.fromkeys(("wrt", "argnums"), "all of state.params is. Freeze some by optax.partition."),
-    "carry_argnum": "name collections in mutable.",
+    **dict.fromkeys(("tx", "optimizer"), "It is the state's."),
+    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "Pass keys to the step, as rngs."),
+    **dict.fromkeys(("wrt", "argnums"), "All of state.params is. Freeze some by optax.partition."),
+    "carry_argnum": "Name collections in mutable.",
+    "mutable": "It goes into linen_train_step.",
   }
+
+  _hinted = flax_step.hinted(
+    'step(state, batch, rngs={"dropout": key})',
+    "rngs, and other arrays into a field of the state that is a dict",
+    decided,
+  )
 
   def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: StepOptions):
     self._mutable = state_fields.check_mutable(mutable)

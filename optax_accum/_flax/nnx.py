@@ -84,9 +84,6 @@ def nnx_train_step(
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
-_hinted = flax_step.hinted("step(model, optimizer, batch)", "Variables of the model")
-
-
 class NnxTrainStep(flax_step.FlaxStep):
   """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``.
 
@@ -104,11 +101,17 @@ class NnxTrainStep(flax_step.FlaxStep):
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
   decided: ClassVar[dict[str, str]] = {
-    **dict.fromkeys(("tx", "optimizer"), "it goes into the call: step(model, optimizer, batch)."),
-    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "random streams are in the model."),
-    **dict.fromkeys(("carry_argnum", "mutable"), "what the loss changes in the model is carried."),
+    **dict.fromkeys(("tx", "optimizer"), "It goes into the call: step(model, optimizer, batch)."),
+    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "Random streams are in the model."),
+    **dict.fromkeys(("carry_argnum", "mutable"), "What the loss changes in the model is carried."),
     "argnums": "wrt selects what is differentiated.",
   }
+
+  _hinted = flax_step.hinted(
+    "step(model, optimizer, batch)",
+    "the nnx.Rngs of the model, and other arrays into its Variables",
+    decided,
+  )
 
   def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
