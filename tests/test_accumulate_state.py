@@ -182,8 +182,15 @@ def test_what_else_a_converted_state_holds():
       lambda x: (x.shape, x.dtype), like
     )
     jax.jit(tx.apply, donate_argnums=1)(calls[0], state, params)  # no buffer stands in it twice
-  with pytest.raises(TypeError, match=r"from_multi_steps got a tuple; it takes the optax\.Multi"):
-    from_multi_steps((held,))
+  for wrong, match in (
+    (
+      ({"in": held},),
+      r"got a tuple; it takes the .* itself\. That is state\[0\]\['in'\]: convert it",
+    ),
+    (held._asdict(), r"got a dict; it takes the .* itself\. Restore a checkpoint into the tree"),
+  ):
+    with pytest.raises(TypeError, match=match):
+      from_multi_steps(wrong)
 
 
 def test_a_converted_state_goes_through_a_scan_in_float64():
@@ -304,7 +311,7 @@ def test_gradients_that_are_numbers(form, every_k, number):
 def test_gradients_that_are_nothing(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
-    with pytest.raises(TypeError, match=r"'x' .* is not a valid JAX array type"):
+    with pytest.raises(TypeError, match=r"'x' .* is not a valid JAX type"):
       getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
 
 

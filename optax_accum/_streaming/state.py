@@ -139,9 +139,14 @@ def from_multi_steps(
     ValueError: `weight` is out of range, not a real scalar, or missing in the middle of a cycle.
   """
   if not isinstance(state, optax.MultiStepsState):
+    is_one = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
+    within = [name for name, x in _validate.named_leaves("state", state, is_one) if is_one(x)]
+    fix = "Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns."
+    if within:
+      fix = f"That is {within[0]}: convert it, and put the result in its place."
     raise TypeError(
       f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      " Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns."
+      f" {fix}"
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
