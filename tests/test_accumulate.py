@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 
+import equinox as eqx
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -515,3 +516,38 @@ def test_accumulators_serve_as_buffers_leaf_by_leaf():
       updates, state = step(params, state)
     assert updates["half"].dtype == jnp.float64
     np.testing.assert_array_equal(updates["same"], np.ones(100_000, np.float32))
+
+
+class Counted(eqx.Module):
+  """What has no gradient: functions, an integer array, a key, a name."""
+
+  mlp: eqx.nn.MLP
+  count: jax.Array
+  key: jax.Array
+  name: str
+
+  def __call__(self, x):
+    return self.mlp(x)
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_apply_keeps_what_has_no_gradient(every_k):
+  key = jax.random.key(0)
+  mlp = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=key)
+  model, x = Counted(mlp, jnp.int32(3), key, "name"), jnp.ones((8, 4))
+  grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+  tx = accumulate(relaxed(optax.adamw(1e-2)), every_k)
+  state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+  actual, expected = (model, state), (model, state)
+  for _ in range(3):
+    actual = eqx.filter_jit(tx.apply)(grads, actual[1], actual[0])
+    updates, expected_state = eqx.filter_jit(tx.update)(grads, expected[1], expected[0])
+    expected = eqx.apply_updates(expected[0], updates), expected_state
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  moved = eqx.filter(actual[0], eqx.is_inexact_array)
+  trees.assert_close(moved, eqx.filter(expected[0], eqx.is_inexact_array), 1e-6)
+  model = actual[0]
+  assert (model.mlp.activation, model.name, int(model.count)) == (jnp.tanh, "name", 3)
+  assert model.key == key
+  eager, _ = tx.apply(grads, state, model)
+  assert eager.count is model.count

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.optimizers import relaxed
 
 from optax_accum import accumulate, has_updated
 
@@ -80,7 +81,7 @@ def test_reduction():
     ({"w": PARAMS["w"]}, ValueError, r"updates\['b'\] is missing"),
     ({**PARAMS, "c": PARAMS["b"]}, ValueError, r"updates\['c'\] is not expected"),
     ({**PARAMS, "b": jnp.zeros(4)}, ValueError, r"updates\['b'\] has shape \(4,\), not \(3,\)"),
-    ({**PARAMS, "b": jnp.zeros(3, int)}, TypeError, r"updates\['b'\] has dtype int32; gradients"),
+    ({**PARAMS, "b": jnp.zeros(3, int)}, TypeError, r"updates\['b'\] is int32\[3\]; gradients"),
     ({**PARAMS, "b": jnp.zeros(3, complex)}, TypeError, r"updates\['b'\].*imaginary part"),
     (tuple(PARAMS.values()), ValueError, r"updates\['\w'\] is missing.*parameters that init was"),
   ],
@@ -102,8 +103,49 @@ def test_float64_gradients_for_a_float32_accumulator():
   state = tx.init(PARAMS)
   with jax.enable_x64(True):
     grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float64), PARAMS)
-    with pytest.raises(TypeError, match=r"updates\['b'\] has dtype float64.*would round it"):
+    match = (
+      r"updates\['b'\] has dtype float64.* float32.*would round it: .*converted .*jnp\.float64"
+    )
+    with pytest.raises(TypeError, match=match):
       jax.eval_shape(tx.update, grads, state)
+    state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))
+    jax.eval_shape(tx.update, grads, state)
+
+
+def test_an_accumulator_that_is_restored_in_another_dtype():
+  tx = accumulate(SGD, 2)
+  for dtype in (jnp.bfloat16, jnp.int32):
+    state = tx.init(PARAMS)
+    state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, dtype))
+    match = rf"updates\['b'\] has dtype float32 and its accumulator {dtype.__name__}, .* round it"
+    with pytest.raises(TypeError, match=match):
+      jax.eval_shape(tx.update, PARAMS, state)
+
+
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_the_gradient_of_an_integer(every_k):
+  tx = accumulate(relaxed(optax.adam(0.1)), every_k)
+  fixed, params = {"q": jnp.arange(3, dtype=jnp.int8)}, {"a": jnp.ones(3)}
+
+  def loss_fn(params):
+    return jnp.sum((params["q"].astype(jnp.float32) + params["a"]) ** 2)
+
+  both = {**fixed, **params}
+  grads = jax.grad(loss_fn, allow_int=True)(both)
+  for method in (tx.update, tx.apply):
+    with pytest.raises(
+      TypeError, match=r"updates\['q'\] is float0\[3\]; .* loss\(\{\*\*others, \*\*params"
+    ):
+      method(grads, tx.init(both), both)
+  # What the error says to write.
+  grads = jax.grad(lambda params: loss_fn({**fixed, **params}))(params)
+  state, new = tx.init(params), params
+  for _ in range(every_k):
+    new, state = tx.apply(grads, state, new)
+  np.testing.assert_allclose(new["a"], 0.9, rtol=1e-5)
+  updates, _ = tx.update(grads, tx.init(params), params)
+  moved = optax.apply_updates(params, updates)
+  np.testing.assert_allclose(moved["a"], 0.9 if every_k == 1 else 1.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,11 @@ def is_float8(dtype: DTypeLike) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
+def is_inexact(x: Leaf) -> bool:
+  """Whether `x` is a floating or complex array or number, which can be differentiated."""
+  return jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
+
+
 def is_key(x: Leaf) -> bool:
   """Whether `x` is an array of typed random keys."""
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

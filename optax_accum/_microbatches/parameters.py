@@ -6,10 +6,10 @@ Flax and Equinox are not imported for it: their objects are told by attributes a
 import itertools
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import OptState, Params, Tree
 
 
@@ -54,10 +54,10 @@ def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
 def check_differentiable(what: str, tree: Params) -> None:
   """Checks that every leaf can be differentiated."""
   for name, leaf in _validate.named_leaves(what, tree):
-    kind = getattr(leaf, "dtype", type(leaf))
-    if not jnp.issubdtype(kind, jnp.inexact):
+    if not dtypes.is_inexact(leaf):
       if instead := _instead(tree):
         raise TypeError(f"{what} is {instead}")
+      kind = getattr(leaf, "dtype", type(leaf))
       word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
       raise TypeError(
         f"{name} has {word} and cannot be differentiated: close over what is not a floating or"

@@ -120,8 +120,9 @@ def accumulate(
 
   Calls:
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
-    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
-    function around it, and return them first and in the same order, or JAX copies them. Extra
+    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the
+    jitted function around it, and return them first and in the same order, or JAX copies them.
+    Leaves that are no floating or complex numbers stay as they are; their gradients are None. Extra
     arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two scalars,
     which may be traced:
 

@@ -10,17 +10,21 @@ import numpy as np
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic import across_devices, dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
 def checked(
   name: str, updates: Grads, state: OptState, params: Params, extra_args: Iterable[str]
-) -> Grads:
-  """The gradients of a call as JAX arrays, if its arguments are in order and correctly spelled."""
+) -> tuple[Grads, Params]:
+  """What a call is given, if its arguments are in order and correctly spelled.
+
+  The gradients are JAX arrays. Where parameters are no floating or complex numbers, as functions in
+  an Equinox model, they are None, as their gradients.
+  """
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
       raise ValueError(
@@ -31,9 +35,19 @@ def checked(
     for word in ("weight", "flush"):
       if _is_near(extra.lower(), word):
         raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
-  # Gradients of integers have a dtype that only NumPy has.
-  is_float0 = lambda x: getattr(x, "dtype", None) == jax.dtypes.float0  # noqa: E731
-  return jax.tree.map(lambda x: x if is_float0(x) else jnp.asarray(x), updates)
+
+  def array(path: Path, x: Leaf) -> jax.Array:
+    if not dtypes.is_inexact(x):
+      raise TypeError(
+        f"{_validate.leaf_name('updates', path)} is {jax.typeof(x)}; gradients are floating or"
+        " complex. Give init, jax.grad and this call the floating parameters alone, and let the"
+        " loss put in the others, as in loss({**others, **params}) or, for Equinox, eqx.partition"
+        " and eqx.combine: Optax cannot add the float0 gradient of an integer."
+      )
+    return jnp.asarray(x)
+
+  params = jax.tree.map(lambda x: x if dtypes.is_inexact(x) else None, params)
+  return jax.tree.map_with_path(array, updates), params
 
 
 def _is_near(extra: str, word: str) -> bool:
@@ -121,20 +135,17 @@ def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | Non
     )
   accs = jax.tree.leaves(acc_grads)
   for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-      raise TypeError(
-        f"{name} has dtype {jnp.dtype(leaf.dtype)}; gradients are floating or complex: leave"
-        " integer parameters out with optax.masked(accumulate(...), mask)."
-      )
     fault = f"{name} has dtype {leaf.dtype} and its accumulator {acc.dtype}, which would"
     if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(acc):
       raise TypeError(
         f"{fault} lose the imaginary part: give init complex parameters, or give"
         " accumulator_dtype=jnp.complex64."
       )
-    if requested is None and jnp.finfo(leaf.dtype).bits > jnp.finfo(acc.dtype).bits:
+    if requested is None and dtypes.promote(leaf.dtype, acc.dtype) != acc.dtype:
       raise TypeError(
         f"{fault} round it: init with such parameters, pass accumulator_dtype, or cast gradients."
+        " In a state that was converted or restored, cast the accumulators:"
+        f" state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.{leaf.dtype}))."
       )
 
 

@@ -120,7 +120,7 @@ class Accumulation:
     **extra_args: Any,
   ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
-    updates = checks.checked("update", updates, state, params, extra_args)
+    updates, params = checks.checked("update", updates, state, params, extra_args)
     step = self._add(updates, state, params, weight, flush, _may_end)
     run = functools.partial(self._run_inner, step, extra_args, params)
     if step.emit is True:
@@ -147,7 +147,8 @@ class Accumulation:
     """`update` and `optax.apply_updates`, with both inside the conditional."""
     if params is None:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
-    updates = checks.checked("apply", updates, state, params, extra_args)
+    given = params
+    updates, params = checks.checked("apply", updates, state, params, extra_args)
     step = self._add(updates, state, params, weight, flush, None)
 
     def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
@@ -157,6 +158,8 @@ class Accumulation:
 
     carry = (params, state.inner_opt_state)
     total, (params, inner_state) = self._if_it_emits(step, emitted, carry)
+    # What has no gradient stays.
+    params = jax.tree.map(lambda x, new: x if new is None else new, given, params)
     return params, self._next(step, total, inner_state)
 
   def _if_it_emits(
