@@ -536,12 +536,12 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   mlp = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=key)
   model, x = Counted(mlp, jnp.int32(3), key, "name"), jnp.ones((8, 4))
   grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-  tx = accumulate(relaxed(optax.adamw(1e-2)), every_k)
+  tx = accumulate(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), every_k)
   state = tx.init(eqx.filter(model, eqx.is_inexact_array))
   actual, expected = (model, state), (model, state)
-  for _ in range(3):
+  for _ in range(2):
     actual = eqx.filter_jit(tx.apply)(grads, actual[1], actual[0])
-    updates, expected_state = eqx.filter_jit(tx.update)(grads, expected[1], expected[0])
+    updates, expected_state = tx.update(grads, expected[1], expected[0])
     expected = eqx.apply_updates(expected[0], updates), expected_state
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
   moved = eqx.filter(actual[0], eqx.is_inexact_array)

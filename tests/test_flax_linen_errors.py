@@ -190,8 +190,9 @@ def test_rngs_that_are_no_keys(rngs, match):
 def test_a_batch_and_statistics_are_named_as_in_the_call():
   step = linen_train_step(returning(STATS), mutable="batch_stats", num_microbatches=2)
   batch = make_batch(np.float32)
-  with pytest.raises(ValueError, match=r"^batch\['n'\] has shape \(\), without an axis 0"):
-    step(make_state(), {**batch, "n": np.float32(1)})
+  for call in (step, step.check):
+    with pytest.raises(ValueError, match=r"^batch\['n'\] has shape \(\), without an axis 0"):
+      call(make_state(), {**batch, "n": np.float32(1)})
   raw = {"norm": {"key": jax.random.PRNGKey(0)}}
   step = linen_train_step(
     returning({"batch_stats": raw}), mutable="batch_stats", num_microbatches=2, mesh=make_mesh(2)

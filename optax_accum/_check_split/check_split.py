@@ -105,16 +105,22 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
 
 
 def _runs_of(
-  loss_fn: LossFn, args: Args, kwargs: Kwargs, given: Kwargs, drawing: Sequence[str] = _DRAWING
+  loss_fn: LossFn,
+  args: Args,
+  kwargs: Kwargs,
+  given: Kwargs,
+  drawing: Sequence[str] = _DRAWING,
+  names: Mapping[Slot, str] | None = None,
 ) -> Runs:
   """What is to run. For keys in arguments of the roles `drawing`, every draw is the same number."""
   asked = _asked(loss_fn, given)
-  split = Split.of({**asked, "num_microbatches": 1, "microbatch_size": None}, default_argnum=1)
+  one = {"num_microbatches": 1, "microbatch_size": None, "names": names or {}}
+  split = Split.of({**asked, **one}, default_argnum=1)
   wanted = names_or_positions("argnums", asked["argnums"], int)
   argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
   roles = split.roles(loss_fn, args, kwargs, argnums)
   for i in argnums:
-    parameters.check_differentiable(f"argument {i}", args[i])
+    parameters.check_differentiable(split.name(i), args[i])
   arguments = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
   split.refuse_key(roles, arguments)
   rows, of = cut.batch_rows(split, roles.batch, arguments), split.name(*roles.batch)
@@ -256,7 +262,7 @@ def check_step(
   options |= dict.fromkeys(("num_microbatches", "microbatch_size", "axis_name"))
   devices = Devices(axes, over_mesh)
   with on(one_device(devices.mesh, axes)):
-    runs = _runs_of(local.fun, args, kwargs, options, drawing)
+    runs = _runs_of(local.fun, args, kwargs, options, drawing, split.names)
     if axes and not diagnose.refused(runs):
       devices = devices._replace(sends=_sends(loss, devices, args, kwargs))
     if split.num_microbatches == 1 and not axes:  # what splits is within the loss

@@ -75,7 +75,7 @@ class LocalLoss:
     positions = self._positions(args)
     held = list(args)
     for i in positions:
-      parameters.check_differentiable(f"argument {i}", args[i])
+      parameters.check_differentiable(self.split.name(i), args[i])
       arrays = jax.tree.map(jnp.asarray, args[i])
       held[i] = across_devices.varying(arrays, self.split.axis_name)
     args = tuple(held)
