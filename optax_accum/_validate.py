@@ -115,7 +115,8 @@ def hinted(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Decorates a function: a call that does not fit its signature fails with a hint.
 
-  That is what `instead` says of the names that the function does not have, or `hint`.
+  That is what `instead` says of the names that the function does not have, or `hint`. `help` shows
+  its arguments without their types, of which the docstring says more in fewer words.
   """
 
   def decorate(fun: Callable[P, R]) -> Callable[P, R]:

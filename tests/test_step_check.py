@@ -319,7 +319,7 @@ def test_arguments_that_cannot_be_checked():
   with pytest.raises(ValueError, match="num_microbatches=3 does not divide"):
     step.check(params, state, {k: x[:8] for k, x in BATCH.items()})
   one = {k: x[:1] for k, x in BATCH.items()}
-  with pytest.raises(ValueError, match="The batch has 1 row, which cannot be split"):
+  with pytest.raises(ValueError, match=r"The batch \(argument 1\) has 1 row, which cannot"):
     make_train_step(loss_fn, TX, microbatch_size=3).check(params, state, one)
   step(params, state, BATCH)
   with pytest.raises(RuntimeError, match="has been deleted"):
