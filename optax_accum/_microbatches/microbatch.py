@@ -93,7 +93,8 @@ def microbatch(
     the node at which the function stands; structure, shapes and dtypes must stay. The function must
     be associative, which is not checked. Values are merged in the order of the microbatches, and
     then of the devices, without those of weight zero; if nothing counts, the result is zeros. What
-    is merged cannot be differentiated: return `jax.lax.stop_gradient` of it.
+    is merged cannot be differentiated: return `jax.lax.stop_gradient` of it. By what the function
+    closes over it can be.
 
     >>> import jax
     >>> log_sum_exp = optax_accum.microbatch(
