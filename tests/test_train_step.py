@@ -294,14 +294,51 @@ def test_a_weight_that_is_not_a_number_shows():
   assert np.isnan(params["w1"]).all()
 
 
-def test_transformations_that_refuse_what_they_do_not_know():
+def takes_value_alone():
   def update(updates, state, params=None, *, value):
     return updates, value
 
-  tx = optax.GradientTransformationExtraArgs(lambda params: 0.0, update)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
-  _, value, metrics = step(init_params(), jnp.asarray(0.0), digits(4))
-  assert float(value) == float(metrics["loss"])
+  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+
+
+@pytest.mark.parametrize(
+  ("around", "weight_fn"),
+  [
+    (lambda tx: tx, None),
+    (optax.chain, None),
+    (lambda tx: optax_accum.accumulate(tx, 1), None),
+    (lambda tx: optax_accum.accumulate(optax.chain(tx), lambda _: 1), lambda b: jnp.sum(b["y"])),
+  ],
+  ids=["alone", "chain", "accumulate", "weighted"],
+)
+def test_transformations_that_refuse_what_they_do_not_know(around, weight_fn):
+  tx, start = around(takes_value_alone()), init_params()
+  options = {"num_microbatches": 2, "weight_fn": weight_fn, "donate": False}
+  step = optax_accum.make_train_step(loss_fn, tx, **options)
+  new, state, metrics = step(start, tx.init(start), digits(4))
+  seen = state.inner_opt_state if hasattr(state, "inner_opt_state") else state
+  assert jax.tree.leaves(seen) == [metrics["loss"]]
+  assert trees.largest_difference(new, start) > 0
+
+
+def test_what_an_accumulation_needs_is_not_left_out_for_another():
+  tx = optax.chain(takes_value_alone(), optax_accum.accumulate(optax.sgd(0.1), 2))
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["y"] >= 0)
+  )
+  with pytest.raises(ValueError, match=r"a transformation around it drops extra arguments"):
+    step(init_params(), tx.init(init_params()), digits(4))
+
+
+def test_an_argument_that_the_step_does_not_give_is_an_error():
+  def update(updates, state, params=None, **extra_args):
+    return inner.update(updates, state, params, valeu=extra_args["value"])
+
+  inner = takes_value_alone()
+  tx = optax.GradientTransformationExtraArgs(inner.init, update)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
+  with pytest.raises(TypeError, match="unexpected keyword argument 'valeu'"):
+    step(init_params(), tx.init(init_params()), digits(4))
 
 
 def test_weight_reaches_a_transformation_that_wants_it():

@@ -89,9 +89,11 @@ def beside_overwritten(
   """`tx`, for parameters next to which flax keeps what is overwritten and not stepped."""
 
   def update(grads: Grads, state: OptState, params: Params = None, **extra_args: Any) -> Any:
-    elsewhere, overwritten, own = extra_args["value_fn"], params[OVERWRITTEN], grads["params"]
+    elsewhere: Any = extra_args.get("value_fn")  # left out if a transformation in `tx` refuses it
+    overwritten, own = params[OVERWRITTEN], grads["params"]
     value_fn = lambda params: elsewhere({"params": params, OVERWRITTEN: overwritten})  # noqa: E731
-    extra_args |= {"grad": own, "value_fn": value_fn}
+    of_own = {"grad": own, "value_fn": value_fn}
+    extra_args = {name: of_own.get(name, x) for name, x in extra_args.items()}
     updates, state = tx.update(own, state, params["params"], **extra_args)
     changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
     return {"params": updates, OVERWRITTEN: changes}, state

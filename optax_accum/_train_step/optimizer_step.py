@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-import inspect
+import re
 from typing import Any, TypeAlias
 
 import jax
@@ -34,12 +34,12 @@ def optimizer_step(
 
   def update(held: Held, **more: Flag) -> Held:
     params, opt_state = held
-    accepted = _accepted(tx.update, {**extra_args, **more})
+    given = {**extra_args, **more}
     # A weight that is a float says that there are none, so nothing is lost where it is dropped.
-    sent = () if isinstance(extra_args["weight"], float) else {*extra_args, *more}
+    sent = () if isinstance(extra_args["weight"], float) else set(given)
 
     def step() -> Held:
-      updates, new_state = tx.update(grads, opt_state, params, **accepted)
+      updates, new_state = _updated(tx.update, (grads, opt_state, params), given)
       return optax.apply_updates(params, updates), new_state
 
     run = functools.partial(sending, sent, step)
@@ -69,12 +69,17 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   return jax.tree.map(choose, new, old, is_leaf=is_state)
 
 
-def _accepted(update: Callable[..., Any], extra_args: Kwargs) -> Kwargs:
-  """The extra arguments that `update` takes: some transformations refuse those they do not."""
-  parameters = inspect.signature(update).parameters
-  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    return extra_args
-  return {name: x for name, x in extra_args.items() if name in parameters}
+def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Held:
+  """What `update` returns, without the extra arguments that it, or what it calls, refuses."""
+  extra_args = dict(extra_args)
+  while True:
+    try:
+      return update(*args, **extra_args)
+    except TypeError as error:  # a signature would not tell: that of a chain takes all
+      refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+      if refused is None or refused[1] not in extra_args:
+        raise
+      del extra_args[refused[1]]
 
 
 def has_stepped(before: OptState, after: OptState) -> jax.Array:
