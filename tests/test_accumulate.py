@@ -442,9 +442,9 @@ def test_has_updated_finds_the_flag_anywhere():
 
 
 def test_has_updated_is_whether_any_of_several_did():
-  tx = optax.partition(
-    {"a": accumulate(optax.sgd(1.0), 2), "b": accumulate(optax.sgd(1.0), 3)}, {"x": "a", "y": "b"}
-  )
+  every_k = {"a": 2, "b": 3, "none": 1}  # the last has no parameters
+  parts = {label: accumulate(optax.sgd(1.0), k) for label, k in every_k.items()}
+  tx = optax.partition(parts, {"x": "a", "y": "b"})
   params = {"x": jnp.zeros(2), "y": jnp.zeros(2)}
   state, flags = tx.init(params), []
   for _ in range(6):

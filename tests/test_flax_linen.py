@@ -264,6 +264,7 @@ def test_steps_are_counted():
   for tx, calls, counts in [
     (schedule, [batch, padding, batch], [1, 1, 2]),
     (accumulate(schedule, 2), [batch, padding, batch, batch], [0, 0, 1, 1]),
+    (optax.apply_if_finite(schedule, 5), [batch, {**batch, "x": batch["x"] * np.nan}], [1, 1]),
     (optax.chain(accumulate(schedule, 2), optax.identity()), [batch, padding, batch], [0, 0, 1]),
     (optax.MultiSteps(schedule, 2).gradient_transformation(), [batch, batch, batch], [0, 1, 1]),
   ]:

@@ -286,6 +286,62 @@ def test_a_step_is_told_where_parameters_move(tx, expected, usual_promotion):
   assert stepped == moved == expected
 
 
+SGD, LABELS = optax.sgd(0.1), {"a": "a", "b": "b"}
+FINITE = optax.apply_if_finite(SGD, 1)
+# Each call has the names of the parameters whose gradient is not finite.
+WAYS_TO_MOVE_NOTHING = {
+  "labels of nothing": (
+    optax.partition(
+      {"all": optax_accum.accumulate(SGD, 2), "none": optax_accum.accumulate(SGD, 3),
+       "no": MULTI_STEPS},
+      "all",
+    ),
+    ["", "", "", ""],
+  ),
+  "rejects, then gives up": (FINITE, ["", "a", "a", "a"]),
+  "rejects beside sgd": (optax.partition({"a": FINITE, "b": SGD}, LABELS), ["", "a"]),
+  "rejects beside frozen": (
+    optax.partition({"a": FINITE, "b": optax.set_to_zero()}, LABELS), ["", "a", ""],
+  ),
+  "rejects in a cycle": (
+    optax.chain(optax_accum.accumulate(FINITE, 2), optax.identity()), ["", "", "b", "", "", ""],
+  ),
+  "rejects around a cycle": (
+    optax.apply_if_finite(optax_accum.accumulate(SGD, 2), 5), ["", "a", "", ""],
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ("name", "mesh", "weight_fn"),
+  [
+    *((name, None, None) for name in WAYS_TO_MOVE_NOTHING),
+    ("labels of nothing", devices.AUTO, None),
+    ("rejects in a cycle", devices.EXPLICIT, lambda batch: jnp.sum(batch["b"] != 9)),
+    ("rejects beside sgd", devices.EXPLICIT, None),
+    ("rejects beside frozen", devices.AUTO, lambda batch: jnp.sum(batch["b"] != 9)),
+  ],
+)
+def test_no_step_is_told_where_no_parameter_moves(name, mesh, weight_fn, usual_promotion):
+  def linear(params, batch):
+    return jnp.mean(params["a"] * batch["a"] + params["b"] * batch["b"])
+
+  (tx, calls), params = WAYS_TO_MOVE_NOTHING[name], {"a": jnp.float32(1), "b": jnp.float32(2)}
+  mesh = mesh and make_mesh(2, kind=mesh)
+  step = optax_accum.make_train_step(
+    linear, tx, num_microbatches=2, donate=False, mesh=mesh, weight_fn=weight_fn
+  )
+  state, told, moved = tx.init(params), [], []
+  for bad in calls:
+    batch = {label: np.full(4, np.nan if label in bad else 1, np.float32) for label in LABELS}
+    new, state, metrics = step(params, state, batch)
+    told.append(bool(metrics["stepped"]))
+    moved.append(any(float(new[label]) != float(params[label]) for label in LABELS))
+    params = new
+  assert told == moved
+  assert {*moved} == ({True} if name == "rejects beside sgd" else {True, False})
+
+
 def test_a_weight_that_is_not_a_number_shows():
   step = optax_accum.make_train_step(
     loss_fn, optax.sgd(0.1), num_microbatches=2, weight_fn=lambda b: jnp.nan * b["x"][0, 0]

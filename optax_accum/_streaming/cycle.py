@@ -286,7 +286,7 @@ class Accumulation:
     gradient_step = optax.safe_increment(state.gradient_step)
     state = state._replace(
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
-      has_updated=jnp.asarray(emit),
+      has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
     return MiniStep(updates, total, divisor, cycle_weight, emit, state)
 

@@ -33,7 +33,7 @@ class AccumulateState(NamedTuple):
       cycle's gradients. Not read while `mini_step` is 0. ``()`` if ``every_k=1``.
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 with x64), the sum of the cycle's weights on all devices.
-    has_updated: bool scalar, whether the last call took a step.
+    has_updated: bool scalar, whether the last call took a step. Always False without parameters.
     weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
   """
 
@@ -62,7 +62,7 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
     opt_state: A pytree that holds states of `accumulate`, such as that of an `optax.chain`.
 
   Returns:
-    A bool scalar. If there are several states, it says whether any took a step.
+    A bool scalar. If there are several states, it says whether any with parameters took a step.
 
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.

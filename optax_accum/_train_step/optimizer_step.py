@@ -29,24 +29,26 @@ def optimizer_step(
   extra_args: Kwargs,
   counted: Flag,
   held: Held,
-) -> Held:
-  """A step of `tx`. Where nothing was counted, no parameter moves."""
+) -> tuple[Params, tuple[OptState, jax.Array]]:
+  """A step of `tx`, and whether it took one. Where nothing was counted, no parameter moves."""
 
   def update(held: Held, **more: Flag) -> Held:
-    params, opt_state = held
+    params, (opt_state, _) = held
     given = {**extra_args, **more}
     # A weight that is a float says that there are none, so nothing is lost where it is dropped.
     sent = () if isinstance(extra_args["weight"], float) else set(given)
 
-    def step() -> Held:
-      updates, new_state = _updated(tx.update, (grads, opt_state, params), given)
-      return optax.apply_updates(params, updates), new_state
-
+    step = functools.partial(_updated, tx.update, (grads, opt_state, params), given)
     run = functools.partial(sending, sent, step)
     # The branches of a conditional have the same types, so only without one may a state grow.
-    new, new_state = updated("opt_state", tx.init, params, opt_state, run, may_grow=counted is True)
-    return same_types("params", new, params), new_state
+    updates, new_state = updated(
+      "opt_state", tx.init, params, opt_state, run, may_grow=counted is True
+    )
+    new = same_types("params", optax.apply_updates(params, updates), params)
+    return new, (new_state, _has_stepped(opt_state, new_state, updates))
 
+  accumulates = is_state(held[1])
+  held = held[0], (held[1], jnp.zeros((), jnp.bool_))
   if counted is True or not states_in(held[1]):
     if counted is not True:  # traced once, for types and for the conditional
       update = jax.jit(update, inline=True)
@@ -55,7 +57,7 @@ def optimizer_step(
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held, _may_end=counted)
   counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
-  return new if is_state(held[1]) else _all_but_mini_steps(counted, new, held)
+  return new if accumulates else _all_but_mini_steps(counted, new, held)
 
 
 def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
@@ -82,15 +84,36 @@ def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Hel
       del extra_args[refused[1]]
 
 
-def has_stepped(before: OptState, after: OptState) -> jax.Array:
+# What may leave all as it is: the states of wrappers, each with that of what it wraps.
+_GATES = AccumulateState, optax.MultiStepsState, optax.ApplyIfFiniteState
+
+
+def _has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array:
   """Whether the optimizer took a step, which one that accumulates does once a cycle."""
-  accumulates = lambda x: isinstance(x, (AccumulateState, optax.MultiStepsState))  # noqa: E731
-  states = (jax.tree.leaves(x, is_leaf=accumulates) for x in (before, after))
-  moved = [
-    (a.gradient_step != b.gradient_step) & has_stepped(a.inner_opt_state, b.inner_opt_state)
-    for a, b in zip(*(filter(accumulates, leaves) for leaves in states), strict=True)
-  ]
-  return jnp.any(jnp.stack(moved)) if moved else jnp.bool_(True)
+  stepped = _have_stepped(before, after)
+  rejects = lambda x: isinstance(x, optax.ApplyIfFiniteState)  # noqa: E731
+  if any(map(rejects, jax.tree.leaves(after, is_leaf=rejects))):
+    # Its state does not tell whether it gave up, and applied what is not finite, nor whether the
+    # optimizer of other parameters took a step.
+    stepped |= functools.reduce(jnp.logical_or, [jnp.any(x != 0) for x in jax.tree.leaves(updates)])
+  return stepped
+
+
+def _have_stepped(before: OptState, after: OptState) -> jax.Array:
+  """Whether one of these wrappers let a step pass, or there is none."""
+  is_gate = lambda x: isinstance(x, _GATES)  # noqa: E731
+  states = (filter(is_gate, jax.tree.leaves(x, is_leaf=is_gate)) for x in (before, after))
+  passed = list(map(_has_passed, *states))
+  return jnp.any(jnp.stack(passed)) if passed else jnp.bool_(True)
+
+
+def _has_passed(before: OptState, after: OptState) -> jax.Array:
+  """Whether such a wrapper, and those within it, let a step pass."""
+  if isinstance(after, optax.ApplyIfFiniteState):
+    return after.last_finite & _have_stepped(before.inner_state, after.inner_state)
+  has_leaves = getattr(after, "has_updated", bool(jax.tree.leaves(after.acc_grads)))
+  counted = (after.gradient_step != before.gradient_step) & has_leaves
+  return counted & _have_stepped(before.inner_opt_state, after.inner_opt_state)
 
 
 def loss_elsewhere(

@@ -20,7 +20,7 @@ from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._microbatches.options import Split
 from optax_accum._train_step.donation import arrays, check_alive, distinct, Known
-from optax_accum._train_step.optimizer_step import has_stepped, loss_elsewhere, optimizer_step
+from optax_accum._train_step.optimizer_step import loss_elsewhere, optimizer_step
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -168,15 +168,15 @@ class StepProgram:
       with jax.named_scope("optimizer"):
         moves = counted if local.split.weighs else True
         update = functools.partial(optimizer_step, self.tx, out.grads, extra_args, moves)
-        new = beside.stepped(update, params, opt_state)
+        params, (opt_state, stepped) = beside.stepped(update, params, opt_state)
       of_mean = squared_norm(local.derivatives(out.grads))
       metrics = {"loss": out.loss, "grad_norm": jnp.sqrt(of_mean), **stats._asdict()}
-      metrics["stepped"] = counted & has_stepped(opt_state, new[1])
+      metrics["stepped"] = stepped
       if local.noise_scale:
         metrics["noise_scale"] = noise_terms(out.noise, of_mean, stats.total_weight)
       if local.has_aux or reduced.carry:
         metrics["aux"] = out.aux
-      return *new, *reduced.carry, metrics
+      return params, opt_state, *reduced.carry, metrics
 
     return train_step
 

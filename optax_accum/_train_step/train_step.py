@@ -222,8 +222,9 @@ def make_train_step(
     `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
     ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for; and ``stepped``
     (bool), whether `tx` took a step. That is False within the cycle of a `tx` that accumulates (of
-    the part that does, as in `optax.partition`), and if all microbatches were skipped or weigh 0:
-    nothing is updated then, except that an `accumulate` counts a mini step and ends no cycle.
+    the part that does, as in `optax.partition`), where `optax.apply_if_finite` rejects gradients
+    and nothing else moves, and if all microbatches were skipped or weigh 0: nothing is updated
+    then, except that an `accumulate` counts a mini step and ends no cycle.
 
   Raises:
     ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
