@@ -423,8 +423,77 @@ def test_extra_arguments_reach_inner():
   state = tx.init(jnp.zeros(2))
   _, state = tx.update(jnp.ones(2), state, value=5.0)
   updates, state = tx.update(jnp.ones(2), state, value=7.0, weight=3.0)
-  np.testing.assert_array_equal(updates, -7.0)  # the value of the call that emits
+  np.testing.assert_array_equal(updates, -6.5)  # the value of the cycle
   assert has_updated(state)
+
+
+def keeping(*names):
+  """A transformation whose state is what `update` was last given by these names."""
+
+  def update(updates, state, params=None, **extra_args):
+    return updates, {name: extra_args[name] for name in names}
+
+  def init(params):
+    return {name: params if name == "grad" else jnp.zeros(()) for name in names}
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@forms
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("every_k", [1, 3])
+def test_value_and_grad_are_reduced_as_the_gradients(form, reduction, every_k):
+  inf, nan = np.inf, np.nan
+  cycles = [  # the values, weights and flushes of calls; the gradient is the negative value
+    [(inf, 1, 0), (2, 1, 0), (3, 1, 0)],
+    [(2, 1, 0), (nan, 0, 0), (5, 3, 0)],
+    [(1, 1, 0), (4, 2, 1)],
+    [(nan, 1, 0), (7, 1, 0), (1, 1, 0), (4, 2, 0)],  # the first is skipped
+  ]
+  if every_k == 1:
+    cycles = [[call] for calls in cycles for call in calls if call[1] and call[0] == call[0]]
+
+  def skip_fn(grads, gradient_step, params):
+    return jnp.isnan(grads), ()
+
+  tx = accumulate(keeping("value", "grad"), every_k, reduction=reduction, skip_fn=skip_fn)
+  params = jnp.zeros(())
+  state, step = tx.init(params), jax.jit(mini_step(tx, form))
+  types = jax.tree.map(jax.typeof, trees.strong(state))
+  for calls in cycles:
+    for value, weight, flush in np.float32(calls):
+      params, state = step(
+        params, state, -value, weight=weight, flush=flush > 0, value=value, grad=-value
+      )
+      assert jax.tree.map(jax.typeof, state) == types
+    counted = [(w * v, w) for v, w, _ in calls if w and v == v]
+    total, weight = np.sum(counted, axis=0)
+    expected = total / weight if reduction == "mean" else total
+    assert has_updated(state)
+    np.testing.assert_allclose(state.inner_opt_state["value"], expected, rtol=1e-6)
+    if every_k > 1:
+      np.testing.assert_allclose(state.inner_opt_state["grad"], -expected, rtol=1e-6)
+
+
+def test_every_k_of_one_leaves_grad_and_value_fn_alone():
+  def update(updates, state, params=None, *, value, grad, value_fn):
+    assert value_fn is max
+    assert value.dtype == jnp.bfloat16
+    return updates, (value.astype(jnp.float32), grad)
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: (params, params), update)
+  tx, one = optax.chain(optax.scale(2.0), accumulate(inner, 1)), jnp.ones(())
+  extra_args = {"value": jnp.bfloat16(3), "grad": jnp.full((), 5.0), "value_fn": max}
+  _, (_, state) = tx.update(one, tx.init(one), **extra_args)
+  assert tuple(map(float, state.inner_opt_state)) == (3.0, 5.0)
+
+
+@forms
+@pytest.mark.parametrize("value", [jnp.ones(2), 1j])
+def test_a_value_that_is_no_loss_is_refused(form, value):
+  tx = accumulate(optax.sgd(1.0), 2)
+  with pytest.raises(ValueError, match=r"value has shape .* must be a real scalar, the loss of"):
+    mini_step(tx, form)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=value)
 
 
 def test_has_updated_finds_the_flag_anywhere():

@@ -75,6 +75,41 @@ def test_the_sum_is_over_all_devices(form):
   np.testing.assert_allclose(trace[-1][0], -56.0)
 
 
+@pytest.mark.parametrize(
+  ("form", "every_k", "weighted", "check_vma"),
+  [("update", 2, True, True), ("apply", 2, False, False), ("update", 1, True, False)],
+)
+def test_value_and_grad_are_those_of_all_devices(form, every_k, weighted, check_vma):
+  def update(updates, state, params=None, *, value, grad):
+    return updates, (value, grad)
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: (params, params), update)
+  tx, zero = accumulate(inner, every_k, axis_name="data"), jnp.zeros(())
+  values = np.arange(1.0, 1 + every_k * DEVICES, dtype=np.float32).reshape(every_k, DEVICES) ** 2
+  weights = np.float32(values % 3) if weighted else np.ones_like(values)
+  values[weights == 0] = NAN
+  specs = accumulate_specs(jax.eval_shape(tx.init, zero), "data")
+  mesh, row = make_mesh(DEVICES), P("data")
+
+  @jax.jit
+  @jax.shard_map(
+    mesh=mesh, in_specs=(P(), specs, row, row), out_specs=(P(), specs), check_vma=check_vma
+  )
+  def step(params, state, value, weight):
+    extra_args = {"value": value[0], "grad": -value[0]}
+    if weighted:
+      extra_args["weight"] = weight[0]
+    return mini_step(tx, form)(params, state, -value[0], **extra_args)
+
+  params, state = zero, jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(zero)
+  for value, weight in zip(values, weights, strict=True):
+    params, state = step(params, state, value, weight)
+  expected = np.nansum(values * weights) / weights.sum()
+  assert state.has_updated
+  np.testing.assert_allclose(state.inner_opt_state, [expected, -expected], rtol=1e-6)
+  np.testing.assert_allclose(params, -expected, rtol=1e-6)
+
+
 @forms
 def test_a_nan_on_one_device_is_skipped_by_all(form):
   bad = np.ones(DEVICES)

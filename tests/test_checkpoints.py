@@ -1,5 +1,6 @@
 """Checkpoints in mid-cycle: saved by orbax, they go on to the bit, or are refused by name."""
 
+import collections
 import functools
 import importlib.util
 import pathlib
@@ -23,6 +24,7 @@ from support.pages import Page
 from optax_accum import (
   accumulate,
   accumulate_specs,
+  AccumulateState,
   discard_cycle,
   from_multi_steps,
   has_updated,
@@ -364,6 +366,19 @@ def test_restored_on_devices_with_another_skip_fn():
   for rows in VALUES[1:]:
     params, state = skips(params, state, rows)
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
+
+
+def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(tmp_path):
+  tx = accumulate(SGD, 2)
+  _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
+  new = tx.init(jnp.ones(2))
+  fields = new._asdict()
+  del fields["acc_value"]
+  old = collections.namedtuple("AccumulateState", fields)(*state[:-1])
+  with pytest.raises(ValueError, match="acc_value"):
+    saved_and_restored(tmp_path / "refused", old, new)
+  restored = saved_and_restored(tmp_path, old, fields)
+  trees.assert_close(AccumulateState(**restored), state, 0)
 
 
 @pytest.mark.parametrize("jitted", [True, False])

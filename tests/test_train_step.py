@@ -244,6 +244,57 @@ def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
   trees.assert_close(new, whole, 1e-6)
 
 
+POLYAK, MAX = optax.polyak_sgd(max_learning_rate=10.0), {"max_learning_rate": 10.0}
+
+
+@pytest.mark.parametrize(
+  ("tx", "mesh"),
+  [
+    (optax_accum.accumulate(POLYAK, 2), None),
+    (optax_accum.accumulate(POLYAK, 2), devices.AUTO),
+    (optax.partition({"all": optax_accum.accumulate(POLYAK, lambda _: 2)}, "all"), None),
+    (
+      optax.chain(
+        optax_accum.accumulate(
+          optax_accum.accumulate(optax.inject_hyperparams(optax.polyak_sgd)(**MAX), 2), 1
+        ),
+        optax.identity(),
+      ),
+      devices.EXPLICIT,
+    ),
+  ],
+)
+def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(tx, mesh, usual_promotion):
+  def masked(params, batch):
+    errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    return jnp.sum(errors * batch["valid"]) / jnp.sum(batch["valid"])
+
+  x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
+  y = x.sum(1) + np.repeat(np.float32([0, 3]), 12)
+  valid = np.arange(24, dtype=np.float32) % 8 > 1  # a microbatch, or a part of one, is padding
+  batch, params = {"x": x, "y": y, "valid": np.float32(valid)}, {"w": jnp.zeros(3)}
+  mesh = mesh and make_mesh(2, kind=mesh)
+  step = optax_accum.make_train_step(
+    masked, tx, microbatch_size=2, mesh=mesh, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+  )
+  new, state = params, tx.init(params)
+  for part in (slice(0, 8), slice(8, 24)):
+    new, state, metrics = step(new, state, trees.index(batch, part))
+  loss, grads = jax.value_and_grad(masked)(params, batch)
+  updates, _ = POLYAK.update(grads, POLYAK.init(params), params, value=loss)
+  assert abs(metrics["loss"] - loss) > 0.1
+  trees.assert_close(new, updates, 1e-5)
+
+
+def test_a_line_search_of_several_calls_is_refused():
+  tx = optax_accum.accumulate(relaxed(optax.lbfgs()), 2)
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
+  with pytest.raises(
+    NotImplementedError, match=r"calls value_fn.*Take the step in one call, of all"
+  ):
+    step(init_params(), tx.init(init_params()), digits(4))
+
+
 def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
   tx = optax_accum.accumulate(optax.sgd(0.1), 2)
   step = optax_accum.make_train_step(

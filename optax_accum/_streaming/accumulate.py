@@ -114,17 +114,17 @@ def accumulate(
   Raises:
     TypeError: An argument or gradient has the wrong type, or ``weight`` or ``flush`` is misspelled.
     ValueError: An argument is out of range; gradients differ from parameters in tree or shape;
-      `inner` changes tree or shapes of its state; `axis_name` is unbound; the state belongs to
-      other options or another model. With ``check_vma=True`` also: gradients were already summed
-      over `axis_name`, or parameters are sharded over it.
+      `inner` changes tree or shapes of its state; `axis_name` is unbound; ``value`` is no real
+      scalar; the state belongs to other options or another model. With ``check_vma=True`` also:
+      gradients were already summed over `axis_name`, or parameters are sharded over it.
+    NotImplementedError: `inner` calls ``value_fn``.
 
   Calls:
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
-    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the
-    jitted function around it, and return them first and in the same order, or JAX copies them.
-    Leaves that are no floating or complex numbers stay as they are; their gradients are None. Extra
-    arguments (``value=`` ...) of the call that ends the cycle go to `inner`, except two scalars,
-    which may be traced:
+    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
+    function around it, and return them first and in the same order, or JAX copies them. Leaves that
+    are no floating or complex numbers stay as they are; their gradients are None. Two scalars may
+    be traced:
 
     - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give 0, or
       1e-30 to 1e30 such that its product with the gradients is in the range of the accumulators.
@@ -132,6 +132,15 @@ def accumulate(
       derivative by a weight of 0 is 0.
     - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
       mean is over what was accumulated.
+
+    All other arguments of the call that ends the cycle go to `inner`, with these as the cycle's:
+
+    - ``value``: the loss, a real scalar. `inner` gets the cycle's, reduced as the gradients are.
+      Give it in every call, with `axis_name` that of the device's rows.
+    - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`. With
+      ``every_k=1``, and no `axis_name`, it stays as it is.
+    - ``value_fn``: the objective of one call is not the cycle's, so an `inner` that calls it, as
+      line searches do, is an error unless ``every_k=1``. Use `make_train_step` on all rows.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========

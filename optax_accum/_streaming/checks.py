@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, OptState, Params, Path, Tree
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
@@ -115,6 +115,19 @@ def check_whole(params: Params, axis_name: AxisName) -> None:
         " gradients of sharded parameters. If it was cast by jax.lax.pcast to be differentiated,"
         " pass the parameters from before the cast."
       )
+
+
+def checked_value(extra_args: Kwargs) -> jax.Array | None:
+  """The loss of a call as a float, if it was given."""
+  if extra_args.get("value") is None:
+    return None
+  value = jnp.asarray(extra_args["value"])
+  if value.shape != () or jnp.iscomplexobj(value):
+    raise ValueError(
+      f"value has shape {value.shape} and dtype {value.dtype}; it must be a real scalar, the loss"
+      " of this call: accumulate reduces it as it does the gradients."
+    )
+  return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
 
 def check_info(info: Tree, skip_state: Tree) -> None:

@@ -55,6 +55,7 @@ class MiniStep(NamedTuple):
   total: Grads  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
+  value: Weight  # the cycle's weighted sum of ``value=``, over all devices
   emit: Flag  # whether `inner` steps in this call
   state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
 
@@ -93,6 +94,7 @@ class Accumulation:
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
       weight_rest=jnp.zeros((), jnp.result_type(float)),
+      acc_value=jnp.zeros((), jnp.result_type(float)),
     )
     return stored(state, self.axis_name)
 
@@ -121,7 +123,7 @@ class Accumulation:
   ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
     updates, params = checks.checked("update", updates, state, params, extra_args)
-    step = self._add(updates, state, params, weight, flush, _may_end)
+    step = self._add(updates, state, params, weight, flush, _may_end, extra_args)
     run = functools.partial(self._run_inner, step, extra_args, params)
     if step.emit is True:
       updates, total, inner_state = run(step.total, state.inner_opt_state)
@@ -149,7 +151,7 @@ class Accumulation:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
     given = params
     updates, params = checks.checked("apply", updates, state, params, extra_args)
-    step = self._add(updates, state, params, weight, flush, None)
+    step = self._add(updates, state, params, weight, flush, None, extra_args)
 
     def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
       old, inner_state = carry
@@ -200,6 +202,7 @@ class Accumulation:
       reduced = jax.tree.map(
         lambda x, g: kind.finish(x, weight, g).astype(g.dtype), total, step.updates
       )
+      extra_args = self._of_cycle(step, reduced, extra_args)
       # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
       sends = kind.name == "mean" and bool(states_in(inner_state))
       if sends:
@@ -210,6 +213,18 @@ class Accumulation:
       run = functools.partial(sending, ["weight"] * sends, update)
       new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
     return new, total, new_state
+
+  def _of_cycle(self, step: MiniStep, reduced: Grads, extra_args: Kwargs) -> Kwargs:
+    """The extra arguments of a call, where they are of its rows alone replaced by the cycle's."""
+    of_cycle: dict[str, Any] = {}
+    like: Any = checks.checked_value(extra_args)
+    if like is not None:
+      of_cycle["value"] = self.reduction.finish(jnp.asarray(step.value), step.cycle_weight, like)
+    if self.every_k != 1 or self.axis_name is not None:
+      of_cycle["grad"] = reduced
+    if self.every_k != 1:
+      of_cycle["value_fn"] = _refusing(extra_args.get("value_fn"))
+    return {name: of_cycle.get(name, x) for name, x in extra_args.items()}
 
   def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
     kept = () if self.every_k == 1 else total
@@ -225,6 +240,7 @@ class Accumulation:
     weight: ArrayLike,
     flush: Flag,
     may_end: Flag | None,
+    extra_args: Kwargs,
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
     _check_arrived(weight=not isinstance(weight, float), _may_end=may_end is not None)
@@ -250,7 +266,9 @@ class Accumulation:
       checks.check_info(info, skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
       state = state._replace(skip_state=info)
-    skip, flush, local, over_devices = self._agree(skip, flush, local, dtype)
+    value = checks.checked_value(extra_args)
+    term = 0.0 if value is None else weighted_mean.weigh(value, local, dtype)
+    skip, flush, local, over_devices, value_sum = self._agree(skip, flush, local, term, dtype)
 
     if self.every_k == 1:
       total, divisor = self._of_one(updates, local, over_devices)
@@ -265,6 +283,7 @@ class Accumulation:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
       total = jax.tree.map(added, acc_grads, updates)
+      value_sum = jnp.where(first, 0, jnp.asarray(state.acc_value, dtype)) + value_sum
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -277,7 +296,10 @@ class Accumulation:
       ends = ends if may_end is None else ends & may_end
       kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), weight_sum)
       state = state._replace(
-        mini_step=jnp.where(ends, 0, mini_step), acc_weight=kept.total, weight_rest=kept.rest
+        mini_step=jnp.where(ends, 0, mini_step),
+        acc_weight=kept.total,
+        weight_rest=kept.rest,
+        acc_value=value_sum,
       )
 
     emit = ends
@@ -288,24 +310,26 @@ class Accumulation:
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
-    return MiniStep(updates, total, divisor, cycle_weight, emit, state)
+    return MiniStep(updates, total, divisor, cycle_weight, value_sum, emit, state)
 
   def _agree(
-    self, skip: Flag, flush: Flag, local: Weight, dtype: DTypeLike
-  ) -> tuple[Flag, Flag, Weight, Weight]:
-    """Skip, flush (any device's is all devices'), and the weight on this device and on all."""
+    self, skip: Flag, flush: Flag, local: Weight, value: Weight, dtype: DTypeLike
+  ) -> tuple[Flag, Flag, Weight, Weight, Weight]:
+    """Skip, flush (any device's is all devices'), the weight here and on all, the value on all."""
     total = local
     if self.axis_name is not None:
-      values = enumerate((skip, flush, local))
+      values = enumerate((skip, flush, local, value))
       traced = {i: jnp.asarray(x).astype(dtype) for i, x in values if isinstance(x, jax.Array)}
-      if traced:  # one reduction, of up to three numbers
+      if traced:  # one reduction, of up to four numbers
         stacked = across_devices.varying(jnp.stack([*traced.values()]), self.axis_name)
         traced = dict(zip(traced, lax.psum(stacked, self.axis_name), strict=True))
       skip, flush = (traced[i] > 0 if i in traced else x for i, x in enumerate((skip, flush)))
       total = traced[2] if 2 in traced else local * lax.axis_size(self.axis_name)
+      value = traced.get(3, value)
     if isinstance(skip, jax.Array):
-      local, total = (jnp.where(skip, 0, w).astype(dtype) for w in (local, total))
-    return skip, flush, local, total
+      sums = (local, total, value)
+      local, total, value = (jnp.where(skip, 0, x).astype(dtype) for x in sums)
+    return skip, flush, local, total, value
 
   def _of_one(self, updates: Grads, local: Weight, over_devices: Weight) -> tuple[Grads, Weight]:
     """The sum and the divisor of a cycle of one call."""
@@ -323,6 +347,20 @@ class Accumulation:
       return weighted_mean.weigh(g, local, g.dtype if self.axis_name is None else wide)
 
     return jax.tree.map(weighed, updates), over_devices
+
+
+def _refusing(value_fn: Any) -> Callable[..., Any]:
+  """`value_fn` of one call, for an `inner` that steps by several: it must not call it."""
+
+  @functools.wraps(value_fn)
+  def refused(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+      "The optimizer within accumulate calls value_fn, as line searches do, and that of a call is"
+      " the loss of its rows alone, not of the cycle. Take the step in one call, of all rows:"
+      " optax_accum.make_train_step(loss_fn, inner, num_microbatches=every_k * N)."
+    )
+
+  return refused
 
 
 def _check_arrived(**arrived: bool) -> None:

@@ -259,7 +259,7 @@ def make_train_step(
     with ``reduction="sum"``), so that k calls of N microbatches with ``tx=accumulate(inner, k)``
     are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
     counted, differentiable in the memory of one (with derivative 0 for parameters with their own
-    `grad_reduction`).
+    `grad_reduction`). It is of one call, so line searches in `accumulate` are an error if k > 1.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps

@@ -180,8 +180,8 @@ REFUSED = {
   "parameters are sharded over an axis of the mesh": lambda d: any(
     axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
   ),
-  "line searches need value_fn, which is a train step's": lambda d: (
-    d.optimizer in ("linesearch", "lbfgs") and not d.steps
+  "line searches need value_fn, which is a train step's, of all rows of a cycle": lambda d: (
+    d.optimizer in ("linesearch", "lbfgs") and (not d.steps or (d.accumulates and d.every_k != 1))
   ),
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
     (d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh)
@@ -192,12 +192,6 @@ REFUSED = {
   ),
   "a cubic line search magnifies rounding": lambda d: (
     d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
-  ),
-  "polyak needs one value on all devices": lambda d: (
-    d.optimizer == "polyak" and d.streams and d.devices > 1 and d.place != "one"
-  ),
-  "the emitting call's own value is no sum, and NaN where that call is padding": lambda d: (
-    (d.optimizer == "polyak" and d.streams) and (d.reduction == "sum" or d.padding or d.empty)
   ),
   "a group has not all parameters": lambda d: (
     d.wrap == "partition" and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")

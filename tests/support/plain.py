@@ -159,12 +159,12 @@ def _update(optimizer, by_group):
 
 @functools.lru_cache(maxsize=1)
 def _searching_update(draw):
-  """The update of an optimizer that evaluates the loss, of the batch `last`."""
+  """The update of an optimizer that evaluates the loss, of the batch `cycle`."""
   tx = optimizer_of(draw.optimizer, draw.wrap == "partition")
 
-  def update(grads, state, params, *, last, **extra_args):
+  def update(grads, state, params, *, cycle, **extra_args):
     def value_fn(params):
-      return jnp.zeros(()) if last is None else loss_of(draw, params, last, jnp)
+      return jnp.zeros(()) if cycle is None else loss_of(draw, params, cycle, jnp)
 
     return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
 
@@ -191,7 +191,7 @@ def whole_batch_steps(draw, all_cycles, gradient=gradient):
         mini_step, emits = mini_step + (draw.every_k != 1 and not call.skipped), False
         if call is calls[-1]:
           cycle = join(batches)
-          params, state = _step(draw, params, state, cycle, batch, metrics, gradient)
+          params, state = _step(draw, params, state, cycle, gradient)
           mini_step, emits = 0, cycle is not None
           steps += emits
         held.append({"params": params, "state": state, "carry": carry, **metrics})
@@ -213,21 +213,20 @@ def _metrics(draw, call, params, carry, batch, gradient):
     "total_weight": sum(weights),
     "skipped_microbatches": sum(m.skipped for m in call.microbatches),
     **aux_of(draw, call, params, carry),
-    "grad": grads,
   }
 
 
-def _step(draw, params, state, cycle, last, metrics, gradient):
-  """One step of the optimizer, with the extra arguments of the call that emits (`last`)."""
+def _step(draw, params, state, cycle, gradient):
+  """One step of the optimizer."""
   if cycle is None and draw.stepless:
     return params, state
-  grads = jax.tree.map(np.zeros_like, params)
+  grads, value = jax.tree.map(np.zeros_like, params), 0.0
   if cycle is not None:
-    grads = gradient(draw, params, cycle)
+    grads, value = gradient(draw, params, cycle), loss_of(draw, params, cycle)
   tx = (draw.optimizer, draw.wrap == "partition")
-  update, extra_args = _update(*tx), {"value": jnp.asarray(metrics["loss"])}
+  update, extra_args = _update(*tx), {"value": jnp.asarray(value)}
   if draw.optimizer in ("linesearch", "lbfgs"):
-    extra_args |= {"grad": metrics["grad"], "last": last}
+    extra_args |= {"grad": grads, "cycle": cycle}
     update = _searching_update(draw)
   updates, state = update(grads, state, jax.tree.map(jnp.asarray, params), **extra_args)
   return jax.device_get(optax.apply_updates(params, updates)), state
