@@ -219,7 +219,7 @@ class Accumulation:
     of_cycle: dict[str, Any] = {}
     like: Any = checks.checked_value(extra_args)
     if like is not None:
-      of_cycle["value"] = self.reduction.finish(jnp.asarray(step.value), step.cycle_weight, like)
+      of_cycle["value"] = self.reduction.finish(step.value, step.cycle_weight, like)
     if self.every_k != 1 or self.axis_name is not None:
       of_cycle["grad"] = reduced
     if self.every_k != 1:
