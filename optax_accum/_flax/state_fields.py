@@ -16,6 +16,7 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
+from optax_accum._streaming.cycle import ValueOfOneCall
 
 Collections: TypeAlias = dict[str, Tree]
 
@@ -91,8 +92,8 @@ def beside_overwritten(
   def update(grads: Grads, state: OptState, params: Params = None, **extra_args: Any) -> Any:
     elsewhere: Any = extra_args.get("value_fn")  # left out if a transformation in `tx` refuses it
     overwritten, own = params[OVERWRITTEN], grads["params"]
-    value_fn = lambda params: elsewhere({"params": params, OVERWRITTEN: overwritten})  # noqa: E731
-    of_own = {"grad": own, "value_fn": value_fn}
+    whole = lambda params: elsewhere({"params": params, OVERWRITTEN: overwritten})  # noqa: E731
+    of_own = {"grad": own, "value_fn": ValueOfOneCall(whole)}
     extra_args = {name: of_own.get(name, x) for name, x in extra_args.items()}
     updates, state = tx.update(own, state, params["params"], **extra_args)
     changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)

@@ -117,7 +117,7 @@ def accumulate(
       `inner` changes tree or shapes of its state; `axis_name` is unbound; ``value`` is no real
       scalar; the state belongs to other options or another model. With ``check_vma=True`` also:
       gradients were already summed over `axis_name`, or parameters are sharded over it.
-    NotImplementedError: `inner` calls ``value_fn``.
+    NotImplementedError: `inner` calls the ``value_fn`` of a `make_train_step`.
 
   Calls:
     ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
@@ -139,8 +139,9 @@ def accumulate(
       Give it in every call, with `axis_name` that of the device's rows.
     - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`. With
       ``every_k=1``, and no `axis_name`, it stays as it is.
-    - ``value_fn``: the objective of one call is not the cycle's, so an `inner` that calls it, as
-      line searches do, is an error unless ``every_k=1``. Use `make_train_step` on all rows.
+    - ``value_fn``: as it is, so let it be the loss of all rows of the cycle. That of
+      `make_train_step` is of one call, so an `inner` that calls it is an error unless
+      ``every_k=1``: take the step on all rows in one call.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========

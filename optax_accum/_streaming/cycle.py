@@ -222,8 +222,8 @@ class Accumulation:
       of_cycle["value"] = self.reduction.finish(step.value, step.cycle_weight, like)
     if self.every_k != 1 or self.axis_name is not None:
       of_cycle["grad"] = reduced
-    if self.every_k != 1:
-      of_cycle["value_fn"] = _refusing(extra_args.get("value_fn"))
+    if self.every_k != 1 and isinstance(extra_args.get("value_fn"), ValueOfOneCall):
+      of_cycle["value_fn"] = _refused_value_fn
     return {name: of_cycle.get(name, x) for name, x in extra_args.items()}
 
   def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
@@ -349,18 +349,16 @@ class Accumulation:
     return jax.tree.map(weighed, updates), over_devices
 
 
-def _refusing(value_fn: Any) -> Callable[..., Any]:
-  """`value_fn` of one call, for an `inner` that steps by several: it must not call it."""
+class ValueOfOneCall(functools.partial[Any]):
+  """The `value_fn` that a step makes: the loss of the rows of its call."""
 
-  @functools.wraps(value_fn)
-  def refused(*args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-      "The optimizer within accumulate calls value_fn, as line searches do, and that of a call is"
-      " the loss of its rows alone, not of the cycle. Take the step in one call, of all rows:"
-      " optax_accum.make_train_step(loss_fn, inner, num_microbatches=every_k * N)."
-    )
 
-  return refused
+def _refused_value_fn(*args: Any, **kwargs: Any) -> Any:
+  raise NotImplementedError(
+    "The optimizer within accumulate calls value_fn, as line searches do, and that of a step is the"
+    " loss of the rows of one call, not of the cycle. Take the step in one call, of all rows:"
+    " optax_accum.make_train_step(loss_fn, inner, num_microbatches=every_k * N)."
+  )
 
 
 def _check_arrived(**arrived: bool) -> None:

@@ -19,6 +19,7 @@ from optax_accum._microbatches import cut
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._microbatches.options import Split
+from optax_accum._streaming.cycle import ValueOfOneCall
 from optax_accum._train_step.donation import arrays, check_alive, distinct, Known
 from optax_accum._train_step.optimizer_step import loss_elsewhere, optimizer_step
 
@@ -162,7 +163,7 @@ class StepProgram:
       weight, counted = stats.total_weight, stats.total_weight != 0
       if local.reduction.name != "mean":  # a sum is not to be weighed again
         weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-      value_fn = functools.partial(loss_elsewhere, beside, out.weights, args, kwargs)
+      value_fn = ValueOfOneCall(loss_elsewhere, beside, out.weights, args, kwargs)
       extra_args = {"value": out.loss, "grad": out.grads, "value_fn": value_fn, "weight": weight}
 
       with jax.named_scope("optimizer"):
