@@ -299,11 +299,11 @@ def test_the_mend_that_the_loss_needs_comes_first():
   }
   assert firsts == {
     "contrastive": "A contrastive loss",
-    "several terms": "Several denominators, or the balance of a router",
+    "several terms": "Several denominators",
     "regularised sum": "A sum over rows plus a term without rows, such as a regularizer",
     "neighbours": "A statistic of the data (normalized advantages), or noise that depends on other"
     " rows",
-    "groups": "Rows in a random order (mixup, shuffled negatives)",  # nothing was seen: all mends
+    "groups": "Rows in groups",  # nothing was seen: all mends
   }
   assert "all_gather" in report_of("contrastive").fix
   assert "Batch norm" not in report_of("contrastive").fix

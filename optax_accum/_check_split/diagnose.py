@@ -50,8 +50,8 @@ def _of_outcomes(runs: Runs) -> Finding:
   if not runs.wrong(how):
     return ok
   seen = [words.MENDS[x] for x in runs.facts.couplings]
-  fix = "\n".join([*seen, words.OTHERS] if seen else words.MENDS.values())
-  last = Finding("coupled", words.COUPLED, fix)
+  unseen = [text for kind, text in words.MENDS.items() if kind != "mixed"]
+  last = Finding("coupled", words.COUPLED, "\n".join([*seen, words.OTHERS] if seen else unseen))
   if runs.facts.is_half:
     last = Finding("unknown", words.HALF, words.USE_FLOAT32)
   agrees = lambda runs: ok if runs.agree(how) else None  # noqa: E731
@@ -211,6 +211,6 @@ def _some_weight_explains(runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]
     return False
   shares = np.linalg.lstsq(np.stack(columns, 1), all_rows)[0]
   # They add up to more than one by what each part adds to its count, to divide by no zero.
-  is_mean = abs(sum(shares) - 1) < 0.01 and (len(shares) == 1 or min(shares) > 1e-3)
+  is_mean = abs(sum(shares) - 1) < 1e-4 and (len(shares) == 1 or min(shares) > 1e-3)
   # A tenth of what is allowed elsewhere: free shares hide most of a small term.
   return is_mean and bool(np.max(np.abs(all_rows - shares @ columns)) <= 0.1)

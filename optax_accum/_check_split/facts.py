@@ -14,12 +14,25 @@ from optax_accum._check_split.probes import Call, FIXED
 
 _DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}
-_BENDS = {"max", "min", "abs", "clamp", "sign", "round", "floor", "ceil", *_COMPARES}
+_ORDERS = {"sort", "top_k", "argmax", "argmin"}
+_BENDS = {
+  "max",
+  "min",
+  "abs",
+  "clamp",
+  "sign",
+  "round",
+  "floor",
+  "ceil",
+  "reduce_max",
+  "reduce_min",
+}
+_BENDS |= {"reduce_or", "reduce_and"} | _COMPARES | _ORDERS
 _CURVES = {"sqrt", "rsqrt", "log", "exp", "integer_pow", "square", "pow", "logistic", "tanh"}
-_ORDERS = {"sort", "top_k", "argmax", "argmin", "reduce_max", "reduce_min"}
 _USUAL = (0, -1)  # what often says that an entry does not count
 _MANY = 16  # numbers of a constant, or of all that are tried in each leaf of the batch
-# Where a number comes from: "params", "batch", "draws", and "total" if it is of all rows.
+# Where a number comes from: "params", "batch", "draws"; "total" if it is of all rows; "mixed" if it
+# is of a random order of rows.
 _Sources = frozenset[str]
 _LOSS = {"params", "batch"}
 
@@ -57,15 +70,22 @@ class _Equation(NamedTuple):
     return any(_rows(self.eqn.outvars, self.twin.outvars))
 
   @property
-  def adds_up(self) -> bool:
-    """Whether it makes one number of those of all rows."""
-    return "batch" in self.of and any(self.rows_of_operands) and not self.has_rows
+  def makes(self) -> _Sources:
+    """Where its results come from."""
+    kinds = {
+      "draws": self.name in _DRAWS,
+      "total": "batch" in self.of and any(self.rows_of_operands) and not self.has_rows,
+      "mixed": self.mixes,
+    }
+    return self.of.union(kind for kind, is_one in kinds.items() if is_one)
 
   @property
   def bends(self) -> bool:
     """Whether it is another function on one side of a number that all rows make."""
-    of_floats = any(_is_float(v.aval) for v in self.eqn.invars)
-    return self.name in _BENDS and of_floats and self.of >= _LOSS and not self.has_rows
+    if self.has_rows or not self.makes >= {*_LOSS, "total"}:
+      return False
+    to_integer = self.name == "convert_element_type" and not _is_float(self.eqn.outvars[0].aval)
+    return self.name in _BENDS or (to_integer and _is_float(self.eqn.invars[0].aval))
 
   @property
   def orders(self) -> bool:
@@ -74,7 +94,7 @@ class _Equation(NamedTuple):
       return False
     params, rows = self.eqn.params, self.rows_of_operands[0]
     last = len(self.eqn.invars[0].aval.shape) - 1
-    axes = params.get("axes", (params.get("dimension", params.get("axis", last)),))
+    axes = params.get("axes") or (params.get("dimension", params.get("axis", last)),)
     return any(axis in rows for axis in axes)
 
   @property
@@ -115,10 +135,13 @@ def facts_of(closed: ClosedJaxpr, twin: ClosedJaxpr, call: Call) -> Facts:
   What differs in `twin`, the jaxpr for twice as many rows, is an axis of rows.
   """
   given = [_Sources({x.role} & _LOSS) for x in call.arrays]
+  equations = list[_Equation]()
   try:
-    equations = list(_equations(closed.jaxpr, twin.jaxpr, given))
+    of_loss = _walk(closed.jaxpr, twin.jaxpr, given, equations)[0]
   except ValueError:  # a Python loop over rows: then nothing is known to have an axis of rows
-    equations = list(_equations(closed.jaxpr, closed.jaxpr, given))
+    equations.clear()
+    given = [of | {"total"} if "batch" in of else of for of in given]
+    of_loss = _walk(closed.jaxpr, closed.jaxpr, given, equations)[0]
   draws: list[Any] = [e.eqn for e in equations if e.name in _DRAWS]
   keys = {str(eqn.invars[0].aval.dtype) for eqn in draws if eqn.invars}
   results: list[tuple[Any, _Sources]] = [(v.aval, e.of) for e in equations for v in e.eqn.outvars]
@@ -129,7 +152,7 @@ def facts_of(closed: ClosedJaxpr, twin: ClosedJaxpr, call: Call) -> Facts:
   return Facts(
     not_checked=(words.DRAWS,) * bool(draws) + (words.BENDS,) * bends,
     draws_from_others=bool(keys - {FIXED}),
-    mixes="mixed" in found,
+    mixes="mixed" in of_loss,
     is_half=any(width < 4 for width, _ in floats_of),
     is_single=any(width == 4 and "params" in of for width, of in floats_of),
     integers=integers,
@@ -165,26 +188,37 @@ def _marks(
   return list(dict.fromkeys(integers)), list(floats)[:_MANY]
 
 
-def _equations(jaxpr: Jaxpr, twin: Jaxpr, given: Sequence[_Sources]) -> Iterator[_Equation]:
-  """All equations, and those within them, each with where its operands come from."""
-  known: dict[Var | None, _Sources] = dict(zip(jaxpr.invars, given, strict=True))
+def _walk(
+  jaxpr: Jaxpr, twin: Jaxpr, given: Sequence[_Sources], found: list[_Equation]
+) -> list[_Sources]:
+  """Adds all equations to `found`, and those within them. Returns where the results come from."""
+  known: dict[Var, _Sources] = dict(zip(jaxpr.invars, given, strict=True))
+
+  def sources(variables: Sequence[Any]) -> list[_Sources]:
+    return [_Sources() if isinstance(v, Literal) else known.get(v, _Sources()) for v in variables]
+
   for eqn, other in zip(jaxpr.eqns, twin.eqns, strict=True):
-    variables = [None if isinstance(v, Literal) else v for v in eqn.invars]
-    operands = [known.get(v, _Sources()) for v in variables]
+    operands = sources(eqn.invars)
     equation = _Equation(eqn, other, operands)
-    yield equation
-    of = equation.of
-    if equation.name in _DRAWS:
-      of |= {"draws"}
-    if equation.adds_up:
-      of |= {"total"}
+    found.append(equation)
+    results = [equation.makes] * len(eqn.outvars)
     within = zip(_versions.inner_jaxprs(eqn), _versions.inner_jaxprs(other), strict=True)
+    inside = []
     for inner, inner_twin in within:
-      # In a loop, what goes around may be of all that goes in.
-      apart = len(operands) == len(inner.invars) and equation.name not in ("scan", "while")
-      into = operands if apart else [of] * len(inner.invars)
-      yield from _equations(inner, inner_twin, into)
-    known.update(dict.fromkeys(eqn.outvars, of))
+      choice = int(equation.name == "cond")  # the first operand chooses the branch
+      loops = equation.name in ("scan", "while") or len(inner.invars) != len(operands) - choice
+      into = operands[choice:]
+      if loops:  # what goes around may be of all that goes in, and of what comes out
+        once = _walk(inner, inner_twin, [equation.of] * len(inner.invars), [])
+        into = [equation.of.union(*once)] * len(inner.invars)
+      out = _walk(inner, inner_twin, into, found)
+      if loops or len(out) != len(results):
+        out = [equation.makes.union(*out)] * len(results)
+      inside.append([x.union(*operands[:choice]) for x in out])
+    if inside:
+      results = [_Sources().union(*each) for each in zip(*inside, strict=True)]
+    known.update(zip(eqn.outvars, results, strict=True))
+  return sources(jaxpr.outvars)
 
 
 def _rows(variables: Sequence[Any], twins: Sequence[Any]) -> list[list[int]]:

@@ -59,7 +59,9 @@ class Array(NamedTuple):
     return len(shape) > 1 and shape[-1] > 1
 
   def moved(self, number: int, size: float) -> np.ndarray:
-    """Other floats, by `size` of what they are."""
+    """Other floats, by `size` of what they are, or the inverse of flags."""
+    if self.kind == "b":
+      return ~self.value
     by = size * (np.sqrt(np.mean(np.abs(self.value) ** 2)) or 1.0)
     return self.value + by * np.sin(number * (1.0 + self.places))
 
@@ -128,9 +130,9 @@ class Call(NamedTuple):
     """The call with other parameters, by a tenth: a weight does not depend on parameters."""
     return self.mapped("params", lambda x: x.moved(number, size))
 
-  def moved_carry(self, name: str) -> "Call":
+  def moved_carry(self, name: str, size: float) -> "Call":
     """The call with another value of one array of the carry."""
-    return self.mapped("carry", lambda x: x.moved(1, 0.1) if x.name == name else x.value)
+    return self.mapped("carry", lambda x: x.moved(1, size) if x.name == name else x.value)
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""

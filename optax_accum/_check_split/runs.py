@@ -279,15 +279,19 @@ class Runs:
     return Outcome(call, main, [*main, *others], allowed, jax.tree.map(np.ndim, (grads, aux)))
 
   def read_carry(self) -> list[str]:
-    """The floats in the carry that the loss changes, and by which it is another."""
-    floats = [x for x in self.call.arrays if x.role == "carry" and x.kind == "f"]
-    if not floats:
+    """What in the carry the loss changes, and is another by. Not keys, nor integers: counters."""
+    old = [x for x in self.call.arrays if x.role == "carry"]
+    if not any(x.kind in "fcb" for x in old):
       return []
     new = _compiled(self._on_one(self._new_carry))(self.call.moved(1).values)
-    old = [x for x in self.call.arrays if x.role == "carry"]
     changed = [x for x, y in zip(old, new, strict=False) if not np.array_equal(x.value, y)]
-    names = [x.name for x in changed if x.kind == "f"]
-    return [x for x in names if not self.given.fits(self.whole(self.call.moved_carry(x)).leaves)]
+    names = [x.name for x in changed if x.kind in "fcb"]
+
+    def is_read(name: str) -> bool:
+      others = (self.call.moved_carry(name, size) for size in (0.1, 3.0))
+      return any(not self.given.fits(self.whole(call).leaves) for call in others)
+
+    return list(filter(is_read, names))
 
   def _new_carry(self, *args: Tree, **kwargs: Tree) -> Leaves:
     """The arrays of the carry that the loss returns, for each array of that it gets."""

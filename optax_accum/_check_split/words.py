@@ -59,16 +59,18 @@ COUPLED = (
 )
 GROUPS = (
   "Rows in groups: make each group one row, so that no microbatch cuts it, and flatten it in the"
-  " loss:\n"
-  "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)"
+  " loss; of neighbors, or of the first and the second half:\n"
+  "  batch = jax.tree.map(lambda x: x.reshape(-1, group, *x.shape[1:]), batch)\n"
+  "  batch = jax.tree.map(lambda x: jnp.stack(jnp.split(x, 2), axis=1), batch)"
 )
 BATCH_NORM = (
   "Batch normalization: use group or layer norm, or the running statistics of earlier steps, as the"
   " guide When something is wrong does. Training also works as it is: each microbatch is normalized"
   " by its own rows."
 )
-# Of each way in which rows meet; the first that the loss has come first in a report.
+# Of each way in which rows meet. A report has those that were seen in the loss, or all.
 MENDS = {
+  "groups": GROUPS,
   "mixed": "Rows in a random order (mixup, shuffled negatives): draw the order before the step, for"
   " the whole batch, and pass to each row what it meets, as further leaves of the batch:\n"
   '  batch = {**batch, "x_other": batch["x"][order]}',
@@ -81,15 +83,16 @@ MENDS = {
   "data": "A statistic of the data (normalized advantages), or noise that depends on other rows:"
   " compute or draw it before the step, for the whole batch, and pass it as a leaf of the batch, or"
   " as a further argument that is not split.",
-  "statistics": BATCH_NORM,
-  "function": "A ratio, product or root of means over the batch: compute it on the whole batch from"
-  ' sums by optax_accum.microbatch(..., reduction="sum").',
-  "denominators": "Several denominators, or the balance of a router: compute the totals over the"
-  " whole batch first, and pass them to all microbatches. If the loss divides by them,"
-  ' reduction="sum" adds these up. See the page "Your loss, and what to write".',
+  "statistics": f"{BATCH_NORM}\n"
+  "Other statistics of the batch, as of correlations: run what comes before them by"
+  " optax_accum.microbatch(encode, ...) inside a loss of the whole batch.",
+  "function": "A ratio, product or root of means over the batch, as the balance of a router:"
+  ' compute it on the whole batch from sums by optax_accum.microbatch(..., reduction="sum").',
+  "denominators": "Several denominators: compute the totals over the whole batch first, and pass"
+  ' them to all microbatches. If the loss divides by them, reduction="sum" adds these up. See the'
+  ' page "Your loss, and what to write".',
   "regularizer": "A sum over rows plus a term without rows, such as a regularizer: take the mean"
   " over rows, or add the term and its gradient once, outside.",
-  "groups": GROUPS,
 }
 OTHERS = 'For other causes see the page "Your loss, and what to write".'
 MIXED = "The loss puts rows in an order that it draws, so each row meets others in a microbatch."
@@ -121,7 +124,7 @@ UNEVEN = (
 DENOMINATOR = (
   "A weight_fn that returns what the loss divides by on these rows of the batch, without a small"
   " number that each microbatch would add to it (jnp.maximum(count, 1) adds none), for example\n"
-  "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])"
+  "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # your own names"
 )
 WEIGHTED = "The loss divides by {what}. With this weight the microbatches agree."
 OVERWRITTEN = (

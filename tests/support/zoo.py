@@ -308,6 +308,16 @@ def order_of_places(params, batch, key):
   return mean(params, {**batch, "x": tokens[:, 0]})
 
 
+def mixup_by_sort(params, batch, key):
+  partner = jnp.argsort(jax.random.uniform(key, batch["y"].shape))
+  return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
+
+
+def rms_of_the_data(params, batch):
+  """Which halves that are alike hide."""
+  return mean(params, batch) / jnp.sqrt(jnp.mean(batch["x"] ** 2))
+
+
 def rolled(params, batch, key):
   """Rows that meet their neighbours, in a loss that draws too."""
   x = 0.7 * batch["x"] + 0.3 * jnp.roll(batch["x"], 1, 0)
@@ -372,6 +382,11 @@ def free_bits_of_rows(params, batch):
   """Of each row, one after the other, and of the parameters."""
   each = jax.lax.map(lambda x: jnp.maximum(jnp.mean(logits(params, x) ** 2), 0.01), batch["x"])
   return jnp.mean(each) + jnp.maximum(jnp.sum(params["w"] ** 2), 0.01)
+
+
+def order_for_a_log(params, batch, key):
+  order = jax.random.permutation(key, len(batch["y"]))
+  return mean(params, batch) + 0.0 * jax.random.uniform(key, (), batch["y"].dtype), order
 
 
 def free_bits_by(bend):
@@ -533,9 +548,18 @@ ZOO = {
   # Rows meet in these two, and in those with BENDS below: the report says that it did not look.
   "tokens drawn": Specimen(drawn_tokens, TOKENS, **NOISY),
   "weights drawn": Specimen(drawn_weights, XY, **NOISY),
+  "order for a log": Specimen(
+    order_for_a_log,
+    XY,
+    not_checked=DRAWS,
+    options={"rng_argnums": 2, "has_aux": True, "aux_reduction": "stack"},
+    further=(KEY,),
+  ),
   "order of places": Specimen(order_of_places, (*XY, "tokens"), **NOISY),
   "masked noise": Specimen(masked_noise, TOKENS, **WEIGHED_NOISE),
   "mixup": Specimen(mixup, XY, "coupled", '"x_other": batch["x"][order]', **NOISY),
+  "mixup by sort": Specimen(mixup_by_sort, XY, "coupled", "draw the order", **NOISY),
+  "rms of the data": Specimen(rms_of_the_data, XY, "coupled", "Several denominators"),
   "rolled": Specimen(rolled, XY, "coupled", "before the step, for the whole batch", **NOISY),
   "dropout, another key closed over": Specimen(
     named_and_closed_over_key, XY, "random", "rng_argnums=2", **NOISY
@@ -557,13 +581,18 @@ ZOO = {
   "free bits by where": Specimen(
     free_bits_by(lambda x: jnp.where(jnp.sum(x) > 0.01, jnp.sum(x), 0.01)), XY, not_checked=BENDS
   ),
+  "largest mean": Specimen(
+    free_bits_by(lambda x: jnp.max(x + jnp.array([1e4, 0, 0, 0], x.dtype))),
+    XY,
+    not_checked=BENDS,
+  ),
   "free bits by leaky relu": Specimen(
     free_bits_by(lambda x: jax.nn.leaky_relu(jnp.sum(x) - 0.01)), XY, not_checked=BENDS
   ),
-  "free bits of rows": Specimen(free_bits_of_rows, ("x",), not_checked=BENDS),
+  "free bits of rows": Specimen(free_bits_of_rows, ("x",)),
   "dice": Specimen(dice, ("tokens", "mask"), "coupled", "A ratio, product or root"),
   "load balance": Specimen(load_balance, XY, "coupled", "A ratio, product or root"),
-  "worst row": Specimen(worst_row, XY, "coupled", "sorted or selected"),
+  "worst row": Specimen(worst_row, XY, "coupled", "sorted or selected", not_checked=BENDS),
   "hardest half": Specimen(hardest_half, XY, "coupled", "sorted or selected"),
   "switched": Specimen(by_a_switch, (*XY, "mask"), "coupled", "A ratio, product or root"),
   "halves": Specimen(halves, XY, "coupled", "x.reshape(-1, group"),
