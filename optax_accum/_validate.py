@@ -153,7 +153,7 @@ def hint_on(
 
 def instead(name: str, known: Iterable[str], names: Mapping[str, str]) -> str:
   """What to write for a name that is not `known`, as `names` or one like it say: "" if neither."""
-  near = difflib.get_close_matches(name, known, 1)
+  near = difflib.get_close_matches(name, known, 1, cutoff=0.78)
   return names.get(name, f"Did you mean {near[0]}=?" if near else "")
 
 

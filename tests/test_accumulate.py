@@ -588,12 +588,13 @@ def test_accumulators_serve_as_buffers_leaf_by_leaf():
 
 
 class Counted(eqx.Module):
-  """What has no gradient: functions, an integer array, a key, a name."""
+  """What has no gradient: functions, an integer array, a key, a name, a float of Python."""
 
   mlp: eqx.nn.MLP
   count: jax.Array
   key: jax.Array
   name: str
+  drop: eqx.nn.Dropout
 
   def __call__(self, x):
     return self.mlp(x)
@@ -603,9 +604,11 @@ class Counted(eqx.Module):
 def test_apply_keeps_what_has_no_gradient(every_k):
   key = jax.random.key(0)
   mlp = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=key)
-  model, x = Counted(mlp, jnp.int32(3), key, "name"), jnp.ones((8, 4))
+  model = Counted(mlp, jnp.int32(3), key, "name", eqx.nn.Dropout(0.5))
+  x = jnp.ones((8, 4))
   grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-  tx = accumulate(optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)), every_k)
+  inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+  tx = accumulate(inner, every_k)
   state = tx.init(eqx.filter(model, eqx.is_inexact_array))
   actual, expected = (model, state), (model, state)
   for _ in range(2):
@@ -620,3 +623,17 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   assert model.key == key
   eager, _ = tx.apply(grads, state, model)
   assert eager.count is model.count
+
+
+@forms
+@pytest.mark.parametrize("every_k", [1, 2])
+def test_an_integer_with_a_floating_gradient_is_stepped_as_in_optax(form, every_k, usual_promotion):
+  params = {"w": jnp.ones(2), "n": jnp.int32(3)}
+  grads = {"w": jnp.ones(2), "n": jnp.zeros(())}
+  inner = optax.sgd(0.1, momentum=0.9)
+  tx = accumulate(inner, every_k, accumulator_dtype=jnp.float32)
+  actual, state = params, tx.init(params)
+  for _ in range(every_k):
+    actual, state = mini_step(tx, form)(actual, state, grads)
+  updates, _ = inner.update(grads, inner.init(params), params)
+  trees.assert_close(actual, optax.apply_updates(params, updates), 1e-6)

@@ -346,7 +346,7 @@ def test_an_apply_gradients_of_the_users_own_is_refused(mesh):
   batch, step = make_batch(np.float32), linen_train_step(linear, num_microbatches=2, mesh=mesh)
   expected = linear_state(optax.sgd(0.1), WithMixin, ema={"w": jnp.zeros(linen.WIDTH)})
   for call in (step, step.lower, step.check):
-    with pytest.raises(TypeError, match=r"WithMixin has a method apply_gradients.*\.Averaging\)"):
+    with pytest.raises(TypeError, match=r"WithMixin has a method .*\.Averaging\.apply_gradients\)"):
       call(expected, batch)
   got = linear_state(optax.sgd(0.1), Averaged, ema=expected.ema)
   of_params = lambda params: linear({"params": params}, batch, None)  # noqa: E731

@@ -1,5 +1,7 @@
 """Bad input is an error that names the value, the requirement and the fix."""
 
+import functools
+
 from flax import nnx
 from flax.training.train_state import TrainState
 import jax
@@ -364,8 +366,24 @@ def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
   for shape, dtype in (((2,), np.int32), ((2, 2), np.uint32), ((3,), np.uint32)):
     run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
     jax.eval_shape(run, np.float32(1), jax.ShapeDtypeStruct(shape, dtype))
-  run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1, batch_argnums=1)
-  jax.eval_shape(run, np.float32(1), np.zeros(2, np.uint32))
+  # As hashed ids are; they are a key only where something else can be the batch.
+  for ids in (np.zeros(2, np.uint32), np.zeros(4, np.uint32)):
+    run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
+    jax.eval_shape(run, np.float32(1), ids)
+  beside = lambda w, x, table: fun(w, x) + jnp.sum(table)  # noqa: E731
+  args = np.float32(1), np.zeros(2, np.uint32), np.ones(3, np.float32)
+  run = functools.partial(optax_accum.microbatch_value_and_grad, beside, microbatch_size=1)
+  with pytest.raises(ValueError, match=r"If it is the batch, say so, batch_argnums=1\.$"):
+    run()(*args)
+  jax.eval_shape(run(batch_argnums=1), *args)
+
+
+def test_sparse_rows_that_are_not_split():
+  dense = np.eye(8, 5, dtype=np.float32)
+  loss = lambda p, y, rows: jnp.mean((rows @ p - y) ** 2)  # noqa: E731
+  run = optax_accum.microbatch_value_and_grad(loss, num_microbatches=8)
+  with pytest.raises(ValueError, match=r"argument 2 has 8 rows on axis 0, as many as the batch"):
+    run(jnp.ones(5), jnp.ones(8), sparse.BCOO.fromdense(dense))
 
 
 def sparse_loss(params, batch):

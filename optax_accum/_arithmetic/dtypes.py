@@ -1,10 +1,12 @@
 """The dtypes that values are added up in."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_accum._arithmetic.trees import Leaf
+from optax_accum._arithmetic.trees import Leaf, Tree
 
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
@@ -23,6 +25,12 @@ def is_float8(dtype: DTypeLike) -> bool:
 def is_inexact(x: Leaf) -> bool:
   """Whether `x` is a floating or complex array or number, which can be differentiated."""
   return jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
+
+
+def is_sparse(x: Tree) -> bool:
+  """Whether `x` is an array of `jax.experimental.sparse`, which is a node with arrays in it."""
+  sparse = sys.modules.get("jax.experimental.sparse")
+  return sparse is not None and isinstance(x, sparse.JAXSparse)
 
 
 def is_key(x: Leaf) -> bool:

@@ -122,13 +122,15 @@ class FlaxStep(Step):
 def check_calls(step: str, value: object, method: str) -> None:
   """Refuses an object whose class has a `method` of a user's own, which a step does not call."""
   kind = type(value)
-  owner = next(base for base in kind.__mro__ if method in vars(base))
-  if owner.__module__.partition(".")[0] not in ("flax", "optax_accum"):
+  found = getattr(kind, method)
+  module = getattr(found, "__module__", "")
+  if module.partition(".")[0] not in ("flax", "optax_accum"):
+    where = f"{module}.{getattr(found, '__qualname__', method)}"
     raise TypeError(
-      f"{kind.__name__} has a method {method} that flax has not written"
-      f" ({owner.__module__}.{owner.__name__}), and {step} does not call it. Put what it does to"
-      " gradients into tx, optax.chain(change, tx), and do the rest after the step: an average of"
-      ' weights is optax.incremental_update(new_params, average, 0.1 * metrics["stepped"]). Then'
+      f"{kind.__name__} has a method {method} that flax has not written ({where}), and {step}"
+      " does not call it. Put what it does to gradients into tx, optax.chain(change, tx), and do"
+      " the rest after the step: an average of weights, which begins with a copy of them, is"
+      ' optax.incremental_update(new_params, average, 0.1 * metrics["stepped"]). Then'
       f" pass an object whose class has no {method} of its own."
     )
 

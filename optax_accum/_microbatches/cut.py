@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-import sys
 from typing import Any, TypeAlias
 
 import jax
@@ -141,8 +140,8 @@ def batch_rows(split: Split, axes: Mapping[Slot, int], arguments: Mapping[Slot, 
   """The rows that every leaf of the batch has, along the axis of its argument."""
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
-    for name, leaf in _validate.named_leaves(split.name(slot), arguments[slot], _is_sparse):
-      if _is_sparse(leaf):
+    for name, leaf in _validate.named_leaves(split.name(slot), arguments[slot], dtypes.is_sparse):
+      if dtypes.is_sparse(leaf):
         raise TypeError(
           f"{name} is a sparse {type(leaf).__name__}, whose arrays have no rows to split: pass x"
           " = rows.todense(). Or pass the data and indices of BCOO.fromdense(x, n_batch=1), which"
@@ -170,12 +169,6 @@ def batch_rows(split: Split, axes: Mapping[Slot, int], arguments: Mapping[Slot, 
   if count == 0:
     raise ValueError(f"The batch ({split.name(*axes)}) is empty; it needs at least 1 row.")
   return count
-
-
-def _is_sparse(x: Tree) -> bool:
-  """Whether `x` is an array of `jax.experimental.sparse`, which is a node with arrays in it."""
-  sparse = sys.modules.get("jax.experimental.sparse")
-  return sparse is not None and isinstance(x, sparse.JAXSparse)
 
 
 def microbatch_rows(

@@ -175,12 +175,15 @@ class Split:
     if self.batch_argnums is not None or self.default_argnum is None:
       return
     slot = next(iter(roles.batch))
-    leaves = _validate.named_leaves(self.name(slot), arguments[slot])
-    if leaves and all(_is_one_key(x) for _, x in leaves):
-      name, key = leaves[0]
+    named = _validate.named_leaves(self.name(slot), arguments[slot])
+    # Numbers that could be those of a raw key are one if something else can be the batch.
+    may_be_raw = bool(_arrays_in(roles.shared))
+    if named and all(_is_one_key(x) and (may_be_raw or dtypes.is_key(x)) for _, x in named):
+      name, key = named[0]
       raise ValueError(
-        f"{name} is a random key, {_validate.type_of(key)}: {_other_batch(roles.shared)}, and the"
-        f" key, {_rng_option(slot)}."
+        f"{name} is a random key, {_validate.type_of(key)}:"
+        f" {_other_batch(roles.shared)}, and the key, {_rng_option(slot)}. If it is the batch, say"
+        f" so, {_option([slot])}."
       )
 
 
@@ -201,7 +204,7 @@ def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
   return [
     (slot, f"{name} {has}")
     for slot, tree in roles.shared.items()
-    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree)
+    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree, dtypes.is_sparse)
     if (has := _has_rows(roles.batch.values(), leaf, rows))
   ]
 
@@ -252,10 +255,16 @@ def _is_one_key(x: Leaf) -> bool:
 
 def _other_batch(shared: Mapping[Slot, Tree]) -> str:
   """What to write where the argument that is split by default is not the batch."""
-  leaves = [(slot, x) for slot, tree in shared.items() for x in jax.tree.leaves(tree)]
-  slots = dict.fromkeys(k for k, x in leaves if getattr(x, "shape", ()) and not _is_one_key(x))
+  slots = _arrays_in(shared)
   option = _option(slots) if slots else "batch_argnums=..."
-  return f"batch_argnums=None splits it, so name the batch, {option}"
+  which = ", or those of these that have its rows" if len(slots) > 1 else ""
+  return f"batch_argnums=None splits it, so name the batch, {option}{which}"
+
+
+def _arrays_in(shared: Mapping[Slot, Tree]) -> Collection[Slot]:
+  """The arguments with an array that may be a batch, and is no key."""
+  leaves = [(slot, x) for slot, tree in shared.items() for x in jax.tree.leaves(tree)]
+  return dict.fromkeys(k for k, x in leaves if getattr(x, "shape", ()) and not _is_one_key(x))
 
 
 def _rng_option(slot: Slot) -> str:

@@ -1,6 +1,7 @@
 """Checks of a call of `update` or `apply`: the order and names of its arguments, and its state."""
 
 from collections.abc import Iterable
+import contextlib
 import difflib
 
 import jax
@@ -22,8 +23,8 @@ def checked(
 ) -> tuple[Grads, Params]:
   """What a call is given, if its arguments are in order and correctly spelled.
 
-  The gradients are JAX arrays. Where parameters are no floating or complex numbers, as functions in
-  an Equinox model, they are None, as their gradients.
+  The gradients are JAX arrays. Parameters without one, as functions in an Equinox model, are None;
+  `update` lets `inner` see arrays.
   """
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
@@ -38,15 +39,22 @@ def checked(
 
   def array(path: Path, x: Leaf) -> jax.Array:
     if not dtypes.is_inexact(x):
+      kind = jax.typeof(x) if hasattr(x, "dtype") else f"a {type(x).__name__}"
       raise TypeError(
-        f"{_validate.leaf_name('updates', path)} is {jax.typeof(x)}; gradients are floating or"
+        f"{_validate.leaf_name('updates', path)} is {kind}; gradients are floating or"
         " complex. Give init, jax.grad and this call the floating parameters alone, and let the"
         " loss put in the others, as in loss({**others, **params}) or, for Equinox, eqx.partition"
         " and eqx.combine: Optax cannot add the float0 gradient of an integer."
       )
     return jnp.asarray(x)
 
-  params = jax.tree.map(lambda x: x if dtypes.is_inexact(x) else None, params)
+  def kept(g: Leaf, x: Leaf) -> Leaf:
+    is_seen = hasattr(x, "dtype") and name == "update"
+    return x if g is not None or is_seen else None
+
+  if params is not None:
+    with contextlib.suppress(ValueError):  # another tree, which the accumulators refuse in words
+      params = jax.tree.map(kept, updates, params, is_leaf=lambda x: x is None)
   return jax.tree.map_with_path(array, updates), params
 
 
@@ -106,6 +114,8 @@ def check_whole(params: Params, axis_name: AxisName) -> None:
   """Checks that every device has the whole parameters, where the types say otherwise."""
   axes = set(across_devices.names_of(axis_name))
   for name, leaf in _validate.named_leaves("params", params):
+    if not hasattr(leaf, "dtype"):  # a function in an Equinox model
+      continue
     differ = axes.intersection(across_devices.varying_axes(leaf))
     if differ:
       raise ValueError(
@@ -154,11 +164,12 @@ def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | Non
         f"{fault} lose the imaginary part: give init complex parameters, or give"
         " accumulator_dtype=jnp.complex64."
       )
+    wide = dtypes.promote(leaf.dtype, jnp.float32)
     if requested is None and dtypes.promote(leaf.dtype, acc.dtype) != acc.dtype:
       raise TypeError(
         f"{fault} round it: init with such parameters, pass accumulator_dtype, or cast gradients."
         " In a state that was converted or restored, cast the accumulators:"
-        f" state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.{leaf.dtype}))."
+        f" state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.{wide}))."
       )
 
 

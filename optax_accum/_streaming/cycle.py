@@ -151,7 +151,7 @@ class Accumulation:
       raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
     given = params
     updates, params = checks.checked("apply", updates, state, params, extra_args)
-    step = self._add(updates, state, params, weight, flush, None, extra_args)
+    step = self._add(updates, state, given, weight, flush, None, extra_args)
 
     def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
       old, inner_state = carry
