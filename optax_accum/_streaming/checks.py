@@ -1,7 +1,6 @@
 """Checks of a call of `update` or `apply`: the order and names of its arguments, and its state."""
 
 from collections.abc import Iterable
-import contextlib
 import difflib
 
 import jax
@@ -48,14 +47,23 @@ def checked(
       )
     return jnp.asarray(x)
 
-  def kept(g: Leaf, x: Leaf) -> Leaf:
-    is_seen = hasattr(x, "dtype") and name == "update"
-    return x if g is not None or is_seen else None
+  seen = with_gradients(updates, params, arrays_too=name == "update")
+  return jax.tree.map_with_path(array, updates), seen
 
-  if params is not None:
-    with contextlib.suppress(ValueError):  # another tree, which the accumulators refuse in words
-      params = jax.tree.map(kept, updates, params, is_leaf=lambda x: x is None)
-  return jax.tree.map_with_path(array, updates), params
+
+def with_gradients(updates: Grads, params: Params, arrays_too: bool = False) -> Params:
+  """Parameters with None for those without a gradient, or without one that are no arrays."""
+
+  def kept(g: Leaf, x: Leaf) -> Leaf:
+    is_kept = g is not None or (arrays_too and hasattr(x, "dtype"))
+    return x if is_kept else None
+
+  if params is None:
+    return None
+  try:
+    return jax.tree.map(kept, updates, params, is_leaf=lambda x: x is None)
+  except ValueError:  # another tree, which the accumulators refuse in words
+    return params
 
 
 def _is_near(extra: str, word: str) -> bool:

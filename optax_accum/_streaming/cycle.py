@@ -207,7 +207,7 @@ class Accumulation:
       sends = kind.name == "mean" and bool(states_in(inner_state))
       if sends:
         extra_args = {**extra_args, "weight": weighted_mean.as_weight(step.cycle_weight)}
-      like = step.updates if params is None else params
+      like = step.updates if params is None else checks.with_gradients(step.updates, params)
 
       update = functools.partial(self.inner.update, reduced, inner_state, params, **extra_args)
       run = functools.partial(sending, ["weight"] * sends, update)
