@@ -475,6 +475,18 @@ def test_value_and_grad_are_reduced_as_the_gradients(form, reduction, every_k):
       np.testing.assert_allclose(state.inner_opt_state["grad"], -expected, rtol=1e-6)
 
 
+def test_a_value_in_some_calls_is_that_of_these():
+  def update(updates, state, params=None, *, value=None, **extra_args):
+    return updates, state if value is None else value
+
+  inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+  tx = accumulate(inner, 3)
+  state = tx.init(jnp.ones(()))
+  for extra_args in ({"value": 2.0}, {"weight": 5.0}, {"value": 8.0, "weight": 2.0}):
+    _, state = tx.update(jnp.ones(()), state, **extra_args)
+  assert float(state.inner_opt_state) == (2 + 16) / 3
+
+
 def test_every_k_of_one_leaves_grad_and_value_fn_alone():
   def update(updates, state, params=None, *, value, grad, value_fn):
     assert value_fn is max
@@ -492,7 +504,7 @@ def test_every_k_of_one_leaves_grad_and_value_fn_alone():
 @pytest.mark.parametrize("value", [jnp.ones(2), 1j])
 def test_a_value_that_is_no_loss_is_refused(form, value):
   tx = accumulate(optax.sgd(1.0), 2)
-  with pytest.raises(ValueError, match=r"value has shape .* must be a real scalar, the loss of"):
+  with pytest.raises(ValueError, match=r"value is .*; it must be a real scalar, the loss of"):
     mini_step(tx, form)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=value)
 
 

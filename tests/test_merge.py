@@ -274,6 +274,28 @@ def merge_by(power):
   return merge
 
 
+@pytest.mark.parametrize("padding", [[0, 1, 1], [1, 1, 0], [0, 0, 0]])
+def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
+  def merged(scale, fold):  # correlations, by Fisher's z
+    return fold(lambda a, b: scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale)))
+
+  values, counted = np.array([0.3, -0.2, 0.4], np.float32), np.array(padding, np.float32)
+
+  def split(merge):
+    run = optax_accum.microbatch(
+      lambda x, w: x[0], reduction=merge, num_microbatches=3, batch_argnums=(0, 1),
+      weight_fn=lambda x, w: w[0],
+    )  # fmt: skip
+    return run(values, counted)
+
+  def by_hand(merge):
+    kept = values[counted > 0]
+    return functools.reduce(merge, kept) if kept.size else jnp.zeros(())
+
+  got, expected = (jax.value_and_grad(merged)(1.0, fold) for fold in (split, by_hand))
+  chex.assert_trees_all_close(got, expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("counted", ["some", "none"])
 def test_what_a_merge_closes_over_has_its_gradient(counted, count):

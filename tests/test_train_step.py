@@ -413,10 +413,11 @@ def takes_value_alone():
   [
     (lambda tx: tx, None),
     (optax.chain, None),
+    (lambda tx: tx._replace(update=jax.jit(tx.update)), None),
     (lambda tx: optax_accum.accumulate(tx, 1), None),
     (lambda tx: optax_accum.accumulate(optax.chain(tx), lambda _: 1), lambda b: jnp.sum(b["y"])),
   ],
-  ids=["alone", "chain", "accumulate", "weighted"],
+  ids=["alone", "chain", "jitted", "accumulate", "weighted"],
 )
 def test_transformations_that_refuse_what_they_do_not_know(around, weight_fn):
   tx, start = around(takes_value_alone()), init_params()
@@ -437,14 +438,15 @@ def test_what_an_accumulation_needs_is_not_left_out_for_another():
     step(init_params(), tx.init(init_params()), digits(4))
 
 
-def test_an_argument_that_the_step_does_not_give_is_an_error():
+@pytest.mark.parametrize("name", ["valeu", "grad"])
+def test_an_argument_that_the_users_code_gives_wrongly_is_an_error(name):
   def update(updates, state, params=None, **extra_args):
-    return inner.update(updates, state, params, valeu=extra_args["value"])
+    return inner.update(updates, state, params, **{name: extra_args["value"]})
 
   inner = takes_value_alone()
-  tx = optax.GradientTransformationExtraArgs(inner.init, update)
+  tx = optax.chain(optax.GradientTransformationExtraArgs(inner.init, update))
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
-  with pytest.raises(TypeError, match="unexpected keyword argument 'valeu'"):
+  with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
     step(init_params(), tx.init(init_params()), digits(4))
 
 

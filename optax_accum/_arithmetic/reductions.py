@@ -229,7 +229,7 @@ class Concat(Stack):
 class Merge(Reduction):
   """A function of the user that makes one value of two. A value may be a tree of arrays.
 
-  What is held is a value, and whether there is one yet: before, it is ones, which do not count.
+  What is held is a value, and whether there is one yet: before, it is zeros, which do not count.
   """
 
   ordered = True
@@ -248,8 +248,8 @@ class Merge(Reduction):
     _validate.check_alike(f"what {self.name}(a, b) returned", name, merged, like)
 
   def start(self, leaf: Tree, dtype: DTypeLike | None) -> Held:
-    ones = jax.tree.map(lambda x: across_devices.full_like(x, 1), leaf)
-    return ones, across_devices.vary_like(jnp.asarray(False), jax.tree.leaves(ones)[0])
+    zeros = jax.tree.map(lambda x: across_devices.full_like(x, 0), leaf)
+    return zeros, across_devices.vary_like(jnp.asarray(False), jax.tree.leaves(zeros)[0])
 
   def add(self, held: Held, value: Tree, weight: Weight) -> Held:
     value = jax.tree.map(_refusing_derivatives, value)
@@ -262,11 +262,13 @@ class Merge(Reduction):
   def _of_two(self, first: Held, second: Held) -> Held:
     """What is held of two, of which there may be none yet."""
     (a, has_a), (b, has_b) = first, second
-    # One value that counts is merged with itself, and if none does, ones. By zeros, or by the NaN
-    # of padding, the gradient of what `fun` closes over is NaN, although they are not selected.
-    b = _where(has_b, b, a)
-    a = _where(has_a, a, b)
-    return _where(has_a & has_b, self._of_both(a, b), b), has_a | has_b
+    either = _where(has_b, b, a)
+    # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
+    # although they are not selected. Where `vmap` runs both, one value is merged with itself.
+    merged = lax.cond(
+      has_a & has_b, self._of_both, lambda a, b: either, _where(has_a, a, either), either
+    )
+    return merged, has_a | has_b
 
   def _of_devices(self, held: Held, axis_name: AxisName, counted: object) -> Held:
     # What all devices hold, on a new first axis, in the order of the mesh.
@@ -277,8 +279,7 @@ class Merge(Reduction):
     return lax.scan(lambda held, other: (self._of_two(held, other), None), first, others)[0]
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> Tree:
-    value, has_value = held
-    return _where(has_value, value, jax.tree.map(jnp.zeros_like, value))
+    return held[0]
 
 
 def _where(flag: bool | jax.Array, value: Tree, other: Tree) -> Tree:

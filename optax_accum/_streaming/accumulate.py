@@ -135,10 +135,10 @@ def accumulate(
 
     All other arguments of the call that ends the cycle go to `inner`, with these as the cycle's:
 
-    - ``value``: the loss, a real scalar. `inner` gets the cycle's, reduced as the gradients are.
-      Give it in every call, with `axis_name` that of the device's rows.
+    - ``value``: the loss, a real scalar. `inner` gets the cycle's, reduced as the gradients are, of
+      the calls that have one. With `axis_name` give that of the device's rows.
     - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`. With
-      ``every_k=1``, and no `axis_name`, it stays as it is.
+      ``every_k=1`` and ``"mean"``, and no `axis_name`, this and ``value`` stay as they are.
     - ``value_fn``: as it is, so let it be the loss of all rows of the cycle. That of
       `make_train_step` is of one call, so an `inner` that calls it is an error unless
       ``every_k=1``: take the step on all rows in one call.

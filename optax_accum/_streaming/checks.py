@@ -139,12 +139,16 @@ def checked_value(extra_args: Kwargs) -> jax.Array | None:
   """The loss of a call as a float, if it was given."""
   if extra_args.get("value") is None:
     return None
-  value = jnp.asarray(extra_args["value"])
-  if value.shape != () or jnp.iscomplexobj(value):
+  given = extra_args["value"]
+  kind = getattr(given, "dtype", type(given))
+  is_real = jnp.issubdtype(kind, jnp.number) and not jnp.issubdtype(kind, jnp.complexfloating)
+  if np.shape(given) != () or not is_real:
+    what = jax.typeof(given) if hasattr(given, "dtype") else f"a {kind.__name__}"
     raise ValueError(
-      f"value has shape {value.shape} and dtype {value.dtype}; it must be a real scalar, the loss"
-      " of this call: accumulate reduces it as it does the gradients."
+      f"value is {what}; it must be a real scalar, the loss of this call: accumulate reduces it as"
+      " it does the gradients."
     )
+  value = jnp.asarray(given)
   return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
 
 

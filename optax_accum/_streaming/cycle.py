@@ -55,7 +55,7 @@ class MiniStep(NamedTuple):
   total: Grads  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
-  value: Weight  # the cycle's weighted sum of ``value=``, over all devices
+  value: Any  # the cycle's weighted sum of ``value=`` over all devices, and of their weights
   emit: Flag  # whether `inner` steps in this call
   state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
 
@@ -94,7 +94,7 @@ class Accumulation:
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
       weight_rest=jnp.zeros((), jnp.result_type(float)),
-      acc_value=jnp.zeros((), jnp.result_type(float)),
+      acc_value=jnp.zeros(2, jnp.result_type(float)),
     )
     return stored(state, self.axis_name)
 
@@ -216,12 +216,13 @@ class Accumulation:
 
   def _of_cycle(self, step: MiniStep, reduced: Grads, extra_args: Kwargs) -> Kwargs:
     """The extra arguments of a call, where they are of its rows alone replaced by the cycle's."""
-    of_cycle: dict[str, Any] = {}
+    is_mean = self.reduction.name == "mean"
+    if self.every_k == 1 and is_mean and self.axis_name is None:
+      return extra_args
+    of_cycle: dict[str, Any] = {"grad": reduced}
     like: Any = checks.checked_value(extra_args)
     if like is not None:
-      of_cycle["value"] = self.reduction.finish(step.value, step.cycle_weight, like)
-    if self.every_k != 1 or self.axis_name is not None:
-      of_cycle["grad"] = reduced
+      of_cycle["value"] = self.reduction.finish(step.value[0], step.value[1], like)
     if self.every_k != 1 and isinstance(extra_args.get("value_fn"), ValueOfOneCall):
       of_cycle["value_fn"] = _refused_value_fn
     return {name: of_cycle.get(name, x) for name, x in extra_args.items()}
@@ -268,7 +269,10 @@ class Accumulation:
       state = state._replace(skip_state=info)
     value = checks.checked_value(extra_args)
     term = 0.0 if value is None else weighted_mean.weigh(value, local, dtype)
-    skip, flush, local, over_devices, value_sum = self._agree(skip, flush, local, term, dtype)
+    skip, flush, local, over_devices, term = self._agree(skip, flush, local, term, dtype)
+    values: Any = 0.0  # of the calls without one
+    if value is not None:
+      values = jnp.stack([jnp.asarray(x, dtype) for x in (term, over_devices)])
 
     if self.every_k == 1:
       total, divisor = self._of_one(updates, local, over_devices)
@@ -283,7 +287,7 @@ class Accumulation:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
       total = jax.tree.map(added, acc_grads, updates)
-      value_sum = jnp.where(first, 0, jnp.asarray(state.acc_value, dtype)) + value_sum
+      values = jnp.where(first, 0, jnp.asarray(state.acc_value, dtype)) + values
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -299,7 +303,7 @@ class Accumulation:
         mini_step=jnp.where(ends, 0, mini_step),
         acc_weight=kept.total,
         weight_rest=kept.rest,
-        acc_value=value_sum,
+        acc_value=values,
       )
 
     emit = ends
@@ -310,7 +314,7 @@ class Accumulation:
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
-    return MiniStep(updates, total, divisor, cycle_weight, value_sum, emit, state)
+    return MiniStep(updates, total, divisor, cycle_weight, values, emit, state)
 
   def _agree(
     self, skip: Flag, flush: Flag, local: Weight, value: Weight, dtype: DTypeLike

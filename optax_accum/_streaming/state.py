@@ -35,8 +35,9 @@ class AccumulateState(NamedTuple):
     acc_weight: float32 scalar (float64 with x64), the sum of the cycle's weights on all devices.
     has_updated: bool scalar, whether the last call took a step. Always False without parameters.
     weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
-    acc_value: float scalar like `acc_weight`, the weighted sum of the cycle's ``value=`` on all
-      devices. Not read while `mini_step` is 0; 0 if ``every_k=1`` or none is given.
+    acc_value: two floats, in the dtype of `acc_weight`: the weighted sum of the cycle's ``value=``
+      on all devices, and the sum of their weights. Not read while `mini_step` is 0; zeros if
+      ``every_k=1`` or none is given.
   """
 
   mini_step: jax.Array
@@ -47,7 +48,7 @@ class AccumulateState(NamedTuple):
   acc_weight: jax.Array
   has_updated: jax.Array
   weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
-  acc_value: jax.Array | np.ndarray = np.zeros((), np.float32)
+  acc_value: jax.Array | np.ndarray = np.zeros(2, np.float32)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -134,7 +135,7 @@ def from_multi_steps(
     An `AccumulateState` for an `accumulate` of the same `inner` and `skip_fn`, with ``acc_grads``
     in float32 or wider (optax 0.2.8 holds those of float64 parameters in float32: cast them by
     `optax.tree.cast`). ``has_updated`` is True if a cycle has just ended. `optax.MultiSteps` keeps
-    no ``value=``, so `inner` gets too small a one at the end of a cycle that began there. With
+    no ``value=``, so at the end of a cycle that began there `inner` gets that of the rest. With
     ``every_k=1`` replace ``acc_grads`` by ``()``. With `axis_name`, at the end of a cycle, make a
     new state by init, and copy ``gradient_step`` and ``inner_opt_state`` into it.
 
@@ -179,7 +180,7 @@ def from_multi_steps(
     acc_weight=boxed([total]),
     has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
     weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
-    acc_value=boxed([jnp.zeros((), jnp.result_type(float))]),
+    acc_value=boxed([jnp.zeros(2, jnp.result_type(float))]),
   )
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 import functools
+import inspect
 import re
+import traceback
 from typing import Any, TypeAlias
 
 import jax
@@ -17,8 +19,10 @@ from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, P
 from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import AccumulateState, has_updated, is_state, states_in
+from optax_accum._validate import named_leaves
 
 Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
+_OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection of what no optimizer steps
 _Zero = jax.custom_derivatives.SymbolicZero
 
 
@@ -72,14 +76,19 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
 
 
 def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Held:
-  """What `update` returns, without the extra arguments that it, or what it calls, refuses."""
+  """What `update` returns, without the extra arguments that it, or what it wraps, refuses."""
+  parameters = inspect.signature(update).parameters
+  if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+    return update(*args, **{name: x for name, x in extra_args.items() if name in parameters})
   extra_args = dict(extra_args)
   while True:
     try:
       return update(*args, **extra_args)
-    except TypeError as error:  # a signature would not tell: that of a chain takes all
+    except TypeError as error:  # a signature does not tell what a chain wraps: its own takes all
       refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-      if refused is None or refused[1] not in extra_args:
+      *_, (caller, _) = traceback.walk_tb(error.__traceback__)
+      is_wrapper = caller.f_globals["__name__"].startswith(("optax.", "optax_accum."))
+      if refused is None or refused[1] not in extra_args or not is_wrapper:
         raise
       del extra_args[refused[1]]
 
@@ -95,7 +104,8 @@ def _has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array
   if any(map(rejects, jax.tree.leaves(after, is_leaf=rejects))):
     # Its state does not tell whether it gave up, and applied what is not finite, nor whether the
     # optimizer of other parameters took a step.
-    stepped |= functools.reduce(jnp.logical_or, [jnp.any(x != 0) for x in jax.tree.leaves(updates)])
+    moved = [jnp.any(x != 0) for name, x in named_leaves("", updates) if _OVERWRITTEN not in name]
+    stepped = functools.reduce(jnp.logical_or, moved, stepped)
   return stepped
 
 

@@ -260,6 +260,7 @@ def make_train_step(
     are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
     counted, differentiable in the memory of one (with derivative 0 for parameters with their own
     `grad_reduction`). It is of one call, so line searches in `accumulate` are an error if k > 1.
+    What one transformation of a chain refuses by name, none of the chain gets.
   """
   options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
   optimizers = optax.GradientTransformation, optax.MultiSteps
