@@ -311,6 +311,8 @@ def test_gradients_that_are_numbers(form, every_k, number):
 def test_gradients_that_are_nothing(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
+    with pytest.raises(ValueError, match=r"updates=None.* zeros .* weight=0.0 and flush=True"):
+      getattr(tx, form)(None, tx.init(PARAMS), PARAMS)
     with pytest.raises(TypeError, match=r"updates\['b'\] is a str; gradients are floating"):
       getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
 

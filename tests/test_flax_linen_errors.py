@@ -1,6 +1,6 @@
 """What `linen_train_step` refuses, in its own words."""
 
-from flax.training import train_state
+from flax.training import dynamic_scale, train_state
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +120,10 @@ def test_what_the_loss_returned(returned, options, error, match):
     step(make_state(), make_batch(np.float32))
 
 
+class Scaled(train_state.TrainState):
+  scale: dynamic_scale.DynamicScale
+
+
 @pytest.mark.parametrize(
   ("make", "options", "error", "match"),
   [
@@ -152,6 +156,12 @@ def test_what_the_loss_returned(returned, options, error, match):
       {},
       ValueError,
       r"state\.step has shape \(8,\) .* a state that is replicated for pmap .*unreplicate",
+    ),
+    (
+      lambda: make_state(Scaled, scale=dynamic_scale.DynamicScale()),
+      {},
+      ValueError,
+      r"state\.scale is a DynamicScale, which linen_train_step does not use: .*microbatch",
     ),
     (
       lambda: make_state().replace(step=1.5),

@@ -386,6 +386,12 @@ def test_sparse_rows_that_are_not_split():
     run(jnp.ones(5), jnp.ones(8), sparse.BCOO.fromdense(dense))
 
 
+def test_a_key_among_the_rows():
+  run = optax_accum.microbatch_value_and_grad(lambda w, b: w * jnp.mean(b["x"]), num_microbatches=2)
+  with pytest.raises(ValueError, match=r"1\['key'\] is a random key: .*rng_argnums.*split\(key"):
+    run(1.0, {"x": jnp.ones(4), "key": jax.random.key(0)})
+
+
 def sparse_loss(params, batch):
   return jnp.mean((batch["rows"] @ params) ** 2)
 

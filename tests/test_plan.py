@@ -612,6 +612,7 @@ def test_an_error_of_the_file_says_where_it_was_raised(command):
   [
     (["--choice", "remat=true,"], r"remat=true,: give NAME=VALUE,\.\.\., such as remat=false,true"),
     (["--choice", "remat"], r"remat: give NAME=VALUE"),
+    (["--choice", "remat=no"], r"remat=no: write true or false"),
   ],
 )
 def test_options_of_the_command_that_do_not_parse(command, capsys, options, message):

@@ -12,7 +12,7 @@ from optax_accum._arithmetic.trees import Leaf
 from optax_accum._check_split import words
 from optax_accum._check_split.probes import Call, FIXED
 
-_DRAWS = {"random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+_DRAWS = {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
 _COMPARES = {"eq", "ne", "lt", "le", "gt", "ge"}
 _ORDERS = {"sort", "top_k", "argmax", "argmin"}
 _BENDS = {
@@ -104,6 +104,8 @@ class _Equation(NamedTuple):
 
   def couplings(self) -> Iterator[str]:
     """How rows may meet in it."""
+    if self.bends:
+      yield "bends"
     if self.mixes:
       yield "mixed"
     elif self.orders and "batch" in self.of:

@@ -8,7 +8,10 @@ import jax
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.options import Slot
 
-DRAWS = "whether the noise of a row depends on other rows: the loss draws random numbers"
+DRAWS = (
+  "whether the noise of a row depends on other rows, or is one number for all, of which each"
+  " microbatch draws its own: the loss draws random numbers"
+)
 BENDS = (
   "thresholds: the loss takes a maximum, an absolute value, or the like, of one number of the"
   " batch, or compares it, and it may be on the same side of the threshold in all microbatches"
@@ -86,6 +89,8 @@ MENDS = {
   "statistics": f"{BATCH_NORM}\n"
   "Other statistics of the batch, as of correlations: run what comes before them by"
   " optax_accum.microbatch(encode, ...) inside a loss of the whole batch.",
+  "bends": "A threshold on a mean over the batch (free bits): apply it to each row, or find which"
+  " means are above it before the step, and pass that as an argument that is not split.",
   "function": "A ratio, product or root of means over the batch, as the balance of a router:"
   ' compute it on the whole batch from sums by optax_accum.microbatch(..., reduction="sum").',
   "denominators": "Several denominators: compute the totals over the whole batch first, and pass"

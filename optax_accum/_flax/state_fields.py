@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from flax import linen as nn
 from flax.core import FrozenDict, unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
-from flax.training import train_state
+from flax.training import dynamic_scale, train_state
 import jax
 import jax.numpy as jnp
 import optax
@@ -42,6 +42,13 @@ def fields_of(
   added = (field for field in dataclasses.fields(state) if field.name not in _OWN)
   nodes = [field.name for field in added if field.metadata.get("pytree_node", True)]
   others = {name: getattr(state, name) for name in nodes}
+  for name, x in others.items():
+    if isinstance(x, dynamic_scale.DynamicScale):
+      raise ValueError(
+        f"state.{name} is a DynamicScale, which linen_train_step does not use: take the step by"
+        " hand, with scale.value_and_grad(optax_accum.microbatch(loss_fn, ...)), as the guide Half"
+        " precision does."
+      )
   constant = {n: others.pop(n) for n in nodes if isinstance(others[n], (dict, FrozenDict))}
   if missing := [name for name in mutable if name not in constant]:
     raise ValueError(

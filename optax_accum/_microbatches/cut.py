@@ -147,6 +147,11 @@ def batch_rows(split: Split, axes: Mapping[Slot, int], arguments: Mapping[Slot, 
           " = rows.todense(). Or pass the data and indices of BCOO.fromdense(x, n_batch=1), which"
           " have rows, and let the loss make BCOO((data, indices), shape=(len(data), columns))."
         )
+      if dtypes.is_key(leaf) and not leaf.shape:
+        raise ValueError(
+          f"{name} is a random key: make it an argument of its own, which rng_argnums names (in"
+          " Flax a stream or rngs), or give each row its own, jax.random.split(key, rows)."
+        )
       try:
         shape = jax.typeof(leaf).shape
       except TypeError as error:

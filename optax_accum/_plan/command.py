@@ -82,6 +82,8 @@ def _choice(text: str) -> tuple[str, list[Any]]:
   name, equals, values = text.partition("=")
   if not equals or not name.isidentifier() or not all(values.split(",")):
     raise argparse.ArgumentTypeError(f"{text}: give {_CHOICE}, such as remat=false,true.")
+  if not {"yes", "no", "on", "off"}.isdisjoint(values.lower().split(",")):
+    raise argparse.ArgumentTypeError(f"{text}: write true or false.")
   return name, [_value(word) for word in values.split(",")]
 
 

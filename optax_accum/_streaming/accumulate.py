@@ -128,10 +128,10 @@ def accumulate(
 
     - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give 0, or
       1e-30 to 1e30 such that its product with the gradients is in the range of the accumulators.
-      The step is NaN if a traced weight is below 0, or the total below 1e-30 or above 1e36. The
-      derivative by a weight of 0 is 0.
+      Give it in every call of a cycle, or in none. The step is NaN if a traced weight is below 0,
+      or the total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
     - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
-      mean is over what was accumulated.
+      mean is over what was accumulated. With gradients of zero and ``weight=0.0`` it adds nothing.
 
     All other arguments of the call that ends the cycle go to `inner`, with these as the cycle's:
 

@@ -25,6 +25,11 @@ def checked(
   The gradients are JAX arrays. Parameters without one, as functions in an Equinox model, are None;
   `update` lets `inner` see arrays.
   """
+  if updates is None:
+    raise ValueError(
+      f"{name} got updates=None. To end a cycle without further gradients, give zeros that do not"
+      " count: optax.tree.zeros_like(params), with weight=0.0 and flush=True."
+    )
   for argument, value in (("updates", updates), ("params", params)):
     if isinstance(value, AccumulateState):
       raise ValueError(
