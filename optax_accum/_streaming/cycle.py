@@ -55,7 +55,8 @@ class MiniStep(NamedTuple):
   total: Grads  # the cycle's weighted sum of gradients on this device
   divisor: Weight  # what `total` is divided by, once it is summed over the devices
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
-  value: Any  # the cycle's weighted sum of ``value=`` over all devices, and of their weights
+  value: Weight  # the cycle's weighted sum of ``value=``, over all devices
+  value_weight: Weight  # the sum of the weights of the calls with one
   emit: Flag  # whether `inner` steps in this call
   state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
 
@@ -94,7 +95,8 @@ class Accumulation:
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
       weight_rest=jnp.zeros((), jnp.result_type(float)),
-      acc_value=jnp.zeros(2, jnp.result_type(float)),
+      acc_value=jnp.zeros((), jnp.result_type(float)),
+      value_weight=jnp.zeros((), jnp.result_type(float)),
     )
     return stored(state, self.axis_name)
 
@@ -222,7 +224,7 @@ class Accumulation:
     of_cycle: dict[str, Any] = {"grad": reduced}
     like: Any = checks.checked_value(extra_args)
     if like is not None:
-      of_cycle["value"] = self.reduction.finish(step.value[0], step.value[1], like)
+      of_cycle["value"] = self.reduction.finish(step.value, step.value_weight, like)
     if self.every_k != 1 and isinstance(extra_args.get("value_fn"), ValueOfOneCall):
       of_cycle["value_fn"] = _refused_value_fn
     return {name: of_cycle.get(name, x) for name, x in extra_args.items()}
@@ -270,9 +272,7 @@ class Accumulation:
     value = checks.checked_value(extra_args)
     term = 0.0 if value is None else weighted_mean.weigh(value, local, dtype)
     skip, flush, local, over_devices, term = self._agree(skip, flush, local, term, dtype)
-    values: Any = 0.0  # of the calls without one
-    if value is not None:
-      values = jnp.stack([jnp.asarray(x, dtype) for x in (term, over_devices)])
+    value_weight = 0.0 if value is None else over_devices
 
     if self.every_k == 1:
       total, divisor = self._of_one(updates, local, over_devices)
@@ -287,7 +287,9 @@ class Accumulation:
         return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
 
       total = jax.tree.map(added, acc_grads, updates)
-      values = jnp.where(first, 0, jnp.asarray(state.acc_value, dtype)) + values
+      held = state.acc_value, state.value_weight
+      before = (jnp.where(first, 0, jnp.asarray(x, dtype)) for x in held)
+      term, value_weight = (x + y for x, y in zip(before, (term, value_weight), strict=True))
       weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
@@ -298,13 +300,10 @@ class Accumulation:
       k = checks.checked_k(k(state.gradient_step)) if callable(k) else k
       ends = (counted & (mini_step >= k)) | (flush & (mini_step > 0))
       ends = ends if may_end is None else ends & may_end
-      kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), weight_sum)
-      state = state._replace(
-        mini_step=jnp.where(ends, 0, mini_step),
-        acc_weight=kept.total,
-        weight_rest=kept.rest,
-        acc_value=values,
-      )
+      sums = {"acc_weight": weight_sum.total, "weight_rest": weight_sum.rest}
+      sums |= {"acc_value": term, "value_weight": value_weight}
+      kept = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), sums)
+      state = state._replace(mini_step=jnp.where(ends, 0, mini_step), **kept)
 
     emit = ends
     if isinstance(over_devices, jax.Array):  # else it is not 0
@@ -314,7 +313,7 @@ class Accumulation:
       gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
-    return MiniStep(updates, total, divisor, cycle_weight, values, emit, state)
+    return MiniStep(updates, total, divisor, cycle_weight, term, value_weight, emit, state)
 
   def _agree(
     self, skip: Flag, flush: Flag, local: Weight, value: Weight, dtype: DTypeLike

@@ -35,9 +35,9 @@ class AccumulateState(NamedTuple):
     acc_weight: float32 scalar (float64 with x64), the sum of the cycle's weights on all devices.
     has_updated: bool scalar, whether the last call took a step. Always False without parameters.
     weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
-    acc_value: two floats, in the dtype of `acc_weight`: the weighted sum of the cycle's ``value=``
-      on all devices, and the sum of their weights. Not read while `mini_step` is 0; zeros if
-      ``every_k=1`` or none is given.
+    acc_value: float scalar like `acc_weight`, the weighted sum of the cycle's ``value=`` on all
+      devices; 0 if ``every_k=1`` or none is given.
+    value_weight: float scalar like `acc_weight`, the sum of the weights of the calls with a value.
   """
 
   mini_step: jax.Array
@@ -48,7 +48,8 @@ class AccumulateState(NamedTuple):
   acc_weight: jax.Array
   has_updated: jax.Array
   weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
-  acc_value: jax.Array | np.ndarray = np.zeros(2, np.float32)
+  acc_value: jax.Array | np.ndarray = np.zeros((), np.float32)
+  value_weight: jax.Array | np.ndarray = np.zeros((), np.float32)
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -180,7 +181,8 @@ def from_multi_steps(
     acc_weight=boxed([total]),
     has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
     weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
-    acc_value=boxed([jnp.zeros(2, jnp.result_type(float))]),
+    acc_value=boxed([jnp.zeros((), jnp.result_type(float))]),
+    value_weight=boxed([jnp.zeros((), jnp.result_type(float))]),
   )
 
 
