@@ -95,6 +95,14 @@ def test_a_changed_batch_with_a_weight_below_zero():
   assert any("= -1" in x for x in report.left_out)
 
 
+def test_a_row_with_a_weight_below_zero_that_others_outweigh():
+  weigh = lambda batch: jnp.sum(batch["lengths"] - 1)  # noqa: E731
+  source = {**BATCH, "lengths": np.array([2, 3, 5, 3, 2, 4, 3, 2])}  # of no row 0
+  report = check(ZOO["lengths but one"], source, weight_fn=weigh)
+  assert report.ok, report
+  assert any("= 0 in row" in x for x in report.left_out)
+
+
 @pytest.mark.parametrize("source", [BATCH, EVEN])
 def test_a_length_that_is_none_is_no_evidence(source):
   def loss(params, batch):

@@ -231,6 +231,9 @@ class Runs:
     weights = [(self._weight(part.call), part.main[0]) for part in each]
     if any(weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights):
       return None  # such a length is none
+    with contextlib.suppress(Exception):  # a weight of groups of rows
+      if any(self._weight(call.take(np.array([i]))) < 0 for i in (0, -1)):
+        return None  # nor is that of one row, which others outweigh
     if not any(weight for weight, _ in weights):
       return None  # a step is not taken
     is_zero = not any(np.any(x) for outcome in (whole, *each) for x in outcome.main)
