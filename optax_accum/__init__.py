@@ -59,4 +59,4 @@ else:
     return [*globals(), *_LATER]
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
