@@ -687,28 +687,6 @@ def test_program_does_not_grow_with_the_number_of_microbatches():
   assert lines(2) == lines(8) == lines(64)
 
 
-def scan_unrolls(fun, *args):
-  equations = jax.make_jaxpr(fun)(*args).eqns
-  return [e.params["unroll"] for e in equations if e.primitive.name == "scan"]
-
-
-def test_unroll_is_the_scans():
-  params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
-  expected = whole(params, batch)
-  for unroll, loops in [(1, 1), (2, 1), (True, 0)]:
-    cycle = optax_accum.microbatch_value_and_grad(
-      masked_mean_loss, num_microbatches=4, unroll=unroll
-    )
-    lowered = jax.jit(cycle).lower(params, batch)
-    assert lowered.as_text().count("stablehlo.while") == loops
-    trees.assert_close(lowered.compile()(params, batch), expected, 1e-5)
-    scans = scan_unrolls(cycle, params, batch)
-    run = optax_accum.microbatch(
-      lambda batch: jnp.sum(batch["y"]), reduction="sum", num_microbatches=4, unroll=unroll
-    )
-    assert scans == scan_unrolls(run, batch) == [4 if unroll is True else unroll]
-
-
 def test_the_loop_has_a_name_in_a_profile():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
   cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=4)

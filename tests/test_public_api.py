@@ -130,7 +130,7 @@ def test_options_have_one_order():
   shared = [optax_accum.microbatch_value_and_grad, optax_accum.microbatch]
   for options in (*map(options_of, shared), of_flax, [x for x in of_split if x in OF_A_STEP]):
     assert options == [name for name in OF_A_STEP if name in options]
-    assert len(options) > 10
+    assert len(options) > 9
   first = ["num_microbatches", "microbatch_size", "weight_fn", "has_aux", "aux_reduction"]
   assert OF_A_STEP[:5] == first
 

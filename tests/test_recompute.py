@@ -328,7 +328,6 @@ def test_memory_is_that_of_one_microbatch(by, most):
   [
     ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one after it
     ({"microbatch_size": 5}, [True, True]),  # a loop of one trip, which XLA unrolls
-    ({"microbatch_size": 4, "unroll": True}, [True]),
   ],
   ids=str,
 )

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.reductions import Concat, Merge, MergeFn, Reduction, REDUCTIONS
-from optax_accum._arithmetic.trees import Args, Path, Tree
+from optax_accum._arithmetic.reductions import Merge, MergeFn, Reduction, REDUCTIONS
+from optax_accum._arithmetic.trees import Path, Tree
 
 ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
@@ -24,12 +24,8 @@ ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
 GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
-def named(
-  option: str, tree: Tree, default: Tree, concat_axis: int | None = None, batch_axis: Args = (0,)
-) -> Tree:
-  """The reductions that a tree of names stands for; `batch_axis` are those of the batch."""
-  if concat_axis is not None and type(concat_axis) is not int:
-    raise TypeError(f"concat_axis={concat_axis!r} must be an int, an axis of outputs, or None.")
+def named(option: str, tree: Tree, default: Tree) -> Tree:
+  """The reductions that a tree of names stands for."""
 
   def find(path: Path, name: str | MergeFn) -> Reduction:
     where = _validate.leaf_name(option, path)
@@ -37,15 +33,7 @@ def named(
       if why := _validate.why_not(name, None, None):
         raise TypeError(f"{where}={name!r} must take two values, merge(a, b): {why}.")
       return Merge(name)
-    reduction = REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
-    if not isinstance(reduction, Concat):
-      return reduction
-    if concat_axis is None and any(batch_axis):
-      raise ValueError(
-        f'{where}="concat" with batch_axis={" and ".join(map(str, batch_axis))}: give the axis of'
-        " the outputs that has the rows, e.g. concat_axis=0."
-      )
-    return Concat(concat_axis or 0)
+    return REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
 
   return default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
 

@@ -200,30 +200,26 @@ class Stack(Reduction):
     return value[None]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Concat(Stack):
-  """Every row's value, in the order of the batch, along an axis of the output."""
+  """Every row's value, in the order of the batch, on the first axis of the output."""
 
-  axis: int = 0
-  first: bool = False  # whether the rows come out on the first axis
   name = "concat"
 
   def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
-    ndim, where = len(leaf.shape), f"axis {self.axis}" if self.axis else "leading axis"
-    if not -ndim <= self.axis < ndim or leaf.shape[self.axis] != rows:
+    if leaf.shape[:1] != (rows,):
       raise ValueError(
         f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
-        f' {where}: use "stack" for one value per microbatch, or give concat_axis.'
+        ' leading axis: move them there by jnp.moveaxis, or use "stack" for one value per'
+        " microbatch."
       )
 
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
-    axis = self.axis % (collected.ndim - 1)
-    rows = lax.collapse(jnp.moveaxis(collected, 0, axis + 1), axis, axis + 2)
-    return self.only(rows if tail is None else jnp.concatenate([rows, tail], axis))
+    rows = lax.collapse(jnp.moveaxis(collected, 0, 1), 0, 2)
+    return rows if tail is None else jnp.concatenate([rows, tail])
 
   def only(self, value: jax.Array) -> jax.Array:
-    return jnp.moveaxis(value, self.axis, 0) if self.first else value
+    return value
 
 
 class Merge(Reduction):

@@ -68,7 +68,6 @@ class How(NamedTuple):
   words: list[Word]  # that reduce the loss, each gradient and each aux
   weight: Callable[[Call], float]
   skips: bool  # what is not finite
-  axis: int  # of what "concat" joins
 
   def reworded(self, names: Sequence[str], words: Mapping[str, str]) -> "How":
     """The same but for the words of some of the leaves `names`."""
@@ -87,9 +86,9 @@ class How(NamedTuple):
     self, word: Word, leaves: Leaves, weights: np.ndarray, rows: Leaves
   ) -> np.ndarray | None:
     if word == "concat":
-      if [x.shape[self.axis :][:1] for x in leaves] != [x.shape for x in rows]:
+      if [x.shape[:1] for x in leaves] != [x.shape for x in rows]:
         return None
-      return np.concatenate(leaves, self.axis).take(np.argsort(np.concatenate(rows)), self.axis)
+      return np.concatenate(leaves)[np.argsort(np.concatenate(rows))]
     if len({x.shape for x in leaves}) > 1 or (word == "mean" and leaves[0].dtype.kind == "i"):
       return None
     stack, weights = np.stack(leaves)[weights != 0], weights[weights != 0]
@@ -171,7 +170,7 @@ class Runs:
     grads = reduction_words.match("grad_reduction", grads, like[0], "gradients")
     aux = reduction_words.match("aux_reduction", "mean" if aux is None else aux, like[1])
     words = [options["reduction"], *jax.tree.leaves(grads), *jax.tree.leaves(aux)]
-    return How(words, options["weight"], options["skip_nonfinite"], options["concat_axis"] or 0)
+    return How(words, options["weight"], options["skip_nonfinite"])
 
   @functools.cached_property
   def given(self) -> Outcome:

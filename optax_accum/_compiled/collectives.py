@@ -94,8 +94,8 @@ class CollectiveReport:
 
     Inside a loop is in every microbatch; and so is outside, where a call takes one microbatch of
     `accumulate` (one of `optax.MultiSteps` looks like a whole step, and passes). What a model sends
-    itself counts too, such as parameters that it gathers by layer. Compile one step, without
-    `unroll`, for several devices: one device sends nothing, and passes.
+    itself counts too, such as parameters that it gathers by layer. Compile one step for
+    several devices: one device sends nothing, and passes.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax, optax_accum

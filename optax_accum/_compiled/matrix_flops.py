@@ -4,8 +4,6 @@ from collections.abc import Sequence
 import math
 import re
 
-import numpy as np
-
 from optax_accum._compiled import hlo
 
 _GEMM = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[\w$]*(?:gemm|matmul)')
@@ -18,8 +16,8 @@ def matrix_flops(text: str) -> int:
   """Floating-point operations of one call of a program, on one device, from its HLO text.
 
   Two for each multiplication and addition of matrix products and convolutions, times the trip
-  counts of the loops around them. A loop of unknown count counts once. What is elementwise, and
-  kernels that are no matrix products to XLA, such as Pallas's, are left out.
+  counts of the loops around them. A loop of unknown count counts once, and padding as data. What is
+  elementwise, and kernels that are no matrix products to XLA, such as Pallas, are left out.
   """
   runs = hlo.Module(text).runs(_is_matrix_work)
   return sum(2 * run.executions * _multiplications(run) for run in runs)
@@ -52,20 +50,10 @@ def _of_convolution(shapes: Sequence[Sequence[int]], attributes: str) -> int:
   count = sizes[0]["b"] * sizes[1]["i"] * sizes[1]["o"] // int(groups[1] if groups else 1)
   written = attributes.partition("window={")[2].partition("}")[0]
   window = dict(re.findall(r"(\w+)=([\dx_\-]+)", written))
+  dilated = [int(n) for n in window.get("lhs_dilate", "1").split("x")]
   for i in range(len(shapes[0]) - 2):
-    one = {name: value.split("x")[i] for name, value in window.items()}
-    low = int(one.get("pad", "0_0").rsplit("_", 1)[0])
-    steps = [int(one.get(name, 1)) for name in ("stride", "lhs_dilate", "rhs_dilate")]
-    count *= _positions(*[each[str(i)] for each in sizes], *[low, *steps])
-  return count
-
-
-def _positions(
-  size: int, kernel: int, out: int, low: int, stride: int, dilated: int, kernel_dilated: int
-) -> int:
-  """How many products of a kernel's element and an input's there are, along one dimension."""
-  at = stride * np.arange(out)[:, None] + kernel_dilated * np.arange(kernel) - low
-  return int(np.sum((at >= 0) & (at <= (size - 1) * dilated) & (at % dilated == 0)))
+    count *= sizes[1][str(i)] * sizes[2][str(i)]
+  return count // math.prod(dilated)  # of an input spread out, most products are with zeros
 
 
 def _dims(shape: str) -> list[int]:

@@ -44,10 +44,8 @@ class StepOptions(TypedDict, total=False):
   axis_name: AxisName | None
   in_place: bool
   accumulator_dtype: DTypeLike | None
-  unroll: int | bool
   grad_reduction: GradReductionTree
   carry_reduction: ReductionTree
-  concat_axis: int | None
   batch_axis: int | tuple[int, ...]
 
 

@@ -5,11 +5,10 @@ import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
+from optax_accum._arithmetic.reductions import Sum
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
 from optax_accum._mesh.placement import out_shardings, place, place_state, sharding_of
@@ -148,11 +147,7 @@ class PlacedLoss(NamedTuple):
 
     grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
 
-    def to_axis(kind: Reduction, x: Leaf) -> Leaf:  # `_on_each_device` has the rows first
-      return jnp.moveaxis(x, 0, kind.axis) if kind.axis else x
-
-    aux = jax.tree.map(to_axis, jax.tree.broadcast(kinds, out.outputs.aux), out.outputs.aux)
-    return out._replace(outputs=out.outputs._replace(aux=aux, grads=grads))
+    return out._replace(outputs=out.outputs._replace(grads=grads))
 
   def _on_each_device(
     self, method: Callable[..., Any], out_specs: Tree, weights: Tree, args: Args, kwargs: Kwargs
@@ -161,9 +156,7 @@ class PlacedLoss(NamedTuple):
     axes, shards = dict(self.batch), self._shards
     rows = cut.batch_rows(self.local.split, axes, dict([*enumerate(args), *kwargs.items()]))
     split = self.parallel.local_split(self.local.split, rows)
-    rows_first = lambda r: Concat(r.axis, first=True) if isinstance(r, Concat) else r  # noqa: E731
     local = dataclasses.replace(self.local, split=split)
-    local.aux_reduction = jax.tree.map(rows_first, local.aux_reduction)
     several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
     if several:
       local.grad_reduction = shards.scattered(self.local.grad_reduction)

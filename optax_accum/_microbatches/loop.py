@@ -165,7 +165,6 @@ class _Loop:
         lambda held, index: add(held, index, lambda: take(index), call.size),
         held,
         jnp.arange(call.full, dtype=jnp.int32),
-        unroll=call.split.unroll,
       )
       if call.tail_rows and not tail_first:
         held, tails = add(held, call.full, lambda: tail, call.tail_rows)

@@ -21,7 +21,7 @@ from optax_accum._microbatches.noise_scale import check_noise_scale, noise_of, n
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.traced_loss import TracedLoss
 
-_ASKED = ("reduction", "grad_reduction", "aux_reduction", "concat_axis")
+_ASKED = ("reduction", "grad_reduction", "aux_reduction")
 
 
 class Outputs(NamedTuple):
@@ -55,14 +55,13 @@ class LocalLoss:
     if not positions or len(set(positions)) < len(positions):
       raise ValueError(f"argnums={self.argnums!r} must name one or more arguments, each once.")
     self.asked = {name: self.asked[name] for name in _ASKED}
-    word, grads, aux, concat_axis = (self.asked[name] for name in _ASKED)
+    word, grads, aux = (self.asked[name] for name in _ASKED)
     self.reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]  # of losses
     check_noise_scale(self.noise_scale, self.split, word)
     check_options(self.split, grads)
     # Prefix trees of reductions.
     self.grad_reduction = reduction_words.named("grad_reduction", grads, self.reduction)
-    default = Mean(default=True), concat_axis, self.split.batch_axis
-    self.aux_reduction = reduction_words.named("aux_reduction", aux, *default)
+    self.aux_reduction = reduction_words.named("aux_reduction", aux, Mean(default=True))
 
   def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""

@@ -44,8 +44,6 @@ def microbatch(
   rng_argnums: int | Sequence[int] | None = None,
   axis_name: AxisName | None = None,
   accumulator_dtype: DTypeLike | None = None,
-  unroll: int | bool = 1,
-  concat_axis: int | None = None,
   batch_axis: int | tuple[int, ...] = 0,
   batch_argnames: str | Sequence[str] = (),
   rng_argnames: str | Sequence[str] = (),
@@ -79,8 +77,7 @@ def microbatch(
 
   Expert options:
     accumulator_dtype: The dtype in which outputs are summed, and gradients of unsplit arguments.
-    unroll: As in `jax.lax.scan`. Above 1, the backward pass holds at least as many microbatches.
-    concat_axis, batch_axis, batch_argnames, rng_argnames: As in `microbatch_value_and_grad`.
+    batch_axis, batch_argnames, rng_argnames: As in `microbatch_value_and_grad`.
 
   Returns:
     A function with `fun`'s arguments that returns `fun`'s outputs, combined.
@@ -110,7 +107,7 @@ def microbatch(
     in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
   """
   split = Split.of(locals())
-  reductions = reduction_words.named("reduction", reduction, None, concat_axis, split.batch_axis)
+  reductions = reduction_words.named("reduction", reduction, None)
 
   def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
     args, kwargs = call.arguments(inputs)
@@ -187,10 +184,9 @@ class Recomputed:
     self, index: ArrayLike, carry: Carry, take: Take, rows: int, unit: Leaf = None
   ) -> Microbatch:
     """The function on one microbatch."""
-    call, unroll = self.call, self.split.unroll
+    call = self.call
     # What a loop's body computes again cannot be merged with what the loop before it computed.
-    unrolled = unroll is True or unroll > 1
-    in_loop = rows == call.size and call.rows >= 2 * call.size and not unrolled
+    in_loop = rows == call.size and call.rows >= 2 * call.size
     return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
 
   def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:

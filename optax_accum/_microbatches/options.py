@@ -33,6 +33,9 @@ OTHER_NAMES = {
   "argnums": "argnums= is for microbatch_value_and_grad: a step differentiates by its parameters.",
   "rngs": "rngs= is rng_argnums= here, the positions of keys in the arguments of the function.",
   "mutable": "mutable= is carry_argnum= here, the position of what each microbatch updates.",
+  "unroll": "unroll= is gone: microbatches run in one loop, as it is.",
+  "concat_axis": 'concat_axis= is gone: "concat" joins the first axis of an output. Move the rows'
+  " there in the function by jnp.moveaxis.",
   "donate_argnums": "donate_argnums= is donate= of make_train_step, a bool.",
   "flush": "There is nothing to flush: every call runs its whole batch. flush= is an argument of"
   " update and apply of optax_accum.accumulate.",
@@ -67,7 +70,6 @@ class Split:
   axis_name: AxisName | None = None
   in_place: bool = False
   accumulator_dtype: DTypeLike | None = None
-  unroll: int | bool = 1
   carry_reduction: Tree = None
   batch_axis: Any = 0  # as built, one for each position and then for each name
   batch_argnames: Any = ()

@@ -36,10 +36,8 @@ def microbatch_value_and_grad(
   axis_name: AxisName | None = None,
   in_place: bool = False,
   accumulator_dtype: DTypeLike | None = None,
-  unroll: int | bool = 1,
   grad_reduction: GradReductionTree = None,
   carry_reduction: ReductionTree = None,
-  concat_axis: int | None = None,
   batch_axis: int | tuple[int, ...] = 0,
   batch_argnames: str | Sequence[str] = (),
   rng_argnames: str | Sequence[str] = (),
@@ -78,7 +76,6 @@ def microbatch_value_and_grad(
       `weight_fn` and further axes of a mesh, or collectives in the loss, a microbatch that is empty
       on one device runs if it counts on another, and its loss must be finite.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
-    unroll: As in `jax.lax.scan`.
     grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
       ``"last"``, or a prefix tree of these. For parameters that are overwritten with their
       "gradient", such as fp8 statistics: the optimizer must overwrite them too, as
@@ -86,7 +83,6 @@ def microbatch_value_and_grad(
     carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
       default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
       all increments. Each device folds its index into keys; the first device's come out.
-    concat_axis: The axis that "concat" joins. Default: 0. Needed where `batch_axis` is not 0.
     batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
       order of `batch_argnums` and then `batch_argnames`.
     batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.

@@ -202,7 +202,7 @@ def step_loss(
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of("reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch"))
   asked: dict[str, Any] = {"reduction": "mean", "has_aux": False, "noise_scale": False}
-  asked |= dict.fromkeys(("grad_reduction", "aux_reduction", "concat_axis")) | options
+  asked |= dict.fromkeys(("grad_reduction", "aux_reduction")) | options
   split = Split.of(options, default_argnum=1)
   local = LocalLoss(loss_fn, 0, asked["has_aux"], split, asked, asked["noise_scale"])
   if mesh is None:

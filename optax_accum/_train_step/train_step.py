@@ -136,10 +136,8 @@ def make_train_step(
   axis_name: AxisName | None = None,
   in_place: bool = False,
   accumulator_dtype: DTypeLike | None = None,
-  unroll: int | bool = 1,
   grad_reduction: GradReductionTree = None,
   carry_reduction: ReductionTree = None,
-  concat_axis: int | None = None,
   batch_axis: int | tuple[int, ...] = 0,
   batch_argnames: str | Sequence[str] = (),
   rng_argnames: str | Sequence[str] = (),
@@ -211,8 +209,8 @@ def make_train_step(
     axis_name: Instead of `mesh`, inside `pmap` or `shard_map`. As in `microbatch_value_and_grad`.
 
   Expert options:
-    in_place, accumulator_dtype, unroll: As in `microbatch_value_and_grad`.
-    grad_reduction, carry_reduction, concat_axis, batch_axis: As in `microbatch_value_and_grad`.
+    in_place, accumulator_dtype, grad_reduction, carry_reduction, batch_axis: As in
+      `microbatch_value_and_grad`.
     batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:

@@ -42,7 +42,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     *("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant"),
     *("all", "all", "all", "all", "all"),
   ),
-  "concat_axis": (0, 1),
   "carry": (False, True),
   "carry_reduction": ("default", "mean", "max", "min", "sum"),
   "further": ("none", "array", "python"),  # an argument that is not split
@@ -67,7 +66,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "lbfgs",
   ),
   "donate": (False, True),
-  "unroll": (1, 2),
   "seed": tuple(range(100)),
   "spread": (False, True, True, True),  # are rows over the automatic axis "model" too?
 }
@@ -159,7 +157,6 @@ MEANS = {
   "padding": lambda d: d.weights != "none",
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
-  "concat_axis": lambda d: d.aux in ("concat", "all"),
   "carry": lambda d: not d.streams and d.entry != "linen",
   "carry_reduction": lambda d: d.carry and d.parts > 1,
   "further": lambda d: not d.streams and d.entry != "linen",
@@ -168,7 +165,6 @@ MEANS = {
   "batch_axis": lambda d: not d.streams,
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
   "donate": lambda d: d.steps and not d.local and d.loop == "jit",
-  "unroll": lambda d: not d.streams,
   "spread": lambda d: d.placed and d.mesh in ("auto+model", "explicit+auto model"),
 }
 
@@ -205,9 +201,6 @@ REFUSED = {
 KNOWN = {
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
     d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"
-  ),
-  "XLA of JAX 0.10 fails to compile such a body, with more than one copy of it": lambda d: (
-    d.place != "one" and d.unroll == 2 and d.carry and d.key != "none" and d.weights != "none"
   ),
 }
 

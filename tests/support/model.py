@@ -75,7 +75,7 @@ class Model:
       "min": lambda: jnp.min(size),
       "last": lambda: jnp.mean(jnp.real(batch["y"])),
       "stack": lambda: jnp.mean(size),
-      "concat": lambda: size.T if self.draw.concat_axis else size,
+      "concat": lambda: size,
       "constant": lambda: 0.5,
     }
     if wanted == "all":
@@ -87,7 +87,7 @@ class Model:
 
   def options(self):
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
-    out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction, "unroll": draw.unroll}
+    out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction}
     if draw.tail:
       out["microbatch_size"] = draw.full_size // (draw.devices if draw.local else 1)
     else:
@@ -108,8 +108,6 @@ class Model:
       out["has_aux"] = not draw.carry
     if draw.local:
       out["axis_name"] = "data"
-    if draw.aux in ("concat", "all") and (draw.concat_axis or draw.batch_axis):
-      out["concat_axis"] = draw.concat_axis
     if draw.carry_reduction != "default":
       out["carry_reduction"] = plain.carry_reductions(draw)
     if draw.accumulator_dtype != "default":

@@ -127,7 +127,7 @@ def _in_shard_map(training, params, inputs):
     specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
   metrics = P()
   if not draw.streams and draw.aux != "none":
-    rows = {"stack": P("data"), "concat": P(None, "data") if draw.concat_axis else P("data")}
+    rows = {"stack": P("data"), "concat": P("data")}
     aux = {name: rows.get(name, P()) for name in AUX}
     metrics = {name: P() for name in _metric_names(draw)}
     metrics["aux"] = aux if draw.aux == "all" else aux[draw.aux]
@@ -203,16 +203,11 @@ def _held(draw, held):
   aux = metrics.get("aux")
   aux = {} if aux is None else aux if draw.aux == "all" else {draw.aux: aux}
   if draw.place == "pmap":
-    axes = {"stack": 0, "concat": draw.concat_axis}
-    aux = {name: _joined(x, axes[name]) if name in axes else _of_one(x) for name, x in aux.items()}
+    of_all = ("stack", "concat")  # every device's own, one after the other
+    aux = {k: np.concatenate(list(x)) if k in of_all else _of_one(x) for k, x in aux.items()}
   aux = {f"aux {name}": x for name, x in aux.items()}
   inner = _map_states(lambda x: x.inner_opt_state, state)
   held = {"params": params, "state": inner, **metrics, **aux}
   for x in filter(_accumulates, jax.tree.leaves(state, is_leaf=_accumulates)):
     held["counters"] = (x.mini_step, x.gradient_step, x.has_updated)
   return held if carry is None else held | {"carry": carry}
-
-
-def _joined(x, axis):
-  """Every device's own rows, or microbatches, one after the other."""
-  return np.concatenate(list(x), axis)

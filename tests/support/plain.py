@@ -134,7 +134,7 @@ def aux_of(draw, call, params, carry):
     "aux min": min(size[at[id(m)]].min() for m in counted),
     "aux last": call.batch["y"][last.rows].real.astype(np.float64).mean(),
     "aux stack": np.array([size[at[id(m)]].mean() for m in call.microbatches]),
-    "aux concat": size[np.argsort(order)].T if draw.concat_axis else size[np.argsort(order)],
+    "aux concat": size[np.argsort(order)],
     "aux constant": 0.5,
   }
 
