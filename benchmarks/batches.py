@@ -33,7 +33,9 @@ FACTORS = (0.5, 1.0, 2.0)
 
 def optimizer(peak, steps, b2):
   """The optimizer of train_lm.py. The peak is part of its state, so all peaks have one program."""
-  schedule = optax.warmup_cosine_decay_schedule(0.1, 1.0, steps // 10, steps, 0.1)
+  schedule = optax.warmup_cosine_decay_schedule(
+    0.1, 1.0, steps // 10, steps, 0.1
+  )
   return optax.chain(
     optax.clip_by_global_norm(1.0),
     optax.adamw(schedule, b2=b2),
@@ -52,7 +54,10 @@ class Job:
     self.held_out = held_out[: 512 * (LENGTH + 1)].reshape(512, LENGTH + 1)
     self.evaluate = jax.jit(
       optax_accum.microbatch(
-        self.loss_fn, reduction="mean", batch_argnums=1, microbatch_size=MICROBATCH
+        self.loss_fn,
+        reduction="mean",
+        batch_argnums=1,
+        microbatch_size=MICROBATCH,
       )
     )
 
@@ -60,7 +65,9 @@ class Job:
     """Parameters, and all rows in the order of training."""
     blank = jnp.zeros((1, LENGTH), jnp.int32)
     params = self.init(jax.random.key(seed), blank)["params"]
-    starts = np.random.default_rng(seed).integers(len(self.tokens) - LENGTH, size=self.rows)
+    starts = np.random.default_rng(seed).integers(
+      len(self.tokens) - LENGTH, size=self.rows
+    )
     return params, self.tokens[starts[:, None] + np.arange(LENGTH + 1)]
 
   def step(self, batch, b2, microbatches=None):
@@ -82,7 +89,9 @@ class Job:
 
 def milliseconds(job, rounds):
   """The median time of a step, by batch and microbatches. Steps of all take turns."""
-  counts = {batch: sorted({1, max(1, batch // MICROBATCH)}) for batch in BATCHES}
+  counts = {
+    batch: sorted({1, max(1, batch // MICROBATCH)}) for batch in BATCHES
+  }
   keys = [(batch, count) for batch in BATCHES for count in counts[batch]]
   steps, states, taken = {}, {}, {key: [] for key in keys}
   params, rows = job.start(0)
@@ -93,7 +102,9 @@ def milliseconds(job, rounds):
   for i in range(rounds + 1):
     for key in keys:
       start = time.perf_counter()
-      *states[key], _ = jax.block_until_ready(steps[key](*states[key], rows[: key[0]]))
+      *states[key], _ = jax.block_until_ready(
+        steps[key](*states[key], rows[: key[0]])
+      )
       if i:  # the first compiles
         taken[key].append(1000 * (time.perf_counter() - start))
   return {key: float(np.median(times)) for key, times in taken.items()}
@@ -123,24 +134,42 @@ def tables_of_losses(ways, found, tokens):
   """The losses at the end, and those on the way with the best learning rate of each batch."""
   final = results.Table(
     "held-out loss at the end, nats per byte, by multiple of the learning rate",
-    ["rows", "beta2", "learning rate", *(f"x {factor:g}" for factor in FACTORS), "best, seeds ±"],
+    [
+      "rows",
+      "beta2",
+      "learning rate",
+      *(f"x {factor:g}" for factor in FACTORS),
+      "best, seeds ±",
+    ],
     text=(8, 8),
   )
   best = {}
   for batch, b2 in ways:
     losses = [found[batch, b2, factor][:, -1] for factor in FACTORS]
-    best[batch, b2] = min(FACTORS, key=lambda factor: found[batch, b2, factor][:, -1].mean())
+    best[batch, b2] = min(
+      FACTORS, key=lambda factor: found[batch, b2, factor][:, -1].mean()
+    )
     least = found[batch, b2, best[batch, b2]][:, -1]
     beta2, rate = f"{b2:.4f}", f"{rate_of(batch):.5f}"
-    final.add(batch, beta2, rate, *(f"{x.mean():.3f}" for x in losses), f"{np.ptp(least) / 2:.3f}")
+    final.add(
+      batch,
+      beta2,
+      rate,
+      *(f"{x.mean():.3f}" for x in losses),
+      f"{np.ptp(least) / 2:.3f}",
+    )
   curves = results.Table(
     "held-out loss with the best of these learning rates",
     ["tokens", *(f"{batch} rows" for batch in BATCHES)],
     text=(10,),
   )
   for look in range(LOOKS):
-    means = [found[*way, best[way]][:, look].mean() for way in ways[: len(BATCHES)]]
-    curves.add((look + 1) * tokens // LOOKS, *(round(float(x), 3) for x in means))
+    means = [
+      found[*way, best[way]][:, look].mean() for way in ways[: len(BATCHES)]
+    ]
+    curves.add(
+      (look + 1) * tokens // LOOKS, *(round(float(x), 3) for x in means)
+    )
   return [final, curves]
 
 
@@ -154,23 +183,35 @@ def table_of_times(job, rounds):
   for batch in BATCHES:
     count, steps = max(1, batch // MICROBATCH), job.rows // batch
     each, whole = times[batch, count], times[batch, 1]
-    timed.add(batch, count, each, whole, each * steps / 1000, whole * steps / 1000)
+    timed.add(
+      batch, count, each, whole, each * steps / 1000, whole * steps / 1000
+    )
   return timed
 
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--rows", type=int, default=5376, help="of each training")
-  parser.add_argument("--seeds", type=int, default=2, help="of parameters and rows, averaged")
+  parser.add_argument(
+    "--seeds", type=int, default=2, help="of parameters and rows, averaged"
+  )
   parser.add_argument("--rounds", type=int, default=30, help="of timed steps")
   results.add_option(parser)
   args = parser.parse_args()
   if args.rows % (LOOKS * BATCHES[-1]):
-    parser.error(f"--rows {args.rows} must be a multiple of {LOOKS * BATCHES[-1]}")
+    parser.error(
+      f"--rows {args.rows} must be a multiple of {LOOKS * BATCHES[-1]}"
+    )
   job = Job(args.rows)
-  ways = [(batch, B2 ** (batch / BATCHES[-1])) for batch in BATCHES] + [(BATCHES[0], B2)]
-  losses = tables_of_losses(ways, trained(job, ways, args.seeds), args.rows * LENGTH)
-  results.save(args.save, "batches", [*losses, table_of_times(job, args.rounds)])
+  ways = [(batch, B2 ** (batch / BATCHES[-1])) for batch in BATCHES] + [
+    (BATCHES[0], B2)
+  ]
+  losses = tables_of_losses(
+    ways, trained(job, ways, args.seeds), args.rows * LENGTH
+  )
+  results.save(
+    args.save, "batches", [*losses, table_of_times(job, args.rounds)]
+  )
 
 
 if __name__ == "__main__":

@@ -50,13 +50,19 @@ def approaches(loss_fn, tx, mesh, n):
       def body(total, part):
         return jax.tree.map(jnp.add, total, gradient(params, part)), None
 
-      total, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, params), split(batch))
-      return mini_step(tx)(params, opt_state, jax.tree.map(lambda g: g / n, total))
+      total, _ = lax.scan(
+        body, jax.tree.map(jnp.zeros_like, params), split(batch)
+      )
+      return mini_step(tx)(
+        params, opt_state, jax.tree.map(lambda g: g / n, total)
+      )
 
     return step
 
   def pmean_each(params, part):
-    local = lambda p, x: lax.pmean(grad(lax.pcast(p, "data", to="varying"), x), "data")  # noqa: E731
+    def local(p, x):
+      return lax.pmean(grad(lax.pcast(p, "data", to="varying"), x), "data")
+
     return jax.shard_map(
       local,
       mesh=mesh,
@@ -81,7 +87,13 @@ def approaches(loss_fn, tx, mesh, n):
   found = {
     "optax_accum": (make(loss_fn, tx, num_microbatches=n, mesh=mesh), tx),
     'optax_accum, reduce_gradients="per_microbatch"': (
-      make(loss_fn, tx, num_microbatches=n, mesh=mesh, reduce_gradients="per_microbatch"),
+      make(
+        loss_fn,
+        tx,
+        num_microbatches=n,
+        mesh=mesh,
+        reduce_gradients="per_microbatch",
+      ),
       tx,
     ),
     "pmean of each microbatch": (scan_of(parts, pmean_each), tx),
@@ -100,25 +112,41 @@ def approaches(loss_fn, tx, mesh, n):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--microbatches", type=int, default=8)
-  parser.add_argument("--tpu", type=int, choices=(8, 64), help="compile for so many TPU chips")
-  parser.add_argument("--two-processes", action="store_true", help="time it on two processes")
+  parser.add_argument(
+    "--tpu", type=int, choices=(8, 64), help="compile for so many TPU chips"
+  )
+  parser.add_argument(
+    "--two-processes", action="store_true", help="time it on two processes"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   if args.two_processes:
     example = pathlib.Path(train_lm.__file__).with_name("multi_process.py")
     raise SystemExit(subprocess.call([sys.executable, example]))
 
-  mesh = devices.make_mesh(args.tpu, platform="tpu") if args.tpu else devices.make_mesh(8)
-  loss_fn = train_lm.make_loss_fn(model := train_lm.Transformer(layers=4, width=128))
+  mesh = (
+    devices.make_mesh(args.tpu, platform="tpu")
+    if args.tpu
+    else devices.make_mesh(8)
+  )
+  loss_fn = train_lm.make_loss_fn(
+    model := train_lm.Transformer(layers=4, width=128)
+  )
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
   def placed(make, *spec):
     return devices.abstract(jax.eval_shape(make), mesh, P(*spec))
 
   batch = placed(lambda: jnp.zeros((512, 65), jnp.int32), "data")
-  params = placed(lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"])
+  params = placed(
+    lambda: model.init(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))[
+      "params"
+    ]
+  )
   size = sum(4 * x.size for x in jax.tree.leaves(params))
-  whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)  # the partitioner gives each its share
+  whole = jax.jit(jax.grad(loss_fn)).lower(
+    params, batch
+  )  # the partitioner gives each its share
   share = matrix_flops(whole.compile().as_text())
   kind = "TPU v5e" if args.tpu else "CPU"
   table = results.Table(
@@ -135,8 +163,14 @@ def main():
     ],
     text=(48,),
   )
-  for name, (step, opt) in approaches(loss_fn, tx, mesh, args.microbatches).items():
-    state = placed(lambda opt=opt: opt.init(jax.tree.map(lambda x: jnp.zeros(x.shape), params)))
+  for name, (step, opt) in approaches(
+    loss_fn, tx, mesh, args.microbatches
+  ).items():
+    state = placed(
+      lambda opt=opt: opt.init(
+        jax.tree.map(lambda x: jnp.zeros(x.shape), params)
+      )
+    )
     compiled = measure.compile_step(step, params, state, batch, donate=(0, 1))
     report = optax_accum.count_collectives(compiled.program).at_least(1024)
     counts = []
@@ -145,8 +179,17 @@ def main():
       counts += operations, bytes_ / 2**20
     work = matrix_flops(compiled.program) / share
     table.add(name, *counts, work, compiled.temp_bytes / 2**20)
-  default = {None: "collectives", 8: "collectives_tpu", 64: "collectives_tpu64"}[args.tpu]
-  results.save(args.save, default, [table], "TPU v5e, compiled without one" if args.tpu else None)
+  default = {
+    None: "collectives",
+    8: "collectives_tpu",
+    64: "collectives_tpu64",
+  }[args.tpu]
+  results.save(
+    args.save,
+    default,
+    [table],
+    "TPU v5e, compiled without one" if args.tpu else None,
+  )
 
 
 if __name__ == "__main__":

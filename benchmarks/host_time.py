@@ -54,7 +54,9 @@ class Linen(linen.Module):
 
 class Nnx(nnx.Module):
   def __init__(self, layers, rngs):
-    self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)])
+    self.layers = nnx.List(
+      [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(layers)]
+    )
 
   def __call__(self, x):
     for layer in self.layers:
@@ -80,18 +82,31 @@ def stepping(step, *held):
 def of_its_jitted(arrays, devices):
   """A step, and the function that it has jitted. Each gets another batch in every call."""
   mesh = jax.make_mesh((devices,), ("data",)) if devices > 1 else None
-  place = lambda x, *spec: jax.device_put(x, mesh and NamedSharding(mesh, P(*spec)))  # noqa: E731
+
+  def place(x, *spec):
+    return jax.device_put(x, mesh and NamedSharding(mesh, P(*spec)))
+
   pair = {"kernel": jnp.ones((WIDTH, WIDTH)), "bias": jnp.ones(WIDTH)}
-  params, tx = place({f"layer_{i}": pair for i in range(arrays // 2)}), optax.adam(1e-3)
+  params, tx = (
+    place({f"layer_{i}": pair for i in range(arrays // 2)}),
+    optax.adam(1e-3),
+  )
   held = params, place(tx.init(params))
-  batches = itertools.cycle([place(jnp.full((8, WIDTH), float(i)), "data") for i in range(2)])
+  batches = itertools.cycle(
+    [place(jnp.full((8, WIDTH), float(i)), "data") for i in range(2)]
+  )
 
   def loss_fn(params, x):
     return jnp.mean(x) * sum(map(jnp.sum, jax.tree.leaves(params)))
 
   ours = optax_accum.make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh)
-  jitted = ours._program.prepare((*jax.tree.map(jnp.copy, held), next(batches)), {}).jitted
-  return [stepping(lambda *held, f=f: f(*held, next(batches)), *held) for f in (jitted, ours)]
+  jitted = ours._program.prepare(
+    (*jax.tree.map(jnp.copy, held), next(batches)), {}
+  ).jitted
+  return [
+    stepping(lambda *held, f=f: f(*held, next(batches)), *held)
+    for f in (jitted, ours)
+  ]
 
 
 def of_parameters(layers, x):
@@ -113,12 +128,18 @@ def of_parameters(layers, x):
 def of_train_state(layers, x):
   model = Linen(layers)
   params = model.init(jax.random.key(0), x)["params"]
-  state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
-  loss_fn = lambda variables, x, rngs=None: mean_square(model.apply(variables, x))  # noqa: E731
+  state = train_state.TrainState.create(
+    apply_fn=model.apply, params=params, tx=optax.adam(1e-3)
+  )
+
+  def loss_fn(variables, x, rngs=None):
+    return mean_square(model.apply(variables, x))
 
   @functools.partial(jax.jit, donate_argnums=0)
   def by_hand(state):
-    loss, grads = jax.value_and_grad(lambda params: loss_fn({"params": params}, x))(state.params)
+    loss, grads = jax.value_and_grad(
+      lambda params: loss_fn({"params": params}, x)
+    )(state.params)
     return state.apply_gradients(grads=grads), loss
 
   ours = linen_train_step(loss_fn, num_microbatches=1)
@@ -156,9 +177,13 @@ def host_ms(calls, rounds):
 
 def ratio_row(arrays, devices, first, rounds):
   """A step's host time beside that of its jitted function, one of which runs first."""
-  calls = dict(zip(("jitted", "ours"), of_its_jitted(arrays, devices), strict=True))
+  calls = dict(
+    zip(("jitted", "ours"), of_its_jitted(arrays, devices), strict=True)
+  )
   times = host_ms({first: calls[first], **calls}, rounds)
-  jitted, ours = (float(np.quantile(times[name], 0.1)) for name in ("jitted", "ours"))
+  jitted, ours = (
+    float(np.quantile(times[name], 0.1)) for name in ("jitted", "ours")
+  )
   ratio = measure.ratio(times, "ours", "jitted")
   return arrays, devices, first, jitted, ours, ours / jitted, ratio
 
@@ -167,7 +192,15 @@ def ratios(arrays, rounds):
   """All ratios, each in a process of its own: what ran before changes the times."""
   table = results.Table(
     "host time of a call, Adam: make_train_step beside the function that it has jitted",
-    ["arrays", "devices", "first", "jitted, ms", "ours, ms", "ours / jitted", "median ratio"],
+    [
+      "arrays",
+      "devices",
+      "first",
+      "jitted, ms",
+      "ours, ms",
+      "ours / jitted",
+      "median ratio",
+    ],
     text=(8,),
   )
   flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -176,7 +209,11 @@ def ratios(arrays, rounds):
     one = ",".join(map(str, each))
     command = [sys.executable, __file__, "--one", one, "--rounds", str(rounds)]
     table.add(
-      *json.loads(subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE).stdout)
+      *json.loads(
+        subprocess.run(
+          command, env=env, check=True, stdout=subprocess.PIPE
+        ).stdout
+      )
     )
   return table
 
@@ -195,7 +232,9 @@ def by_hand(layers, rounds):
     text=(18, 28),
   )
   for name, (make, peer) in rows.items():
-    times = host_ms(dict(zip((peer, name), make(layers, x), strict=True)), rounds)
+    times = host_ms(
+      dict(zip((peer, name), make(layers, x), strict=True)), rounds
+    )
     ours, hand = (statistics.median(times[key]) for key in (name, peer))
     table.add(name, peer, ours, hand, measure.ratio(times, name, peer))
   return table
@@ -203,10 +242,16 @@ def by_hand(layers, rounds):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-  parser.add_argument("--arrays", type=int, nargs="*", default=[50, 500, 2000], help="parameters")
-  parser.add_argument("--layers", type=int, default=250, help="two arrays each; 0: no such table")
+  parser.add_argument(
+    "--arrays", type=int, nargs="*", default=[50, 500, 2000], help="parameters"
+  )
+  parser.add_argument(
+    "--layers", type=int, default=250, help="two arrays each; 0: no such table"
+  )
   parser.add_argument("--rounds", type=int, default=60)
-  parser.add_argument("--one", help="devices,arrays,first: that row of the first table, as JSON")
+  parser.add_argument(
+    "--one", help="devices,arrays,first: that row of the first table, as JSON"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   if args.one:

@@ -20,7 +20,9 @@ def shapes(layers: int, width: int, vocabulary: int) -> dict[str, Any]:
   tree = {name: (layers, *shape) for name, shape in of_layer.items()}
   tree["embedding"] = (vocabulary, width)
   is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-  return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=is_shape)
+  return jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=is_shape
+  )
 
 
 def initial(key: jax.Array, like: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +32,9 @@ def initial(key: jax.Array, like: dict[str, Any]) -> dict[str, Any]:
     name: jax.random.normal(keys[name], x.shape, x.dtype) * x.shape[-2] ** -0.5
     for name, x in like.items()
   }
-  ones = {name: jnp.ones_like(x) for name, x in params.items() if "scale" in name}
+  ones = {
+    name: jnp.ones_like(x) for name, x in params.items() if "scale" in name
+  }
   return params | ones
 
 
@@ -55,16 +59,24 @@ def make_loss_fn(
     return x * jax.lax.rsqrt(square + 1e-6).astype(x.dtype) * scale
 
   def kept(x: jax.Array) -> jax.Array:
-    return x if rows_over is None else jax.lax.with_sharding_constraint(x, rows_over)
+    return (
+      x if rows_over is None else jax.lax.with_sharding_constraint(x, rows_over)
+    )
 
   def layer(x: jax.Array, p: dict[str, jax.Array]) -> jax.Array:
     p, x = jax.tree.map(lambda w: w.astype(dtype), p), kept(x)
     rows, length, width = x.shape
-    q, k, v = jnp.split(norm(x, p["scale_1"][None, None]) @ p["qkv"], 3, axis=-1)
+    q, k, v = jnp.split(
+      norm(x, p["scale_1"][None, None]) @ p["qkv"], 3, axis=-1
+    )
     split = lambda y: y.reshape(rows, length, heads, width // heads)  # noqa: E731
-    attended = jax.nn.dot_product_attention(split(q), split(k), split(v), is_causal=True)
+    attended = jax.nn.dot_product_attention(
+      split(q), split(k), split(v), is_causal=True
+    )
     x = x + attended.reshape(x.shape) @ p["out"]
-    return kept(x + jax.nn.gelu(norm(x, p["scale_2"][None, None]) @ p["up"]) @ p["down"])
+    return kept(
+      x + jax.nn.gelu(norm(x, p["scale_2"][None, None]) @ p["up"]) @ p["down"]
+    )
 
   def through(x: jax.Array, stacked: Any) -> jax.Array:
     if form == "loop":
@@ -72,7 +84,9 @@ def make_loss_fn(
       for i in range(count):
         x = layer(x, {name: w[i] for name, w in stacked.items()})
       return x
-    body = jax.checkpoint(layer) if form in ("rematerialised", "cast") else layer
+    body = (
+      jax.checkpoint(layer) if form in ("rematerialised", "cast") else layer
+    )
     if form == "cast":
       stacked = jax.tree.map(lambda w: w.astype(dtype), stacked)
     return jax.lax.scan(lambda x, p: (body(x, p), None), x, stacked)[0]
@@ -83,6 +97,8 @@ def make_loss_fn(
     run = jax.checkpoint(through) if form == "whole" else through
     x = run(embedding[tokens[:, :-1]], stacked)
     logits = (x @ embedding.T).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+      logits, tokens[:, 1:]
+    ).mean()
 
   return loss_fn

@@ -17,9 +17,15 @@ class Compiled(NamedTuple):
   program: str
 
 
-def compile_step(fun: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Compiled:
+def compile_step(
+  fun: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> Compiled:
   """Compiles `fun` for `args`, from nothing."""
-  lower = fun.lower if hasattr(fun, "lower") else jax.jit(fun, donate_argnums=donate).lower
+  lower = (
+    fun.lower
+    if hasattr(fun, "lower")
+    else jax.jit(fun, donate_argnums=donate).lower
+  )
   jax.clear_caches()
   start = time.perf_counter()
   compiled = lower(*args).compile()
@@ -28,7 +34,9 @@ def compile_step(fun: Callable[..., Any], *args: Any, donate: tuple[int, ...] = 
   return Compiled(compiled, seconds, temp, compiled.as_text())
 
 
-def paired_ms(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def paired_ms(
+  calls: dict[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
   """Milliseconds of every call in every round; the calls take turns, in changing order."""
   for call in calls.values():
     jax.block_until_ready(call())
@@ -44,4 +52,6 @@ def paired_ms(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, lis
 
 def ratio(times: dict[str, list[float]], name: str, reference: str) -> float:
   """The median over rounds of one call's time over another's in the same round."""
-  return statistics.median(a / b for a, b in zip(times[name], times[reference], strict=True))
+  return statistics.median(
+    a / b for a, b in zip(times[name], times[reference], strict=True)
+  )

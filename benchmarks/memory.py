@@ -29,7 +29,12 @@ from optax_accum import make_train_step
 
 MICROBATCHES = 8
 SMALL = {"layers": 8, "width": 256, "rows": 32, "length": 33}  # for a CPU
-LARGE = {"layers": 16, "width": 768, "rows": 16, "length": 129}  # small TPU programs show no temp
+LARGE = {
+  "layers": 16,
+  "width": 768,
+  "rows": 16,
+  "length": 129,
+}  # small TPU programs show no temp
 
 
 def valid_rows(tokens):
@@ -84,19 +89,33 @@ def compiled_steps(form, names, sizes, like, state, tokens):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--platform", choices=("cpu", "tpu", "gpu"), default="cpu")
-  parser.add_argument("--forms", nargs="+", choices=layers.FORMS, default=["rematerialised"])
-  parser.add_argument("--options", nargs="+", choices=OPTIONS, default=list(OPTIONS))
-  parser.add_argument("--vocabulary", type=int, default=4096, help="rows of the tied embedding")
-  parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
-  parser.add_argument("--time", action="store_true", help="run the steps too, on this machine")
+  parser.add_argument(
+    "--platform", choices=("cpu", "tpu", "gpu"), default="cpu"
+  )
+  parser.add_argument(
+    "--forms", nargs="+", choices=layers.FORMS, default=["rematerialised"]
+  )
+  parser.add_argument(
+    "--options", nargs="+", choices=OPTIONS, default=list(OPTIONS)
+  )
+  parser.add_argument(
+    "--vocabulary", type=int, default=4096, help="rows of the tied embedding"
+  )
+  parser.add_argument(
+    "--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it"
+  )
+  parser.add_argument(
+    "--time", action="store_true", help="run the steps too, on this machine"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   if args.platform == "gpu" and args.target_config is None:
     parser.error(
       "--platform gpu compiles without a GPU, for the one that --target-config describes"
     )
-  sizes = (SMALL if args.platform == "cpu" else LARGE) | {"vocabulary": args.vocabulary}
+  sizes = (SMALL if args.platform == "cpu" else LARGE) | {
+    "vocabulary": args.vocabulary
+  }
   target = device(args.platform, args.target_config)
   one = SingleDeviceSharding(target)
   on_device = lambda tree: jax.tree.map(lambda x: x.update(sharding=one), tree)  # noqa: E731
@@ -112,18 +131,28 @@ def main():
     f"{where}: {unit / 2**20:.0f} MiB of parameters (P),"
     + "".join(f" {name} {size}," for name, size in sizes.items())
     + f" {MICROBATCHES} microbatches",
-    ["layers", "option", "temp, P", "temp / plain", *(["time / plain"] if args.time else [])],
+    [
+      "layers",
+      "option",
+      "temp, P",
+      "temp / plain",
+      *(["time / plain"] if args.time else []),
+    ],
     text=(16, 20),
   )
   names = dict.fromkeys(["plain", *args.options])
   for form in args.forms:
     plain = None
-    for name, compiled, reason in compiled_steps(form, names, sizes, like, state, tokens):
+    for name, compiled, reason in compiled_steps(
+      form, names, sizes, like, state, tokens
+    ):
       if compiled is None:
         print(f"{form} {name} refused: {reason}")
         continue
       plain = plain or compiled
-      temp, of_plain = (step.memory_analysis().temp_size_in_bytes for step in (compiled, plain))
+      temp, of_plain = (
+        step.memory_analysis().temp_size_in_bytes for step in (compiled, plain)
+      )
       timed = [time_ratio(compiled, plain, like, tokens)] if args.time else []
       table.add(form, name, temp / unit, temp / of_plain, *timed)
   results.save(args.save, f"memory_{args.platform}", [table], where)
@@ -143,7 +172,9 @@ def time_ratio(step, plain, like, tokens):
 
     return call
 
-  times = measure.paired_ms({"step": running(step), "plain": running(plain)}, 30)
+  times = measure.paired_ms(
+    {"step": running(step), "plain": running(plain)}, 30
+  )
   return measure.ratio(times, "step", "plain")
 
 

@@ -32,17 +32,28 @@ def language_model(steps, rows):
   """64 windows of 64 bytes a step, in 8 microbatches, and windows to look at."""
   tokens, _ = train_lm.load_data()
   model = train_lm.Transformer(layers=3, width=128)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 64), jnp.int32))["params"]
+  params = jax.jit(model.init)(
+    jax.random.key(0), jnp.zeros((1, 64), jnp.int32)
+  )["params"]
   starts = np.random.default_rng(1).integers(len(tokens) - 64, size=rows)
   data = tokens[starts[:, None] + np.arange(65)]
   batches = train_lm.batches(tokens, 64, 64, steps)
-  return train_lm.make_loss_fn(model), train_lm.make_optimizer(steps), params, batches, data
+  return (
+    train_lm.make_loss_fn(model),
+    train_lm.make_optimizer(steps),
+    params,
+    batches,
+    data,
+  )
 
 
 def digits(steps):
   """128 rows a step, in 8 microbatches, and all rows."""
   found = load_digits()
-  data = {"x": (found.data / 16).astype(np.float32), "y": found.target.astype(np.int32)}
+  data = {
+    "x": (found.data / 16).astype(np.float32),
+    "y": found.target.astype(np.int32),
+  }
   layers, width = 8, 64
   up, down, out = jax.random.split(jax.random.key(0), 3)
   params = {
@@ -57,7 +68,9 @@ def digits(steps):
 
     layers = {"up": params["up"], "down": params["down"]}
     logits = jax.lax.scan(layer, batch["x"], layers)[0] @ params["out"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+      logits, batch["y"]
+    ).mean()
 
   def batches():
     rng = np.random.default_rng(0)
@@ -75,12 +88,18 @@ def from_rows(loss_fn, all_rows):
   """
 
   def moments(params, rows):
-    grad = jax.grad(lambda params, row: loss_fn(params, jax.tree.map(lambda x: x[None], row)))
+    grad = jax.grad(
+      lambda params, row: loss_fn(params, jax.tree.map(lambda x: x[None], row))
+    )
     grads = jax.vmap(grad, (None, 0))(params, rows)
     mean = jax.tree.map(lambda g: g.mean(0), grads)
-    return mean, jnp.mean(jax.vmap(lambda g: optax.tree.norm(g, squared=True))(grads))
+    return mean, jnp.mean(
+      jax.vmap(lambda g: optax.tree.norm(g, squared=True))(grads)
+    )
 
-  split = optax_accum.microbatch(moments, reduction="mean", batch_argnums=1, microbatch_size=32)
+  split = optax_accum.microbatch(
+    moments, reduction="mean", batch_argnums=1, microbatch_size=32
+  )
 
   @jax.jit
   def noise_scale(params, data):
@@ -97,16 +116,25 @@ def from_rows(loss_fn, all_rows):
 def run(table, name, job, all_rows):
   """Trains a job and adds its rows; returns what stands in them."""
   loss_fn, tx, params, batches, data = job
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=8, noise_scale=True)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=8, noise_scale=True
+  )
   estimates = [optax_accum.gradient_noise_scale(decay) for decay in DECAYS]
-  updates, states = [jax.jit(e.update) for e in estimates], [e.init() for e in estimates]
+  updates, states = (
+    [jax.jit(e.update) for e in estimates],
+    [e.init() for e in estimates],
+  )
   exact, opt_state, rows = from_rows(loss_fn, all_rows), tx.init(params), []
   for i, batch in enumerate(tqdm.tqdm([*batches], name, leave=False), 1):
     params, opt_state, metrics = step(params, opt_state, batch)
-    told = [f(metrics["noise_scale"], s) for f, s in zip(updates, states, strict=True)]
+    told = [
+      f(metrics["noise_scale"], s) for f, s in zip(updates, states, strict=True)
+    ]
     states = [state for _, state in told]
     if i % EVERY == 0:
-      rows.append([float(exact(params, data)), *(float(scale) for scale, _ in told)])
+      rows.append(
+        [float(exact(params, data)), *(float(scale) for scale, _ in told)]
+      )
       table.add(name, i, float(metrics["loss"]), *rows[-1])
   return np.array(rows)
 
@@ -114,7 +142,9 @@ def run(table, name, job, all_rows):
 def main():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--steps", type=int, default=250, help="of each job")
-  parser.add_argument("--rows", type=int, default=2048, help="windows of text to look at")
+  parser.add_argument(
+    "--rows", type=int, default=2048, help="windows of text to look at"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   decays = [f"decay {decay}" for decay in DECAYS]
@@ -129,7 +159,9 @@ def main():
   }
   found = {name: run(table, name, *job) for name, job in jobs.items()}
   off = results.Table(
-    "by what factor it is off, above or below", ["job", "of the steps", *decays], text=(16, 14)
+    "by what factor it is off, above or below",
+    ["job", "of the steps", *decays],
+    text=(16, 14),
   )
   for name, rows in found.items():
     factors = np.exp(np.abs(np.log(rows[:, 1:] / rows[:, :1])))

@@ -6,4 +6,7 @@ Import it before those: a benchmark is run as a file, from a checkout that insta
 import pathlib
 import sys
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / folder) for folder in ("tests", "examples")]
+sys.path += [
+  str(pathlib.Path(__file__).parents[1] / folder)
+  for folder in ("tests", "examples")
+]

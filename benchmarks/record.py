@@ -44,9 +44,14 @@ def runs(target_config):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--target-config", metavar="FILE", help="of a GPU, as XLA writes it")
+  parser.add_argument(
+    "--target-config", metavar="FILE", help="of a GPU, as XLA writes it"
+  )
   args = parser.parse_args()
-  env = {"JAX_PLATFORMS": "cpu", **os.environ}  # without it, JAX with libtpu looks for a TPU
+  env = {
+    "JAX_PLATFORMS": "cpu",
+    **os.environ,
+  }  # without it, JAX with libtpu looks for a TPU
   for script, *options in runs(args.target_config):
     print("\n==", script, *options, flush=True)
     path = pathlib.Path(__file__).with_name(script)

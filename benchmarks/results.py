@@ -28,20 +28,29 @@ class Table:
   def __init__(self, title, columns, text=(24,)):
     """`text` has the widths of the first columns, as printed. The other columns are numbers."""
     self.title, self.columns, self.rows = title, columns, []
-    self._text, self._numbers = text, [max(8, len(name)) + 2 for name in columns[len(text) :]]
+    self._text, self._numbers = (
+      text,
+      [max(8, len(name)) + 2 for name in columns[len(text) :]],
+    )
     print(f"\n{title}")
     self._print(columns)
 
   def add(self, *row):
     """Adds a row, numbers to 3 digits and at most 3 decimals."""
-    row = [round(float(f"{x:.3g}"), 3) if isinstance(x, float) else x for x in row]
+    row = [
+      round(float(f"{x:.3g}"), 3) if isinstance(x, float) else x for x in row
+    ]
     self.rows.append(row)
     self._print(row)
 
   def _print(self, row):
     cells = [_shown(cell) for cell in row]
-    left = [cell.ljust(width) for cell, width in zip(cells, self._text, strict=False)]
-    right = [x.rjust(n) for x, n in zip(cells[len(left) :], self._numbers, strict=True)]
+    left = [
+      cell.ljust(width) for cell, width in zip(cells, self._text, strict=False)
+    ]
+    right = [
+      x.rjust(n) for x, n in zip(cells[len(left) :], self._numbers, strict=True)
+    ]
     print("".join(left + right), flush=True)
 
 
@@ -64,7 +73,13 @@ def save(name, default, tables, device=None):
   """
   if name is None:
     return
-  packages = ["jax", "jaxlib", "optax", "flax", *["libtpu"] * ("TPU" in (device or ""))]
+  packages = [
+    "jax",
+    "jaxlib",
+    "optax",
+    "flax",
+    *["libtpu"] * ("TPU" in (device or "")),
+  ]
   found = {
     "command": _command(),
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -78,7 +93,9 @@ def save(name, default, tables, device=None):
       **{package: importlib.metadata.version(package) for package in packages},
       "optax_accum": optax_accum.__version__,
     },
-    "tables": [{"title": t.title, "columns": t.columns, "rows": t.rows} for t in tables],
+    "tables": [
+      {"title": t.title, "columns": t.columns, "rows": t.rows} for t in tables
+    ],
   }
   FOLDER.mkdir(exist_ok=True)
   path = FOLDER / f"{name or default}.json"
@@ -89,17 +106,25 @@ def save(name, default, tables, device=None):
 
 
 def _on_one_line(found):
-  return re.sub(r"\s*\n\s*", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
+  return (
+    re.sub(r"\s*\n\s*", " ", found[0]).replace("[ ", "[").replace(" ]", "]")
+  )
 
 
 def _command():
   """The command line as one would type it. Where someone's files are is left out."""
   options = ["FILE" if "/" in option else option for option in sys.argv[1:]]
-  return shlex.join(["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *options])
+  return shlex.join(
+    ["python", f"benchmarks/{pathlib.Path(sys.argv[0]).name}", *options]
+  )
 
 
 def _cpu():
   """The processor's name."""
   info = pathlib.Path("/proc/cpuinfo")
-  names = re.findall(r"model name\s*: (.+)", info.read_text()) if info.exists() else []
+  names = (
+    re.findall(r"model name\s*: (.+)", info.read_text())
+    if info.exists()
+    else []
+  )
   return names[0] if names else platform.processor() or platform.machine()

@@ -37,7 +37,9 @@ import results
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("replica", "fsdp")
-REPLICAS = {(i, i + 4) for i in range(4)} | {tuple(range(8))}  # groups that hold both replicas
+REPLICAS = {(i, i + 4) for i in range(4)} | {
+  tuple(range(8))
+}  # groups that hold both replicas
 MICROBATCHES, TX = 8, optax.adamw(1e-3)
 ROUNDS = 7
 
@@ -63,7 +65,9 @@ class Sizes(NamedTuple):
 
 
 MORE_ROWS = Sizes(rows=512)
-SMALL = Sizes(4, 256, 512, 64, 17, jnp.float32)  # for two processes on two cores
+SMALL = Sizes(
+  4, 256, 512, 64, 17, jnp.float32
+)  # for two processes on two cores
 
 
 class Way(NamedTuple):
@@ -83,13 +87,22 @@ WAYS = {
   "gathered once a step": Way(AXES, AXES, ONCE),
   "gathered in each microbatch": Way(AXES, AXES, ONCE | IN_EACH),
   "layer by layer": Way("fsdp", "fsdp", REPLICA, "fsdp"),
-  "layer by layer, in_place": Way("fsdp", "fsdp", REPLICA | {"in_place": True}, "fsdp"),
-  "layer by layer, reduced in each": Way("fsdp", "fsdp", REPLICA | IN_EACH, "fsdp"),
+  "layer by layer, in_place": Way(
+    "fsdp", "fsdp", REPLICA | {"in_place": True}, "fsdp"
+  ),
+  "layer by layer, reduced in each": Way(
+    "fsdp", "fsdp", REPLICA | IN_EACH, "fsdp"
+  ),
   "layer by layer, unconstrained": Way("fsdp", "fsdp", REPLICA),
   "layer by layer, no replicas": Way(AXES, AXES, {"mesh": None}, AXES),
 }
 BY_LAYER = ("layer by layer", "layer by layer, unconstrained")
-TIMED = ("replicated", "state sharded (ZeRO-1)", "gathered once a step", *BY_LAYER)
+TIMED = (
+  "replicated",
+  "state sharded (ZeRO-1)",
+  "gathered once a step",
+  *BY_LAYER,
+)
 TIMED += ("layer by layer, reduced in each",)
 
 
@@ -105,8 +118,14 @@ def compiled(mesh, sizes, way):
   tokens = jax.ShapeDtypeStruct((sizes.rows, sizes.length), jnp.int32)
   tokens = tokens.update(sharding=NamedSharding(mesh, P(AXES)))
   # In a step with mesh=, the constraint names axes of that. Without, it needs the mesh.
-  rows = NamedSharding(mesh, P(AXES)) if way.rows == AXES else way.rows and P(way.rows)
-  loss_fn = layers.make_loss_fn("rematerialised", dtype=sizes.dtype, rows_over=rows)
+  rows = (
+    NamedSharding(mesh, P(AXES))
+    if way.rows == AXES
+    else way.rows and P(way.rows)
+  )
+  loss_fn = layers.make_loss_fn(
+    "rematerialised", dtype=sizes.dtype, rows_over=rows
+  )
   options = {"mesh": mesh, "num_microbatches": MICROBATCHES, **way.options}
   args = placed(sizes.params, way.params), state, tokens
   return make_train_step(loss_fn, TX, **options).lower(*args).compile(), args
@@ -126,23 +145,38 @@ def sent(collectives, unit):
 
 def needs(step, unit):
   """What a device holds, needs and sends, the last also by collectives that span replicas."""
-  held, found = step.memory_analysis(), count_collectives(step).at_least(1024).operations
+  held, found = (
+    step.memory_analysis(),
+    count_collectives(step).at_least(1024).operations,
+  )
   spanning = [c for c in found if REPLICAS.intersection(c.groups)]
   return (
     held.argument_size_in_bytes / unit,
     held.temp_size_in_bytes / unit,
     sent(found, unit),
     sum(c.executions for c in spanning),
-    *(sent([c for c in spanning if bool(c.loop) == loop], unit) for loop in (False, True)),
+    *(
+      sent([c for c in spanning if bool(c.loop) == loop], unit)
+      for loop in (False, True)
+    ),
   )
 
 
-COLUMNS = ["held, P", "temp, P", "sent, P", "span replicas", "after, P", "in loops, P"]
+COLUMNS = [
+  "held, P",
+  "temp, P",
+  "sent, P",
+  "span replicas",
+  "after, P",
+  "in loops, P",
+]
 MESH = "2 replicas of 4 shards"
 
 
 def mesh_of(devices):
-  return Mesh(np.reshape(devices, (2, 4)), AXES, axis_types=(AxisType.Auto,) * 2)
+  return Mesh(
+    np.reshape(devices, (2, 4)), AXES, axis_types=(AxisType.Auto,) * 2
+  )
 
 
 def as_compiled(platform, target_config):
@@ -163,7 +197,9 @@ def as_compiled(platform, target_config):
     )
     tables.append(results.Table(title, ["way", *COLUMNS], text=(34,)))
     for name in names:
-      tables[-1].add(name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes.unit))
+      tables[-1].add(
+        name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes.unit)
+      )
   return tables, where
 
 
@@ -180,7 +216,9 @@ def process(address, index, rows):
   jax.distributed.initialize(address, 2, index)
   mesh, calls, needed = mesh_of(jax.devices()), {}, {}
   params = jax.device_get(layers.initial(jax.random.key(0), SMALL.params))
-  tokens = np.random.default_rng(0).integers(SMALL.vocabulary, size=(SMALL.rows, SMALL.length))
+  tokens = np.random.default_rng(0).integers(
+    SMALL.vocabulary, size=(SMALL.rows, SMALL.length)
+  )
   start = params, jax.device_get(TX.init(params)), tokens.astype(np.int32)
   for name in TIMED:
     step, args = compiled(mesh, SMALL, WAYS[name])
@@ -190,7 +228,14 @@ def process(address, index, rows):
   times = measure.paired_ms(calls, ROUNDS)
   for name in TIMED if index == 0 else ():
     seconds = statistics.median(times[name]) / 1e3
-    rows.put((name, *needed[name], seconds, measure.ratio(times, name, "layer by layer")))
+    rows.put(
+      (
+        name,
+        *needed[name],
+        seconds,
+        measure.ratio(times, name, "layer by layer"),
+      )
+    )
 
 
 def on_processes():
@@ -201,7 +246,9 @@ def on_processes():
   context = multiprocessing.get_context("spawn")
   rows = context.Queue()
   for index in range(2):
-    context.Process(target=process, args=(address, index, rows), daemon=True).start()
+    context.Process(
+      target=process, args=(address, index, rows), daemon=True
+    ).start()
   table = results.Table(
     f"2 processes of 4 CPU devices, {MESH}: {SMALL.unit / 2**20:.0f} MiB of parameters (P),"
     f" {SMALL.rows} rows of {SMALL.length - 1} tokens, {MICROBATCHES} microbatches, median of"
@@ -217,12 +264,18 @@ def on_processes():
 def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--platform", choices=("tpu", "gpu"), default="tpu")
-  parser.add_argument("--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it")
-  parser.add_argument("--processes", action="store_true", help="run it on two processes instead")
+  parser.add_argument(
+    "--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it"
+  )
+  parser.add_argument(
+    "--processes", action="store_true", help="run it on two processes instead"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   if args.processes:
-    return results.save(args.save, "sharding_processes", [on_processes()], "cpu")
+    return results.save(
+      args.save, "sharding_processes", [on_processes()], "cpu"
+    )
   tables, where = as_compiled(args.platform, args.target_config)
   results.save(args.save, f"sharding_{args.platform}", tables, where)
 

@@ -32,7 +32,9 @@ DEFAULT_SHAPES = [(4096, 2560), (2560, 4096), (4096, 2560), (2560, 4096)]
 OPTIMIZERS = {
   "sgd": lambda: optax.sgd(1e-3),
   "adamw": lambda: optax.adamw(1e-3),
-  "clip+adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+  "clip+adamw": lambda: optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)
+  ),
   "adafactor": lambda: optax.adafactor(1e-3),
   "lion": lambda: optax.lion(1e-3),
   "muon": lambda: optax.contrib.muon(1e-3),
@@ -69,7 +71,11 @@ def limit(inner, params, grads):
   """Adding K gradients into an accumulator, and one step of `inner`."""
   add = jax.jit(lambda acc, g: jax.tree.map(jnp.add, acc, g), donate_argnums=0)
   step = jax.jit(mini_step(inner), donate_argnums=(0, 1))
-  held = [jax.tree.map(jnp.copy, params), inner.init(params), jax.tree.map(jnp.zeros_like, grads)]
+  held = [
+    jax.tree.map(jnp.copy, params),
+    inner.init(params),
+    jax.tree.map(jnp.zeros_like, grads),
+  ]
 
   def run():
     for _ in range(K):
@@ -98,10 +104,14 @@ def run_all(inner, params, grads, rounds):
 
 def compile_all_for_tpu(inner, params):
   """Compiles all ways for one chip of a TPU v5e that is not there."""
-  sharding = jax.sharding.SingleDeviceSharding(devices.tpu_topology().devices[0])
+  sharding = jax.sharding.SingleDeviceSharding(
+    devices.tpu_topology().devices[0]
+  )
 
   def on_chip(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+    )
 
   shapes = jax.eval_shape(lambda: params)
   return {
@@ -129,7 +139,10 @@ def report(optimizer, compiled, times, params):
     cells = []
     if times:
       multi = "MultiSteps, scanned" if "scanned" in name else "MultiSteps"
-      ratios = measure.ratio(times, multi, name), measure.ratio(times, name, "limit")
+      ratios = (
+        measure.ratio(times, multi, name),
+        measure.ratio(times, name, "limit"),
+      )
       cells += min(times[name]), *ratios
     if name in compiled:
       temp, program = compiled[name].temp_bytes / size, compiled[name].program
@@ -144,26 +157,36 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--rounds", type=int, default=5)
   parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
-  parser.add_argument("--tpu", action="store_true", help="compile for a TPU, run nothing")
+  parser.add_argument(
+    "--tpu", action="store_true", help="compile for a TPU, run nothing"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   if args.tpu:
     jax.config.update("jax_platforms", "cpu")
-  device = "TPU v5e, compiled without one" if args.tpu else jax.devices()[0].device_kind
+  device = (
+    "TPU v5e, compiled without one"
+    if args.tpu
+    else jax.devices()[0].device_kind
+  )
   print(device)
   tables = []
   for name in args.optimizers.split(","):
     inner = OPTIMIZERS[name]()
     keys = jax.random.split(jax.random.key(0), 8)
     shapes = SHAPES.get(name, DEFAULT_SHAPES)
-    params = [0.1 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=False)]
+    params = [
+      0.1 * jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=False)
+    ]
     if args.tpu:
       measured = compile_all_for_tpu(inner, params), None
     else:
       grads = [0.01 * x + 0.001 for x in params]
       measured = run_all(inner, params, grads, args.rounds)
     tables.append(report(name, *measured, params))
-  results.save(args.save, "streaming_tpu" if args.tpu else "streaming", tables, device)
+  results.save(
+    args.save, "streaming_tpu" if args.tpu else "streaming", tables, device
+  )
 
 
 if __name__ == "__main__":

@@ -50,14 +50,17 @@ def temp_by_microbatches(loss_fn, tx, arguments, size):
   """The temporary memory of a step that splits the same batch further and further."""
 
   def temp(n, in_place):
-    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, in_place=in_place)
+    step = optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=n, in_place=in_place
+    )
     try:
       return measure.compile_step(step, *arguments).temp_bytes / size
     except NotImplementedError:  # in place with a JAX older than 0.10
       return None
 
   table = results.Table(
-    "temporary memory by number of microbatches", ["microbatches", "temp, P", "temp in place, P"]
+    "temporary memory by number of microbatches",
+    ["microbatches", "temp, P", "temp in place, P"],
   )
   for n in 1, 2, 4, 8, 16, 32:
     table.add(n, temp(n, False), temp(n, True))
@@ -75,7 +78,9 @@ def main():
   model = train_lm.Transformer(layers=4, width=128)
   loss_fn = train_lm.make_loss_fn(model)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-  batch = jnp.asarray(next(train_lm.batches(train_lm.load_data()[0], 64, 128, 1)))
+  batch = jnp.asarray(
+    next(train_lm.batches(train_lm.load_data()[0], 64, 128, 1))
+  )
 
   def fresh():
     params = model.init(jax.random.key(0), batch[:1, :-1])["params"]
@@ -83,21 +88,32 @@ def main():
 
   plain = jax.value_and_grad(loss_fn)
   steps = {
-    f"optax_accum, N={n}": optax_accum.make_train_step(loss_fn, tx, num_microbatches=n),
+    f"optax_accum, N={n}": optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=n
+    ),
     f"... noise_scale=True, N={n}": optax_accum.make_train_step(
       loss_fn, tx, num_microbatches=n, noise_scale=True
     ),
     f"hand-written scan, N={n}": with_optimizer(hand_written(loss_fn, n), tx),
-    f"optax.microbatching, N={n}": with_optimizer(optax_microbatch(loss_fn, n), tx),
+    f"optax.microbatching, N={n}": with_optimizer(
+      optax_microbatch(loss_fn, n), tx
+    ),
     f"Python loop, N={n}": with_optimizer(python_loop(loss_fn, n), tx),
-    "optax_accum, N=1": optax_accum.make_train_step(loss_fn, tx, num_microbatches=1),
+    "optax_accum, N=1": optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=1
+    ),
     "whole batch at once": with_optimizer(plain, tx),
   }
   if not hasattr(optax, "microbatching"):
     del steps[f"optax.microbatching, N={n}"]
-  compiled = {name: measure.compile_step(step, *fresh(), batch) for name, step in steps.items()}
+  compiled = {
+    name: measure.compile_step(step, *fresh(), batch)
+    for name, step in steps.items()
+  }
   states = {name: fresh() for name in steps}
-  size = sum(x.nbytes for x in jax.tree.leaves(states["whole batch at once"][0]))
+  size = sum(
+    x.nbytes for x in jax.tree.leaves(states["whole batch at once"][0])
+  )
 
   def call(name):
     def run():
@@ -111,7 +127,14 @@ def main():
   rows, length = batch.shape
   table = results.Table(
     f"{size / 2**20:.1f} MiB of parameters (P), {rows} rows of {length - 1} bytes",
-    ["step", "time, ms", "time / scan", "time / whole", "temp, P", "compile, s"],
+    [
+      "step",
+      "time, ms",
+      "time / scan",
+      "time / whole",
+      "temp, P",
+      "compile, s",
+    ],
     text=(28,),
   )
   for name, c in compiled.items():

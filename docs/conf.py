@@ -51,7 +51,9 @@ copybutton_prompt_is_regexp = True
 # Docstrings. A name in single backticks is a link where this site has a page for it.
 default_role = "py:obj"
 add_module_names = False
-autodoc_typehints = "none"  # the signature has the names, the docstring says what they take
+autodoc_typehints = (
+  "none"  # the signature has the names, the docstring says what they take
+)
 autodoc_member_order = "bysource"
 autosummary_generate = True
 napoleon_google_docstring, napoleon_numpy_docstring = True, False
@@ -100,7 +102,9 @@ def link_of(app, env, node, contnode):
   for module in ("optax_accum", "optax_accum.flax"):
     name = f"{module}.{target}"
     if name in domain.objects:
-      return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+      return domain.resolve_xref(
+        env, node["refdoc"], app.builder, "obj", name, node, contnode
+      )
   return None
 
 
@@ -117,7 +121,11 @@ def as_sections(app, doctree):
       for part in node.children if is_fields else [node]:
         if isinstance(part, (nodes.field, nodes.rubric)):
           title = part[0].astext() if is_fields else part.astext()
-          sections.append(nodes.section("", nodes.title("", title), ids=[nodes.make_id(title)]))
+          sections.append(
+            nodes.section(
+              "", nodes.title("", title), ids=[nodes.make_id(title)]
+            )
+          )
           part = part[1].children if is_fields else []
         if sections:
           sections[-1] += part
@@ -128,6 +136,8 @@ def as_sections(app, doctree):
 
 
 def setup(app):
-  app.connect("doctree-read", as_sections, priority=100)  # before the contents are collected
+  app.connect(
+    "doctree-read", as_sections, priority=100
+  )  # before the contents are collected
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", link_of)

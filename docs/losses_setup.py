@@ -19,7 +19,9 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 def split(loss, *unsplit, **options):
   """A function of parameters and batch: the gradient that a step with these options takes."""
   unit = optax.sgd(1.0)  # its step is the gradient
-  step = make_train_step(loss, unit, **{"num_microbatches": 4, **options}, donate=False)
+  step = make_train_step(
+    loss, unit, **{"num_microbatches": 4, **options}, donate=False
+  )
 
   def gradient(params, batch):
     new, _, _ = step(params, unit.init(params), batch, *unsplit)
@@ -39,10 +41,16 @@ def compare(data, loss, *unsplit, mistake, whole=None, sharded=None, **options):
   expected = jax.device_get(jax.jit(jax.grad(whole))(params, batch))
   over = {"mesh": mesh, "num_microbatches": 2, **options}
   off = []
-  for way in split(loss, *unsplit, **options), split(sharded or loss, *unsplit, **over), mistake:
+  for way in (
+    split(loss, *unsplit, **options),
+    split(sharded or loss, *unsplit, **over),
+    mistake,
+  ):
     difference = optax.tree.sub(way(params, batch), expected)
     off.append(float(optax.tree.norm(difference) / optax.tree.norm(expected)))
-  print(f"off by {off[0]:.0e} on 1 device, {off[1]:.0e} on 8; the mistake by {off[2]:.1%}")
+  print(
+    f"off by {off[0]:.0e} on 1 device, {off[1]:.0e} on 8; the mistake by {off[2]:.1%}"
+  )
   assert max(off[:2]) < 1e-12 < 1e-3 < off[2]
 
 
@@ -65,7 +73,10 @@ def nats(params, batch):
 
 def rows_of(documents):
   """A batch with one or more documents, of type bytes, in each row."""
-  batch = {k: np.zeros((len(documents), LENGTH), int) for k in ("token", "before", "next")}
+  batch = {
+    k: np.zeros((len(documents), LENGTH), int)
+    for k in ("token", "before", "next")
+  }
   batch |= {k: np.zeros((len(documents), LENGTH)) for k in ("mask", "share")}
   for row, of_row in enumerate(documents):
     start = 0
@@ -83,15 +94,23 @@ source = topics.topics["assignment"].encode("ascii", "replace")
 documents = []  # of each row one, and a second where it has space
 for row in range(ROWS):
   size, start = rng.integers(3, LENGTH), 2 * LENGTH * row
-  of_row = source[start : start + size + 1], source[start + size : start + LENGTH]
+  of_row = (
+    source[start : start + size + 1],
+    source[start + size : start + LENGTH],
+  )
   documents.append([text for text in of_row if len(text) > 1])
 shapes = {"now": (128, 8), "then": (128, 8), "out": (8, 128)}
 text = weights(**shapes), rows_of([of_row[:1] for of_row in documents])
 packed = text[0], rows_of(documents)
 unpacked = rows_of([[text] for of_row in documents for text in of_row])
 teacher = weights(**shapes)
-pairs = {"chosen": text[1], "rejected": rows_of([[of_row[0][::-1]] for of_row in documents])}
-reward = (np.isin(text[1]["next"], [*b"aeiou"]) * text[1]["mask"]).mean(axis=1)  # of each answer
+pairs = {
+  "chosen": text[1],
+  "rejected": rows_of([[of_row[0][::-1]] for of_row in documents]),
+}
+reward = (np.isin(text[1]["next"], [*b"aeiou"]) * text[1]["mask"]).mean(
+  axis=1
+)  # of each answer
 routed = {**text[0], **weights(router=(8, 4))}, text[1]
 
 # Images: handwritten digits of 8 by 8 pixels.
@@ -108,12 +127,18 @@ def layers(features, outputs):
 digits = load_digits()
 pixels, label = digits.data[:ROWS] / 16, digits.target[:ROWS]
 images, of_pixels = (layers(64, 10), {"x": pixels, "y": label}), layers(64, 64)
-odd = np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1  # the black squares of a chessboard
+odd = (
+  np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
+)  # the black squares of a chessboard
 views = {"odd": np.where(odd, pixels, 0), "even": np.where(odd, 0, pixels)}
 towers = {"odd": layers(64, 8), "even": layers(64, 8), "scale": 1.0}, views
 near = [rng.choice(np.flatnonzero(digits.target == y)) for y in label]
 far = [rng.choice(np.flatnonzero(digits.target != y)) for y in label]
-triplet = {"anchor": pixels, "near": digits.data[near] / 16, "far": digits.data[far] / 16}
+triplet = {
+  "anchor": pixels,
+  "near": digits.data[near] / 16,
+  "far": digits.data[far] / 16,
+}
 triplets = layers(64, 8), triplet
 noisy = {"x": pixels, "noise": rng.normal(size=(ROWS, 4))}
 vaes = {"encoder": layers(64, 8), "decoder": layers(4, 64)}, noisy

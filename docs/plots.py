@@ -17,10 +17,19 @@ def use() -> None:
       "legend.framealpha": 0,
       "axes.spines.top": False,
       "axes.spines.right": False,
-      "axes.prop_cycle": mpl.cycler(color=["#1f77b4", "#e07b00", "#2ca02c", "#c03d3e", "#8a63b8"]),
+      "axes.prop_cycle": mpl.cycler(
+        color=["#1f77b4", "#e07b00", "#2ca02c", "#c03d3e", "#8a63b8"]
+      ),
       "svg.hashsalt": "optax_accum",
       **dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), _GREY
+        (
+          "text.color",
+          "axes.labelcolor",
+          "axes.edgecolor",
+          "xtick.color",
+          "ytick.color",
+        ),
+        _GREY,
       ),
     }
   )

@@ -49,7 +49,10 @@ def encode(params, x):
     normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6)
     return x + jax.nn.gelu(normed @ weights["up"]) @ weights["down"], None
 
-  x = lax.scan(layer, x, {"up": params["up"], "down": params["down"]})[0] @ params["out"]
+  x = (
+    lax.scan(layer, x, {"up": params["up"], "down": params["down"]})[0]
+    @ params["out"]
+  )
   return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -61,17 +64,23 @@ def make_loss_fn(encode, axis_name=None):
       # Each device returns the loss of its own rows, compared with all rows. The step sums the
       # gradients over devices. These include what a row contributes to losses on other devices.
       labels += lax.axis_index(axis_name) * len(odd)
-      all_odd, all_even = (lax.all_gather(x, axis_name, tiled=True) for x in (odd, even))
+      all_odd, all_even = (
+        lax.all_gather(x, axis_name, tiled=True) for x in (odd, even)
+      )
     scale = jnp.exp(-params["log_temperature"])
     cross_entropy = optax.softmax_cross_entropy_with_integer_labels
     of_odd = cross_entropy(scale * odd @ all_even.T, labels)
-    return jnp.mean(of_odd + cross_entropy(scale * even @ all_odd.T, labels)) / 2
+    return (
+      jnp.mean(of_odd + cross_entropy(scale * even @ all_odd.T, labels)) / 2
+    )
 
   return loss_fn
 
 
 def views(images):
-  odd = np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1  # as the squares of a chessboard
+  odd = (
+    np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
+  )  # as the squares of a chessboard
   return {"odd": np.where(odd, images, 0), "even": np.where(odd, 0, images)}
 
 
@@ -79,25 +88,46 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = functools.partial(parser.add_argument, type=positive, metavar="N")
   flag("--steps", default=150, help="optimizer steps (default: 150)")
-  flag("--batch", default=512, help="rows that are compared with one another (default: 512)")
-  flag("--microbatch", default=32, help="rows that the encoder runs on at once (default: 32)")
+  flag(
+    "--batch",
+    default=512,
+    help="rows that are compared with one another (default: 512)",
+  )
+  flag(
+    "--microbatch",
+    default=32,
+    help="rows that the encoder runs on at once (default: 32)",
+  )
   args = parser.parse_args()
   if args.batch % args.microbatch or args.batch == args.microbatch:
-    parser.error(f"--batch {args.batch} is not 2 or more times --microbatch {args.microbatch}")
+    parser.error(
+      f"--batch {args.batch} is not 2 or more times --microbatch {args.microbatch}"
+    )
   if args.batch % DEVICES:
-    parser.error(f"--batch {args.batch} is not a multiple of {DEVICES}, the number of devices")
+    parser.error(
+      f"--batch {args.batch} is not a multiple of {DEVICES}, the number of devices"
+    )
   if args.steps < 60 or args.batch < 64:
-    parser.error(f"--steps {args.steps} must be 60 or more, --batch {args.batch} 64 or more")
+    parser.error(
+      f"--steps {args.steps} must be 60 or more, --batch {args.batch} 64 or more"
+    )
   if args.batch > TRAINING:
-    parser.error(f"--batch {args.batch} is more than the {TRAINING} images to train on")
+    parser.error(
+      f"--batch {args.batch} is more than the {TRAINING} images to train on"
+    )
 
-  images, rng = (load_digits().data / 16).astype(np.float32), np.random.default_rng(0)
+  images, rng = (
+    (load_digits().data / 16).astype(np.float32),
+    np.random.default_rng(0),
+  )
   train, test = np.split(rng.permutation(images), [TRAINING])
   # On a mesh, `microbatch_size` counts the rows of one device.
   encode_in_parts = optax_accum.microbatch(
     encode, reduction="concat", batch_argnums=1, microbatch_size=args.microbatch
   )
-  make_step = functools.partial(optax_accum.make_train_step, tx=optax.adam(1e-3), donate=False)
+  make_step = functools.partial(
+    optax_accum.make_train_step, tx=optax.adam(1e-3), donate=False
+  )
   mesh = jax.sharding.Mesh(jax.devices("cpu")[:DEVICES], ("data",))
   at_once, in_parts = make_loss_fn(encode), make_loss_fn(encode_in_parts)
   on_mesh = make_loss_fn(encode_in_parts, "data")
@@ -106,7 +136,9 @@ def main() -> None:
     "whole batch": make_step(at_once, num_microbatches=1),
     "encoder in microbatches": make_step(in_parts, num_microbatches=1),
     "the same on 8 devices": make_step(on_mesh, num_microbatches=1, mesh=mesh),
-    "losses of microbatches": make_step(at_once, microbatch_size=args.microbatch),
+    "losses of microbatches": make_step(
+      at_once, microbatch_size=args.microbatch
+    ),
   }
 
   params = init_params(jax.random.key(0))
@@ -123,9 +155,13 @@ def main() -> None:
   for name, step in steps.items():
     compiled = step.lower(*state, batch).compile()
     new[name], _, metrics = jax.device_get(compiled(*state, batch))
-    error, way = (optax.tree.sub(new["whole batch"], x) for x in (new[name], state[0]))
+    error, way = (
+      optax.tree.sub(new["whole batch"], x) for x in (new[name], state[0])
+    )
     off[name] = optax.tree.norm(error) / optax.tree.norm(way)
-    print(f"{name:25}{temp_mib(compiled):11.1f}{metrics['loss']:8.4f}{off[name]:12.1e}")
+    print(
+      f"{name:25}{temp_mib(compiled):11.1f}{metrics['loss']:8.4f}{off[name]:12.1e}"
+    )
 
   for name in ("encoder in microbatches", "the same on 8 devices"):
     assert off[name] < 100 * jnp.finfo(jnp.float32).eps, name

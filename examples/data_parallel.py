@@ -14,7 +14,13 @@ Expected: each device reduces the gradients (0.51 MiB) once per step, outside ev
 import jax
 import jax.numpy as jnp
 import optax
-from train_lm import batches, load_data, make_loss_fn, make_optimizer, Transformer
+from train_lm import (
+  batches,
+  load_data,
+  make_loss_fn,
+  make_optimizer,
+  Transformer,
+)
 
 import optax_accum
 
@@ -52,29 +58,44 @@ def main() -> None:
   steps, reports = {}, {}
   for when in ("per_cycle", "per_microbatch"):
     steps[when] = optax_accum.make_train_step(
-      loss_fn, tx, num_microbatches=MICROBATCHES, mesh=mesh, reduce_gradients=when
+      loss_fn,
+      tx,
+      num_microbatches=MICROBATCHES,
+      mesh=mesh,
+      reduce_gradients=when,
     )
     compiled = steps[when].lower(params, tx.init(params), data[0]).compile()
     reports[when] = optax_accum.count_collectives(compiled)
     print(f"\nreduce_gradients={when!r}\n{reports[when]}")
   size = sum(x.nbytes for x in jax.tree.leaves(params))
   once, every = sent(reports["per_cycle"]), sent(reports["per_microbatch"])
-  print(f"\ngradients: {mib(size)}. A step reduces {mib(once)} instead of {mib(every)}:")
+  print(
+    f"\ngradients: {mib(size)}. A step reduces {mib(once)} instead of {mib(every)}:"
+  )
   print(f"per_cycle saves {mib(every - once)} a step and device\n")
 
   def train(step):
     state, metrics = (jax.tree.map(jnp.copy, params), tx.init(params)), []
     for batch in data:
-      *state, new = step(*state, batch)  # the first step moves the arrays to the mesh
+      *state, new = step(
+        *state, batch
+      )  # the first step moves the arrays to the mesh
       metrics.append((float(new["loss"]), float(new["grad_norm"])))
     return jax.device_get(state[0]), metrics
 
   sharded, sharded_metrics = train(steps["per_cycle"])
-  whole, whole_metrics = train(optax_accum.make_train_step(loss_fn, tx, num_microbatches=1))
-  print(f"{'':6}{f'{len(devices)} devices, 4 microbatches':>28}{'one device, whole batch':>28}")
+  whole, whole_metrics = train(
+    optax_accum.make_train_step(loss_fn, tx, num_microbatches=1)
+  )
+  print(
+    f"{'':6}{f'{len(devices)} devices, 4 microbatches':>28}{'one device, whole batch':>28}"
+  )
   print(f"step  {'loss    gradient norm':>28}{'loss    gradient norm':>28}")
   for i, metrics in enumerate(zip(sharded_metrics, whole_metrics, strict=True)):
-    print(f"{i:4d}  " + "".join(f"{loss:13.5f}{norm:15.5f}" for loss, norm in metrics))
+    print(
+      f"{i:4d}  "
+      + "".join(f"{loss:13.5f}{norm:15.5f}" for loss, norm in metrics)
+    )
   way = optax.tree.norm(optax.tree.sub(whole, jax.device_get(params)))
   relative = optax.tree.norm(optax.tree.sub(sharded, whole)) / way
   print(f"\nrelative error of the updates: {relative:.1e}")
@@ -82,7 +103,9 @@ def main() -> None:
   # In addition to the gradients, the reduction carries only the loss.
   reports["per_cycle"].assert_once_per_cycle(nbytes=1)
   assert size <= once < size + 1024, f"{once} bytes for gradients of {size}"
-  assert every >= MICROBATCHES * size, f"{every} bytes for {MICROBATCHES} reductions of {size}"
+  assert every >= MICROBATCHES * size, (
+    f"{every} bytes for {MICROBATCHES} reductions of {size}"
+  )
   # The norms of the gradients are compared too, because AdamW and clipping hide a wrong scale.
   for a, b in zip(sharded_metrics, whole_metrics, strict=True):
     assert all(abs(x - y) < 1e-5 * y for x, y in zip(a, b, strict=True)), (a, b)

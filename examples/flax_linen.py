@@ -53,33 +53,45 @@ def loss_fn(variables, batch, rngs):
   logits, updates = model.apply(
     variables, batch["image"], train=True, mutable=["batch_stats"], rngs=rngs
   )
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits, batch["label"]
+  )
   correct = jnp.mean(jnp.argmax(logits, -1) == batch["label"])
   return jnp.mean(losses), (updates, {"accuracy": correct})
 
 
 def accuracy(state, batch):
   variables = {"params": state.params, "batch_stats": state.batch_stats}
-  logits = jax.jit(model.apply, static_argnames="train")(variables, batch["image"], train=False)
+  logits = jax.jit(model.apply, static_argnames="train")(
+    variables, batch["image"], train=False
+  )
   return float(jnp.mean(jnp.argmax(logits, -1) == batch["label"]))
 
 
 def make_state(images, tx):
-  variables = jax.jit(model.init, static_argnames="train")(jax.random.key(0), images, train=False)
+  variables = jax.jit(model.init, static_argnames="train")(
+    jax.random.key(0), images, train=False
+  )
   return TrainState.create(apply_fn=model.apply, tx=tx, **variables)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser()
-  parser.add_argument("--mesh", action="store_true", help="split the rows over all devices")
+  parser.add_argument(
+    "--mesh", action="store_true", help="split the rows over all devices"
+  )
   parser.add_argument("--epochs", type=int, default=10)
   args = parser.parse_args()
   if args.epochs < 5:
-    parser.error(f"argument --epochs: must be 5 or more, to reach 0.95, got {args.epochs}")
+    parser.error(
+      f"argument --epochs: must be 5 or more, to reach 0.95, got {args.epochs}"
+    )
 
   digits = load_digits()
   images = (digits.images[..., None] / 16).astype(np.float32)
-  train_x, test_x, train_y, test_y = train_test_split(images, digits.target, random_state=0)
+  train_x, test_x, train_y, test_y = train_test_split(
+    images, digits.target, random_state=0
+  )
   test = {"image": test_x, "label": test_y}
 
   devices = jax.devices() if args.mesh else jax.devices()[:1]
@@ -87,7 +99,11 @@ def main() -> None:
   print(f"{len(devices)} devices, microbatches of {MICROBATCH} rows")
 
   step = linen_train_step(
-    loss_fn, mutable=("batch_stats",), has_aux=True, microbatch_size=MICROBATCH, mesh=mesh
+    loss_fn,
+    mutable=("batch_stats",),
+    has_aux=True,
+    microbatch_size=MICROBATCH,
+    mesh=mesh,
   )
   state = make_state(train_x[:1], optax.adam(1e-2))
   key, steps = jax.random.key(1), 0
@@ -96,10 +112,14 @@ def main() -> None:
     for start in range(0, len(order) - ROWS + 1, ROWS):
       rows = order[start : start + ROWS]
       rngs = {"dropout": jax.random.fold_in(key, steps)}
-      state, metrics = step(state, {"image": train_x[rows], "label": train_y[rows]}, rngs)
+      state, metrics = step(
+        state, {"image": train_x[rows], "label": train_y[rows]}, rngs
+      )
       steps += 1
     loss, correct = float(metrics["loss"]), float(metrics["aux"]["accuracy"])
-    print(f"epoch {epoch}: loss {loss:.3f}, accuracy of the last batch {correct:.3f}")
+    print(
+      f"epoch {epoch}: loss {loss:.3f}, accuracy of the last batch {correct:.3f}"
+    )
 
   reached = accuracy(state, test)
   print(f"test accuracy: {reached:.3f} after {int(state.step)} steps")

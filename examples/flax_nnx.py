@@ -23,7 +23,10 @@ BATCH, MICROBATCHES, WIDTH, RANK = 128, 8, 512, 4
 
 digits = load_digits()
 x_train, x_test, y_train, y_test = train_test_split(
-  (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0
+  (digits.data / 16).astype(np.float32),
+  digits.target,
+  test_size=0.25,
+  random_state=0,
 )
 
 
@@ -44,11 +47,15 @@ class Classifier(nnx.Module):
     for name in ("first", "hidden", "last"):
       base = getattr(self, name)
       ins, outs = base.kernel.shape
-      setattr(self, name, nnx.LoRA(ins, RANK, outs, base_module=base, rngs=rngs))
+      setattr(
+        self, name, nnx.LoRA(ins, RANK, outs, base_module=base, rngs=rngs)
+      )
 
 
 def loss_fn(model, batch):
-  losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    model(batch["x"]), batch["y"]
+  )
   return losses.mean()
 
 
@@ -79,14 +86,18 @@ def temp_mib(step, model, optimizer):
 
 
 known, new = range(5), range(5, 10)
-frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))  # an adapter is a parameter too
+frozen = nnx.All(
+  nnx.Param, nnx.Not(nnx.LoRAParam)
+)  # an adapter is a parameter too
 
 model = Classifier(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
 step = nnx_train_step(loss_fn, num_microbatches=MICROBATCHES)
 train(model, optimizer, step, known, 100)
 before, full_temp = accuracy(model, new), temp_mib(step, model, optimizer)
-print(f"pretrained:  accuracy {accuracy(model, known):.2f} on 0 to 4, {before:.2f} on 5 to 9")
+print(
+  f"pretrained:  accuracy {accuracy(model, known):.2f} on 0 to 4, {before:.2f} on 5 to 9"
+)
 
 model.add_adapters(nnx.Rngs(1))
 base = jax.device_get(nnx.state(model, frozen))
@@ -94,15 +105,24 @@ optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.LoRAParam)
 step = nnx_train_step(loss_fn, wrt=nnx.LoRAParam, num_microbatches=MICROBATCHES)
 train(model, optimizer, step, new, 100)
 after, temp = accuracy(model, new), temp_mib(step, model, optimizer)
-adapters, moments = kib(nnx.state(model, nnx.LoRAParam)), kib(nnx.state(optimizer.opt_state))
+adapters, moments = (
+  kib(nnx.state(model, nnx.LoRAParam)),
+  kib(nnx.state(optimizer.opt_state)),
+)
 print(
   f"fine-tuned:  accuracy {after:.2f} on 5 to 9, with {adapters / kib(base):.1%} of the parameters"
 )
-print(f"moments:     {moments:.0f} KiB for adapters, {2 * kib(base):.0f} for all parameters")
+print(
+  f"moments:     {moments:.0f} KiB for adapters, {2 * kib(base):.0f} for all parameters"
+)
 print(f"temp memory: {temp:.2f} MiB a step, {full_temp:.2f} for all parameters")
 assert before < 0.1
 assert after > 0.9
 assert moments < 2 * adapters + 1
-assert full_temp - temp > kib(base) / 2**10  # the accumulator, and a microbatch's gradient
-for old, new in zip(jax.tree.leaves(base), jax.tree.leaves(nnx.state(model, frozen)), strict=True):
+assert (
+  full_temp - temp > kib(base) / 2**10
+)  # the accumulator, and a microbatch's gradient
+for old, new in zip(
+  jax.tree.leaves(base), jax.tree.leaves(nnx.state(model, frozen)), strict=True
+):
   np.testing.assert_array_equal(old, new)

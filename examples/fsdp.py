@@ -28,7 +28,12 @@ from optax_accum import CollectiveReport, count_collectives
 from optax_accum.flax import linen_train_step
 
 AXES, REPLICAS, SHARDS = ("replica", "fsdp"), 2, 4
-PAIRS = ((0, 4), (1, 5), (2, 6), (3, 7))  # devices with the same shard, one of each replica
+PAIRS = (
+  (0, 4),
+  (1, 5),
+  (2, 6),
+  (3, 7),
+)  # devices with the same shard, one of each replica
 ROWS, MICROBATCHES, STEPS = 64, 4, 3
 LENGTH, LAYERS, WIDTH = 32, 8, 128
 
@@ -63,7 +68,9 @@ class Block(nn.Module):
     rows, length, width = x.shape
     qkv = dense(3 * width, "embed", "heads")(nn.RMSNorm()(x))
     qkv = qkv.reshape(rows, length, 3, HEADS, width // HEADS)
-    attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0), is_causal=True)
+    attended = jax.nn.dot_product_attention(
+      *jnp.moveaxis(qkv, 2, 0), is_causal=True
+    )
     x = x + dense(width, "heads", "embed")(attended.reshape(x.shape))
     hidden = nn.gelu(dense(4 * width, "embed", "mlp")(nn.RMSNorm()(x)))
     return x + dense(width, "mlp", "embed")(hidden), None
@@ -73,14 +80,21 @@ class Transformer(nn.Module):
   @nn.compact
   def __call__(self, tokens):
     init = nn.initializers.normal(0.02)
-    positions = self.param("positions", init, (tokens.shape[1], WIDTH))  # small, so kept whole
-    x = nn.Embed(256, WIDTH, embedding_init=named(init, "bytes", "embed"))(tokens) + positions
-    blocks = nn.scan(  # over layers, so that only one of them is gathered at a time
-      nn.remat(Block, prevent_cse=False),
-      variable_axes={"params": 0},
-      split_rngs={"params": True},
-      length=LAYERS,
-      metadata_params={nn.PARTITION_NAME: "layers"},
+    positions = self.param(
+      "positions", init, (tokens.shape[1], WIDTH)
+    )  # small, so kept whole
+    x = (
+      nn.Embed(256, WIDTH, embedding_init=named(init, "bytes", "embed"))(tokens)
+      + positions
+    )
+    blocks = (
+      nn.scan(  # over layers, so that only one of them is gathered at a time
+        nn.remat(Block, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=LAYERS,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+      )
     )
     x, _ = blocks(name="blocks")(x, None)
     return dense(256, "embed", "bytes")(nn.RMSNorm()(x))
@@ -91,12 +105,18 @@ model = Transformer()
 
 def loss_fn(variables, windows, rngs):
   logits = model.apply(variables, windows[:, :-1])
-  return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, windows[:, 1:]
+  ).mean()
 
 
 def create():
-  params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
-  return TrainState.create(apply_fn=model.apply, params=params, tx=make_optimizer(steps=100))
+  params = model.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))[
+    "params"
+  ]
+  return TrainState.create(
+    apply_fn=model.apply, params=params, tx=make_optimizer(steps=100)
+  )
 
 
 def shardings(mesh, axes):
@@ -118,10 +138,18 @@ def train(step, state, data):
 
 def run(mesh, data, of_params, of_state, data_axis):
   """The compiled step of one way to shard, and what `train` returns."""
-  placed = shardings(mesh, of_state).replace(params=shardings(mesh, of_params).params)
-  state = jax.jit(create, out_shardings=placed)()  # made in shards: no device ever holds it whole
-  step = linen_train_step(loss_fn, num_microbatches=MICROBATCHES, mesh=mesh, data_axis=data_axis)
-  with nn.logical_axis_rules([("rows", AXES)]):  # constraints leave out what is in data_axis
+  placed = shardings(mesh, of_state).replace(
+    params=shardings(mesh, of_params).params
+  )
+  state = jax.jit(
+    create, out_shardings=placed
+  )()  # made in shards: no device ever holds it whole
+  step = linen_train_step(
+    loss_fn, num_microbatches=MICROBATCHES, mesh=mesh, data_axis=data_axis
+  )
+  with nn.logical_axis_rules(
+    [("rows", AXES)]
+  ):  # constraints leave out what is in data_axis
     return step.lower(state, data[0]).compile(), *train(step, state, data)
 
 
@@ -142,57 +170,94 @@ def sent(operations) -> int:
 
 def compare(runs) -> None:
   print(f"\n{'':28}memory, MiB         sent, MiB")
-  print(f"{'':24}{'held':>7}{'temp':>8}  between replicas  in loops  seconds a step")
+  print(
+    f"{'':24}{'held':>7}{'temp':>8}  between replicas  in loops  seconds a step"
+  )
   for name, (compiled, _, _, seconds) in runs.items():
-    memory, found = compiled.memory_analysis(), count_collectives(compiled).operations
-    held, temp = mib(memory.argument_size_in_bytes), mib(memory.temp_size_in_bytes)
+    memory, found = (
+      compiled.memory_analysis(),
+      count_collectives(compiled).operations,
+    )
+    held, temp = (
+      mib(memory.argument_size_in_bytes),
+      mib(memory.temp_size_in_bytes),
+    )
     replicas = mib(sent(c for c in found if between_replicas(c)))
     loops = mib(sent(c for c in found if c.loop))
-    print(f"{name:<24}{held:7.1f}{temp:8.1f}{replicas:18.1f}{loops:10.1f}{seconds:16.2f}")
+    print(
+      f"{name:<24}{held:7.1f}{temp:8.1f}{replicas:18.1f}{loops:10.1f}{seconds:16.2f}"
+    )
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--compare", action="store_true", help="also shard in three other ways")
+  parser.add_argument(
+    "--compare", action="store_true", help="also shard in three other ways"
+  )
   args = parser.parse_args()
 
-  mesh = jax.make_mesh((REPLICAS, SHARDS), AXES, axis_types=(AxisType.Auto,) * 2)
+  mesh = jax.make_mesh(
+    (REPLICAS, SHARDS), AXES, axis_types=(AxisType.Auto,) * 2
+  )
   data = list(batches(load_data()[0], ROWS, LENGTH, STEPS))
-  start = jax.jit(create)()  # on one device, which takes the same steps on the whole batch
-  initial, total = jax.device_get(start.params), sum(x.nbytes for x in jax.tree.leaves(start))
-  whole, whole_metrics, _ = train(linen_train_step(loss_fn, num_microbatches=1), start, data)
+  start = jax.jit(
+    create
+  )()  # on one device, which takes the same steps on the whole batch
+  initial, total = (
+    jax.device_get(start.params),
+    sum(x.nbytes for x in jax.tree.leaves(start)),
+  )
+  whole, whole_metrics, _ = train(
+    linen_train_step(loss_fn, num_microbatches=1), start, data
+  )
 
   by_rows = jax.device_put(data, NamedSharding(mesh, PartitionSpec(AXES)))
   ways = WAYS if args.compare else {"layer by layer": WAYS["layer by layer"]}
   runs = {name: run(mesh, by_rows, *way) for name, way in ways.items()}
   compiled, sharded, sharded_metrics, _ = runs["layer by layer"]
 
-  found = count_collectives(compiled).at_least(1024).operations  # without those of metrics
+  found = (
+    count_collectives(compiled).at_least(1024).operations
+  )  # without those of metrics
   within = CollectiveReport(tuple(c for c in found if not between_replicas(c)))
   between = CollectiveReport(tuple(c for c in found if between_replicas(c)))
-  print(f"between the shards of a replica\n{within}\n\nbetween the replicas\n{between}\n")
+  print(
+    f"between the shards of a replica\n{within}\n\nbetween the replicas\n{between}\n"
+  )
   held = compiled.memory_analysis().argument_size_in_bytes
-  print(f"parameters and state: {mib(total):.1f} MiB, of which a device holds {mib(held):.1f}\n")
+  print(
+    f"parameters and state: {mib(total):.1f} MiB, of which a device holds {mib(held):.1f}\n"
+  )
 
-  print(f"{'':6}{'2 x 4 devices, 4 microbatches':>28}{'one device, whole batch':>28}")
+  print(
+    f"{'':6}{'2 x 4 devices, 4 microbatches':>28}{'one device, whole batch':>28}"
+  )
   print(f"step  {'loss    gradient norm':>28}{'loss    gradient norm':>28}")
   for i, metrics in enumerate(zip(sharded_metrics, whole_metrics, strict=True)):
-    print(f"{i:4d}  " + "".join(f"{loss:13.5f}{norm:15.5f}" for loss, norm in metrics))
+    print(
+      f"{i:4d}  "
+      + "".join(f"{loss:13.5f}{norm:15.5f}" for loss, norm in metrics)
+    )
   way = optax.tree.norm(optax.tree.sub(whole, initial))
   relative = optax.tree.norm(optax.tree.sub(sharded, whole)) / way
   print(f"\nrelative error of the updates: {relative:.1e}")
   if args.compare:
     compare(runs)
 
-  assert [(c.kind, c.groups, c.executions, c.loop) for c in between.operations] == [
-    ("all-reduce", PAIRS, 1, None)
-  ]
+  assert [
+    (c.kind, c.groups, c.executions, c.loop) for c in between.operations
+  ] == [("all-reduce", PAIRS, 1, None)]
   # Each layer is gathered in the forward and in the backward pass of each microbatch.
   assert within.inside["all-gather"].operations >= 2 * LAYERS * MICROBATCHES
-  assert held < 0.26 * total, f"{held} of {total} bytes"  # norms and positions are whole
+  assert held < 0.26 * total, (
+    f"{held} of {total} bytes"
+  )  # norms and positions are whole
   for _, _, run_metrics, _ in runs.values():
     for a, b in zip(run_metrics, whole_metrics, strict=True):
-      assert all(abs(x - y) < 1e-5 * y for x, y in zip(a, b, strict=True)), (a, b)
+      assert all(abs(x - y) < 1e-5 * y for x, y in zip(a, b, strict=True)), (
+        a,
+        b,
+      )
   # The first steps of AdamW have full size even where a gradient is only rounding noise.
   assert relative < 1000 * jnp.finfo(jnp.float32).eps, relative
 

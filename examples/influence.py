@@ -40,7 +40,9 @@ def logits_fn(params, x):
 
 
 def loss_fn(params, x, y):
-  return optax.softmax_cross_entropy_with_integer_labels(logits_fn(params, x), y).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits_fn(params, x), y
+  ).mean()
 
 
 # The gradient of every microbatch, on a new leading axis. The order is that of the batch, because a
@@ -53,31 +55,51 @@ gradients = optax_accum.microbatch(
 @jax.jit
 def step(params, ledger, rows, x, y):
   """One step of SGD. Adds the contribution of each row to the ledger."""
-  parts = jax.tree.map(lambda g: -LEARNING_RATE / len(rows) * g, gradients(params, x, y))
-  ledger = jax.tree.map(lambda held, part: held.at[rows].add(part), ledger, parts)
-  return jax.tree.map(lambda p, part: p + part.sum(axis=0), params, parts), ledger
+  parts = jax.tree.map(
+    lambda g: -LEARNING_RATE / len(rows) * g, gradients(params, x, y)
+  )
+  ledger = jax.tree.map(
+    lambda held, part: held.at[rows].add(part), ledger, parts
+  )
+  return jax.tree.map(
+    lambda p, part: p + part.sum(axis=0), params, parts
+  ), ledger
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = functools.partial(parser.add_argument, type=positive, metavar="N")
-  flag("--epochs", default=10, help="passes over the training rows (default: 10)")
+  flag(
+    "--epochs", default=10, help="passes over the training rows (default: 10)"
+  )
   flag("--planted", default=30, help="3s that are labeled 8 (default: 30)")
   args = parser.parse_args()
   rng, digits = np.random.default_rng(0), load_digits()
   order = rng.permutation(len(digits.data))
-  images, labels = (digits.data[order] / 16).astype(np.float32), digits.target[order]
-  (x, x_test), (y, y_test) = np.split(images, [TRAINING]), np.split(labels, [TRAINING])
+  images, labels = (
+    (digits.data[order] / 16).astype(np.float32),
+    digits.target[order],
+  )
+  (x, x_test), (y, y_test) = (
+    np.split(images, [TRAINING]),
+    np.split(labels, [TRAINING]),
+  )
   threes = np.flatnonzero(y == TRUE)
   if args.epochs < 3:
-    parser.error(f"--epochs {args.epochs} must be 3 or more, so that rows have an influence")
+    parser.error(
+      f"--epochs {args.epochs} must be 3 or more, so that rows have an influence"
+    )
   if 2 * args.planted > len(threes):
-    parser.error(f"--planted {args.planted} is more than half of the {len(threes)} 3s to train on")
+    parser.error(
+      f"--planted {args.planted} is more than half of the {len(threes)} 3s to train on"
+    )
   planted = rng.choice(threes, args.planted, replace=False)
   y[planted] = PLANTED
 
   start = params = init_params(jax.random.key(0))
-  ledger = jax.tree.map(lambda p: jnp.zeros((TRAINING, *p.shape), p.dtype), params)
+  ledger = jax.tree.map(
+    lambda p: jnp.zeros((TRAINING, *p.shape), p.dtype), params
+  )
   for _ in range(args.epochs):
     order = rng.permutation(TRAINING)[: TRAINING // BATCH * BATCH]
     for rows in order.reshape(-1, BATCH):
@@ -91,7 +113,9 @@ def main() -> None:
   def roll_back(contribution):
     return optax.tree.sub(params, contribution)
 
-  influence = margin(params) - jax.vmap(lambda part: margin(roll_back(part)))(ledger)
+  influence = margin(params) - jax.vmap(lambda part: margin(roll_back(part)))(
+    ledger
+  )
   most = np.argsort(-influence)[: args.planted]
   found = float(np.isin(most, planted).mean())
   everything = jax.tree.map(lambda parts: parts.sum(axis=0), ledger)
@@ -99,9 +123,15 @@ def main() -> None:
   relative = float(error / optax.tree.norm(everything))
   right = np.flatnonzero(y == PLANTED)
   right = right[~np.isin(right, planted)]
-  print(f"mean margin of 8 over 3, for the 3s of the test set: {margin(params):.2f}")
-  print(f"mean influence of a row: {influence[planted].mean():.4f} for a 3 that is labeled 8,")
-  print(f"  {influence[right].mean():.4f} for an 8, {influence.mean():.4f} for any row")
+  print(
+    f"mean margin of 8 over 3, for the 3s of the test set: {margin(params):.2f}"
+  )
+  print(
+    f"mean influence of a row: {influence[planted].mean():.4f} for a 3 that is labeled 8,"
+  )
+  print(
+    f"  {influence[right].mean():.4f} for an 8, {influence.mean():.4f} for any row"
+  )
   print(f"planted rows among the {args.planted} of most influence: {found:.0%}")
   print(f"all rows rolled back: error {relative:.1e} of the total update")
 

@@ -31,7 +31,8 @@ CONTEXT, FEATURES, HIDDEN = 12, 64, 32  # letters seen before a token; sizes
 def init_params(key):
   embed, mix, head = jax.random.split(key, 3)
   return {
-    "embed": jax.random.normal(embed, (CONTEXT, len(ALPHABET), FEATURES)) / math.sqrt(CONTEXT),
+    "embed": jax.random.normal(embed, (CONTEXT, len(ALPHABET), FEATURES))
+    / math.sqrt(CONTEXT),
     "mix": jax.random.normal(mix, (FEATURES, HIDDEN)) / math.sqrt(FEATURES),
     "head": jax.random.normal(head, (HIDDEN, VOCABULARY)) / math.sqrt(HIDDEN),
   }
@@ -39,7 +40,9 @@ def init_params(key):
 
 def head_loss(head, hidden, tokens):
   """The sum over tokens of the cross-entropy, whose logits are float32[tokens, VOCABULARY]."""
-  return optax.softmax_cross_entropy_with_integer_labels(hidden @ head, tokens).sum()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    hidden @ head, tokens
+  ).sum()
 
 
 def make_loss_fn(head_loss):
@@ -62,15 +65,24 @@ def windows(letters, starts):
   """The letters of each context, and the token of the three letters that follow."""
   at = letters[starts[:, None] + np.arange(CONTEXT + 3)]
   a, b, c = at[:, CONTEXT:].T
-  return {"before": at[:, :CONTEXT], "token": (a * len(ALPHABET) + b) * len(ALPHABET) + c}
+  return {
+    "before": at[:, :CONTEXT],
+    "token": (a * len(ALPHABET) + b) * len(ALPHABET) + c,
+  }
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = functools.partial(parser.add_argument, type=positive, metavar="N")
   flag("--steps", default=50, help="optimizer steps (default: 50)")
-  flag("--batch", default=1024, help="tokens of one optimizer step (default: 1024)")
-  flag("--microbatch", default=32, help="tokens whose logits are computed at once (default: 32)")
+  flag(
+    "--batch", default=1024, help="tokens of one optimizer step (default: 1024)"
+  )
+  flag(
+    "--microbatch",
+    default=32,
+    help="tokens whose logits are computed at once (default: 32)",
+  )
   args = parser.parse_args()
   # A step also stores the head's gradient, so small batches do not save 10 times the memory.
   if args.batch < max(256, 16 * args.microbatch):
@@ -82,10 +94,15 @@ def main() -> None:
   rng, tx = np.random.default_rng(0), optax.adam(1e-2)
 
   def draw(letters, tokens):
-    return windows(letters, rng.integers(len(letters) - CONTEXT - 2, size=tokens))
+    return windows(
+      letters, rng.integers(len(letters) - CONTEXT - 2, size=tokens)
+    )
 
   head_loss_in_parts = optax_accum.microbatch(
-    head_loss, reduction="sum", batch_argnums=(1, 2), microbatch_size=args.microbatch
+    head_loss,
+    reduction="sum",
+    batch_argnums=(1, 2),
+    microbatch_size=args.microbatch,
   )
   loss_fn = make_loss_fn(head_loss_in_parts)
   # The loss runs once, on all tokens. Only the head inside it runs in microbatches.
@@ -97,18 +114,30 @@ def main() -> None:
   for _ in range(args.steps):
     params, opt_state, _ = step(params, opt_state, draw(train, args.batch))
   after = float(evaluate(params, test)) / math.log(2) / 3
-  print(f"held-out bits per letter: {before:.2f} before, {after:.2f} after {args.steps} steps\n")
+  print(
+    f"held-out bits per letter: {before:.2f} before, {after:.2f} after {args.steps} steps\n"
+  )
 
   batch, temp, grads = draw(train, args.batch), {}, {}
   print(f"gradients of {args.batch} tokens     temp MiB")
-  for name, fun in {"all logits at once": head_loss, "in microbatches": head_loss_in_parts}.items():
-    compiled = jax.jit(jax.grad(make_loss_fn(fun))).lower(params, batch).compile()
+  for name, fun in {
+    "all logits at once": head_loss,
+    "in microbatches": head_loss_in_parts,
+  }.items():
+    compiled = (
+      jax.jit(jax.grad(make_loss_fn(fun))).lower(params, batch).compile()
+    )
     temp[name], grads[name] = temp_mib(compiled), compiled(params, batch)
     print(f"{name:20}{temp[name]:18.1f}")
   whole = grads["all logits at once"]
   error = optax.tree.sub(grads["in microbatches"], whole)
-  off = jax.tree.map(lambda x, y: float(jnp.linalg.norm(x) / jnp.linalg.norm(y)), error, whole)
-  print("relative error:", ", ".join(f"{x:.1e} in {name}" for name, x in off.items()))
+  off = jax.tree.map(
+    lambda x, y: float(jnp.linalg.norm(x) / jnp.linalg.norm(y)), error, whole
+  )
+  print(
+    "relative error:",
+    ", ".join(f"{x:.1e} in {name}" for name, x in off.items()),
+  )
 
   assert max(off.values()) < 100 * jnp.finfo(jnp.float32).eps, off
   assert temp["all logits at once"] > 10 * temp["in microbatches"], temp

@@ -42,8 +42,16 @@ STEPS = 3
 LIMIT = 240  # seconds that a process may take
 
 AXES = ("replica", "fsdp")
-SPECS = {"in": jax.P(None, "fsdp"), "layers": jax.P(None, None, "fsdp"), "out": jax.P("fsdp")}
-SHAPES = {"in": (64, WIDTH), "layers": (LAYERS, WIDTH, WIDTH), "out": (WIDTH, 10)}
+SPECS = {
+  "in": jax.P(None, "fsdp"),
+  "layers": jax.P(None, None, "fsdp"),
+  "out": jax.P("fsdp"),
+}
+SHAPES = {
+  "in": (64, WIDTH),
+  "layers": (LAYERS, WIDTH, WIDTH),
+  "out": (WIDTH, 10),
+}
 
 
 def loss_fn(params, batch):
@@ -54,27 +62,44 @@ def loss_fn(params, batch):
     return x + jnp.tanh(x @ weight), None
 
   x, _ = jax.lax.scan(layer, batch["x"] @ params["in"], params["layers"])
-  return optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], batch["y"]).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    x @ params["out"], batch["y"]
+  ).mean()
 
 
 def load(step: int, part: int, parts: int) -> dict[str, np.ndarray]:
   """One of the equal parts of a step's batch. In practice, read it from a file of this process."""
   digits = load_digits()
-  drawn = np.random.default_rng(step).integers(len(digits.data), size=ROWS * jax.device_count())
+  drawn = np.random.default_rng(step).integers(
+    len(digits.data), size=ROWS * jax.device_count()
+  )
   rows = drawn.reshape(parts, -1)[part]
-  return {"x": (digits.data[rows] / 16).astype(np.float32), "y": digits.target[rows]}
+  return {
+    "x": (digits.data[rows] / 16).astype(np.float32),
+    "y": digits.target[rows],
+  }
 
 
 def mesh_of(devices, replicas: int) -> Mesh:
-  return Mesh(np.reshape(devices, (replicas, -1)), AXES, axis_types=(AxisType.Auto,) * 2)
+  return Mesh(
+    np.reshape(devices, (replicas, -1)), AXES, axis_types=(AxisType.Auto,) * 2
+  )
 
 
 def between_processes(step, mesh: Mesh, *args) -> list:
   """The collectives of a step that reduce over several processes, without those of metrics."""
-  found = optax_accum.count_collectives(step.lower(*args).compile()).at_least(1024).operations
+  found = (
+    optax_accum.count_collectives(step.lower(*args).compile())
+    .at_least(1024)
+    .operations
+  )
   process = [device.process_index for device in mesh.devices.flat]
   devices = range(len(process))  # all exchange if no groups are named
-  return [c for c in found if any(len({process[i] for i in g}) > 1 for g in c.groups or [devices])]
+  return [
+    c
+    for c in found
+    if any(len({process[i] for i in g}) > 1 for g in c.groups or [devices])
+  ]
 
 
 def train(process: int, processes: int) -> None:
@@ -82,14 +107,21 @@ def train(process: int, processes: int) -> None:
   mesh = mesh_of(jax.devices(), processes)  # a row for each process
   by_rows = NamedSharding(mesh, jax.P(AXES))
   own = [load(step, process, processes) for step in range(STEPS)]
-  data = jax.tree.map(lambda x: jax.make_array_from_process_local_data(by_rows, x), own)
+  data = jax.tree.map(
+    lambda x: jax.make_array_from_process_local_data(by_rows, x), own
+  )
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   rng = np.random.default_rng(0)
-  start = {k: rng.normal(0, s[-2] ** -0.5, s).astype(np.float32) for k, s in SHAPES.items()}
+  start = {
+    k: rng.normal(0, s[-2] ** -0.5, s).astype(np.float32)
+    for k, s in SHAPES.items()
+  }
 
   def state_on(mesh):
     shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
-    return jax.device_put(start, shardings), tx.init(start)  # the step shards the second alike
+    return jax.device_put(start, shardings), tx.init(
+      start
+    )  # the step shards the second alike
 
   def run(step, mesh, data):
     state, norms, times = state_on(mesh), [], []
@@ -103,31 +135,47 @@ def train(process: int, processes: int) -> None:
 
   # The same training on one device of this process, with the rows of all processes.
   alone = mesh_of(jax.local_devices()[:1], 1)
-  make_step = functools.partial(optax_accum.make_train_step, loss_fn, tx, data_axis="replica")
+  make_step = functools.partial(
+    optax_accum.make_train_step, loss_fn, tx, data_axis="replica"
+  )
   step = make_step(num_microbatches=1, mesh=alone)
-  whole, whole_norms, _ = run(step, alone, [load(step, 0, 1) for step in range(STEPS)])
+  whole, whole_norms, _ = run(
+    step, alone, [load(step, 0, 1) for step in range(STEPS)]
+  )
   shard = sum(x.nbytes for x in start.values()) // mesh.shape["fsdp"]
   steps = {}
   for when, times in (("per_cycle", 1), ("per_microbatch", MICROBATCHES)):
-    step = make_step(num_microbatches=MICROBATCHES, mesh=mesh, reduce_gradients=when)
+    step = make_step(
+      num_microbatches=MICROBATCHES, mesh=mesh, reduce_gradients=when
+    )
     steps[when] = step
     sent = between_processes(step, mesh, *state_on(mesh), data[0])
     assert all((c.loop is None) == (when == "per_cycle") for c in sent), sent
     more = sum(c.executions * c.bytes for c in sent) - times * shard
     assert 0 <= more < 1024 * times, sent  # the loss goes with the gradients
     params, norms, _ = run(step, mesh, data)
-    way, difference = optax.tree.sub(whole, start), optax.tree.sub(params, whole)
+    way, difference = (
+      optax.tree.sub(whole, start),
+      optax.tree.sub(params, whole),
+    )
     relative = optax.tree.norm(difference) / optax.tree.norm(way)
-    print(f"process {process}, {when}: relative error of the updates {relative:.1e}", flush=True)
+    print(
+      f"process {process}, {when}: relative error of the updates {relative:.1e}",
+      flush=True,
+    )
     # The first steps of AdamW have full size even where a gradient is only rounding noise. AdamW
     # and clipping hide a wrong scale of the gradients, so their norms are compared too.
     assert relative < 1000 * jnp.finfo(jnp.float32).eps, relative
     np.testing.assert_allclose(norms, whole_norms, rtol=1e-5)
-  rounds = [[run(step, mesh, data)[2] for step in steps.values()] for _ in range(5)]
+  rounds = [
+    [run(step, mesh, data)[2] for step in steps.values()] for _ in range(5)
+  ]
   if process == 0:
     once, every = np.median(rounds, 0)
     ratio = np.median([b / a for a, b in rounds])
-    print(f"seconds a step: {once:.3f} per_cycle, {every:.3f} per_microbatch, {ratio:.1f} x")
+    print(
+      f"seconds a step: {once:.3f} per_cycle, {every:.3f} per_microbatch, {ratio:.1f} x"
+    )
 
 
 def launch() -> None:
@@ -135,13 +183,28 @@ def launch() -> None:
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     address = f"127.0.0.1:{free.getsockname()[1]}"
-  environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_BIND_ADDRESS": address}
-  command = [sys.executable, __file__, "--coordinator", address, "--num-processes", "2"]
-  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # runs `finally`
+  environment = {
+    **os.environ,
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COORDINATOR_BIND_ADDRESS": address,
+  }
+  command = [
+    sys.executable,
+    __file__,
+    "--coordinator",
+    address,
+    "--num-processes",
+    "2",
+  ]
+  signal.signal(
+    signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+  )  # runs `finally`
   children, codes = [], [None]
   try:
     for i in "01":
-      children.append(subprocess.Popen([*command, "--process-id", i], env=environment))
+      children.append(
+        subprocess.Popen([*command, "--process-id", i], env=environment)
+      )
     while None in codes and not any(codes):
       time.sleep(0.1)
       codes = [child.poll() for child in children]
@@ -150,34 +213,52 @@ def launch() -> None:
       child.kill()
       child.wait()
   if any(codes):
-    sys.exit(f"exit codes of the processes: {codes} (None: it was still running)")
+    sys.exit(
+      f"exit codes of the processes: {codes} (None: it was still running)"
+    )
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--coordinator", metavar="HOST0:PORT", help="of process 0")
-  parser.add_argument("--num-processes", type=int, metavar="N", help="on all hosts together")
-  parser.add_argument("--process-id", type=int, metavar="I", help="of this one: 0 to N - 1")
+  parser.add_argument(
+    "--coordinator", metavar="HOST0:PORT", help="of process 0"
+  )
+  parser.add_argument(
+    "--num-processes", type=int, metavar="N", help="on all hosts together"
+  )
+  parser.add_argument(
+    "--process-id", type=int, metavar="I", help="of this one: 0 to N - 1"
+  )
   args = parser.parse_args()
   cluster = (args.coordinator, args.num_processes, args.process_id)
   if cluster == (None, None, None):
     return launch()
   if None in cluster:
-    parser.error("give all of --coordinator, --num-processes and --process-id, or none")
+    parser.error(
+      "give all of --coordinator, --num-processes and --process-id, or none"
+    )
   if not 0 <= args.process_id < args.num_processes:
-    parser.error(f"--process-id {args.process_id} must be one of 0 to --num-processes - 1")
+    parser.error(
+      f"--process-id {args.process_id} must be one of 0 to --num-processes - 1"
+    )
 
-  faulthandler.dump_traceback_later(LIMIT, exit=True)  # ends a process that waits forever
+  faulthandler.dump_traceback_later(
+    LIMIT, exit=True
+  )  # ends a process that waits forever
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # so does Ctrl-C
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.config.update("jax_default_matmul_precision", "highest")  # accelerators may round more
+  jax.config.update(
+    "jax_default_matmul_precision", "highest"
+  )  # accelerators may round more
   jax.distributed.initialize(*cluster, initialization_timeout=LIMIT)
   try:
     train(args.process_id, args.num_processes)
   except BaseException:
     traceback.print_exc()
-    os._exit(1)  # a normal exit would wait for the other processes, which wait for this one
+    os._exit(
+      1
+    )  # a normal exit would wait for the other processes, which wait for this one
 
 
 if __name__ == "__main__":

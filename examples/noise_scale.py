@@ -52,8 +52,12 @@ class Training(NamedTuple):
 def make_job() -> Job:
   tokens, held_out = load_data()
   model = Transformer(layers=2, width=64)
-  params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
-  windows = held_out[: len(held_out) // (LENGTH + 1) * (LENGTH + 1)].reshape(-1, LENGTH + 1)
+  params = jax.jit(model.init)(
+    jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32)
+  )["params"]
+  windows = held_out[: len(held_out) // (LENGTH + 1) * (LENGTH + 1)].reshape(
+    -1, LENGTH + 1
+  )
   return Job(make_loss_fn(model), params, tokens, windows[:512])
 
 
@@ -66,15 +70,27 @@ def optimizer(rate: float = 0.0) -> optax.GradientTransformation:
 def trainings(job: Job, rows: int, target: float) -> list[Training]:
   """Trains with one batch size and every learning rate."""
   step = optax_accum.make_train_step(
-    job.loss_fn, optimizer(), num_microbatches=rows // MICROBATCH, noise_scale=True
+    job.loss_fn,
+    optimizer(),
+    num_microbatches=rows // MICROBATCH,
+    noise_scale=True,
   )
   estimate = optax_accum.gradient_noise_scale(decay=0.95)
   update, evaluate = jax.jit(estimate.update), jax.jit(job.loss_fn)
 
   def train(rate: float) -> Training:
-    params, noise_state, scales = jax.tree.map(jnp.copy, job.params), estimate.init(), []
-    opt_state, before = optimizer(rate).init(params), float(evaluate(params, job.held_out))
-    for i, batch in enumerate(batches(job.tokens, rows, LENGTH, MOST_ROWS // rows), 1):
+    params, noise_state, scales = (
+      jax.tree.map(jnp.copy, job.params),
+      estimate.init(),
+      [],
+    )
+    opt_state, before = (
+      optimizer(rate).init(params),
+      float(evaluate(params, job.held_out)),
+    )
+    for i, batch in enumerate(
+      batches(job.tokens, rows, LENGTH, MOST_ROWS // rows), 1
+    ):
       params, opt_state, metrics = step(params, opt_state, batch)
       scale, noise_state = update(metrics["noise_scale"], noise_state)
       scales.append(scale)
@@ -86,7 +102,9 @@ def trainings(job: Job, rows: int, target: float) -> list[Training]:
         before = loss
     return Training(rows, rate, float("inf"), [])
 
-  return [train(rate) for rate in tqdm.tqdm(RATES, f"batches of {rows}", leave=False)]
+  return [
+    train(rate) for rate in tqdm.tqdm(RATES, f"batches of {rows}", leave=False)
+  ]
 
 
 def critical_batch(best: list[Training]) -> tuple[float, float]:
@@ -94,22 +112,40 @@ def critical_batch(best: list[Training]) -> tuple[float, float]:
   steps = np.array([training.steps for training in best])
   inverse = 1 / np.array([training.rows for training in best])
   # steps = a + b / rows, divided by steps: relative errors
-  a, b = np.linalg.lstsq(np.stack([1 / steps, inverse / steps], 1), np.ones_like(steps))[0]
+  a, b = np.linalg.lstsq(
+    np.stack([1 / steps, inverse / steps], 1), np.ones_like(steps)
+  )[0]
   return a, b / a
 
 
-def draw(figure: Any, best: list[Training], least: float, critical: float) -> None:
+def draw(
+  figure: Any, best: list[Training], least: float, critical: float
+) -> None:
   left, right = figure.subplots(1, 2)
   for training in best:
     left.plot(training.noise_scales, label=f"batches of {training.rows}")
-  left.axhline(critical, color="black", linestyle="--", label="critical batch, from all trainings")
+  left.axhline(
+    critical,
+    color="black",
+    linestyle="--",
+    label="critical batch, from all trainings",
+  )
   left.set(xlabel="optimizer step", ylabel="noise scale, rows", yscale="log")
   left.legend()
   rows = np.array([training.rows for training in best])
   right.plot(rows, [training.steps for training in best], "o", label="trained")
   line = np.geomspace(rows[0], rows[-1])
-  right.plot(line, least * (1 + critical / line), label=f"{least:.0f} (1 + {critical:.0f} / rows)")
-  right.set(xlabel="rows of a batch", ylabel="steps to the target", xscale="log", yscale="log")
+  right.plot(
+    line,
+    least * (1 + critical / line),
+    label=f"{least:.0f} (1 + {critical:.0f} / rows)",
+  )
+  right.set(
+    xlabel="rows of a batch",
+    ylabel="steps to the target",
+    xscale="log",
+    yscale="log",
+  )
   right.legend()
 
 
@@ -117,14 +153,35 @@ def parse_args() -> tuple[argparse.Namespace, Any]:
   """The settings and, with --plot, the figure. Exits if a setting is invalid."""
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = parser.add_argument
-  flag("--target", type=float, default=2.4, metavar="NATS", help="held-out loss (default: 2.4)")
+  flag(
+    "--target",
+    type=float,
+    default=2.4,
+    metavar="NATS",
+    help="held-out loss (default: 2.4)",
+  )
   sizes = [8, 16, 32, 64, 128]
-  flag("--batches", type=positive, nargs="+", default=sizes, metavar="N", help="rows of each")
-  flag("--plot", metavar="FILE", help="draw the noise scales and the steps; needs matplotlib")
+  flag(
+    "--batches",
+    type=positive,
+    nargs="+",
+    default=sizes,
+    metavar="N",
+    help="rows of each",
+  )
+  flag(
+    "--plot",
+    metavar="FILE",
+    help="draw the noise scales and the steps; needs matplotlib",
+  )
   args = parser.parse_args()
   args.batches = sorted(set(args.batches))
-  if len(args.batches) < 2 or any(n % MICROBATCH or n == MICROBATCH for n in args.batches):
-    parser.error(f"--batches takes two sizes or more, multiples of {MICROBATCH} above it")
+  if len(args.batches) < 2 or any(
+    n % MICROBATCH or n == MICROBATCH for n in args.batches
+  ):
+    parser.error(
+      f"--batches takes two sizes or more, multiples of {MICROBATCH} above it"
+    )
   figure = None
   if args.plot:
     try:
@@ -140,9 +197,13 @@ def parse_args() -> tuple[argparse.Namespace, Any]:
 def main() -> None:
   args, figure = parse_args()
   job, best = make_job(), []
-  print("rows  learning rate   steps     rows in all   noise scale: half-way, at the end")
+  print(
+    "rows  learning rate   steps     rows in all   noise scale: half-way, at the end"
+  )
   for rows in args.batches:
-    found = min(trainings(job, rows, args.target), key=lambda training: training.steps)
+    found = min(
+      trainings(job, rows, args.target), key=lambda training: training.steps
+    )
     if not found.noise_scales:
       raise SystemExit(
         f"the loss did not reach {args.target} in {MOST_ROWS} rows: give a higher --target"

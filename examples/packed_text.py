@@ -38,17 +38,34 @@ LAYERS, WIDTH, HEADS = 2, 64, 4
 BLOCK = ("qkv", "attended", "up", "down")
 
 # How much a byte counts in each loss, by the length of its document. Padding counts 0.
-LOSSES = {"mean over bytes": lambda length: 1.0, "mean over documents": lambda length: 1 / length}
+LOSSES = {
+  "mean over bytes": lambda length: 1.0,
+  "mean over documents": lambda length: 1 / length,
+}
 
 jax.config.update("jax_num_cpu_devices", DEVICES)
 
 
 def init_params(length):
-  shapes = {"byte": (256, WIDTH), "position": (length, WIDTH), "out": (WIDTH, 256)}
-  sizes = [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
-  shapes |= {name: (LAYERS, *size) for name, size in zip(BLOCK, sizes, strict=True)}
+  shapes = {
+    "byte": (256, WIDTH),
+    "position": (length, WIDTH),
+    "out": (WIDTH, 256),
+  }
+  sizes = [
+    (WIDTH, 3 * WIDTH),
+    (WIDTH, WIDTH),
+    (WIDTH, 4 * WIDTH),
+    (4 * WIDTH, WIDTH),
+  ]
+  shapes |= {
+    name: (LAYERS, *size) for name, size in zip(BLOCK, sizes, strict=True)
+  }
   rng = np.random.default_rng(0)
-  return {k: rng.normal(0, s[-2] ** -0.5, s).astype(np.float32) for k, s in shapes.items()}
+  return {
+    k: rng.normal(0, s[-2] ** -0.5, s).astype(np.float32)
+    for k, s in shapes.items()
+  }
 
 
 def normed(x):
@@ -58,25 +75,38 @@ def normed(x):
 def nats(params, batch):
   """The cross-entropy of each byte, given those before it in its document: [rows, length]."""
   segment = batch["segment"]
-  seen = jnp.tril(segment[:, None, :, None] == segment[:, None, None, :])  # [rows, 1, query, key]
+  seen = jnp.tril(
+    segment[:, None, :, None] == segment[:, None, None, :]
+  )  # [rows, 1, query, key]
   x = params["byte"][batch["before"]] + params["position"][batch["position"]]
 
   def layer(x, weights):
-    qkv = (normed(x) @ weights["qkv"]).reshape(*x.shape[:2], 3, HEADS, WIDTH // HEADS)
+    qkv = (normed(x) @ weights["qkv"]).reshape(
+      *x.shape[:2], 3, HEADS, WIDTH // HEADS
+    )
     query, key, value = jnp.moveaxis(qkv, 2, 0)
     # The softmax of `jax.nn.dot_product_attention` is in float32, also for float64.
-    scores = jnp.einsum("rqhf,rkhf->rhqk", query, key) / math.sqrt(WIDTH // HEADS)
-    attended = jnp.einsum("rhqk,rkhf->rqhf", jax.nn.softmax(scores, where=seen), value)
+    scores = jnp.einsum("rqhf,rkhf->rhqk", query, key) / math.sqrt(
+      WIDTH // HEADS
+    )
+    attended = jnp.einsum(
+      "rhqk,rkhf->rqhf", jax.nn.softmax(scores, where=seen), value
+    )
     x = x + attended.reshape(x.shape) @ weights["attended"]
     return x + jax.nn.gelu(normed(x) @ weights["up"]) @ weights["down"], None
 
   x, _ = jax.lax.scan(layer, x, {name: params[name] for name in BLOCK})
-  return optax.softmax_cross_entropy_with_integer_labels(normed(x) @ params["out"], batch["byte"])
+  return optax.softmax_cross_entropy_with_integer_labels(
+    normed(x) @ params["out"], batch["byte"]
+  )
 
 
 def first_change(params, args):
   """Where the losses of two documents first differ that differ in their second halves."""
-  halves = np.zeros(args.length, np.uint8), np.arange(args.length) >= args.length // 2
+  halves = (
+    np.zeros(args.length, np.uint8),
+    np.arange(args.length) >= args.length // 2,
+  )
   batch = lay_out([[text] for text in halves], 1, args)
   return np.argmin(np.isclose(*jax.jit(nats)(params, batch)[:2]))
 
@@ -93,7 +123,10 @@ def loss_fn(params, batch):
 def unpacked_loss(params, batch, name):
   """The loss without weights, of a batch in which each row is one document, or empty."""
   valid = batch["segment"] > 0
-  sums, sizes = jnp.sum(nats(params, batch), axis=1, where=valid), jnp.sum(valid, axis=1)
+  sums, sizes = (
+    jnp.sum(nats(params, batch), axis=1, where=valid),
+    jnp.sum(valid, axis=1),
+  )
   if name == "mean over bytes":
     return jnp.sum(sums) / jnp.sum(sizes)
   return jnp.sum(sums / jnp.maximum(sizes, 1)) / jnp.sum(sizes > 0)
@@ -120,7 +153,9 @@ def pack(documents, counts, args):
 
 def unpacked(packings, args):
   """The same with a row for each document, and how many microbatches the largest one fills."""
-  padded = [[[text] for texts in packing for text in texts] for packing in packings]
+  padded = [
+    [[text] for texts in packing for text in texts] for packing in packings
+  ]
   return padded, math.ceil(max(map(len, padded)) / args.microbatch)
 
 
@@ -159,39 +194,71 @@ def lay_out(packing, room, args, weigh=LOSSES["mean over bytes"], devices=1):
   """The batch of a packing, with room for so many microbatches."""
   order = deal(balance(costs(packing), devices), room, args)
   shape = len(order), args.length
-  batch = {k: np.zeros(shape, np.int32) for k in ("before", "byte", "position", "segment")}
+  batch = {
+    k: np.zeros(shape, np.int32)
+    for k in ("before", "byte", "position", "segment")
+  }
   batch["weight"] = np.zeros(shape)
   for row, index in enumerate(order):
     used = 0
-    for segment, text in enumerate(packing[index] if index >= 0 else [], start=1):
+    for segment, text in enumerate(
+      packing[index] if index >= 0 else [], start=1
+    ):
       at = row, slice(used, used + len(text))
-      batch["before"][at] = [0, *text[:-1]]  # not the last byte of the document before
+      batch["before"][at] = [
+        0,
+        *text[:-1],
+      ]  # not the last byte of the document before
       batch["byte"][at], batch["position"][at] = text, np.arange(len(text))
-      batch["segment"][at], batch["weight"][at] = segment, weigh(len(text))  # of padding both are 0
+      batch["segment"][at], batch["weight"][at] = (
+        segment,
+        weigh(len(text)),
+      )  # of padding both are 0
       used += len(text)
   return batch
 
 
 def print_packings(packings, args):
   """The padding, and the cost of the most loaded device: in the order of packing, and laid out."""
-  print("                           padding, %   largest cost of a device / mean")
+  print(
+    "                           padding, %   largest cost of a device / mean"
+  )
   print("microbatches  documents  packed  padded       in order   balanced")
   for count, packing in enumerate(packings, start=1):
     for devices in (1, DEVICES):
       batch = lay_out(packing, ROOM, args, devices=devices)
       valid = batch["segment"] > 0
-      filled = valid.reshape(devices, -1, ROOM, args.length).any(axis=(1, 3)).sum(axis=1)
-      assert (filled == count).all(), filled  # every device runs as many microbatches
+      filled = (
+        valid.reshape(devices, -1, ROOM, args.length)
+        .any(axis=(1, 3))
+        .sum(axis=1)
+      )
+      assert (filled == count).all(), (
+        filled
+      )  # every device runs as many microbatches
     rows, documents = len(packing), sum(map(len, packing))
-    padding, padded = (100 - 100 * valid.sum() / (n * args.length) for n in (rows, documents))
-    planned, cost = costs(packing), np.sum((2 * batch["position"] + 1) * valid, axis=1)
-    loads = [of_rows.reshape(DEVICES, -1).sum(axis=1) for of_rows in (planned, cost)]
+    padding, padded = (
+      100 - 100 * valid.sum() / (n * args.length) for n in (rows, documents)
+    )
+    planned, cost = (
+      costs(packing),
+      np.sum((2 * batch["position"] + 1) * valid, axis=1),
+    )
+    loads = [
+      of_rows.reshape(DEVICES, -1).sum(axis=1) for of_rows in (planned, cost)
+    ]
     before, after = (load.max() / load.mean() for load in loads)
-    print(f"{count:12d}{documents:11d}{padding:8.1f}{padded:8.1f}{before:15.2f}{after:11.2f}")
-    assert np.array_equal(loads[1], planned[balance(planned, DEVICES)].sum(axis=1)), loads
+    print(
+      f"{count:12d}{documents:11d}{padding:8.1f}{padded:8.1f}{before:15.2f}{after:11.2f}"
+    )
+    assert np.array_equal(
+      loads[1], planned[balance(planned, DEVICES)].sum(axis=1)
+    ), loads
     if (args.microbatch, args.length) == (8, 256):
       assert padding < 2, padding
-      assert after < 1.1 or rows == DEVICES, after  # one row each: the costliest row decides
+      assert after < 1.1 or rows == DEVICES, (
+        after
+      )  # one row each: the costliest row decides
 
 
 def bytes_per_second(ways, state, args):
@@ -201,9 +268,13 @@ def bytes_per_second(ways, state, args):
     seconds.append([])
     for step, packings, room in ways:
       start = time.perf_counter()
-      jax.block_until_ready(step(*jax.tree.map(jnp.copy, state), lay_out(packings[i], room, args)))
+      jax.block_until_ready(
+        step(*jax.tree.map(jnp.copy, state), lay_out(packings[i], room, args))
+      )
       seconds[-1].append(time.perf_counter() - start)
-  size = sum(len(text) for rows in ways[0][1] for texts in rows for text in texts)
+  size = sum(
+    len(text) for rows in ways[0][1] for texts in rows for text in texts
+  )
   return size / np.sum(seconds[1:], axis=0)
 
 
@@ -211,28 +282,50 @@ def microbatches_count_the_same(batch):
   """A mistake: as without `weight_fn`, if all microbatches are full."""
   parts = batch["weight"].reshape(-1, ROOM, batch["weight"].shape[1])
   total = parts.sum(axis=(0, 2), keepdims=True)
-  return {**batch, "weight": (parts / np.where(total, total, 1)).reshape(batch["weight"].shape)}
+  return {
+    **batch,
+    "weight": (parts / np.where(total, total, 1)).reshape(
+      batch["weight"].shape
+    ),
+  }
 
 
 def rows_count_the_same(batch):
   """A mistake: the mean over rows of the mean over their bytes."""
   valid = batch["segment"] > 0
-  return {**batch, "weight": valid / np.maximum(valid.sum(axis=1, keepdims=True), 1)}
+  return {
+    **batch,
+    "weight": valid / np.maximum(valid.sum(axis=1, keepdims=True), 1),
+  }
 
 
 def relative_errors(packings, args):
   """Of a step for each packing, in float64, compared with whole batches that are not packed."""
   tx = optax.sgd(0.1)  # Adam would hide a wrong scale of the gradients
-  make_step = functools.partial(optax_accum.make_train_step, tx=tx, donate=False)
-  in_parts = {"num_microbatches": ROOM, "weight_fn": weight_fn, "skip_empty": True}
+  make_step = functools.partial(
+    optax_accum.make_train_step, tx=tx, donate=False
+  )
+  in_parts = {
+    "num_microbatches": ROOM,
+    "weight_fn": weight_fn,
+    "skip_empty": True,
+  }
   mesh = jax.sharding.Mesh(jax.devices("cpu")[:DEVICES], ("data",))
   one = make_step(loss_fn, **in_parts)
   ways = {
     "packed": (one, 1, dict),
-    "packed, on 8 devices": (make_step(loss_fn, mesh=mesh, **in_parts), DEVICES, dict),
+    "packed, on 8 devices": (
+      make_step(loss_fn, mesh=mesh, **in_parts),
+      DEVICES,
+      dict,
+    ),
     "microbatches count the same": (one, 1, microbatches_count_the_same),
     "rows count the same": (one, 1, rows_count_the_same),
-    "attention across documents": (one, 1, lambda b: {**b, "segment": b["segment"].clip(max=1)}),
+    "attention across documents": (
+      one,
+      1,
+      lambda b: {**b, "segment": b["segment"].clip(max=1)},
+    ),
   }
   start = jax.tree.map(np.float64, init_params(args.length))
   documents, room = unpacked(packings, args)
@@ -245,11 +338,17 @@ def relative_errors(packings, args):
     return jax.device_get(params)
 
   for name, weigh in LOSSES.items():
-    whole = make_step(functools.partial(unpacked_loss, name=name), num_microbatches=1)
+    whole = make_step(
+      functools.partial(unpacked_loss, name=name), num_microbatches=1
+    )
     exact = train(whole, (lay_out(d, room, args, weigh) for d in documents))
     for way, (step, devices, change) in ways.items():
-      new = train(step, (change(lay_out(p, ROOM, args, weigh, devices)) for p in packings))
-      error, update = (optax.tree.norm(optax.tree.sub(exact, x)) for x in (new, start))
+      new = train(
+        step, (change(lay_out(p, ROOM, args, weigh, devices)) for p in packings)
+      )
+      error, update = (
+        optax.tree.norm(optax.tree.sub(exact, x)) for x in (new, start)
+      )
       errors[way].append(float(error / update))
   return errors
 
@@ -257,7 +356,11 @@ def relative_errors(packings, args):
 def documents_of(tokens, length):
   """Paragraphs, each cut to its first `length` bytes."""
   paragraphs = tokens.astype(np.uint8).tobytes().split(b"\n\n")
-  return [np.frombuffer(text[:length], np.uint8) for text in paragraphs if text.strip()]
+  return [
+    np.frombuffer(text[:length], np.uint8)
+    for text in paragraphs
+    if text.strip()
+  ]
 
 
 def main() -> None:
@@ -268,38 +371,63 @@ def main() -> None:
   flag("--length", default=256, help="bytes in a row (default: 256)")
   args = parser.parse_args()
   if args.steps < 20 or args.length < 64:
-    parser.error(f"--steps {args.steps} must be 20 or more, --length {args.length} 64 or more")
+    parser.error(
+      f"--steps {args.steps} must be 20 or more, --length {args.length} 64 or more"
+    )
   if args.microbatch % DEVICES:
-    parser.error(f"--microbatch {args.microbatch} is not a multiple of {DEVICES}, the devices")
+    parser.error(
+      f"--microbatch {args.microbatch} is not a multiple of {DEVICES}, the devices"
+    )
 
-  documents, held_out = (documents_of(part, args.length) for part in load_data())
+  documents, held_out = (
+    documents_of(part, args.length) for part in load_data()
+  )
   (test,), room = unpacked([[held_out]], args)
   test = lay_out(test, room, args)
-  split = {"batch_argnums": 1, "microbatch_size": args.microbatch, "weight_fn": weight_fn}
+  split = {
+    "batch_argnums": 1,
+    "microbatch_size": args.microbatch,
+    "weight_fn": weight_fn,
+  }
   evaluate = jax.jit(optax_accum.microbatch(loss_fn, reduction="mean", **split))
   params, tx = init_params(args.length), make_optimizer(args.steps)
   make_step = functools.partial(
-    optax_accum.make_train_step, loss_fn, tx, weight_fn=weight_fn, skip_empty=True
+    optax_accum.make_train_step,
+    loss_fn,
+    tx,
+    weight_fn=weight_fn,
+    skip_empty=True,
   )
   step, opt_state = make_step(num_microbatches=ROOM), tx.init(params)
   before = float(evaluate(params, test)) / math.log(2)
   events = []
-  jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: events.append(event))
-  counts = np.random.default_rng(0).permutation(np.arange(args.steps) % ROOM + 1)
+  jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: events.append(event)
+  )
+  counts = np.random.default_rng(0).permutation(
+    np.arange(args.steps) % ROOM + 1
+  )
   packings = pack(documents, counts, args)
   with tqdm.tqdm(packings, "training", args.steps, unit="step") as bar:
     for packing in bar:
-      params, opt_state, metrics = step(params, opt_state, lay_out(packing, ROOM, args))
+      params, opt_state, metrics = step(
+        params, opt_state, lay_out(packing, ROOM, args)
+      )
       bar.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
   compilations = events.count("/jax/core/compile/backend_compile_duration")
   after = float(evaluate(params, test)) / math.log(2)
-  print(f"held-out bits per byte: {before:.2f} before, {after:.2f} after {args.steps} steps")
+  print(
+    f"held-out bits per byte: {before:.2f} before, {after:.2f} after {args.steps} steps"
+  )
   print(f"compilations in steps of 1 to {ROOM} microbatches: {compilations}\n")
 
   packings = list(pack(documents, range(1, ROOM + 1), args))
   print_packings(packings, args)
   padded, room = unpacked(packings, args)
-  ways = (step, packings, ROOM), (make_step(num_microbatches=room), padded, room)
+  ways = (
+    (step, packings, ROOM),
+    (make_step(num_microbatches=room), padded, room),
+  )
   speeds = bytes_per_second(ways, (params, opt_state), args)
   print("bytes per second: {:.0f} packed, {:.0f} padded\n".format(*speeds))
 
@@ -310,7 +438,10 @@ def main() -> None:
     print(f"{way:30}{of_bytes:15.1e}{of_documents:23.1e}")
 
   assert compilations == 1, compilations
-  assert 2 < after < before - 2, (before, after)  # less than 2: it sees the byte to predict
+  assert 2 < after < before - 2, (
+    before,
+    after,
+  )  # less than 2: it sees the byte to predict
   assert first_change(params, args) == args.length // 2
   for way, found in errors.items():
     right = way.startswith("packed")

@@ -29,7 +29,9 @@ import optax_accum
 CHOICES = {"remat": [False, True]}
 
 
-def planned(layers: int, width: int, rows: int, length: int, device: Any = None) -> tuple[Any, ...]:
+def planned(
+  layers: int, width: int, rows: int, length: int, device: Any = None
+) -> tuple[Any, ...]:
   """The step, its arguments as shapes, and the rows of the batch."""
   tx = make_optimizer(steps=250)
 
@@ -37,9 +39,14 @@ def planned(layers: int, width: int, rows: int, length: int, device: Any = None)
     loss_fn = make_loss_fn(
       Transformer(layers, width, jnp.bfloat16 if device else jnp.float32, remat)
     )
-    return optax_accum.make_train_step(loss_fn, tx, num_microbatches=num_microbatches)
+    return optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=num_microbatches
+    )
 
-  model, tokens = Transformer(layers, width), jax.ShapeDtypeStruct((1, length), jnp.int32)
+  model, tokens = (
+    Transformer(layers, width),
+    jax.ShapeDtypeStruct((1, length), jnp.int32),
+  )
   params = jax.eval_shape(model.init, jax.random.key(0), tokens)["params"]
   batch = jax.ShapeDtypeStruct((rows, length + 1), jnp.int32)
   args = params, jax.eval_shape(tx.init, params), batch
@@ -68,8 +75,15 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   on_cpu = jax.default_backend() == "cpu"
   flag = parser.add_argument
-  flag("--memory", default="64MiB" if on_cpu else None, metavar="SIZE", help="of this machine")
-  flag("--tpu", action="store_true", help="plan for a TPU v5e too; needs libtpu")
+  flag(
+    "--memory",
+    default="64MiB" if on_cpu else None,
+    metavar="SIZE",
+    help="of this machine",
+  )
+  flag(
+    "--tpu", action="store_true", help="plan for a TPU v5e too; needs libtpu"
+  )
   flag("--plot", metavar="FILE", help="draw both plans; needs matplotlib")
   args = parser.parse_args()
   jobs = {"this machine": (build, args.memory)}
@@ -89,7 +103,11 @@ def main() -> None:
     build_step, step_args, rows = job()
     try:
       plan = optax_accum.plan_microbatches(
-        build_step, step_args, batch_size=rows, memory_limit=memory, choices=CHOICES
+        build_step,
+        step_args,
+        batch_size=rows,
+        memory_limit=memory,
+        choices=CHOICES,
       )
     except ValueError as error:  # nothing fits, or --memory is not a size
       parser.error(f"{where}: {error}")

@@ -35,15 +35,27 @@ import orbax.checkpoint as ocp
 
 import optax_accum
 
-LENGTH, WIDTH, ROWS = 16, 32, 16  # bytes that the model sees, features, rows of a microbatch
+LENGTH, WIDTH, ROWS = (
+  16,
+  32,
+  16,
+)  # bytes that the model sees, features, rows of a microbatch
 LIMIT = 240  # seconds that a process may take
-TEXT = np.frombuffer("\n\n".join(topics.topics.values()).encode(), np.uint8).astype(np.int32)
+TEXT = np.frombuffer(
+  "\n\n".join(topics.topics.values()).encode(), np.uint8
+).astype(np.int32)
 
 
 def init_params():
   rng = np.random.default_rng(0)
-  shapes = {"embed": (256, WIDTH), "hidden": (LENGTH * WIDTH, 64), "out": (64, 256)}
-  return {k: rng.normal(0, 0.05, s).astype(np.float32) for k, s in shapes.items()}
+  shapes = {
+    "embed": (256, WIDTH),
+    "hidden": (LENGTH * WIDTH, 64),
+    "out": (64, 256),
+  }
+  return {
+    k: rng.normal(0, 0.05, s).astype(np.float32) for k, s in shapes.items()
+  }
 
 
 def loss_fn(on_start, params, windows, key):
@@ -52,7 +64,9 @@ def loss_fn(on_start, params, windows, key):
   hidden = jnp.tanh(seen @ params["hidden"])
   kept = jax.random.bernoulli(key, 0.9, hidden.shape)
   logits = jnp.where(kept, hidden, 0) @ params["out"]
-  return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, -1]).mean()
+  return optax.softmax_cross_entropy_with_integer_labels(
+    logits, windows[:, -1]
+  ).mean()
 
 
 def make_step(way, loss_fn, cycle, mesh):
@@ -76,7 +90,9 @@ def make_step(way, loss_fn, cycle, mesh):
 
   init = tx.init
   if axis:
-    specs = optax_accum.accumulate_specs(jax.eval_shape(init, init_params()), axis)
+    specs = optax_accum.accumulate_specs(
+      jax.eval_shape(init, init_params()), axis
+    )
     init = jax.shard_map(init, mesh=mesh, in_specs=P(), out_specs=specs)
     given, returned = (P(), specs, P(axis), P()), (P(), specs, P())
     step = jax.shard_map(step, mesh=mesh, in_specs=given, out_specs=returned)
@@ -85,7 +101,10 @@ def make_step(way, loss_fn, cycle, mesh):
 
 def checksums(folder):
   files = sorted(path for path in folder.rglob("*") if path.is_file())
-  return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+  return {
+    str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
+    for p in files
+  }
 
 
 def seal(folder, number):
@@ -112,7 +131,9 @@ def check_shapes(stored, like):
   for keys, x in jax.tree.leaves_with_path(like):
     name = jax.tree_util.keystr(keys, simple=True, separator=".")
     if shapes.get(name, x.shape) != x.shape:
-      raise ValueError(f"{name} has shape {shapes[name]} in the checkpoint, and here {x.shape}.")
+      raise ValueError(
+        f"{name} has shape {shapes[name]} in the checkpoint, and here {x.shape}."
+      )
 
 
 def load(folder, number, like):
@@ -122,9 +143,13 @@ def load(folder, number, like):
   except ValueError:
     sealed = None
   if sealed != checksums(folder / str(number)):
-    raise ValueError(f"{folder / str(number)} is not what was saved, so it is not used: delete it.")
+    raise ValueError(
+      f"{folder / str(number)} is not what was saved, so it is not used: delete it."
+    )
   with ocp.StandardCheckpointer() as checkpointer:
-    check_shapes(checkpointer.metadata(folder / str(number)).item_metadata.tree, like)
+    check_shapes(
+      checkpointer.metadata(folder / str(number)).item_metadata.tree, like
+    )
     return checkpointer.restore(folder / str(number), like)
 
 
@@ -133,7 +158,9 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", 8)
   folder.mkdir(exist_ok=True)
-  calls, rows = (steps * cycle, ROWS) if way == "streaming" else (steps, ROWS * cycle)
+  calls, rows = (
+    (steps * cycle, ROWS) if way == "streaming" else (steps, ROWS * cycle)
+  )
   begin = last_sealed(folder)
   remove_all_but(begin, folder)
   started = itertools.count(begin * devices * steps * cycle // calls)
@@ -142,9 +169,15 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
     if next(started) // devices == killed_in:
       os.kill(os.getpid(), signal.SIGKILL)
 
-  mesh = jax.sharding.Mesh(jax.devices()[:devices], ("data",)) if devices > 1 else None
+  mesh = (
+    jax.sharding.Mesh(jax.devices()[:devices], ("data",))
+    if devices > 1
+    else None
+  )
   init, step = make_step(way, functools.partial(loss_fn, on_start), cycle, mesh)
-  everywhere = jax.devices()[0] if mesh is None else jax.sharding.NamedSharding(mesh, P())
+  everywhere = (
+    jax.devices()[0] if mesh is None else jax.sharding.NamedSharding(mesh, P())
+  )
   params = jax.device_put(init_params(), everywhere)
   records = {  # to compare two runs
     "losses": np.zeros(calls, np.float32),
@@ -153,12 +186,16 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
   }
   held = {"params": params, "state": jax.jit(init)(params), "records": records}
   if begin:
-    held = load(folder, begin, jax.tree.map(ocp.utils.to_shape_dtype_struct, held))
+    held = load(
+      folder, begin, jax.tree.map(ocp.utils.to_shape_dtype_struct, held)
+    )
 
   params, state, records = held["params"], held["state"], held["records"]
   with ocp.StandardCheckpointer() as checkpointer:
     for number in range(begin, calls):
-      starts = np.random.default_rng(number).integers(len(TEXT) - LENGTH, size=rows)
+      starts = np.random.default_rng(number).integers(
+        len(TEXT) - LENGTH, size=rows
+      )
       windows = TEXT[starts[:, None] + np.arange(LENGTH + 1)]
       key = jax.random.fold_in(jax.random.key(0), number)
       params, state, metrics = step(params, state, windows, key)
@@ -169,7 +206,9 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
       records["losses"][number], records["rows"][number] = loss, starts
       records["keys"][number] = jax.random.key_data(key)
       # Host arrays are written faster. With several processes, orbax needs the arrays themselves.
-      held = jax.device_get({"params": params, "state": state, "records": records})
+      held = jax.device_get(
+        {"params": params, "state": state, "records": records}
+      )
       checkpointer.save(folder / str(number + 1), held)
   if begin < calls:
     seal(folder, calls)
@@ -178,7 +217,9 @@ def train(way, devices, steps, cycle, folder, killed_in=None):
 
 def same_bits(a, b):
   pairs = zip(*map(jax.tree.leaves, jax.device_get((a, b))), strict=True)
-  return all(x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs)
+  return all(
+    x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in pairs
+  )
 
 
 def kill_and_resume(way, args, folder):
@@ -190,33 +231,62 @@ def kill_and_resume(way, args, folder):
   first = args.steps // 2 * args.cycle
   for killed_in in [*range(first, first + args.cycle), None]:
     begin = last_sealed(folder / "killed")
-    process = server.Process(target=train, args=(*settings, folder / "killed", killed_in))
+    process = server.Process(
+      target=train, args=(*settings, folder / "killed", killed_in)
+    )
     process.daemon = True
     process.start()
     process.join(LIMIT)
-    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), process.exitcode
-    end = "done" if killed_in is None else f"killed in microbatch {killed_in % args.cycle + 1}"
+    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), (
+      process.exitcode
+    )
+    end = (
+      "done"
+      if killed_in is None
+      else f"killed in microbatch {killed_in % args.cycle + 1}"
+    )
     print(f"{way}, from call {begin} on: {end}", flush=True)
 
   actual = train(*settings, folder / "killed")  # has only to load the result
   for name, tree in expected.items():
     assert same_bits(actual[name], tree), f"{name} differ"
   losses = expected["records"]["losses"]
-  assert len(set(losses)) == len(losses)  # different rows and a different key in every call
-  print(f"{way}: the same bits, {len(losses)} losses from {losses[0]:.4f} to {losses[-1]:.4f}")
+  assert len(set(losses)) == len(
+    losses
+  )  # different rows and a different key in every call
+  print(
+    f"{way}: the same bits, {len(losses)} losses from {losses[0]:.4f} to {losses[-1]:.4f}"
+  )
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   flag = parser.add_argument
-  flag("--devices", type=int, default=8, choices=[1, 2, 4, 8], help="CPU devices (default: 8)")
-  for name, what in [("--steps", "optimizer steps"), ("--cycle", "microbatches of each")]:
-    flag(name, type=int, default=4, metavar="N", help=f"{what}, 2 or more (default: 4)")
+  flag(
+    "--devices",
+    type=int,
+    default=8,
+    choices=[1, 2, 4, 8],
+    help="CPU devices (default: 8)",
+  )
+  for name, what in [
+    ("--steps", "optimizer steps"),
+    ("--cycle", "microbatches of each"),
+  ]:
+    flag(
+      name,
+      type=int,
+      default=4,
+      metavar="N",
+      help=f"{what}, 2 or more (default: 4)",
+    )
   args = parser.parse_args()
   for name in ("steps", "cycle"):
     if getattr(args, name) < 2:
       parser.error(f"--{name} {getattr(args, name)} must be 2 or more")
-  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # removes the folder
+  signal.signal(
+    signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+  )  # removes the folder
   for way in ("streaming", "whole-cycle"):
     with tempfile.TemporaryDirectory() as folder:
       kill_and_resume(way, args, pathlib.Path(folder))

@@ -26,7 +26,10 @@ SIZES = (48, 80, 16, 112)  # rows of the microbatches, in turn: 256 per cycle
 
 digits = load_digits()
 x_train, x_test, y_train, y_test = train_test_split(
-  (digits.data / 16).astype(np.float32), digits.target, test_size=0.25, random_state=0
+  (digits.data / 16).astype(np.float32),
+  digits.target,
+  test_size=0.25,
+  random_state=0,
 )
 
 
@@ -43,7 +46,9 @@ def logits_fn(params, x):
 
 
 def loss_fn(params, x, y):
-  losses = optax.softmax_cross_entropy_with_integer_labels(logits_fn(params, x), y)
+  losses = optax.softmax_cross_entropy_with_integer_labels(
+    logits_fn(params, x), y
+  )
   return jnp.mean(losses)
 
 
@@ -51,11 +56,15 @@ def rows_of(epoch, sizes):
   """One epoch's rows in a new order, cut into pieces of these sizes, in turn."""
   order = np.random.default_rng(epoch).permutation(len(x_train))
   cuts = itertools.accumulate(itertools.cycle(sizes))
-  return np.split(order, list(itertools.takewhile(lambda cut: cut < len(order), cuts)))
+  return np.split(
+    order, list(itertools.takewhile(lambda cut: cut < len(order), cuts))
+  )
 
 
 optimizer = optax.adamw(1e-2, weight_decay=1e-3)
-streaming = optax_accum.accumulate(optimizer, CYCLE, skip_fn=optax.skip_not_finite)
+streaming = optax_accum.accumulate(
+  optimizer, CYCLE, skip_fn=optax.skip_not_finite
+)
 
 
 @jax.jit
@@ -67,7 +76,9 @@ def microbatch_step(params, state, x, y, last):
 
 @jax.jit
 def whole_batch_step(params, state, x, y):
-  updates, state = optimizer.update(jax.grad(loss_fn)(params, x, y), state, params)
+  updates, state = optimizer.update(
+    jax.grad(loss_fn)(params, x, y), state, params
+  )
   return optax.apply_updates(params, updates), state
 
 
@@ -79,7 +90,9 @@ for epoch in range(EPOCHS):
   for i, rows in enumerate(pieces):
     if epoch == 1 and i == 2:  # a batch that was corrupted while it was loaded
       broken = np.full_like(x_train[rows], np.nan)
-      params, state = microbatch_step(params, state, broken, y_train[rows], False)
+      params, state = microbatch_step(
+        params, state, broken, y_train[rows], False
+      )
       skipped += int(state.skip_state["should_skip"])
     params, state = microbatch_step(
       params, state, x_train[rows], y_train[rows], i == len(pieces) - 1
@@ -99,9 +112,13 @@ def accuracy(params):
 
 
 difference = optax.tree.norm(optax.tree.sub(params, expected), ord=np.inf)
-print(f"gradient steps:        {state.gradient_step} (whole batches: {EPOCHS * 6})")
+print(
+  f"gradient steps:        {state.gradient_step} (whole batches: {EPOCHS * 6})"
+)
 print(f"skipped microbatches:  {skipped}")
-print(f"accuracy:              {accuracy(params):.3f} (whole batches: {accuracy(expected):.3f})")
+print(
+  f"accuracy:              {accuracy(params):.3f} (whole batches: {accuracy(expected):.3f})"
+)
 print(f"largest difference:    {difference:.1e}")
 assert state.gradient_step == EPOCHS * 6
 assert skipped == 1

@@ -31,10 +31,17 @@ def named_leaves(
 
 
 def difference(
-  name: str, got: Any, wanted: Any, what: str = "shape", of: Callable[[Any], Any] = jnp.shape
+  name: str,
+  got: Any,
+  wanted: Any,
+  what: str = "shape",
+  of: Callable[[Any], Any] = jnp.shape,
 ) -> str:
   """Where a tree first differs from another in its leaves, in `what` these have, or in nodes."""
-  gots, wanteds = ({leaf: of(x) for leaf, x in named_leaves(name, tree)} for tree in (got, wanted))
+  gots, wanteds = (
+    {leaf: of(x) for leaf, x in named_leaves(name, tree)}
+    for tree in (got, wanted)
+  )
   for leaf, kind in wanteds.items():
     if leaf not in gots:
       return f"{leaf} is missing"
@@ -43,7 +50,11 @@ def difference(
   if new := [leaf for leaf in gots if leaf not in wanteds]:
     return f"{new[0]} is not expected"
   trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
-  return "" if trees[0] == trees[1] else f"{name} is a {trees[0]} and not a {trees[1]}"
+  return (
+    ""
+    if trees[0] == trees[1]
+    else f"{name} is a {trees[0]} and not a {trees[1]}"
+  )
 
 
 def type_of(x: Any) -> str:
@@ -87,7 +98,9 @@ def booleans(**options: Any) -> None:
 def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
   """Checks that `value` is one of the `allowed` words."""
   if not isinstance(value, str) or value not in allowed:
-    raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}.")
+    raise ValueError(
+      f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}."
+    )
   return value
 
 
@@ -107,7 +120,9 @@ def transformation(value: Any, name: str = "inner") -> None:
     if callable(value):
       call = f"{getattr(value, '__name__', 'optimizer')}(...)"
       fix = f" but something that may make one: call it first, as in {call}."
-    raise TypeError(f"{name}={value!r} is not an optax.GradientTransformation{fix}")
+    raise TypeError(
+      f"{name}={value!r} is not an optax.GradientTransformation{fix}"
+    )
 
 
 def hinted(
@@ -130,7 +145,9 @@ def hinted(
       raise TypeError(f"{fun.__qualname__}: {why}")
 
     typed = inspect.signature(fun)
-    parameters = [p.replace(annotation=p.empty) for p in typed.parameters.values()]
+    parameters = [
+      p.replace(annotation=p.empty) for p in typed.parameters.values()
+    ]
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return called
 
@@ -138,14 +155,21 @@ def hinted(
 
 
 def hint_on(
-  fun: Callable[..., Any], args: Any, kwargs: Any, names: Mapping[str, str], hint: str = ""
+  fun: Callable[..., Any],
+  args: Any,
+  kwargs: Any,
+  names: Mapping[str, str],
+  hint: str = "",
 ) -> str:
   """Why a function cannot be called so and what to write, or "" where it can or nobody knows."""
   if not (misfit := why_not(fun, *args, **kwargs)):
     return ""
   known = inspect.signature(fun).parameters
   unknown = [name for name in kwargs if name not in known]
-  found = " ".join(filter(None, (instead(name, known, names) for name in unknown))) or hint
+  found = (
+    " ".join(filter(None, (instead(name, known, names) for name in unknown)))
+    or hint
+  )
   if unknown and not found:
     found = f"It takes {', '.join(known)}."
   return f"{misfit}. {found}" if found else ""
@@ -166,13 +190,17 @@ def function(loss_fn: Any) -> None:
     )
 
 
-def check_takes(where: str, loss_fn: Callable[..., Any], arguments: str) -> None:
+def check_takes(
+  where: str, loss_fn: Callable[..., Any], arguments: str
+) -> None:
   """Checks, before anything is traced, that a loss takes the positional `arguments`."""
   function(loss_fn)
   if misfit := why_not(loss_fn, *arguments.split(", ")):
     fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
     if isinstance(loss_fn, functools.partial):
-      fix = "have what functools.partial fixes by name come last, or write a lambda"
+      fix = (
+        "have what functools.partial fixes by name come last, or write a lambda"
+      )
     raise TypeError(
       f"loss_fn takes {inspect.signature(loss_fn)}, and {where} calls loss_fn({arguments}):"
       f" {misfit}. Let it take these by position, and {fix}."
@@ -182,10 +210,16 @@ def check_takes(where: str, loss_fn: Callable[..., Any], arguments: str) -> None
 def why_not(fun: Any, /, *args: Any, **kwargs: Any) -> str:
   """Why a function cannot be called so: "" if it, or what it wraps, can, or nobody knows."""
   why = ""
-  while fun is not None:  # a decorator may take other arguments than what it wraps
+  while (
+    fun is not None
+  ):  # a decorator may take other arguments than what it wraps
     try:
       signature = inspect.signature(fun, follow_wrapped=False)
-    except (TypeError, ValueError, NameError):  # builtins and some callables have none
+    except (
+      TypeError,
+      ValueError,
+      NameError,
+    ):  # builtins and some callables have none
       return ""
     try:
       signature.bind(*args, **kwargs)

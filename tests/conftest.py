@@ -69,7 +69,9 @@ def pytest_collection_modifyitems(config, items):
   for item in items:
     cases[item.path.name, item.nodeid.partition("[")[0]].append(item)
 
-  def number(name):  # by no pattern, or one share would have one value of a parameter alone
+  def number(
+    name,
+  ):  # by no pattern, or one share would have one value of a parameter alone
     return zlib.crc32(name.encode())
 
   kept = {
@@ -77,7 +79,9 @@ def pytest_collection_modifyitems(config, items):
     for (file, test), each in cases.items()
     if file in SMOKE or number(test) % shares == share - 1
   }
-  config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+  config.hook.pytest_deselected(
+    items=[item for item in items if id(item) not in kept]
+  )
   items[:] = [item for item in items if id(item) in kept]
 
 

@@ -45,7 +45,10 @@ def values_of(trace):
 
 
 def counters_of(trace):
-  return [(int(s.mini_step), int(s.gradient_step), bool(s.has_updated)) for _, s in trace]
+  return [
+    (int(s.mini_step), int(s.gradient_step), bool(s.has_updated))
+    for _, s in trace
+  ]
 
 
 forms = pytest.mark.parametrize("form", FORMS)
@@ -53,8 +56,14 @@ forms = pytest.mark.parametrize("form", FORMS)
 
 @forms
 def test_a_cycle_is_one_step_on_the_mean(form):
-  trace = run(accumulate(optax.sgd(1.0), 3), [(g, {}) for g in (1, 2, 6, 3, 3, 3)], form=form)
-  np.testing.assert_allclose(values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6)
+  trace = run(
+    accumulate(optax.sgd(1.0), 3),
+    [(g, {}) for g in (1, 2, 6, 3, 3, 3)],
+    form=form,
+  )
+  np.testing.assert_allclose(
+    values_of(trace), [0, 0, -3, -3, -3, -6], rtol=1e-6
+  )
   assert counters_of(trace) == [
     (1, 0, False), (2, 0, False), (0, 1, True), (1, 1, False), (2, 1, False), (0, 2, True)
   ]  # fmt: skip
@@ -78,12 +87,16 @@ def test_the_sum_is_the_weighted_sum(every_k):
 
 @forms
 @pytest.mark.parametrize("every_k", [1, 2])
-def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, form):
+def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(
+  every_k, form
+):
   tx = accumulate(optax.identity(), every_k, reduction="sum")
   params, three = jnp.zeros(2, jnp.bfloat16), jnp.full(2, 3, jnp.bfloat16)
   state = tx.init(params)
   for weight in (257.0, 0.0)[:every_k]:
-    params, state = mini_step(tx, form)(params, state, three, weight=jnp.float32(weight))
+    params, state = mini_step(tx, form)(
+      params, state, three, weight=jnp.float32(weight)
+    )
   assert params.dtype == jnp.bfloat16
   exact = jnp.bfloat16(3 * 257)  # 772: bfloat16 has eight bits
   assert exact != three[0] * jnp.bfloat16(257)
@@ -92,7 +105,12 @@ def test_the_sum_does_not_round_weights_to_the_dtype_of_the_gradients(every_k, f
 
 @forms
 def test_a_zero_weight_adds_nothing_even_if_nan(form):
-  calls = [(2.0, {"weight": 2}), (NAN, {"weight": 0}), (INF, {"weight": 0}), (1.0, {"weight": 2})]
+  calls = [
+    (2.0, {"weight": 2}),
+    (NAN, {"weight": 0}),
+    (INF, {"weight": 0}),
+    (1.0, {"weight": 2}),
+  ]
   trace = run(accumulate(optax.sgd(1.0), 4), calls, form=form)
   assert values_of(trace) == [0, 0, 0, -1.5]
 
@@ -107,7 +125,9 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
     params = {"w": jnp.ones(2)}
     zero = 0 if python_weight else jnp.float32(0)
     trace = [(params, tx.init(params))]
-    step = jax.jit(mini_step(tx, form), static_argnames="weight" if python_weight else None)
+    step = jax.jit(
+      mini_step(tx, form), static_argnames="weight" if python_weight else None
+    )
     for weight in [1.0] * every_k + [zero] * every_k:
       trace.append(step(*trace[-1], grads_of(3.0), weight=weight))
   (held_params, held), (new_params, after) = trace[every_k], trace[-1]
@@ -121,11 +141,27 @@ def test_a_cycle_of_zero_weight_is_no_step(every_k, python_weight, form):
 @forms
 def test_flush_ends_the_cycle_and_divides_by_what_was_accumulated(form):
   flush = {"flush": jnp.bool_(True)}
-  calls = [(2.0, {}), (4.0, flush), (1.0, {}), (1.0, {}), (1.0, {}), (1.0, {}), (9.0, flush)]
+  calls = [
+    (2.0, {}),
+    (4.0, flush),
+    (1.0, {}),
+    (1.0, {}),
+    (1.0, {}),
+    (1.0, {}),
+    (9.0, flush),
+  ]
   calls = [(g, kwargs or {"flush": jnp.bool_(False)}) for g, kwargs in calls]
   trace = run(accumulate(optax.sgd(1.0), 4), calls, form=form)
   assert values_of(trace) == [0, -3, -3, -3, -3, -4, -13]
-  assert [c[2] for c in counters_of(trace)] == [False, True, False, False, False, True, True]
+  assert [c[2] for c in counters_of(trace)] == [
+    False,
+    True,
+    False,
+    False,
+    False,
+    True,
+    True,
+  ]
 
 
 def test_flush_of_nothing_is_no_step():
@@ -138,7 +174,12 @@ def test_flush_of_nothing_is_no_step():
   ]
   trace = run(tx, calls)
   assert values_of(trace) == [0, 0, 0, -2]
-  assert counters_of(trace) == [(0, 0, False), (0, 0, False), (1, 0, False), (0, 1, True)]
+  assert counters_of(trace) == [
+    (0, 0, False),
+    (0, 0, False),
+    (1, 0, False),
+    (0, 1, True),
+  ]
 
 
 @forms
@@ -151,7 +192,9 @@ def test_a_bad_gradient_at_any_position_leaves_the_next_cycle_clean(skip, form):
     cycle[position] = bad
     if skip:
       cycle.insert(position + 1, [1.0, 2.0, 3.0][position])  # it never happened
-    values = values_of(run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form))
+    values = values_of(
+      run(tx, [(g, {}) for g in (*cycle, 4.0, 5.0, 6.0)], form=form)
+    )
     assert values[-4] == (-2 if skip else 0)
     assert values[-1] == (-7 if skip else -5)
     assert not np.any(np.isnan(values))
@@ -162,7 +205,12 @@ NAN_IN_THE_FIRST_CYCLE = [(g, {}) for g in (1.0, NAN, 2.0, 2.0)]
 
 def test_a_nan_that_inner_leaves_out_is_gone_with_its_cycle():
   inner = optax.apply_if_finite(optax.sgd(1.0), max_consecutive_errors=10)
-  assert values_of(run(accumulate(inner, 2), NAN_IN_THE_FIRST_CYCLE)) == [0, 0, 0, -2]
+  assert values_of(run(accumulate(inner, 2), NAN_IN_THE_FIRST_CYCLE)) == [
+    0,
+    0,
+    0,
+    -2,
+  ]
 
 
 @pytest.mark.optax_bug
@@ -177,10 +225,16 @@ def test_inner_never_runs_on_a_partial_sum():
   # Not finite unless the whole cycle is in: emit * updates would write NaN into the parameters.
   def update(updates, state, params=None):
     del params
-    return jax.tree.map(lambda g: jnp.where(g == 2, g, jnp.nan), updates), state + 1
+    return jax.tree.map(
+      lambda g: jnp.where(g == 2, g, jnp.nan), updates
+    ), state + 1
 
-  inner = optax.GradientTransformation(lambda _: jnp.zeros((), jnp.int32), update)
-  trace = run(accumulate(inner, 2), [(1.0, {}), (3.0, {}), (0.0, {}), (4.0, {})])
+  inner = optax.GradientTransformation(
+    lambda _: jnp.zeros((), jnp.int32), update
+  )
+  trace = run(
+    accumulate(inner, 2), [(1.0, {}), (3.0, {}), (0.0, {}), (4.0, {})]
+  )
   assert values_of(trace) == [0, 2, 2, 4]
   assert [int(state.inner_opt_state) for _, state in trace] == [0, 1, 1, 2]
 
@@ -188,14 +242,24 @@ def test_inner_never_runs_on_a_partial_sum():
 def test_has_updated_is_false_after_a_skip_at_a_boundary():
   tx = accumulate(optax.sgd(1.0), 2, skip_fn=optax.skip_not_finite)
   trace = run(tx, [(g, {}) for g in (1.0, 1.0, NAN, NAN, 1.0, NAN, 1.0)])
-  assert [c[2] for c in counters_of(trace)] == [False, True, False, False, False, False, True]
+  assert [c[2] for c in counters_of(trace)] == [
+    False,
+    True,
+    False,
+    False,
+    False,
+    False,
+    True,
+  ]
   assert int(trace[2][1].skip_state["num_not_finite"]) == 2
   assert int(trace[4][1].skip_state["num_not_finite"]) == 0
 
 
 @pytest.mark.optax_bug
 def test_multisteps_says_updated_after_a_skip():
-  theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite)
+  theirs = optax.MultiSteps(
+    optax.sgd(1.0), 2, should_skip_update_fn=optax.skip_not_finite
+  )
   with jax.numpy_dtype_promotion("standard"):
     *_, (_, state) = run(theirs, [(g, {}) for g in (1.0, 1.0, NAN)])
   assert theirs.has_updated(state)
@@ -204,7 +268,10 @@ def test_multisteps_says_updated_after_a_skip():
 @forms
 @pytest.mark.parametrize(
   "skip_fn",
-  [optax.skip_not_finite, functools.partial(optax.skip_large_updates, max_squared_norm=50.0)],
+  [
+    optax.skip_not_finite,
+    functools.partial(optax.skip_large_updates, max_squared_norm=50.0),
+  ],
   ids=["skip_not_finite", "skip_large_updates"],
 )
 def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
@@ -220,15 +287,24 @@ def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
   assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
   np.testing.assert_array_equal(params, -2)
   if "norm_squared" in state.skip_state:
-    assert state.skip_state["norm_squared"].dtype == jnp.float32  # as of the parameters
+    assert (
+      state.skip_state["norm_squared"].dtype == jnp.float32
+    )  # as of the parameters
     assert state.skip_state["norm_squared"] == 18
 
 
 def test_skip_large_updates_as_it_is():
   skip_fn = functools.partial(optax.skip_large_updates, max_squared_norm=50.0)
-  trace = run(accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn), [(g, {}) for g in (1, 100, 3)])
+  trace = run(
+    accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn),
+    [(g, {}) for g in (1, 100, 3)],
+  )
   assert values_of(trace) == [0, 0, -2]
-  assert [float(s.skip_state["norm_squared"]) for _, s in trace] == [2, 20000, 18]
+  assert [float(s.skip_state["norm_squared"]) for _, s in trace] == [
+    2,
+    20000,
+    18,
+  ]
 
 
 def test_a_schedule_changes_k_between_cycles():
@@ -236,11 +312,20 @@ def test_a_schedule_changes_k_between_cycles():
   tx = accumulate(optax.sgd(1.0), lambda step: ks[jnp.minimum(step, 2)])
   trace = run(tx, [(g, {}) for g in (1, 3, 4, 5, 6, 7)])
   assert values_of(trace) == [0, -2, -6, -6, -6, -12]
-  assert [c[2] for c in counters_of(trace)] == [False, True, True, False, False, True]
+  assert [c[2] for c in counters_of(trace)] == [
+    False,
+    True,
+    True,
+    False,
+    False,
+    True,
+  ]
 
 
 def test_a_state_restored_under_a_smaller_k_ends_with_the_next_counted_call():
-  before, after = (accumulate(optax.sgd(1.0), k, skip_fn=optax.skip_not_finite) for k in (5, 2))
+  before, after = (
+    accumulate(optax.sgd(1.0), k, skip_fn=optax.skip_not_finite) for k in (5, 2)
+  )
   params, state = run(before, [(g, {}) for g in (1, 2, 3)])[-1]
   params, state = after.apply(grads_of(NAN), state, params)
   assert not state.has_updated  # a skipped call never happened
@@ -257,7 +342,9 @@ def test_a_schedule_of_one_steps_on_every_call():
 def test_schedules_of_inner_count_gradient_steps():
   inner = optax.sgd(optax.piecewise_constant_schedule(1.0, {1: 0.1}))
   trace = run(accumulate(relaxed(inner), 2), [(1, {})] * 6)
-  np.testing.assert_allclose(values_of(trace), [0, -1, -1, -1.1, -1.1, -1.2], rtol=1e-6)
+  np.testing.assert_allclose(
+    values_of(trace), [0, -1, -1, -1.1, -1.1, -1.2], rtol=1e-6
+  )
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"weight": 2.0}, {"flush": True}])
@@ -277,7 +364,9 @@ def test_k_of_one_has_no_accumulator_and_is_inner(kwargs):
 
 
 @forms
-@pytest.mark.parametrize("every_k", [1, 2, lambda _: 2], ids=["1", "2", "schedule"])
+@pytest.mark.parametrize(
+  "every_k", [1, 2, lambda _: 2], ids=["1", "2", "schedule"]
+)
 def test_the_gradient_step_stays_at_its_maximum(every_k, form):
   most = np.iinfo(np.int32).max
   tx, params = accumulate(optax.sgd(1.0), every_k), jnp.zeros(2)
@@ -293,7 +382,11 @@ def test_the_gradient_step_stays_at_its_maximum(every_k, form):
 @forms
 def test_k_of_one_with_a_weight_and_a_skip_means_what_it_says(form):
   tx = accumulate(optax.sgd(1.0), 1, skip_fn=optax.skip_not_finite)
-  calls = [(1.0, {"weight": 2.0}), (5.0, {"weight": 0.0}), (NAN, {"weight": 1.0})]
+  calls = [
+    (1.0, {"weight": 2.0}),
+    (5.0, {"weight": 0.0}),
+    (NAN, {"weight": 1.0}),
+  ]
   trace = run(tx, calls, form=form)
   assert values_of(trace) == [-1, -1, -1]
   assert counters_of(trace) == [(0, 1, True), (0, 1, False), (0, 1, False)]
@@ -303,14 +396,23 @@ DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
-@pytest.mark.parametrize(("of_grads", "of_params"), list(itertools.product(DTYPES, DTYPES)))
+@pytest.mark.parametrize(
+  ("of_grads", "of_params"), list(itertools.product(DTYPES, DTYPES))
+)
 def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
   params = {"w": jnp.ones(3, of_params)}
   grads = {"w": jnp.ones(3, of_grads)}
   with jax.numpy_dtype_promotion("standard"):
     like = {"w": jnp.ones(3, jnp.promote_types(of_grads, of_params))}
-    for inner in (optax.sgd(0.1), optax.adamw(0.1), optax.adafactor(0.1), optax.lion(0.1)):
-      expected, _ = jax.eval_shape(inner.update, grads, inner.init(like), params)
+    for inner in (
+      optax.sgd(0.1),
+      optax.adamw(0.1),
+      optax.adafactor(0.1),
+      optax.lion(0.1),
+    ):
+      expected, _ = jax.eval_shape(
+        inner.update, grads, inner.init(like), params
+      )
       tx = accumulate(inner, every_k)
       state = tx.init(like)
       updates, new_state = jax.eval_shape(tx.update, grads, state, params)
@@ -326,7 +428,9 @@ def test_updates_have_the_dtypes_of_inner_alone(of_grads, of_params, every_k):
 
 def test_1024_bfloat16_gradients_average_right():
   tx = accumulate(optax.identity(), 1024)
-  grads = jnp.asarray(np.random.default_rng(0).uniform(1, 2, (1024, 16)), jnp.bfloat16)
+  grads = jnp.asarray(
+    np.random.default_rng(0).uniform(1, 2, (1024, 16)), jnp.bfloat16
+  )
 
   @jax.jit
   def mean(tx_state):
@@ -339,9 +443,13 @@ def test_1024_bfloat16_gradients_average_right():
   actual = np.asarray(mean(tx.init(grads[0])), np.float64)
   exact = np.asarray(grads, np.float64).mean(0)
   np.testing.assert_allclose(actual, exact, rtol=2**-8)
-  total, _ = jax.lax.scan(lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads)
+  total, _ = jax.lax.scan(
+    lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads
+  )
   in_bfloat16 = np.asarray(total / 1024, np.float64)
-  assert np.max(np.abs(in_bfloat16 - exact)) > 0.05  # what adding up in bfloat16 gives
+  assert (
+    np.max(np.abs(in_bfloat16 - exact)) > 0.05
+  )  # what adding up in bfloat16 gives
 
 
 @forms
@@ -351,7 +459,9 @@ def test_complex_gradients_keep_their_imaginary_part(form):
   assert state.acc_grads.dtype == jnp.complex64
   for _ in range(4):
     grads = jnp.full(2, 1 + 2j, jnp.complex64)
-    params, state = mini_step(tx, form)(params, state, grads, weight=jnp.float32(3))
+    params, state = mini_step(tx, form)(
+      params, state, grads, weight=jnp.float32(3)
+    )
   np.testing.assert_allclose(params, -1 - 2j, rtol=1e-6)
 
 
@@ -372,7 +482,10 @@ def test_real_updates_of_complex_gradients_stay_real(every_k, differentiable):
 def test_a_complex_accumulator_dtype_leaves_real_gradients_real():
   tx = accumulate(optax.sgd(1.0), 2, accumulator_dtype=jnp.complex64)
   state = tx.init({"z": jnp.zeros(2, jnp.complex64), "w": jnp.zeros(2)})
-  assert (state.acc_grads["z"].dtype, state.acc_grads["w"].dtype) == (jnp.complex64, jnp.float32)
+  assert (state.acc_grads["z"].dtype, state.acc_grads["w"].dtype) == (
+    jnp.complex64,
+    jnp.float32,
+  )
 
 
 def test_float64_gradients_keep_full_precision():
@@ -382,7 +495,9 @@ def test_float64_gradients_keep_full_precision():
     tx, params = accumulate(optax.identity(), 3), jnp.zeros(5, jnp.float64)
     state = tx.init(params)
     for g, w in zip(grads, weights, strict=True):
-      updates, state = tx.update(jnp.asarray(g), state, params, weight=jnp.asarray(w))
+      updates, state = tx.update(
+        jnp.asarray(g), state, params, weight=jnp.asarray(w)
+      )
     assert updates.dtype == jnp.float64
     exact = (weights[:, None] * grads).sum(0) / weights.sum()
     np.testing.assert_allclose(updates, exact, rtol=1e-14)
@@ -400,11 +515,15 @@ def test_an_accumulator_of_lower_precision_on_request():
 
 @forms
 @pytest.mark.parametrize("differentiable", [False, True])
-def test_an_accumulator_of_lower_precision_does_not_round_the_updates(form, differentiable):
+def test_an_accumulator_of_lower_precision_does_not_round_the_updates(
+  form, differentiable
+):
   inner = optax.scale(1 / 3)
   expected, _ = inner.update(jnp.ones(2), inner.init(jnp.zeros(2)))
   assert np.all(expected != expected.astype(jnp.bfloat16).astype(jnp.float32))
-  tx = accumulate(inner, 2, accumulator_dtype=jnp.bfloat16, differentiable=differentiable)
+  tx = accumulate(
+    inner, 2, accumulator_dtype=jnp.bfloat16, differentiable=differentiable
+  )
   params = jnp.zeros(2)
   state = tx.init(params)
   for _ in range(2):
@@ -451,38 +570,61 @@ def test_value_and_grad_are_reduced_as_the_gradients(form, reduction, every_k):
     [(nan, 1, 0), (7, 1, 0), (1, 1, 0), (4, 2, 0)],  # the first is skipped
   ]
   if every_k == 1:
-    cycles = [[call] for calls in cycles for call in calls if call[1] and call[0] == call[0]]
+    cycles = [
+      [call]
+      for calls in cycles
+      for call in calls
+      if call[1] and call[0] == call[0]
+    ]
 
   def skip_fn(grads, gradient_step, params):
     return jnp.isnan(grads), ()
 
-  tx = accumulate(keeping("value", "grad"), every_k, reduction=reduction, skip_fn=skip_fn)
+  tx = accumulate(
+    keeping("value", "grad"), every_k, reduction=reduction, skip_fn=skip_fn
+  )
   params = jnp.zeros(())
   state, step = tx.init(params), jax.jit(mini_step(tx, form))
   types = jax.tree.map(jax.typeof, trees.strong(state))
   for calls in cycles:
     for value, weight, flush in np.float32(calls):
       params, state = step(
-        params, state, -value, weight=weight, flush=flush > 0, value=value, grad=-value
+        params,
+        state,
+        -value,
+        weight=weight,
+        flush=flush > 0,
+        value=value,
+        grad=-value,
       )
       assert jax.tree.map(jax.typeof, state) == types
     counted = [(w * v, w) for v, w, _ in calls if w and v == v]
     total, weight = np.sum(counted, axis=0)
     expected = total / weight if reduction == "mean" else total
     assert has_updated(state)
-    np.testing.assert_allclose(state.inner_opt_state["value"], expected, rtol=1e-6)
+    np.testing.assert_allclose(
+      state.inner_opt_state["value"], expected, rtol=1e-6
+    )
     if every_k > 1:
-      np.testing.assert_allclose(state.inner_opt_state["grad"], -expected, rtol=1e-6)
+      np.testing.assert_allclose(
+        state.inner_opt_state["grad"], -expected, rtol=1e-6
+      )
 
 
 def test_a_value_in_some_calls_is_that_of_these():
   def update(updates, state, params=None, *, value=None, **extra_args):
     return updates, state if value is None else value
 
-  inner = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros(()), update
+  )
   tx = accumulate(inner, 3)
   state = tx.init(jnp.ones(()))
-  for extra_args in ({"value": 2.0}, {"weight": 5.0}, {"value": 8.0, "weight": 2.0}):
+  for extra_args in (
+    {"value": 2.0},
+    {"weight": 5.0},
+    {"value": 8.0, "weight": 2.0},
+  ):
     _, state = tx.update(jnp.ones(()), state, **extra_args)
   assert float(state.inner_opt_state) == (2 + 16) / 3
 
@@ -493,9 +635,15 @@ def test_every_k_of_one_leaves_grad_and_value_fn_alone():
     assert value.dtype == jnp.bfloat16
     return updates, (value.astype(jnp.float32), grad)
 
-  inner = optax.GradientTransformationExtraArgs(lambda params: (params, params), update)
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: (params, params), update
+  )
   tx, one = optax.chain(optax.scale(2.0), accumulate(inner, 1)), jnp.ones(())
-  extra_args = {"value": jnp.bfloat16(3), "grad": jnp.full((), 5.0), "value_fn": max}
+  extra_args = {
+    "value": jnp.bfloat16(3),
+    "grad": jnp.full((), 5.0),
+    "value_fn": max,
+  }
   _, (_, state) = tx.update(one, tx.init(one), **extra_args)
   assert tuple(map(float, state.inner_opt_state)) == (3.0, 5.0)
 
@@ -504,13 +652,18 @@ def test_every_k_of_one_leaves_grad_and_value_fn_alone():
 @pytest.mark.parametrize("value", [jnp.ones(2), 1j])
 def test_a_value_that_is_no_loss_is_refused(form, value):
   tx = accumulate(optax.sgd(1.0), 2)
-  with pytest.raises(ValueError, match=r"value is .*; it must be a real scalar, the loss of"):
-    mini_step(tx, form)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=value)
+  with pytest.raises(
+    ValueError, match=r"value is .*; it must be a real scalar, the loss of"
+  ):
+    mini_step(tx, form)(
+      jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2), value=value
+    )
 
 
 def test_has_updated_finds_the_flag_anywhere():
   tx = optax.partition(
-    {"a": accumulate(optax.sgd(1.0), 2), "b": optax.sgd(1.0)}, {"x": "a", "y": "b"}
+    {"a": accumulate(optax.sgd(1.0), 2), "b": optax.sgd(1.0)},
+    {"x": "a", "y": "b"},
   )
   params = {"x": jnp.zeros(2), "y": jnp.zeros(2)}
   state = tx.init(params)
@@ -519,7 +672,9 @@ def test_has_updated_finds_the_flag_anywhere():
     _, state = tx.update(params, state, params)
     flags.append(bool(has_updated({"opt_state": (state,), "step": 0})))
   assert flags == [False, True, False, True]
-  assert has_updated(accumulate(optax.sgd(1.0), 1).init(params)).dtype == jnp.bool_
+  assert (
+    has_updated(accumulate(optax.sgd(1.0), 1).init(params)).dtype == jnp.bool_
+  )
 
 
 def test_has_updated_is_whether_any_of_several_did():
@@ -546,7 +701,12 @@ def test_the_transformation_is_a_pair_that_can_be_copied():
   assert (init, update) == (tx.init, tx.update)
   assert isinstance(tx, optax.GradientTransformationExtraArgs)
   through_jax = jax.tree.map(lambda f: f, tx)
-  for twin in (copy.copy(tx), copy.deepcopy(tx), through_jax, tx._replace(init=optax.sgd(1).init)):
+  for twin in (
+    copy.copy(tx),
+    copy.deepcopy(tx),
+    through_jax,
+    tx._replace(init=optax.sgd(1).init),
+  ):
     assert isinstance(twin, AccumulateTransformation)
     assert callable(twin.apply)
 
@@ -566,14 +726,18 @@ def test_has_updated_of_an_nnx_optimizer():
   optimizer = nnx.Optimizer(model, accumulate(optax.sgd(0.1), 2), wrt=nnx.Param)
   seen = []
   for _ in range(2):
-    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    optimizer.update(
+      model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    )
     seen.append(has_updated(optimizer.opt_state))
   assert [bool(x) for x in seen] == [False, True]
 
 
 def test_updates_may_hold_what_is_new_in_every_trace():
   def update(updates, state, params=None):
-    return jax.tree_util.Partial(lambda x: x, 2 * updates), state  # another lambda in every trace
+    return jax.tree_util.Partial(
+      lambda x: x, 2 * updates
+    ), state  # another lambda in every trace
 
   tx = accumulate(optax.GradientTransformation(lambda params: (), update), 2)
   state = tx.init(jnp.ones(3))
@@ -584,14 +748,24 @@ def test_updates_may_hold_what_is_new_in_every_trace():
 
 def test_accumulators_serve_as_buffers_leaf_by_leaf():
   def update(updates, state, params=None):
-    return {"same": updates["same"], "half": updates["half"].astype(jnp.float64)}, state
+    return {
+      "same": updates["same"],
+      "half": updates["half"].astype(jnp.float64),
+    }, state
 
   with jax.enable_x64(True):
     tx = accumulate(optax.GradientTransformation(lambda params: (), update), 2)
-    params = {"same": jnp.ones(100_000, jnp.float32), "half": jnp.ones(10, jnp.float32)}
+    params = {
+      "same": jnp.ones(100_000, jnp.float32),
+      "half": jnp.ones(10, jnp.float32),
+    }
     state = tx.init(params)
-    step = jax.jit(lambda grads, state: tx.update(grads, state), donate_argnums=(1,))
-    temp = step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
+    step = jax.jit(
+      lambda grads, state: tx.update(grads, state), donate_argnums=(1,)
+    )
+    temp = (
+      step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
+    )
     assert temp < 100_000  # a quarter of the large leaf
     for _ in range(2):
       updates, state = step(params, state)
@@ -618,8 +792,12 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   mlp = eqx.nn.MLP(4, 1, 8, 1, activation=jnp.tanh, key=key)
   model = Counted(mlp, jnp.int32(3), key, "name", eqx.nn.Dropout(0.5))
   x = jnp.ones((8, 4))
-  grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-  inner = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+  grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(
+    model
+  )
+  inner = optax.chain(
+    optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
+  )
   tx = accumulate(inner, every_k)
   state = tx.init(eqx.filter(model, eqx.is_inexact_array))
   actual, expected = (model, state), (model, state)
@@ -631,7 +809,11 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   moved = eqx.filter(actual[0], eqx.is_inexact_array)
   trees.assert_close(moved, eqx.filter(expected[0], eqx.is_inexact_array), 1e-6)
   model = actual[0]
-  assert (model.mlp.activation, model.name, int(model.count)) == (jnp.tanh, "name", 3)
+  assert (model.mlp.activation, model.name, int(model.count)) == (
+    jnp.tanh,
+    "name",
+    3,
+  )
   assert model.key == key
   eager, _ = tx.apply(grads, state, model)
   assert eager.count is model.count
@@ -639,7 +821,9 @@ def test_apply_keeps_what_has_no_gradient(every_k):
 
 @forms
 @pytest.mark.parametrize("every_k", [1, 2])
-def test_an_integer_with_a_floating_gradient_is_stepped_as_in_optax(form, every_k, usual_promotion):
+def test_an_integer_with_a_floating_gradient_is_stepped_as_in_optax(
+  form, every_k, usual_promotion
+):
   params = {"w": jnp.ones(2), "n": jnp.int32(3)}
   grads = {"w": jnp.ones(2), "n": jnp.zeros(())}
   inner = optax.sgd(0.1, momentum=0.9)

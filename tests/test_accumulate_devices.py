@@ -21,7 +21,9 @@ NAN = float("nan")
 
 
 forms = pytest.mark.parametrize("form", FORMS)
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
 
 
 def replicate(tree):
@@ -31,9 +33,14 @@ def replicate(tree):
 @functools.cache
 def on_every_device(form, every_k, **options):
   """The start of a run under `pmap`, and the mini step."""
-  tx, params = accumulate(optax.sgd(1.0), every_k, axis_name="batch", **options), {"w": np.zeros(3)}
+  tx, params = (
+    accumulate(optax.sgd(1.0), every_k, axis_name="batch", **options),
+    {"w": np.zeros(3)},
+  )
   start = jax.tree.map(np.float32, params)
-  return replicate((start, tx.init(start))), jax.pmap(mini_step(tx, form), axis_name="batch")
+  return replicate((start, tx.init(start))), jax.pmap(
+    mini_step(tx, form), axis_name="batch"
+  )
 
 
 def run(form, every_k, calls, **options):
@@ -41,9 +48,13 @@ def run(form, every_k, calls, **options):
   (params, state), step = on_every_device(form, every_k, **options)
   trace = []
   for grad, weight, flush in calls:
-    grads = {"w": np.float32(np.broadcast_to(np.reshape(grad, (-1, 1)), (DEVICES, 3)))}
+    grads = {
+      "w": np.float32(np.broadcast_to(np.reshape(grad, (-1, 1)), (DEVICES, 3)))
+    }
     weight = np.float32(np.broadcast_to(weight, DEVICES))
-    params, state = step(params, state, grads, weight=weight, flush=np.broadcast_to(flush, DEVICES))
+    params, state = step(
+      params, state, grads, weight=weight, flush=np.broadcast_to(flush, DEVICES)
+    )
     trace.append((np.asarray(params["w"]), jax.device_get(state)))
   return trace
 
@@ -61,11 +72,17 @@ def test_the_step_is_the_global_weighted_mean(form, every_k):
   weights = rng.integers(0, 5, (every_k, DEVICES))
   grads[weights == 0] = NAN
   weights[0, 3] = weights[-1, 3] = 0  # this device has nothing to say
-  trace = run(form, every_k, [(g, w, False) for g, w in zip(grads, weights, strict=True)])
+  trace = run(
+    form, every_k, [(g, w, False) for g, w in zip(grads, weights, strict=True)]
+  )
   exact = np.nansum(grads * weights) / weights.sum()
   np.testing.assert_allclose(trace[-1][0], -exact, rtol=1e-5)
   with np.errstate(invalid="ignore"):
-    means = [np.nansum(g * w) / w.sum() for g, w in zip(grads.T, weights.T, strict=True) if w.sum()]
+    means = [
+      np.nansum(g * w) / w.sum()
+      for g, w in zip(grads.T, weights.T, strict=True)
+      if w.sum()
+    ]
   assert abs(np.mean(means) - exact) > 0.01
 
 
@@ -77,15 +94,28 @@ def test_the_sum_is_over_all_devices(form):
 
 @pytest.mark.parametrize(
   ("form", "every_k", "weighted", "check_vma"),
-  [("update", 2, True, True), ("apply", 2, False, False), ("update", 1, True, False)],
+  [
+    ("update", 2, True, True),
+    ("apply", 2, False, False),
+    ("update", 1, True, False),
+  ],
 )
-def test_value_and_grad_are_those_of_all_devices(form, every_k, weighted, check_vma):
+def test_value_and_grad_are_those_of_all_devices(
+  form, every_k, weighted, check_vma
+):
   def update(updates, state, params=None, *, value, grad):
     return updates, (value, grad)
 
-  inner = optax.GradientTransformationExtraArgs(lambda params: (params, params), update)
+  inner = optax.GradientTransformationExtraArgs(
+    lambda params: (params, params), update
+  )
   tx, zero = accumulate(inner, every_k, axis_name="data"), jnp.zeros(())
-  values = np.arange(1.0, 1 + every_k * DEVICES, dtype=np.float32).reshape(every_k, DEVICES) ** 2
+  values = (
+    np.arange(1.0, 1 + every_k * DEVICES, dtype=np.float32).reshape(
+      every_k, DEVICES
+    )
+    ** 2
+  )
   weights = np.float32(values % 3) if weighted else np.ones_like(values)
   values[weights == 0] = NAN
   specs = accumulate_specs(jax.eval_shape(tx.init, zero), "data")
@@ -93,7 +123,10 @@ def test_value_and_grad_are_those_of_all_devices(form, every_k, weighted, check_
 
   @jax.jit
   @jax.shard_map(
-    mesh=mesh, in_specs=(P(), specs, row, row), out_specs=(P(), specs), check_vma=check_vma
+    mesh=mesh,
+    in_specs=(P(), specs, row, row),
+    out_specs=(P(), specs),
+    check_vma=check_vma,
   )
   def step(params, state, value, weight):
     extra_args = {"value": value[0], "grad": -value[0]}
@@ -101,12 +134,17 @@ def test_value_and_grad_are_those_of_all_devices(form, every_k, weighted, check_
       extra_args["weight"] = weight[0]
     return mini_step(tx, form)(params, state, -value[0], **extra_args)
 
-  params, state = zero, jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(zero)
+  params, state = (
+    zero,
+    jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)(zero),
+  )
   for value, weight in zip(values, weights, strict=True):
     params, state = step(params, state, value, weight)
   expected = np.nansum(values * weights) / weights.sum()
   assert state.has_updated
-  np.testing.assert_allclose(state.inner_opt_state, [expected, -expected], rtol=1e-6)
+  np.testing.assert_allclose(
+    state.inner_opt_state, [expected, -expected], rtol=1e-6
+  )
   np.testing.assert_allclose(params, -expected, rtol=1e-6)
 
 
@@ -117,7 +155,11 @@ def test_a_nan_on_one_device_is_skipped_by_all(form):
   calls = [(1.0, 1.0, False), (bad, 1.0, False), (3.0, 1.0, False)]
   trace = run(form, 2, calls, skip_fn=optax.skip_not_finite)
   assert [int(same_on_all(s.mini_step)) for _, s in trace] == [1, 1, 0]
-  assert [bool(same_on_all(s.has_updated)) for _, s in trace] == [False, False, True]
+  assert [bool(same_on_all(s.has_updated)) for _, s in trace] == [
+    False,
+    False,
+    True,
+  ]
   assert same_on_all(trace[-1][0]) == -2
 
 
@@ -133,7 +175,11 @@ def test_a_flush_on_one_device_flushes_all(form):
 @pytest.mark.parametrize("every_k", [1, 3])
 def test_zero_weight_on_all_devices_is_no_step_but_on_some_it_is(form, every_k):
   some = np.arange(DEVICES) % 2
-  trace = run(form, every_k, [(NAN, 0.0, False)] * every_k + [(2.0, some, False)] * every_k)
+  trace = run(
+    form,
+    every_k,
+    [(NAN, 0.0, False)] * every_k + [(2.0, some, False)] * every_k,
+  )
   assert same_on_all(trace[every_k - 1][0]) == 0
   assert same_on_all(trace[every_k - 1][1].gradient_step) == 0
   assert same_on_all(trace[-1][0]) == -2
@@ -153,7 +199,9 @@ def test_weights_are_not_rounded_to_the_dtype_of_the_gradients(form, every_k):
   for _ in range(every_k):
     params, state = step(params, state, grads, weight=weights)
   assert params["w"].dtype == jnp.bfloat16
-  np.testing.assert_array_equal(params["w"].astype(jnp.float32), -(257 - 255) / (257 + 255))
+  np.testing.assert_array_equal(
+    params["w"].astype(jnp.float32), -(257 - 255) / (257 + 255)
+  )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +215,9 @@ def test_weights_are_not_rounded_to_the_dtype_of_the_gradients(form, every_k):
     ("no_vma", (1.0, 3.0), "apply"),
   ],
 )
-def test_weights_known_to_the_program_count_on_every_device(over, weights, form):
+def test_weights_known_to_the_program_count_on_every_device(
+  over, weights, form
+):
   tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
   grads = np.arange(2.0 * DEVICES, dtype=np.float32).reshape(2, DEVICES) ** 2
 
@@ -222,7 +272,9 @@ def make_batch(rows):
 
 def loss_fn(params, batch):
   y = params["scale"] * jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
-  return jnp.sum(batch["valid"] * (y - batch["y"]) ** 2) / jnp.sum(batch["valid"])
+  return jnp.sum(batch["valid"] * (y - batch["y"]) ** 2) / jnp.sum(
+    batch["valid"]
+  )
 
 
 def optimizer():
@@ -233,10 +285,21 @@ def vary(params, axes="data"):
   return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), params)
 
 
-def sharded_step(tx, form, mesh, params, check_vma, axes="data", weighted=True, **shard_map_args):
+def sharded_step(
+  tx,
+  form,
+  mesh,
+  params,
+  check_vma,
+  axes="data",
+  weighted=True,
+  **shard_map_args,
+):
   """``init`` and ``step(params, state, batch)`` in shard_map, as a user writes them."""
   specs = accumulate_specs(jax.eval_shape(tx.init, params), axes)
-  shard_map = functools.partial(jax.shard_map, mesh=mesh, check_vma=check_vma, **shard_map_args)
+  shard_map = functools.partial(
+    jax.shard_map, mesh=mesh, check_vma=check_vma, **shard_map_args
+  )
 
   def step(params, state, batch):
     grads = jax.grad(loss_fn)(vary(params, axes), batch)
@@ -250,7 +313,9 @@ def sharded_step(tx, form, mesh, params, check_vma, axes="data", weighted=True, 
 
 def run_steps(init, step, params, batches, mesh):
   """Parameters and state after the batches, and the collectives of a step."""
-  params = devices.put(params, mesh)  # where a step leaves them: there is one program
+  params = devices.put(
+    params, mesh
+  )  # where a step leaves them: there is one program
   state = init(params)
   report = count_collectives(step.lower(params, state, batches[0]).compile())
   for batch in batches:
@@ -267,8 +332,12 @@ def whole_batch(every_k, number, rows=16):
   """The same optimizer's steps on one device, with the rows of a cycle in one batch."""
   tx, parts = optimizer(), microbatches(number, rows)
   cycles = [parts[i : i + every_k] for i in range(0, number, every_k)]
-  batches = [jax.tree.map(lambda *x: np.concatenate(x), *cycle) for cycle in cycles]
-  return oracle.take_steps(oracle.whole_batch_step(loss_fn, tx), tx, init_params(), batches)[0]
+  batches = [
+    jax.tree.map(lambda *x: np.concatenate(x), *cycle) for cycle in cycles
+  ]
+  return oracle.take_steps(
+    oracle.whole_batch_step(loss_fn, tx), tx, init_params(), batches
+  )[0]
 
 
 def nested(tx, form):  # `apply` is not there behind a chain
@@ -295,24 +364,36 @@ def assert_one_reduction(report, params, outside):
     ("apply", False, 8, 1),
   ],
 )
-def test_steps_in_shard_map_equal_the_whole_batch(form, check_vma, count, every_k):
+def test_steps_in_shard_map_equal_the_whole_batch(
+  form, check_vma, count, every_k
+):
   with jax.enable_x64(True):
     tx = nested(accumulate(optimizer(), every_k, axis_name="data"), form)
-    init, step, specs = sharded_step(tx, form, make_mesh(count), init_params(), check_vma)
+    init, step, specs = sharded_step(
+      tx, form, make_mesh(count), init_params(), check_vma
+    )
     batches = microbatches(2 * every_k)
-    params, state, report = run_steps(init, step, init_params(), batches, make_mesh(count))
+    params, state, report = run_steps(
+      init, step, init_params(), batches, make_mesh(count)
+    )
     trees.assert_close(params, whole_batch(every_k, 2 * every_k), 1e-13)
     if every_k > 1:
       assert_one_reduction(report, params, 8)  # a weight
-  for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
-    assert leaf.sharding.is_equivalent_to(NamedSharding(make_mesh(count), spec), leaf.ndim)
+  for leaf, spec in zip(
+    jax.tree.leaves(state), jax.tree.leaves(specs), strict=True
+  ):
+    assert leaf.sharding.is_equivalent_to(
+      NamedSharding(make_mesh(count), spec), leaf.ndim
+    )
   acc_grads = optax.tree.get(state, "acc_grads")
   if every_k > 1:
     expected = jax.tree.map(lambda x: (count, *x.shape), init_params())
     assert jax.tree.map(jnp.shape, acc_grads) == expected
 
 
-@pytest.mark.parametrize(("outside", "check_vma"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+  ("outside", "check_vma"), [(True, True), (True, False), (False, False)]
+)
 @pytest.mark.parametrize("kind", ["partition", "masked"])
 def test_frozen_parameters_in_shard_map(kind, outside, check_vma):
   """With types of what varies, `accumulate` is around what freezes: its zeros vary as gradients."""
@@ -322,8 +403,12 @@ def test_frozen_parameters_in_shard_map(kind, outside, check_vma):
 
   def freezing(tx):
     if kind == "partition":
-      return optax.partition({"train": tx, "freeze": optax.set_to_zero()}, labels)
-    return optax.chain(optax.masked(tx, trained), optax.masked(optax.set_to_zero(), frozen))
+      return optax.partition(
+        {"train": tx, "freeze": optax.set_to_zero()}, labels
+      )
+    return optax.chain(
+      optax.masked(tx, trained), optax.masked(optax.set_to_zero(), frozen)
+    )
 
   with jax.enable_x64(True):
     over = functools.partial(accumulate, every_k=2, axis_name="data")
@@ -331,20 +416,31 @@ def test_frozen_parameters_in_shard_map(kind, outside, check_vma):
     mesh, batches = make_mesh(DEVICES), microbatches(2)
     init, step, _ = sharded_step(tx, "update", mesh, init_params(), check_vma)
     params, _, _ = run_steps(init, step, init_params(), batches, mesh)
-    whole, plain = jax.tree.map(lambda *x: np.concatenate(x), *batches), freezing(optimizer())
+    whole, plain = (
+      jax.tree.map(lambda *x: np.concatenate(x), *batches),
+      freezing(optimizer()),
+    )
     once = oracle.whole_batch_step(loss_fn, plain)
-    trees.assert_close(params, oracle.take_steps(once, plain, init_params(), [whole])[0], 1e-13)
+    trees.assert_close(
+      params, oracle.take_steps(once, plain, init_params(), [whole])[0], 1e-13
+    )
 
 
-@pytest.mark.parametrize(("form", "check_vma"), [("update", False), ("apply", True)])
+@pytest.mark.parametrize(
+  ("form", "check_vma"), [("update", False), ("apply", True)]
+)
 def test_a_skip_on_one_device_in_shard_map(form, check_vma):
   with jax.enable_x64(True):
-    tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
+    tx = accumulate(
+      optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite
+    )
     mesh = make_mesh(DEVICES)
     init, step, _ = sharded_step(tx, form, mesh, init_params(), check_vma)
     first, second = microbatches(2)
     bad = {**first, "x": np.where(np.arange(16)[:, None] == 5, NAN, first["x"])}
-    params, _, report = run_steps(init, step, init_params(), [first, bad, second], mesh)
+    params, _, report = run_steps(
+      init, step, init_params(), [first, bad, second], mesh
+    )
     trees.assert_close(params, whole_batch(2, 2), 1e-13)
     _, state, _ = run_steps(init, step, init_params(), [first, bad], mesh)
     assert_one_reduction(report, params, 16)  # and whether it is skipped
@@ -363,25 +459,35 @@ def test_a_skip_on_one_device_in_shard_map(form, check_vma):
     ("apply", 3, "mean", True),
   ],
 )
-def test_without_weights_calls_and_devices_count_the_same(form, check_vma, every_k, reduction):
-  tx = accumulate(optax.sgd(1.0), every_k, reduction=reduction, axis_name="data")
+def test_without_weights_calls_and_devices_count_the_same(
+  form, check_vma, every_k, reduction
+):
+  tx = accumulate(
+    optax.sgd(1.0), every_k, reduction=reduction, axis_name="data"
+  )
   params = devices.put({"w": np.zeros(3, np.float32)}, make_mesh(DEVICES))
   grads = np.random.default_rng(6).normal(size=(every_k, DEVICES, 3)) + 1
   specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
-  shard_map = functools.partial(jax.shard_map, mesh=make_mesh(DEVICES), check_vma=check_vma)
+  shard_map = functools.partial(
+    jax.shard_map, mesh=make_mesh(DEVICES), check_vma=check_vma
+  )
 
   def call(params, state, grads):
     return mini_step(tx, form)(params, state, {"w": grads[0]})
 
   state = jax.jit(shard_map(tx.init, in_specs=P(), out_specs=specs))(params)
-  step = jax.jit(shard_map(call, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)))
+  step = jax.jit(
+    shard_map(call, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+  )
   for grad in grads:
     params, state = step(params, state, np.float32(grad))
   expected = {"mean": grads.mean((0, 1)), "sum": grads.sum((0, 1))}[reduction]
   np.testing.assert_allclose(params["w"], -expected, rtol=1e-5)
   assert (int(state.gradient_step), int(state.mini_step)) == (1, 0)
   if every_k > 1:
-    report = count_collectives(step.lower(params, state, np.float32(grads[0])).compile())
+    report = count_collectives(
+      step.lower(params, state, np.float32(grads[0])).compile()
+    )
     assert_one_reduction(report, params, 0)
 
 
@@ -390,7 +496,9 @@ def test_several_axes():
     axes = ("replica", "data")
     tx = accumulate(optimizer(), 2, axis_name=axes)
     mesh = make_mesh(2, 4, axes=axes)
-    init, step, specs = sharded_step(tx, "apply", mesh, init_params(), True, axes)
+    init, step, specs = sharded_step(
+      tx, "apply", mesh, init_params(), True, axes
+    )
     assert specs.acc_grads["w"] == P(axes)
     batches = microbatches(2)
     params, *_ = run_steps(init, step, init_params(), batches, mesh)
@@ -420,7 +528,9 @@ def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
       state = init(params)
       for batch in batches:
         acc = state.acc_grads["w"]
-        assert acc.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
+        assert acc.sharding.is_equivalent_to(
+          NamedSharding(mesh, P("data", None, "model")), 3
+        )
         params, state = step(params, state, batch)
     trees.assert_close(jax.device_get(params), whole_batch(2, 2), 1e-13)
 
@@ -428,20 +538,29 @@ def test_other_mesh_axes_stay_as_they_are(form, check_vma, kind):
 @forms
 def test_a_scan_over_calls_inside_one_shard_map(form):
   with jax.enable_x64(True):
-    tx = accumulate(optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite)
+    tx = accumulate(
+      optimizer(), 2, axis_name="data", skip_fn=optax.skip_not_finite
+    )
 
     def train(params, batches):
       def body(carry, batch):
         grads = jax.grad(loss_fn)(vary(carry[0]), batch)
-        return mini_step(tx, form)(*carry, grads, weight=jnp.sum(batch["valid"])), None
+        return mini_step(tx, form)(
+          *carry, grads, weight=jnp.sum(batch["valid"])
+        ), None
 
       return jax.lax.scan(body, (params, tx.init(params)), batches)[0][0]
 
     batches = microbatches(4, rows=64)  # some valid value on every device
     train = jax.shard_map(
-      train, mesh=make_mesh(DEVICES), in_specs=(P(), P(None, "data")), out_specs=P()
+      train,
+      mesh=make_mesh(DEVICES),
+      in_specs=(P(), P(None, "data")),
+      out_specs=P(),
     )
-    params = jax.jit(train)(init_params(), jax.tree.map(lambda *x: np.stack(x), *batches))
+    params = jax.jit(train)(
+      init_params(), jax.tree.map(lambda *x: np.stack(x), *batches)
+    )
     trees.assert_close(jax.device_get(params), whole_batch(2, 4, 64), 1e-13)
 
 
@@ -454,15 +573,27 @@ def sgd_steps(*each_grads_of, check_vma, axis_name="data"):
   tx = accumulate(optax.sgd(1.0), 1, axis_name=axis_name)
 
   def steps(params, batch):
-    return [tx.apply(f(params, batch), tx.init(params), params)[0] for f in each_grads_of]
+    return [
+      tx.apply(f(params, batch), tx.init(params), params)[0]
+      for f in each_grads_of
+    ]
 
   (batch,), params = microbatches(1), init_params(np.float32)
   batch = {**batch, "valid": np.ones_like(batch["valid"])}
   batch = jax.tree.map(np.float32, batch)
-  specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-  each = jax.jit(jax.shard_map(steps, mesh=make_mesh(DEVICES), **specs))(params, batch)
+  specs = {
+    "in_specs": (P(), P("data")),
+    "out_specs": P(),
+    "check_vma": check_vma,
+  }
+  each = jax.jit(jax.shard_map(steps, mesh=make_mesh(DEVICES), **specs))(
+    params, batch
+  )
   right = flat(jitted_grad(params, batch))
-  return [(flat(params) - flat(jax.device_get(new))) @ right / (right @ right) for new in each]
+  return [
+    (flat(params) - flat(jax.device_get(new))) @ right / (right @ right)
+    for new in each
+  ]
 
 
 jitted_grad = jax.jit(jax.grad(loss_fn))
@@ -477,7 +608,9 @@ def of_shared_params(params, batch):
 
 
 def of_the_mean_loss(params, batch):
-  return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(vary(params))
+  return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(
+    vary(params)
+  )
 
 
 def test_the_scale_is_right_and_the_known_errors_are_not():
@@ -502,23 +635,27 @@ def test_the_scale_is_right_and_the_known_errors_are_not():
   ids=["shared_params", "pmean"],
 )
 def test_gradients_that_were_reduced_before_are_refused(grads_of):
-  message = (
-    r"updates\['\w'\] is the same on all devices of the axes \['data'\].*pcast\(params, 'data'"
-  )
+  message = r"updates\['\w'\] is the same on all devices of the axes \['data'\].*pcast\(params, 'data'"
   with pytest.raises(ValueError, match=message):
     sgd_steps(grads_of, check_vma=True)
 
 
-@pytest.mark.parametrize("reduced", [("replica", "data"), ("replica",), ("data",)])
+@pytest.mark.parametrize(
+  "reduced", [("replica", "data"), ("replica",), ("data",)]
+)
 def test_gradients_that_were_reduced_over_some_of_the_axes_are_refused(reduced):
   axes = ("replica", "data")
   tx = accumulate(optax.sgd(1.0), 2, axis_name=axes)
 
   def step(params, grads):
-    return tx.update({"w": jax.lax.psum(grads, reduced)}, tx.init(params), params)[0]
+    return tx.update(
+      {"w": jax.lax.psum(grads, reduced)}, tx.init(params), params
+    )[0]
 
   mesh = make_mesh(2, 4, axes=axes)
-  mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P())
+  mapped = jax.shard_map(
+    step, mesh=mesh, in_specs=(P(), P(axes)), out_specs=P()
+  )
   missing = ", ".join(f"'{axis}'" for axis in sorted(reduced))
   message = rf"of the axes \[{missing}\], so .*pcast\(params, \('replica', 'data'\), to=\"varying\""
   with pytest.raises(ValueError, match=message):
@@ -532,10 +669,15 @@ def test_one_gradient_that_was_reduced_before_is_refused_by_name(reduced):
     return jax.grad(loss_fn)({**own, reduced: params[reduced]}, batch)
 
   def one_zero(params, batch):
-    return {**of_own_copy(params, batch), reduced: jnp.zeros_like(params[reduced])}
+    return {
+      **of_own_copy(params, batch),
+      reduced: jnp.zeros_like(params[reduced]),
+    }
 
   for grads_of in (one_shared, one_zero):
-    with pytest.raises(ValueError, match=rf"updates\['{reduced}'\] is the same on all devices"):
+    with pytest.raises(
+      ValueError, match=rf"updates\['{reduced}'\] is the same on all devices"
+    ):
       sgd_steps(grads_of, check_vma=True)
 
 
@@ -546,10 +688,16 @@ def test_parameters_that_are_sharded_are_refused(call):
 
   def step(params, whole):
     state = tx.init(params if call == "init" else whole)
-    return getattr(tx, call)(params, state, params)[0] if call != "init" else state
+    return (
+      getattr(tx, call)(params, state, params)[0] if call != "init" else state
+    )
 
-  mapped = jax.shard_map(step, mesh=make_mesh(8), in_specs=(P("data"), P()), out_specs=P("data"))
-  message = "differs between the devices of the axes .* optax_accum.make_train_step"
+  mapped = jax.shard_map(
+    step, mesh=make_mesh(8), in_specs=(P("data"), P()), out_specs=P("data")
+  )
+  message = (
+    "differs between the devices of the axes .* optax_accum.make_train_step"
+  )
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(mapped, {"w": jnp.zeros(8)}, {"w": jnp.zeros(1)})
 
@@ -565,7 +713,10 @@ def test_a_gradient_of_zero_is_fine(check_vma):
     return tx.update(of_own_copy(params, batch), tx.init(params))[0]
 
   def cast(params, batch):
-    return {**of_own_copy(params, batch), "b": vary(jnp.zeros_like(params["b"]))}
+    return {
+      **of_own_copy(params, batch),
+      "b": vary(jnp.zeros_like(params["b"])),
+    }
 
   stopped = lambda p, b: jax.grad(without_bias)(vary(p), b)  # noqa: E731
   along = sgd_steps(stopped, frozen, cast, check_vma=check_vma)
@@ -577,13 +728,21 @@ def test_a_gradient_of_zero_is_fine(check_vma):
   ("form", "check_vma", "weighs_and_skips"),
   [("update", True, False), ("apply", False, True)],
 )
-def test_tpus_reduce_the_gradients_once_in_the_branch_that_emits(form, check_vma, weighs_and_skips):
+def test_tpus_reduce_the_gradients_once_in_the_branch_that_emits(
+  form, check_vma, weighs_and_skips
+):
   kwargs = {"skip_fn": optax.skip_not_finite} if weighs_and_skips else {}
   mesh = make_mesh(DEVICES, platform="tpu")
   tx = nested(accumulate(optimizer(), 4, axis_name="data", **kwargs), form)
   params = init_params(np.float32)
-  init, step, specs = sharded_step(tx, form, mesh, params, check_vma, weighted=weighs_and_skips)
-  args = (params, jax.eval_shape(init, params), jax.tree.map(np.float32, make_batch(64)))
+  init, step, specs = sharded_step(
+    tx, form, mesh, params, check_vma, weighted=weighs_and_skips
+  )
+  args = (
+    params,
+    jax.eval_shape(init, params),
+    jax.tree.map(np.float32, make_batch(64)),
+  )
   args = devices.abstract(args, mesh, (P(), specs, P("data")))
   report = count_collectives(step.lower(*args).compile())
   assert_one_reduction(report, params, 8 if weighs_and_skips else 0)
@@ -595,7 +754,10 @@ def test_pmap_communicates_the_same(form):
   params = {"w": np.zeros((64, 64), np.float32)}
   step = jax.pmap(mini_step(tx, form), axis_name="batch")
   args = [replicate(x) for x in (params, tx.init(params), params)]
-  given = {"weight": np.ones(DEVICES, np.float32), "flush": np.zeros(DEVICES, bool)}
+  given = {
+    "weight": np.ones(DEVICES, np.float32),
+    "flush": np.zeros(DEVICES, bool),
+  }
   for kwargs, outside in [({}, {}), (given, {"all-reduce": (1, 8)})]:
     report = count_collectives(step.lower(*args, **kwargs).compile())
     assert report.at_cycle_end == {"all-reduce": (1, 64 * 64 * 4)}
@@ -604,17 +766,24 @@ def test_pmap_communicates_the_same(form):
 
 def test_specs_of_what_they_cannot_be_for():
   params = init_params(np.float32)
-  with pytest.raises(ValueError, match="accumulate_specs got a tuple without an AccumulateState"):
+  with pytest.raises(
+    ValueError, match="accumulate_specs got a tuple without an AccumulateState"
+  ):
     accumulate_specs((), "data")
   tx = accumulate(optax.sgd(1.0), 2)
-  with pytest.raises(ValueError, match=r"\(16, 8\).*of an accumulate with axis_name\."):
+  with pytest.raises(
+    ValueError, match=r"\(16, 8\).*of an accumulate with axis_name\."
+  ):
     accumulate_specs(jax.eval_shape(tx.init, params), "data")
 
 
 def test_specs_of_nested_states():
   # The accumulators of the inner one add up what the devices have reduced.
   tx = accumulate(accumulate(optax.sgd(1.0), 2), 3, axis_name="data")
-  state = {"params": jnp.ones(3), "opt": (jax.eval_shape(tx.init, jnp.ones(3)), None)}
+  state = {
+    "params": jnp.ones(3),
+    "opt": (jax.eval_shape(tx.init, jnp.ones(3)), None),
+  }
   specs = accumulate_specs(state, "data")
   assert jax.tree.structure(specs) == jax.tree.structure(state)
   assert specs["params"] == specs["opt"][0].acc_weight == P()
@@ -629,15 +798,22 @@ def test_a_state_from_outside_of_shard_map_is_refused():
   with pytest.raises(ValueError, match="divisible"):
     step(params, tx.init(params), batch)
   whole = replicate(tx.init(params).acc_grads)
-  step = jax.pmap(mini_step(tx, "apply"), axis_name="data", in_axes=(None, None, 0))
-  state = tx.init(params)._replace(acc_grads=jax.tree.map(lambda x: x[:, 0], whole))
+  step = jax.pmap(
+    mini_step(tx, "apply"), axis_name="data", in_axes=(None, None, 0)
+  )
+  state = tx.init(params)._replace(
+    acc_grads=jax.tree.map(lambda x: x[:, 0], whole)
+  )
   message = r"acc_grads\['\w'\] has shape \(8.*on a device.*run init and update with the specs"
   with pytest.raises(ValueError, match=message):
     step(params, state, replicate(params))
 
 
 def test_a_state_that_is_saved_whole_goes_on():
-  tx, params = accumulate(optax.sgd(1.0), 2, axis_name="data"), np.zeros(1, np.float32)
+  tx, params = (
+    accumulate(optax.sgd(1.0), 2, axis_name="data"),
+    np.zeros(1, np.float32),
+  )
   step = jax.pmap(mini_step(tx, "apply"), axis_name="data")
   grads = np.float32(np.arange(2 * DEVICES).reshape(2, DEVICES, 1) ** 2)
 
@@ -650,7 +826,9 @@ def test_a_state_that_is_saved_whole_goes_on():
   assert cycle_over(jax.device_get) == pytest.approx(expected)
   # What flax's unreplicate and replicate do. Copies of one device's gradients have the shapes of
   # all devices': nothing can tell.
-  lost = cycle_over(lambda held: replicate(trees.index(jax.device_get(held), 0)))
+  lost = cycle_over(
+    lambda held: replicate(trees.index(jax.device_get(held), 0))
+  )
   assert abs(lost - expected) > 1
 
 
@@ -659,7 +837,9 @@ def test_a_state_that_is_saved_whole_goes_on_in_shard_map(check_vma):
   tx = accumulate(optax.sgd(1.0), 2, axis_name="data")
   batches, params = microbatches(2), init_params(np.float32)
   batches = [jax.tree.map(np.float32, batch) for batch in batches]
-  init, step, _ = sharded_step(tx, "apply", make_mesh(DEVICES), params, check_vma)
+  init, step, _ = sharded_step(
+    tx, "apply", make_mesh(DEVICES), params, check_vma
+  )
   half = step(devices.put(params, make_mesh(DEVICES)), init(params), batches[0])
   restored = jax.device_get(half)
   trees.assert_close(step(*restored, batches[1]), step(*half, batches[1]), 0)
@@ -671,7 +851,9 @@ def test_a_state_without_its_axis_of_devices_is_refused(lost):
   params = {"w": jnp.zeros((1, 3))}
   state = tx.init(params)
   # One that lost the axis, of a parameter whose own first axis is 1 long; and one of 16 devices.
-  cut = {"axis": lambda x: x[0], "devices": lambda x: jnp.concatenate([x, x])}[lost]
+  cut = {"axis": lambda x: x[0], "devices": lambda x: jnp.concatenate([x, x])}[
+    lost
+  ]
   state = state._replace(acc_grads=jax.tree.map(cut, state.acc_grads))
   step = jax.vmap(tx.apply, in_axes=(0, None, None), axis_name="data")
   message = {
@@ -682,20 +864,33 @@ def test_a_state_without_its_axis_of_devices_is_refused(lost):
     step({"w": np.zeros((8, 1, 3), np.float32)}, state, params)
 
 
-SPECS = {"a": P("data", "model"), "b": P("model"), "c": P(None, "data"), "d": P()}
+SPECS = {
+  "a": P("data", "model"),
+  "b": P("model"),
+  "c": P(None, "data"),
+  "d": P(),
+}
 SHAPES = {"a": (16, 8), "b": (8,), "c": (4, 8), "d": ()}
 
 
 def sharded_params(mesh):
-  params = {name: np.ones(shape, jnp.bfloat16) for name, shape in SHAPES.items()}
+  params = {
+    name: np.ones(shape, jnp.bfloat16) for name, shape in SHAPES.items()
+  }
   return devices.put(params, mesh, SPECS)
 
 
 def assert_sharded_as(tree, params):
   for (path, x), like in zip(
-    jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(params), strict=True
+    jax.tree_util.tree_leaves_with_path(tree),
+    jax.tree.leaves(params),
+    strict=True,
   ):
-    assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (path, x.sharding, like.sharding)
+    assert x.sharding.is_equivalent_to(like.sharding, x.ndim), (
+      path,
+      x.sharding,
+      like.sharding,
+    )
 
 
 @pytest.mark.parametrize(
@@ -715,13 +910,20 @@ def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
   with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
     state = (tx.init if init == "eager" else jax.jit(tx.init))(params)
   assert_sharded_as(state.acc_grads, params)
-  assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {jnp.dtype("float32")}
-  assert all(np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state.acc_grads))
+  assert {x.dtype for x in jax.tree.leaves(state.acc_grads)} == {
+    jnp.dtype("float32")
+  }
+  assert all(
+    np.all(np.asarray(x) == 0) for x in jax.tree.leaves(state.acc_grads)
+  )
   step = jax.jit(mini_step(tx, form))
   grads = sharded_params(mesh)
   for emits in (False, True):
     # Everything is added where it is, in the mini steps and in the step.
-    assert count_collectives(step.lower(params, state, grads).compile()).operations == ()
+    assert (
+      count_collectives(step.lower(params, state, grads).compile()).operations
+      == ()
+    )
     params, state = step(params, state, grads)
     assert bool(state.has_updated) == emits
     assert_sharded_as(state.acc_grads, grads)
@@ -731,9 +933,14 @@ def test_accumulators_are_sharded_as_the_parameters(form, kind, init):
 @kinds
 def test_accumulators_made_under_jit_are_sharded_on_tpus(kind):
   mesh = make_mesh(4, 2, kind=kind, platform="tpu")
-  shapes = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in SHAPES.items()}
+  shapes = {
+    name: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    for name, shape in SHAPES.items()
+  }
   params = devices.abstract(shapes, mesh, SPECS)
   tx = accumulate(optax.sgd(1.0), 2)
   state = jax.jit(tx.init).lower(params).compile().output_shardings
   for name, shape in SHAPES.items():
-    assert state.acc_grads[name].is_equivalent_to(params[name].sharding, len(shape)), name
+    assert state.acc_grads[name].is_equivalent_to(
+      params[name].sharding, len(shape)
+    ), name

@@ -17,7 +17,10 @@ def _optax_promotes():
     yield
 
 
-PARAMS = {"w": jnp.array([[1.0, -2.0], [0.5, 3.0]]), "b": jnp.array([0.1, -0.3])}
+PARAMS = {
+  "w": jnp.array([[1.0, -2.0], [0.5, 3.0]]),
+  "b": jnp.array([0.1, -0.3]),
+}
 WEIGHTS = (1.0, 3.0)
 CYCLES, K = 3, len(WEIGHTS)
 
@@ -25,7 +28,10 @@ CYCLES, K = 3, len(WEIGHTS)
 def gradients(params, seed):
   """The gradients of one cycle's microbatches, and their weighted mean."""
   keys = jax.random.split(jax.random.key(seed), K)
-  each = [jax.tree.map(lambda p, key=key: jax.random.normal(key, p.shape), params) for key in keys]
+  each = [
+    jax.tree.map(lambda p, key=key: jax.random.normal(key, p.shape), params)
+    for key in keys
+  ]
 
   def mean(*g):
     return sum(w * x for w, x in zip(WEIGHTS, g, strict=True)) / sum(WEIGHTS)
@@ -37,7 +43,9 @@ def stream(tx, params=PARAMS, of=lambda params: params, form="update"):
   """The parameters after each cycle of microbatches."""
   state, trace, step = tx.init(params), [], jax.jit(mini_step(tx, form))
   for seed in range(CYCLES):
-    for grads, weight in zip(gradients(of(params), seed)[0], WEIGHTS, strict=True):
+    for grads, weight in zip(
+      gradients(of(params), seed)[0], WEIGHTS, strict=True
+    ):
       params, state = step(params, state, grads, weight=weight)
     trace.append(params)
   return trace, state
@@ -60,7 +68,9 @@ MASK = {"w": True, "b": False}
 INSIDE = {
   "chain": optax.chain(optax.clip_by_global_norm(0.5), ADAM, optax.scale(0.5)),
   "partition": optax.partition({"one": ADAM, "other": optax.sgd(0.1)}, LABELS),
-  "multi_transform": optax.multi_transform({"one": ADAM, "other": optax.sgd(0.1)}, LABELS),
+  "multi_transform": optax.multi_transform(
+    {"one": ADAM, "other": optax.sgd(0.1)}, LABELS
+  ),
   "masked": optax.masked(ADAM, MASK),
   "freeze": optax.chain(ADAM, optax.freeze(MASK)),
   "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
@@ -85,18 +95,21 @@ def accumulated(inner):
 
 
 OUTSIDE = {
-  "chain": lambda wrap: optax.chain(wrap(ADAM), optax.scale(0.5), optax.identity()),
+  "chain": lambda wrap: optax.chain(
+    wrap(ADAM), optax.scale(0.5), optax.identity()
+  ),
   "named_chain": lambda wrap: optax.named_chain(("main", wrap(ADAM))),
   "partition": lambda wrap: optax.partition(
     {"one": wrap(ADAM), "other": wrap(optax.sgd(0.1))}, LABELS
   ),
   "masked": lambda wrap: optax.chain(
-    optax.masked(wrap(ADAM), MASK), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+    optax.masked(wrap(ADAM), MASK),
+    optax.masked(optax.set_to_zero(), {"w": False, "b": True}),
   ),
   "freeze": lambda wrap: optax.chain(wrap(ADAM), optax.freeze(MASK)),
-  "inject_hyperparams": lambda wrap: optax.inject_hyperparams(lambda rate: wrap(optax.adam(rate)))(
-    rate=0.1
-  ),
+  "inject_hyperparams": lambda wrap: optax.inject_hyperparams(
+    lambda rate: wrap(optax.adam(rate))
+  )(rate=0.1),
   "apply_if_finite": lambda wrap: optax.apply_if_finite(wrap(ADAM), 3),
 }
 
@@ -131,7 +144,9 @@ def test_a_skip_fn_around_lookahead_sees_gradients():
 @pytest.mark.parametrize(("inner", "expected"), [("mean", 15.0), ("sum", 30.0)])
 def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
   # Weighed by what the cycles weigh, 3 and 7, these would be 19 and 190.
-  tx = accumulate(accumulate(optax.sgd(-1.0), 2, reduction=inner), 2, reduction="sum")
+  tx = accumulate(
+    accumulate(optax.sgd(-1.0), 2, reduction=inner), 2, reduction="sum"
+  )
   params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
   for weight in (1.0, 2.0, 3.0, 4.0):
     params, state = jax.jit(tx.apply)(weight, state, params, weight=weight)
@@ -149,7 +164,9 @@ def test_inside_lookahead_it_counts_calls():
   expected, _ = whole(make(optax.sgd(0.1), 2), params, of=lambda p: p.fast)
   step = jax.jit(mini_step(tx))
   for seed in range(CYCLES):
-    for grads in [gradients(PARAMS, seed)[1]] * K:  # lookahead passes no weights on
+    for grads in [
+      gradients(PARAMS, seed)[1]
+    ] * K:  # lookahead passes no weights on
       params, state = step(params, state, grads)
     trees.assert_close(params, expected[seed], 1e-5)
 
@@ -162,16 +179,22 @@ def test_apply_is_update():
 
 
 def test_extra_arguments_through_an_outer_chain():
-  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
+  inner = optax.chain(
+    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+  )
   tx = optax.chain(accumulate(inner, K), optax.identity())
   params, state = PARAMS, tx.init(PARAMS)
   call, of_inner = jax.jit(tx.update), jax.jit(inner.update)
-  for _ in range(4 * K):  # a value that never falls: two steps of patience, then halved
+  for _ in range(
+    4 * K
+  ):  # a value that never falls: two steps of patience, then halved
     updates, state = call(PARAMS, state, params, value=1.0)
   scale = optax.tree.get(state, "scale")
   reference_state = inner.init(PARAMS)
   for _ in range(4):
-    expected, reference_state = of_inner(PARAMS, reference_state, params, value=1.0)
+    expected, reference_state = of_inner(
+      PARAMS, reference_state, params, value=1.0
+    )
   assert scale == optax.tree.get(reference_state, "scale")
   assert scale < 1
   trees.assert_close(updates, expected, 1e-6)
@@ -179,8 +202,12 @@ def test_extra_arguments_through_an_outer_chain():
 
 @pytest.mark.optax_bug
 def test_multisteps_loses_extra_arguments_in_a_chain():
-  inner = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1))
-  tx = optax.chain(optax.MultiSteps(inner, K).gradient_transformation(), optax.identity())
+  inner = optax.chain(
+    optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1)
+  )
+  tx = optax.chain(
+    optax.MultiSteps(inner, K).gradient_transformation(), optax.identity()
+  )
   with pytest.raises(TypeError, match="value"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
 
@@ -210,8 +237,14 @@ def test_lbfgs_with_its_line_search(form, search):
   @jax.jit
   def call(x, state, part, weight):
     value, grad = jax.value_and_grad(loss_fn)(x, batch)
-    of_all = {"value": value, "grad": grad, "value_fn": lambda x: loss_fn(x, batch)}
-    return mini_step(tx, form)(x, state, jax.grad(loss_fn)(x, part), weight=weight, **of_all)
+    of_all = {
+      "value": value,
+      "grad": grad,
+      "value_fn": lambda x: loss_fn(x, batch),
+    }
+    return mini_step(tx, form)(
+      x, state, jax.grad(loss_fn)(x, part), weight=weight, **of_all
+    )
 
   for _ in range(3):
     expected, inner_state, _ = whole_step(expected, inner_state, batch)

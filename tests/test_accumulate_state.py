@@ -11,7 +11,12 @@ import pytest
 from support import trees
 from support.optimizers import FORMS, mini_step, relaxed
 
-from optax_accum import accumulate, AccumulateState, from_multi_steps, has_updated
+from optax_accum import (
+  accumulate,
+  AccumulateState,
+  from_multi_steps,
+  has_updated,
+)
 
 PARAMS = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
 K = 4
@@ -54,7 +59,9 @@ class Begun:
     self.theirs = optax.MultiSteps(self.inner, K, use_grad_mean=use_grad_mean)
     tx = accumulate(self.inner, K, reduction="mean" if use_grad_mean else "sum")
     self.steps = {form: jax.jit(mini_step(tx, form)) for form in FORMS}
-    self.convert = functools.partial(from_multi_steps, use_grad_mean=use_grad_mean, weight=1.0)
+    self.convert = functools.partial(
+      from_multi_steps, use_grad_mean=use_grad_mean, weight=1.0
+    )
     self.jitted_convert = jax.jit(self.convert)
     self.divisor = K if use_grad_mean else 1
 
@@ -64,7 +71,9 @@ class Begun:
     params, state, calls = PARAMS, self.inner.init(PARAMS), gradients(2 * K)
     step = jax.jit(mini_step(self.inner))
     for part in (calls[:K], calls[K:]):
-      total = jax.tree.map(lambda *g: sum(np.asarray(x, np.float64) for x in g), *part)
+      total = jax.tree.map(
+        lambda *g: sum(np.asarray(x, np.float64) for x in g), *part
+      )
       grads = jax.tree.map(lambda x: jnp.float32(x / self.divisor), total)
       params, state = step(params, state, grads)
     return params, state
@@ -91,7 +100,9 @@ def test_taking_the_fields_as_they_are_is_wrong():
   calls, inner = gradients(K), optax.sgd(1.0)
   tx, exact = accumulate(inner, K), jax.tree.map(lambda *g: -sum(g) / K, *calls)
   params, held = begun(optax.MultiSteps(inner, K), calls[:2])
-  copied = AccumulateState(*held, acc_weight=jnp.float32(2), has_updated=jnp.array(False))
+  copied = AccumulateState(
+    *held, acc_weight=jnp.float32(2), has_updated=jnp.array(False)
+  )
   ends = []
   for state in (from_multi_steps(held, weight=1), copied):
     moved = params
@@ -108,11 +119,20 @@ def test_a_cycle_that_goes_on_with_rows(weight):
   params, held = begun(optax.MultiSteps(inner, K), calls[:2])
   tx = accumulate(inner, K)
   exact = jax.tree.map(
-    lambda *g: -np.average([np.asarray(x, np.float64) for x in g], axis=0, weights=rows), *calls
+    lambda *g: (
+      -np.average([np.asarray(x, np.float64) for x in g], axis=0, weights=rows)
+    ),
+    *calls,
   )
-  traced = jax.jit(lambda held, weight: from_multi_steps(held, weight=weight))(held, weight)
+  traced = jax.jit(lambda held, weight: from_multi_steps(held, weight=weight))(
+    held, weight
+  )
   ends = []
-  for state in [from_multi_steps(held, weight=weight), traced, from_multi_steps(held, weight=1)]:
+  for state in [
+    from_multi_steps(held, weight=weight),
+    traced,
+    from_multi_steps(held, weight=1),
+  ]:
     moved = params
     for grads, n in zip(calls[2:], rows[2:], strict=True):
       moved, state = tx.apply(grads, state, moved, weight=n)
@@ -129,22 +149,32 @@ def test_what_came_before_can_weigh_nothing():
     state, moved = convert(held, weight=0), PARAMS
     for grads in calls[1:3]:
       moved, state = accumulate(inner, 3).apply(grads, state, moved)
-    trees.assert_close(moved, jax.tree.map(lambda a, b: -(a + b) / 2, *calls[1:3]), 1e-6)
+    trees.assert_close(
+      moved, jax.tree.map(lambda a, b: -(a + b) / 2, *calls[1:3]), 1e-6
+    )
 
 
 def test_a_sum_that_goes_on_with_weights():
   calls, inner = gradients(3), optax.sgd(1.0)
-  params, held = begun(optax.MultiSteps(inner, 3, use_grad_mean=False), calls[:2])
+  params, held = begun(
+    optax.MultiSteps(inner, 3, use_grad_mean=False), calls[:2]
+  )
   state = from_multi_steps(held, use_grad_mean=False, weight=2.0)
   tx = accumulate(inner, 3, reduction="sum")
   params, _ = tx.apply(calls[2], state, params, weight=3.0)
-  trees.assert_close(params, jax.tree.map(lambda a, b, c: -2 * a - 2 * b - 3 * c, *calls), 1e-5)
+  trees.assert_close(
+    params, jax.tree.map(lambda a, b, c: -2 * a - 2 * b - 3 * c, *calls), 1e-5
+  )
 
 
 @pytest.mark.parametrize(
   ("weight", "error", "match"),
   [
-    (-1, ValueError, "The caller of from_multi_steps gave the weight -1; it must be 0, or from"),
+    (
+      -1,
+      ValueError,
+      "The caller of from_multi_steps gave the weight -1; it must be 0, or from",
+    ),
     (np.ones(2), ValueError, r"gave a weight of shape \(2,\)"),
     ("rows", TypeError, "gave the weight 'rows'; it must be a real scalar"),
   ],
@@ -173,21 +203,34 @@ def test_what_else_a_converted_state_holds():
   for count in range(4):
     _, held = begun(theirs, calls[:count], params)
     state = from_multi_steps(held, **({"weight": 1} if count % 2 else {}))
-    assert bool(has_updated(state)) == bool(theirs.has_updated(held)) == (count == 2)
-    assert [x.dtype for x in jax.tree.leaves(state.acc_grads)] == [jnp.float32] * 2
-    narrow = held._replace(acc_grads=optax.tree.cast(held.acc_grads, jnp.bfloat16))
-    trees.assert_close(from_multi_steps(narrow, weight=1).acc_grads, state.acc_grads, 1e-2)
+    assert (
+      bool(has_updated(state)) == bool(theirs.has_updated(held)) == (count == 2)
+    )
+    assert [x.dtype for x in jax.tree.leaves(state.acc_grads)] == [
+      jnp.float32
+    ] * 2
+    narrow = held._replace(
+      acc_grads=optax.tree.cast(held.acc_grads, jnp.bfloat16)
+    )
+    trees.assert_close(
+      from_multi_steps(narrow, weight=1).acc_grads, state.acc_grads, 1e-2
+    )
     like = jax.eval_shape(tx.init, params)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
       lambda x: (x.shape, x.dtype), like
     )
-    jax.jit(tx.apply, donate_argnums=1)(calls[0], state, params)  # no buffer stands in it twice
+    jax.jit(tx.apply, donate_argnums=1)(
+      calls[0], state, params
+    )  # no buffer stands in it twice
   for wrong, match in (
     (
       ({"in": held},),
       r"got a tuple; it takes the .* itself\. That is state\[0\]\['in'\]: convert it",
     ),
-    (held._asdict(), r"got a dict; it takes the .* itself\. Restore a checkpoint into the tree"),
+    (
+      held._asdict(),
+      r"got a dict; it takes the .* itself\. Restore a checkpoint into the tree",
+    ),
   ):
     with pytest.raises(TypeError, match=match):
       from_multi_steps(wrong)
@@ -209,15 +252,21 @@ def test_a_converted_state_goes_through_a_scan_in_float64():
 
 def test_accumulators_of_float64_parameters_are_put_into_float64():
   with jax.enable_x64(True):
-    wide = functools.partial(jax.tree.map, lambda x: jnp.asarray(x, jnp.float64))
+    wide = functools.partial(
+      jax.tree.map, lambda x: jnp.asarray(x, jnp.float64)
+    )
     calls, params = [wide(g) for g in gradients(K)], wide(PARAMS)
     _, held = begun(optax.MultiSteps(optax.sgd(1.0), K), calls[:1], params)
     state, tx = from_multi_steps(held, weight=1), accumulate(optax.sgd(1.0), K)
-    state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, jnp.float64))
+    state = state._replace(
+      acc_grads=optax.tree.cast(state.acc_grads, jnp.float64)
+    )
     for grads in calls[1:]:
       params, state = tx.apply(grads, state, params)
     exact = jax.tree.map(lambda *g: -sum(g) / K, *calls)
-  trees.assert_close(params, exact, 1e-6)  # optax 0.2.8 rounds the first to float32
+  trees.assert_close(
+    params, exact, 1e-6
+  )  # optax 0.2.8 rounds the first to float32
 
 
 def test_a_nan_that_multisteps_keeps_ends_with_its_cycle():
@@ -243,10 +292,16 @@ NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint 
 @pytest.mark.parametrize(
   ("state", "message"),
   [
-    (optax.MultiSteps(SGD, 2).init(PARAMS), r"MultiStepsState.*optax_accum\.from_multi_steps\("),
+    (
+      optax.MultiSteps(SGD, 2).init(PARAMS),
+      r"MultiStepsState.*optax_accum\.from_multi_steps\(",
+    ),
     (SGD.init(PARAMS), f"is a tuple {NOT_OURS}"),
     (None, f"is a NoneType {NOT_OURS}"),
-    ((STATE, optax.EmptyState()), "there is one in it. Call the transformation of the whole"),
+    (
+      (STATE, optax.EmptyState()),
+      "there is one in it. Call the transformation of the whole",
+    ),
     (STATE._asdict(), f"is a dict {NOT_OURS}"),  # restored without its types
     (list(STATE), f"is a list {NOT_OURS}"),
   ],
@@ -265,28 +320,52 @@ def test_a_chains_state_that_was_restored_as_a_dict():
 
 def test_a_restored_state_goes_on_as_the_message_says():
   _, state = TX.update(gradients(1)[0], STATE)
-  restored = serialization.from_state_dict(STATE, serialization.to_state_dict(state))
+  restored = serialization.from_state_dict(
+    STATE, serialization.to_state_dict(state)
+  )
   trees.assert_close(restored, state, 0)
 
 
 @forms
 def test_a_state_made_with_or_without_skip_fn(form):
-  with pytest.raises(ValueError, match=r"made with a skip_fn, and this accumulate has none"):
+  with pytest.raises(
+    ValueError, match=r"made with a skip_fn, and this accumulate has none"
+  ):
     getattr(TX, form)(PARAMS, SKIPS.init(PARAMS), PARAMS)
-  with pytest.raises(ValueError, match=r"made without skip_fn or with another one: go on with"):
+  with pytest.raises(
+    ValueError, match=r"made without skip_fn or with another one: go on with"
+  ):
     getattr(SKIPS, form)(PARAMS, STATE, PARAMS)
   for tx, skip_state in ((TX, ()), (SKIPS, SKIPS.init(PARAMS).skip_state)):
-    getattr(tx, form)(PARAMS, STATE._replace(skip_state=skip_state), PARAMS)  # as it says
+    getattr(tx, form)(
+      PARAMS, STATE._replace(skip_state=skip_state), PARAMS
+    )  # as it says
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
 @pytest.mark.parametrize(
   ("form", "arguments", "message"),
   [
-    ("apply", (PARAMS, PARAMS, STATE), r"an AccumulateState as params, and a dict as state"),
-    ("apply", (STATE, PARAMS, PARAMS), r"as updates.*the order is apply\(updates, state, params\)"),
-    ("update", (STATE, PARAMS), r"as updates.*the order is update\(updates, state, params\)"),
-    ("update", (PARAMS, PARAMS, STATE), r"an AccumulateState as params, and a dict as state"),
+    (
+      "apply",
+      (PARAMS, PARAMS, STATE),
+      r"an AccumulateState as params, and a dict as state",
+    ),
+    (
+      "apply",
+      (STATE, PARAMS, PARAMS),
+      r"as updates.*the order is apply\(updates, state, params\)",
+    ),
+    (
+      "update",
+      (STATE, PARAMS),
+      r"as updates.*the order is update\(updates, state, params\)",
+    ),
+    (
+      "update",
+      (PARAMS, PARAMS, STATE),
+      r"an AccumulateState as params, and a dict as state",
+    ),
   ],
 )
 def test_arguments_in_another_order(form, arguments, message, every_k):
@@ -304,16 +383,22 @@ def test_gradients_that_are_numbers(form, every_k, number):
     grads = {"a": number(value), "b": np.full(2, value, np.float32)}
     params, state = mini_step(tx, form)(params, state, grads)
   expected = {1: -5.0, 2: -2.5}[every_k]
-  trees.assert_close(params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0)
+  trees.assert_close(
+    params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0
+  )
 
 
 @forms
 def test_gradients_that_are_nothing(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
-    with pytest.raises(ValueError, match=r"updates=None.* zeros .* weight=0.0 and flush=True"):
+    with pytest.raises(
+      ValueError, match=r"updates=None.* zeros .* weight=0.0 and flush=True"
+    ):
       getattr(tx, form)(None, tx.init(PARAMS), PARAMS)
-    with pytest.raises(TypeError, match=r"updates\['b'\] is a str; gradients are floating"):
+    with pytest.raises(
+      TypeError, match=r"updates\['b'\] is a str; gradients are floating"
+    ):
       getattr(tx, form)({**PARAMS, "b": "x"}, tx.init(PARAMS), PARAMS)
 
 
@@ -333,7 +418,9 @@ def test_gradients_that_are_nothing(form):
 )
 def test_misspelt_keywords(form, every_k, misspelt, meant):
   tx = accumulate(SGD, every_k)
-  with pytest.raises(TypeError, match=rf"{form} got .* '{misspelt}': did you mean {meant}=\?"):
+  with pytest.raises(
+    TypeError, match=rf"{form} got .* '{misspelt}': did you mean {meant}=\?"
+  ):
     getattr(tx, form)(PARAMS, tx.init(PARAMS), PARAMS, **{misspelt: 1})
 
 
@@ -361,4 +448,6 @@ def test_other_keywords_reach_inner(form):
     return updates, state
 
   tx = accumulate(optax.GradientTransformationExtraArgs(SGD.init, update), 1)
-  getattr(tx, form)(PARAMS, tx.init(PARAMS), PARAMS, **dict.fromkeys(passed, 1.0))
+  getattr(tx, form)(
+    PARAMS, tx.init(PARAMS), PARAMS, **dict.fromkeys(passed, 1.0)
+  )

@@ -18,7 +18,9 @@ from optax_accum.flax import linen_train_step
 
 TX = relaxed(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)))
 MESHES = pytest.mark.parametrize(
-  "mesh", [None, (8, AUTO), (8, EXPLICIT)], ids=["alone", "automatic", "explicit"]
+  "mesh",
+  [None, (8, AUTO), (8, EXPLICIT)],
+  ids=["alone", "automatic", "explicit"],
 )
 ROWS, WIDTH = 16, 4
 
@@ -40,7 +42,9 @@ def host_batch():
 
 
 def placed(tree, mesh, *specs):
-  return jax.device_put(tree) if mesh is None else devices.put(tree, mesh, *specs)
+  return (
+    jax.device_put(tree) if mesh is None else devices.put(tree, mesh, *specs)
+  )
 
 
 def train_step(mesh, loss_fn=loss_fn):
@@ -61,7 +65,9 @@ def linen_step(mesh, loss_fn=loss_fn):
 
   params, seen = {"w": jnp.zeros(WIDTH)}, {"rows": jnp.zeros((), jnp.int32)}
   state = TrainState.create(apply_fn=None, params=params, tx=TX, seen=seen)
-  step = linen_train_step(linen_loss, mutable="seen", num_microbatches=2, mesh=mesh)
+  step = linen_train_step(
+    linen_loss, mutable="seen", num_microbatches=2, mesh=mesh
+  )
   rngs = placed({"noise": jax.random.key(0)}, mesh)
 
   def with_rngs(state, batch):
@@ -79,7 +85,9 @@ def test_nothing_is_moved(made, mesh):
   mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
   step, args = made(mesh)
   batch = placed(host_batch(), mesh, P("data"))
-  *args, _ = step(*args, batch)  # constants of the program are moved when it is compiled
+  *args, _ = step(
+    *args, batch
+  )  # constants of the program are moved when it is compiled
   with jax.transfer_guard("disallow_explicit"):
     for _ in range(2):
       *args, metrics = step(*args, batch)
@@ -107,7 +115,10 @@ def slow_loss(params, batch):
 
 def plain_step(_, loss_fn=loss_fn):
   params = {"w": jnp.zeros(WIDTH)}
-  return oracle.with_optimizer(jax.value_and_grad(loss_fn), TX), (params, TX.init(params))
+  return oracle.with_optimizer(jax.value_and_grad(loss_fn), TX), (
+    params,
+    TX.init(params),
+  )
 
 
 def is_ahead(made):

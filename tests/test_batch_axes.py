@@ -27,7 +27,11 @@ def test_rows_on_another_axis_give_the_same():
 
   def run(subscripts, x, axis):
     fun = functools.partial(for_each_kind, subscripts)
-    options = {"microbatch_size": 2, "batch_argnums": (0, 1), "batch_axis": axis}
+    options = {
+      "microbatch_size": 2,
+      "batch_argnums": (0, 1),
+      "batch_axis": axis,
+    }
     return jax.jit(microbatch(fun, reduction=KINDS, **options))(x, x)
 
   with in_64_bits():
@@ -35,7 +39,9 @@ def test_rows_on_another_axis_give_the_same():
     for axis in (1, -2, (1, 1), (-2, 1)):
       trees.assert_close(run("ibj,kbj->ik", rows_second, axis), first, 1e-12)
     whole = np.einsum("bij,bkj->ik", rows_first, rows_first)
-    np.testing.assert_allclose(first["sum"], whole, rtol=0, atol=1e-12 * whole.max())
+    np.testing.assert_allclose(
+      first["sum"], whole, rtol=0, atol=1e-12 * whole.max()
+    )
 
 
 def test_an_axis_for_each_argument_positions_first_and_then_names():
@@ -51,11 +57,23 @@ def test_an_axis_for_each_argument_positions_first_and_then_names():
     return jax.jit(split)(*args, **kwargs)
 
   with in_64_bits():
-    expected = run(x, y, options={"batch_argnums": (0, 1), "batch_axis": (0, 1)})
+    expected = run(
+      x, y, options={"batch_argnums": (0, 1), "batch_axis": (0, 1)}
+    )
     whole = np.einsum("bij,kbj->ik", x, y)
-    np.testing.assert_allclose(expected["sum"], whole, rtol=0, atol=1e-12 * whole.max())
-    by_name = {"batch_argnums": (), "batch_argnames": ("a", "b"), "batch_axis": (0, 1)}
-    back = {"batch_argnums": (), "batch_argnames": ("b", "a"), "batch_axis": (1, 0)}
+    np.testing.assert_allclose(
+      expected["sum"], whole, rtol=0, atol=1e-12 * whole.max()
+    )
+    by_name = {
+      "batch_argnums": (),
+      "batch_argnames": ("a", "b"),
+      "batch_axis": (0, 1),
+    }
+    back = {
+      "batch_argnums": (),
+      "batch_argnames": ("b", "a"),
+      "batch_axis": (1, 0),
+    }
     for options, args, kwargs in [
       ({"batch_argnums": (1, 0), "batch_axis": (1, 0)}, (x, y), {}),
       (by_name, (), {"a": x, "b": y}),
@@ -63,8 +81,16 @@ def test_an_axis_for_each_argument_positions_first_and_then_names():
       (by_name, (x, y), {}),
       (back, (), {"a": x, "b": y}),
       (back, (), {"b": y, "a": x}),
-      ({"batch_argnums": 0, "batch_argnames": "b", "batch_axis": (0, 1)}, (x,), {"b": y}),
-      ({"batch_argnames": ("a", "b"), "batch_axis": (0, 1)}, (), {"a": x, "b": y}),
+      (
+        {"batch_argnums": 0, "batch_argnames": "b", "batch_axis": (0, 1)},
+        (x,),
+        {"b": y},
+      ),
+      (
+        {"batch_argnames": ("a", "b"), "batch_axis": (0, 1)},
+        (),
+        {"a": x, "b": y},
+      ),
     ]:
       trees.assert_close(run(*args, options=options, **kwargs), expected, 1e-12)
 
@@ -77,8 +103,13 @@ def test_positions_and_names_are_the_same_arguments():
   run = functools.partial(microbatch, fun, reduction="sum", microbatch_size=2)
   expected = fun(x, x, 1, **named)
   assert run(batch_argnums=(0, 1))(x, x, 1, **named) == expected
-  assert run(batch_argnums=0, batch_argnames="b")(x, b=x, c=1, **named) == expected
-  assert run(batch_argnums=(), batch_argnames=("b", "a"))(a=x, b=x, c=1, **named) == expected
+  assert (
+    run(batch_argnums=0, batch_argnames="b")(x, b=x, c=1, **named) == expected
+  )
+  assert (
+    run(batch_argnums=(), batch_argnames=("b", "a"))(a=x, b=x, c=1, **named)
+    == expected
+  )
 
 
 def time_major_loss(w, x, y, *, mask):
@@ -95,7 +126,11 @@ def time_major_batch(rows, time=4):
   return rng.normal(size=3), x, y, (mask > 0) + 0.5
 
 
-AXES = {"batch_argnums": (1, 2), "batch_argnames": "mask", "batch_axis": (1, 0, 0)}
+AXES = {
+  "batch_argnums": (1, 2),
+  "batch_argnames": "mask",
+  "batch_axis": (1, 0, 0),
+}
 WEIGHED = {"weight_fn": lambda x, y, *, mask: jnp.sum(mask), "has_aux": True}
 
 
@@ -126,7 +161,9 @@ def test_gradients_with_an_axis_for_each_argument(size):
     np.testing.assert_allclose(new["error"], whole[0][1]["error"], rtol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "size"), [(AUTO, 8), (EXPLICIT, 16), (AUTO, 24), (EXPLICIT, 24)])
+@pytest.mark.parametrize(
+  ("kind", "size"), [(AUTO, 8), (EXPLICIT, 16), (AUTO, 24), (EXPLICIT, 24)]
+)
 def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, size):
   with in_64_bits():
     w, x, y, mask = map(jnp.asarray, time_major_batch(32))
@@ -145,16 +182,25 @@ def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, size):
     (loss, aux), grads = whole_time_major(32)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
     np.testing.assert_allclose(new, w - grads, rtol=1e-12)
-    np.testing.assert_allclose(metrics["aux"]["error"], aux["error"], rtol=1e-12)
+    np.testing.assert_allclose(
+      metrics["aux"]["error"], aux["error"], rtol=1e-12
+    )
 
 
 def test_microbatches_follow_an_explicit_sharding_of_the_axis_of_rows_alone():
   run = microbatch_value_and_grad(
-    lambda w, x: jnp.mean(w * x), microbatch_size=3, batch_axis=1, batch_argnums=1
+    lambda w, x: jnp.mean(w * x),
+    microbatch_size=3,
+    batch_axis=1,
+    batch_argnums=1,
   )
   mesh, x = make_mesh(2, kind=EXPLICIT), np.ones((4, 6), np.float32)
-  with pytest.raises(ValueError, match=r"6 rows are sharded over 2 devices.* of 3 rows cannot"):
-    jax.jit(run).eval_shape(jnp.float32(1), devices.put(x, mesh, jax.P(None, "data")))
+  with pytest.raises(
+    ValueError, match=r"6 rows are sharded over 2 devices.* of 3 rows cannot"
+  ):
+    jax.jit(run).eval_shape(
+      jnp.float32(1), devices.put(x, mesh, jax.P(None, "data"))
+    )
   jax.jit(run).eval_shape(jnp.float32(1), devices.put(x, mesh, jax.P("data")))
 
 
@@ -167,7 +213,9 @@ def test_concat_joins_the_first_axis_in_the_order_of_the_batch(axis):
   def every(batches):
     options = {"reduction": "concat", "batch_axis": axis}
     sizes = [size for _, size in cases]
-    runs = [microbatch(rows_first, microbatch_size=size, **options) for size in sizes]
+    runs = [
+      microbatch(rows_first, microbatch_size=size, **options) for size in sizes
+    ]
     return [run(x) for run, x in zip(runs, batches, strict=True)]
 
   def batch(rows):
@@ -181,7 +229,9 @@ def test_concat_joins_the_first_axis_in_the_order_of_the_batch(axis):
 
 
 def test_rows_that_concat_does_not_find_first():
-  run = microbatch(lambda x: {"y": x}, reduction="concat", batch_axis=1, num_microbatches=2)
+  run = microbatch(
+    lambda x: {"y": x}, reduction="concat", batch_axis=1, num_microbatches=2
+  )
   match = r"output\['y'\] has shape \(3, 4\); .* the 4 rows .* as its leading axis: .*jnp.moveaxis"
   with pytest.raises(ValueError, match=match):
     run(jnp.ones((3, 8)))
@@ -195,9 +245,15 @@ MAKERS = pytest.mark.parametrize(
   "make",
   [
     functools.partial(microbatch, plain_loss, num_microbatches=2),
-    functools.partial(microbatch_value_and_grad, plain_loss, has_aux=True, num_microbatches=2),
     functools.partial(
-      make_train_step, plain_loss, optax.sgd(0.1), has_aux=True, num_microbatches=2
+      microbatch_value_and_grad, plain_loss, has_aux=True, num_microbatches=2
+    ),
+    functools.partial(
+      make_train_step,
+      plain_loss,
+      optax.sgd(0.1),
+      has_aux=True,
+      num_microbatches=2,
     ),
   ],
   ids=["microbatch", "microbatch_value_and_grad", "make_train_step"],
@@ -208,17 +264,41 @@ MAKERS = pytest.mark.parametrize(
 @pytest.mark.parametrize(
   ("options", "error", "match"),
   [
-    ({"batch_argnums": (1, 2), "batch_axis": (0,)}, ValueError, r"\(0,\) has 1 axes for 2 batch"),
-    ({"batch_argnums": 1, "batch_axis": (0, 1)}, ValueError, r"\(0, 1\) has 2 axes for 1 batch"),
+    (
+      {"batch_argnums": (1, 2), "batch_axis": (0,)},
+      ValueError,
+      r"\(0,\) has 1 axes for 2 batch",
+    ),
+    (
+      {"batch_argnums": 1, "batch_axis": (0, 1)},
+      ValueError,
+      r"\(0, 1\) has 2 axes for 1 batch",
+    ),
     (
       {"batch_argnums": 1, "batch_argnames": "y", "batch_axis": (0, 1, 0)},
       ValueError,
       r"has 3 axes for 2 batch arguments \(1, 'y'\): give one for .* by jnp\.moveaxis, and back",
     ),
-    ({"batch_argnums": 1, "batch_axis": ()}, ValueError, "has 0 axes for 1 batch"),
-    ({"batch_argnums": 1, "batch_axis": (0.0,)}, TypeError, "must be an int, or one for each"),
-    ({"batch_argnums": 1, "batch_axis": True}, TypeError, "batch_axis=True must be an int"),
-    ({"concat_axis": 1}, TypeError, r"joins the first axis of an output.* by jnp\.moveaxis"),
+    (
+      {"batch_argnums": 1, "batch_axis": ()},
+      ValueError,
+      "has 0 axes for 1 batch",
+    ),
+    (
+      {"batch_argnums": 1, "batch_axis": (0.0,)},
+      TypeError,
+      "must be an int, or one for each",
+    ),
+    (
+      {"batch_argnums": 1, "batch_axis": True},
+      TypeError,
+      "batch_axis=True must be an int",
+    ),
+    (
+      {"concat_axis": 1},
+      TypeError,
+      r"joins the first axis of an output.* by jnp\.moveaxis",
+    ),
     ({"unroll": 2}, TypeError, "unroll= is gone"),
   ],
 )

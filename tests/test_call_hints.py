@@ -36,17 +36,26 @@ def nnx_loss(model, batch):
 @pytest.mark.parametrize(
   ("arguments", "match"),
   [
-    ({"every_k_schedule": 4}, "every_k_schedule= of optax.MultiSteps is every_k= here"),
+    (
+      {"every_k_schedule": 4},
+      "every_k_schedule= of optax.MultiSteps is every_k= here",
+    ),
     (
       {"every_k": 4, "use_grad_mean": False},
       r'^accumulate: got an unexpected keyword argument .*is reduction="sum" here, and True the',
     ),
-    ({"every_k": 4, "should_skip_update_fn": None}, "should_skip_update_fn= is skip_fn= here"),
+    (
+      {"every_k": 4, "should_skip_update_fn": None},
+      "should_skip_update_fn= is skip_fn= here",
+    ),
     (
       {"every_k_schedule": 4, "use_grad_mean": True},
       r"is every_k= here\. use_grad_mean=False",
     ),
-    ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps= is every_k= here"),
+    (
+      {"gradient_accumulation_steps": 4},
+      "gradient_accumulation_steps= is every_k= here",
+    ),
     ({"num_microbatches": 4}, "num_microbatches= is every_k= here"),
   ],
 )
@@ -59,18 +68,25 @@ def test_names_of_multisteps(arguments, match):
 @pytest.mark.parametrize(
   ("name", "match"),
   [
-    ("steps", r"It takes inner, every_k, reduction, skip_fn, .*, differentiable\.$"),
+    (
+      "steps",
+      r"It takes inner, every_k, reduction, skip_fn, .*, differentiable\.$",
+    ),
     ("skipfn", r"Did you mean skip_fn=\?$"),
     ("accum_dtype", r"Did you mean accumulator_dtype=\?$"),
   ],
 )
 def test_a_name_that_nobody_has(name, match):
-  with pytest.raises(TypeError, match=rf"^accumulate: got an unexpected .* '{name}'\. {match}"):
+  with pytest.raises(
+    TypeError, match=rf"^accumulate: got an unexpected .* '{name}'\. {match}"
+  ):
     accumulate(SGD, 4, **{name: 3})
 
 
 def test_the_optimizer_comes_first():
-  with pytest.raises(TypeError, match=r"comes before the number: accumulate\(inner, every_k\)"):
+  with pytest.raises(
+    TypeError, match=r"comes before the number: accumulate\(inner, every_k\)"
+  ):
     accumulate(8, SGD)
 
 
@@ -82,17 +98,24 @@ def test_an_error_within_a_call_that_fits_is_left_as_it_is():
 def test_methods_of_multisteps():
   tx = accumulate(SGD, 2)
   with pytest.raises(
-    AttributeError, match=r"has no 'has_updated': write optax_accum.has_updated\(opt"
+    AttributeError,
+    match=r"has no 'has_updated': write optax_accum.has_updated\(opt",
   ):
     tx.has_updated(tx.init(jnp.zeros(2)))
-  with pytest.raises(AttributeError, match=r"no 'gradient_transformation': .*pass it as it is"):
+  with pytest.raises(
+    AttributeError, match=r"no 'gradient_transformation': .*pass it as it is"
+  ):
     tx.gradient_transformation()
-  with pytest.raises(AttributeError, match="This AccumulateTransformation has no 'steps'"):
+  with pytest.raises(
+    AttributeError, match="This AccumulateTransformation has no 'steps'"
+  ):
     tx.steps()
   assert not hasattr(tx, "has_updated")
   assert copy.copy(tx) == tx
   assert callable(copy.deepcopy(tx).apply)
-  with pytest.raises(AttributeError, match="was replaced, and `apply` would ignore that"):
+  with pytest.raises(
+    AttributeError, match="was replaced, and `apply` would ignore that"
+  ):
     tx._replace(update=SGD.update).apply(jnp.zeros(2), (), jnp.zeros(2))
 
 
@@ -129,11 +152,17 @@ def test_methods_of_multisteps():
         lambda value: linen_train_step(value, num_microbatches=8),
         lambda value: nnx_train_step(value, num_microbatches=8),
       )
-      for value, name in ((8, "int"), (jnp.zeros(()), "ArrayImpl"), (SGD, "GradientTransform"))
+      for value, name in (
+        (8, "int"),
+        (jnp.zeros(()), "ArrayImpl"),
+        (SGD, "GradientTransform"),
+      )
     ),
     *(
       (
-        lambda name=name: make_train_step(jnp.mean, SGD, num_microbatches=8, **{name: 1}),
+        lambda name=name: make_train_step(
+          jnp.mean, SGD, num_microbatches=8, **{name: 1}
+        ),
         f"unexpected keyword argument '{name}'. {name}= is {ours}",
       )
       for name, ours in {
@@ -155,7 +184,9 @@ def test_methods_of_multisteps():
       for kind, make, names in (
         (
           "linen",
-          lambda name: linen_train_step(linen_loss, num_microbatches=2, **{name: 1}),
+          lambda name: linen_train_step(
+            linen_loss, num_microbatches=2, **{name: 1}
+          ),
           {
             "mutables": r"Did you mean mutable=\?",
             "hasaux": r"Did you mean has_aux=\?",
@@ -167,7 +198,9 @@ def test_methods_of_multisteps():
         ),
         (
           "nnx",
-          lambda name: nnx_train_step(nnx_loss, num_microbatches=2, **{name: 1}),
+          lambda name: nnx_train_step(
+            nnx_loss, num_microbatches=2, **{name: 1}
+          ),
           {
             "wrts": r"Did you mean wrt=\?",
             "optimizer": r"It goes into the call: step\(model, optimizer, batch\)",
@@ -183,7 +216,9 @@ def test_methods_of_multisteps():
       r"unexpected keyword argument 'flush'\. There is nothing to flush: every call runs its whole",
     ),
     (
-      lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, weight=jnp.sum),
+      lambda: make_train_step(
+        jnp.mean, SGD, num_microbatches=2, weight=jnp.sum
+      ),
       r"'weight'\. weight= of optax_accum\.accumulate is weight_fn= here, a function of the batch",
     ),
     (
@@ -202,22 +237,31 @@ def test_methods_of_multisteps():
       lambda: nnx_train_step(nnx_loss, xyz=2),
       r"no option 'xyz': It takes wrt, has_aux, num_microbatches, .*, batch_axis\.$",
     ),
-    (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "The optimizer is the state's"),
+    (
+      lambda: linen_train_step(linen_loss, SGD, num_microbatches=2),
+      "The optimizer is the state's",
+    ),
     (
       lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2),
       "step\\(model, optimizer, batch\\)",
     ),
     (
-      lambda: linen_train_step(lambda variables, batch: 0.0, num_microbatches=2),
+      lambda: linen_train_step(
+        lambda variables, batch: 0.0, num_microbatches=2
+      ),
       r"loss_fn takes \(variables, batch\), and linen_train_step calls loss_fn\(variables, batch,"
       r" rngs\): too many positional arguments. Let it take",
     ),
     (
-      lambda: linen_train_step(lambda variables, batch, rngs, train: 0.0, num_microbatches=2),
+      lambda: linen_train_step(
+        lambda variables, batch, rngs, train: 0.0, num_microbatches=2
+      ),
       r"missing a required argument: 'train'.*functools.partial\(loss_fn, train=True\)",
     ),
     (
-      lambda: linen_train_step(functools.partial(linen_loss, batch=BATCH), num_microbatches=2),
+      lambda: linen_train_step(
+        functools.partial(linen_loss, batch=BATCH), num_microbatches=2
+      ),
       r"have what functools\.partial fixes by name come last, or write a lambda",
     ),
     (
@@ -239,8 +283,13 @@ PARAMS = {"w": jnp.ones((2, 1))}
 
 
 def test_a_number_of_microbatches_by_position():
-  for positional in ((4,), (0, 4)):  # argnums and has_aux, as in jax.value_and_grad
-    with pytest.raises(ValueError, match=r"num_microbatches=None and .* exactly one .* by name"):
+  for positional in (
+    (4,),
+    (0, 4),
+  ):  # argnums and has_aux, as in jax.value_and_grad
+    with pytest.raises(
+      ValueError, match=r"num_microbatches=None and .* exactly one .* by name"
+    ):
       microbatch_value_and_grad(mean_loss, *positional)
 
 
@@ -255,7 +304,10 @@ def test_a_number_of_microbatches_by_position():
       lambda: microbatch(mean_loss, 4),
       r'microbatch: too many .*by name, .* no default: microbatch\(fun, reduction="mean", num_mic',
     ),
-    (lambda: microbatch(mean_loss, num_microbatches=4), r"missing .*'reduction'\. Options go by"),
+    (
+      lambda: microbatch(mean_loss, num_microbatches=4),
+      r"missing .*'reduction'\. Options go by",
+    ),
     (
       lambda: from_multi_steps(optax.MultiSteps(SGD, 2).init(PARAMS), 8),
       r"from_multi_steps: too many .* weight of a mini step goes by name: .*\(state, weight=8\)",
@@ -276,31 +328,45 @@ def test_functions(call, match):
 
 
 def test_what_the_functions_of_a_user_take_and_return():
-  step = make_train_step(mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0)
-  with pytest.raises(TypeError, match=r"weight_fn gets only the arg.* that are split, .*'batch'\."):
+  step = make_train_step(
+    mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0
+  )
+  with pytest.raises(
+    TypeError,
+    match=r"weight_fn gets only the arg.* that are split, .*'batch'\.",
+  ):
     step(PARAMS, SGD.init(PARAMS), BATCH)
   step = make_train_step(jax.value_and_grad(mean_loss), SGD, num_microbatches=2)
-  with pytest.raises(TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"):
+  with pytest.raises(
+    TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"
+  ):
     step(PARAMS, SGD.init(PARAMS), BATCH)
 
 
 def test_a_batch_of_strings_or_lists():
   step = make_train_step(mean_loss, SGD, num_microbatches=2)
   with pytest.raises(
-    TypeError, match=r"batch\['name'\] is the string 'name' and no array: leave it out"
+    TypeError,
+    match=r"batch\['name'\] is the string 'name' and no array: leave it out",
   ):
     step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
-  with pytest.raises(ValueError, match=r"has shape \(\), without .* Make an array of a list\."):
+  with pytest.raises(
+    ValueError, match=r"has shape \(\), without .* Make an array of a list\."
+  ):
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
 
-@pytest.mark.parametrize("decorate", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize(
+  "decorate", [lambda f: f, jax.jit], ids=["plain", "jit"]
+)
 def test_a_decorated_loss_has_its_own_errors(decorate):
   @functools.wraps(mean_loss)
   def weighed(params, batch, weight=1.0):
     return weight * mean_loss(params, batch)
 
-  step = make_train_step(decorate(weighed), SGD, num_microbatches=2, donate=False)
+  step = make_train_step(
+    decorate(weighed), SGD, num_microbatches=2, donate=False
+  )
   assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
@@ -315,17 +381,23 @@ def test_a_misspelt_argument_of_the_loss():
     ("msk", r"Did you mean mask=\?$"),
     ("train", r"It takes params, batch, mask"),
   ):
-    with pytest.raises(TypeError, match=rf"^step: got .* argument '{name}'\. {match}"):
+    with pytest.raises(
+      TypeError, match=rf"^step: got .* argument '{name}'\. {match}"
+    ):
       step(PARAMS, SGD.init(PARAMS), BATCH, **{name: 1})
 
 
 def test_options_of_accumulate_in_a_step():
   step = make_train_step(mean_loss, SGD, num_microbatches=2, donate=False)
   for call in (step, step.check, step.lower):
-    with pytest.raises(TypeError, match=r"step: .*'flush'\. There is nothing to flush: every call"):
+    with pytest.raises(
+      TypeError,
+      match=r"step: .*'flush'\. There is nothing to flush: every call",
+    ):
       call(PARAMS, SGD.init(PARAMS), BATCH, flush=True)
     with pytest.raises(
-      TypeError, match=r"step: .*'weight'\. weight= of optax_accum\.accumulate is"
+      TypeError,
+      match=r"step: .*'weight'\. weight= of optax_accum\.accumulate is",
     ):
       call(PARAMS, SGD.init(PARAMS), BATCH, weight=3)
 
@@ -337,7 +409,9 @@ def test_options_of_accumulate_in_a_step():
   assert metrics["loss"] == 8  # it is the loss's own
 
 
-@pytest.mark.parametrize("tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"])
+@pytest.mark.parametrize(
+  "tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"]
+)
 def test_parameters_and_batch_swapped(tx):
   state = tx.init(PARAMS)
   step = make_train_step(mean_loss, tx, num_microbatches=2, donate=False)
@@ -350,7 +424,9 @@ def test_parameters_and_batch_swapped(tx):
   # Where the order is right, an error is that of the loss.
   with pytest.raises(KeyError, match="'x'"):
     step(PARAMS, state, {"y": BATCH["x"]})
-  with pytest.raises(TypeError, match=r"batch is the string 'text' and no array"):
+  with pytest.raises(
+    TypeError, match=r"batch is the string 'text' and no array"
+  ):
     step(BATCH, state, "text")
 
 
@@ -358,12 +434,18 @@ METHODS = ("__call__", "check", "lower", "trace")
 
 
 def test_calls_of_steps_of_flax():
-  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD
+  )
   step = linen_train_step(linen_loss, num_microbatches=2)
-  with pytest.raises(TypeError, match=r"LinenTrainStep\.__call__: .*Fix a setting in the loss"):
+  with pytest.raises(
+    TypeError, match=r"LinenTrainStep\.__call__: .*Fix a setting in the loss"
+  ):
     step(state, BATCH, train=True)
   for name in METHODS:
-    with pytest.raises(TypeError, match=rf"LinenTrainStep\.{name}: .*There is nothing to flush"):
+    with pytest.raises(
+      TypeError, match=rf"LinenTrainStep\.{name}: .*There is nothing to flush"
+    ):
       getattr(step, name)(state, BATCH, flush=True)
   key = jax.random.key(0)
   for args, named, match in (
@@ -373,21 +455,36 @@ def test_calls_of_steps_of_flax():
       {"dropout": key},
       r"step\(state, batch, rngs=\{\"dropout\": key\}\).* keys into rngs, and",
     ),
-    ((), {"mutable": "batch_stats"}, r"'mutable'\. It goes into linen_train_step"),
+    (
+      (),
+      {"mutable": "batch_stats"},
+      r"'mutable'\. It goes into linen_train_step",
+    ),
     ((jnp.ones(4),), {}, r"^rngs is float32\[4\]: give a key"),
-    ((None, key), {}, r"too many positional .* other arrays into a field of the state"),
+    (
+      (None, key),
+      {},
+      r"too many positional .* other arrays into a field of the state",
+    ),
   ):
     with pytest.raises(TypeError, match=match):
       step(state, BATCH, *args, **named)
   model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, SGD, wrt=nnx.Param)
   step = nnx_train_step(nnx_loss, num_microbatches=2)
-  with pytest.raises(TypeError, match=r"NnxTrainStep\.__call__: too many .* into its Variables\.$"):
+  with pytest.raises(
+    TypeError,
+    match=r"NnxTrainStep\.__call__: too many .* into its Variables\.$",
+  ):
     step(model, optimizer, BATCH, jnp.ones(4))
-  with pytest.raises(TypeError, match=r"'rngs'\. Random streams are in the model\.$"):
+  with pytest.raises(
+    TypeError, match=r"'rngs'\. Random streams are in the model\.$"
+  ):
     step(model, optimizer, BATCH, rngs=key)
   for name in METHODS:
-    with pytest.raises(TypeError, match=rf"NnxTrainStep\.{name}: .*weight= .* is weight_fn= here"):
+    with pytest.raises(
+      TypeError, match=rf"NnxTrainStep\.{name}: .*weight= .* is weight_fn= here"
+    ):
       getattr(step, name)(model, optimizer, BATCH, weight=3)
 
 
@@ -411,22 +508,43 @@ def test_losses_that_fit_or_cannot_be_asked():
     return linen_loss(variables, batch, rngs)
 
   partial = functools.partial(lambda train, *args: linen_loss(*args), True)
-  state = TrainState.create(apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD)
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD
+  )
   losses = []
   jitted = jax.jit(linen_loss), jax.jit(decorated), jax.checkpoint(decorated)
-  for loss_fn in (linen_loss, with_default, Loss(), partial, decorated, *jitted):
+  for loss_fn in (
+    linen_loss,
+    with_default,
+    Loss(),
+    partial,
+    decorated,
+    *jitted,
+  ):
     step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
     losses.append(float(step(state, BATCH)[1]["loss"]))
   assert losses == [4.0] * 8
 
 
 def test_signatures_are_those_of_the_functions():
-  assert list(inspect.signature(accumulate).parameters)[:2] == ["inner", "every_k"]
-  assert list(inspect.signature(linen_train_step).parameters)[:2] == ["loss_fn", "mutable"]
+  assert list(inspect.signature(accumulate).parameters)[:2] == [
+    "inner",
+    "every_k",
+  ]
+  assert list(inspect.signature(linen_train_step).parameters)[:2] == [
+    "loss_fn",
+    "mutable",
+  ]
   linen = linen_train_step(linen_loss, num_microbatches=2)
   nnx_step = nnx_train_step(nnx_loss, num_microbatches=2)
   for name in METHODS:
-    names = [list(inspect.signature(getattr(x, name)).parameters) for x in (linen, nnx_step)]
-    assert names == [["state", "batch", "rngs"], ["model", "optimizer", "batch"]]
+    names = [
+      list(inspect.signature(getattr(x, name)).parameters)
+      for x in (linen, nnx_step)
+    ]
+    assert names == [
+      ["state", "batch", "rngs"],
+      ["model", "optimizer", "batch"],
+    ]
   assert accumulate.__name__ == "accumulate"
   assert accumulate.__module__ == "optax_accum._streaming.accumulate"

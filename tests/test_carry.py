@@ -21,7 +21,12 @@ HELD = np.float32(1), TX.init(None)
 
 def make_step(fun, mesh=None, **options):
   """What takes a batch and a carry to the carry after a step."""
-  options = {"num_microbatches": 1, "donate": False, "carry_argnum": 2, **options}
+  options = {
+    "num_microbatches": 1,
+    "donate": False,
+    "carry_argnum": 2,
+    **options,
+  }
   step = optax_accum.make_train_step(fun, TX, mesh=mesh, **options)
   return lambda batch, carry: step(*HELD, batch, carry)[2]
 
@@ -38,20 +43,33 @@ def tokens(batch):
 def statistics(p, batch, carry):
   count = jnp.sum(batch["valid"])
   mean = jnp.sum(batch["x"] * batch["valid"]) / count
-  new = {"mean": 0.5 * carry["mean"] + 0.5 * mean, "seen": carry["seen"] + count.astype(jnp.int32)}
+  new = {
+    "mean": 0.5 * carry["mean"] + 0.5 * mean,
+    "seen": carry["seen"] + count.astype(jnp.int32),
+  }
   return p * mean, (new, None)
 
 
 @kinds
 def test_floats_are_averaged_with_what_each_device_counted(kind):
   carry = {"mean": jnp.float32(2.0), "seen": jnp.int32(3)}
-  options = {"weight_fn": tokens, "carry_reduction": {"mean": "mean", "seen": "sum"}}
+  options = {
+    "weight_fn": tokens,
+    "carry_reduction": {"mean": "mean", "seen": "sum"},
+  }
   mesh = make_mesh(4, kind=kind)
   on_one_device = make_step(statistics, weight_fn=tokens)
   over_devices = make_step(statistics, mesh, **options)
   by_default = make_step(statistics, mesh, weight_fn=tokens)
-  for valid in (np.ones(16), np.r_[np.ones(4), np.zeros(12)], np.r_[1, 1, np.zeros(6), np.ones(8)]):
-    batch = {"x": np.arange(16, dtype=np.float32), "valid": valid.astype(np.float32)}
+  for valid in (
+    np.ones(16),
+    np.r_[np.ones(4), np.zeros(12)],
+    np.r_[1, 1, np.zeros(6), np.ones(8)],
+  ):
+    batch = {
+      "x": np.arange(16, dtype=np.float32),
+      "valid": valid.astype(np.float32),
+    }
     whole, actual = on_one_device(batch, carry), over_devices(batch, carry)
     np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
     assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
@@ -70,11 +88,18 @@ def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
   params = devices.put(jnp.ones((3, 8)), mesh, P(None, "model"))
 
   def fun(params, batch, carry):
-    activations = jnp.mean(batch @ params, 0)  # over "model", as XLA would have the carry too
+    activations = jnp.mean(
+      batch @ params, 0
+    )  # over "model", as XLA would have the carry too
     shift = jnp.mean(batch) if kind is devices.EXPLICIT else activations
-    return jnp.sum(activations), ([carry[0] + shift, carry[1] + activations], None)
+    return jnp.sum(activations), (
+      [carry[0] + shift, carry[1] + activations],
+      None,
+    )
 
-  carry = devices.put([jnp.zeros(8), jnp.zeros(8)], mesh, [P("data"), P("model")])
+  carry = devices.put(
+    [jnp.zeros(8), jnp.zeros(8)], mesh, [P("data"), P("model")]
+  )
   options = {"num_microbatches": 2, "mesh": mesh, "donate": False}
   step = optax_accum.make_train_step(fun, TX, carry_argnum=2, **options)
   new = step(params, TX.init(params), jnp.ones((8, 3)), carry=carry)[2]
@@ -84,21 +109,33 @@ def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
 @kinds
 def test_where_nothing_counted_the_carry_stays(kind):
   def each(p, batch, carry):
-    losses, outs = zip(*(statistics(p, batch, c) for c in carry.values()), strict=True)
-    return losses[0], (dict(zip(carry, [new for new, _ in outs], strict=True)), None)
+    losses, outs = zip(
+      *(statistics(p, batch, c) for c in carry.values()), strict=True
+    )
+    return losses[0], (
+      dict(zip(carry, [new for new, _ in outs], strict=True)),
+      None,
+    )
 
   batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
-  carry = {"mean": jnp.float32(0.1), "seen": jnp.int32(3)}  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
+  carry = {
+    "mean": jnp.float32(0.1),
+    "seen": jnp.int32(3),
+  }  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
   mesh = make_mesh(3, kind=kind)
   actual = [one_step(statistics, batch, carry, mesh, weight_fn=tokens)]
   words = {"sum": "sum", "min": "min"}
   options = {"weight_fn": tokens, "carry_reduction": words}
-  actual += one_step(each, batch, dict.fromkeys(words, carry), mesh, **options).values()
+  actual += one_step(
+    each, batch, dict.fromkeys(words, carry), mesh, **options
+  ).values()
   for new in actual:
     assert (new["mean"], int(new["seen"])) == (carry["mean"], 3)
 
 
-@pytest.mark.parametrize(("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)])
+@pytest.mark.parametrize(
+  ("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)]
+)
 def test_constants_python_numbers_and_every_dtype(kind, microbatches):
   def fun(p, x, carry):
     new = {
@@ -120,7 +157,11 @@ def test_constants_python_numbers_and_every_dtype(kind, microbatches):
     "steps": 5,
     "small": jnp.float32(3.0),
   }
-  words = {**dict.fromkeys(("zeros", "half", "complex"), "mean"), "flag": "max", "steps": "max"}
+  words = {
+    **dict.fromkeys(("zeros", "half", "complex"), "mean"),
+    "flag": "max",
+    "steps": "max",
+  }
   new = one_step(
     fun,
     x,
@@ -130,9 +171,16 @@ def test_constants_python_numbers_and_every_dtype(kind, microbatches):
     carry_reduction={**words, "small": "min"},
   )
   np.testing.assert_array_equal(new["zeros"], np.zeros(2))
-  assert (new["half"].dtype, float(new["half"])) == (jnp.bfloat16, 3 * 0.5**microbatches)
+  assert (new["half"].dtype, float(new["half"])) == (
+    jnp.bfloat16,
+    3 * 0.5**microbatches,
+  )
   np.testing.assert_allclose(new["complex"], 1j + 7.5 * microbatches, rtol=1e-6)
-  assert (bool(new["flag"]), int(new["steps"]), float(new["small"])) == (True, 5 + microbatches, 0)
+  assert (bool(new["flag"]), int(new["steps"]), float(new["small"])) == (
+    True,
+    5 + microbatches,
+    0,
+  )
 
 
 @kinds
@@ -140,9 +188,15 @@ def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
   def fun(p, x, carry):
     key, sub = jax.random.split(carry["key"])
     many = jax.vmap(lambda key: jax.random.split(key)[0])(carry["many"])
-    return p * jnp.mean(x), ({"key": key, "many": many}, jax.random.uniform(sub))
+    return p * jnp.mean(x), (
+      {"key": key, "many": many},
+      jax.random.uniform(sub),
+    )
 
-  start = {"key": jax.random.key(0), "many": jax.random.split(jax.random.key(1), 3)}
+  start = {
+    "key": jax.random.key(0),
+    "many": jax.random.split(jax.random.key(1), 3),
+  }
   step = optax_accum.make_train_step(
     fun,
     TX,
@@ -186,9 +240,15 @@ def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
   )
   specs = {"in_specs": (P(), P("data"), P("model")), "out_specs": P("model")}
   mapped = jax.shard_map(
-    lambda p, x, c: cycle(p, x, c[0])[0][1][0][None], mesh=make_mesh(4, 2), **specs
+    lambda p, x, c: cycle(p, x, c[0])[0][1][0][None],
+    mesh=make_mesh(4, 2),
+    **specs,
   )
-  args = np.float32(1), np.arange(16, dtype=np.float32), np.array([10, 20], np.float32)
+  args = (
+    np.float32(1),
+    np.arange(16, dtype=np.float32),
+    np.array([10, 20], np.float32),
+  )
   compiled = jax.jit(mapped).lower(*args).compile()
   assert compiled(*args).tolist() == [130, 140]
   # The start is the same over "data", and needs no sum to be so in its type.
@@ -197,7 +257,10 @@ def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
 
 def test_in_a_users_shard_map_and_in_pmap():
   def fun(p, x, c):
-    return p * jnp.mean(x), ({"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)}, None)
+    return p * jnp.mean(x), (
+      {"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)},
+      None,
+    )
 
   cycle = optax_accum.microbatch_value_and_grad(
     fun,
@@ -219,17 +282,28 @@ def test_in_a_users_shard_map_and_in_pmap():
     return jax.tree.map(jnp.atleast_1d, new)
 
   mesh = make_mesh(8)
-  same = jax.shard_map(on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P())
+  same = jax.shard_map(
+    on_device, mesh=mesh, in_specs=(P(), P("data"), P()), out_specs=P()
+  )
   # What varies by its type comes out so.
   mapped = jax.shard_map(
-    with_a_varying_carry, mesh=mesh, in_specs=(P(), P("data"), varying), out_specs=varying
+    with_a_varying_carry,
+    mesh=mesh,
+    in_specs=(P(), P("data"), varying),
+    out_specs=varying,
   )
   each = jax.tree.map(lambda c: np.full(8, c), carry)
   pmapped = jax.pmap(on_device, axis_name="data", in_axes=(None, 0, None))
   # The last microbatch of device d has the rows 4 d + 1 and 4 d + 3.
-  expected = {"sum": 100 + 496.0, "mean": float(np.mean(4 * np.arange(8) + 2.0))}
+  expected = {
+    "sum": 100 + 496.0,
+    "mean": float(np.mean(4 * np.arange(8) + 2.0)),
+  }
   assert jax.tree.map(float, jax.jit(same)(p, x, carry)) == expected
-  for per_device in (jax.jit(mapped)(p, x, each), pmapped(p, x.reshape(8, 4), carry)):
+  for per_device in (
+    jax.jit(mapped)(p, x, each),
+    pmapped(p, x.reshape(8, 4), carry),
+  ):
     assert jax.tree.map(lambda c: set(np.asarray(c).tolist()), per_device) == {
       name: {value} for name, value in expected.items()
     }
@@ -239,9 +313,14 @@ def test_in_a_users_shard_map_and_in_pmap():
 def test_an_aux_that_depends_on_no_batch(kind):
   def fun(p, batch, lr):
     aux = {"lr": lr, "n": 1, "key": jax.random.key(7)}
-    return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(batch["valid"]), aux
+    return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(
+      batch["valid"]
+    ), aux
 
-  batch = {"x": np.ones(16, np.float32), "valid": np.r_[np.ones(8), np.zeros(8)].astype(np.float32)}
+  batch = {
+    "x": np.ones(16, np.float32),
+    "valid": np.r_[np.ones(8), np.zeros(8)].astype(np.float32),
+  }
   for options in ({}, {"weight_fn": tokens, "skip_nonfinite": True}):
     step = optax_accum.make_train_step(
       fun,
@@ -266,36 +345,54 @@ def test_words_that_cannot_be_kept():
 
   def step(word, carry, **options):
     return one_step(
-      fun, np.ones(8, np.float32), carry, make_mesh(2), carry_reduction=word, **options
+      fun,
+      np.ones(8, np.float32),
+      carry,
+      make_mesh(2),
+      carry_reduction=word,
+      **options,
     )
 
   with pytest.raises(
-    ValueError, match=r"carry_reduction\['a'\]='last' must be one of 'mean', 'max', 'min', 'sum'"
+    ValueError,
+    match=r"carry_reduction\['a'\]='last' must be one of 'mean', 'max', 'min', 'sum'",
   ):
     step({"a": "last"}, {"a": jnp.ones(())})
   with pytest.raises(
     ValueError,
     match=r"carry_reduction='sum' asks for a carry: give carry_argnum",
   ):
-    optax_accum.make_train_step(fun, TX, num_microbatches=2, carry_reduction="sum")
+    optax_accum.make_train_step(
+      fun, TX, num_microbatches=2, carry_reduction="sum"
+    )
   with pytest.raises(
-    TypeError, match=r'argument 2\[\'n\'\] has dtype int32, which "mean" cannot keep'
+    TypeError,
+    match=r'argument 2\[\'n\'\] has dtype int32, which "mean" cannot keep',
   ):
     step("mean", {"n": jnp.int32(1)})
-  with pytest.raises(TypeError, match="has dtype complex64, which has no 'max'"):
+  with pytest.raises(
+    TypeError, match="has dtype complex64, which has no 'max'"
+  ):
     step("max", {"z": jnp.complex64(1)})
   with pytest.raises(TypeError, match="has dtype bool, which has no sum"):
     step("sum", {"f": jnp.array(True)})
-  with pytest.raises(ValueError, match=r"carry_reduction=.* is not a prefix tree"):
+  with pytest.raises(
+    ValueError, match=r"carry_reduction=.* is not a prefix tree"
+  ):
     step({"b": "sum"}, {"a": jnp.ones(())})
 
 
-@pytest.mark.parametrize("raw", [jax.random.PRNGKey(0), jnp.zeros((3, 2), jnp.uint32)])
+@pytest.mark.parametrize(
+  "raw", [jax.random.PRNGKey(0), jnp.zeros((3, 2), jnp.uint32)]
+)
 def test_a_raw_key_looks_like_numbers_which_a_word_may_say_that_it_is(raw):
   def fun(p, x, carry):
     return p * jnp.mean(x), (carry, None)
 
-  mesh, message = make_mesh(2), r"argument 2\['key'\] has dtype uint32 .* as a raw random key, with"
+  mesh, message = (
+    make_mesh(2),
+    r"argument 2\['key'\] has dtype uint32 .* as a raw random key, with",
+  )
   x = np.ones(8, np.float32)
   with pytest.raises(TypeError, match=message + ".*carry a typed key"):
     one_step(fun, x, {"key": raw}, mesh)

@@ -18,12 +18,16 @@ from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 from optax_accum import check_split, microbatch, microbatch_value_and_grad
 from optax_accum._check_split import devices
 
-FIXED = {x.fixed.fun.__name__: x.fixed for x in ZOO.values() if x.fixed is not None}
+FIXED = {
+  x.fixed.fun.__name__: x.fixed for x in ZOO.values() if x.fixed is not None
+}
 SPECIMENS = pytest.mark.parametrize("name", ZOO)
 
 
 def check(specimen, source=BATCH, **options):
-  return check_split(specimen.fun, *specimen.call(source), **{**specimen.options, **options})
+  return check_split(
+    specimen.fun, *specimen.call(source), **{**specimen.options, **options}
+  )
 
 
 def check_one_split(specimen, source=BATCH, **options):
@@ -48,7 +52,9 @@ def assert_mends(specimen, options):
   options = {**specimen.options, **options}
   whole = jax.jit(jax.value_and_grad(specimen.fun))(*specimen.call())
   # Two of them, and one with fewer rows.
-  split = microbatch_value_and_grad(specimen.fun, **{**options, "microbatch_size": 3})
+  split = microbatch_value_and_grad(
+    specimen.fun, **{**options, "microbatch_size": 3}
+  )
   trees.assert_close(jax.jit(split)(*specimen.call()), whole, 1e-5)
 
 
@@ -73,11 +79,16 @@ def test_verdict_and_mend(name):
   elif "rng_argnums" in options:  # the noise of microbatches is another
     again = check(specimen, **options)
     assert again.ok, again
-  elif set(options) <= set(inspect.signature(microbatch_value_and_grad).parameters) and options:
+  elif (
+    set(options) <= set(inspect.signature(microbatch_value_and_grad).parameters)
+    and options
+  ):
     assert_mends(specimen, options)
 
 
-@pytest.mark.parametrize("name", [k for k, x in ZOO.items() if x.hides_in_even_batches])
+@pytest.mark.parametrize(
+  "name", [k for k, x in ZOO.items() if x.hides_in_even_batches]
+)
 def test_a_batch_that_hides_it(name):
   # Microbatches that are all alike, in which a mean over tokens is one over rows.
   specimen = ZOO[name]
@@ -97,7 +108,10 @@ def test_a_changed_batch_with_a_weight_below_zero():
 
 def test_a_row_with_a_weight_below_zero_that_others_outweigh():
   weigh = lambda batch: jnp.sum(batch["lengths"] - 1)  # noqa: E731
-  source = {**BATCH, "lengths": np.array([2, 3, 5, 3, 2, 4, 3, 2])}  # of no row 0
+  source = {
+    **BATCH,
+    "lengths": np.array([2, 3, 5, 3, 2, 4, 3, 2]),
+  }  # of no row 0
   report = check(ZOO["lengths but one"], source, weight_fn=weigh)
   assert report.ok, report
   assert any("= 0 in row" in x for x in report.left_out)
@@ -107,7 +121,9 @@ def test_a_row_with_a_weight_below_zero_that_others_outweigh():
 def test_a_length_that_is_none_is_no_evidence(source):
   def loss(params, batch):
     valid = jnp.arange(zoo.TIMES)[None] < batch["lengths"][:, None]
-    return zoo.token_mean(params, {**batch, "mask": valid.astype(batch["tokens"].dtype)})
+    return zoo.token_mean(
+      params, {**batch, "mask": valid.astype(batch["tokens"].dtype)}
+    )
 
   specimen = Specimen(loss, ("tokens", "targets", "lengths"))
   report = check_one_split(specimen, source)
@@ -120,22 +136,34 @@ def test_a_length_that_is_none_is_no_evidence(source):
 def test_a_number_that_a_jitted_part_of_the_loss_is_given():
   @jax.jit
   def masked(params, tokens, labels, pad):
-    return zoo.mean_where(zoo.cross_entropy(params, tokens, labels), labels != pad, least=1)
+    return zoo.mean_where(
+      zoo.cross_entropy(params, tokens, labels), labels != pad, least=1
+    )
 
-  loss = lambda params, batch: masked(params, batch["tokens"], batch["targets"], 3)  # noqa: E731
-  report = check_one_split(Specimen(loss, ("tokens", "targets")), EVEN)  # without a 3
+  def loss(params, batch):
+    return masked(params, batch["tokens"], batch["targets"], 3)
+
+  report = check_one_split(
+    Specimen(loss, ("tokens", "targets")), EVEN
+  )  # without a 3
   assert report.fix == zoo.weigh("batch['targets'] != 3"), report
 
 
 def test_a_weight_below_zero_is_no_fix():
-  weight = np.where(np.arange(8) < 6, 1.0, -0.25)  # of the two rows of the last microbatch
+  weight = np.where(
+    np.arange(8) < 6, 1.0, -0.25
+  )  # of the two rows of the last microbatch
   report = check_one_split(ZOO["sample weights"], {**BATCH, "weight": weight})
   assert report.verdict == "coupled", report
 
 
 def test_a_class_of_which_the_batch_has_no_row():
-  report = check_one_split(ZOO["rare class"], {**BATCH, "label": BATCH["label"] % 2})
-  assert (report.verdict, report.fix) == ("weighted", ZOO["rare class"].fix), report
+  report = check_one_split(
+    ZOO["rare class"], {**BATCH, "label": BATCH["label"] % 2}
+  )
+  assert (report.verdict, report.fix) == ("weighted", ZOO["rare class"].fix), (
+    report
+  )
 
 
 class Rows(NamedTuple):
@@ -164,25 +192,34 @@ def test_the_mend_names_fields_as_python_does(kind):
 def test_the_mend_of_a_contrastive_loss_is_the_whole_batch():
   args = ZOO["contrastive"].call()
   whole, fixed = (
-    jax.jit(jax.value_and_grad(f))(*args) for f in (zoo.contrastive, zoo.split_encoder)
+    jax.jit(jax.value_and_grad(f))(*args)
+    for f in (zoo.contrastive, zoo.split_encoder)
   )
   trees.assert_close(fixed, whole, 1e-5)
-  assert "microbatches of 8 rows, of 8" in report_of_fixed("split_encoder").where
+  assert (
+    "microbatches of 8 rows, of 8" in report_of_fixed("split_encoder").where
+  )
 
 
 def test_what_a_loss_splits_itself_is_compared_with_the_same_unsplit():
   def norm(x):
-    return (x - jnp.mean(x, 0, keepdims=True)) / (jnp.std(x, 0, keepdims=True) + 1)
+    return (x - jnp.mean(x, 0, keepdims=True)) / (
+      jnp.std(x, 0, keepdims=True) + 1
+    )
 
   def wrong(params, batch):
     run = microbatch(lambda p, x: norm(x @ p["w"]), **split)
-    return jnp.mean((jax.jit(run)(params, batch["x"]) - batch["y"][:, None]) ** 2)
+    return jnp.mean(
+      (jax.jit(run)(params, batch["x"]) - batch["y"][:, None]) ** 2
+    )
 
   split = {"reduction": "concat", "batch_argnums": 1, "num_microbatches": 2}
   report = check(Specimen(wrong, XY), num_microbatches=1)
   assert report.verdict == "coupled", report
   specimen = ZOO["contrastive"]
-  with pytest.raises(ValueError, match="num_microbatches=1 splits nothing, and the loss calls no"):
+  with pytest.raises(
+    ValueError, match="num_microbatches=1 splits nothing, and the loss calls no"
+  ):
     check(specimen, num_microbatches=1)
   jitted = jax.jit(zoo.split_encoder)  # traced anew, and left as it was
   assert check(Specimen(jitted, specimen.uses), num_microbatches=1).ok
@@ -193,16 +230,29 @@ def test_the_zoo_has_what_people_train_with():
   losses = {specimen.fun for specimen in ZOO.values()}
   assert len(losses) >= 16
   verdicts = {specimen.verdict for specimen in ZOO.values()}
-  assert verdicts == {"ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit"}
+  assert verdicts == {
+    "ok",
+    "sum",
+    "weighted",
+    "coupled",
+    "random",
+    "overwritten",
+    "unsplit",
+  }
 
 
-@pytest.mark.parametrize("name", ["token mean", "batch statistics", "several terms", "worst row"])
+@pytest.mark.parametrize(
+  "name", ["token mean", "batch statistics", "several terms", "worst row"]
+)
 def test_rows_that_are_all_alike_and_parameters_of_zero(name):
   specimen = ZOO[name]
   batch = {k: np.repeat(x[:1], len(x), 0) for k, x in EVEN.items()}
   params, *further = specimen.call(batch)
   report = check_split(
-    specimen.fun, jax.tree.map(jnp.zeros_like, params), *further, microbatch_size=6
+    specimen.fun,
+    jax.tree.map(jnp.zeros_like, params),
+    *further,
+    microbatch_size=6,
   )
   assert report.verdict == specimen.verdict, report
 
@@ -211,7 +261,9 @@ def test_the_table():
   report = report_of("token mean")
   first, why, *_ = str(report).splitlines()
   assert (first, why[:5]) == ("check_split: weighted", "why: ")
-  text, table = str(report).split("\n\nas given; microbatches of 4 rows, of 8\n")
+  text, table = str(report).split(
+    "\n\nas given; microbatches of 4 rows, of 8\n"
+  )
   assert text.endswith("fix: weight_fn=lambda batch: jnp.sum(batch['mask'])")
   assert "grads['w']" in table
   assert all(line.endswith("differs") for line in table.splitlines()[1:])
@@ -222,7 +274,9 @@ def test_the_table():
 
 
 def test_what_was_not_looked_at_is_printed():
-  assert "not checked: whether the noise of a row depends on" in str(report_of("dropout"))
+  assert "not checked: whether the noise of a row depends on" in str(
+    report_of("dropout")
+  )
   assert report_of("mean").not_checked == ()
 
   def loss(w, x):  # compares what a loop adds the batch to
@@ -230,14 +284,19 @@ def test_what_was_not_looked_at_is_printed():
     return jnp.mean(jax.lax.scan(layer, jnp.sum(w), None, 3)[1])
 
   of_rows = lambda w, x: jnp.mean(jnp.maximum(x[:, None] * w[None], 0))  # noqa: E731
-  assert check_split(of_rows, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked == ()
+  assert (
+    check_split(of_rows, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked
+    == ()
+  )
   (text,) = check_split(loss, jnp.full(3, 0.3), np.arange(1.0, 7.0)).not_checked
   assert text.startswith("thresholds: ")
 
 
 def test_the_table_folds_what_agrees():
   def loss(params, batch):
-    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(params["many"].values())
+    return zoo.mean(params["p"], batch) + jnp.sqrt(params["s"]) * sum(
+      params["many"].values()
+    )
 
   params, batch = ZOO["mean"].call()
   params = {"p": params, "s": jnp.ones(()), "many": {}}
@@ -246,14 +305,18 @@ def test_the_table_folds_what_agrees():
   assert "The loss and 12 gradients agree on" in text
   assert "grads" not in text
   text = str(check_split(loss, params, batch, reduction="sum"))
-  assert len(text.partition("\n\n")[2].splitlines()) == 8  # where, a head, 5 leaves, and
+  assert (
+    len(text.partition("\n\n")[2].splitlines()) == 8
+  )  # where, a head, 5 leaves, and
   assert text.endswith("... and 7 more: report.details()")
   assert max(map(len, text.splitlines())) <= 85
 
 
 def test_batches_that_are_left_out():
   def loss(params, batch):
-    each = jnp.sqrt(batch["label"].astype(params["w"].dtype)) * zoo.per_row(params, batch)
+    each = jnp.sqrt(batch["label"].astype(params["w"].dtype)) * zoo.per_row(
+      params, batch
+    )
     return jnp.mean(each)
 
   report = check_one_split(Specimen(loss, (*XY, "label")))
@@ -265,14 +328,22 @@ def test_batches_that_are_left_out():
 
 def test_an_argument_that_has_as_many_rows_by_chance():
   report = report_of("labels apart")
-  assert report.fix.startswith("batch_argnums=(1, 2)\nor, if argument 2 has as many")
+  assert report.fix.startswith(
+    "batch_argnums=(1, 2)\nor, if argument 2 has as many"
+  )
   assert report.fix.endswith("  batch_argnums=1")
 
 
 def test_rows_of_an_argument_that_lacks_the_axis_of_the_rows():
   loss = lambda params, x, y: jnp.mean((params @ x - y) ** 2)  # noqa: E731
-  args = np.ones(3, np.float32), np.ones((3, 8), np.float32), np.ones(8, np.float32)
-  assert check_split(loss, *args, batch_axis=1).verdict == "unsplit"  # which the split refuses
+  args = (
+    np.ones(3, np.float32),
+    np.ones((3, 8), np.float32),
+    np.ones(8, np.float32),
+  )
+  assert (
+    check_split(loss, *args, batch_axis=1).verdict == "unsplit"
+  )  # which the split refuses
   with pytest.raises(ValueError, match="argument 2 has 8 rows on axis 0"):
     microbatch_value_and_grad(loss, num_microbatches=2, batch_axis=1)(*args)
 
@@ -285,8 +356,14 @@ def test_float64_where_x64_is_on():
   with jax.enable_x64(True):
     report = check_one_split(ZOO["mean"])
     assert report.ok
-    assert max(leaf.difference / leaf.size for leaf in report.leaves if leaf.size) < 1e-12
-    slightly = lambda params, batch: zoo.mean(params, batch) + 1e-6 * zoo.sum_of_rows(params, batch)  # noqa: E731
+    assert (
+      max(leaf.difference / leaf.size for leaf in report.leaves if leaf.size)
+      < 1e-12
+    )
+
+    def slightly(params, batch):
+      return zoo.mean(params, batch) + 1e-6 * zoo.sum_of_rows(params, batch)
+
     assert not check_one_split(Specimen(slightly, XY)).ok
     assert check_one_split(ZOO["token mean"]).verdict == "weighted"
 
@@ -303,7 +380,13 @@ def test_float32_within_a_float64_loss_is_rounding():
 def test_the_mend_that_the_loss_needs_comes_first():
   firsts = {
     name: report_of(name).fix.splitlines()[0].partition(":")[0]
-    for name in ("contrastive", "several terms", "regularised sum", "neighbours", "groups")
+    for name in (
+      "contrastive",
+      "several terms",
+      "regularised sum",
+      "neighbours",
+      "groups",
+    )
   }
   assert firsts == {
     "contrastive": "A contrastive loss",
@@ -337,14 +420,19 @@ def test_a_loss_that_computes_in_bfloat16_is_not_ok():
 
 def test_the_split_that_is_asked_for():
   report = check(ZOO["mean"], num_microbatches=4)
-  assert (report.ok, report.where) == (True, "as given; microbatches of 2 rows, of 8")
+  assert (report.ok, report.where) == (
+    True,
+    "as given; microbatches of 2 rows, of 8",
+  )
   report = check(ZOO["token mean"], microbatch_size=3)
   assert report.verdict == "weighted"
   assert report.where == "as given; microbatches of 3 rows, of 8"
 
 
 def test_a_weight_that_is_the_same_for_fewer_rows():
-  report = check(ZOO["mean"], weight_fn=lambda batch: 1.0)  # right in equal microbatches alone
+  report = check(
+    ZOO["mean"], weight_fn=lambda batch: 1.0
+  )  # right in equal microbatches alone
   assert (report.verdict, report.fix) == ("weighted", "weight_fn=None")
 
 
@@ -353,7 +441,9 @@ def test_an_aux_that_is_nan_in_microbatches():
     each = zoo.per_row(params, batch)
     return jnp.mean(each), jnp.var(each, ddof=1)
 
-  report = check(Specimen(loss, XY, options={"has_aux": True}), microbatch_size=1)
+  report = check(
+    Specimen(loss, XY, options={"has_aux": True}), microbatch_size=1
+  )
   assert report.verdict == "unknown"
   assert "Loss and gradients agree, but aux does not" in report.reason
 
@@ -366,7 +456,9 @@ def test_options_that_change_a_value(monkeypatch):
   monkeypatch.setattr(devices, "microbatch_value_and_grad", doubled)
   report = check_one_split(ZOO["mean"])
   assert report.verdict == "unknown"
-  assert "microbatch_value_and_grad with these options does not" in report.reason
+  assert (
+    "microbatch_value_and_grad with these options does not" in report.reason
+  )
 
 
 @pytest.mark.parametrize("rows", [2, 3])
@@ -389,25 +481,38 @@ def test_rows_on_another_axis():
   sums = lambda params, x, y: loss(params, x, y) * y.size  # noqa: E731
   assert check_split(sums, *args, **options, microbatch_size=6).verdict == "sum"
   beside = lambda params, x, y: loss(params, x, y[0])  # noqa: E731
-  report = check_split(beside, *args[:2], args[2][None], batch_axis=1, microbatch_size=6)
+  report = check_split(
+    beside, *args[:2], args[2][None], batch_axis=1, microbatch_size=6
+  )
   assert report.verdict == "unsplit"
 
 
 def test_parameters_in_several_arguments_and_further_ones():
   def loss(head, batch, body, power):
-    return jnp.mean((batch["x"] @ body["w"] @ head - batch["y"][:, None]) ** power)
+    return jnp.mean(
+      (batch["x"] @ body["w"] @ head - batch["y"][:, None]) ** power
+    )
 
   params, batch = Specimen(loss, XY).call()
   args = (jnp.ones((zoo.CLASSES, 1)), batch, {"w": params["w"]}, 2)
   report = check_split(loss, *args, argnums=(0, 2), microbatch_size=6)
   assert report.ok
-  assert [leaf.name for leaf in report.leaves] == ["loss", "grads[0]", "grads[1]['w']"]
+  assert [leaf.name for leaf in report.leaves] == [
+    "loss",
+    "grads[0]",
+    "grads[1]['w']",
+  ]
 
 
-@pytest.mark.parametrize("name", ["NANOOFp8DotGeneralOp", "Fp8DirectDotGeneralOp"])
+@pytest.mark.parametrize(
+  "name", ["NANOOFp8DotGeneralOp", "Fp8DirectDotGeneralOp"]
+)
 def test_scales_of_fp8_are_overwritten(name):
   model = flax.linen.Dense(2, dot_general_cls=getattr(flax.linen.fp8_ops, name))
-  batch = {"x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32), "label": BATCH["label"] % 2}
+  batch = {
+    "x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32),
+    "label": BATCH["label"] % 2,
+  }
 
   def mean_of(variables, batch):
     losses = optax.losses.softmax_cross_entropy_with_integer_labels
@@ -417,7 +522,9 @@ def test_scales_of_fp8_are_overwritten(name):
     variables = jax.jit(model.init)(KEY, batch["x"])
     report = check_split(mean_of, variables, batch, microbatch_size=4)
     assert report.verdict == "overwritten", report
-    fix = {"grad_reduction": {"params": "mean", "_overwrite_with_gradient": "max"}}
+    fix = {
+      "grad_reduction": {"params": "mean", "_overwrite_with_gradient": "max"}
+    }
     assert options_of(report) == fix
     again = check_split(mean_of, variables, batch, microbatch_size=4, **fix)
   # The other gradients are rounded to 8 bits, by scales of fewer rows.
@@ -431,13 +538,17 @@ def test_a_wrong_gradient_beside_one_that_is_overwritten():
   def records_its_largest(x, largest):
     return x
 
-  records_its_largest.defvjp(lambda x, _: (x, x), lambda x, g: (g, jnp.max(jnp.abs(x))))
+  records_its_largest.defvjp(
+    lambda x, _: (x, x), lambda x, g: (g, jnp.max(jnp.abs(x)))
+  )
 
   @jax.custom_vjp
   def differentiated_wrongly(x):
     return x
 
-  differentiated_wrongly.defvjp(lambda x: (x, x), lambda x, g: (g * len(x) ** 1.5,))
+  differentiated_wrongly.defvjp(
+    lambda x: (x, x), lambda x, g: (g * len(x) ** 1.5,)
+  )
 
   def loss(params, x):
     y = records_its_largest(x @ params["a"], params["largest"])
@@ -461,7 +572,9 @@ def test_overwritten_leaves_keep_their_words():
   params, batch = Specimen(loss, XY).call()
   params = {"params": params, "_overwrite_with_gradient": {"a": jnp.ones(())}}
   given = {"params": "mean", "_overwrite_with_gradient": "max"}
-  report = check_split(recorded, params, batch, reduction="sum", grad_reduction=given)
+  report = check_split(
+    recorded, params, batch, reduction="sum", grad_reduction=given
+  )
   assert report.verdict == "overwritten", report
   assert options_of(report) == {"grad_reduction": {**given, "params": "sum"}}
 
@@ -476,7 +589,11 @@ def test_a_wrong_grad_reduction(word):
 def test_aux_that_cannot_be_reduced_by_the_default(aux):
   def loss(params, batch):
     each = zoo.per_row(params, batch)
-    return jnp.mean(each), {"each": each, "count": jnp.sum(each > 0), "steps": 3}[aux]
+    return jnp.mean(each), {
+      "each": each,
+      "count": jnp.sum(each > 0),
+      "steps": 3,
+    }[aux]
 
   specimen = Specimen(loss, XY, options={"has_aux": True})
   report = check_one_split(specimen)
@@ -489,7 +606,10 @@ def test_aux_that_cannot_be_reduced_by_the_default(aux):
 def test_a_loss_and_its_aux_are_mended_at_once():
   def loss(params, batch):
     count = jnp.sum(batch["mask"])
-    return zoo.token_mean(params, batch), {"tokens": count, "each": batch["mask"][:, 0]}
+    return zoo.token_mean(params, batch), {
+      "tokens": count,
+      "each": batch["mask"][:, 0],
+    }
 
   specimen = Specimen(loss, zoo.TOKENS, options={"has_aux": True})
   for given in ({"tokens": "mean", "each": "concat"}, "mean"):
@@ -500,7 +620,10 @@ def test_a_loss_and_its_aux_are_mended_at_once():
 
 
 def test_a_microbatch_that_holds_nothing():
-  batch = {**BATCH, "mask": BATCH["mask"] * (np.arange(8) % 2)[:, None]}  # 0/0 in the even rows
+  batch = {
+    **BATCH,
+    "mask": BATCH["mask"] * (np.arange(8) % 2)[:, None],
+  }  # 0/0 in the even rows
   in_two = functools.partial(check, ZOO["token mean"], batch, microbatch_size=4)
   weigh = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
   assert in_two(**weigh).ok
@@ -519,15 +642,23 @@ def test_rows_in_groups():
     return jnp.mean((each - jnp.mean(each, 1, keepdims=True)) ** 2)
 
   def of_rows(params, batch):
-    return in_fours(params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch))
+    return in_fours(
+      params, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+    )
 
-  for options, reason in (({}, "not on 2 or 6 of them"), ({"microbatch_size": 4}, "in groups")):
+  for options, reason in (
+    ({}, "not on 2 or 6 of them"),
+    ({"microbatch_size": 4}, "in groups"),
+  ):
     report = check(Specimen(in_fours, XY), **options)
     assert report.verdict == "coupled", report
     assert reason in report.reason
     assert "x.reshape(-1, group" in report.fix
   six = {k: x[:6] for k, x in BATCH.items()}
-  for source, options, rows in ((six, {}, 3), (BATCH, {"num_microbatches": 8}, 1)):
+  for source, options, rows in (
+    (six, {}, 3),
+    (BATCH, {"num_microbatches": 8}, 1),
+  ):
     report = check(Specimen(in_pairs, XY), source, **options)
     assert report.verdict == "coupled", report
     assert f"not on {rows} " in report.reason
@@ -578,16 +709,29 @@ def test_shares_that_do_not_add_up_to_one_are_no_weights():
 def test_aux():
   def loss(params, batch):
     each = zoo.per_row(params, batch)
-    aux = {"each": each, "count": each.size, "mean": jnp.mean(each), "largest": jnp.max(each)}
+    aux = {
+      "each": each,
+      "count": each.size,
+      "mean": jnp.mean(each),
+      "largest": jnp.max(each),
+    }
     return jnp.mean(each), {**aux, "total": jnp.sum(each)}
 
-  right = {"each": "concat", "count": "sum", "mean": "mean", "largest": "max", "total": "sum"}
+  right = {
+    "each": "concat",
+    "count": "sum",
+    "mean": "mean",
+    "largest": "max",
+    "total": "sum",
+  }
   specimen = Specimen(loss, XY, options={"has_aux": True})
   assert check_one_split(specimen, aux_reduction=right).ok
   report = check_one_split(specimen, aux_reduction={**right, "total": "mean"})
   assert report.verdict == "sum"
   assert eval(f"dict({report.fix})") == {"aux_reduction": right}
-  report = check_one_split(specimen, aux_reduction={**right, "total": "mean", "largest": "mean"})
+  report = check_one_split(
+    specimen, aux_reduction={**right, "total": "mean", "largest": "mean"}
+  )
   assert report.verdict == "unknown"
   assert eval(f"dict({report.fix})") == {"aux_reduction": right}
 
@@ -602,12 +746,22 @@ def test_aux():
 def test_keys_in_a_carry_draw_the_same():
   def loss(params, batch, carry):
     key, again = jax.random.split(carry["key"])
-    return zoo.dropout(params, batch, again), ({"key": key, "steps": carry["steps"] + 1}, None)
+    return zoo.dropout(params, batch, again), (
+      {"key": key, "steps": carry["steps"] + 1},
+      None,
+    )
 
   carry = {"key": KEY, "steps": jnp.zeros((), jnp.int32)}
-  assert check_one_split(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
-  raw = {**carry, "key": jax.random.PRNGKey(0)}  # which the check does not know for a key
-  report = check_one_split(Specimen(loss, XY, options={"carry_argnum": 2}, further=(raw,)))
+  assert check_one_split(
+    Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))
+  ).ok
+  raw = {
+    **carry,
+    "key": jax.random.PRNGKey(0),
+  }  # which the check does not know for a key
+  report = check_one_split(
+    Specimen(loss, XY, options={"carry_argnum": 2}, further=(raw,))
+  )
   assert report.verdict == "random"
   assert "In a carry, let it be a jax.random.key" in report.fix
 
@@ -617,16 +771,22 @@ def test_two_words_in_a_carry_that_are_no_key():
     return zoo.mean(params, batch), (carry + jnp.ones(2, jnp.uint32), None)
 
   carry = jnp.zeros(2, jnp.uint32)
-  assert check_one_split(Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))).ok
+  assert check_one_split(
+    Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))
+  ).ok
 
 
 def test_samplers_that_draw_until_they_accept_end():
   def loss(params, batch, key):
     noise = jax.random.gamma(key, 2.0, batch["x"].shape, batch["x"].dtype)
-    noise += jax.random.truncated_normal(key, -1.0, 1.0, batch["x"].shape, batch["x"].dtype)
+    noise += jax.random.truncated_normal(
+      key, -1.0, 1.0, batch["x"].shape, batch["x"].dtype
+    )
     return zoo.mean(params, {**batch, "x": batch["x"] + noise})
 
-  assert check_one_split(Specimen(loss, XY, options={"rng_argnums": 2}, further=(KEY,))).ok
+  assert check_one_split(
+    Specimen(loss, XY, options={"rng_argnums": 2}, further=(KEY,))
+  ).ok
 
 
 def test_nothing_is_compiled_twice(monkeypatch):
@@ -653,12 +813,16 @@ def test_a_loss_that_is_not_finite():
 
 def test_one_row():
   batch = {k: x[:1] for k, x in BATCH.items()}
-  with pytest.raises(ValueError, match=r"has 1 row, which cannot be split: give 2"):
+  with pytest.raises(
+    ValueError, match=r"has 1 row, which cannot be split: give 2"
+  ):
     check(ZOO["mean"], batch)
 
 
 def test_a_batch_without_arrays():
-  with pytest.raises(ValueError, match=r"The batch \(argument 1\) has no arrays"):
+  with pytest.raises(
+    ValueError, match=r"The batch \(argument 1\) has no arrays"
+  ):
     check_split(zoo.mean, PARAMS, {})
 
 
@@ -682,7 +846,9 @@ def test_a_loss_that_raises():
 @pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])
 def test_an_empty_tree_of_words(option):
   def loss(params, batch):
-    return jnp.sum(batch["x"] @ params["w"]), {"rows": jnp.float32(len(batch["x"]))}
+    return jnp.sum(batch["x"] @ params["w"]), {
+      "rows": jnp.float32(len(batch["x"]))
+    }
 
   batch = {"x": np.ones((6, 2), np.float32)}
   with pytest.raises(ValueError, match=f"{option}={{}} is not a prefix tree"):
@@ -690,18 +856,36 @@ def test_an_empty_tree_of_words(option):
 
 
 def test_a_loss_that_returns_no_scalar():
-  with pytest.raises(TypeError, match=r"loss has shape \(8,\) .* it must be a real scalar"):
+  with pytest.raises(
+    TypeError, match=r"loss has shape \(8,\) .* it must be a real scalar"
+  ):
     check(Specimen(zoo.per_row, XY))
 
 
 @pytest.mark.parametrize(
   ("options", "error", "text"),
   [
-    ({"num_microbatches": 3}, ValueError, "does not divide the 8 rows of argument 1"),
-    ({"microbatch_size": 8}, ValueError, "microbatch_size=8 does not split 8 rows"),
-    ({"num_microbatches": 2, "microbatch_size": 4}, ValueError, "give exactly one"),
+    (
+      {"num_microbatches": 3},
+      ValueError,
+      "does not divide the 8 rows of argument 1",
+    ),
+    (
+      {"microbatch_size": 8},
+      ValueError,
+      "microbatch_size=8 does not split 8 rows",
+    ),
+    (
+      {"num_microbatches": 2, "microbatch_size": 4},
+      ValueError,
+      "give exactly one",
+    ),
     ({"axis_name": "data"}, ValueError, "leave axis_name='data' out"),
-    ({"weigh_fn": jnp.sum}, TypeError, r"weigh_fn'\. Did you mean weight_fn=\?$"),
+    (
+      {"weigh_fn": jnp.sum},
+      TypeError,
+      r"weigh_fn'\. Did you mean weight_fn=\?$",
+    ),
     ({"carry_argnum": 5}, ValueError, "carry_argnum names argument 5"),
   ],
 )
@@ -713,7 +897,9 @@ def test_options_that_cannot_work(options, error, text):
 def test_arguments_that_cannot_work():
   params, batch = ZOO["class weights"].call()
   abstract = jax.eval_shape(lambda x: x, batch)
-  with pytest.raises(TypeError, match=r"batch\['label'\] is a ShapeDtypeStruct: check"):
+  with pytest.raises(
+    TypeError, match=r"batch\['label'\] is a ShapeDtypeStruct: check"
+  ):
     check_split(zoo.class_weights, params, abstract)
   by_position = r"comes by position: check_split\(loss_fn, params, batch\)"
   loss = zoo.class_weights
@@ -737,8 +923,12 @@ def test_settings_that_would_make_differences():
 
 
 def test_under_jit():
-  with pytest.raises(TypeError, match=r"params\['b'\] is traced: check outside jax\.jit"):
-    jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(ZOO["mean"].call()[0])
+  with pytest.raises(
+    TypeError, match=r"params\['b'\] is traced: check outside jax\.jit"
+  ):
+    jax.jit(lambda x: check_split(zoo.mean, x, ZOO["mean"].call()[1]).ok)(
+      ZOO["mean"].call()[0]
+    )
 
 
 def test_zero_on_all_batches_is_not_ok():
@@ -755,7 +945,8 @@ def test_zero_on_all_batches_is_not_ok():
 
 def test_a_gradient_that_cancels_is_rounding():
   # Normalised twice: the gradient of what comes before is the rounding of larger ones.
-  normalised = lambda x: (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6)  # noqa: E731
+  def normalised(x):
+    return (x - x.mean(-1, keepdims=True)) / (x.std(-1, keepdims=True) + 1e-6)
 
   def loss(params, batch):
     x = normalised(zoo.logits(params, batch["x"]))
@@ -781,7 +972,9 @@ def mean_of_valid(valid):
 
   def loss(params, batch, *further):
     is_valid = valid(batch, *further)
-    each = jnp.square(zoo.logits(params, batch["x"])[:, 0] - jnp.where(is_valid, batch["y"], 0))
+    each = jnp.square(
+      zoo.logits(params, batch["x"])[:, 0] - jnp.where(is_valid, batch["y"], 0)
+    )
     return zoo.mean_where(each, is_valid, least=1)
 
   return loss
@@ -794,22 +987,38 @@ def mean_of_valid(valid):
     (lambda b: b["y"] < 80, "batch['y'] < 80", ()),
     (lambda b: ~jnp.isnan(b["y"]), "~jnp.isnan(batch['y'])", ()),
     (lambda b: b["y"] != 7.0, "batch['y'] != 7", ()),
-    (lambda b: jnp.any(b["mask"] > 0.5, -1), "jnp.any(batch['mask'] != 0, axis=-1)", ()),
-    (lambda b, pad: b["lengths"] != pad, "batch['lengths'] != 777", (np.int32(777),)),
-    (lambda b: ~jnp.isin(b["lengths"], SPECIAL), "what the loss divides by", ()),
+    (
+      lambda b: jnp.any(b["mask"] > 0.5, -1),
+      "jnp.any(batch['mask'] != 0, axis=-1)",
+      (),
+    ),
+    (
+      lambda b, pad: b["lengths"] != pad,
+      "batch['lengths'] != 777",
+      (np.int32(777),),
+    ),
+    (
+      lambda b: ~jnp.isin(b["lengths"], SPECIAL),
+      "what the loss divides by",
+      (),
+    ),
   ],
 )
 def test_what_says_that_a_row_does_not_count(valid, fix, further):
   uses = ("x", "y", "mask", "lengths")
   report = check_one_split(
-    Specimen(mean_of_valid(valid), uses, further=further), POSITIVE, batch_argnums=1
+    Specimen(mean_of_valid(valid), uses, further=further),
+    POSITIVE,
+    batch_argnums=1,
   )
   assert report.verdict == "weighted", report
   assert fix in report.fix, report
 
 
 def test_the_longest_row_and_masks_of_floats():
-  longest = lambda params, batch: zoo.mean(params, batch) / jnp.max(batch["lengths"]).astype(float)  # noqa: E731
+  def longest(params, batch):
+    return zoo.mean(params, batch) / jnp.max(batch["lengths"]).astype(float)
+
   assert not check_one_split(Specimen(longest, (*XY, "lengths")), EVEN).ok
 
   def where(params, batch):

@@ -53,7 +53,9 @@ def saved_and_restored(folder, held, like=None):
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(folder / "saved", held)
   with ocp.StandardCheckpointer() as checkpointer:
-    return checkpointer.restore(folder / "saved", abstract(held) if like is None else like)
+    return checkpointer.restore(
+      folder / "saved", abstract(held) if like is None else like
+    )
 
 
 def streaming(**options):
@@ -63,19 +65,26 @@ def streaming(**options):
   def step(held, x):
     params, state = held
     # Sums of such weights are rounded, so the rest that `weight_rest` keeps is saved too.
-    return tx.apply(jax.grad(loss_fn)(params, x), state, params, weight=x[0, 0] ** 2)
+    return tx.apply(
+      jax.grad(loss_fn)(params, x), state, params, weight=x[0, 0] ** 2
+    )
 
   return (PARAMS, tx.init(PARAMS)), step
 
 
 def streaming_over_devices():
-  mesh, tx = make_mesh(8), accumulate(INNER, K, axis_name="data", skip_fn=optax.skip_not_finite)
+  mesh, tx = (
+    make_mesh(8),
+    accumulate(INNER, K, axis_name="data", skip_fn=optax.skip_not_finite),
+  )
   params = put(PARAMS, mesh)
   specs = accumulate_specs(jax.eval_shape(tx.init, params), "data")
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 
   @jax.jit
-  @jax.shard_map(mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs))
+  @jax.shard_map(
+    mesh=mesh, in_specs=((P(), specs), P("data")), out_specs=(P(), specs)
+  )
   def step(held, x):
     params, state = held
     local = jax.lax.pcast(params, "data", to="varying")
@@ -88,32 +97,46 @@ def whole_cycles(every_k=1):
   """Over a mesh, with parameters that are sharded (FSDP)."""
   tx = accumulate(INNER, every_k) if every_k > 1 else INNER
   mesh = make_mesh(4)
-  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
+  )
   params = put(PARAMS, mesh, {"b": P(), "w": P("data")})
   return (params, jax.jit(tx.init)(params)), lambda held, x: step(*held, x)[:2]
 
 
 def streaming_train_state():
-  state = optax_accum.flax.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
+  state = optax_accum.flax.TrainState.create(
+    apply_fn=None, params=PARAMS, tx=accumulate(INNER, K)
+  )
 
   @jax.jit
   def step(state, x):
-    return state.apply_gradients(grads=jax.grad(loss_fn)(state.params, x), weight=2.0)
+    return state.apply_gradients(
+      grads=jax.grad(loss_fn)(state.params, x), weight=2.0
+    )
 
   return state.replace(step=jnp.zeros((), jnp.int32)), step
 
 
 def linen_train_state():
-  state = train_state.TrainState.create(apply_fn=None, params=PARAMS, tx=accumulate(INNER, K))
-  step = optax_accum.flax.linen_train_step(
-    lambda variables, x, rngs: loss_fn(variables["params"], x), num_microbatches=2, donate=False
+  state = train_state.TrainState.create(
+    apply_fn=None, params=PARAMS, tx=accumulate(INNER, K)
   )
-  return state.replace(step=jnp.zeros((), jnp.int32)), lambda state, x: step(state, x)[0]
+  step = optax_accum.flax.linen_train_step(
+    lambda variables, x, rngs: loss_fn(variables["params"], x),
+    num_microbatches=2,
+    donate=False,
+  )
+  return state.replace(step=jnp.zeros((), jnp.int32)), lambda state, x: step(
+    state, x
+  )[0]
 
 
 LOOPS = {
   "accumulate": streaming,
-  "accumulate with skip_fn": functools.partial(streaming, skip_fn=optax.skip_not_finite),
+  "accumulate with skip_fn": functools.partial(
+    streaming, skip_fn=optax.skip_not_finite
+  ),
   "accumulate over devices": streaming_over_devices,
   "make_train_step": whole_cycles,
   "make_train_step of accumulate": functools.partial(whole_cycles, every_k=K),
@@ -134,7 +157,10 @@ def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   for x in ROWS[K - 1 :]:
     held, restored = step(held, x), step(restored, x)
   trees.assert_close(jax.device_get(restored), jax.device_get(held), 0)
-  assert trees.largest_difference(jax.tree.leaves(held), jax.tree.leaves(start)) > 0.01
+  assert (
+    trees.largest_difference(jax.tree.leaves(held), jax.tree.leaves(start))
+    > 0.01
+  )
 
 
 def test_an_abstract_tree_of_shapes_will_do(tmp_path):
@@ -160,14 +186,21 @@ SGD = optax.sgd(1.0)
 @pytest.mark.parametrize(
   ("before", "calls", "now", "ends_with"),
   [
-    (5, 4, 3, 5),  # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
+    (
+      5,
+      4,
+      3,
+      5,
+    ),  # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
     (5, 4, lambda _: 2, 5),
     (3, 2, 5, 5),
     (lambda _: 4, 2, 3, 3),
     (4, 2, lambda _: 1, 3),
   ],
 )
-def test_restored_under_another_k_nothing_is_lost(before, calls, now, ends_with):
+def test_restored_under_another_k_nothing_is_lost(
+  before, calls, now, ends_with
+):
   _, state = after(accumulate(SGD, before), range(1, calls + 1))
   tx = accumulate(SGD, now)
   params, state = after(tx, range(calls + 1, ends_with), state=state)
@@ -190,7 +223,8 @@ def test_k_of_1_and_more_as_the_message_says():
 
   _, state = after(four, [1, 2])
   with pytest.raises(
-    ValueError, match=r"every_k=1, and the state has an .*flush=True, and replace"
+    ValueError,
+    match=r"every_k=1, and the state has an .*flush=True, and replace",
   ):
     one.apply(params, state, params)
   params, state = four.apply(params, state, params, weight=0.0, flush=True)
@@ -200,30 +234,50 @@ def test_k_of_1_and_more_as_the_message_says():
 
 
 def test_restored_with_and_without_skip_fn(tmp_path):
-  plain, skips = accumulate(SGD, 2), accumulate(SGD, 2, skip_fn=optax.skip_not_finite)
+  plain, skips = (
+    accumulate(SGD, 2),
+    accumulate(SGD, 2, skip_fn=optax.skip_not_finite),
+  )
   for i, (old, new) in enumerate([(plain, skips), (skips, plain)]):
     folder = tmp_path / str(i)
     _, state = after(old, [1])
     restored = saved_and_restored(folder, state)
-    with pytest.raises(ValueError, match=r"made with a|made without .* go on with state"):
+    with pytest.raises(
+      ValueError, match=r"made with a|made without .* go on with state"
+    ):
       new.apply(jnp.float32(3), restored, jnp.float32(0))
-    with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="skip_state"):
-      checkpointer.restore(folder / "saved", jax.eval_shape(new.init, jnp.float32(0)))
+    with (
+      ocp.StandardCheckpointer() as checkpointer,
+      pytest.raises(ValueError, match="skip_state"),
+    ):
+      checkpointer.restore(
+        folder / "saved", jax.eval_shape(new.init, jnp.float32(0))
+      )
     restored = restored._replace(skip_state=new.init(jnp.float32(0)).skip_state)
     assert after(new, [3], state=restored)[0] == -2
 
 
 def test_another_accumulator_dtype(tmp_path):
-  wide, narrow = accumulate(SGD, 2), accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16)
+  wide, narrow = (
+    accumulate(SGD, 2),
+    accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16),
+  )
   fine = 1 + 2.0**-12  # bfloat16 has 8 bits
   _, state = after(wide, [fine])
   params, state_narrow = after(narrow, [1], state=state)
-  assert (params, state_narrow.acc_grads.dtype) == (-(1 + fine) / 2, jnp.float32)
+  assert (params, state_narrow.acc_grads.dtype) == (
+    -(1 + fine) / 2,
+    jnp.float32,
+  )
   # What our docstring says of orbax:
-  cast = saved_and_restored(tmp_path, state, jax.eval_shape(narrow.init, jnp.float32(0)))
+  cast = saved_and_restored(
+    tmp_path, state, jax.eval_shape(narrow.init, jnp.float32(0))
+  )
   assert (cast.acc_grads, cast.acc_grads.dtype) == (1, jnp.bfloat16)
   assert after(narrow, [1], state=cast)[0] == -1
-  with pytest.raises(TypeError, match=r"updates has dtype float32 and its accumulator bfloat16"):
+  with pytest.raises(
+    TypeError, match=r"updates has dtype float32 and its accumulator bfloat16"
+  ):
     wide.apply(jnp.float32(1), cast, jnp.float32(0))
 
 
@@ -233,11 +287,18 @@ def test_a_checkpoint_of_multisteps(tmp_path):
   for g in (1.0, 2.0):
     with jax.numpy_dtype_promotion("standard"):
       _, state = jax.jit(theirs.update)(jnp.full(2, g), state, params)
-  state = saved_and_restored(tmp_path, state, jax.eval_shape(theirs.init, params))
-  params, state = ours.apply(jnp.full(2, 6.0), from_multi_steps(state, weight=1), params)
+  state = saved_and_restored(
+    tmp_path, state, jax.eval_shape(theirs.init, params)
+  )
+  params, state = ours.apply(
+    jnp.full(2, 6.0), from_multi_steps(state, weight=1), params
+  )
   np.testing.assert_array_equal(params, [-3, -3])
   # Read as if it were ours, it lacks the weights, so its mean is not taken for a sum.
-  with ocp.StandardCheckpointer() as checkpointer, pytest.raises(ValueError, match="acc_weight"):
+  with (
+    ocp.StandardCheckpointer() as checkpointer,
+    pytest.raises(ValueError, match="acc_weight"),
+  ):
     checkpointer.restore(tmp_path / "saved", jax.eval_shape(ours.init, params))
 
 
@@ -247,30 +308,45 @@ def code_of_docs():
   rows_and_key, _, save, _ = page.blocks("Save and restore")
   _, of_nnx, _ = page.blocks("A model and optimizer of nnx")
   (onto,) = page.blocks("A streaming state on other devices")
-  imports = "".join(re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE))
+  imports = "".join(
+    re.findall(r"^(?:import|from) .+\n", page.opening, re.MULTILINE)
+  )
   return [imports + code for code in (rows_and_key + save, of_nnx, onto)]
 
 
 def test_the_docs_save_and_restore(resume, tmp_path):
   (params, opt_state), step = streaming()
   params, opt_state = step((params, opt_state), ROWS[0])
-  names = {"params": params, "opt_state": opt_state, "tx": accumulate(INNER, K), "number": 1}
+  names = {
+    "params": params,
+    "opt_state": opt_state,
+    "tx": accumulate(INNER, K),
+    "number": 1,
+  }
   names |= {"folder": tmp_path, "data": ROWS[0]}
   exec(code_of_docs()[0], names)
-  trees.assert_close(names["restored"], {"params": params, "opt_state": opt_state}, 0)
-  (rows, key), (again, key_again) = names["rows_and_key"](5), names["rows_and_key"](5)
+  trees.assert_close(
+    names["restored"], {"params": params, "opt_state": opt_state}, 0
+  )
+  (rows, key), (again, key_again) = (
+    names["rows_and_key"](5),
+    names["rows_and_key"](5),
+  )
   np.testing.assert_array_equal(rows, again)
   assert key == key_again
   assert not np.array_equal(rows, names["rows_and_key"](6)[0])
 
-  other = jax.eval_shape(lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)})
+  other = jax.eval_shape(
+    lambda: {"params": OTHER, "opt_state": names["tx"].init(OTHER)}
+  )
   with ocp.StandardCheckpointer() as checkpointer:
     stored = checkpointer.metadata(tmp_path / "1").item_metadata.tree
   other_params = {"params": OTHER, "opt_state": opt_state}
   at = {"params.b": other_params, "opt_state.inner_opt_state.1.0.mu.b": other}
   for leaf, like in at.items():
     with pytest.raises(
-      ValueError, match=rf"^{leaf} has shape .*\(3,\) in the checkpoint.*here \(4,\)\.$"
+      ValueError,
+      match=rf"^{leaf} has shape .*\(3,\) in the checkpoint.*here \(4,\)\.$",
     ):
       resume.check_shapes(stored, like)
 
@@ -278,12 +354,20 @@ def test_the_docs_save_and_restore(resume, tmp_path):
 def test_the_docs_save_and_restore_nnx(tmp_path):
   @nnx.jit
   def step(model, optimizer, x):
-    optimizer.update(model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model))
+    optimizer.update(
+      model, nnx.grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    )
 
   rows = np.tile(ROWS, 8)
   model, tx = nnx.Linear(64, 10, rngs=nnx.Rngs(0)), accumulate(INNER, K)
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  names = {"model": model, "optimizer": optimizer, "tx": tx, "folder": tmp_path, "ocp": ocp}
+  names = {
+    "model": model,
+    "optimizer": optimizer,
+    "tx": tx,
+    "folder": tmp_path,
+    "ocp": ocp,
+  }
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     step(model, optimizer, rows[0])
     exec(code_of_docs()[1], names)
@@ -304,7 +388,9 @@ def test_the_docs_save_and_restore_nnx(tmp_path):
   assert np.all(np.isfinite(model.kernel[...]))
 
 
-VALUES = np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100  # of 8 rows, three times
+VALUES = (
+  np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100
+)  # of 8 rows, three times
 
 
 @functools.cache
@@ -316,7 +402,9 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
 
   @jax.jit
-  @jax.shard_map(mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs))
+  @jax.shard_map(
+    mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+  )
   def step(params, state, rows):
     weight = {"weight": float(len(rows))} if rows_weigh else {}
     return tx.apply(jnp.mean(rows), state, params, **weight)
@@ -326,7 +414,9 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
 
 @pytest.mark.parametrize("rows_weigh", [True, False])
 @pytest.mark.parametrize(("before", "now"), [(8, 2), (1, 8)])
-def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_path):
+def test_restored_on_other_devices_as_the_docs_say(
+  before, now, rows_weigh, tmp_path
+):
   state, step = begun_and_stepped(before, rows_weigh)
   _, state = step(np.float32(0), state, VALUES[0])
   state = saved_and_restored(tmp_path, jax.device_get(state))
@@ -342,7 +432,9 @@ def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_
     return params
 
   factors = [1, now / before] if rows_weigh else [now / before, 1]
-  moved, wrong = (jax.device_get(names["onto"](now, state, factor)) for factor in factors)
+  moved, wrong = (
+    jax.device_get(names["onto"](now, state, factor)) for factor in factors
+  )
   assert ends(moved) == pytest.approx(-VALUES.mean(), rel=1e-5)
   assert abs(ends(wrong) + VALUES.mean()) > 0.01
   if rows_weigh or before > now:  # one device's gradients in the place of all
@@ -350,7 +442,9 @@ def test_restored_on_other_devices_as_the_docs_say(before, now, rows_weigh, tmp_
     assert abs(ends(lost) + VALUES.mean()) > 0.01
   # The present cycle given up: then the accumulators may be any.
   fresh, step = begun_and_stepped(now, rows_weigh)
-  other = discard_cycle(state)._replace(acc_grads=fresh.acc_grads, skip_state=fresh.skip_state)
+  other = discard_cycle(state)._replace(
+    acc_grads=fresh.acc_grads, skip_state=fresh.skip_state
+  )
   params = np.float32(0)
   for rows in VALUES:
     params, other = jax.device_get(step(params, other, rows))
@@ -368,7 +462,9 @@ def test_restored_on_devices_with_another_skip_fn():
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
-def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(tmp_path):
+def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
+  tmp_path,
+):
   tx = accumulate(SGD, 2)
   _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
   new = tx.init(jnp.ones(2))
@@ -383,10 +479,14 @@ def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(tmp_path)
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_discard_cycle(jitted):
-  tx = optax.chain(accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0))
+  tx = optax.chain(
+    accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0)
+  )
   held = (PARAMS, tx.init(PARAMS))
   ones = jax.tree.map(jnp.ones_like, PARAMS)
-  step = jax.jit(lambda held, g, weight=1.0: mini_step(tx)(*held, g, weight=weight))
+  step = jax.jit(
+    lambda held, g, weight=1.0: mini_step(tx)(*held, g, weight=weight)
+  )
   held = expected = step(step(step(held, ones), ones), ones)
   bad = jax.tree.map(lambda x: x * jnp.nan, ones)
   params, state = step(step(held, bad, np.float32(2**25)), bad)
@@ -394,15 +494,22 @@ def test_discard_cycle(jitted):
   dropped = (jax.jit(discard_cycle) if jitted else discard_cycle)(state)
   assert jax.tree.structure(dropped) == jax.tree.structure(state)
   kept = dropped[0]._replace(
-    mini_step=state[0].mini_step, acc_weight=state[0].acc_weight, weight_rest=state[0].weight_rest
+    mini_step=state[0].mini_step,
+    acc_weight=state[0].acc_weight,
+    weight_rest=state[0].weight_rest,
   )
-  np.testing.assert_equal(jax.device_get((kept, *dropped[1:])), jax.device_get(state))
+  np.testing.assert_equal(
+    jax.device_get((kept, *dropped[1:])), jax.device_get(state)
+  )
   held = params, dropped
   for _ in range(3):
     held, expected = step(held, ones), step(expected, ones)
   trees.assert_close(held, expected, 0)
   assert has_updated(held[1])
-  with pytest.raises(ValueError, match="discard_cycle got a dict without an AccumulateState in it"):
+  with pytest.raises(
+    ValueError,
+    match="discard_cycle got a dict without an AccumulateState in it",
+  ):
     discard_cycle(PARAMS)
 
 
@@ -416,7 +523,10 @@ OF_OTHERS = r"the state is not as init makes it for these parameters\. Restore"
   ("every_k", "message"),
   [
     (2, r"updates\['b'\] has shape \(3,\), not \(4,\): .* begin anew with"),
-    (1, rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
+    (
+      1,
+      rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}",
+    ),
   ],
 )
 def test_a_streaming_state_of_another_model(form, every_k, message):
@@ -439,35 +549,64 @@ def other_inner(change):
     (ADAM.init({**PARAMS, "c": 0.0}), r"\[0\]\.mu\['c'\] is not expected"),
     (SGD.init(PARAMS), r"\[0\]\.count is missing"),
     # JAX broadcasts these, and would step by them.
-    (ADAM.init({**PARAMS, "b": jnp.ones(1)}), r"\[0\]\.mu\['b'\] has shape \(1,\)"),
-    (ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"\[0\]\.mu\['b'\] has shape \(2, 3\)"),
+    (
+      ADAM.init({**PARAMS, "b": jnp.ones(1)}),
+      r"\[0\]\.mu\['b'\] has shape \(1,\)",
+    ),
+    (
+      ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}),
+      r"\[0\]\.mu\['b'\] has shape \(2, 3\)",
+    ),
     # One leaf is broadcast, and another stays as it should not be.
     (
-      optax.tree.set(ADAM.init({**PARAMS, "b": jnp.ones(1)}), count=jnp.zeros(1, jnp.int32)),
+      optax.tree.set(
+        ADAM.init({**PARAMS, "b": jnp.ones(1)}), count=jnp.zeros(1, jnp.int32)
+      ),
       r"\[0\]\.count has shape \(1,\)",
     ),
   ],
 )
 def test_an_inner_state_of_another_model(form, inner_state, message):
-  tx, step = accumulate(ADAM, 2), make_train_step(loss_fn, ADAM, num_microbatches=2)
+  tx, step = (
+    accumulate(ADAM, 2),
+    make_train_step(loss_fn, ADAM, num_microbatches=2),
+  )
   with jax.numpy_rank_promotion("allow"):
-    with pytest.raises(ValueError, match=rf"^inner_opt_state{message}.*: {OF_OTHERS}"):
-      jax.eval_shape(mini_step(tx, form), PARAMS, other_inner(inner_state), PARAMS)
-    with pytest.raises(ValueError, match=rf"^opt_state{message}.*: {OF_OTHERS}"):
+    with pytest.raises(
+      ValueError, match=rf"^inner_opt_state{message}.*: {OF_OTHERS}"
+    ):
+      jax.eval_shape(
+        mini_step(tx, form), PARAMS, other_inner(inner_state), PARAMS
+      )
+    with pytest.raises(
+      ValueError, match=rf"^opt_state{message}.*: {OF_OTHERS}"
+    ):
       step.eval_shape(PARAMS, inner_state, ROWS[0])
 
 
 def test_train_states_of_another_model():
   grads = PARAMS
-  for tx, message in [(accumulate(ADAM, 1), "inner_opt_state"), (accumulate(ADAM, 2), "updates")]:
-    state = optax_accum.flax.TrainState.create(apply_fn=None, params=OTHER, tx=tx)
+  for tx, message in [
+    (accumulate(ADAM, 1), "inner_opt_state"),
+    (accumulate(ADAM, 2), "updates"),
+  ]:
+    state = optax_accum.flax.TrainState.create(
+      apply_fn=None, params=OTHER, tx=tx
+    )
     with pytest.raises(ValueError, match=rf"{message}.*\['b'\] has shape"):
-      jax.eval_shape(lambda s: s.replace(params=PARAMS).apply_gradients(grads=grads), state)
-  state = train_state.TrainState.create(apply_fn=None, params=OTHER, tx=ADAM).replace(params=PARAMS)
+      jax.eval_shape(
+        lambda s: s.replace(params=PARAMS).apply_gradients(grads=grads), state
+      )
+  state = train_state.TrainState.create(
+    apply_fn=None, params=OTHER, tx=ADAM
+  ).replace(params=PARAMS)
   step = optax_accum.flax.linen_train_step(
-    lambda variables, x, rngs: loss_fn(variables["params"], x), num_microbatches=2
+    lambda variables, x, rngs: loss_fn(variables["params"], x),
+    num_microbatches=2,
   )
-  with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['b'\] has shape \(4,\)"):
+  with pytest.raises(
+    ValueError, match=r"opt_state\[0\]\.mu\['b'\] has shape \(4,\)"
+  ):
     step(state, ROWS[0])
 
 
@@ -476,7 +615,8 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
   step = make_train_step(loss_fn, tx, num_microbatches=2)
   state = (optax.MultiSteps(SGD, 2).init(PARAMS), ADAM.init(PARAMS))
   with pytest.raises(
-    ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state, weight="
+    ValueError,
+    match=r"convert it with optax_accum\.from_multi_steps\(state, weight=",
   ):
     step(PARAMS, state, ROWS[0])
 
@@ -509,7 +649,9 @@ def test_other_errors_of_an_optimizer_stay_as_they_are():
 
   tx = optax.GradientTransformation(ADAM.init, update)
   with pytest.raises(KeyError, match="mine"):
-    make_train_step(loss_fn, tx, num_microbatches=2)(PARAMS, tx.init(PARAMS), ROWS[0])
+    make_train_step(loss_fn, tx, num_microbatches=2)(
+      PARAMS, tx.init(PARAMS), ROWS[0]
+    )
   no_init = optax.GradientTransformation(None, update)
   with pytest.raises(KeyError, match="mine"):
     make_train_step(loss_fn, no_init, num_microbatches=2)(PARAMS, (), ROWS[0])
@@ -517,10 +659,14 @@ def test_other_errors_of_an_optimizer_stay_as_they_are():
 
 @pytest.fixture
 def resume(monkeypatch):
-  spec = importlib.util.spec_from_file_location("resume", ROOT / "examples/resume.py")
+  spec = importlib.util.spec_from_file_location(
+    "resume", ROOT / "examples/resume.py"
+  )
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # conftest's devices
+  monkeypatch.setattr(
+    jax.config, "update", lambda name, value: None
+  )  # conftest's devices
   return module
 
 
@@ -529,17 +675,28 @@ def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
     held = resume.train("streaming", 1, 1, 2, tmp_path)
   like = abstract(held)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)
-  wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"])
-  with pytest.raises(ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"):
+  wide = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((*x.shape, 1), x.dtype), like["params"]
+  )
+  with pytest.raises(
+    ValueError, match=r"^params\.embed has shape \(256, 32\) in the checkpoint"
+  ):
     resume.load(tmp_path, 2, {**like, "params": wide})
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert len(files) > 5
   for path in files:
     whole = path.read_bytes()
-    cuts = range(len(whole)) if len(whole) < 200 else {0, 1, len(whole) // 2, len(whole) - 1}
+    cuts = (
+      range(len(whole))
+      if len(whole) < 200
+      else {0, 1, len(whole) // 2, len(whole) - 1}
+    )
     for cut in cuts:
       path.write_bytes(whole[:cut])
-      with pytest.raises(ValueError, match="2 is not what was saved, so it is not used: delete it"):
+      with pytest.raises(
+        ValueError,
+        match="2 is not what was saved, so it is not used: delete it",
+      ):
         resume.load(tmp_path, 2, like)
     path.write_bytes(whole)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)

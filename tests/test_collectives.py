@@ -13,7 +13,12 @@ import optax
 import pytest
 from support import devices
 
-from optax_accum import accumulate, accumulate_specs, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  accumulate,
+  accumulate_specs,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 from optax_accum import count_collectives as count
 
 ROWS = P("data")
@@ -25,10 +30,14 @@ WHOLE = 64 * 8 * 4
 on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu"])
 
 
-def compiled(fun, *args, platform="cpu", chips=8, in_specs=ROWS, out_specs=ROWS):
+def compiled(
+  fun, *args, platform="cpu", chips=8, in_specs=ROWS, out_specs=ROWS
+):
   """`fun` in a shard_map over the axis "data", compiled."""
   mesh = devices.make_mesh(chips, platform=platform)
-  mapped = jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+  mapped = jax.shard_map(
+    fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
   args = devices.abstract(args, mesh, in_specs)
   return jax.jit(mapped).lower(*args).compile()
 
@@ -38,7 +47,9 @@ def reduced(x):
 
 
 def repeated(fun, times, **kwargs):
-  return lambda x: lax.scan(lambda c, _: (fun(c), None), x, length=times, **kwargs)[0]
+  return lambda x: lax.scan(
+    lambda c, _: (fun(c), None), x, length=times, **kwargs
+  )[0]
 
 
 @on_cpu_and_tpu
@@ -52,7 +63,11 @@ def test_outside_and_inside_a_loop(platform):
   assert report.inside == {"all-reduce": (5, 5 * BYTES)}
   assert report.unknown_trip_counts == ()
   (operation,) = report.operations
-  assert (operation.kind, operation.bytes, operation.executions) == ("all-reduce", BYTES, 5)
+  assert (operation.kind, operation.bytes, operation.executions) == (
+    "all-reduce",
+    BYTES,
+    5,
+  )
   assert operation.shape == "f32[8,8]"
   assert operation.loop.startswith("while")
   assert re.search(r"jit\(.*while/body.*psum", operation.op_name)
@@ -82,9 +97,16 @@ def counting(start, test, step):
 @pytest.mark.parametrize(
   ("fun", "times"),
   [
-    (lambda x: lax.fori_loop(2, 11, lambda i, x: reduced(x) * i.astype(x.dtype), x), 9),
     (
-      lambda x: lax.scan(lambda c, y: (reduced(c) * y, y), x, jnp.arange(6.0), reverse=True)[0],
+      lambda x: lax.fori_loop(
+        2, 11, lambda i, x: reduced(x) * i.astype(x.dtype), x
+      ),
+      9,
+    ),
+    (
+      lambda x: lax.scan(
+        lambda c, y: (reduced(c) * y, y), x, jnp.arange(6.0), reverse=True
+      )[0],
       6,
     ),
     (repeated(reduced, 6, unroll=2), 6),
@@ -109,7 +131,9 @@ def test_loops_that_the_program_fixes(fun, times, platform):
 
 def test_trip_counts_do_not_need_the_compilers_annotation():
   text = compiled(
-    repeated(lambda x: repeated(reduced, 4)(lax.psum(x, "data")), 3), X, platform="cpu"
+    repeated(lambda x: repeated(reduced, 4)(lax.psum(x, "data")), 3),
+    X,
+    platform="cpu",
   ).as_text()
   bare = re.sub(r"known_trip_count", "unrelated", text)
   assert bare != text
@@ -120,7 +144,9 @@ def test_trip_counts_do_not_need_the_compilers_annotation():
 def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
   def fun(x):
     x, _ = lax.while_loop(
-      lambda c: jnp.sum(c[0]) < c[1], lambda c: (repeated(reduced, 3)(c[0]), c[1] - 1.0), (x, 9.0)
+      lambda c: jnp.sum(c[0]) < c[1],
+      lambda c: (repeated(reduced, 3)(c[0]), c[1] - 1.0),
+      (x, 9.0),
     )
     return lax.while_loop(lambda x: jnp.max(x) > 0.5, lambda x: x * 0.5, x)
 
@@ -147,7 +173,9 @@ def settled(x):
   ],
   ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"],
 )
-def test_what_ends_a_cycle_is_told_from_loops(fun, differentiable, times, platform):
+def test_what_ends_a_cycle_is_told_from_loops(
+  fun, differentiable, times, platform
+):
   inner = optax.stateless(lambda updates, _: fun(updates))
   tx = accumulate(inner, 2, differentiable=differentiable)
 
@@ -155,7 +183,9 @@ def test_what_ends_a_cycle_is_told_from_loops(fun, differentiable, times, platfo
     return tx.update(x, tx.init(x), flush=emit)[0]
 
   emit = jax.ShapeDtypeStruct((), jnp.bool_)
-  report = count(compiled(call, emit, X, platform=platform, in_specs=(P(), ROWS)))
+  report = count(
+    compiled(call, emit, X, platform=platform, in_specs=(P(), ROWS))
+  )
   assert report.at_cycle_end == {"all-reduce": (times, times * BYTES)}
   assert report.inside == report.outside == {}
   (operation,) = report.operations
@@ -178,7 +208,9 @@ def test_microbatches_that_are_skipped_end_no_cycle():
     axis_name="data",
   )
   params = X.update(shape=(8, 32))
-  report = count(compiled(cycle, params, X, in_specs=(P(), ROWS), out_specs=P()))
+  report = count(
+    compiled(cycle, params, X, in_specs=(P(), ROWS), out_specs=P())
+  )
   assert report.inside["all-gather"] == (4, 4 * 64 // 4 * 32 * 4)
   assert report.at_cycle_end == {}
   with pytest.raises(AssertionError, match=r"4 a call: all-gather f32\["):
@@ -202,9 +234,21 @@ def test_every_branch_of_a_conditional_counts():
   [
     ("all-gather", 8 * 2**19, lambda x: lax.all_gather(x, "data", tiled=True)),
     # In large pieces: XLA for TPU turns small ones into all-reduces.
-    ("reduce-scatter", 2**19, lambda x: lax.psum_scatter(x, "data", tiled=True)),
-    ("all-to-all", 2**19, lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True)),
-    ("collective-permute", 2**19, lambda x: lax.pshuffle(x, "data", [1, 2, 3, 4, 5, 6, 7, 0])),
+    (
+      "reduce-scatter",
+      2**19,
+      lambda x: lax.psum_scatter(x, "data", tiled=True),
+    ),
+    (
+      "all-to-all",
+      2**19,
+      lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True),
+    ),
+    (
+      "collective-permute",
+      2**19,
+      lambda x: lax.pshuffle(x, "data", [1, 2, 3, 4, 5, 6, 7, 0]),
+    ),
     ("all-reduce", 2**19, lambda x: lax.pmax(x, "data")),
     ("all-reduce", 2**17, lambda x: lax.psum(x.astype(jnp.int8), "data")),
   ],
@@ -238,8 +282,12 @@ def embedding_step(where):
   return step
 
 
-@pytest.mark.parametrize(("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)])
-def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(platform, chips):
+@pytest.mark.parametrize(
+  ("platform", "chips"), [("cpu", 8), ("tpu", 8), ("tpu", 64)]
+)
+def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(
+  platform, chips
+):
   table = jax.ShapeDtypeStruct((100, 16), jnp.float32)
   ids = jax.ShapeDtypeStruct((64 * 12,), jnp.int32)
   reports = {}
@@ -283,11 +331,17 @@ def streaming(gradient, axis_name=None, in_a_scan=False, platform="cpu"):
   """The report on a call of `accumulate` in a shard_map, or on a scan of four."""
   mesh = devices.make_mesh(8, platform=platform)
   tx = accumulate(optax.sgd(0.1), 4, axis_name=axis_name)
-  specs = accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data") if axis_name else P()
+  specs = (
+    accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data")
+    if axis_name
+    else P()
+  )
 
   def call(held, batch):
     params, state = held
-    return tx.apply(gradient(params, batch), state, params), lax.pmean(jnp.mean(batch), "data")
+    return tx.apply(gradient(params, batch), state, params), lax.pmean(
+      jnp.mean(batch), "data"
+    )
 
   def calls(held, batch):
     batches = batch.reshape(4, -1, 32) if in_a_scan else batch
@@ -296,15 +350,22 @@ def streaming(gradient, axis_name=None, in_a_scan=False, platform="cpu"):
   specs = (P(), specs)
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs[1])
   held = PARAMS, jax.eval_shape(init, PARAMS)
-  args = devices.abstract((held, np.zeros((64, 32), np.float32)), mesh, (specs, ROWS))
-  mapped = jax.shard_map(calls, mesh=mesh, in_specs=(specs, ROWS), out_specs=(specs, P()))
+  args = devices.abstract(
+    (held, np.zeros((64, 32), np.float32)), mesh, (specs, ROWS)
+  )
+  mapped = jax.shard_map(
+    calls, mesh=mesh, in_specs=(specs, ROWS), out_specs=(specs, P())
+  )
   return count(jax.jit(mapped).lower(*args).compile())
 
 
 @pytest.mark.parametrize(
-  ("in_a_scan", "platform"), [(False, "cpu"), (False, "tpu"), (True, "cpu"), (True, "tpu")]
+  ("in_a_scan", "platform"),
+  [(False, "cpu"), (False, "tpu"), (True, "cpu"), (True, "tpu")],
 )
-def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(in_a_scan, platform):
+def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(
+  in_a_scan, platform
+):
   report = streaming(of_rows, "data", in_a_scan, platform)
   times = 4 if in_a_scan else 1
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENT)}
@@ -315,12 +376,18 @@ def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(in_a_scan, platf
 
 
 @pytest.mark.parametrize(("in_a_scan", "times"), [(False, 1), (True, 4)])
-def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(in_a_scan, times):
+def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(
+  in_a_scan, times
+):
   report = streaming(of_all, in_a_scan=in_a_scan)
   found = rf"(?s)In every microbatch .*\n  {times} a call: all-reduce .*f32\[32,16\].* from jit\("
-  with pytest.raises(AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""):
+  with pytest.raises(
+    AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""
+  ):
     report.assert_once_per_cycle()
-  report.assert_once_per_cycle(nbytes=GRADIENT + 5)  # the metric may travel along
+  report.assert_once_per_cycle(
+    nbytes=GRADIENT + 5
+  )  # the metric may travel along
 
 
 def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
@@ -344,17 +411,27 @@ def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
 @pytest.mark.parametrize("how", ["always", "unless_empty", "per_microbatch"])
 def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
   """It has a loop, in which the devices exchange parts of what they hold."""
-  tx = optax.stateless(lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g))
+  tx = optax.stateless(
+    lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g)
+  )
   tx = optax.chain(accumulate(tx, 2)) if accumulates else tx
   mesh = devices.make_mesh(8)
-  options = {"weight_fn": lambda x: jnp.sum(x[:, 0])} if how == "unless_empty" else {}
-  options["reduce_gradients"] = "per_microbatch" if how == "per_microbatch" else "per_cycle"
-  step = make_train_step(mean_loss, tx, num_microbatches=4, mesh=mesh, **options)
+  options = (
+    {"weight_fn": lambda x: jnp.sum(x[:, 0])} if how == "unless_empty" else {}
+  )
+  options["reduce_gradients"] = (
+    "per_microbatch" if how == "per_microbatch" else "per_cycle"
+  )
+  step = make_train_step(
+    mean_loss, tx, num_microbatches=4, mesh=mesh, **options
+  )
   args = PARAMS, jax.eval_shape(tx.init, PARAMS), np.zeros((64, 32), np.float32)
   args = devices.abstract(args, mesh, ({"w": P(None, "data")}, P(), ROWS))
   report = count(step.lower(*args).compile())
   assert report.at_cycle_end == {"all-reduce": (3, 3 * 32 * 32 * 4)}
-  assert not report.streaming  # where `accumulate` takes a whole cycle in a call
+  assert (
+    not report.streaming
+  )  # where `accumulate` takes a whole cycle in a call
   if how == "per_microbatch":
     with pytest.raises(AssertionError, match=r"4 a call: .*f32\["):
       report.assert_once_per_cycle()
@@ -364,7 +441,9 @@ def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
 
 
 def test_small_collectives_can_be_left_out():
-  report = count(compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X))
+  report = count(
+    compiled(lambda x: x * lax.psum(jnp.sum(reduced(x)), "data"), X)
+  )
   assert report.outside == {"all-reduce": (2, BYTES + 4)}
   assert report.at_least(4) == report
   assert report.at_least(5).outside == {"all-reduce": (1, BYTES)}
@@ -398,17 +477,30 @@ ADD = """
     ("{}", ()),
     ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
     ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
-    ("mesh['replica'=2,'fsdp'=4] {'replica'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    (
+      "mesh['replica'=2,'fsdp'=4] {'replica'}",
+      ((0, 4), (1, 5), (2, 6), (3, 7)),
+    ),
     ("mesh['replica'=2,'fsdp'=4] {'fsdp'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
-    ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+    (
+      "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
+      ((0, 1, 2, 3), (4, 5, 6, 7)),
+    ),
+    (
+      "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'c'}",
+      ((0, 4), (1, 5), (2, 6), (3, 7)),
+    ),
     ("mesh['a'=8] {'a':(1)2}", ()),  # a part of an axis, as pre-size and size
     ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
   ],
 )
 def test_which_devices_exchange(written, groups):
-  line = f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
-  (found,) = count(module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)).operations
+  line = (
+    f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
+  )
+  (found,) = count(
+    module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)
+  ).operations
   assert found.groups == groups
 
 
@@ -460,15 +552,30 @@ def test_which_devices_exchange(written, groups):
       {"all-reduce": (1, 16 + 12 + 4)},
     ),
     # Dtypes of less than a byte, dynamic dimensions, no elements, tokens.
-    ("  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)", {"all-gather": (1, 5)}),
-    ("  ROOT %r = u2[4]{0} collective-broadcast(%p)", {"collective-broadcast": (1, 1)}),
+    (
+      "  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)",
+      {"all-gather": (1, 5)},
+    ),
+    (
+      "  ROOT %r = u2[4]{0} collective-broadcast(%p)",
+      {"collective-broadcast": (1, 1)},
+    ),
     ("  ROOT %r = f4e2m1fn[16]{0} all-gather(%p)", {"all-gather": (1, 8)}),
     ("  ROOT %r = f8e4m3fn[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
     ("  ROOT %r = pred[16]{0} all-gather(%p)", {"all-gather": (1, 16)}),
-    ("  ROOT %r = c64[2]{0} all-reduce(%p), to_apply=%add", {"all-reduce": (1, 16)}),
-    ("  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)", {"ragged-all-to-all": (1, 128)}),
+    (
+      "  ROOT %r = c64[2]{0} all-reduce(%p), to_apply=%add",
+      {"all-reduce": (1, 16)},
+    ),
+    (
+      "  ROOT %r = f64[<=8,2]{1,0} ragged-all-to-all(%p)",
+      {"ragged-all-to-all": (1, 128)},
+    ),
     ("  ROOT %r = f32[0,5]{1,0} all-gather(%p)", {"all-gather": (1, 0)}),
-    ("  ROOT %r = (f32[2]{0}, token[]) all-reduce(%p), to_apply=%add", {"all-reduce": (1, 8)}),
+    (
+      "  ROOT %r = (f32[2]{0}, token[]) all-reduce(%p), to_apply=%add",
+      {"all-reduce": (1, 8)},
+    ),
     # What may run it: both spellings of a conditional, calls, custom calls. Not a reducer.
     (
       "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), branch_computations={%wrapped, %wrapped}",
@@ -479,7 +586,10 @@ def test_which_devices_exchange(written, groups):
       " false_computation=%add",
       {"all-to-all": (1, 16)},
     ),
-    ("  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped", {"all-to-all": (1, 16)}),
+    (
+      "  ROOT %r = f32[4]{0} call(%p), to_apply=%wrapped",
+      {"all-to-all": (1, 16)},
+    ),
     (
       "  %s = ((f32[4]{0}), f32[4]{0}, u32[]) call-start(%p), to_apply=%wrapped\n"
       "  ROOT %d = f32[4]{0} call-done(%s)",
@@ -492,8 +602,14 @@ def test_which_devices_exchange(written, groups):
       {"all-to-all": (1, 16)},
     ),
     # Text that only looks like it.
-    ('  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}', {}),
-    ('  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"', {}),
+    (
+      '  ROOT %r = f32[4]{0} add(%p, %p), metadata={op_name="x = f32[4] all-reduce("}',
+      {},
+    ),
+    (
+      '  ROOT %r = f32[4]{0} custom-call(%p), backend_config="calls=%wrapped"',
+      {},
+    ),
     ("  %all-reduce.1 = f32[4]{0} get-tuple-element(%p), index=0", {}),
     # Without percent signs.
     (
@@ -526,8 +642,14 @@ backend_config={{"async_collective_fusion_config":{{"flag_start":"2","flag_end":
 }}
 """
   parts = "".join(
-    part.format(name=name, target=f', custom_call_target="{target}"' if target else "")
-    for name, target in [("a", "AsyncCollectiveStart"), ("b", ""), ("c", "AsyncCollectiveDone")]
+    part.format(
+      name=name, target=f', custom_call_target="{target}"' if target else ""
+    )
+    for name, target in [
+      ("a", "AsyncCollectiveStart"),
+      ("b", ""),
+      ("c", "AsyncCollectiveDone"),
+    ]
   )
   entry = (
     "  %p = f32[4]{0} parameter(0)\n"
@@ -558,7 +680,13 @@ def test_a_reduce_scatter_that_is_a_fusion_of_an_all_reduce():
 
 
 def counting_text(
-  start, direction, limit, step, limit_on_the_left=False, annotation="", moved="%i, %step"
+  start,
+  direction,
+  limit,
+  step,
+  limit_on_the_left=False,
+  annotation="",
+  moved="%i, %step",
 ):
   """A loop that compares a counter with a limit; collectives are in its body and condition."""
   operands = "%limit, %i" if limit_on_the_left else "%i, %limit"
@@ -600,7 +728,9 @@ def trips_of(report):
 KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
 
 
-@pytest.mark.parametrize("annotation", ["", KNOWN.format(5)], ids=["counter", "annotated"])
+@pytest.mark.parametrize(
+  "annotation", ["", KNOWN.format(5)], ids=["counter", "annotated"]
+)
 def test_the_condition_of_a_loop_runs_once_more_than_its_body(annotation):
   report = count(counting_text(0, "LT", 5, 1, annotation=annotation))
   assert report.inside == {"all-reduce": (5, 5 * 16), "all-to-all": (6, 6 * 16)}
@@ -623,7 +753,9 @@ def test_the_condition_of_a_loop_runs_once_more_than_its_body(annotation):
 )
 def test_a_loop_of_no_trips_runs_its_condition_only(text):
   report = count(text)
-  assert {c.kind: c.executions for c in report.operations if c.executions} == {"all-to-all": 1}
+  assert {c.kind: c.executions for c in report.operations if c.executions} == {
+    "all-to-all": 1
+  }
   assert sum(total.bytes for total in report.inside.values()) == 16
   assert report.unknown_trip_counts == ()
 
@@ -638,7 +770,9 @@ def test_a_condition_that_is_called():
 %condition ("""
   text = counting_text(0, "LT", 5, 1).replace("\n%condition (", called)
   compared = "%test = pred[] compare(%i, %limit), direction=LT"
-  text = text.replace(compared, "%test = pred[] call(%i, %limit), to_apply=%less")
+  text = text.replace(
+    compared, "%test = pred[] call(%i, %limit), to_apply=%less"
+  )
   assert trips_of(count(text)) == 5
 
 
@@ -647,23 +781,41 @@ COMPARE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("limit_on_the_left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize(
+  "limit_on_the_left", [False, True], ids=["right", "left"]
+)
 @pytest.mark.parametrize("direction", COMPARE)
-def test_trip_counts_of_counters_that_count_up_or_down(direction, limit_on_the_left):
+def test_trip_counts_of_counters_that_count_up_or_down(
+  direction, limit_on_the_left
+):
   ordered = direction != "NE"
   up = (direction in ("LT", "LE")) != limit_on_the_left  # the way to the limit
   steps = [step for step in (1, 3, -1, -2) if not ordered or (step > 0) == up]
-  for start, step, distance in itertools.product((-3, 0, 7), steps, range(-2 * ordered, 9)):
-    limit = start + (distance if step > 0 else -distance) if ordered else start + distance * step
+  for start, step, distance in itertools.product(
+    (-3, 0, 7), steps, range(-2 * ordered, 9)
+  ):
+    limit = (
+      start + (distance if step > 0 else -distance)
+      if ordered
+      else start + distance * step
+    )
 
     def runs(i, limit=limit):
-      return COMPARE[direction](*((limit, i) if limit_on_the_left else (i, limit)))
+      return COMPARE[direction](
+        *((limit, i) if limit_on_the_left else (i, limit))
+      )
 
     trips = len(list(itertools.takewhile(runs, itertools.count(start, step))))
     for moved in ("%i, %step", "%step, %i"):
-      text = counting_text(start, direction, limit, step, limit_on_the_left, moved=moved)
+      text = counting_text(
+        start, direction, limit, step, limit_on_the_left, moved=moved
+      )
       report = count(text)
-      assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (start, limit, step)
+      assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (
+        start,
+        limit,
+        step,
+      )
 
 
 @pytest.mark.parametrize(

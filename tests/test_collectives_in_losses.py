@@ -9,7 +9,14 @@ import mesh_draws
 import numpy as np
 import pytest
 from support import collective_losses as losses
-from support.collective_losses import DIVIDED, EITHER, REDUCED, RIGHT, TABLE, WITHIN
+from support.collective_losses import (
+  DIVIDED,
+  EITHER,
+  REDUCED,
+  RIGHT,
+  TABLE,
+  WITHIN,
+)
 
 from optax_accum import _versions
 
@@ -22,7 +29,11 @@ MESSAGES = {
 }
 # Valid rows on each device.
 EQUAL, UNEVEN, EMPTY = (8, 8, 8, 8), (8, 3, 5, 1), (8, 0, 5, 0)
-FOUR, WHOLE, RAGGED = {"num_microbatches": 4}, {"num_microbatches": 1}, {"microbatch_size": 5}
+FOUR, WHOLE, RAGGED = (
+  {"num_microbatches": 4},
+  {"num_microbatches": 1},
+  {"microbatch_size": 5},
+)
 
 
 @pytest.fixture(autouse=True)
@@ -38,22 +49,32 @@ def named(verdict):
 @functools.cache
 def expected(name, valid, **options):
   row, batch = TABLE[name], losses.make_batch(valid)
-  return losses.expected(row.fun, losses.make_params(), batch, DEVICES, alone=row.alone, **options)
+  return losses.expected(
+    row.fun, losses.make_params(), batch, DEVICES, alone=row.alone, **options
+  )
 
 
 def assert_right(name, entry, valids, **options):
   split = {
-    k: v for k, v in options.items() if k in ("num_microbatches", "microbatch_size", "weighs")
+    k: v
+    for k, v in options.items()
+    if k in ("num_microbatches", "microbatch_size", "weighs")
   }
   run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **options)
   for valid in valids:
     actual = run(losses.make_params(), losses.make_batch(valid))
-    assert losses.error_of(actual, expected(name, valid, **split)) < TOLERANCE, valid
+    assert (
+      losses.error_of(actual, expected(name, valid, **split)) < TOLERANCE
+    ), valid
 
 
 def entries_of(names):
-  typed = [name for name in names if TABLE[name].typed][::3]  # these differ from others in casts
-  return [(name, "mesh") for name in names] + [(name, "shard_map, typed") for name in typed]
+  typed = [name for name in names if TABLE[name].typed][
+    ::3
+  ]  # these differ from others in casts
+  return [(name, "mesh") for name in names] + [
+    (name, "shard_map, typed") for name in typed
+  ]
 
 
 @pytest.mark.parametrize(("name", "entry"), entries_of(named(RIGHT)))
@@ -74,12 +95,20 @@ def test_what_may_be_refused_is_right_where_it_is_not(name, entry):
 
 def test_weights_that_are_ignored_show():
   for valid in (UNEVEN, EMPTY):
-    for name in ("psum: batch norm", "own + pmean(aux)", "ppermute: features of the neighbour"):
+    for name in (
+      "psum: batch norm",
+      "own + pmean(aux)",
+      "ppermute: features of the neighbour",
+    ):
       wrong = expected(name, valid, weighs=False, **FOUR)
       assert losses.error_of(wrong, expected(name, valid, **FOUR)) > 1e-2
 
 
-OF_EACH_KIND = ("psum: batch norm", "all_gather: contrastive", "own + pmean(aux)")
+OF_EACH_KIND = (
+  "psum: batch norm",
+  "all_gather: contrastive",
+  "own + pmean(aux)",
+)
 OF_EACH_KIND += ("sum / pmean(count)",)
 
 
@@ -104,17 +133,26 @@ def test_a_whole_batch_with_weights(name):
 
 @pytest.mark.parametrize("entry", losses.ENTRIES)
 @pytest.mark.parametrize(
-  "name", ["no collective", "psum: batch norm", "ppermute: features of the neighbour"]
+  "name",
+  ["no collective", "psum: batch norm", "ppermute: features of the neighbour"],
 )
 def test_a_nan_leaves_out_the_microbatch_on_all_devices(name, entry):
   """Unless the loss sends nothing: then on its device alone."""
   row, batch = TABLE[name], losses.make_batch(UNEVEN)
-  batch["x"][losses.ROWS + 1] = np.nan  # in the second microbatch of the second device
+  batch["x"][losses.ROWS + 1] = (
+    np.nan
+  )  # in the second microbatch of the second device
   params = losses.make_params()
-  run = losses.gradient_function(row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR)
-  wanted = losses.expected(row.fun, params, batch, DEVICES, alone=row.alone, **FOUR)
+  run = losses.gradient_function(
+    row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR
+  )
+  wanted = losses.expected(
+    row.fun, params, batch, DEVICES, alone=row.alone, **FOUR
+  )
   assert losses.error_of(run(params, batch), wanted) < TOLERANCE
-  other = losses.expected(row.fun, params, batch, DEVICES, alone=not row.alone, **FOUR)
+  other = losses.expected(
+    row.fun, params, batch, DEVICES, alone=not row.alone, **FOUR
+  )
   assert losses.error_of(other, wanted) > 1e-3
 
 
@@ -132,7 +170,9 @@ REFUSED = [(name, word) for word in MESSAGES for name in named(word)]
 def test_a_loss_of_all_devices_is_refused(name, word):
   params, batch = losses.make_params(), losses.make_batch(UNEVEN)
   for entry in [
-    entry for entry in losses.ENTRIES if TABLE[name].typed or entry != "shard_map, typed"
+    entry
+    for entry in losses.ENTRIES
+    if TABLE[name].typed or entry != "shard_map, typed"
   ]:
     run = losses.gradient_function(TABLE[name].fun, entry, DEVICES, **FOUR)
     with pytest.raises(ValueError, match=MESSAGES[word]):
@@ -149,14 +189,24 @@ def by_count(fun, params, batch):
   """Sends as often as the device has valid rows."""
   steps = jnp.sum(batch["mask"]).astype(jnp.int32)
   add = lambda _, total: total + fun(lax.stop_gradient(params), batch)  # noqa: E731
-  return losses.plain(params, batch) + lax.fori_loop(0, steps, add, jnp.zeros(()))
+  return losses.plain(params, batch) + lax.fori_loop(
+    0, steps, add, jnp.zeros(())
+  )
 
 
 def until_large(fun, params, batch):
   """Sends until its own sum is large, which begins with a constant."""
   own = jnp.mean(jnp.abs(lax.stop_gradient(batch["x"])))
-  add = lambda held: (held[0] + own, held[1] + fun(lax.stop_gradient(params), batch))  # noqa: E731
-  held = lax.while_loop(lambda held: held[0] < 3, add, (jnp.zeros(()), jnp.zeros(())))
+
+  def add(held):
+    return (
+      held[0] + own,
+      held[1] + fun(lax.stop_gradient(params), batch),
+    )
+
+  held = lax.while_loop(
+    lambda held: held[0] < 3, add, (jnp.zeros(()), jnp.zeros(()))
+  )
   return losses.plain(params, batch) + held[1]
 
 
@@ -167,16 +217,22 @@ def test_what_devices_would_wait_for_is_refused(sends):
     loss = functools.partial(sends, fun)
     run = losses.gradient_function(loss, "mesh", DEVICES, **FOUR)
     if refused:
-      with pytest.raises(ValueError, match="whose condition differs between the devices"):
+      with pytest.raises(
+        ValueError, match="whose condition differs between the devices"
+      ):
         run(losses.make_params(), losses.make_batch(UNEVEN))
     else:
       run(losses.make_params(), losses.make_batch(UNEVEN))
 
 
 def test_a_weight_would_be_rounded_to_a_narrow_loss():
-  half = lambda params, batch: TABLE["psum: batch norm"].fun(params, batch).astype(jnp.bfloat16)  # noqa: E731
+  def half(params, batch):
+    return TABLE["psum: batch norm"].fun(params, batch).astype(jnp.bfloat16)
+
   run = losses.gradient_function(half, "mesh", DEVICES, **FOUR)
-  with pytest.raises(TypeError, match="bfloat16, to which its weight would be rounded"):
+  with pytest.raises(
+    TypeError, match="bfloat16, to which its weight would be rounded"
+  ):
     run(losses.make_params(), losses.make_batch(UNEVEN))
 
 

@@ -11,7 +11,13 @@ from support.devices import make_mesh
 
 from optax_accum import make_train_step, microbatch
 
-ROWS, SIZE, LENGTH, WIDTH, EXPERTS = 40, 16, 3, 4, 3  # 40 rows are ragged on 1, 2 and 8 devices
+ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (
+  40,
+  16,
+  3,
+  4,
+  3,
+)  # 40 rows are ragged on 1, 2 and 8 devices
 LABELLED = (3, 5, 31)
 TX = optax.sgd(0.5)
 
@@ -25,7 +31,11 @@ def x64():
 @pytest.fixture(scope="module")
 def params():
   rng = np.random.default_rng(0)
-  shapes = {"trunk": (WIDTH, WIDTH), "router": (WIDTH, EXPERTS), "second": (WIDTH,)}
+  shapes = {
+    "trunk": (WIDTH, WIDTH),
+    "router": (WIDTH, EXPERTS),
+    "second": (WIDTH,),
+  }
   return {name: rng.normal(size=shape) for name, shape in shapes.items()}
 
 
@@ -46,7 +56,9 @@ def sums_of(params, batch):
   return {
     "tokens": jnp.sum(jnp.sum(x**2, axis=-1), where=batch["valid"]),
     "router": jnp.sum(jax.nn.logsumexp(x @ params["router"], axis=-1) ** 2),
-    "second": jnp.sum((jnp.mean(x, axis=1) @ params["second"] - 1) ** 2, where=batch["labelled"]),
+    "second": jnp.sum(
+      (jnp.mean(x, axis=1) @ params["second"] - 1) ** 2, where=batch["labelled"]
+    ),
   }
 
 
@@ -70,7 +82,9 @@ def loss_fn(params, batch, totals):
 
 def own_totals(params, batch, totals):
   """What people write: a microbatch divides by what it has, and 1 where it has nothing."""
-  return loss_fn(params, batch, jax.tree.map(lambda n: jnp.maximum(n, 1.0), counts_of(batch)))
+  return loss_fn(
+    params, batch, jax.tree.map(lambda n: jnp.maximum(n, 1.0), counts_of(batch))
+  )
 
 
 AUX = {"terms": "sum", "labelled": "stack"}
@@ -87,7 +101,9 @@ def make_step(loss_fn, count, **options):
 def run(step, params, batch, totals):
   """Parameters, loss and terms after a step, and the labelled rows of each microbatch."""
   new, _, metrics = jax.device_get(step(params, TX.init(params), batch, totals))
-  return (new, metrics["loss"], metrics["aux"]["terms"]), metrics["aux"]["labelled"]
+  return (new, metrics["loss"], metrics["aux"]["terms"]), metrics["aux"][
+    "labelled"
+  ]
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +113,18 @@ def whole_batch(params, batch):
     totals = counts_of(batch)
     step = oracle.whole_batch_step(lambda *args: loss_fn(*args, totals)[0], TX)
     new, _, metrics = step(params, TX.init(params), batch)
-    return jax.device_get((new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"]))
+    return jax.device_get(
+      (new, metrics["loss"], loss_fn(params, batch, totals)[1]["terms"])
+    )
 
 
 devices = pytest.mark.parametrize("count", [1, 8])
 
 
 @devices
-def test_sums_over_totals_are_the_whole_batchs_step(count, params, batch, whole_batch):
+def test_sums_over_totals_are_the_whole_batchs_step(
+  count, params, batch, whole_batch
+):
   step = make_step(loss_fn, count, microbatch_size=SIZE, **EXACT)
   actual, labelled = run(step, params, batch, counts_of(batch))
   assert 0 in labelled
@@ -134,13 +154,20 @@ def test_sums_over_totals_are_the_whole_batchs_step(count, params, batch, whole_
 def sums_with_shares(params, batch):
   probabilities, chosen = shares_of(params, batch)
   terms = {"probabilities": probabilities, "chosen": chosen}
-  return {**sums_of(params, batch), **terms, "valid": jnp.sum(batch["valid"]).astype(jnp.float64)}
+  return {
+    **sums_of(params, batch),
+    **terms,
+    "valid": jnp.sum(batch["valid"]).astype(jnp.float64),
+  }
 
 
 def router_loss(sums_of_all):
   def loss_fn(params, batch):
     all_sums = sums_of_all(params, batch)
-    router = jnp.sum(all_sums["probabilities"] * all_sums["chosen"]) / all_sums["valid"] ** 2
+    router = (
+      jnp.sum(all_sums["probabilities"] * all_sums["chosen"])
+      / all_sums["valid"] ** 2
+    )
     return all_sums["tokens"] / all_sums["valid"] + router
 
   return loss_fn
@@ -149,7 +176,9 @@ def router_loss(sums_of_all):
 def once(loss_fn, params, batch):
   """A step on the whole batch."""
   with jax.enable_x64(True):
-    return oracle.take_steps(oracle.whole_batch_step(loss_fn, TX), TX, params, [batch])
+    return oracle.take_steps(
+      oracle.whole_batch_step(loss_fn, TX), TX, params, [batch]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,15 +189,23 @@ def by_router(params, batch):
 @devices
 def test_a_router_beside_a_token_mean(count, params, batch, by_router):
   """All sums of the whole batch are taken first, also over devices: the loss is then a mean."""
-  options = {"reduction": "sum", "batch_argnums": 1, "microbatch_size": SIZE // count}
+  options = {
+    "reduction": "sum",
+    "batch_argnums": 1,
+    "microbatch_size": SIZE // count,
+  }
   in_parts = microbatch(sums_with_shares, **options)
 
   def over_devices(params, batch):
-    return jax.tree.map(lambda x: lax.all_gather(x, "data").sum(0), in_parts(params, batch))
+    return jax.tree.map(
+      lambda x: lax.all_gather(x, "data").sum(0), in_parts(params, batch)
+    )
 
   loss_fn = router_loss(in_parts if count == 1 else over_devices)
   step = make_step(loss_fn, count, num_microbatches=1)
-  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), by_router, 1e-12)
+  trees.assert_close(
+    oracle.take_steps(step, TX, params, [batch]), by_router, 1e-12
+  )
   if count > 1:  # what is gathered on every device is counted by every device
     step = make_step(loss_fn, count, num_microbatches=1, reduction="sum")
     wrong = oracle.take_steps(step, TX, params, [batch])
@@ -177,7 +214,9 @@ def test_a_router_beside_a_token_mean(count, params, batch, by_router):
 
 def shares_of(params, batch):
   """By expert, over tokens: the sum of the probabilities, and how many choose it."""
-  probabilities = jax.nn.softmax(jnp.tanh(batch["x"] @ params["trunk"]) @ params["router"])
+  probabilities = jax.nn.softmax(
+    jnp.tanh(batch["x"] @ params["trunk"]) @ params["router"]
+  )
   chosen = jax.nn.one_hot(jnp.argmax(probabilities, axis=-1), EXPERTS)
   return jnp.sum(probabilities, axis=(0, 1)), jnp.sum(chosen, axis=(0, 1))
 
@@ -185,8 +224,12 @@ def shares_of(params, batch):
 def balance(shares_of, axis_name=None):
   def loss_fn(params, batch):
     shares = shares_of(params, batch)
-    if axis_name is not None:  # gathered, because a loss that is reduced by psum is refused
-      shares = jax.tree.map(lambda x: jnp.sum(lax.all_gather(x, axis_name), axis=0), shares)
+    if (
+      axis_name is not None
+    ):  # gathered, because a loss that is reduced by psum is refused
+      shares = jax.tree.map(
+        lambda x: jnp.sum(lax.all_gather(x, axis_name), axis=0), shares
+      )
     probability, chosen = (x / jnp.sum(x) for x in shares)
     return EXPERTS * jnp.sum(probability * chosen)
 
@@ -199,11 +242,21 @@ def by_balance(params, batch):
 
 
 @devices
-def test_a_product_of_means_is_a_function_of_sums_in_microbatches(count, params, batch, by_balance):
-  options = {"reduction": "sum", "batch_argnums": 1, "microbatch_size": SIZE // count}
-  whole = balance(microbatch(shares_of, **options), None if count == 1 else "data")
+def test_a_product_of_means_is_a_function_of_sums_in_microbatches(
+  count, params, batch, by_balance
+):
+  options = {
+    "reduction": "sum",
+    "batch_argnums": 1,
+    "microbatch_size": SIZE // count,
+  }
+  whole = balance(
+    microbatch(shares_of, **options), None if count == 1 else "data"
+  )
   step = make_step(whole, count, num_microbatches=1)
-  trees.assert_close(oracle.take_steps(step, TX, params, [batch]), by_balance, 1e-12)
+  trees.assert_close(
+    oracle.take_steps(step, TX, params, [batch]), by_balance, 1e-12
+  )
   if count == 1:
     step = make_step(balance(shares_of), count, microbatch_size=SIZE)
     wrong = oracle.take_steps(step, TX, params, [batch])

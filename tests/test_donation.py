@@ -26,7 +26,11 @@ MESHES = {
 
 def everywhere(name, *values):
   """Every mesh, with each of the `values`: the first is all that there is without one."""
-  cases = [(at, value) for at, mesh in MESHES.items() for value in values[: 3 if mesh else 1]]
+  cases = [
+    (at, value)
+    for at, mesh in MESHES.items()
+    for value in values[: 3 if mesh else 1]
+  ]
   return pytest.mark.parametrize(("at", name), cases)
 
 
@@ -75,7 +79,9 @@ def expected(tx, fun=towards):
 def moved_along():
   """What a teacher that is the parameters comes to: no gradient but that of the first step."""
   moved = make_train_step(
-    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)), MOMENTUM, num_microbatches=2
+    lambda p, x: towards(p, x, jax.lax.stop_gradient(p)),
+    MOMENTUM,
+    num_microbatches=2,
   )
   return steps(moved, init_params(), MOMENTUM.init(init_params()))
 
@@ -84,10 +90,14 @@ def moved_along():
 def test_a_teacher_that_starts_as_the_parameters(at, on_mesh):
   tx, mesh = MOMENTUM, MESHES[at]
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params = teacher = jax.device_put(init_params(), jax.devices()[0])  # which jit would not move
+  params = teacher = jax.device_put(
+    init_params(), jax.devices()[0]
+  )  # which jit would not move
   if mesh and on_mesh != "neither":
     params = devices.put(teacher, mesh)
-  if mesh and on_mesh == "both":  # each shares the buffer that `teacher` has on the first device
+  if (
+    mesh and on_mesh == "both"
+  ):  # each shares the buffer that `teacher` has on the first device
     teacher = devices.put(teacher, mesh)
   actual = steps(step, params, tx.init(params), teacher)
   trees.assert_close(actual, expected(tx), 1e-6)
@@ -103,7 +113,9 @@ def grows(params, x):
 
 
 @everywhere("put", False, True)
-def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(at, put):
+def test_a_state_that_holds_the_parameters_as_they_were_before_they_were_placed(
+  at, put
+):
   mesh, tx, fun = MESHES[at], REMEMBER, grows
   params = init_params()
   state = tx.init(params)
@@ -118,11 +130,15 @@ def test_copies_are_sharded_as_the_array_and_compile_nothing_anew(kind):
   mesh, tx = make_mesh(4, kind=kind), optax.sgd(0.1)
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
   params = teacher = {
-    "w": devices.put(jnp.arange(1.0, 5.0), mesh, jax.sharding.PartitionSpec("data")),
+    "w": devices.put(
+      jnp.arange(1.0, 5.0), mesh, jax.sharding.PartitionSpec("data")
+    ),
     "b": devices.put(jnp.float32(0.5), mesh),
   }
   params, state, _ = step(params, tx.init(params), X, teacher)
-  assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(lambda x: x.sharding, teacher)
+  assert jax.tree.map(lambda x: x.sharding, params) == jax.tree.map(
+    lambda x: x.sharding, teacher
+  )
   with compilations() as programs:
     step(params, state, X, teacher)
   assert programs == []
@@ -131,7 +147,10 @@ def test_copies_are_sharded_as_the_array_and_compile_nothing_anew(kind):
 def test_what_stands_once_is_donated_and_not_copied():
   mesh, tx = make_mesh(4), optax.sgd(0.1, momentum=0.9)
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params, teacher = devices.put(init_params(), mesh), devices.put(copy_of(init_params()), mesh)
+  params, teacher = (
+    devices.put(init_params(), mesh),
+    devices.put(copy_of(init_params()), mesh),
+  )
   state = devices.put(tx.init(params), mesh)
   step(params, state, X, teacher)
   assert all(x.is_deleted() for x in jax.tree.leaves((params, state)))
@@ -141,7 +160,10 @@ def test_what_stands_once_is_donated_and_not_copied():
 @pytest.mark.parametrize("at", ["mesh1", "mesh8", "explicit"])
 def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(at):
   tx, mesh, results = optax.sgd(0.1, momentum=0.9), MESHES[at], []
-  for one_device in (lambda p: p.addressable_data(0), lambda p: jnp.asarray(np.array(p))):
+  for one_device in (
+    lambda p: p.addressable_data(0),
+    lambda p: jnp.asarray(np.array(p)),
+  ):
     step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
     params = devices.put(init_params(), mesh)
     state = tx.init(params)
@@ -152,9 +174,13 @@ def test_a_teacher_on_one_device_that_shares_its_part_of_the_parameters(at):
   np.testing.assert_array_equal(results[0]["w"], results[1]["w"])
 
 
-def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypatch):
+def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(
+  monkeypatch,
+):
   looked_at, buffers = [], donation._buffers
-  monkeypatch.setattr(donation, "_buffers", lambda x: looked_at.append(x) or buffers(x))
+  monkeypatch.setattr(
+    donation, "_buffers", lambda x: looked_at.append(x) or buffers(x)
+  )
   mesh, params = make_mesh(8), init_params()
   step = make_train_step(towards, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
   state = optax.sgd(0.1).init(params)
@@ -171,17 +197,25 @@ def test_a_batch_that_is_spread_is_not_looked_for_among_the_parameters(monkeypat
 
 def test_a_shard_of_the_parameters_without_a_mesh(monkeypatch):
   copied, copy = [], donation._copied
-  monkeypatch.setattr(donation, "_copied", lambda x: copied.append(x.shape) or copy(x))
+  monkeypatch.setattr(
+    donation, "_copied", lambda x: copied.append(x.shape) or copy(x)
+  )
   mesh, tx = make_mesh(4), optax.sgd(0.1)
   fun = lambda p, x, t: jnp.mean(x) * jnp.sum((p.reshape(4, 2) - t[None]) ** 2)  # noqa: E731
   step = make_train_step(fun, tx, num_microbatches=2)
   params = devices.put(jnp.ones(8), mesh, P("data"))
-  params, state, _ = step(params, tx.init(params), X, devices.put(jnp.zeros(2), mesh))
-  parts = [shard.data for shard in params.addressable_shards]  # alike on all devices
+  params, state, _ = step(
+    params, tx.init(params), X, devices.put(jnp.zeros(2), mesh)
+  )
+  parts = [
+    shard.data for shard in params.addressable_shards
+  ]  # alike on all devices
   teacher = jax.make_array_from_single_device_arrays((2,), whole(mesh), parts)
   held = jax.device_get(teacher)
   step.lower(params, state, X, teacher)
-  assert copied == [(8,)]  # else XLA is donated what it also reads, and ends the process
+  assert copied == [
+    (8,)
+  ]  # else XLA is donated what it also reads, and ends the process
   step(params, state, X, teacher)
   np.testing.assert_array_equal(teacher, held)
 
@@ -194,7 +228,9 @@ def test_a_batch_that_shares_a_buffer_with_the_state_lives_on():
 
   step = make_train_step(fun, tx, num_microbatches=2, mesh=mesh)
   x = jax.device_put(jnp.arange(8.0), jax.devices()[0])
-  trace = devices.put(x, mesh)  # whose part on the first device may be the buffer of x
+  trace = devices.put(
+    x, mesh
+  )  # whose part on the first device may be the buffer of x
   state = tx.init(jnp.ones(8))
   state = jax.tree.map(lambda s: trace if s.shape == (8,) else s, state)
   step(jnp.ones(8), state, {"x": x})
@@ -206,9 +242,13 @@ REVERSED = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("data",))
 
 @pytest.mark.parametrize("inside", ["teacher", "state", "lbfgs"])
 def test_a_mesh_whose_first_device_is_not_where_arrays_start(inside):
-  tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(inside, optax.lbfgs(linesearch=None))
+  tx = {"teacher": optax.sgd(0.1), "state": remember()}.get(
+    inside, optax.lbfgs(linesearch=None)
+  )
   fun = (
-    towards if inside == "teacher" else lambda p, x: towards(p, x, jax.tree.map(jnp.ones_like, p))
+    towards
+    if inside == "teacher"
+    else lambda p, x: towards(p, x, jax.tree.map(jnp.ones_like, p))
   )
   results = []
   for mesh in (None, REVERSED):
@@ -236,7 +276,11 @@ AGAIN = {
 @pytest.mark.parametrize(
   ("mesh", "again", "when"),
   [
-    (mesh, again, 2 * ((i + j) % 2))  # each way on each mesh, and all at once or later
+    (
+      mesh,
+      again,
+      2 * ((i + j) % 2),
+    )  # each way on each mesh, and all at once or later
     for i, mesh in enumerate((None, make_mesh(8), REVERSED))
     for j, again in enumerate(AGAIN)
   ],
@@ -244,12 +288,18 @@ AGAIN = {
 def test_a_teacher_that_is_made_anew_of_the_same_buffers(mesh, again, when):
   tx, x = optax.sgd(0.1, momentum=0.9), X
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params = init_params() if mesh is None else jax.device_put(init_params(), whole(mesh))
+  params = (
+    init_params()
+    if mesh is None
+    else jax.device_put(init_params(), whole(mesh))
+  )
   state, teacher = tx.init(params), copy_of(params)
   for i in range(4):
     if i == when:
       held = jax.device_get(params)
-      teacher = jax.tree.map(lambda p: AGAIN[again](p, mesh and whole(mesh, p.ndim)), params)
+      teacher = jax.tree.map(
+        lambda p: AGAIN[again](p, mesh and whole(mesh, p.ndim)), params
+      )
     params, state, _ = step(params, state, x, teacher)
   trees.assert_close(jax.device_get(teacher), held, 0)
 
@@ -260,7 +310,9 @@ def whole(mesh, ndim=0):
 
 def test_two_arrays_of_one_buffer_that_were_arguments_before():
   tx, mesh = optax.sgd(0.1), make_mesh(8)
-  step = make_train_step(lambda p, x, a, b: towards(p, x, a), tx, num_microbatches=2, mesh=mesh)
+  step = make_train_step(
+    lambda p, x, a, b: towards(p, x, a), tx, num_microbatches=2, mesh=mesh
+  )
   params = jax.device_put(init_params(), whole(mesh))
   first = jax.device_put(copy_of(params), whole(mesh))
   second = jax.tree.map(lambda p: jax.device_put(p, whole(mesh, p.ndim)), first)

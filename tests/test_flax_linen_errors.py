@@ -20,7 +20,9 @@ def make_state(kind=TrainState, tx=None, **fields):
   params = fields.pop("params", {"w": jnp.ones(())})
   if kind is TrainState:
     fields = {"batch_stats": STATS} | fields
-  return kind.create(apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **fields)
+  return kind.create(
+    apply_fn=None, params=params, tx=tx or optax.sgd(0.1), **fields
+  )
 
 
 def returning(*rest):
@@ -39,14 +41,46 @@ GOOD = {"batch_stats": STATS}
 @pytest.mark.parametrize(
   ("options", "error", "match"),
   [
-    ({"rng_argnums": 2}, TypeError, "has no option 'rng_argnums': Pass keys to the step, as rngs"),
-    ({"carry_reduction": "max"}, ValueError, "carry_reduction combines what mutable names, and"),
-    ({"carry_argnum": 2}, TypeError, "has no option 'carry_argnum': Name collections in mutable"),
-    ({"tx": optax.sgd(0.1)}, TypeError, "has no option 'tx': It is the state's"),
-    ({"microbatches": 2}, TypeError, "has no option 'microbatches': Did you mean num_micro"),
-    ({"mutable": True}, TypeError, r'mutable=True must name collections, .*\("batch_stats",\)'),
-    ({"mutable": ("params",)}, TypeError, r"mutable=\('params',\) must name collections, fields"),
-    ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),
+    (
+      {"rng_argnums": 2},
+      TypeError,
+      "has no option 'rng_argnums': Pass keys to the step, as rngs",
+    ),
+    (
+      {"carry_reduction": "max"},
+      ValueError,
+      "carry_reduction combines what mutable names, and",
+    ),
+    (
+      {"carry_argnum": 2},
+      TypeError,
+      "has no option 'carry_argnum': Name collections in mutable",
+    ),
+    (
+      {"tx": optax.sgd(0.1)},
+      TypeError,
+      "has no option 'tx': It is the state's",
+    ),
+    (
+      {"microbatches": 2},
+      TypeError,
+      "has no option 'microbatches': Did you mean num_micro",
+    ),
+    (
+      {"mutable": True},
+      TypeError,
+      r'mutable=True must name collections, .*\("batch_stats",\)',
+    ),
+    (
+      {"mutable": ("params",)},
+      TypeError,
+      r"mutable=\('params',\) must name collections, fields",
+    ),
+    (
+      {"num_microbatches": 0},
+      ValueError,
+      "num_microbatches=0 must be at least 1",
+    ),
     ({"num_microbatches": None}, ValueError, "give exactly one of the two"),
   ],
 )
@@ -58,17 +92,42 @@ def test_options(options, error, match):
 @pytest.mark.parametrize(
   ("returned", "options", "error", "match"),
   [
-    ((), STATS_ALONE, TypeError, r"with mutable=\('batch_stats',\) .* return \(loss, updates\)\."),
-    ((GOOD,), WITH_AUX, TypeError, r"returned a tuple; .*must return \(loss, \(updates, aux\)\)\."),
+    (
+      (),
+      STATS_ALONE,
+      TypeError,
+      r"with mutable=\('batch_stats',\) .* return \(loss, updates\)\.",
+    ),
+    (
+      (GOOD,),
+      WITH_AUX,
+      TypeError,
+      r"returned a tuple; .*must return \(loss, \(updates, aux\)\)\.",
+    ),
     (
       (GOOD, 1.0),
       STATS_ALONE,
       TypeError,
       r"with .*has_aux=False it must return \(loss, updates\)\.",
     ),
-    (((GOOD, 1.0),), STATS_ALONE, ValueError, r"updates\['batch_stats'\]\['norm'\].* is missing"),
-    ((GOOD,), {}, TypeError, r"returned a tuple; with mutable=\(\) .* return loss\. Name updates"),
-    ((), {"has_aux": True}, TypeError, r"with .*has_aux=True it must return \(loss, aux\)"),
+    (
+      ((GOOD, 1.0),),
+      STATS_ALONE,
+      ValueError,
+      r"updates\['batch_stats'\]\['norm'\].* is missing",
+    ),
+    (
+      (GOOD,),
+      {},
+      TypeError,
+      r"returned a tuple; with mutable=\(\) .* return loss\. Name updates",
+    ),
+    (
+      (),
+      {"has_aux": True},
+      TypeError,
+      r"with .*has_aux=True it must return \(loss, aux\)",
+    ),
     (
       ((GOOD, {"each": jnp.ones(12)}),),
       WITH_AUX,
@@ -81,7 +140,12 @@ def test_options(options, error, match):
       ValueError,
       r"returned, updates\['batch_stats'\].* is missing: return the updates",
     ),
-    ((1.0,), STATS_ALONE, ValueError, r"returned, updates\['batch_stats'\].* is missing"),
+    (
+      (1.0,),
+      STATS_ALONE,
+      ValueError,
+      r"returned, updates\['batch_stats'\].* is missing",
+    ),
     (
       ({**GOOD, "cache": {"key": jnp.ones(2)}},),
       STATS_ALONE,
@@ -193,31 +257,49 @@ def test_states(make, options, error, match):
 )
 def test_rngs_that_are_no_keys(rngs, match):
   step = linen_train_step(returning(), num_microbatches=2)
-  with pytest.raises(TypeError, match=match + r"give a key, such as jax\.random\.key\(0\)"):
+  with pytest.raises(
+    TypeError, match=match + r"give a key, such as jax\.random\.key\(0\)"
+  ):
     step(make_state(), make_batch(np.float32), rngs)
 
 
 def test_a_batch_and_statistics_are_named_as_in_the_call():
-  step = linen_train_step(returning(STATS), mutable="batch_stats", num_microbatches=2)
+  step = linen_train_step(
+    returning(STATS), mutable="batch_stats", num_microbatches=2
+  )
   batch = make_batch(np.float32)
   for call in (step, step.check):
-    with pytest.raises(ValueError, match=r"^batch\['n'\] has shape \(\), without an axis 0"):
+    with pytest.raises(
+      ValueError, match=r"^batch\['n'\] has shape \(\), without an axis 0"
+    ):
       call(make_state(), {**batch, "n": np.float32(1)})
   raw = {"norm": {"key": jax.random.PRNGKey(0)}}
   step = linen_train_step(
-    returning({"batch_stats": raw}), mutable="batch_stats", num_microbatches=2, mesh=make_mesh(2)
+    returning({"batch_stats": raw}),
+    mutable="batch_stats",
+    num_microbatches=2,
+    mesh=make_mesh(2),
   )
-  with pytest.raises(TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"):
+  with pytest.raises(
+    TypeError, match=r"^state\.batch_stats\['norm'\]\['key'\] has dtype uint32"
+  ):
     step(make_state(batch_stats=raw), batch)
 
 
 def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():
   step = linen_train_step(returning(), num_microbatches=5)
-  with pytest.raises(ValueError, match=r"num_microbatches=5 does not divide .*24 rows"):
+  with pytest.raises(
+    ValueError, match=r"num_microbatches=5 does not divide .*24 rows"
+  ):
     step(make_state(), make_batch(np.float32))
-  state = make_state().replace(opt_state=optax.adam(0.1).init({"w": jnp.ones(())}))
+  state = make_state().replace(
+    opt_state=optax.adam(0.1).init({"w": jnp.ones(())})
+  )
   state = state.replace(tx=optax.sgd(0.1, momentum=0.9))
   with pytest.raises(
-    ValueError, match=r"opt_state\[0\]\.trace\['w'\] is missing: the state is not as init makes it"
+    ValueError,
+    match=r"opt_state\[0\]\.trace\['w'\] is missing: the state is not as init makes it",
   ):
-    linen_train_step(returning(), num_microbatches=4)(state, make_batch(np.float32))
+    linen_train_step(returning(), num_microbatches=4)(
+      state, make_batch(np.float32)
+    )

@@ -48,7 +48,9 @@ def make_batch():
 
 
 def loss_fn(model, batch):
-  each = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+  each = optax.softmax_cross_entropy_with_integer_labels(
+    model(batch["x"]), batch["y"]
+  )
   return jnp.sum(each * batch["weight"]) / jnp.sum(batch["weight"])
 
 
@@ -66,7 +68,10 @@ def arrays(x):
   found = jax.tree_util.tree_leaves_with_path(nnx.state(x), is_leaf=is_variable)
   named = {jax.tree_util.keystr(path): x.get_raw_value() for path, x in found}
   is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-  return {n: np.asarray(jax.random.key_data(x) if is_key(x) else x) for n, x in named.items()}
+  return {
+    n: np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    for n, x in named.items()
+  }
 
 
 @nnx.jit
@@ -74,7 +79,9 @@ def hand_written(model, optimizer, parts):
   """A loop over the microbatches, and a step by the weighted mean of their gradients."""
   grads = [nnx.grad(loss_fn)(model, part) for part in parts]
   weights = [total(part) for part in parts]
-  mean = jax.tree.map(lambda *g: sum(map(jnp.multiply, g, weights)) / sum(weights), *grads)
+  mean = jax.tree.map(
+    lambda *g: sum(map(jnp.multiply, g, weights)) / sum(weights), *grads
+  )
   optimizer.update(model, mean)
 
 
@@ -82,20 +89,30 @@ def strided(batch, count):
   return [jax.tree.map(lambda x, i=i: x[i::count], batch) for i in range(count)]
 
 
-@pytest.mark.parametrize(("size", "devices"), [(24, None), (8, None), (5, None), (8, 8)])
+@pytest.mark.parametrize(
+  ("size", "devices"), [(24, None), (8, None), (5, None), (8, 8)]
+)
 def test_steps_are_those_of_the_whole_batch(size, devices):
   mesh = devices and make_mesh(devices)
   with jax.enable_x64(True):
     batch = make_batch()
     model, optimizer = make(Model(nnx.LayerNorm))
     expected, other = make(Model(nnx.LayerNorm))
-    step = nnx_train_step(loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh)
+    step = nnx_train_step(
+      loss_fn, microbatch_size=size, weight_fn=total, mesh=mesh
+    )
     for _ in range(3):
       metrics = step(model, optimizer, batch)
       hand_written(expected, other, [batch])
     trees.assert_close(arrays(model), arrays(expected), 1e-10)
     trees.assert_close(arrays(optimizer), arrays(other), 1e-10)
-    assert set(metrics) == {"loss", "grad_norm", "total_weight", "skipped_microbatches", "stepped"}
+    assert set(metrics) == {
+      "loss",
+      "grad_norm",
+      "total_weight",
+      "skipped_microbatches",
+      "stepped",
+    }
 
 
 def test_the_model_ends_as_after_a_loop_over_the_microbatches():
@@ -117,9 +134,13 @@ def test_over_devices_statistics_are_averaged_with_what_each_counted():
   kernel.set_raw_value(put(kernel.get_raw_value(), mesh, P(None, "model")))
   step = nnx_train_step(loss_fn, microbatch_size=8, weight_fn=total, mesh=mesh)
   step(model, optimizer, batch)
-  assert model.norm.mean.get_raw_value().sharding.is_fully_replicated  # as it came
+  assert (
+    model.norm.mean.get_raw_value().sharding.is_fully_replicated
+  )  # as it came
   means, weights = [], []
-  for rows in np.split(np.arange(ROWS), 4):  # a device has rows that follow one another
+  for rows in np.split(
+    np.arange(ROWS), 4
+  ):  # a device has rows that follow one another
     part = jax.tree.map(lambda x: x[rows], batch)  # noqa: B023
     alone = Model(nnx.BatchNorm)
     for micro in strided(part, 3):
@@ -127,8 +148,12 @@ def test_over_devices_statistics_are_averaged_with_what_each_counted():
         alone(micro["x"])
     means.append(arrays(alone)["['norm']['mean']"])
     weights.append(total(part))
-  expected = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(weights)
-  trees.assert_close(arrays(model)["['norm']['mean']"], np.asarray(expected), 1e-6)
+  expected = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(
+    weights
+  )
+  trees.assert_close(
+    arrays(model)["['norm']['mean']"], np.asarray(expected), 1e-6
+  )
   assert np.abs(np.mean(means, 0) - expected).max() > 1e-3
 
 
@@ -138,11 +163,15 @@ def test_noise_repeats_and_differs_between_microbatches_and_devices(devices):
     return jnp.mean(model(batch)), model.dropout(jnp.ones(64))
 
   mesh = devices and make_mesh(devices)
-  step = nnx_train_step(noise, num_microbatches=2, has_aux=True, aux_reduction="stack", mesh=mesh)
+  step = nnx_train_step(
+    noise, num_microbatches=2, has_aux=True, aux_reduction="stack", mesh=mesh
+  )
   runs = []
   for _ in range(2):
     model, optimizer = make(Model(rate=0.5))
-    runs += [step(model, optimizer, jnp.ones((8, WIDTH)))["aux"] for _ in range(2)]
+    runs += [
+      step(model, optimizer, jnp.ones((8, WIDTH)))["aux"] for _ in range(2)
+    ]
   trees.assert_close(runs[:2], runs[2:], 0)
   rows = np.concatenate([np.asarray(x) for x in runs[:2]])
   assert len(np.unique(rows, axis=0)) == len(rows) == 4 * (devices or 1)
@@ -175,16 +204,22 @@ class Transformed(nnx.Module):
   """Transforms of nnx give back every Variable as a new value, changed or not."""
 
   def __init__(self):
-    stacked = nnx.split_rngs(splits=3)(nnx.vmap(Block, in_axes=(0,), out_axes=0))
+    stacked = nnx.split_rngs(splits=3)(
+      nnx.vmap(Block, in_axes=(0,), out_axes=0)
+    )
     self.blocks, self.block = stacked(nnx.Rngs(0)), Block(nnx.Rngs(1))
     self.head = nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(2))
 
   def __call__(self, x):
     over_layers = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
-    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(self.blocks, x)
+    x = nnx.scan(nnx.remat(lambda block, x: block(x)), **over_layers)(
+      self.blocks, x
+    )
     run = lambda block, x: block(x)  # noqa: E731
     x = nnx.cond(jnp.sum(x) < 1e9, run, run, self.block, x)
-    x = nnx.fori_loop(0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x))[1]
+    x = nnx.fori_loop(
+      0, 2, lambda i, held: (held[0], held[0](held[1])), (self.block, x)
+    )[1]
     return self.head(x)
 
 
@@ -213,7 +248,9 @@ def forward(layer, x):
 
 def backward(kept, cotangents):
   graphdef, state = nnx.split(kept[0])
-  _, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1])
+  _, vjp = jax.vjp(
+    lambda state, x: nnx.merge(graphdef, state)(x), state, kept[1]
+  )
   return vjp(cotangents[1])
 
 
@@ -226,9 +263,17 @@ class SecondAxis(nnx.Module):
   def __init__(self):
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     make = lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs)  # noqa: E731
-    stacked = nnx.split_rngs(splits=3)(nnx.vmap(make, in_axes=(0,), out_axes=axes))
-    self.layers, self.head = stacked(nnx.Rngs(0)), nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1))
-    self.left, self.right = nnx.Variable(jnp.float32(1)), nnx.Variable(jnp.float32(2))
+    stacked = nnx.split_rngs(splits=3)(
+      nnx.vmap(make, in_axes=(0,), out_axes=axes)
+    )
+    self.layers, self.head = (
+      stacked(nnx.Rngs(0)),
+      nnx.Linear(WIDTH, CLASSES, rngs=nnx.Rngs(1)),
+    )
+    self.left, self.right = (
+      nnx.Variable(jnp.float32(1)),
+      nnx.Variable(jnp.float32(2)),
+    )
 
   def __call__(self, x):
     left, right = self.left.get_raw_value(), self.right.get_raw_value()
@@ -236,14 +281,20 @@ class SecondAxis(nnx.Module):
     self.right.set_raw_value(left)
     axes = nnx.StateAxes({nnx.Param: 1, ...: 0})
     layer = lambda x, layer: nnx.tanh(layer(x))  # noqa: E731
-    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(x, self.layers)
+    x = nnx.scan(layer, in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)(
+      x, self.layers
+    )
     return with_its_own_derivative(self.head, x)
 
 
 def test_transforms_that_give_parameters_back_in_other_words():
   batch = make_batch()
-  (model, optimizer), (expected, other) = (make(SecondAxis(), optax.sgd(0.1)) for _ in range(2))
-  nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)(model, optimizer, batch)
+  (model, optimizer), (expected, other) = (
+    make(SecondAxis(), optax.sgd(0.1)) for _ in range(2)
+  )
+  nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)(
+    model, optimizer, batch
+  )
   hand_written(expected, other, strided(batch, 3))
   trees.assert_close(arrays(model), arrays(expected), 1e-5)
   assert arrays(model)["['left']"] == 2
@@ -251,21 +302,53 @@ def test_transforms_that_give_parameters_back_in_other_words():
 
 def test_what_a_program_gives_back():
   def program(a, b, c, d):
-    (kept, _), stacked = jax.lax.scan(lambda s, x: ((s[0], s[1] + x.sum()), x), (a, b), c)
+    (kept, _), stacked = jax.lax.scan(
+      lambda s, x: ((s[0], s[1] + x.sum()), x), (a, b), c
+    )
     given = jax.checkpoint(lambda x, y: (y, x + 1.0))(a, c)
-    either = jax.lax.cond(b > 0, lambda x, y: (x, y + 1.0), lambda x, y: (x, y), a, b)
-    looped = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b))
+    either = jax.lax.cond(
+      b > 0, lambda x, y: (x, y + 1.0), lambda x, y: (x, y), a, b
+    )
+    looped = jax.lax.while_loop(
+      lambda s: s[1] < 3, lambda s: (s[0], s[1] + 1.0), (a, b)
+    )
     turned = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1]
     back = jax.lax.scan(lambda s, x: (s, x.T), 0.0, d)[1].transpose(0, 2, 1)
     swapped = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[0]), (a, b))
     shifted = jax.lax.fori_loop(0, 3, lambda i, s: (s[1], s[1] + 1.0), (a, a))
     repeated = jax.lax.scan(lambda s, _: (s, c), 0.0, None, 3)[1]
     in_loops = *looped, *swapped, *shifted, repeated
-    return kept, stacked, *given, *either, *in_loops, 1.0, turned, back, d.T, d.T.T
+    return (
+      kept,
+      stacked,
+      *given,
+      *either,
+      *in_loops,
+      1.0,
+      turned,
+      back,
+      d.T,
+      d.T.T,
+    )
 
-  jaxpr = jax.make_jaxpr(program)(1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))).jaxpr
+  jaxpr = jax.make_jaxpr(program)(
+    1.0, 2.0, jnp.ones(3), jnp.ones((2, 2, 2))
+  ).jaxpr
   in_loops = [0, None, None, None, None, None, None]
-  assert forwarded(jaxpr) == [0, 2, 2, None, 0, None, *in_loops, None, None, 3, None, 3]
+  assert forwarded(jaxpr) == [
+    0,
+    2,
+    2,
+    None,
+    0,
+    None,
+    *in_loops,
+    None,
+    None,
+    3,
+    None,
+    3,
+  ]
 
 
 class Adapted(nnx.Module):
@@ -290,7 +373,10 @@ def size(tree):
 def test_only_adapters_accumulate_and_have_moments():
   x = np.ones((4, 512), np.float32)
   temp = {}
-  for wrt in (nnx.LoRAParam, nnx.Param):  # the second selects all: an adapter is a parameter too
+  for wrt in (
+    nnx.LoRAParam,
+    nnx.Param,
+  ):  # the second selects all: an adapter is a parameter too
     model, optimizer = make(Adapted(), wrt=wrt)
     step = nnx_train_step(squares, wrt=wrt, num_microbatches=2)
     memory = step.lower(model, optimizer, x).compile().memory_analysis()
@@ -299,18 +385,30 @@ def test_only_adapters_accumulate_and_have_moments():
   assert temp[nnx.LoRAParam] < 8 * adapter < matrix < temp[nnx.Param]
 
   model, optimizer = make(Adapted(), wrt=nnx.LoRAParam)
-  assert size(arrays(optimizer)) == 2 * adapter + 4 + 4  # two moments, and two counts
+  assert (
+    size(arrays(optimizer)) == 2 * adapter + 4 + 4
+  )  # two moments, and two counts
   kernel, before = model.base.kernel[...], arrays(model)
-  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(model, optimizer, x)
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(
+    model, optimizer, x
+  )
   assert model.base.kernel[...] is kernel  # not copied, and not donated
-  moved = {name for name, x in arrays(model).items() if (x != before[name]).any()}
-  assert moved == {"['adapter']['lora_b']"}  # lora_a has no gradient while lora_b is zero
+  moved = {
+    name for name, x in arrays(model).items() if (x != before[name]).any()
+  }
+  assert moved == {
+    "['adapter']['lora_b']"
+  }  # lora_a has no gradient while lora_b is zero
 
 
 def test_adapters_stream_too():
-  model, optimizer = make(Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam)
+  model, optimizer = make(
+    Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam
+  )
   adapter = 4 * 2 * 512
-  assert 3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64  # two moments, an accumulator
+  assert (
+    3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64
+  )  # two moments, an accumulator
 
   @nnx.jit
   def mini_step(model, optimizer, x):
@@ -321,7 +419,9 @@ def test_adapters_stream_too():
   x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
   for rows in (x[:1], x[1:]):
     mini_step(model, optimizer, rows)
-  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=1)(expected, other, x)
+  nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=1)(
+    expected, other, x
+  )
   trees.assert_close(arrays(model), arrays(expected), 1e-5)
 
 
@@ -346,7 +446,10 @@ def test_a_model_of_another_structure_is_compiled_once():
 
 def test_a_step_keeps_no_model_alive():
   model, optimizer = make(Model())
-  step, dead = nnx_train_step(loss_fn, num_microbatches=2), weakref.ref(model.first)
+  step, dead = (
+    nnx_train_step(loss_fn, num_microbatches=2),
+    weakref.ref(model.first),
+  )
   step(model, optimizer, make_batch())
   del model, optimizer
   gc.collect()
@@ -365,7 +468,9 @@ def test_the_best_model_is_kept_and_put_back():
   nnx.update(model, best)
   step(model, optimizer, batch)
   nnx.update(model, best)  # which the step has deleted
-  with pytest.raises(RuntimeError, match=r"model\['first'\]\['bias'\] has been deleted") as error:
+  with pytest.raises(
+    RuntimeError, match=r"model\['first'\]\['bias'\] has been deleted"
+  ) as error:
     step(model, optimizer, batch)
   assert "put in copies" in " ".join(error.value.__notes__)
 
@@ -377,7 +482,9 @@ def test_an_optimizer_whose_arrays_were_deleted_is_named():
   saved = jax.tree.map(lambda x: x, saved)
   step(model, optimizer, batch)
   nnx.update(optimizer, saved)
-  with pytest.raises(RuntimeError, match=r"optimizer\['opt_state'\].* has been deleted"):
+  with pytest.raises(
+    RuntimeError, match=r"optimizer\['opt_state'\].* has been deleted"
+  ):
     step(model, optimizer, batch)
 
 
@@ -385,7 +492,9 @@ def test_over_a_mesh_gradients_are_reduced_once():
   mesh = make_mesh(8)
   model, optimizer = make(Model(nnx.LayerNorm, rate=0.5), optax.sgd(0.1))
   step = nnx_train_step(loss_fn, num_microbatches=3, mesh=mesh)
-  report = count_collectives(step.lower(model, optimizer, make_batch()).compile())
+  report = count_collectives(
+    step.lower(model, optimizer, make_batch()).compile()
+  )
   assert not report.inside
   assert report.outside["all-reduce"].operations >= 1
   step(model, optimizer, make_batch())
@@ -401,7 +510,9 @@ def test_batch_norm_over_devices():
   model, optimizer = make(Synced(), optax.sgd(0.1))
   expected, other = make(Model(nnx.BatchNorm), optax.sgd(0.1))
   plain = lambda model, batch: jnp.mean(model(batch["x"]) ** 2)  # noqa: E731
-  nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(model, optimizer, batch)
+  nnx_train_step(plain, num_microbatches=1, mesh=make_mesh(8))(
+    model, optimizer, batch
+  )
   nnx_train_step(plain, num_microbatches=1)(expected, other, batch)
   trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
 
@@ -434,16 +545,36 @@ def forgets(model, batch):
 @pytest.mark.parametrize(
   ("loss", "options", "error", "match"),
   [
-    (sows, {}, ValueError, r"loss_fn added model\.hidden, .* nnx\.pop\(model, nnx\.Int"),
-    (counts, {}, ValueError, "loss_fn changed an attribute of the model, .* keep numbers that"),
-    (normalises, {}, ValueError, r"loss_fn changed model\.last\.kernel, which wrt selects: only"),
+    (
+      sows,
+      {},
+      ValueError,
+      r"loss_fn added model\.hidden, .* nnx\.pop\(model, nnx\.Int",
+    ),
+    (
+      counts,
+      {},
+      ValueError,
+      "loss_fn changed an attribute of the model, .* keep numbers that",
+    ),
+    (
+      normalises,
+      {},
+      ValueError,
+      r"loss_fn changed model\.last\.kernel, which wrt selects: only",
+    ),
     (
       forgets,
       {},
       ValueError,
       r"loss_fn removed model\.last\.bias, and all microbatches need",
     ),
-    (loss_fn, {"has_aux": True}, TypeError, r"has_aux=True it must return \(loss, aux\)"),
+    (
+      loss_fn,
+      {"has_aux": True},
+      TypeError,
+      r"has_aux=True it must return \(loss, aux\)",
+    ),
     (
       lambda model, batch: (loss_fn(model, batch), jax.tree.leaves(batch)[0]),
       {"has_aux": True},
@@ -475,20 +606,29 @@ def test_what_cannot_work(loss, options, error, match):
   model, optimizer = make(Model())
   model.table = nnx.data(jnp.ones(2))
   with pytest.raises(error, match=match):
-    nnx_train_step(loss, **{"num_microbatches": 2, **options})(model, optimizer, make_batch())
+    nnx_train_step(loss, **{"num_microbatches": 2, **options})(
+      model, optimizer, make_batch()
+    )
 
 
 def test_a_step_shows_its_options():
   step = nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)
-  assert repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
-  with pytest.raises(TypeError, match=r"^nnx_train_step\(squares, .*\) cannot be pickled, because"):
+  assert (
+    repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
+  )
+  with pytest.raises(
+    TypeError,
+    match=r"^nnx_train_step\(squares, .*\) cannot be pickled, because",
+  ):
     pickle.dumps(step)
 
 
 def test_options_are_checked_at_once():
   with pytest.raises(ValueError, match="num_microbatches=0 must be at least 1"):
     nnx_train_step(loss_fn, num_microbatches=0)
-  with pytest.raises(TypeError, match=r"wrt is a Model; it must be a filter, such as nnx\.Param"):
+  with pytest.raises(
+    TypeError, match=r"wrt is a Model; it must be a filter, such as nnx\.Param"
+  ):
     nnx_train_step(loss_fn, num_microbatches=2, wrt=Model())
 
 
@@ -496,7 +636,9 @@ def test_options_are_checked_at_once():
 def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
   batch = make_batch()
   tx = optax.inject_hyperparams(optax.adam)(0.1)
-  step = nnx_train_step(loss_fn, num_microbatches=1, weight_fn=total, donate=donate)
+  step = nnx_train_step(
+    loss_fn, num_microbatches=1, weight_fn=total, donate=donate
+  )
   (model, optimizer), (expected, other) = make(Model(), tx), make(Model(), tx)
   for rate in (None, 0.01, None):
     if rate is not None:
@@ -511,7 +653,9 @@ def test_an_array_put_into_the_state_of_the_optimizer_is_stepped(donate):
 def test_an_array_that_wrt_selects_is_refused():
   model = Model()
   model.table = nnx.data(jnp.ones(2))
-  with pytest.raises(ValueError, match=r"selects model\.table, an array that is not a Variable"):
+  with pytest.raises(
+    ValueError, match=r"selects model\.table, an array that is not a Variable"
+  ):
     nnx_train_step(loss_fn, wrt=everything, num_microbatches=2)(
       *make(model, wrt=everything), make_batch()
     )
@@ -523,9 +667,12 @@ def everything(path, x):
 
 def test_an_optimizer_without_a_state_was_made_for_certain_variables_too():
   model, optimizer = make(Model(), tx=optax.sgd(0.1))
-  step = nnx_train_step(loss_fn, wrt=nnx.PathContains("last"), num_microbatches=2)
+  step = nnx_train_step(
+    loss_fn, wrt=nnx.PathContains("last"), num_microbatches=2
+  )
   with pytest.raises(
-    ValueError, match=r"the optimizer was made with wrt=Param: only the optimizer"
+    ValueError,
+    match=r"the optimizer was made with wrt=Param: only the optimizer",
   ):
     step(model, optimizer, make_batch())
 
@@ -533,7 +680,9 @@ def test_an_optimizer_without_a_state_was_made_for_certain_variables_too():
 def test_an_optimizer_of_the_model_as_it_was():
   model, optimizer = make(Model())
   model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  with pytest.raises(ValueError, match=r"opt_state.*late.* is missing: the state is not"):
+  with pytest.raises(
+    ValueError, match=r"opt_state.*late.* is missing: the state is not"
+  ):
     nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
 
 
@@ -541,11 +690,19 @@ def test_other_objects_are_refused():
   step = nnx_train_step(loss_fn, num_microbatches=2)
   model, optimizer = make(Model())
   for given, names in (
-    ((optimizer, model), "Optimizer and Model: it takes an nnx module and an nnx.Optimizer"),
+    (
+      (optimizer, model),
+      "Optimizer and Model: it takes an nnx module and an nnx.Optimizer",
+    ),
     (({}, optimizer), "dict and Optimizer: it takes an nnx module"),
-    ((model, optax.adam(0.1)), r"Model and GradientTransf\w+: .* nnx\.Optimizer\("),
+    (
+      (model, optax.adam(0.1)),
+      r"Model and GradientTransf\w+: .* nnx\.Optimizer\(",
+    ),
   ):
-    with pytest.raises(TypeError, match=r"step\(model, optimizer, batch\) got " + names):
+    with pytest.raises(
+      TypeError, match=r"step\(model, optimizer, batch\) got " + names
+    ):
       step(*given, make_batch())
   with pytest.raises(TypeError, match=r"optimizer\.tx is an optax\.MultiSteps"):
     step(*make(model, optax.MultiSteps(optax.adam(0.1), 2)), make_batch())
@@ -553,7 +710,9 @@ def test_other_objects_are_refused():
 
 class Clipped(nnx.Optimizer):
   def update(self, model, grads, **kwargs):
-    super().update(model, jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads), **kwargs)
+    super().update(
+      model, jax.tree.map(lambda g: jnp.clip(g, -1, 1), grads), **kwargs
+    )
 
 
 def test_an_update_of_the_users_own_is_refused():
@@ -563,4 +722,8 @@ def test_an_update_of_the_users_own_is_refused():
   for call in (step, step.lower, step.check):
     with pytest.raises(TypeError, match=match):
       call(model, optimizer, make_batch())
-  step(model, nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param), make_batch())
+  step(
+    model,
+    nnx.ModelAndOptimizer(model, optax.adam(0.1), wrt=nnx.Param),
+    make_batch(),
+  )

@@ -19,7 +19,9 @@ from optax_accum.flax import TrainState
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # flax relies on it
 
 
-@pytest.mark.parametrize("freeze", [lambda x: x, flax.core.freeze], ids=["dict", "frozen"])
+@pytest.mark.parametrize(
+  "freeze", [lambda x: x, flax.core.freeze], ids=["dict", "frozen"]
+)
 @pytest.mark.parametrize("outermost", [True, False])
 def test_it_steps_as_the_whole_batch(outermost, freeze):
   model = Model()
@@ -30,12 +32,16 @@ def test_it_steps_as_the_whole_batch(outermost, freeze):
   with jax.enable_x64(True):
     batch, tx = make_batch(), optax.adam(0.1)
     params = make_state(model, batch, freeze=freeze).params
-    expected = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    expected = train_state.TrainState.create(
+      apply_fn=None, params=params, tx=tx
+    )
     for _ in range(3):
       grads = jax.grad(loss_fn)(expected.params, batch)
       expected = expected.apply_gradients(grads=grads)
     streaming = accumulate(tx, 4)
-    streaming = streaming if outermost else optax.chain(streaming, optax.scale(1.0))
+    streaming = (
+      streaming if outermost else optax.chain(streaming, optax.scale(1.0))
+    )
     state = TrainState.create(apply_fn=None, params=params, tx=streaming)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -61,13 +67,17 @@ LARGE_BYTES = 4 * 512 * 512 * len(LARGE)
 def test_parameters_and_state_are_updated_in_place(nested):
   tx = accumulate(optax.adamw(0.1), 8)
   tx = optax.chain(tx, optax.identity()) if nested else tx
-  state = jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), LARGE)
+  state = jax.eval_shape(
+    lambda p: TrainState.create(apply_fn=None, params=p, tx=tx), LARGE
+  )
 
   def mini_step(state, grads, weight, flush):
     return state.apply_gradients(grads=grads, weight=weight, flush=flush)
 
   jitted = jax.jit(mini_step, donate_argnums=0)
-  executable = jitted.lower(state, LARGE, jnp.float32(2), jnp.bool_(False)).compile()
+  executable = jitted.lower(
+    state, LARGE, jnp.float32(2), jnp.bool_(False)
+  ).compile()
   memory = executable.memory_analysis()
   assert memory.temp_size_in_bytes < 0.01 * LARGE_BYTES
   assert memory.alias_size_in_bytes == pytest.approx(4 * LARGE_BYTES, rel=0.01)
@@ -76,19 +86,28 @@ def test_parameters_and_state_are_updated_in_place(nested):
 
 def test_it_is_flax_s_where_nothing_accumulates():
   grads = {"w": jnp.ones(2)}
-  make = lambda kind: kind.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1))  # noqa: E731
+
+  def make(kind):
+    return kind.create(
+      apply_fn=None, params={"w": jnp.ones(2)}, tx=optax.adam(0.1)
+    )
+
   ours, theirs = (
-    make(kind).apply_gradients(grads=grads) for kind in (TrainState, train_state.TrainState)
+    make(kind).apply_gradients(grads=grads)
+    for kind in (TrainState, train_state.TrainState)
   )
   trees.assert_close(ours.params, theirs.params, 0)
   assert ours.step == theirs.step == 1
   state = make(TrainState)
   for given in ({"weight": 2.0}, {"flush": True}, {"weight": jnp.float32(1)}):
     with pytest.raises(
-      ValueError, match=r"tx is not an accumulate and holds none, so it would ignore"
+      ValueError,
+      match=r"tx is not an accumulate and holds none, so it would ignore",
     ):
       state.apply_gradients(grads=grads, **given)
-  with pytest.raises(ValueError, match=r"has no gradient_step: use state\.step"):
+  with pytest.raises(
+    ValueError, match=r"has no gradient_step: use state\.step"
+  ):
     state.gradient_step  # noqa: B018
 
 
@@ -105,7 +124,8 @@ def test_a_state_of_multi_steps_is_to_be_converted(weight):
   state = TrainState.create(apply_fn=None, params=params, tx=accumulate(tx, 2))
   state = state.replace(opt_state=optax.MultiSteps(tx, 2).init(params))
   with pytest.raises(
-    ValueError, match=r"convert it with optax_accum\.from_multi_steps\(state, weight="
+    ValueError,
+    match=r"convert it with optax_accum\.from_multi_steps\(state, weight=",
   ):
     state.apply_gradients(grads=params, weight=weight)
 
@@ -119,10 +139,17 @@ def test_a_misspelt_argument_is_refused():
 
 
 def test_further_fields_are_replaced_and_what_is_overwritten_is():
-  params = {"params": {"w": jnp.ones(2)}, "_overwrite_with_gradient": {"amax": jnp.ones(())}}
+  params = {
+    "params": {"w": jnp.ones(2)},
+    "_overwrite_with_gradient": {"amax": jnp.ones(())},
+  }
   grads = jax.tree.map(lambda x: 3 * x, params)
-  state = TrainState.create(apply_fn=None, params=params, tx=accumulate(optax.sgd(1.0), 2))
-  state = state.replace(step=np.int32(5)).apply_gradients(grads=grads, apply_fn=len)
+  state = TrainState.create(
+    apply_fn=None, params=params, tx=accumulate(optax.sgd(1.0), 2)
+  )
+  state = state.replace(step=np.int32(5)).apply_gradients(
+    grads=grads, apply_fn=len
+  )
   assert (int(state.step), state.apply_fn) == (6, len)
   assert float(state.params["_overwrite_with_gradient"]["amax"]) == 3
   assert state.params["params"]["w"].tolist() == [1, 1]

@@ -49,9 +49,17 @@ def with_aux(params, batch, key, carry):
   losses = losses_of(params, batch, key, False) * batch["mask"]
   # "concat" and "stack" keep what is not finite, and have zeros for what is empty.
   kept = 1 + jnp.where(jnp.isnan(losses), 0, losses)
-  aux = {"rows": kept.sum(1), "most": losses.max(), "least": losses.min(), "seen": losses.size}
+  aux = {
+    "rows": kept.sum(1),
+    "most": losses.max(),
+    "least": losses.min(),
+    "seen": losses.size,
+  }
   aux |= {"mean": losses.mean(), "last": losses.mean(), "each": kept.mean()}
-  return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (carry + losses.sum(), aux)
+  return losses.sum() / jnp.maximum(batch["mask"].sum(), 1), (
+    carry + losses.sum(),
+    aux,
+  )
 
 
 def where_empty(gathers, params, batch):
@@ -77,13 +85,26 @@ def beside_replicas(tree, mesh):
   def spec(x, own):
     *first, before, last = dims(own)
     before = ("replica",) if before is None else (before, "replica")
-    return P(*[*first, before if x.ndim > 1 and x.shape[-2] % 4 == 0 else None, last][-x.ndim :])
+    return P(
+      *[*first, before if x.ndim > 1 and x.shape[-2] % 4 == 0 else None, last][
+        -x.ndim :
+      ]
+    )
 
   return jax.tree.map(spec, tree, over_fsdp(tree, mesh))
 
 
 def three_steps(
-  shape, loss, *, tx=None, batch=None, rows=None, more=(), specs=over_fsdp, state=None, **options
+  shape,
+  loss,
+  *,
+  tx=None,
+  batch=None,
+  rows=None,
+  more=(),
+  specs=over_fsdp,
+  state=None,
+  **options,
 ):
   """Parameters after three steps and the metrics of the last, in NumPy."""
   mesh = devices.make_mesh(*shape, axes=AXES)
@@ -92,14 +113,24 @@ def three_steps(
   opt_state = trees.strong(tx.init(params))
   if state is not None:  # ZeRO-1
     to = devices.shardings(params, mesh, state(params, mesh))
-    opt_state = optax.tree_utils.tree_map_params(tx, jax.device_put, opt_state, to)
-  batch = devices.put(batch or make_batch(), mesh, rows or P(AXES[: len(shape)][:2]))
+    opt_state = optax.tree_utils.tree_map_params(
+      tx, jax.device_put, opt_state, to
+    )
+  batch = devices.put(
+    batch or make_batch(), mesh, rows or P(AXES[: len(shape)][:2])
+  )
   step = make_train_step(loss, tx, mesh=mesh, data_axis="replica", **options)
-  shardings = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
+  shardings = jax.tree.map(
+    lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu"))
+  )
   carry = [jnp.zeros(())] if "carry_argnum" in options else []
   for _ in range(3):
-    params, opt_state, *carry, metrics = step(params, opt_state, batch, *more, *carry)
-  now = jax.tree.map(lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu")))
+    params, opt_state, *carry, metrics = step(
+      params, opt_state, batch, *more, *carry
+    )
+  now = jax.tree.map(
+    lambda x: x.sharding, (params, optax.tree.get(opt_state, "nu"))
+  )
   assert now == shardings
   return jax.device_get((params, carry, metrics))
 
@@ -117,7 +148,9 @@ def test_three_steps_are_those_of_the_whole_batch(shape):
     trees.assert_close(params, expected, 1e-10)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-10)
     naive, _, _ = three_steps(shape, loss_of, num_microbatches=4)
-    assert np.abs(naive["head"] - expected["head"]).max() > 1e-4  # a mean of means
+    assert (
+      np.abs(naive["head"] - expected["head"]).max() > 1e-4
+    )  # a mean of means
 
 
 EMPTY = range(1, ROWS // 2, 4)  # of 4 microbatches one, on half of the replicas
@@ -135,12 +168,15 @@ if _versions.ADDS_TO_REFERENCES:
 
 # Each way on two meshes, each mesh with three ways or four.
 @pytest.mark.parametrize(
-  ("way", "shape"), [(way, SHAPES[(i + j) % 4]) for i, way in enumerate(WAYS) for j in (0, 2)]
+  ("way", "shape"),
+  [(way, SHAPES[(i + j) % 4]) for i, way in enumerate(WAYS) for j in (0, 2)],
 )
 def test_ways_to_hold_and_to_send(way, shape):
   with jax.enable_x64(True):
     loss_of = loss_fn if len(shape) == 2 else without_gathers
-    if way == "in_place":  # where others run a microbatch, one that is empty runs too
+    if (
+      way == "in_place"
+    ):  # where others run a microbatch, one that is empty runs too
       loss_of = functools.partial(where_empty, len(shape) == 2)
     params, _, _ = three_steps(shape, loss_of, **TIMES, **WAYS[way])
     expected, _ = whole_batch(EMPTY if "batch" in WAYS[way] else ())
@@ -161,7 +197,10 @@ def test_leaves_of_a_batch_that_are_not_sharded_alike(rows):
 # What the devices of one replica exchange: over "fsdp", and over "model".
 WITHIN = {
   (2, 4): {((0, 1, 2, 3), (4, 5, 6, 7))},
-  (2, 2, 2): {((0, 2), (1, 3), (4, 6), (5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))},
+  (2, 2, 2): {
+    ((0, 2), (1, 3), (4, 6), (5, 7)),
+    ((0, 1), (2, 3), (4, 5), (6, 7)),
+  },
 }
 
 
@@ -179,7 +218,9 @@ def test_how_often_replicas_reduce(shape, when):
   loss_of = loss_fn if len(shape) == 2 else without_gathers
   options = {"mesh": mesh, "data_axis": "replica", "reduce_gradients": when}
   step = make_train_step(loss_of, tx, num_microbatches=4, **options)
-  found = count_collectives(step.lower(params, tx.init(params), batch).compile()).operations
+  found = count_collectives(
+    step.lower(params, tx.init(params), batch).compile()
+  ).operations
   shards = (x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(params))
   gradients = sum(4 * math.prod(shard) for shard in shards)
   replicas = ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -219,13 +260,17 @@ EVERYTHING = {
 
 @functools.cache
 def without_further_axes(replicas):
-  return three_steps((replicas,), with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING)
+  return three_steps(
+    (replicas,), with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING
+  )
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_everything_at_once_is_that_without_further_axes(shape):
   with jax.enable_x64(True):
-    here = three_steps(shape, with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING)
+    here = three_steps(
+      shape, with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING
+    )
     trees.assert_close(here, without_further_axes(shape[0]), 1e-10)
     metrics = here[2]
     assert metrics["aux"]["rows"].shape == (ROWS,)
@@ -234,7 +279,10 @@ def test_everything_at_once_is_that_without_further_axes(shape):
 
 
 # Of Flax: rows of numbers, and losses that weigh them.
-NUMBERS = {"x": np.random.default_rng(2).normal(size=(ROWS, 16)), "w": np.linspace(1.0, 0.1, ROWS)}
+NUMBERS = {
+  "x": np.random.default_rng(2).normal(size=(ROWS, 16)),
+  "w": np.linspace(1.0, 0.1, ROWS),
+}
 
 
 class Linen(nn.Module):
@@ -272,10 +320,17 @@ def test_a_linen_model_with_logical_axes():
   model, tx = Linen(), optax.adamw(1e-2)
   with jax.enable_x64(True), nn.logical_axis_rules(rules):
     params = model.init(jax.random.key(0), NUMBERS["x"])["params"]
-    loss = lambda params, batch: weighted(model.apply({"params": params}, batch["x"]), batch)  # noqa: E731
+
+    def loss(params, batch):
+      return weighted(model.apply({"params": params}, batch["x"]), batch)
+
     step = oracle.whole_batch_step(loss, tx)
-    expected, _, _ = oracle.take_steps(step, tx, nn.unbox(params), [NUMBERS] * 3)
-    shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(params), mesh, rules)
+    expected, _, _ = oracle.take_steps(
+      step, tx, nn.unbox(params), [NUMBERS] * 3
+    )
+    shardings = nn.logical_to_mesh_sharding(
+      nn.get_partition_spec(params), mesh, rules
+    )
     params = jax.jit(lambda x: x, out_shardings=shardings)(params)
     state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
     step = linen_train_step(
@@ -285,7 +340,9 @@ def test_a_linen_model_with_logical_axes():
     batch = devices.put(NUMBERS, mesh, BOTH)
     for _ in range(3):
       state, _ = step(state, batch)
-    assert state.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "fsdp")
+    assert state.params["Dense_0"]["kernel"].value.sharding.spec == P(
+      None, "fsdp"
+    )
     trees.assert_close(jax.device_get(nn.unbox(state.params)), expected, 1e-10)
 
 
@@ -299,14 +356,18 @@ def test_an_nnx_model_that_is_sharded():
     for _ in range(3):
       optimizer.update(whole, nnx.grad(loss)(whole, NUMBERS))
     state = nnx.state(model)
-    specs = jax.tree.map(lambda x: P(None, "fsdp") if x.ndim == 2 else P(), state)
+    specs = jax.tree.map(
+      lambda x: P(None, "fsdp") if x.ndim == 2 else P(), state
+    )
     nnx.update(model, devices.put(state, mesh, specs))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     step = nnx_train_step(loss, **FLAX, mesh=mesh, data_axis="replica")
     for _ in range(3):
       step(model, optimizer, devices.put(NUMBERS, mesh, BOTH))
     assert model.inner.kernel[...].sharding.spec == P(None, "fsdp")
-    trees.assert_close(*(jax.device_get(nnx.state(x, nnx.Param)) for x in (model, whole)), 1e-10)
+    trees.assert_close(
+      *(jax.device_get(nnx.state(x, nnx.Param)) for x in (model, whole)), 1e-10
+    )
 
 
 def test_the_users_own_map_over_the_data_axis_alone():
@@ -320,17 +381,25 @@ def test_the_users_own_map_over_the_data_axis_alone():
     state = jax.jit(mapped(tx.init, in_specs=P(), out_specs=specs))(params)
 
     def mini_step(params, state, batch):
-      own = jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying"), params)
-      return tx.apply(jax.grad(loss_fn)(own, batch), state, params, weight=valid(batch))
+      own = jax.tree.map(
+        lambda x: jax.lax.pcast(x, "replica", to="varying"), params
+      )
+      return tx.apply(
+        jax.grad(loss_fn)(own, batch), state, params, weight=valid(batch)
+      )
 
-    each = mapped(mini_step, in_specs=(P(), specs, P("replica")), out_specs=(P(), specs))
+    each = mapped(
+      mini_step, in_specs=(P(), specs, P("replica")), out_specs=(P(), specs)
+    )
     each, held = jax.jit(each), (params, state)
     for part in trees.strided(make_batch(), 2) * 3:
       held = each(*held, devices.put(part, mesh, BOTH))
     trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
     tx = optimizer()
-    step = make_train_step(loss_fn, tx, axis_name="replica", donate=False, **TIMES)
+    step = make_train_step(
+      loss_fn, tx, axis_name="replica", donate=False, **TIMES
+    )
     step = mapped(step, in_specs=(P(), P(), P("replica")), out_specs=P())
     step, held = jax.jit(step), (params, tx.init(params))
     for _ in range(3):
@@ -340,11 +409,15 @@ def test_the_users_own_map_over_the_data_axis_alone():
 
 def test_an_axis_of_one_device_shards_nothing():
   mesh, tx = devices.make_mesh(8, 1, axes=AXES), optax.sgd(0.1)
-  step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4)
+  step = make_train_step(
+    loss_fn, tx, mesh=mesh, data_axis="replica", num_microbatches=4
+  )
   params = jax.tree.map(np.float32, init_params())
   batch = jax.tree.map(jnp.asarray, make_batch())
   batch["mask"] = jnp.ones_like(batch["mask"], jnp.float32)
-  metrics = step(params, tx.init(params), devices.put(batch, mesh, P("fsdp")))[-1]
+  metrics = step(params, tx.init(params), devices.put(batch, mesh, P("fsdp")))[
+    -1
+  ]
   assert np.isfinite(metrics["loss"])
 
 
@@ -360,7 +433,9 @@ def test_an_explicit_data_axis_of_one_device_is_among_those_of_the_rows():
     data_axis=axes[:2],
   )
   w = jnp.ones(2)
-  metrics = step(w, optax.sgd(0.1).init(w), devices.put(rows, mesh, P(axes)))[-1]
+  metrics = step(w, optax.sgd(0.1).init(w), devices.put(rows, mesh, P(axes)))[
+    -1
+  ]
   assert metrics["loss"] == np.mean(rows.sum(1) ** 2)
 
 
@@ -371,7 +446,11 @@ def test_a_plan_has_microbatches_that_the_further_axis_divides():
   batch = {"words": words, "mask": jax.ShapeDtypeStruct((40, 5), jnp.float32)}
 
   def build(num_microbatches):
-    options = {"mesh": mesh, "data_axis": "replica", "num_microbatches": num_microbatches}
+    options = {
+      "mesh": mesh,
+      "data_axis": "replica",
+      "num_microbatches": num_microbatches,
+    }
     return make_train_step(loss_fn, tx, **options)
 
   args = params, tx.init(params), devices.abstract(batch, mesh, BOTH)

@@ -31,7 +31,9 @@ TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 def refused(match, *, kind=AUTO, spec=BOTH, **options):
   mesh = devices.make_mesh(2, 4, axes=AXES, kind=kind)
-  step = make_train_step(loss_fn, optimizer(), mesh=mesh, data_axis="replica", **options)
+  step = make_train_step(
+    loss_fn, optimizer(), mesh=mesh, data_axis="replica", **options
+  )
   params = init_params()
   batch = devices.put(make_batch(), mesh, spec)
   with pytest.raises(ValueError, match=match):
@@ -40,8 +42,14 @@ def refused(match, *, kind=AUTO, spec=BOTH, **options):
 
 def test_rows_that_the_further_axis_does_not_divide():
   fit = r"num_microbatches= one of \[1, 2, 4\], or microbatch_size=, a multiple of 8"
-  refused(rf"Microbatches of 4 rows are not divided by the 8 devices .*{fit}", num_microbatches=8)
-  refused(rf"Microbatches of 12 rows \(the last 8\) are not.*{fit}", microbatch_size=12)
+  refused(
+    rf"Microbatches of 4 rows are not divided by the 8 devices .*{fit}",
+    num_microbatches=8,
+  )
+  refused(
+    rf"Microbatches of 12 rows \(the last 8\) are not.*{fit}",
+    microbatch_size=12,
+  )
   refused(r"\(the last 12\)", microbatch_size=20)
 
 
@@ -60,7 +68,11 @@ def gathering(params, batch):
   """The loss as explicit axes want it: it spreads its rows, and gathers each layer for its use."""
   whole = lambda x: jax.reshard(x, P(*[None] * x.ndim))  # noqa: E731
   batch = jax.tree.map(lambda x: jax.reshard(x, P("fsdp")), batch)
-  h = whole(params["table"]).at[batch["words"][:, :-1]].get(out_sharding=P("fsdp"))
+  h = (
+    whole(params["table"])
+    .at[batch["words"][:, :-1]]
+    .get(out_sharding=P("fsdp"))
+  )
 
   @jax.checkpoint
   def layer(h, at):
@@ -75,7 +87,10 @@ def gathering(params, batch):
 
 @pytest.mark.parametrize(
   ("kinds", "sizes"),
-  [((EXPLICIT, EXPLICIT), {"num_microbatches": 4}), ((AUTO, EXPLICIT), {"microbatch_size": 24})],
+  [
+    ((EXPLICIT, EXPLICIT), {"num_microbatches": 4}),
+    ((AUTO, EXPLICIT), {"microbatch_size": 24}),
+  ],
   ids=["explicit", "automatic and explicit"],
 )
 def test_a_loss_that_gathers_over_an_explicit_axis(kinds, sizes):
@@ -83,7 +98,13 @@ def test_a_loss_that_gathers_over_an_explicit_axis(kinds, sizes):
   with jax.enable_x64(True):
     tx, params = optimizer(), init_params()
     step = make_train_step(
-      gathering, tx, mesh=mesh, data_axis="replica", weight_fn=valid, donate=False, **sizes
+      gathering,
+      tx,
+      mesh=mesh,
+      data_axis="replica",
+      weight_fn=valid,
+      donate=False,
+      **sizes,
     )
     params = devices.put(params, mesh, over_fsdp(params, mesh))
     batch = devices.put(make_batch(), mesh, P("replica"))
@@ -91,10 +112,14 @@ def test_a_loss_that_gathers_over_an_explicit_axis(kinds, sizes):
     for _ in range(3):
       args = *step(*args)[:2], batch
     trees.assert_close(jax.device_get(args[0]), whole_batch()[0], 1e-10)
-    assert jax.tree.map(lambda x: x.sharding, args[0]) == jax.tree.map(lambda x: x.sharding, params)
+    assert jax.tree.map(lambda x: x.sharding, args[0]) == jax.tree.map(
+      lambda x: x.sharding, params
+    )
     found = count_collectives(step.lower(*start).compile()).operations
   layer = params["layers"]["w"].nbytes // 3
-  assert any(c.kind == "all-gather" and c.bytes == layer and c.loop for c in found)
+  assert any(
+    c.kind == "all-gather" and c.bytes == layer and c.loop for c in found
+  )
   replicas = [c for c in found if c.groups == ((0, 4), (1, 5), (2, 6), (3, 7))]
   assert [c.loop for c in replicas if c.bytes > 64] == [None]
 
@@ -102,29 +127,44 @@ def test_a_loss_that_gathers_over_an_explicit_axis(kinds, sizes):
 def test_a_loss_that_does_not_gather_is_told_where_by_jax():
   with jax.enable_x64(True):
     mesh = devices.make_mesh(2, 4, axes=AXES, kind=EXPLICIT)
-    step = make_train_step(loss_fn, optimizer(), mesh=mesh, data_axis="replica", **TIMES)
+    step = make_train_step(
+      loss_fn, optimizer(), mesh=mesh, data_axis="replica", **TIMES
+    )
     params = devices.put(init_params(), mesh, over_fsdp(init_params(), mesh))
     with pytest.raises(Exception, match="out_sharding"):
-      step(params, optimizer().init(params), devices.put(make_batch(), mesh, P("replica")))
+      step(
+        params,
+        optimizer().init(params),
+        devices.put(make_batch(), mesh, P("replica")),
+      )
 
 
 def test_axes_and_meshes_that_are_not_these():
-  mesh, other = (devices.make_mesh(2, 4, axes=axes) for axes in (AXES, ("replica", "model")))
-  make = functools.partial(make_train_step, loss_fn, optimizer(), num_microbatches=4)
+  mesh, other = (
+    devices.make_mesh(2, 4, axes=axes) for axes in (AXES, ("replica", "model"))
+  )
+  make = functools.partial(
+    make_train_step, loss_fn, optimizer(), num_microbatches=4
+  )
   with pytest.raises(
-    ValueError, match=r"'data' is no axis of the mesh, which has \('replica', 'fs"
+    ValueError,
+    match=r"'data' is no axis of the mesh, which has \('replica', 'fs",
   ):
     make(mesh=mesh)
   with pytest.raises(
-    ValueError, match=r"axis_name='fsdp' is for .* inside .*: give one of the two"
+    ValueError,
+    match=r"axis_name='fsdp' is for .* inside .*: give one of the two",
   ):
     make(mesh=mesh, data_axis="replica", axis_name="fsdp")
   batch = devices.put(make_batch(), other, P(("replica", "model")))
   params = init_params()
   with pytest.raises(
-    ValueError, match=r"on another mesh .* axes \{.*'model': 4.*mesh= has .*'fsdp': 4\}: pass the"
+    ValueError,
+    match=r"on another mesh .* axes \{.*'model': 4.*mesh= has .*'fsdp': 4\}: pass the",
   ):
-    make(mesh=mesh, data_axis="replica")(params, optimizer().init(params), batch)
+    make(mesh=mesh, data_axis="replica")(
+      params, optimizer().init(params), batch
+    )
 
 
 @pytest.mark.parametrize("axis_name", AXES)
@@ -132,7 +172,9 @@ def test_an_optimizer_that_reduces_by_itself(axis_name):
   tx = accumulate(optimizer(), 2, axis_name=axis_name)
   mesh = devices.make_mesh(2, 4, axes=AXES)
   step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", **TIMES)
-  match = rf"axis_name='{axis_name}' is not bound here: .* or leave axis_name out"
+  match = (
+    rf"axis_name='{axis_name}' is not bound here: .* or leave axis_name out"
+  )
   with jax.enable_x64(True):
     params, batch = init_params(), devices.put(make_batch(), mesh, BOTH)
     with pytest.raises(ValueError, match=match):

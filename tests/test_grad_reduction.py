@@ -14,7 +14,12 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 
-from optax_accum import accumulate, count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  accumulate,
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 
 OVERWRITTEN = fp8_ops.OVERWRITE_WITH_GRADIENT
 FP8 = {"params": "mean", OVERWRITTEN: "max"}
@@ -31,7 +36,9 @@ class Fp8Layer(linen.Module):
 
 def overwritten():
   """Replaces parameters by their gradients."""
-  return optax.stateless(lambda grads, params: jax.tree.map(jnp.subtract, grads, params))
+  return optax.stateless(
+    lambda grads, params: jax.tree.map(jnp.subtract, grads, params)
+  )
 
 
 def fp8_optimizer(tx):
@@ -70,10 +77,14 @@ def fp8_statistics(of, make_step):
   step, state = make_step(loss_fn, tx), tx.init(variables)
   for batch in fp8_batches():
     variables, state, _ = step(variables, state, batch)
-  return jax.device_get(variables[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"])
+  return jax.device_get(
+    variables[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
+  )
 
 
-@pytest.mark.parametrize(("of", "count"), [(jnp.mean, None), (jnp.mean, 2), (jnp.sum, 2)])
+@pytest.mark.parametrize(
+  ("of", "count"), [(jnp.mean, None), (jnp.mean, 2), (jnp.sum, 2)]
+)
 @pytest.mark.usefixtures("usual_promotion")
 def test_fp8_scales_after_three_steps_are_the_whole_batchs(of, count):
   reduction = of.__name__
@@ -81,11 +92,18 @@ def test_fp8_scales_after_three_steps_are_the_whole_batchs(of, count):
 
   def in_parts(grad_reduction):
     return lambda loss_fn, tx: make_train_step(
-      loss_fn, tx, num_microbatches=4, mesh=mesh, reduction=reduction, grad_reduction=grad_reduction
+      loss_fn,
+      tx,
+      num_microbatches=4,
+      mesh=mesh,
+      reduction=reduction,
+      grad_reduction=grad_reduction,
     )
 
   expected = {**whole_batch_statistics(of)}
-  actual = fp8_statistics(of, in_parts({"params": reduction, OVERWRITTEN: "max"}))
+  actual = fp8_statistics(
+    of, in_parts({"params": reduction, OVERWRITTEN: "max"})
+  )
   # The mean over a microbatch's rows has cotangents that are as many times larger.
   larger = 4 * (count or 1) if of is jnp.mean else 1
   for name in ("output_grad_scale", "output_grad_amax_history"):
@@ -93,7 +111,9 @@ def test_fp8_scales_after_three_steps_are_the_whole_batchs(of, count):
   chex.assert_trees_all_close(actual, expected, rtol=1e-5)
   assert min(np.ptp(x) for name, x in actual.items() if "history" in name) > 0
   with pytest.raises(AssertionError):
-    chex.assert_trees_all_close(fp8_statistics(of, in_parts(None)), expected, rtol=0.1)
+    chex.assert_trees_all_close(
+      fp8_statistics(of, in_parts(None)), expected, rtol=0.1
+    )
 
 
 @jax.custom_vjp
@@ -102,19 +122,27 @@ def keeping(x, statistics, values):
   return x
 
 
-keeping.defvjp(lambda x, statistics, values: (x, values), lambda values, g: (g, values, None))
+keeping.defvjp(
+  lambda x, statistics, values: (x, values), lambda values, g: (g, values, None)
+)
 
 WORDS = ("mean", "sum", "max", "min", "last")
 EACH = {"w": "mean", "kept": {word: word for word in WORDS}}
 
 
 def init_params():
-  return {"w": np.arange(1.0, 9.0), "kept": {word: np.ones(8) for word in WORDS}}
+  return {
+    "w": np.arange(1.0, 9.0),
+    "kept": {word: np.ones(8) for word in WORDS},
+  }
 
 
 def make_batch(rows=48):
   rng = np.random.default_rng(1)
-  return {"x": rng.normal(size=(rows, 8)), "weight": rng.integers(1, 4, rows).astype(float)}
+  return {
+    "x": rng.normal(size=(rows, 8)),
+    "weight": rng.integers(1, 4, rows).astype(float),
+  }
 
 
 def tokens(batch):
@@ -149,13 +177,18 @@ def expected_gradients(batch, parts):
   """What the words say of every microbatch's values, and the whole batch's gradient of "w"."""
   values = np.stack([np.abs(part["x"]).max(0) for part in parts])
   kept = {
-    "mean": np.average(values, axis=0, weights=[part["weight"].sum() for part in parts]),
+    "mean": np.average(
+      values, axis=0, weights=[part["weight"].sum() for part in parts]
+    ),
     "sum": values.sum(0),
     "max": values.max(0),
     "min": values.min(0),
     "last": values[-1],
   }
-  return {"w": np.asarray(whole_gradient(init_params(), batch)["w"]), "kept": kept}
+  return {
+    "w": np.asarray(whole_gradient(init_params(), batch)["w"]),
+    "kept": kept,
+  }
 
 
 def gradients(step):
@@ -169,7 +202,9 @@ def gradients(step):
   return run
 
 
-@pytest.mark.parametrize("size", [4, 5])  # of 5 rows, the last microbatch is smaller
+@pytest.mark.parametrize(
+  "size", [4, 5]
+)  # of 5 rows, the last microbatch is smaller
 def test_each_word_reduces_what_it_names(size):
   with jax.enable_x64(True):
     batch = make_batch()
@@ -177,11 +212,18 @@ def test_each_word_reduces_what_it_names(size):
       loss_fn, microbatch_size=size, weight_fn=tokens, grad_reduction=EACH
     )
     _, grads = jax.jit(cycle)(init_params(), batch)
-    trees.assert_close(grads, expected_gradients(batch, microbatches(batch, 1, size)), 1e-12)
+    trees.assert_close(
+      grads, expected_gradients(batch, microbatches(batch, 1, size)), 1e-12
+    )
 
 
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-SOME = {"w": P("data"), "kept": {word: P("data") if word == "max" else P() for word in WORDS}}
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
+SOME = {
+  "w": P("data"),
+  "kept": {word: P("data") if word == "max" else P() for word in WORDS},
+}
 
 
 @pytest.mark.parametrize(
@@ -214,9 +256,13 @@ def test_each_word_over_a_mesh(kind, count, specs, reduce_gradients):
     trees.assert_close(grads, expected, 1e-12)
     assert all(
       x.sharding.is_equivalent_to(p.sharding, p.ndim)
-      for x, p in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
+      for x, p in zip(
+        jax.tree.leaves(new), jax.tree.leaves(params), strict=True
+      )
     )
-    norm = np.linalg.norm(np.concatenate([expected["w"], expected["kept"]["mean"]]))
+    norm = np.linalg.norm(
+      np.concatenate([expected["w"], expected["kept"]["mean"]])
+    )
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
 
 
@@ -232,7 +278,10 @@ def test_each_word_over_a_mesh(kind, count, specs, reduce_gradients):
 )
 def test_each_word_over_several_data_axes(kind, spec, reduce_gradients):
   with jax.enable_x64(True):
-    mesh, batch = make_mesh(4, 2, axes=("data", "fsdp"), kind=kind), make_batch()
+    mesh, batch = (
+      make_mesh(4, 2, axes=("data", "fsdp"), kind=kind),
+      make_batch(),
+    )
     step = make_train_step(
       loss_fn,
       optax.sgd(1.0),
@@ -279,10 +328,16 @@ def test_each_word_over_an_axis(place):
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch()
     cycle = microbatch_value_and_grad(
-      loss_fn, microbatch_size=5, weight_fn=tokens, grad_reduction=EACH, axis_name="data"
+      loss_fn,
+      microbatch_size=5,
+      weight_fn=tokens,
+      grad_reduction=EACH,
+      axis_name="data",
     )
     if place == "pmap":
-      mapped = jax.pmap(cycle, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:4])
+      mapped = jax.pmap(
+        cycle, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:4]
+      )
       _, grads = mapped(params, trees.blocks(batch, 4))
       grads = trees.index(jax.device_get(grads), 0)
     else:
@@ -318,10 +373,14 @@ def test_a_sum_of_losses_may_have_statistics_that_are_means(mesh_size):
     )
     grads, metrics, _ = gradients(step)(init_params(), batch)
     count = mesh_size or 1
-    expected = expected_gradients(batch, microbatches(batch, count, 16 // count))
+    expected = expected_gradients(
+      batch, microbatches(batch, count, 16 // count)
+    )
     expected["w"] = expected["w"] * batch["weight"].sum()
     trees.assert_close(grads, expected, 1e-12)
-    norm = np.linalg.norm(np.concatenate([expected["w"], expected["kept"]["sum"]]))
+    norm = np.linalg.norm(
+      np.concatenate([expected["w"], expected["kept"]["sum"]])
+    )
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-12)
 
 
@@ -329,7 +388,9 @@ def test_a_sum_of_losses_may_have_statistics_that_are_means(mesh_size):
 def test_microbatches_that_do_not_count_leave_no_statistics(mesh_size):
   count, batch = mesh_size or 1, make_batch(16)
   size = 4 // count
-  broken, *_, padding = [part["x"] for part in microbatches({"x": np.arange(16)}, count, size)]
+  broken, *_, padding = [
+    part["x"] for part in microbatches({"x": np.arange(16)}, count, size)
+  ]
   batch["x"][broken[0]] = np.nan
   batch["x"][padding], batch["weight"][padding] = 1e6, 0
   with jax.enable_x64(True):
@@ -354,11 +415,15 @@ def test_where_nothing_counts_an_extreme_is_that_of_nothing_and_a_step_moves_not
   params, batch = jax.tree.map(np.float32, (init_params(), make_batch(8)))
   batch["weight"] *= 0
   options = {"num_microbatches": 2, "weight_fn": tokens, "grad_reduction": EACH}
-  _, grads = jax.jit(microbatch_value_and_grad(loss_fn, **options))(params, batch)
+  _, grads = jax.jit(microbatch_value_and_grad(loss_fn, **options))(
+    params, batch
+  )
   expected = {"mean": 0, "sum": 0, "max": -np.inf, "min": np.inf, "last": 0}
   assert {word: x[0] for word, x in grads["kept"].items()} == expected
   step = make_train_step(loss_fn, optax.sgd(1.0), donate=False, **options)
-  new, _, metrics = step(params, (optax.EmptyState(), optax.EmptyState()), batch)
+  new, _, metrics = step(
+    params, (optax.EmptyState(), optax.EmptyState()), batch
+  )
   chex.assert_trees_all_equal(jax.device_get(new), params)
   assert (metrics["grad_norm"], metrics["total_weight"]) == (0, 0)
 
@@ -366,22 +431,33 @@ def test_where_nothing_counts_an_extreme_is_that_of_nothing_and_a_step_moves_not
 def test_one_microbatch_is_the_program_of_value_and_grad():
   params, batch = init_params(), make_batch()
   plain = jax.jit(jax.value_and_grad(loss_fn)).lower(params, batch).as_text()
-  cycle = microbatch_value_and_grad(loss_fn, num_microbatches=1, grad_reduction=EACH)
+  cycle = microbatch_value_and_grad(
+    loss_fn, num_microbatches=1, grad_reduction=EACH
+  )
   assert jax.jit(cycle).lower(params, batch).as_text() == plain
 
 
 def test_extremes_are_reduced_over_devices_once_after_the_loop():
   mesh = make_mesh(8)
   step = make_train_step(
-    loss_fn, optax.sgd(1.0), num_microbatches=3, weight_fn=tokens, grad_reduction=EACH, mesh=mesh
+    loss_fn,
+    optax.sgd(1.0),
+    num_microbatches=3,
+    weight_fn=tokens,
+    grad_reduction=EACH,
+    mesh=mesh,
   )
   params = devices.abstract(jax.tree.map(np.float32, init_params()), mesh)
-  batch = devices.abstract(jax.tree.map(np.float32, make_batch()), mesh, P("data"))
+  batch = devices.abstract(
+    jax.tree.map(np.float32, make_batch()), mesh, P("data")
+  )
   compiled = step.lower(params, optax.sgd(1.0).init(params), batch).compile()
   report = count_collectives(compiled)
   assert report.inside == {}
   # "last" is a sum over devices too, of zeros but for one: all sums are one reduction.
-  assert report.at_least(8 * 4).outside["all-reduce"].operations == len(["sum", "max", "min"])
+  assert report.at_least(8 * 4).outside["all-reduce"].operations == len(
+    ["sum", "max", "min"]
+  )
 
 
 @pytest.mark.parametrize("mesh_size", [None, 4])
@@ -394,7 +470,9 @@ def test_a_line_search_sees_no_derivative_by_what_is_none(mesh_size):
 
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch()
-    tx = optax.GradientTransformationExtraArgs(lambda params: (params, np.zeros(())), update)
+    tx = optax.GradientTransformationExtraArgs(
+      lambda params: (params, np.zeros(())), update
+    )
     step = make_train_step(
       loss_fn,
       tx,
@@ -424,14 +502,23 @@ def test_statistics_are_kept_out_of_accumulate():
   averaged = accumulate(fp8_optimizer(optax.sgd(1e-3)), 2)
   seen = {}
   for name, tx in {"masked": masked, "averaged": averaged}.items():
-    held, state, update = variables, trees.strong(jax.jit(tx.init)(variables)), jax.jit(tx.update)
+    held, state, update = (
+      variables,
+      trees.strong(jax.jit(tx.init)(variables)),
+      jax.jit(tx.update),
+    )
     for part in parts:
       updates, state = update(gradient(held, part), state, held)
       held = jax.device_get(jax.jit(optax.apply_updates)(held, updates))
     kept = held[OVERWRITTEN]["Dense_0"]["Fp8DirectDotGeneralOp_0"]
     seen[name] = kept["input_amax_history"].max()
-    assert np.any(held["params"]["Dense_0"]["kernel"] != variables["params"]["Dense_0"]["kernel"])
-  np.testing.assert_allclose(seen["masked"], np.abs(batch["x"]).max(), rtol=1e-6)
+    assert np.any(
+      held["params"]["Dense_0"]["kernel"]
+      != variables["params"]["Dense_0"]["kernel"]
+    )
+  np.testing.assert_allclose(
+    seen["masked"], np.abs(batch["x"]).max(), rtol=1e-6
+  )
   assert seen["averaged"] < 0.7 * seen["masked"]
 
 
@@ -443,15 +530,27 @@ def test_statistics_are_kept_out_of_accumulate():
       r"grad_reduction\['kept'\]\['max'\]='stack' must be one of 'mean', .*, 'last'\.",
     ),
     ("concat", "grad_reduction='concat' must be one of 'mean', 'sum'"),
-    ("average", "grad_reduction='average' must be one of 'mean', 'sum', 'max', 'min', 'last'"),
-    ({"w": 3, "kept": "max"}, r"grad_reduction\['w'\]=3 must be one of 'mean', "),
+    (
+      "average",
+      "grad_reduction='average' must be one of 'mean', 'sum', 'max', 'min', 'last'",
+    ),
+    (
+      {"w": 3, "kept": "max"},
+      r"grad_reduction\['w'\]=3 must be one of 'mean', ",
+    ),
     (
       {"kept": "max"},
       r"(?sm)grad_reduction=\{'kept': 'max'\} is not a prefix tree of the gradients: give one name"
       r" for all, or a tree with a name for each gradient.*key path\n    grad_reduction\n.*^    w$",
     ),
-    ({"w": {"a": "mean"}, "kept": "max"}, r"(?sm)is not .* key path\n    grad_reduction\['w'\]"),
-    ({**EACH, "b": "mean"}, r"(?sm)is not a prefix tree of the gradients.*difference .*\n    b$"),
+    (
+      {"w": {"a": "mean"}, "kept": "max"},
+      r"(?sm)is not .* key path\n    grad_reduction\['w'\]",
+    ),
+    (
+      {**EACH, "b": "mean"},
+      r"(?sm)is not a prefix tree of the gradients.*difference .*\n    b$",
+    ),
   ],
 )
 def test_words_that_cannot_work(grad_reduction, match):
@@ -459,8 +558,14 @@ def test_words_that_cannot_work(grad_reduction, match):
   tx = optax.sgd(1.0)
 
   def run(mesh):
-    options = {"num_microbatches": 2, "grad_reduction": grad_reduction, "mesh": mesh}
-    return make_train_step(loss_fn, tx, **options)(params, tx.init(params), batch)
+    options = {
+      "num_microbatches": 2,
+      "grad_reduction": grad_reduction,
+      "mesh": mesh,
+    }
+    return make_train_step(loss_fn, tx, **options)(
+      params, tx.init(params), batch
+    )
 
   for mesh in (None, make_mesh(2)):
     with pytest.raises(ValueError, match=match):
@@ -469,7 +574,9 @@ def test_words_that_cannot_work(grad_reduction, match):
 
 def test_complex_gradients_have_no_maximum():
   cycle = microbatch_value_and_grad(
-    lambda z, x: jnp.mean(jnp.abs(z["z"] * x)), num_microbatches=2, grad_reduction="max"
+    lambda z, x: jnp.mean(jnp.abs(z["z"] * x)),
+    num_microbatches=2,
+    grad_reduction="max",
   )
   match = r"grads\['z'\] has dtype complex64, which has no 'max': use \"mean\" or \"sum\""
   with pytest.raises(TypeError, match=match):
@@ -483,7 +590,11 @@ def test_of_several_arguments_each_has_its_word():
   x = make_batch(8)["x"]
   with jax.enable_x64(True):
     cycle = microbatch_value_and_grad(
-      fun, argnums=(0, 2), num_microbatches=2, grad_reduction=("mean", "max"), batch_argnums=1
+      fun,
+      argnums=(0, 2),
+      num_microbatches=2,
+      grad_reduction=("mean", "max"),
+      batch_argnums=1,
     )
     _, grads = jax.jit(cycle)(np.ones(8), x, np.ones(8))
     trees.assert_close(grads, (x.mean(0), np.abs(x).max(0)), 1e-12)

@@ -18,7 +18,11 @@ from support.devices import AUTO, EXPLICIT, make_mesh, put
 from support.optimizers import relaxed
 
 import optax_accum
-from optax_accum import count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 import optax_accum._microbatches.in_place as in_place_module
 from optax_accum.flax import linen_train_step, nnx_train_step
 
@@ -54,14 +58,18 @@ def scanned(params, batch, rematerialised=True):
   body = jax.checkpoint(layer) if rematerialised else layer
   x, _ = jax.lax.scan(body, x, params["layers"])
   logits = normed(x) @ params["embedding"].T
-  nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
+  nats = optax.softmax_cross_entropy_with_integer_labels(
+    logits, batch["labels"]
+  )
   return jnp.sum(nats * batch["mask"]) / jnp.sum(batch["mask"])
 
 
 def convolution(params, batch):
   x, layout = jax.nn.one_hot(batch["tokens"], WIDTH), ("NWC", "WIO", "NWC")
   for _ in range(2):  # shared
-    x = jax.lax.conv_general_dilated(x, params["kernel"], (1,), "SAME", None, None, layout)
+    x = jax.lax.conv_general_dilated(
+      x, params["kernel"], (1,), "SAME", None, None, layout
+    )
     x = jnp.tanh(x)
   return jnp.sum(jnp.mean(x**2, -1) * batch["mask"]) / jnp.sum(batch["mask"])
 
@@ -71,7 +79,10 @@ def params_of(loss_fn):
   normal = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape))  # noqa: E731
   if loss_fn is convolution:
     return {"kernel": normal(3, WIDTH, WIDTH)}
-  layers = {"up": normal(LAYERS, WIDTH, 2 * WIDTH), "down": normal(LAYERS, 2 * WIDTH, WIDTH)}
+  layers = {
+    "up": normal(LAYERS, WIDTH, 2 * WIDTH),
+    "down": normal(LAYERS, 2 * WIDTH, WIDTH),
+  }
   return {"embedding": normal(VOCABULARY, WIDTH), "layers": layers}
 
 
@@ -83,7 +94,9 @@ def make_batch(rows=24, padded=False):
   if padded:
     mask *= rng.uniform(size=(rows, LENGTH)) < 0.6
     mask[::4] = mask[4:9] = 0
-  return jax.tree.map(jnp.asarray, {"tokens": tokens[0], "labels": tokens[1], "mask": mask})
+  return jax.tree.map(
+    jnp.asarray, {"tokens": tokens[0], "labels": tokens[1], "mask": mask}
+  )
 
 
 def tokens_in(batch):
@@ -96,7 +109,9 @@ def jitted_value_and_grad(loss_fn):
 
 
 def whole(loss_fn, padded=False):
-  return jitted_value_and_grad(loss_fn)(params_of(loss_fn), make_batch(padded=padded))
+  return jitted_value_and_grad(loss_fn)(
+    params_of(loss_fn), make_batch(padded=padded)
+  )
 
 
 CASES = [
@@ -121,11 +136,25 @@ def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
 
     def loss_fn(params, batch, seen, key, loss=loss):
       noise = jax.random.uniform(key, batch["tokens"].shape)
-      scaled = loss(params, batch) * (1 + 0.1 * jnp.sum(noise)) + seen["rows"] * 1e-3
-      return scaled, ({"rows": seen["rows"] + len(noise)}, {"first": batch["tokens"][:, 0]})
+      scaled = (
+        loss(params, batch) * (1 + 0.1 * jnp.sum(noise)) + seen["rows"] * 1e-3
+      )
+      return scaled, (
+        {"rows": seen["rows"] + len(noise)},
+        {"first": batch["tokens"][:, 0]},
+      )
 
-    args = params_of(loss), make_batch(10), {"rows": np.zeros(())}, jax.random.key(3)
-    options = {"microbatch_size": 4, "reduction": reduction, "aux_reduction": "concat"}
+    args = (
+      params_of(loss),
+      make_batch(10),
+      {"rows": np.zeros(())},
+      jax.random.key(3),
+    )
+    options = {
+      "microbatch_size": 4,
+      "reduction": reduction,
+      "aux_reduction": "concat",
+    }
     options |= {"carry_argnum": 2, "rng_argnums": 3}
     ours, plain = (
       jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
@@ -139,7 +168,9 @@ def test_outside_jit_and_by_several_arguments():
     return scale * scanned(params, batch)
 
   args = jnp.asarray(1.5), make_batch(6), params_of(scanned)
-  run = microbatch_value_and_grad(loss_fn, [-1, 0], in_place=True, num_microbatches=3)
+  run = microbatch_value_and_grad(
+    loss_fn, [-1, 0], in_place=True, num_microbatches=3
+  )
   expected = jax.jit(jax.value_and_grad(loss_fn, (2, 0)))(*args)
   trees.assert_close(run(*args), expected, 1e-10)
 
@@ -150,8 +181,12 @@ def test_padding_that_is_not_a_number_stays_out():
   mask[:2] = mask[12:14] = 0  # the first two microbatches, of 0/0
   batch["mask"] = jnp.asarray(mask)
   options = {"num_microbatches": 12, "weight_fn": tokens_in}
-  _, grads = jax.jit(microbatch_value_and_grad(scanned, in_place=True, **options))(params, batch)
-  trees.assert_close(grads, jitted_value_and_grad(scanned)(params, batch)[1], 1e-10)
+  _, grads = jax.jit(
+    microbatch_value_and_grad(scanned, in_place=True, **options)
+  )(params, batch)
+  trees.assert_close(
+    grads, jitted_value_and_grad(scanned)(params, batch)[1], 1e-10
+  )
 
 
 @pytest.mark.parametrize(
@@ -163,16 +198,28 @@ def test_padding_that_is_not_a_number_stays_out():
     (EXPLICIT, False, "sharded"),
   ],
 )
-def test_over_devices_each_adds_its_own_and_they_are_reduced_once(kind, padded, specs):
+def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
+  kind, padded, specs
+):
   mesh = make_mesh(4, kind=kind)
   params, batch, tx = params_of(scanned), make_batch(24, padded), optax.sgd(1.0)
   _, grads = jax.device_get(whole(scanned, padded))
   expected = jax.tree.map(np.subtract, jax.device_get(params), grads)
-  spec = {"embedding": P("data"), "layers": P(None, "data")} if specs == "sharded" else P()
+  spec = (
+    {"embedding": P("data"), "layers": P(None, "data")}
+    if specs == "sharded"
+    else P()
+  )
   placed = put(params, mesh, spec)
   weighs = {"weight_fn": tokens_in} if padded else {}
   step = make_train_step(
-    scanned, tx, num_microbatches=3, mesh=mesh, in_place=True, donate=False, **weighs
+    scanned,
+    tx,
+    num_microbatches=3,
+    mesh=mesh,
+    in_place=True,
+    donate=False,
+    **weighs,
   )
   compiled = step.lower(placed, tx.init(placed), batch).compile()
   new, *_ = step(placed, tx.init(placed), batch)
@@ -189,10 +236,14 @@ def test_optimizers_that_accumulate_or_search_a_line():
     (optax_accum.accumulate(adam, 2), adam, trees.strided(batch, 2)),
     (searches, searches, [batch]),
   ):
-    step = make_train_step(scanned, tx, num_microbatches=3, in_place=True, donate=False)
+    step = make_train_step(
+      scanned, tx, num_microbatches=3, in_place=True, donate=False
+    )
     actual = oracle.take_steps(step, tx, params, batches)[0]
     whole_step = oracle.whole_batch_step(scanned, plain)
-    trees.assert_close(actual, oracle.take_steps(whole_step, plain, params, [batch])[0], 1e-8)
+    trees.assert_close(
+      actual, oracle.take_steps(whole_step, plain, params, [batch])[0], 1e-8
+    )
 
 
 class Scanned(nn.Module):
@@ -201,7 +252,10 @@ class Scanned(nn.Module):
   @nn.compact
   def __call__(self, x):
     layer = nn.scan(
-      nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS
+      nn.remat(Block),
+      variable_axes={"params": 0},
+      split_rngs={"params": True},
+      length=LAYERS,
     )
     return layer()(x, None)[0]
 
@@ -229,7 +283,9 @@ def test_flax():
   for in_place in (True, False):
     options = {"num_microbatches": 3, "in_place": in_place}
     state = train_state.TrainState.create(
-      apply_fn=model.apply, params=jax.tree.map(jnp.copy, variables["params"]), tx=optax.adam(0.1)
+      apply_fn=model.apply,
+      params=jax.tree.map(jnp.copy, variables["params"]),
+      tx=optax.adam(0.1),
     )
     state, _ = linen_train_step(linen_loss, **options)(state, batch)
     mlp = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
@@ -252,7 +308,12 @@ def test_memory():
   tx = relaxed(optax.adamw(1e-3))
   state = jax.eval_shape(tx.init, like)
   temp = [
-    temp_bytes(make_train_step(scanned, tx, num_microbatches=4, in_place=x), like, state, batch)
+    temp_bytes(
+      make_train_step(scanned, tx, num_microbatches=4, in_place=x),
+      like,
+      state,
+      batch,
+    )
     for x in (True, False)
   ]
   assert temp[0] < 0.75 * temp[1]
@@ -265,9 +326,15 @@ def test_the_loss_is_traced_once():
     rows.append(len(batch["tokens"]))
     return scanned(params, batch)
 
-  params, batch, tx = params_of(scanned), make_batch(9, padded=True), optax.sgd(0.1)
+  params, batch, tx = (
+    params_of(scanned),
+    make_batch(9, padded=True),
+    optax.sgd(0.1),
+  )
   for options in ({}, {"weight_fn": tokens_in}):
-    step = make_train_step(counted, tx, microbatch_size=4, in_place=True, donate=False, **options)
+    step = make_train_step(
+      counted, tx, microbatch_size=4, in_place=True, donate=False, **options
+    )
     step.lower(params, tx.init(params), batch)
   assert sorted(rows) == [1, 1, 4, 4]
 
@@ -279,14 +346,21 @@ def beside_a_value(params, batch):
     return jnp.tanh(x * ws[0][None] + ws[1][None]), None
 
   w = jnp.sin(params["layers"]["down"])[:, 0]
-  x, _ = jax.lax.scan(layer, batch["mask"] @ jnp.ones((LENGTH, WIDTH)), (w, params["bias"]))
+  x, _ = jax.lax.scan(
+    layer, batch["mask"] @ jnp.ones((LENGTH, WIDTH)), (w, params["bias"])
+  )
   return jnp.mean(x**2)
 
 
 def test_a_scan_that_some_versions_mix_up():
-  params, batch = params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)}, make_batch(8)
+  params, batch = (
+    params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)},
+    make_batch(8),
+  )
   expected = jitted_value_and_grad(beside_a_value)(params, batch)
-  run = jax.jit(microbatch_value_and_grad(beside_a_value, in_place=True, num_microbatches=4))
+  run = jax.jit(
+    microbatch_value_and_grad(beside_a_value, in_place=True, num_microbatches=4)
+  )
   trees.assert_close(run(params, batch), expected, 1e-10)
 
 
@@ -301,7 +375,11 @@ def twice(params, batch):
   """One parameter that goes into an inner function twice."""
   w = params["embedding"]
   return jnp.mean(
-    (batch["mask"][:, :1] @ jnp.ones((1, VOCABULARY)) @ jax.jit(lambda a, b: a * jnp.sin(b))(w, w))
+    (
+      batch["mask"][:, :1]
+      @ jnp.ones((1, VOCABULARY))
+      @ jax.jit(lambda a, b: a * jnp.sin(b))(w, w)
+    )
     ** 2
   )
 
@@ -317,10 +395,14 @@ def before_the_array(params, batch):
 
 
 def behind_a_barrier(params, batch):
-  return jnp.mean(jax.lax.optimization_barrier(params["embedding"]) ** 2) * jnp.mean(batch["mask"])
+  return jnp.mean(
+    jax.lax.optimization_barrier(params["embedding"]) ** 2
+  ) * jnp.mean(batch["mask"])
 
 
-@pytest.mark.parametrize("loss_fn", [clamped, twice, before_the_array, behind_a_barrier])
+@pytest.mark.parametrize(
+  "loss_fn", [clamped, twice, before_the_array, behind_a_barrier]
+)
 def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
   params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)[1]
@@ -331,7 +413,9 @@ def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
 
   trees.assert_close(grads(), expected, 1e-10)
   if loss_fn is clamped:
-    monkeypatch.setattr(in_place_module, "kept_apart", lambda jaxpr, leaves: set())
+    monkeypatch.setattr(
+      in_place_module, "kept_apart", lambda jaxpr, leaves: set()
+    )
     assert not np.allclose(grads()["embedding"], expected["embedding"])
 
 
@@ -339,7 +423,9 @@ def test_which_parameters_are_kept_apart():
   x = jnp.ones((2, 3))
 
   def cond(a, b):
-    return jax.lax.cond(b[0, 0] > 0, lambda a, b: jnp.sum(a * b), lambda a, b: jnp.sum(a), a, b)
+    return jax.lax.cond(
+      b[0, 0] > 0, lambda a, b: jnp.sum(a * b), lambda a, b: jnp.sum(a), a, b
+    )
 
   def beside_a_barrier(a, b):
     layer = lambda x, w: (jnp.tanh(x * w[0] * w[1]), None)  # noqa: E731
@@ -353,8 +439,13 @@ def test_which_parameters_are_kept_apart():
 
     return jnp.sum(jax.lax.scan(outer, jnp.ones((2, 3)), None, 2)[0] * b)
 
-  def of_another_kind(a, b):  # such as a map over a mesh, whose derivative is not looked into
-    return jnp.sum(jax.shard_map(jnp.sin, mesh=make_mesh(1), in_specs=P(), out_specs=P())(a) * b)
+  def of_another_kind(
+    a, b
+  ):  # such as a map over a mesh, whose derivative is not looked into
+    return jnp.sum(
+      jax.shard_map(jnp.sin, mesh=make_mesh(1), in_specs=P(), out_specs=P())(a)
+      * b
+    )
 
   for fun, expected in (
     (cond, set()),
@@ -374,7 +465,9 @@ def test_a_loss_narrower_than_parameters_where_nothing_is_weighed():
     return jnp.mean(batch @ params).astype(jnp.bfloat16)
 
   args = jnp.ones(3), jnp.arange(12.0).reshape(4, 3)
-  run = jax.jit(microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True))
+  run = jax.jit(
+    microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
+  )
   trees.assert_close(run(*args), jitted_value_and_grad(loss_fn)(*args), 1e-2)
 
 
@@ -393,7 +486,9 @@ def of_fori(step, p):
   return jax.lax.fori_loop(0, 3, lambda i, q: q * step(p, q), jnp.sum(p))
 
 
-REFUSED = r"in_place=True adds gradients to references, which cannot be differentiated"
+REFUSED = (
+  r"in_place=True adds gradients to references, which cannot be differentiated"
+)
 
 
 @pytest.mark.parametrize(("loop", "jit"), [(of_map, True), (of_fori, False)])
@@ -403,11 +498,16 @@ def test_derivatives_in_a_loop_are_refused(loop, jit, moves):
   x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 3)))
 
   def total(p):
-    of = {k: p if k == moves else jnp.ones(3) for k in ("params", "batch", "closure", "weights")}
+    of = {
+      k: p if k == moves else jnp.ones(3)
+      for k in ("params", "batch", "closure", "weights")
+    }
 
     def step(_, s):
       def loss_fn(w, batch):
-        return s * jnp.mean(jnp.tanh(batch @ w) ** 2) + jnp.sum(of["closure"] * w**2)
+        return s * jnp.mean(jnp.tanh(batch @ w) ** 2) + jnp.sum(
+          of["closure"] * w**2
+        )
 
       def weight_fn(batch):
         return len(batch) + jnp.sum(of["weights"] ** 2)
@@ -449,12 +549,17 @@ def test_a_loss_with_effects(effect):
     effect(params, x, seen)
     return jnp.mean((x @ params) ** 2)
 
-  run = jax.jit(microbatch_value_and_grad(fun, num_microbatches=3, in_place=True))
+  run = jax.jit(
+    microbatch_value_and_grad(fun, num_microbatches=3, in_place=True)
+  )
   with jax.checking_leaks():
     jax.make_jaxpr(run)(params, x)
   error, (_, grads) = checkify.checkify(run)(params, x)
   jax.effects_barrier()
-  assert (len(seen), error.get() is None) == (3 * (effect is printing), effect is not checking)
+  assert (len(seen), error.get() is None) == (
+    3 * (effect is printing),
+    effect is not checking,
+  )
   np.testing.assert_allclose(grads, 2 * x.T @ (x @ params) / 6)
 
 

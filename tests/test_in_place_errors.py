@@ -35,7 +35,10 @@ def supported(monkeypatch):
       {"skip_nonfinite": True},
       r"complete, so that skip_nonfinite=True with .* cannot leave them out.*: pass in_place=False",
     ),
-    ({"grad_reduction": "sum"}, r"grad_reduction='sum' cannot .* in another way than losses: pass"),
+    (
+      {"grad_reduction": "sum"},
+      r"grad_reduction='sum' cannot .* in another way than losses: pass",
+    ),
     (
       {"mesh": make_mesh(2), "reduce_gradients": "per_microbatch"},
       r'"per_microbatch" keeps shards: pass in_place=False, or "per_cycle"',
@@ -44,12 +47,16 @@ def supported(monkeypatch):
 )
 def test_options_that_it_does_not_go_with(options, message):
   with pytest.raises(ValueError, match=message):
-    make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, in_place=True, **options)
+    make_train_step(
+      loss_fn, optax.sgd(0.1), num_microbatches=2, in_place=True, **options
+    )
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
 def test_what_is_no_bool(value):
-  with pytest.raises(TypeError, match=rf"in_place={value!r} must be True or False\."):
+  with pytest.raises(
+    TypeError, match=rf"in_place={value!r} must be True or False\."
+  ):
     microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=value)
 
 
@@ -65,7 +72,9 @@ def test_a_jax_that_cannot_is_refused(monkeypatch):
 def test_parameters_whose_accumulators_have_another_dtype(dtype):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = rf"argument 0 has dtype {jnp.dtype(dtype)}, and its gradients .* added up in float32;"
-  with pytest.raises(TypeError, match=message + r".*Keep parameters in float32"):
+  with pytest.raises(
+    TypeError, match=message + r".*Keep parameters in float32"
+  ):
     run(PARAMS.astype(dtype), BATCH.astype(dtype))
   run = microbatch_value_and_grad(
     loss_fn, num_microbatches=2, in_place=True, accumulator_dtype=jnp.bfloat16
@@ -79,14 +88,21 @@ def test_parameters_whose_accumulators_have_another_dtype(dtype):
 def test_a_narrow_loss_that_is_weighed():
   def run(dtype, *params):
     def narrow(params, batch):
-      return sum(loss_fn(x, batch.astype(x.dtype)).astype(dtype) for x in params)
+      return sum(
+        loss_fn(x, batch.astype(x.dtype)).astype(dtype) for x in params
+      )
 
-    microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)(params, BATCH)
+    microbatch_value_and_grad(narrow, microbatch_size=3, in_place=True)(
+      params, BATCH
+    )
 
   message = r"The loss has dtype {}, .*return the loss in the parameters' dtype"
   with pytest.raises(TypeError, match=message.format("bfloat16")):
     run(jnp.bfloat16, PARAMS)
-  with jax.enable_x64(True), pytest.raises(TypeError, match=message.format("float32")):
+  with (
+    jax.enable_x64(True),
+    pytest.raises(TypeError, match=message.format("float32")),
+  ):
     run(jnp.float32, PARAMS, PARAMS.astype(jnp.float64))
 
 
@@ -96,7 +112,9 @@ def test_vmap(jit):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = r"jax\.vmap cannot give a further axis: .* or take jax\.lax\.map \(without its batch"
   with pytest.raises(NotImplementedError, match=message):
-    jax.vmap(jax.jit(run) if jit else run, (None, 0))(PARAMS, jnp.stack([BATCH, BATCH]))
+    jax.vmap(jax.jit(run) if jit else run, (None, 0))(
+      PARAMS, jnp.stack([BATCH, BATCH])
+    )
 
 
 @pytest.mark.usefixtures("supported")
@@ -105,11 +123,19 @@ def test_weights_and_a_loss_that_communicates_outside_of_the_step():
     return loss_fn(params, batch) + 0 * jax.lax.psum(jnp.sum(batch), "data")
 
   def gradient(params, batch):
-    run = microbatch_value_and_grad(together, num_microbatches=2, in_place=True, weight_fn=rows_of)
+    run = microbatch_value_and_grad(
+      together, num_microbatches=2, in_place=True, weight_fn=rows_of
+    )
     return run(params, batch)[1]
 
   on_each = jax.shard_map(
-    gradient, mesh=make_mesh(2), in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    gradient,
+    mesh=make_mesh(2),
+    in_specs=(P(), P("data")),
+    out_specs=P(),
+    check_vma=False,
   )
-  with pytest.raises(ValueError, match=r"in_place=True with weight_fn, and .* give axis_name"):
+  with pytest.raises(
+    ValueError, match=r"in_place=True with weight_fn, and .* give axis_name"
+  ):
     jax.jit(on_each)(PARAMS, BATCH)

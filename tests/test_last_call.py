@@ -32,7 +32,12 @@ def offset():
 def stepped(mesh, change):
   """Three steps; before the last, `change` puts something else in."""
   step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
-  params, state, batch, other = init_params(), TX.init(init_params()), {"x": X}, offset()
+  params, state, batch, other = (
+    init_params(),
+    TX.init(init_params()),
+    {"x": X},
+    offset(),
+  )
   for i in range(3):
     if i == 2:
       params, state, batch, other = change(params, state, batch, other)
@@ -59,10 +64,21 @@ def the_batch_alone(params, state, batch, other):
 
 def swapped(params, state, batch, other):
   adam = state[0]
-  return params, (adam._replace(mu=adam.nu, nu=adam.mu), *state[1:]), batch, other
+  return (
+    params,
+    (adam._replace(mu=adam.nu, nu=adam.mu), *state[1:]),
+    batch,
+    other,
+  )
 
 
-CHANGES = [one_parameter, in_place, a_part_of_a_parameter, the_batch_alone, swapped]
+CHANGES = [
+  one_parameter,
+  in_place,
+  a_part_of_a_parameter,
+  the_batch_alone,
+  swapped,
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -77,9 +93,15 @@ def test_what_is_put_in_is_looked_at(change, kind):
 def test_an_array_on_another_mesh_is_refused_after_a_call_too():
   mesh, other = make_mesh(8), make_mesh(4)
   step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh)
-  params, state, _ = step(init_params(), TX.init(init_params()), {"x": X}, offset())
-  with pytest.raises(ValueError, match=r"params\['w'\] is on .*: pass the mesh that the arrays"):
-    step(params | {"w": devices.put(jnp.ones(2), other)}, state, {"x": X}, offset())
+  params, state, _ = step(
+    init_params(), TX.init(init_params()), {"x": X}, offset()
+  )
+  with pytest.raises(
+    ValueError, match=r"params\['w'\] is on .*: pass the mesh that the arrays"
+  ):
+    step(
+      params | {"w": devices.put(jnp.ones(2), other)}, state, {"x": X}, offset()
+    )
 
 
 def test_the_same_arrays_in_another_tree():
@@ -90,7 +112,9 @@ def test_the_same_arrays_in_another_tree():
     num_microbatches=2,
     mesh=mesh,
   )
-  params, state, _ = step({"b": jnp.ones(2), "w": jnp.ones(3)}, optax.sgd(0.1).init({}), X)
+  params, state, _ = step(
+    {"b": jnp.ones(2), "w": jnp.ones(3)}, optax.sgd(0.1).init({}), X
+  )
   moved, _, _ = step([params["b"], params["w"]], state, X)
   assert isinstance(moved, list)
   assert [x.shape for x in moved] == [(2,), (3,)]
@@ -100,7 +124,10 @@ def test_what_was_returned_and_then_deleted_elsewhere_without_a_mesh_argument():
   """On several devices a call would end the process, in JAX 0.10."""
   mesh = make_mesh(8)
   params, other = devices.put((init_params(), offset()), mesh)
-  state, batch = devices.put(TX.init(params), mesh), {"x": devices.put(X, mesh, P("data"))}
+  state, batch = (
+    devices.put(TX.init(params), mesh),
+    {"x": devices.put(X, mesh, P("data"))},
+  )
   step = make_train_step(loss_fn, TX, num_microbatches=2)
   params, state, _ = step(params, state, batch, other)
   jax.block_until_ready(jax.jit(lambda x: 2 * x, donate_argnums=0)(params["w"]))
@@ -109,7 +136,9 @@ def test_what_was_returned_and_then_deleted_elsewhere_without_a_mesh_argument():
 
 
 def test_parameters_and_state_without_arrays():
-  step = make_train_step(lambda params, x: jnp.mean(x), optax.sgd(0.1), num_microbatches=2)
+  step = make_train_step(
+    lambda params, x: jnp.mean(x), optax.sgd(0.1), num_microbatches=2
+  )
   for _ in range(2):
     params, _, metrics = step({}, optax.sgd(0.1).init({}), X)
     assert (params, float(metrics["loss"])) == ({}, 1.5)
@@ -119,7 +148,9 @@ def test_arguments_that_change_places_after_a_call():
   tx = optax.sgd(0.1)  # whose state has no leaves
   step = make_train_step(loss_fn, tx, num_microbatches=2)
   params, state, _ = step(init_params(), tx.init({}), {"x": X}, offset())
-  with pytest.raises(TypeError, match="but argument 0 is one of argument 1: the order is"):
+  with pytest.raises(
+    TypeError, match="but argument 0 is one of argument 1: the order is"
+  ):
     step(state, params, {"x": X}, offset())
 
 
@@ -133,8 +164,12 @@ def test_a_call_that_failed_or_was_only_lowered_is_not_the_last():
   with pytest.raises(ValueError, match="rows"):
     step(params, state, {"x": X[:3]}, offset())
   alone = make_train_step(loss_fn, TX, num_microbatches=2)
-  expected = alone(*alone(init_params(), TX.init(init_params()), *args)[:2], *args)
-  trees.assert_close(jax.device_get(step(params, state, *args)), jax.device_get(expected), 1e-5)
+  expected = alone(
+    *alone(init_params(), TX.init(init_params()), *args)[:2], *args
+  )
+  trees.assert_close(
+    jax.device_get(step(params, state, *args)), jax.device_get(expected), 1e-5
+  )
 
 
 def test_an_array_that_is_gone_is_not_taken_for_another():
@@ -148,5 +183,7 @@ def test_an_array_that_is_gone_is_not_taken_for_another():
   assert known.new(held[:5]) == held[:5]  # other arguments than before
   held.clear()
   again = [make(i) for i in range(20)]
-  assert ids.intersection(map(id, again))  # an id alone would have been taken for the array
+  assert ids.intersection(
+    map(id, again)
+  )  # an id alone would have been taken for the array
   assert known.new(again) == again

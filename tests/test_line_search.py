@@ -15,13 +15,21 @@ from support.optimizers import relaxed
 
 import optax_accum
 
-PADDED = {"microbatch_size": 3, "weight_fn": lambda batch: jnp.sum(batch["valid"])}
+PADDED = {
+  "microbatch_size": 3,
+  "weight_fn": lambda batch: jnp.sum(batch["valid"]),
+}
 
 
 def data(rows=16, dtype=np.float32):
   rng = np.random.default_rng(0)
-  valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(dtype)  # the last microbatch is padding
-  x, y = rng.normal(size=(rows, 4)).astype(dtype), rng.normal(size=rows).astype(dtype)
+  valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(
+    dtype
+  )  # the last microbatch is padding
+  x, y = (
+    rng.normal(size=(rows, 4)).astype(dtype),
+    rng.normal(size=rows).astype(dtype),
+  )
   return {"x": x, "y": y, "valid": valid}
 
 
@@ -41,7 +49,8 @@ def recorded(inspect):
     return jax.tree.map(jnp.zeros_like, updates), inspect(value_fn, params)
 
   return optax.GradientTransformationExtraArgs(
-    jax.jit(lambda params: inspect(lambda p: loss_fn(p, data()), params)), update
+    jax.jit(lambda params: inspect(lambda p: loss_fn(p, data()), params)),
+    update,
   )
 
 
@@ -55,10 +64,14 @@ def padded_steps(step):
 def whole_padded_steps():
   with jax.enable_x64(True):
     batch, start = data(dtype=np.float64), params(np.float64)
-    stepped = padded_steps(oracle.whole_batch_step(loss_fn, relaxed(optax.lbfgs())))
+    stepped = padded_steps(
+      oracle.whole_batch_step(loss_fn, relaxed(optax.lbfgs()))
+    )
     assert abs(stepped["b"] - start["b"]) > 0.1
     without = optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3)
-    assert np.isnan(jax.jit(without)(start, batch)[0])  # padding that is weighed by its rows
+    assert np.isnan(
+      jax.jit(without)(start, batch)[0]
+    )  # padding that is weighed by its rows
     return stepped
 
 
@@ -74,9 +87,18 @@ def whole_padded_steps():
 def test_lbfgs_on_padding_takes_the_steps_of_the_whole_batch(options, mesh):
   mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
   with jax.enable_x64(True):
-    options = {"weight_fn": PADDED["weight_fn"], "donate": False, "mesh": mesh, **options}
-    step = optax_accum.make_train_step(loss_fn, relaxed(optax.lbfgs()), **options)
-    chex.assert_trees_all_close(padded_steps(step), whole_padded_steps(), rtol=1e-7)
+    options = {
+      "weight_fn": PADDED["weight_fn"],
+      "donate": False,
+      "mesh": mesh,
+      **options,
+    }
+    step = optax_accum.make_train_step(
+      loss_fn, relaxed(optax.lbfgs()), **options
+    )
+    chex.assert_trees_all_close(
+      padded_steps(step), whole_padded_steps(), rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize("mesh_size", [None, 4])
@@ -97,12 +119,18 @@ def test_the_derivatives_of_the_value_are_the_gradient(mesh_size):
   value, grad = jax.jit(jax.value_and_grad(loss_fn))(params(), batch)
   np.testing.assert_allclose(seen["value"], value, rtol=1e-6)
   chex.assert_trees_all_close(jax.device_get(seen["reverse"]), grad, rtol=1e-5)
-  np.testing.assert_allclose(seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5)
+  np.testing.assert_allclose(
+    seen["forward"], sum(map(jnp.sum, jax.tree.leaves(grad))), rtol=1e-5
+  )
 
 
 def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
   def loss_fn(params, batch):
-    product = batch.astype(jnp.complex64) * params["z"] * params["w"].astype(jnp.complex64)
+    product = (
+      batch.astype(jnp.complex64)
+      * params["z"]
+      * params["w"].astype(jnp.complex64)
+    )
     return jnp.mean(jnp.abs(product + 1j) ** 2)
 
   def inspect(value_fn, params):
@@ -114,16 +142,21 @@ def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
   tx = optax.GradientTransformationExtraArgs(lambda p: p, update)
   start = {"z": jnp.complex64(1 + 2j), "w": jnp.bfloat16(1.5)}
   batch = jnp.arange(1.0, 9.0)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=4, donate=False)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=4, donate=False
+  )
   _, seen, _ = step(start, start, batch)
   expected = jax.jit(jax.grad(loss_fn))(start, batch)
   chex.assert_trees_all_equal_dtypes(seen, expected)
   np.testing.assert_allclose(seen["z"], expected["z"], rtol=1e-6)
-  np.testing.assert_allclose(np.float32(seen["w"]), np.float32(expected["w"]), rtol=1e-2)
+  np.testing.assert_allclose(
+    np.float32(seen["w"]), np.float32(expected["w"]), rtol=1e-2
+  )
 
 
 @pytest.mark.parametrize(
-  ("options", "mesh_size"), [({"num_microbatches": 2}, None), ({"microbatch_size": 6}, 2)]
+  ("options", "mesh_size"),
+  [({"num_microbatches": 2}, None), ({"microbatch_size": 6}, 2)],
 )
 def test_a_line_search_does_not_leave_out_what_diverges(options, mesh_size):
   def barrier(p, x):  # infinite at p = 1, and NaN beyond
@@ -148,7 +181,9 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
     return jnp.mean((p * x - 3) ** 2)
 
   def update(updates, state, params, *, value_fn, **extra_args):
-    return jnp.zeros_like(updates), jax.value_and_grad(value_fn)(jnp.float32(2.0))
+    return jnp.zeros_like(updates), jax.value_and_grad(value_fn)(
+      jnp.float32(2.0)
+    )
 
   tx = optax.GradientTransformationExtraArgs(lambda p: (p, p), update)
   step = optax_accum.make_train_step(
@@ -162,7 +197,9 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
 
 def test_the_memory_of_lbfgs_falls_with_the_microbatches():
   def deep(layers, batch):
-    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], layers)
+    x, _ = jax.lax.scan(
+      lambda x, w: (jnp.tanh(x @ w), None), batch["x"], layers
+    )
     return jnp.mean((x.sum(-1) - batch["y"]) ** 2)
 
   layers = jnp.zeros((6, 32, 32))
@@ -170,7 +207,12 @@ def test_the_memory_of_lbfgs_falls_with_the_microbatches():
   tx = optax.lbfgs()
   state = jax.eval_shape(tx.init, layers)
   temp = [
-    temp_bytes(optax_accum.make_train_step(deep, tx, num_microbatches=n), layers, state, batch)
+    temp_bytes(
+      optax_accum.make_train_step(deep, tx, num_microbatches=n),
+      layers,
+      state,
+      batch,
+    )
     for n in (1, 4, 64)
   ]
   assert temp[0] > 2 * temp[1] > 2 * temp[2]
@@ -193,8 +235,12 @@ def derivative_of_a_step(derivative, by, run):
   def moved(amount):
     start, batch = params(), {name: jnp.asarray(x) for name, x in rows.items()}
     if by != "batch":
-      direction = jax.tree.map(lambda x: np.cos(np.arange(x.size, dtype=np.float32)), start)
-      start = jax.tree.map(lambda p, d: p + amount * d.reshape(p.shape), start, direction)
+      direction = jax.tree.map(
+        lambda x: np.cos(np.arange(x.size, dtype=np.float32)), start
+      )
+      start = jax.tree.map(
+        lambda p, d: p + amount * d.reshape(p.shape), start, direction
+      )
     if by != "params":
       batch["y"] = batch["y"] + amount * batch["x"][:, 0]
     return run(start, batch)
@@ -204,7 +250,9 @@ def derivative_of_a_step(derivative, by, run):
 
 def valid_of(derivative):
   # Whether something counted is a loop, which reverse mode cannot pass.
-  return np.ones(8, np.float32) + (derivative is jax.jacfwd) * np.arange(8, dtype=np.float32)
+  return np.ones(8, np.float32) + (derivative is jax.jacfwd) * np.arange(
+    8, dtype=np.float32
+  )
 
 
 @functools.cache
@@ -220,7 +268,11 @@ def derivative_of_the_whole_step(derivative, by):
 
 # Each way by the batch, by parameters and by both: half of them alone, half over a mesh.
 ALONE = [(jax.jacfwd, "batch"), (jax.jacfwd, "params"), (jax.jacrev, "both")]
-OVER_A_MESH = [(jax.jacfwd, "both"), (jax.jacrev, "batch"), (jax.jacrev, "params")]
+OVER_A_MESH = [
+  (jax.jacfwd, "both"),
+  (jax.jacrev, "batch"),
+  (jax.jacrev, "params"),
+]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +283,9 @@ OVER_A_MESH = [(jax.jacfwd, "both"), (jax.jacrev, "batch"), (jax.jacrev, "params
     *((*case, 2) for case in OVER_A_MESH if jax.__version_info__ >= (0, 9)),
   ],
 )
-def test_a_step_that_reads_value_fn_can_be_differentiated_itself(derivative, by, mesh_size):
+def test_a_step_that_reads_value_fn_can_be_differentiated_itself(
+  derivative, by, mesh_size
+):
   step = optax_accum.make_train_step(
     loss_fn,
     scaled_by_value(),

@@ -43,7 +43,9 @@ def promotion_of(specimen):
 def gradient_and_loss(step, params, batch):
   """What a step of size 1 goes along."""
   new, _, metrics = step(params, TX.init(params), batch)
-  gradient = jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, new)
+  gradient = jax.tree.map(
+    lambda x, y: np.asarray(x) - np.asarray(y), params, new
+  )
   return gradient, np.asarray(metrics["loss"])
 
 
@@ -60,18 +62,27 @@ def test_a_loss_over_eight_devices_is_the_whole_batchs(name):
   specimen, mesh = ZOO[name], make_mesh(8)
   with promotion_of(specimen):
     params, batch = specimen.params(), mesh_zoo.make_batch()
-    loss_fn, tolerance = mesh_zoo.loss_of(specimen.each), ROUNDED.get(name, TOLERANCE)
+    loss_fn, tolerance = (
+      mesh_zoo.loss_of(specimen.each),
+      ROUNDED.get(name, TOLERANCE),
+    )
     of_valid, of_some, of_all = whole_batch(specimen)
     assert trees.largest_difference(of_valid, of_all) > 1e-3
 
     options = {"mesh": mesh, "num_microbatches": 2, "donate": False}
-    weighs = make_train_step(loss_fn, TX, weight_fn=mesh_zoo.valid_rows, **options)
-    trees.assert_close(gradient_and_loss(weighs, params, batch), of_valid, tolerance)
+    weighs = make_train_step(
+      loss_fn, TX, weight_fn=mesh_zoo.valid_rows, **options
+    )
+    trees.assert_close(
+      gradient_and_loss(weighs, params, batch), of_valid, tolerance
+    )
 
     # The mean of means is exact only where all count the same.
     plain = make_train_step(loss_fn, TX, **options)
     rows = mesh_zoo.all_valid(batch)
-    trees.assert_close(gradient_and_loss(plain, params, rows), of_all, tolerance)
+    trees.assert_close(
+      gradient_and_loss(plain, params, rows), of_all, tolerance
+    )
     wrong = gradient_and_loss(plain, params, mesh_zoo.partly_valid(batch))
     for part, whole in zip(wrong, of_some, strict=True):
       assert trees.largest_difference(part, whole) > 1e-3
@@ -83,7 +94,13 @@ TENSOR = {"w": P(None, "model"), "u": P("model"), "b": P(), "v": P("model")}
 PLACES = {
   "one device": ((1,), AUTO, P(), P(), {"num_microbatches": 2}),
   "explicit": ((8,), EXPLICIT, P(), P(), {"num_microbatches": 4}),
-  "ragged": ((8,), AUTO, P(), P(), {"microbatch_size": 24, "skip_nonfinite": True}),
+  "ragged": (
+    (8,),
+    AUTO,
+    P(),
+    P(),
+    {"microbatch_size": 24, "skip_nonfinite": True},
+  ),
   "automatic axis": ((4, 2), AUTO, TENSOR, TENSOR, {"num_microbatches": 4}),
   "FSDP": ((8,), AUTO, FSDP, FSDP, {"num_microbatches": 2}),
   "FSDP in the loop": (
@@ -93,9 +110,25 @@ PLACES = {
   "ZeRO-1": ((8,), AUTO, P(), FSDP, {"microbatch_size": 24}),
 }
 if _versions.ADDS_TO_REFERENCES:
-  PLACES["in place"] = (8,), AUTO, P(), P(), {"num_microbatches": 2, "in_place": True}
-LOSSES = ("scan from zeros", "while_loop", "cond with a constant", "custom_vjp of zeros")
-LOSSES += ("gradient penalty", "Pallas kernel", "checkpointed scan", "Equinox, bounded while")
+  PLACES["in place"] = (
+    (8,),
+    AUTO,
+    P(),
+    P(),
+    {"num_microbatches": 2, "in_place": True},
+  )
+LOSSES = (
+  "scan from zeros",
+  "while_loop",
+  "cond with a constant",
+  "custom_vjp of zeros",
+)
+LOSSES += (
+  "gradient penalty",
+  "Pallas kernel",
+  "checkpointed scan",
+  "Equinox, bounded while",
+)
 MOMENTUM = optax.sgd(1.0, momentum=0.9)
 
 
@@ -105,10 +138,14 @@ def momentum_of(name):
   with promotion_of(ZOO[name]):
     step = oracle.whole_batch_step(mesh_zoo.loss_of(ZOO[name].each), MOMENTUM)
     params = jax.tree.map(jnp.asarray, mesh_zoo.plain_params())
-    return oracle.take_steps(step, MOMENTUM, params, [mesh_zoo.make_batch()] * 2)
+    return oracle.take_steps(
+      step, MOMENTUM, params, [mesh_zoo.make_batch()] * 2
+    )
 
 
-@pytest.mark.parametrize(("place", "name"), [*zip(PLACES, LOSSES, strict=False)])
+@pytest.mark.parametrize(
+  ("place", "name"), [*zip(PLACES, LOSSES, strict=False)]
+)
 def test_where_parameters_are_and_how_the_step_runs(place, name):
   shape, kind, held, state, options = PLACES[place]
   mesh = make_mesh(*shape, kind=kind)
@@ -125,7 +162,9 @@ def test_where_parameters_are_and_how_the_step_runs(place, name):
     momentum, rest = MOMENTUM.init(mesh_zoo.plain_params())
     opt_state = devices.put(momentum, mesh, optax.TraceState(trace=state)), rest
     for _ in range(2):
-      params, opt_state, metrics = step(params, opt_state, mesh_zoo.make_batch())
+      params, opt_state, metrics = step(
+        params, opt_state, mesh_zoo.make_batch()
+      )
     actual = jax.device_get((params, opt_state, metrics["loss"]))
     trees.assert_close(actual, momentum_of(name), 10 * TOLERANCE)
 
@@ -138,14 +177,20 @@ def step_with(loss_fn, mesh, *further, **options):
   """The gradient of a step of size 1, and its metrics."""
   rng = np.random.default_rng(0)
   params, x = {"w": rng.normal(size=(4, 8))}, rng.normal(size=(32, 4))
-  step = make_train_step(loss_fn, TX, num_microbatches=2, mesh=mesh, donate=False, **options)
-  new, _, metrics = step(params, TX.init(params), {"x": x, "i": np.arange(32) % 16}, *further)
+  step = make_train_step(
+    loss_fn, TX, num_microbatches=2, mesh=mesh, donate=False, **options
+  )
+  new, _, metrics = step(
+    params, TX.init(params), {"x": x, "i": np.arange(32) % 16}, *further
+  )
   return params["w"] - np.asarray(new["w"]), metrics
 
 
 def tanh_loss(between=lambda h: h):
   """Of what is between a layer and the loss."""
-  return lambda params, batch: jnp.mean(between(jnp.tanh(batch["x"] @ params["w"])) ** 2)
+  return lambda params, batch: jnp.mean(
+    between(jnp.tanh(batch["x"] @ params["w"])) ** 2
+  )
 
 
 def right_or_refused(exact, match, *args, **options):
@@ -164,13 +209,20 @@ def right_or_refused(exact, match, *args, **options):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 @pytest.mark.parametrize("use", ["index", "product", "weight"])
-def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(use, shape, kind):
-  mesh, table = make_mesh(*shape, kind=kind), np.random.default_rng(1).normal(size=(16, 8))
+def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(
+  use, shape, kind
+):
+  mesh, table = (
+    make_mesh(*shape, kind=kind),
+    np.random.default_rng(1).normal(size=(16, 8)),
+  )
   placed = devices.put(table, mesh)
 
   def loss_fn(params, batch, table):
     h = batch["x"] @ params["w"]
-    return jnp.mean((h - table[batch["i"]] if use == "index" else h @ table.T) ** 2)
+    return jnp.mean(
+      (h - table[batch["i"]] if use == "index" else h @ table.T) ** 2
+    )
 
   exact, _ = step_with(lambda *args: loss_fn(*args, jnp.asarray(table)), None)
   weight_fn = (lambda batch: jnp.sum(placed**2)) if use == "weight" else None
@@ -178,7 +230,10 @@ def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(use, s
     r"closes over .* is on the mesh, .*data_axis=\('data',\): pass an array as a further argument,"
     r" step\(params, opt_state, batch, table\)"
   )
-  closing = lambda *args: loss_fn(*args, jnp.asarray(table) if weight_fn else placed)  # noqa: E731
+
+  def closing(*args):
+    return loss_fn(*args, jnp.asarray(table) if weight_fn else placed)
+
   right_or_refused(exact, match, closing, mesh, weight_fn=weight_fn)
   as_argument, _ = step_with(loss_fn, mesh, placed, batch_argnums=1)
   trees.assert_close(as_argument, exact, TOLERANCE)
@@ -186,10 +241,16 @@ def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(use, s
 
 SHARDED = {
   "data": lambda h, mesh: lax.with_sharding_constraint(h, P("data")),
-  "data and model": lambda h, mesh: lax.with_sharding_constraint(h, P("data", "model")),
-  "of the mesh": lambda h, mesh: lax.with_sharding_constraint(h, NamedSharding(mesh, P("data"))),
+  "data and model": lambda h, mesh: lax.with_sharding_constraint(
+    h, P("data", "model")
+  ),
+  "of the mesh": lambda h, mesh: lax.with_sharding_constraint(
+    h, NamedSharding(mesh, P("data"))
+  ),
   "reshard": lambda h, mesh: jax.reshard(h, P("data", "model")),
-  "further": lambda h, mesh: lax.with_sharding_constraint(h, NamedSharding(mesh, P(None, "model"))),
+  "further": lambda h, mesh: lax.with_sharding_constraint(
+    h, NamedSharding(mesh, P(None, "model"))
+  ),
 }
 
 
@@ -199,7 +260,9 @@ def test_a_sharding_in_a_loss_is_of_further_axes(how, kind):
   mesh, exact = make_mesh(4, 2, kind=kind), step_with(tanh_loss(), None)[0]
   loss_fn = tanh_loss(lambda h: SHARDED[how](h, mesh))
   match = "Name further axes alone, in a bare PartitionSpec"
-  assert right_or_refused(exact, match, loss_fn, mesh) == (how == "further" and kind == AUTO)
+  assert right_or_refused(exact, match, loss_fn, mesh) == (
+    how == "further" and kind == AUTO
+  )
   # As the error says.
   shard = jax.reshard if kind == EXPLICIT else lax.with_sharding_constraint
   found, _ = step_with(tanh_loss(lambda h: shard(h, P(None, "model"))), mesh)
@@ -221,11 +284,16 @@ def test_over_further_axes_arrays_are_whole(kind):
 def test_a_loss_that_wants_more_rows_than_a_microbatch_has(mesh, rows):
   with pytest.raises(TypeError, match="cannot reshape") as raised:
     step_with(tanh_loss(lambda h: h.reshape(32, 8)), mesh)
-  assert f"The loss was given {rows} rows, a microbatch on one device." in raised.value.__notes__
+  assert (
+    f"The loss was given {rows} rows, a microbatch on one device."
+    in raised.value.__notes__
+  )
 
 
 def calling_back(h):
-  like = jax.ShapeDtypeStruct(h.shape, jnp.float32)  # threads of callbacks have no float64
+  like = jax.ShapeDtypeStruct(
+    h.shape, jnp.float32
+  )  # threads of callbacks have no float64
   ones = lambda h: np.ones(h.shape, np.float32)  # noqa: E731
   return h + jax.pure_callback(ones, like, lax.stop_gradient(h)).astype(h.dtype)
 
@@ -233,10 +301,14 @@ def calling_back(h):
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_need_all_axes(kind):
   mesh = make_mesh(4, 2, kind=kind)
-  with pytest.raises(ValueError, match=r"callback in the loss.* needs all axes .*name them there"):
+  with pytest.raises(
+    ValueError, match=r"callback in the loss.* needs all axes .*name them there"
+  ):
     step_with(tanh_loss(calling_back), mesh)
   exact, _ = step_with(tanh_loss(calling_back), None)
-  found, _ = step_with(tanh_loss(calling_back), mesh, data_axis=("data", "model"))
+  found, _ = step_with(
+    tanh_loss(calling_back), mesh, data_axis=("data", "model")
+  )
   trees.assert_close(found, exact, TOLERANCE)
 
 
@@ -244,7 +316,9 @@ def test_callbacks_need_all_axes(kind):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_checks_are_an_aux(shape, kind):
   def checked(params, batch):
-    checkify.check(jnp.all(batch["x"] < 1), "too large: {x}", x=jnp.max(batch["x"]))
+    checkify.check(
+      jnp.all(batch["x"] < 1), "too large: {x}", x=jnp.max(batch["x"])
+    )
     return tanh_loss()(params, batch)
 
   def loss_fn(params, batch):
@@ -255,5 +329,7 @@ def test_checks_are_an_aux(shape, kind):
   found, metrics = step_with(loss_fn, mesh, has_aux=True, aux_reduction="max")
   trees.assert_close(found, exact, TOLERANCE)
   largest = np.random.default_rng(0).normal(size=(40, 4))[8:].max()
-  with pytest.raises(checkify.JaxRuntimeError, match=f"too large: {largest:.6}"):
+  with pytest.raises(
+    checkify.JaxRuntimeError, match=f"too large: {largest:.6}"
+  ):
     jax.device_get(metrics["aux"]).throw()

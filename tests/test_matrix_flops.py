@@ -11,19 +11,29 @@ from optax_accum._compiled.matrix_flops import matrix_flops
 
 
 def flops(fun, *shapes, sharding=None):
-  args = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes]
+  args = [
+    jax.ShapeDtypeStruct(s, jnp.float32, sharding=sharding) for s in shapes
+  ]
   return matrix_flops(jax.jit(fun).lower(*args).compile().as_text())
 
 
 def convolution(x, kernel, **options):
   numbers = ("NHWC", "HWIO", "NHWC")
-  return jax.lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
+  return jax.lax.conv_general_dilated(
+    x, kernel, dimension_numbers=numbers, **options
+  )
 
 
 def multiplications(x, kernel, **options):
   """How many a convolution is of, with padding: for each of its numbers a kernel's."""
-  out = jax.eval_shape(lambda: convolution(jnp.ones(x), jnp.ones(kernel), **options))
-  return out.size * math.prod(kernel[:-1]) // math.prod(options.get("lhs_dilation", ()))
+  out = jax.eval_shape(
+    lambda: convolution(jnp.ones(x), jnp.ones(kernel), **options)
+  )
+  return (
+    out.size
+    * math.prod(kernel[:-1])
+    // math.prod(options.get("lhs_dilation", ()))
+  )
 
 
 @pytest.fixture(params=["cpu", "tpu"])
@@ -34,34 +44,53 @@ def sharding(request):
 
 
 def test_products_in_and_out_of_loops(sharding):
-  assert flops(jnp.dot, (128, 256), (256, 384), sharding=sharding) == 2 * 128 * 256 * 384
+  assert (
+    flops(jnp.dot, (128, 256), (256, 384), sharding=sharding)
+    == 2 * 128 * 256 * 384
+  )
   batched = lambda a, b: jnp.einsum("bij,bjk->bik", a, b)  # noqa: E731
   got = flops(batched, (4, 128, 256), (4, 256, 384), sharding=sharding)
   assert got == 2 * 4 * 128 * 256 * 384
 
   def loop(x, w):
-    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5)[0]
+    return jax.lax.scan(
+      lambda x, _: (jnp.tanh(x @ w), None), x, None, length=5
+    )[0]
 
-  assert flops(loop, (128, 256), (256, 256), sharding=sharding) == 5 * 2 * 128 * 256 * 256
+  assert (
+    flops(loop, (128, 256), (256, 256), sharding=sharding)
+    == 5 * 2 * 128 * 256 * 256
+  )
 
 
 CONVOLUTIONS = {
   "same": {"window_strides": (1, 1), "padding": "SAME"},
   "strided": {"window_strides": (2, 2), "padding": "VALID"},
-  "grouped": {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 4},
+  "grouped": {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "feature_group_count": 4,
+  },
   "transposed": {
     "window_strides": (1, 1),
     "padding": [(1, 2), (2, 1)],
     "lhs_dilation": (2, 2),
   },
-  "dilated": {"window_strides": (1, 1), "padding": "SAME", "rhs_dilation": (2, 2)},
+  "dilated": {
+    "window_strides": (1, 1),
+    "padding": "SAME",
+    "rhs_dilation": (2, 2),
+  },
 }
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name):
   options = CONVOLUTIONS[name]
-  x, kernel = (2, 9, 9, 8), (3, 3, 8 // options.get("feature_group_count", 1), 16)
+  x, kernel = (
+    (2, 9, 9, 8),
+    (3, 3, 8 // options.get("feature_group_count", 1), 16),
+  )
   got = flops(lambda x, kernel: convolution(x, kernel, **options), x, kernel)
   assert got == 2 * multiplications(x, kernel, **options)
 
@@ -71,7 +100,9 @@ def test_derivatives_of_convolutions_are_as_much_work_each(sharding):
   x, kernel = (8, 16, 16, 32), (3, 3, 32, 64)
   loss = lambda x, kernel: jnp.sum(convolution(x, kernel, **options) ** 2)  # noqa: E731
   once = multiplications(x, kernel, **options)
-  assert flops(jax.grad(loss, (0, 1)), x, kernel, sharding=sharding) == 3 * 2 * once
+  assert (
+    flops(jax.grad(loss, (0, 1)), x, kernel, sharding=sharding) == 3 * 2 * once
+  )
 
 
 # As XLA for GPU writes them.
@@ -100,9 +131,15 @@ def test_kernels_of_gpus():
   assert matrix_flops(GEMM) == 2 * 128 * 256 * 384
   x, kernel, out = "2,8,9,9", "16,8,3,3", "2,16,9,9"
   forward = matrix_flops(CUDNN.format(a=x, b=kernel, c=out, kind="convForward"))
-  assert forward == 2 * multiplications((2, 9, 9, 8), (3, 3, 8, 16), **CONVOLUTIONS["same"])
-  assert forward == matrix_flops(CUDNN.format(a=out, b=kernel, c=x, kind="convBackwardInput"))
-  assert forward == matrix_flops(CUDNN.format(a=x, b=out, c=kernel, kind="convBackwardFilter"))
+  assert forward == 2 * multiplications(
+    (2, 9, 9, 8), (3, 3, 8, 16), **CONVOLUTIONS["same"]
+  )
+  assert forward == matrix_flops(
+    CUDNN.format(a=out, b=kernel, c=x, kind="convBackwardInput")
+  )
+  assert forward == matrix_flops(
+    CUDNN.format(a=x, b=out, c=kernel, kind="convBackwardFilter")
+  )
   assert forward == matrix_flops(
     CUDNN.format(a=x, b=kernel, c=out, kind="convBiasActivationForward")
   )
@@ -127,4 +164,6 @@ def test_groups_of_the_batch():
 
 def test_nothing_to_multiply():
   assert flops(jnp.sin, (8, 8)) == 0
-  assert flops(jnp.outer, (8,), (8,)) == 0  # XLA writes a product of one row as a sum
+  assert (
+    flops(jnp.outer, (8,), (8,)) == 0
+  )  # XLA writes a product of one row as a sum

@@ -37,7 +37,11 @@ class Average:
 
 
 def moments(x):
-  return {"mean": jnp.mean(x), "m2": jnp.sum((x - jnp.mean(x)) ** 2), "n": jnp.float32(x.shape[0])}
+  return {
+    "mean": jnp.mean(x),
+    "m2": jnp.sum((x - jnp.mean(x)) ** 2),
+    "n": jnp.float32(x.shape[0]),
+  }
 
 
 def merge_moments(a, b):
@@ -56,7 +60,10 @@ KINDS = {
   "average": (Average.of, Average.merge),
   "moments": (moments, merge_moments),
   "logsumexp": (jax.nn.logsumexp, jnp.logaddexp),
-  "histogram": (lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32), jnp.add),
+  "histogram": (
+    lambda x: jnp.histogram(x, 4, (-2.0, 3.0))[0].astype(jnp.int32),
+    jnp.add,
+  ),
   "ends": (first_and_last, lambda a, b: (a[0], b[1])),  # not commutative
 }
 MERGES = {name: merge for name, (_, merge) in KINDS.items()}
@@ -75,9 +82,18 @@ def microbatches(x, size):
 
 def folded(x, size, devices=1):
   """What microbatches that count (have a row above 0) merge to, in their order."""
-  parts = [p for own in np.split(x, devices) for p in microbatches(own, size // devices)]
-  each = [jax.device_get(statistics(jnp.asarray(p))) for p in parts if np.any(p > 0)]
-  merge_all = lambda a, b: {k: jax.device_get(f(a[k], b[k])) for k, f in MERGES.items()}  # noqa: E731
+  parts = [
+    p
+    for own in np.split(x, devices)
+    for p in microbatches(own, size // devices)
+  ]
+  each = [
+    jax.device_get(statistics(jnp.asarray(p))) for p in parts if np.any(p > 0)
+  ]
+
+  def merge_all(a, b):
+    return {k: jax.device_get(f(a[k], b[k])) for k, f in MERGES.items()}
+
   return functools.reduce(merge_all, each)
 
 
@@ -97,16 +113,23 @@ def test_is_a_fold_over_microbatches_that_count(size):
 
 @pytest.mark.usefixtures("usual_promotion")
 def test_weights_of_zero_are_left_out():
-  x = np.sort(ROWS).reshape(6, 4).T.ravel()  # microbatch i has the rows 4 i to 4 i + 3 in order
+  x = (
+    np.sort(ROWS).reshape(6, 4).T.ravel()
+  )  # microbatch i has the rows 4 i to 4 i + 3 in order
   x[x < 0] = np.nan
-  for weight_fn, left in ((lambda x: jnp.all(x > 0), 3), (lambda x: jnp.sum(x) * 0 > 0, 0)):
+  for weight_fn, left in (
+    (lambda x: jnp.all(x > 0), 3),
+    (lambda x: jnp.sum(x) * 0 > 0, 0),
+  ):
     run = optax_accum.microbatch(
       statistics, reduction=MERGES, num_microbatches=6, weight_fn=weight_fn
     )
     got = run(x)
     assert float(got["average"].count) == 4 * left
     if left:
-      np.testing.assert_allclose(got["average"].total, np.sort(ROWS)[-12:].sum(), rtol=1e-6)
+      np.testing.assert_allclose(
+        got["average"].total, np.sort(ROWS)[-12:].sum(), rtol=1e-6
+      )
     else:
       chex.assert_trees_all_equal(got, jax.tree.map(jnp.zeros_like, got))
 
@@ -118,7 +141,9 @@ def loss_fn(params, x):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 @pytest.mark.usefixtures("usual_promotion")
 def test_devices_are_merged_in_the_order_of_the_mesh(kind):
-  mesh = devices.make_mesh(8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind])
+  mesh = devices.make_mesh(
+    8, kind={"auto": devices.AUTO, "explicit": devices.EXPLICIT}[kind]
+  )
   tx = optax.sgd(0.1)
   step = optax_accum.make_train_step(
     loss_fn, tx, num_microbatches=3, has_aux=True, aux_reduction=MERGES, mesh=mesh,
@@ -126,15 +151,22 @@ def test_devices_are_merged_in_the_order_of_the_mesh(kind):
   )  # fmt: skip
   params = jnp.float32(1.0)
   *_, metrics = step(params, tx.init(params), ROWS)
-  chex.assert_trees_all_close(metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6)
-  assert float(metrics["aux"]["ends"][0]) != ROWS[0]  # the first devices had none that counts
+  chex.assert_trees_all_close(
+    metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6
+  )
+  assert (
+    float(metrics["aux"]["ends"][0]) != ROWS[0]
+  )  # the first devices had none that counts
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
 @pytest.mark.usefixtures("usual_promotion")
 def test_beside_words_in_one_program(reduce_gradients):
   def with_words(params, x):
-    return jnp.mean(params * x), {"rows": x, "both": {"s": jnp.sum(x), "m": moments(x)}}
+    return jnp.mean(params * x), {
+      "rows": x,
+      "both": {"s": jnp.sum(x), "m": moments(x)},
+    }
 
   mesh, tx = devices.make_mesh(4), optax.sgd(0.1)
   words = {"rows": "concat", "both": {"s": "sum", "m": merge_moments}}
@@ -147,7 +179,9 @@ def test_beside_words_in_one_program(reduce_gradients):
   aux = metrics["aux"]
   np.testing.assert_array_equal(aux["rows"], ROWS)
   np.testing.assert_allclose(aux["both"]["m"]["mean"], np.mean(ROWS), rtol=1e-5)
-  np.testing.assert_allclose(aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5)
+  np.testing.assert_allclose(
+    aux["both"]["m"]["m2"], 24 * np.var(ROWS), rtol=1e-5
+  )
 
 
 @flax.struct.dataclass
@@ -163,7 +197,10 @@ class Collection:
     return cls(fold("average", x), fold("ends", x), "train")
 
   def merge(self, other):
-    average, ends = self.average.merge(other.average), (self.ends[0], other.ends[1])
+    average, ends = (
+      self.average.merge(other.average),
+      (self.ends[0], other.ends[1]),
+    )
     return self.replace(average=average, ends=ends)
 
 
@@ -178,9 +215,14 @@ def linen_metrics(x, **options):
     return jnp.mean(variables["params"]["w"] * x), ({"counts": counts}, aux)
 
   state = StateThatCounts.create(
-    apply_fn=None, params={"w": jnp.ones(())}, tx=optax.sgd(0.1), counts={"rows": jnp.zeros(())}
+    apply_fn=None,
+    params={"w": jnp.ones(())},
+    tx=optax.sgd(0.1),
+    counts={"rows": jnp.zeros(())},
   )
-  state, metrics = linen_train_step(loss_fn, mutable=["counts"], **options)(state, x)
+  state, metrics = linen_train_step(loss_fn, mutable=["counts"], **options)(
+    state, x
+  )
   return state.counts["rows"], metrics["aux"]
 
 
@@ -192,7 +234,10 @@ class ModelThatCounts(nnx.Module):
 def nnx_metrics(x, **options):
   def loss_fn(model, x):
     model.rows[...] += x.shape[0]
-    return jnp.mean(model.w[...] * x), {"own": Collection.of(x), "sum": jnp.sum(x)}
+    return jnp.mean(model.w[...] * x), {
+      "own": Collection.of(x),
+      "sum": jnp.sum(x),
+    }
 
   model = ModelThatCounts()
   optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
@@ -203,8 +248,14 @@ def nnx_metrics(x, **options):
 @pytest.mark.parametrize("metrics_of", [linen_metrics, nnx_metrics])
 @pytest.mark.parametrize(("count", "size"), [(1, 7), (8, 8)])
 @pytest.mark.usefixtures("usual_promotion")
-def test_metrics_of_flax_merge_beside_what_the_loss_carries(metrics_of, count, size):
-  options = {"has_aux": True, "weight_fn": any_above_zero, "microbatch_size": size}
+def test_metrics_of_flax_merge_beside_what_the_loss_carries(
+  metrics_of, count, size
+):
+  options = {
+    "has_aux": True,
+    "weight_fn": any_above_zero,
+    "microbatch_size": size,
+  }
   reductions = {"own": Collection.merge, "sum": "sum"}
   mesh = devices.make_mesh(8) if count == 8 else None
   rows, aux = metrics_of(ROWS, aux_reduction=reductions, mesh=mesh, **options)
@@ -215,35 +266,53 @@ def test_metrics_of_flax_merge_beside_what_the_loss_carries(metrics_of, count, s
   counted = ROWS if count == 1 else ROWS[ROWS > 0]  # on 8 devices, a row each
   assert float(aux["own"].average.count) == len(counted) > 0
   np.testing.assert_allclose(aux["sum"], np.sum(counted), rtol=1e-5)
-  assert expected.ends[0] < expected.ends[1]  # merged in the other order, they are the other way
+  assert (
+    expected.ends[0] < expected.ends[1]
+  )  # merged in the other order, they are the other way
   # On 8 devices the mean of what each carried, weighted: a device has 2 rows that count, 4 have 3.
-  np.testing.assert_allclose(rows, 24 if count == 1 else (2 * 2 + 12 * 3) / 14, rtol=1e-6)
+  np.testing.assert_allclose(
+    rows, 24 if count == 1 else (2 * 2 + 12 * 3) / 14, rtol=1e-6
+  )
 
 
 def run(fun, merge, **options):
-  return optax_accum.microbatch(fun, reduction=merge, num_microbatches=2, **options)(ROWS)
+  return optax_accum.microbatch(
+    fun, reduction=merge, num_microbatches=2, **options
+  )(ROWS)
 
 
 def test_bad_input_is_refused_in_words():
   mean = lambda x: {"a": jnp.mean(x), "b": jnp.mean(x)}  # noqa: E731
   with pytest.raises(
-    TypeError, match=r"reduction=<.*> must take two values, merge\(a, b\): too many"
+    TypeError,
+    match=r"reduction=<.*> must take two values, merge\(a, b\): too many",
   ):
     run(jnp.mean, lambda a: a)
-  with pytest.raises(ValueError, match=r"\(a, b\) returned output\['b'\] is missing: return"):
+  with pytest.raises(
+    ValueError, match=r"\(a, b\) returned output\['b'\] is missing: return"
+  ):
     run(mean, lambda a, b: {"a": a["a"] + b["a"]})
-  with pytest.raises(ValueError, match=r"output has type float32\[1\], not float32\[\]: return"):
+  with pytest.raises(
+    ValueError, match=r"output has type float32\[1\], not float32\[\]: return"
+  ):
     run(jnp.mean, lambda a, b: (a + b)[None])
-  with pytest.raises(ValueError, match=r"output has type float16\[\], not float32\[\]: return"):
+  with pytest.raises(
+    ValueError, match=r"output has type float16\[\], not float32\[\]: return"
+  ):
     run(jnp.mean, lambda a, b: (a + b).astype(jnp.float16))
-  with pytest.raises(TypeError) as error:  # it wants the node, and stands at a leaf
+  with pytest.raises(
+    TypeError
+  ) as error:  # it wants the node, and stands at a leaf
     run(mean, {"a": merge_moments, "b": "mean"})
-  assert "output['a'] is reduced by merge_moments(a, b), which was given two of Sh" in str(
-    error.value.__notes__
+  assert (
+    "output['a'] is reduced by merge_moments(a, b), which was given two of Sh"
+    in str(error.value.__notes__)
   )
   with pytest.raises(ValueError, match="not a prefix tree of the outputs"):
     run(mean, {"a": operator.add})
-  with pytest.raises(ValueError, match=r"grad_reduction=<.*> must be one of 'mean', 'sum'"):
+  with pytest.raises(
+    ValueError, match=r"grad_reduction=<.*> must be one of 'mean', 'sum'"
+  ):
     optax_accum.microbatch_value_and_grad(
       jnp.mean, num_microbatches=2, grad_reduction=lambda a, b: a
     )
@@ -251,15 +320,28 @@ def test_bad_input_is_refused_in_words():
 
 def test_only_what_has_no_gradient_merges_under_differentiation():
   def loss(scale, stop):
-    fun = lambda scale, x: (jnp.mean(scale * x), stop(jax.nn.logsumexp(scale * x)))  # noqa: E731
+    def fun(scale, x):
+      return (
+        jnp.mean(scale * x),
+        stop(jax.nn.logsumexp(scale * x)),
+      )
+
     split = optax_accum.microbatch(
-      fun, reduction=("mean", jnp.logaddexp), num_microbatches=3, batch_argnums=1
+      fun,
+      reduction=("mean", jnp.logaddexp),
+      num_microbatches=3,
+      batch_argnums=1,
     )
     return split(scale, ROWS)
 
-  gradient = jax.grad(lambda s: loss(s, jax.lax.stop_gradient)[0])(jnp.float32(2.0))
+  gradient = jax.grad(lambda s: loss(s, jax.lax.stop_gradient)[0])(
+    jnp.float32(2.0)
+  )
   np.testing.assert_allclose(gradient, np.mean(ROWS), rtol=1e-6)
-  with pytest.raises(NotImplementedError, match=r"return jax\.lax\.stop_gradient of it, or reduce"):
+  with pytest.raises(
+    NotImplementedError,
+    match=r"return jax\.lax\.stop_gradient of it, or reduce",
+  ):
     jax.grad(lambda s: loss(s, lambda x: x)[1])(jnp.float32(2.0))
 
 
@@ -277,9 +359,16 @@ def merge_by(power):
 @pytest.mark.parametrize("padding", [[0, 1, 1], [1, 1, 0], [0, 0, 0]])
 def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
   def merged(scale, fold):  # correlations, by Fisher's z
-    return fold(lambda a, b: scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale)))
+    return fold(
+      lambda a, b: (
+        scale * jnp.tanh(jnp.arctanh(a / scale) + jnp.arctanh(b / scale))
+      )
+    )
 
-  values, counted = np.array([0.3, -0.2, 0.4], np.float32), np.array(padding, np.float32)
+  values, counted = (
+    np.array([0.3, -0.2, 0.4], np.float32),
+    np.array(padding, np.float32),
+  )
 
   def split(merge):
     run = optax_accum.microbatch(
@@ -292,14 +381,18 @@ def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
     kept = values[counted > 0]
     return functools.reduce(merge, kept) if kept.size else jnp.zeros(())
 
-  got, expected = (jax.value_and_grad(merged)(1.0, fold) for fold in (split, by_hand))
+  got, expected = (
+    jax.value_and_grad(merged)(1.0, fold) for fold in (split, by_hand)
+  )
   chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("counted", ["some", "none"])
 def test_what_a_merge_closes_over_has_its_gradient(counted, count):
-  values = np.array([1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32)  # one in each microbatch
+  values = np.array(
+    [1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32
+  )  # one in each microbatch
   kept = (values == 2) | (values == 7) if counted == "some" else values < 0
   values = np.where(kept, values, np.nan)
   rows = values.reshape(count, 1, -1).repeat(4, 1).ravel()
@@ -314,27 +407,44 @@ def test_what_a_merge_closes_over_has_its_gradient(counted, count):
 
   if count > 1:
     mesh, row = devices.make_mesh(count), jax.P("data")
-    split = jax.shard_map(split, mesh=mesh, in_specs=(jax.P(), row), out_specs=jax.P())
+    split = jax.shard_map(
+      split, mesh=mesh, in_specs=(jax.P(), row), out_specs=jax.P()
+    )
 
   def by_hand(power):
     parts = [of(jnp.full(4, value)) for value in values if value > 0]
-    return functools.reduce(merge_by(power), parts)["mean"] if parts else 0 * power
+    return (
+      functools.reduce(merge_by(power), parts)["mean"] if parts else 0 * power
+    )
 
   def derivatives(fun):
     power, gradient = jnp.float32(1.5), jax.grad(fun)
     of_several = gradient
-    if count == 1 or jax.__version_info__ >= (0, 9):  # before, no vmap of a sum over devices
+    if count == 1 or jax.__version_info__ >= (
+      0,
+      9,
+    ):  # before, no vmap of a sum over devices
       of_several = lambda power: jax.vmap(gradient)(power[None])[0]  # noqa: E731
-    return fun(power), gradient(power), jax.jvp(fun, (power,), (power,))[1], of_several(power)
+    return (
+      fun(power),
+      gradient(power),
+      jax.jvp(fun, (power,), (power,))[1],
+      of_several(power),
+    )
 
   expected = jax.jit(lambda: derivatives(by_hand))()
-  got = jax.jit(lambda: derivatives(lambda power: split(power, jnp.asarray(rows))))()
+  got = jax.jit(
+    lambda: derivatives(lambda power: split(power, jnp.asarray(rows)))
+  )()
   chex.assert_trees_all_close(got, expected, rtol=1e-4)
 
 
 def test_check_split_does_not_compare_what_a_function_merges():
   report = optax_accum.check_split(
-    lambda params, x: (jnp.mean(params * x), {"own": jnp.max(x), "mean": jnp.mean(x)}),
+    lambda params, x: (
+      jnp.mean(params * x),
+      {"own": jnp.max(x), "mean": jnp.mean(x)},
+    ),
     jnp.float32(1.0),
     ROWS,
     has_aux=True,
@@ -346,13 +456,19 @@ def test_check_split_does_not_compare_what_a_function_merges():
 
 def test_a_function_may_change_the_containers_that_it_is_given():
   def into(a, b, changed):
-    changed["n"], changed["low"] = a["n"] + b["n"], jnp.minimum(a["low"], b["low"])
+    changed["n"], changed["low"] = (
+      a["n"] + b["n"],
+      jnp.minimum(a["low"], b["low"]),
+    )
     return changed
 
   fun = lambda x: {"n": jnp.float32(x.shape[0]), "low": jnp.min(x)}  # noqa: E731
   for merge in (lambda a, b: into(a, b, a), lambda a, b: into(a, b, b)):
     got = optax_accum.microbatch(
-      fun, reduction=merge, num_microbatches=6, weight_fn=lambda x: jnp.all(x > 0)
+      fun,
+      reduction=merge,
+      num_microbatches=6,
+      weight_fn=lambda x: jnp.all(x > 0),
     )(np.sort(ROWS).reshape(6, 4).T.ravel())
     assert got == {"n": 12, "low": np.sort(ROWS)[12]}
 
@@ -376,5 +492,9 @@ def test_a_node_that_can_be_called_is_a_tree_of_words():
     aux_reduction=Layer("sum", jnp.maximum),
   )  # fmt: skip
   (_, aux), grads = run(Layer(jnp.float32(2.0), jnp.float32(1.0)), ROWS)
-  np.testing.assert_allclose([aux.weight, aux.bias], [ROWS.sum(), ROWS.max()], rtol=1e-6)
-  np.testing.assert_allclose([grads.weight, grads.bias], [ROWS.mean(), 1.0], rtol=1e-6)
+  np.testing.assert_allclose(
+    [aux.weight, aux.bias], [ROWS.sum(), ROWS.max()], rtol=1e-6
+  )
+  np.testing.assert_allclose(
+    [grads.weight, grads.bias], [ROWS.mean(), 1.0], rtol=1e-6
+  )

@@ -15,11 +15,18 @@ from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
 
-from optax_accum import count_collectives, make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum import (
+  count_collectives,
+  make_train_step,
+  microbatch,
+  microbatch_value_and_grad,
+)
 from optax_accum._compiled.matrix_flops import matrix_flops
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
 
 
 def init_params(dtype=np.float64, width=WIDTH):
@@ -62,14 +69,19 @@ def valid_tokens(batch):
 
 
 def optimizer():
-  return relaxed(optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)))
+  return relaxed(
+    optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
+  )
 
 
 @functools.cache
 def expected_steps():
   """Three steps on one device with the whole batch at once."""
   with jax.enable_x64(True):
-    params, tx = jax.tree.map(jnp.asarray, init_params()), with_loss_elsewhere(optimizer())
+    params, tx = (
+      jax.tree.map(jnp.asarray, init_params()),
+      with_loss_elsewhere(optimizer()),
+    )
     step = oracle.whole_batch_step(loss_fn, tx)
     return oracle.take_steps(step, tx, params, [make_batch()] * 3)
 
@@ -86,7 +98,11 @@ def expected_gradients():
 def expected_elsewhere():
   """The loss at twice the first parameters."""
   with jax.enable_x64(True):
-    return float(jax.jit(loss_fn)(jax.tree.map(lambda x: 2 * x, init_params()), make_batch()))
+    return float(
+      jax.jit(loss_fn)(
+        jax.tree.map(lambda x: 2 * x, init_params()), make_batch()
+      )
+    )
 
 
 def assert_one_reduction(compiled, params):
@@ -119,7 +135,9 @@ def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
   with jax.enable_x64(True):
     mesh, tx, made = make_mesh(count, kind=kind), optimizer(), []
     fun = with_aux if "has_aux" in options else loss_fn
-    step = make_train_step(fun, tx, mesh=mesh, weight_fn=valid_tokens, **options)
+    step = make_train_step(
+      fun, tx, mesh=mesh, weight_fn=valid_tokens, **options
+    )
 
     def counted(*args):
       out = step(*args)
@@ -127,9 +145,13 @@ def test_three_steps_equal_one_devices_whole_batch(count, options, kind):
       return out
 
     with compilations() as programs:
-      params, state, loss = oracle.take_steps(counted, tx, init_params(), [make_batch()] * 3)
+      params, state, loss = oracle.take_steps(
+        counted, tx, init_params(), [make_batch()] * 3
+      )
     expected, (expected_state, _), expected_loss = expected_steps()
-    trees.assert_close((params, state, loss), (expected, expected_state, expected_loss), 1e-9)
+    trees.assert_close(
+      (params, state, loss), (expected, expected_state, expected_loss), 1e-9
+    )
     assert made[0] == made[-1] > 0
     if count > 1:
       placed = devices.put((params, state), mesh)
@@ -157,9 +179,14 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   """Three steps from parameters that are sharded so; how to lower the first."""
   shardings = devices.shardings(init_params(), mesh, specs)
   params = jax.device_put(init_params(), shardings)
-  opt_state, batch = trees.strong(tx.init(params)), devices.put(make_batch(), mesh, P("data"))
+  opt_state, batch = (
+    trees.strong(tx.init(params)),
+    devices.put(make_batch(), mesh, P("data")),
+  )
   shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.ndim else None),
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=x.sharding if x.ndim else None
+    ),
     (params, opt_state, batch),
   )
   for i in range(3):
@@ -177,14 +204,21 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   trees.assert_close(actual, expected_steps(), 1e-9)
   for name, x in params.items():
     assert x.sharding.is_equivalent_to(shardings[name], x.ndim)
-    assert opt_state[0][1][0].mu[name].sharding.is_equivalent_to(shardings[name], x.ndim)
+    assert (
+      opt_state[0][1][0]
+      .mu[name]
+      .sharding.is_equivalent_to(shardings[name], x.ndim)
+    )
   return functools.partial(step.lower, *shapes)
 
 
 @pytest.mark.parametrize(
-  ("kind", "reduce_gradients"), [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")]
+  ("kind", "reduce_gradients"),
+  [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")],
 )
-def test_one_step_takes_replicated_and_sharded_parameters(kind, reduce_gradients):
+def test_one_step_takes_replicated_and_sharded_parameters(
+  kind, reduce_gradients
+):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
     step = make_train_step(
@@ -241,15 +275,25 @@ def columns_loss(params, x, y):
 
 
 @pytest.mark.parametrize(
-  ("kind", "options"), [(AUTO, {"num_microbatches": 2}), (EXPLICIT, {"microbatch_size": 24})]
+  ("kind", "options"),
+  [(AUTO, {"num_microbatches": 2}), (EXPLICIT, {"microbatch_size": 24})],
 )
 def test_rows_on_the_last_axis(kind, options):
   rng = np.random.default_rng(4)
-  params, x, y = rng.normal(size=3), rng.normal(size=(3, 64)), rng.normal(size=64)
+  params, x, y = (
+    rng.normal(size=3),
+    rng.normal(size=(3, 64)),
+    rng.normal(size=64),
+  )
   with jax.enable_x64(True):
     tx = optax.sgd(1.0)
     step = make_train_step(
-      columns_loss, tx, mesh=make_mesh(8, kind=kind), batch_argnums=(1, 2), batch_axis=-1, **options
+      columns_loss,
+      tx,
+      mesh=make_mesh(8, kind=kind),
+      batch_argnums=(1, 2),
+      batch_axis=-1,
+      **options,
     )
     new, _, metrics = step(params, tx.init(params), x, y)
     loss, grad = jax.jit(jax.value_and_grad(columns_loss))(params, x, y)
@@ -260,11 +304,17 @@ def test_rows_on_the_last_axis(kind, options):
 def test_rows_of_an_explicit_mesh_that_do_not_divide():
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
-    step = make_train_step(loss_fn, tx, mesh=mesh, microbatch_size=56, weight_fn=valid_tokens)
+    step = make_train_step(
+      loss_fn, tx, mesh=mesh, microbatch_size=56, weight_fn=valid_tokens
+    )
     batch = devices.put(make_batch(), mesh, P("data"))
-    params, state, loss = oracle.take_steps(step, tx, init_params(), [batch] * 3)
+    params, state, loss = oracle.take_steps(
+      step, tx, init_params(), [batch] * 3
+    )
     expected, (expected_state, _), expected_loss = expected_steps()
-    trees.assert_close((params, state, loss), (expected, expected_state, expected_loss), 1e-9)
+    trees.assert_close(
+      (params, state, loss), (expected, expected_state, expected_loss), 1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,7 +334,12 @@ def test_microbatch_size_counts_the_rows_on_all_devices(size, on_each, kind):
 
   tx, mesh = optax.sgd(0.1), make_mesh(8, kind=kind)
   step = make_train_step(
-    fun, tx, mesh=mesh, microbatch_size=size, has_aux=True, aux_reduction="stack"
+    fun,
+    tx,
+    mesh=mesh,
+    microbatch_size=size,
+    has_aux=True,
+    aux_reduction="stack",
   )
   _, _, metrics = step(np.float32(1), tx.init(1.0), np.ones(48, np.float32))
   assert metrics["aux"].tolist() == on_each * 8
@@ -295,11 +350,21 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
     return jnp.mean((params * batch - other) ** 2)
 
   tx, mesh = optax.sgd(0.001), make_mesh(8)
-  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False)
+  step = make_train_step(
+    fun, tx, mesh=mesh, num_microbatches=2, batch_argnums=(1, 2), donate=False
+  )
   x, y = np.arange(16, dtype=np.float32), np.ones(16, np.float32)
   gradient = jax.jit(jax.grad(fun))
-  calls = [((x, y), {}), ((x,), {"other": y}), ((), {"batch": x, "other": y}), ((x, y), {})]
-  for goes_on in (False, True):  # with other parameters, or with those that the last call returned
+  calls = [
+    ((x, y), {}),
+    ((x,), {"other": y}),
+    ((), {"batch": x, "other": y}),
+    ((x, y), {}),
+  ]
+  for goes_on in (
+    False,
+    True,
+  ):  # with other parameters, or with those that the last call returned
     params, state = jnp.asarray(2.0), tx.init(2.0)
     for args, kwargs in calls:
       expected = params - 0.001 * gradient(params, x, y)
@@ -309,13 +374,17 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
       params, state = (new, new_state) if goes_on else (params, state)
 
 
-@pytest.mark.parametrize(("axis", "spec"), [(0, ("data",)), (-1, (None, "data"))])
+@pytest.mark.parametrize(
+  ("axis", "spec"), [(0, ("data",)), (-1, (None, "data"))]
+)
 def test_a_batch_from_numpy_is_placed_by_its_rows(axis, spec):
   def fun(params, batch, scale):
     return jnp.mean(params * batch["x"]) * jnp.sum(scale)
 
   mesh, tx = make_mesh(8), optax.sgd(0.1)
-  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1, batch_axis=axis)
+  step = make_train_step(
+    fun, tx, mesh=mesh, num_microbatches=1, batch_axis=axis
+  )
   batch = {"x": np.ones((16, 16), np.float32)}
   params, scale = np.float32(1), np.ones(8, np.float32)
   rows = NamedSharding(mesh, P(*spec))
@@ -343,25 +412,38 @@ def test_one_step_takes_parameters_of_several_trees():
     assert [float(w) for w in jax.tree.leaves(new)] == [0, 1]
 
 
-def compiled_step(mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options):
+def compiled_step(
+  mesh, fun=loss_fn, width=64, dtype=np.float32, specs=None, rows=256, **options
+):
   """The step compiled for float32 gradients large enough to tell from the metrics."""
   tx = optimizer()
-  params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width))
+  params = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, dtype), init_params(width=width)
+  )
   on_mesh = devices.abstract(params, mesh, specs or P())
-  batch = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32)))
+  batch = jax.eval_shape(
+    lambda: jax.tree.map(jnp.asarray, make_batch(rows, np.float32))
+  )
   step = make_train_step(fun, tx, mesh=mesh, **options)
   opt_state = jax.eval_shape(tx.init, params)
   shards = {x.shape: x.sharding for x in jax.tree.leaves(on_mesh)}
   opt_state = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=shards.get(x.shape)), opt_state
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=shards.get(x.shape)
+    ),
+    opt_state,
   )
   return step.lower(on_mesh, opt_state, batch).compile(), params
 
 
 def test_one_gradient_reduction_a_cycle_in_the_dtype_of_the_accumulators():
   mesh = make_mesh(8)
-  compiled, params = compiled_step(mesh, num_microbatches=32, dtype=jnp.bfloat16)
-  accumulators = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params)
+  compiled, params = compiled_step(
+    mesh, num_microbatches=32, dtype=jnp.bfloat16
+  )
+  accumulators = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params
+  )
   assert_one_reduction(compiled, accumulators)
 
 
@@ -376,7 +458,11 @@ def test_one_gradient_reduction_a_cycle_on_tpus():
 def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
   mesh = make_mesh(8, platform="tpu")
   compiled, params = compiled_step(
-    mesh, rows=1024, width=128, num_microbatches=8, reduce_gradients="per_microbatch"
+    mesh,
+    rows=1024,
+    width=128,
+    num_microbatches=8,
+    reduce_gradients="per_microbatch",
   )
   size = sum(4 * x.size for x in jax.tree.leaves(params))
   report = count_collectives(compiled).at_least(1024)
@@ -390,7 +476,12 @@ def test_fsdp_gathers_and_scatters_once_or_holds_less():
   temp = {}
   for when in ("per_cycle", "per_microbatch"):
     compiled, params = compiled_step(
-      mesh, width=256, specs=SHARDED, num_microbatches=8, rows=64, reduce_gradients=when
+      mesh,
+      width=256,
+      specs=SHARDED,
+      num_microbatches=8,
+      rows=64,
+      reduce_gradients=when,
     )
     temp[when] = compiled.memory_analysis().temp_size_in_bytes
     report = count_collectives(compiled).at_least(1024)
@@ -419,10 +510,16 @@ def test_every_device_computes_its_share():
     program = jax.jit(fun).lower(params, batch).compile().as_text()
     return matrix_flops(program) / whole * mesh.size
 
-  assert share(microbatch_value_and_grad(loss_fn, num_microbatches=8)) == pytest.approx(1, abs=0.02)
-  assert share(oracle.hand_written(loss_fn, 8)) > 2  # blocks of rows: parallelism is lost
+  assert share(
+    microbatch_value_and_grad(loss_fn, num_microbatches=8)
+  ) == pytest.approx(1, abs=0.02)
+  assert (
+    share(oracle.hand_written(loss_fn, 8)) > 2
+  )  # blocks of rows: parallelism is lost
   compiled, _ = compiled_step(mesh, num_microbatches=8)
-  assert matrix_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(1, abs=0.02)
+  assert matrix_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(
+    1, abs=0.02
+  )
 
 
 def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
@@ -436,7 +533,9 @@ def test_plain_jit_on_an_explicit_mesh_keeps_rows_where_they_are():
   cycle = jax.jit(microbatch_value_and_grad(mean_square, num_microbatches=4))
   compiled = cycle.lower(params, batch).compile()
   assert set(count_collectives(compiled).inside) <= {"all-reduce"}
-  expected = jax.jit(jax.value_and_grad(mean_square))(*jax.device_get((params, batch)))
+  expected = jax.jit(jax.value_and_grad(mean_square))(
+    *jax.device_get((params, batch))
+  )
   trees.assert_close(jax.device_get(compiled(params, batch)), expected, 1e-5)
 
 
@@ -461,20 +560,28 @@ def test_scale_in_shard_map_and_the_errors_that_people_make():
     return jnp.mean(w * x)
 
   def ours(w, x):
-    return microbatch_value_and_grad(mean, num_microbatches=4, axis_name="data")(w, x)[1]
+    return microbatch_value_and_grad(
+      mean, num_microbatches=4, axis_name="data"
+    )(w, x)[1]
 
   for check in (True, False):
     assert scale_of(ours, w, batch, check_vma=check) == pytest.approx(1)
-  assert scale_of(jax.grad(mean), w, batch) == pytest.approx(8)  # summed by JAX, not averaged
+  assert scale_of(jax.grad(mean), w, batch) == pytest.approx(
+    8
+  )  # summed by JAX, not averaged
   pmean_on_top = lambda w, x: lax.pmean(jax.grad(mean)(w, x), "data")  # noqa: E731
   assert scale_of(pmean_on_top, w, batch) == pytest.approx(8)
   too_small = lambda w, x: jax.grad(lambda w, x: mean(w, x) / 8)(w, x) / 8  # noqa: E731
   assert scale_of(too_small, w, batch) == pytest.approx(1 / 8)
   unreduced = scale_of(jax.grad(mean), w, batch, check_vma=False)
-  assert unreduced == pytest.approx(float(jnp.mean(batch[:8]) / jnp.mean(batch)))
+  assert unreduced == pytest.approx(
+    float(jnp.mean(batch[:8]) / jnp.mean(batch))
+  )
 
 
-@pytest.mark.parametrize(("axis_name", "check_vma"), [("data", False), (("data", "model"), True)])
+@pytest.mark.parametrize(
+  ("axis_name", "check_vma"), [("data", False), (("data", "model"), True)]
+)
 def test_axis_name_in_shard_map(axis_name, check_vma):
   with jax.enable_x64(True):
     mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)
@@ -503,7 +610,9 @@ def test_axis_name_in_shard_map(axis_name, check_vma):
     (False, {"microbatch_size": 3}, "mean"),
   ],
 )
-def test_rows_weigh_the_same_over_devices_and_microbatches(check_vma, options, reduction):
+def test_rows_weigh_the_same_over_devices_and_microbatches(
+  check_vma, options, reduction
+):
   with jax.enable_x64(True):
     of = {"mean": jnp.mean, "sum": jnp.sum}[reduction]
     cycle = microbatch_value_and_grad(
@@ -519,7 +628,9 @@ def test_rows_weigh_the_same_over_devices_and_microbatches(check_vma, options, r
     x = np.random.default_rng(5).normal(size=64) + 1
     loss, grad = jax.jit(mapped)(jnp.asarray(2.0), x)
     expected = {"mean": x.mean(), "sum": x.sum()}[reduction]
-    np.testing.assert_allclose([loss, grad], [2 * expected, expected], rtol=1e-12)
+    np.testing.assert_allclose(
+      [loss, grad], [2 * expected, expected], rtol=1e-12
+    )
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -531,7 +642,13 @@ def test_max_and_min_over_devices(check_vma):
 
   run = microbatch(
     fun,
-    reduction={"max": "max", "min": "min", "scale": "max", "all": "min", "any": "max"},
+    reduction={
+      "max": "max",
+      "min": "min",
+      "scale": "max",
+      "all": "min",
+      "any": "max",
+    },
     num_microbatches=2,
     axis_name="data",
   )
@@ -545,7 +662,11 @@ def test_max_and_min_over_devices(check_vma):
   x = np.full(32, 3, np.float32)
   x[[9, 22]] = -1, 9  # on devices 2 and 5, whose extremes no other device has
   out = jax.jit(mapped)(x)
-  assert (float(out["max"]), float(out["min"]), float(out["scale"])) == (9, -1, 8)
+  assert (float(out["max"]), float(out["min"]), float(out["scale"])) == (
+    9,
+    -1,
+    8,
+  )
   assert (bool(out["all"]), bool(out["any"])) == (False, True)
 
 
@@ -554,7 +675,9 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
   def fun(w, x, count):
     return jnp.mean(w * x), (count + jnp.sum(x > 0), None)
 
-  cycle = microbatch_value_and_grad(fun, num_microbatches=2, carry_argnum=2, axis_name="data")
+  cycle = microbatch_value_and_grad(
+    fun, num_microbatches=2, carry_argnum=2, axis_name="data"
+  )
   mapped = jax.shard_map(
     cycle,
     mesh=make_mesh(4),
@@ -564,13 +687,20 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
   )
   x = np.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0], np.float32)
   (_, (count, _)), _ = jax.jit(mapped)(jnp.asarray(1.0), x, jnp.asarray(10))
-  assert (int(count), count.dtype) == (13, jnp.int32)  # 12, 13, 11 and 12 on the devices
+  assert (int(count), count.dtype) == (
+    13,
+    jnp.int32,
+  )  # 12, 13, 11 and 12 on the devices
 
 
 def test_axis_name_in_pmap_with_everything():
   def fun(params, batch, carry, key):
     noise = jax.random.uniform(key)
-    aux = {"tokens": valid_tokens(batch).astype(jnp.int32), "noise": noise, "rows": batch["y"]}
+    aux = {
+      "tokens": valid_tokens(batch).astype(jnp.int32),
+      "noise": noise,
+      "rows": batch["y"],
+    }
     return loss_fn(params, batch), (carry + jnp.sum(batch["valid"]), aux)
 
   with jax.enable_x64(True):
@@ -593,18 +723,33 @@ def test_axis_name_in_pmap_with_everything():
     trees.assert_close(first, expected_gradients(), 1e-10)
     stats, aux, carry = jax.device_get((stats, aux, carry))
     assert stats.total_weight[0] == aux["tokens"][0] == np.sum(batch["valid"])
-    counts = np.asarray(batch["valid"]).reshape(8, -1).sum(1)  # a carry weighs as its device
+    counts = (
+      np.asarray(batch["valid"]).reshape(8, -1).sum(1)
+    )  # a carry weighs as its device
     np.testing.assert_allclose(carry[0], np.average(counts, weights=counts))
-    assert len(np.unique(aux["noise"])) == 16  # no two devices or microbatches share noise
-    np.testing.assert_array_equal(np.asarray(aux["rows"]).reshape(batch["y"].shape), batch["y"])
+    assert (
+      len(np.unique(aux["noise"])) == 16
+    )  # no two devices or microbatches share noise
+    np.testing.assert_array_equal(
+      np.asarray(aux["rows"]).reshape(batch["y"].shape), batch["y"]
+    )
 
 
 @kinds
 def test_aux_carry_keys_and_skips_over_a_mesh(kind):
   def fun(params, x, carry, key):
-    aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[0], "most": x[0]}
+    aux = {
+      "row": x,
+      "noise": jax.random.uniform(key),
+      "first": x[0],
+      "last": x[0],
+      "most": x[0],
+    }
     aux["least"] = jnp.min((x - 9) ** 2)
-    new = {"mean": 0.5 * carry["mean"] + 0.5 * jnp.mean(x), "big": carry["big"] + jnp.sum(x == 9)}
+    new = {
+      "mean": 0.5 * carry["mean"] + 0.5 * jnp.mean(x),
+      "big": carry["big"] + jnp.sum(x == 9),
+    }
     return jnp.mean(params * x), (new, aux)
 
   mesh = make_mesh(4, kind=kind)
@@ -645,14 +790,22 @@ def test_aux_carry_keys_and_skips_over_a_mesh(kind):
   np.testing.assert_array_equal(metrics["aux"]["row"], x)
   assert np.unique(metrics["aux"]["noise"]).size == 8
   # Device by device, and on each its microbatches in turn.
-  np.testing.assert_array_equal(metrics["aux"]["first"], [0, 1, 4, np.nan, 8, 9, 12, 13])
-  assert (float(metrics["aux"]["last"]), float(metrics["aux"]["most"])) == (13, 13)
+  np.testing.assert_array_equal(
+    metrics["aux"]["first"], [0, 1, 4, np.nan, 8, 9, 12, 13]
+  )
+  assert (float(metrics["aux"]["last"]), float(metrics["aux"]["most"])) == (
+    13,
+    13,
+  )
   assert float(metrics["aux"]["least"]) == 0  # of row 1 of device 2
   means = [
-    x[[4 * d, 4 * d + 2]].mean() / 4 + x[[4 * d + 1, 4 * d + 3]].mean() / 2 for d in range(4)
+    x[[4 * d, 4 * d + 2]].mean() / 4 + x[[4 * d + 1, 4 * d + 3]].mean() / 2
+    for d in range(4)
   ]
   means[1] = x[[4, 6]].mean() / 2  # kept as it was before the skip
-  np.testing.assert_allclose(carry["mean"], np.average(means, weights=[4, 2, 4, 4]), rtol=1e-6)
+  np.testing.assert_allclose(
+    carry["mean"], np.average(means, weights=[4, 2, 4, 4]), rtol=1e-6
+  )
   assert int(carry["big"]) == 11  # counted by device 2 alone
 
 
@@ -670,10 +823,18 @@ def test_embedding_gradients_are_exact():
   batch = {"token": tokens, "cotangent": (cotangents / 16).astype(np.float32)}
   for count, n in [(1, 8), (8, 4), (8, 1)]:
     step = make_train_step(
-      fun, optax.sgd(1.0), mesh=make_mesh(count), num_microbatches=n, reduction="sum"
+      fun,
+      optax.sgd(1.0),
+      mesh=make_mesh(count),
+      num_microbatches=n,
+      reduction="sum",
     )
-    table, _, _ = step(np.zeros((50, 4), np.float32), (optax.EmptyState(),) * 2, batch)
-    np.testing.assert_array_equal(-np.asarray(table), expected.astype(np.float32))
+    table, _, _ = step(
+      np.zeros((50, 4), np.float32), (optax.EmptyState(),) * 2, batch
+    )
+    np.testing.assert_array_equal(
+      -np.asarray(table), expected.astype(np.float32)
+    )
 
 
 def test_accumulators_take_the_shardings_of_the_parameters():
@@ -684,16 +845,24 @@ def test_accumulators_take_the_shardings_of_the_parameters():
     return jnp.mean(params**2) * jnp.mean(x)
 
   cycle = jax.jit(microbatch_value_and_grad(fun, num_microbatches=2))
-  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(params.sharding, 2)
+  assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(
+    params.sharding, 2
+  )
 
 
 def test_meshes_that_cannot_work():
-  make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4)
-  with pytest.raises(ValueError, match=r"data_axis='rows' is no axis of the mesh.*'data'"):
+  make = functools.partial(
+    make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4
+  )
+  with pytest.raises(
+    ValueError, match=r"data_axis='rows' is no axis of the mesh.*'data'"
+  ):
     make(mesh=make_mesh(8), data_axis="rows")
   with pytest.raises(TypeError, match=r"mesh=8 must be a jax.sharding.Mesh"):
     make(mesh=8)
-  with pytest.raises(ValueError, match="reduce_gradients='always' must be one of 'per_cycle'"):
+  with pytest.raises(
+    ValueError, match="reduce_gradients='always' must be one of 'per_cycle'"
+  ):
     make(mesh=make_mesh(8), reduce_gradients="always")
   with pytest.raises(ValueError, match=r"axes \['data'\] are manual"):
     make(mesh=make_mesh(8, kind=AxisType.Manual))
@@ -702,8 +871,16 @@ def test_meshes_that_cannot_work():
 @pytest.mark.parametrize(
   ("rows", "options", "match"),
   [
-    (60, {"num_microbatches": 4}, r"60 rows, which the 8 devices .* use 32 or 64 rows"),
-    (64, {"num_microbatches": 3}, r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]"),
+    (
+      60,
+      {"num_microbatches": 4},
+      r"60 rows, which the 8 devices .* use 32 or 64 rows",
+    ),
+    (
+      64,
+      {"num_microbatches": 3},
+      r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]",
+    ),
     (64, {"microbatch_size": 12}, r"microbatch_size=12 .* use 8 or 16"),
   ],
 )
@@ -719,19 +896,36 @@ def test_arrays_that_are_elsewhere():
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
   params, batch = init_params(np.float32), make_batch(dtype=np.float32)
   state = optax.sgd(0.1).init(params)
-  turned = Mesh(mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types)
+  turned = Mesh(
+    mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types
+  )
   others = [
-    (make_mesh(2), r"axes {'data': 2}, where .* {'data': 4, 'model': 2}; .*devices \[0, 1\]"),
-    (make_mesh(4, 2, kind=EXPLICIT), r"axis_types .*Explicit.* where [^;]*Auto[^;]*: pass"),
-    (turned, r"with devices \[7, .*, 0\], where mesh= has devices \[0, .*, 7\]: pass"),
+    (
+      make_mesh(2),
+      r"axes {'data': 2}, where .* {'data': 4, 'model': 2}; .*devices \[0, 1\]",
+    ),
+    (
+      make_mesh(4, 2, kind=EXPLICIT),
+      r"axis_types .*Explicit.* where [^;]*Auto[^;]*: pass",
+    ),
+    (
+      turned,
+      r"with devices \[7, .*, 0\], where mesh= has devices \[0, .*, 7\]: pass",
+    ),
   ]
   for other, found in others:
-    with pytest.raises(ValueError, match=rf"params\['bias'\] is on another mesh .*{found}"):
+    with pytest.raises(
+      ValueError, match=rf"params\['bias'\] is on another mesh .*{found}"
+    ):
       step(devices.put(params, other), state, batch)
-    moved = jax.device_put(devices.put(params, other), NamedSharding(mesh, P()))  # as it says
+    moved = jax.device_put(
+      devices.put(params, other), NamedSharding(mesh, P())
+    )  # as it says
     step(moved, state, batch)
   wrong = devices.put(batch, mesh, P("model"))
-  with pytest.raises(ValueError, match=r"\['token'\] has its rows sharded over 'model'"):
+  with pytest.raises(
+    ValueError, match=r"\['token'\] has its rows sharded over 'model'"
+  ):
     step(params, state, wrong)
 
 
@@ -742,7 +936,9 @@ def test_rows_on_the_last_axis_are_where_they_must_be():
   x = np.arange(64, dtype=np.float32).reshape(4, 16) / 64
   params, y = np.ones(4, np.float32), np.ones(16, np.float32)
   at = lambda *spec: devices.put(x, mesh, P(*spec))  # noqa: E731
-  with pytest.raises(ValueError, match=r"^argument 1 has its rows sharded over 'model'"):
+  with pytest.raises(
+    ValueError, match=r"^argument 1 has its rows sharded over 'model'"
+  ):
     step(params, tx.init(params), at(None, "model"), y)
   new, _, _ = step(params, tx.init(params), at("model", "data"), y)
   expected = params - jax.jit(jax.grad(columns_loss))(params, x, y)
@@ -750,10 +946,14 @@ def test_rows_on_the_last_axis_are_where_they_must_be():
 
 
 def test_a_step_that_every_device_would_take_for_itself():
-  step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
+  step = make_train_step(
+    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False
+  )
   params, batch = init_params(np.float32), make_batch(dtype=np.float32)
   split = trees.blocks(batch, 8)
-  with pytest.raises(ValueError, match=r"pmap or shard_map over .*'data'.* without axis_name"):
+  with pytest.raises(
+    ValueError, match=r"pmap or shard_map over .*'data'.* without axis_name"
+  ):
     jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
       params, optax.sgd(0.1).init(params), split
     )
@@ -767,11 +967,15 @@ def test_a_step_that_every_device_would_take_for_itself():
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
-@pytest.mark.parametrize("size", [12, 20, 32])  # no multiple of 8, no divisor of 48
+@pytest.mark.parametrize(
+  "size", [12, 20, 32]
+)  # no multiple of 8, no divisor of 48
 def test_microbatches_that_an_explicit_sharding_cannot_follow(size):
   mesh = make_mesh(8, kind=EXPLICIT)
   x = devices.put(np.ones(48, np.float32), mesh, P("data"))
-  cycle = microbatch_value_and_grad(lambda w, x: jnp.mean(w * x), microbatch_size=size)
+  cycle = microbatch_value_and_grad(
+    lambda w, x: jnp.mean(w * x), microbatch_size=size
+  )
   match = rf"48 rows are sharded over 8 devices.* of {size} rows cannot.* use microbatches of"
   with pytest.raises(ValueError, match=match):
     jax.jit(cycle)(jnp.asarray(1.0), x)
@@ -782,14 +986,22 @@ def test_last_over_devices_is_the_last_that_counts():
     return x[-1]
 
   run = microbatch(
-    fun, reduction="last", num_microbatches=1, weight_fn=lambda x: jnp.sum(x < 6), axis_name="data"
+    fun,
+    reduction="last",
+    num_microbatches=1,
+    weight_fn=lambda x: jnp.sum(x < 6),
+    axis_name="data",
   )
-  mapped = jax.shard_map(run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P())
+  mapped = jax.shard_map(
+    run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P()
+  )
   assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-def test_accumulators_that_lose_the_imaginary_part_are_refused(reduce_gradients):
+def test_accumulators_that_lose_the_imaginary_part_are_refused(
+  reduce_gradients,
+):
   def fun(w, x):
     return jnp.mean(jnp.abs(x * w) ** 2)
 

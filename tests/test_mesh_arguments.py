@@ -14,17 +14,29 @@ from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import loss_elsewhere, relaxed
 
-from optax_accum import accumulate, count_collectives, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  accumulate,
+  count_collectives,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
 everywhere = pytest.mark.parametrize(
-  "mesh", [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)], ids=["alone", "auto", "explicit"]
+  "mesh",
+  [None, make_mesh(8), make_mesh(8, kind=EXPLICIT)],
+  ids=["alone", "auto", "explicit"],
 )
 
 
 def init_params(dtype=np.float32):
   rng = np.random.default_rng(0)
-  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.zeros(8, dtype)}
+  return {
+    "w": np.asarray(rng.normal(size=(16, 8)), dtype),
+    "b": np.zeros(8, dtype),
+  }
 
 
 def make_batch(dtype=np.float32):
@@ -39,7 +51,10 @@ def loss_fn(params, x):
 @everywhere
 def test_python_numbers_are_arguments_carries_and_state(mesh):
   def fun(params, x, scale, carry):
-    return scale * loss_fn(params, x), ({"decayed": 0.5 * carry["decayed"]}, None)
+    return scale * loss_fn(params, x), (
+      {"decayed": 0.5 * carry["decayed"]},
+      None,
+    )
 
   tx = relaxed(optax.adam(0.1))
   make = functools.partial(make_train_step, fun, tx, mesh=mesh, carry_argnum=3)
@@ -49,7 +64,9 @@ def test_python_numbers_are_arguments_carries_and_state(mesh):
   opt_state = (fresh[0]._replace(count=0), *fresh[1:])
   expected = 0.5 * float(jax.jit(loss_fn)(params, x))
   for count in (1, 2):
-    params, opt_state, carry, metrics = step(params, opt_state, x, 0.5, {"decayed": 8.0})
+    params, opt_state, carry, metrics = step(
+      params, opt_state, x, 0.5, {"decayed": 8.0}
+    )
     assert (int(opt_state[0].count), float(carry["decayed"])) == (count, 2)
     assert carry["decayed"].dtype == jnp.float32
     if count == 1:
@@ -60,8 +77,12 @@ def test_python_numbers_are_arguments_carries_and_state(mesh):
 def test_a_number_in_the_batch_has_no_rows(mesh):
   step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
   for number in (1.0, np.float32(1)):
-    with pytest.raises(ValueError, match=r"argument 1\['t'\] has shape \(\), without an axis"):
-      step(init_params(), optax.sgd(0.1).init({}), {"x": make_batch(), "t": number})
+    with pytest.raises(
+      ValueError, match=r"argument 1\['t'\] has shape \(\), without an axis"
+    ):
+      step(
+        init_params(), optax.sgd(0.1).init({}), {"x": make_batch(), "t": number}
+      )
 
 
 @kinds
@@ -89,16 +110,24 @@ def expected_step_of_adam():
   with jax.enable_x64(True):
     tx, start = relaxed(optax.adam(0.1)), init_params(np.float64)
     step = oracle.whole_batch_step(loss_fn, tx)
-    params, _, loss = oracle.take_steps(step, tx, start, [make_batch(np.float64)])
+    params, _, loss = oracle.take_steps(
+      step, tx, start, [make_batch(np.float64)]
+    )
     return params, loss
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
 @pytest.mark.parametrize(
-  "axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT), (EXPLICIT, EXPLICIT)], ids=str
+  "axis_types",
+  [(EXPLICIT, AUTO), (AUTO, EXPLICIT), (EXPLICIT, EXPLICIT)],
+  ids=str,
 )
 def test_axes_of_two_kinds(axis_types, reduce_gradients):
-  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=axis_types)
+  mesh = Mesh(
+    np.array(jax.devices()).reshape(4, 2),
+    ("data", "model"),
+    axis_types=axis_types,
+  )
   tx = relaxed(optax.adam(0.1))
 
   def fun(params, x):
@@ -107,33 +136,57 @@ def test_axes_of_two_kinds(axis_types, reduce_gradients):
     return loss_fn(params, x)
 
   step = make_train_step(
-    fun, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients=reduce_gradients
+    fun,
+    tx,
+    num_microbatches=2,
+    mesh=mesh,
+    donate=False,
+    reduce_gradients=reduce_gradients,
   )
   with jax.enable_x64(True):
     specs = {"w": P("data", "model"), "b": P("model")}
-    params, x = devices.put(init_params(np.float64), mesh, specs), make_batch(np.float64)
+    params, x = (
+      devices.put(init_params(np.float64), mesh, specs),
+      make_batch(np.float64),
+    )
     new, _, metrics = step(params, tx.init(params), x)
-    trees.assert_close(jax.device_get((new, metrics["loss"])), expected_step_of_adam(), 1e-10)
+    trees.assert_close(
+      jax.device_get((new, metrics["loss"])), expected_step_of_adam(), 1e-10
+    )
     for name, array in new.items():
       assert array.sharding.is_equivalent_to(params[name].sharding, array.ndim)
 
 
 def test_mesh_and_axis_name_are_for_two_places():
-  with pytest.raises(ValueError, match=r"axis_name='data' is for .* inside .* mesh= .* outside"):
+  with pytest.raises(
+    ValueError, match=r"axis_name='data' is for .* inside .* mesh= .* outside"
+  ):
     make_train_step(
-      loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=make_mesh(8), axis_name="data"
+      loss_fn,
+      optax.sgd(0.1),
+      num_microbatches=2,
+      mesh=make_mesh(8),
+      axis_name="data",
     )
 
 
-@pytest.mark.parametrize("rows", [32, 64])  # with 64 every device has rows enough for all
+@pytest.mark.parametrize(
+  "rows", [32, 64]
+)  # with 64 every device has rows enough for all
 def test_a_mesh_inside_shard_map_or_pmap_is_refused(rows):
   mesh, tx = make_mesh(8), optax.sgd(0.1)
-  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
+  )
   params = jax.tree.map(jnp.asarray, init_params())
   match = r"inside pmap or shard_map over .*'data'.* with mesh=.*axis_name="
   x = jnp.ones((rows, 16))
   inside = jax.shard_map(
-    step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False
+    step,
+    mesh=mesh,
+    in_specs=(P(), P(), P("data")),
+    out_specs=P(),
+    check_vma=False,
   )
   with pytest.raises(ValueError, match=match):
     inside(params, tx.init(params), x)
@@ -145,14 +198,23 @@ def test_a_mesh_inside_shard_map_or_pmap_is_refused(rows):
 def compiled_costs(lowered):
   compiled = lowered.compile()
   report = count_collectives(compiled).at_least(256)
-  return report.inside, report.outside, compiled.memory_analysis().temp_size_in_bytes
+  return (
+    report.inside,
+    report.outside,
+    compiled.memory_analysis().temp_size_in_bytes,
+  )
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
 def test_sharded_parameters_stay_so_under_an_outer_jit(reduce_gradients):
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
   step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients=reduce_gradients
+    loss_fn,
+    tx,
+    num_microbatches=2,
+    mesh=mesh,
+    donate=False,
+    reduce_gradients=reduce_gradients,
   )
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   args = (params, tx.init(params), devices.put(make_batch(), mesh, P("data")))
@@ -162,16 +224,25 @@ def test_sharded_parameters_stay_so_under_an_outer_jit(reduce_gradients):
   where = outside if reduce_gradients == "per_cycle" else inside
   assert set(where) == {"all-gather", "reduce-scatter"}
   new, state, metrics = jax.jit(lambda *args: step(*args))(*args)
-  trees.assert_close(jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6)
+  trees.assert_close(
+    jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6
+  )
   assert new["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
 
 
 def test_sharded_parameters_stay_so_in_a_scan_over_steps():
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
   step = make_train_step(
-    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, reduce_gradients="per_microbatch"
+    loss_fn,
+    tx,
+    num_microbatches=2,
+    mesh=mesh,
+    donate=False,
+    reduce_gradients="per_microbatch",
   )
-  x = devices.put(np.stack([make_batch(), 2 * make_batch()]), mesh, P(None, "data"))
+  x = devices.put(
+    np.stack([make_batch(), 2 * make_batch()]), mesh, P(None, "data")
+  )
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   opt_state = trees.strong(tx.init(params))
 
@@ -183,8 +254,14 @@ def test_sharded_parameters_stay_so_in_a_scan_over_steps():
 
     return lax.scan(body, (params, opt_state), x)
 
-  report = count_collectives(train.lower(params, opt_state, x).compile()).at_least(256)
-  assert report.inside["all-gather"].operations == report.inside["reduce-scatter"].operations == 4
+  report = count_collectives(
+    train.lower(params, opt_state, x).compile()
+  ).at_least(256)
+  assert (
+    report.inside["all-gather"].operations
+    == report.inside["reduce-scatter"].operations
+    == 4
+  )
   (actual, _), losses = train(params, opt_state, x)
   for i in range(2):
     params, opt_state, metrics = step(params, opt_state, np.asarray(x[i]))
@@ -195,7 +272,9 @@ def test_sharded_parameters_stay_so_in_a_scan_over_steps():
 @kinds
 def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
   mesh, tx = make_mesh(4, 2, kind=kind), loss_elsewhere()
-  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
+  )
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   args = (params, tx.init(params), make_batch())
   actual = jax.jit(lambda *args: step(*args))(*args)
@@ -204,36 +283,57 @@ def test_an_outer_jit_gives_the_same_numbers_on_any_mesh(kind):
 
 def test_an_automatic_axis_beside_an_explicit_one_is_left_to_the_compiler():
   """Under an outer jit no type says how parameters are sharded over it."""
-  mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=(EXPLICIT, AUTO))
+  mesh = Mesh(
+    np.array(jax.devices()).reshape(4, 2),
+    ("data", "model"),
+    axis_types=(EXPLICIT, AUTO),
+  )
   tx = relaxed(optax.sgd(0.1, momentum=0.9))
   step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
   params = devices.put(init_params(), mesh, {"w": P(None, "model"), "b": P()})
-  specs = jax.tree.map(lambda x: P("data", "model") if x.ndim == 2 else P(), tx.init(params))
+  specs = jax.tree.map(
+    lambda x: P("data", "model") if x.ndim == 2 else P(), tx.init(params)
+  )
   args = params, devices.put(tx.init(params), mesh, specs), make_batch()
   compiled = jax.jit(lambda *args: step(*args)).lower(*args).compile()
-  assert compiled.output_shardings[0]["w"].is_equivalent_to(params["w"].sharding, 2)
+  assert compiled.output_shardings[0]["w"].is_equivalent_to(
+    params["w"].sharding, 2
+  )
 
 
 @pytest.mark.parametrize("tx", ["adam", "chain", "accumulate"])
 def test_a_state_that_is_sharded_where_its_parameters_are_not(tx):
   tx = {
     "adam": relaxed(optax.adam(0.1)),
-    "chain": optax.chain(accumulate(relaxed(optax.adam(0.1)), 2), optax.scale(1.0)),
+    "chain": optax.chain(
+      accumulate(relaxed(optax.adam(0.1)), 2), optax.scale(1.0)
+    ),
     "accumulate": accumulate(relaxed(optax.adam(0.1)), 2),
   }[tx]
   mesh = make_mesh(8, kind=EXPLICIT)
   params, batch = devices.put(jnp.ones(16), mesh), np.ones((16, 16), np.float32)
   state = trees.strong(tx.init(jnp.ones(16)))
-  state = devices.put(state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state))
+  state = devices.put(
+    state, mesh, jax.tree.map(lambda x: P("data") if x.ndim else P(), state)
+  )
 
   def loss_fn(params, batch):
     return jnp.mean((batch @ params) ** 2)
 
   results = []
-  for options in ({}, {"weight_fn": jnp.sum}):  # without and with a conditional around the step
-    step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options)
+  for options in (
+    {},
+    {"weight_fn": jnp.sum},
+  ):  # without and with a conditional around the step
+    step = make_train_step(
+      loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options
+    )
     moved, new, _ = step(params, state, batch)
-    for x, y in zip(jax.tree.leaves((moved, new)), jax.tree.leaves((params, state)), strict=True):
+    for x, y in zip(
+      jax.tree.leaves((moved, new)),
+      jax.tree.leaves((params, state)),
+      strict=True,
+    ):
       assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
     results.append(jax.device_get(step(moved, new, batch)[0]))
   np.testing.assert_allclose(*results, rtol=1e-6)
@@ -249,30 +349,42 @@ def test_a_state_that_is_sharded_where_its_parameters_are_not(tx):
     (P("data"), "per_microbatch", AUTO),
   ],
 )
-def test_a_loss_that_was_reduced_over_the_devices_is_refused(kind, reduce_gradients, spec):
+def test_a_loss_that_was_reduced_over_the_devices_is_refused(
+  kind, reduce_gradients, spec
+):
   mesh = make_mesh(4, kind=kind)
   params = devices.put(init_params(), mesh, {"w": spec, "b": P()})
   tx, x = optax.sgd(0.1), make_batch()
-  options = {"num_microbatches": 2, "mesh": mesh, "reduce_gradients": reduce_gradients}
-  message = (
-    r"The loss is the same on all devices of the axes \['data'\], so it was reduced .*: return"
-  )
+  options = {
+    "num_microbatches": 2,
+    "mesh": mesh,
+    "reduce_gradients": reduce_gradients,
+  }
+  message = r"The loss is the same on all devices of the axes \['data'\], so it was reduced .*: return"
 
   def mean(params, x):
     return lax.pmean(loss_fn(params, x), "data")
 
   def of_counts(params, x):
     errors = (x @ params["w"]) ** 2
-    return lax.psum(jnp.sum(errors), "data") / lax.psum(jnp.float32(errors.size), "data")
+    return lax.psum(jnp.sum(errors), "data") / lax.psum(
+      jnp.float32(errors.size), "data"
+    )
 
   for reduced in (mean, of_counts):
     with pytest.raises(ValueError, match=message):
-      make_train_step(reduced, tx, donate=False, **options)(params, tx.init(params), x)
+      make_train_step(reduced, tx, donate=False, **options)(
+        params, tx.init(params), x
+      )
 
-  def synchronized(params, x):  # what is reduced within a loss is the user's own
+  def synchronized(
+    params, x
+  ):  # what is reduced within a loss is the user's own
     return loss_fn(params, x - lax.pmean(jnp.mean(x), "data"))
 
-  make_train_step(synchronized, tx, donate=False, **options)(params, tx.init(params), x)
+  make_train_step(synchronized, tx, donate=False, **options)(
+    params, tx.init(params), x
+  )
 
 
 def test_a_reduced_loss_in_a_users_shard_map():
@@ -280,14 +392,22 @@ def test_a_reduced_loss_in_a_users_shard_map():
   exact = jax.jit(jax.grad(loss_fn))(params, x)
 
   def gradients(reduced, check_vma):
-    fun = (lambda p, x: lax.pmean(loss_fn(p, x), "data")) if reduced else loss_fn
+    fun = (
+      (lambda p, x: lax.pmean(loss_fn(p, x), "data")) if reduced else loss_fn
+    )
     split = microbatch_value_and_grad(fun, num_microbatches=2, axis_name="data")
     mapped = jax.shard_map(
-      split, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+      split,
+      mesh=mesh,
+      in_specs=(P(), P("data")),
+      out_specs=P(),
+      check_vma=check_vma,
     )
     return jax.jit(mapped)(params, x)[1]
 
   for check_vma in (True, False):
-    with pytest.raises(ValueError, match="The loss is the same on all devices of the axes"):
+    with pytest.raises(
+      ValueError, match="The loss is the same on all devices of the axes"
+    ):
       gradients(True, check_vma)
     trees.assert_close(gradients(False, check_vma), exact, 1e-5)

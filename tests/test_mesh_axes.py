@@ -16,7 +16,9 @@ from support.optimizers import relaxed, with_loss_elsewhere
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("data", "fsdp")
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
 
 
 def make_mesh(*types):
@@ -25,7 +27,10 @@ def make_mesh(*types):
 
 def init_params(dtype=np.float64):
   rng = np.random.default_rng(0)
-  return {"w": np.asarray(rng.normal(size=(16, 8)), dtype), "b": np.asarray(np.ones(8), dtype)}
+  return {
+    "w": np.asarray(rng.normal(size=(16, 8)), dtype),
+    "b": np.asarray(np.ones(8), dtype),
+  }
 
 
 def make_batch(dtype=np.float64, rows=32):
@@ -55,10 +60,14 @@ def whole_batch_step():
   with jax.enable_x64(True):
     tx = with_loss_elsewhere(optimizer())
     step = oracle.whole_batch_step(loss_fn, tx)
-    params, (_, elsewhere), loss = oracle.take_steps(step, tx, init_params(), [make_batch()])
+    params, (_, elsewhere), loss = oracle.take_steps(
+      step, tx, init_params(), [make_batch()]
+    )
     # A mean over the devices' own means would be told apart.
     parts = trees.blocks(make_batch(), 8)
-    of_parts = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))(init_params(), parts)
+    of_parts = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))(
+      init_params(), parts
+    )
     assert abs(np.mean(of_parts) - loss) > 1e-3
     assert abs(elsewhere - loss) > 1
     return params, loss, elsewhere
@@ -69,7 +78,10 @@ SPECS = {
   "over one": {"w": P("data"), "b": P()},
   "over the other": {"w": P(None, "fsdp"), "b": P("fsdp")},
   "one dimension over both": {"w": P(AXES), "b": P(AXES)},
-  "in another order": {"w": P(None, ("fsdp", "data")), "b": P(("fsdp", "data"))},
+  "in another order": {
+    "w": P(None, ("fsdp", "data")),
+    "b": P(("fsdp", "data")),
+  },
   "two dimensions": {"w": P("fsdp", "data"), "b": P("data")},
 }
 
@@ -89,7 +101,9 @@ SPECS = {
     ("two dimensions", (AUTO, EXPLICIT), "per_microbatch"),
   ],
 )
-def test_parameters_sharded_over_some_of_the_data_axes(name, types, reduce_gradients):
+def test_parameters_sharded_over_some_of_the_data_axes(
+  name, types, reduce_gradients
+):
   specs, tx = SPECS[name], optimizer()
   if name == "two dimensions":  # `value_fn` gathers them too
     tx = with_loss_elsewhere(tx)
@@ -109,13 +123,17 @@ def test_parameters_sharded_over_some_of_the_data_axes(name, types, reduce_gradi
     args = params, tx.init(params), make_batch()
     new, state, metrics = step(*args)
     expected, loss, elsewhere = whole_batch_step()
-    trees.assert_close(jax.device_get((new, metrics["loss"])), (expected, loss), 1e-12)
+    trees.assert_close(
+      jax.device_get((new, metrics["loss"])), (expected, loss), 1e-12
+    )
     if name == "two dimensions":
       np.testing.assert_allclose(state[1], elsewhere, rtol=1e-12)
     for leaf, x in new.items():
       sharding = NamedSharding(mesh, specs[leaf])
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
-      assert optax.tree.get(state, "mu")[leaf].sharding.is_equivalent_to(sharding, x.ndim)
+      assert optax.tree.get(state, "mu")[leaf].sharding.is_equivalent_to(
+        sharding, x.ndim
+      )
     report = count_collectives(step.lower(*args).compile())
   times = 1 if reduce_gradients == "per_cycle" else 2
   where = report.outside if times == 1 else report.inside
@@ -125,9 +143,13 @@ def test_parameters_sharded_over_some_of_the_data_axes(name, types, reduce_gradi
     assert set(report.outside) == {"all-reduce"}
     assert report.outside["all-reduce"].operations == 1
     assert w + b <= report.outside["all-reduce"].bytes <= w + b + 64
-  if name == "over one":  # a shard is reduced over the axis that it is not sharded over
+  if (
+    name == "over one"
+  ):  # a shard is reduced over the axis that it is not sharded over
     assert where["all-gather"] == where["reduce-scatter"] == (times, times * w)
-    assert where["all-reduce"].bytes < times * (w / 4 + b + 128)  # a shard, a bias, scalars
+    assert where["all-reduce"].bytes < times * (
+      w / 4 + b + 128
+    )  # a shard, a bias, scalars
   if name == "one dimension over both":
     assert where["reduce-scatter"] == (2 * times, times * (w + b))
     reduced = [op for op in report.operations if op.kind == "all-reduce"]
@@ -153,13 +175,24 @@ def test_explicit_and_automatic_axes_beside_the_data_axis(options, data_kind):
     tx, count = optimizer(), None if "microbatch_size" in options else 4
 
     def fun(params, batch):
-      assert jax.typeof(params["w"]).sharding.spec == P(None, "explicit")  # on each device
+      assert jax.typeof(params["w"]).sharding.spec == P(
+        None, "explicit"
+      )  # on each device
       return loss_fn(params, batch)
 
     step = make_train_step(
-      fun, tx, num_microbatches=count, weight_fn=valid, mesh=mesh, donate=False, **options
+      fun,
+      tx,
+      num_microbatches=count,
+      weight_fn=valid,
+      mesh=mesh,
+      donate=False,
+      **options,
     )
-    specs = {"w": P("data" if "reduce_gradients" in options else None, "explicit"), "b": P()}
+    specs = {
+      "w": P("data" if "reduce_gradients" in options else None, "explicit"),
+      "b": P(),
+    }
     params = devices.put(init_params(), mesh, specs)
     new, _, metrics = step(params, tx.init(params), make_batch())
     expected = whole_batch_step()[:2]
@@ -170,11 +203,22 @@ def test_explicit_and_automatic_axes_beside_the_data_axis(options, data_kind):
 @pytest.mark.parametrize(("kind", "rows"), [(AUTO, 48), (EXPLICIT, 56)])
 def test_microbatches_that_do_not_divide_the_batch(kind, rows):
   with jax.enable_x64(True):
-    mesh, tx, batch = make_mesh(kind, kind), optax.sgd(0.1), make_batch(rows=rows)
-    step = make_train_step(
-      loss_fn, tx, microbatch_size=32, weight_fn=valid, mesh=mesh, data_axis=AXES
+    mesh, tx, batch = (
+      make_mesh(kind, kind),
+      optax.sgd(0.1),
+      make_batch(rows=rows),
     )
-    batch = devices.put(batch, mesh, P("data"))  # rows over one of the two are moved to both
+    step = make_train_step(
+      loss_fn,
+      tx,
+      microbatch_size=32,
+      weight_fn=valid,
+      mesh=mesh,
+      data_axis=AXES,
+    )
+    batch = devices.put(
+      batch, mesh, P("data")
+    )  # rows over one of the two are moved to both
     _, _, metrics = step(init_params(), tx.init(init_params()), batch)
     expected = jax.jit(loss_fn)(init_params(), make_batch(rows=rows))
     np.testing.assert_allclose(metrics["loss"], expected)
@@ -183,7 +227,12 @@ def test_microbatches_that_do_not_divide_the_batch(kind, rows):
 @kinds
 def test_aux_keys_and_carries_over_two_axes(kind):
   def fun(params, x, count, key):
-    aux = {"row": x, "noise": jax.random.uniform(key), "first": x[0], "last": x[-1]}
+    aux = {
+      "row": x,
+      "noise": jax.random.uniform(key),
+      "first": x[0],
+      "last": x[-1],
+    }
     return jnp.mean(params * x), ({"seen": count["seen"] * 0 + jnp.max(x)}, aux)
 
   step = make_train_step(
@@ -192,7 +241,12 @@ def test_aux_keys_and_carries_over_two_axes(kind):
     num_microbatches=2,
     carry_argnum=2,
     rng_argnums=3,
-    aux_reduction={"row": "concat", "noise": "stack", "first": "stack", "last": "last"},
+    aux_reduction={
+      "row": "concat",
+      "noise": "stack",
+      "first": "stack",
+      "last": "last",
+    },
     mesh=make_mesh(kind, kind),
     data_axis=AXES,
   )
@@ -202,10 +256,14 @@ def test_aux_keys_and_carries_over_two_axes(kind):
     np.float32(2), optax.sgd(1.0).init(0.0), x, count, jax.random.key(0)
   )
   aux = metrics["aux"]
-  np.testing.assert_allclose([params, metrics["loss"]], [2 - x.mean(), 2 * x.mean()])
+  np.testing.assert_allclose(
+    [params, metrics["loss"]], [2 - x.mean(), 2 * x.mean()]
+  )
   np.testing.assert_array_equal(aux["row"], x)
   # Device by device, the second axis faster; on each its microbatches in turn.
-  np.testing.assert_array_equal(aux["first"], np.stack([x[::4], x[1::4]], 1).ravel())
+  np.testing.assert_array_equal(
+    aux["first"], np.stack([x[::4], x[1::4]], 1).ravel()
+  )
   assert np.unique(aux["noise"]).size == 16
   assert float(aux["last"]) == 31
   # Of each device's last microbatch the largest, on average.
@@ -216,9 +274,16 @@ def test_one_name_in_a_tuple_is_that_axis():
   def text(data_axis):
     mesh, tx = make_mesh(AUTO, AUTO), optax.sgd(0.1)
     step = make_train_step(
-      loss_fn, tx, num_microbatches=2, mesh=mesh, data_axis=data_axis, rng_argnums=()
+      loss_fn,
+      tx,
+      num_microbatches=2,
+      mesh=mesh,
+      data_axis=data_axis,
+      rng_argnums=(),
     )
-    return step.lower(init_params(np.float32), tx.init({}), make_batch(np.float32)).as_text()
+    return step.lower(
+      init_params(np.float32), tx.init({}), make_batch(np.float32)
+    ).as_text()
 
   assert text("data") == text(("data",)) == text(["data"])
   assert text("data") != text(AXES)
@@ -226,12 +291,21 @@ def test_one_name_in_a_tuple_is_that_axis():
 
 def test_axes_that_cannot_be():
   make = functools.partial(
-    make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=make_mesh(AUTO, AUTO)
+    make_train_step,
+    loss_fn,
+    optax.sgd(0.1),
+    num_microbatches=2,
+    mesh=make_mesh(AUTO, AUTO),
   )
-  with pytest.raises(ValueError, match=r"data_axis='model' is no axis of the mesh.*'data', 'fsdp'"):
+  with pytest.raises(
+    ValueError,
+    match=r"data_axis='model' is no axis of the mesh.*'data', 'fsdp'",
+  ):
     make(data_axis=("data", "model"))
   for axes in ((), ("data", "data")):
-    with pytest.raises(ValueError, match=r"must name one axis or more, each once"):
+    with pytest.raises(
+      ValueError, match=r"must name one axis or more, each once"
+    ):
       make(data_axis=axes)
   step = make(data_axis=AXES, donate=False)
   params = init_params(np.float32)

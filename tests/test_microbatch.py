@@ -68,14 +68,19 @@ def mean_of_means(params, batch, size):
   """The planted wrong answer: every microbatch counts the same."""
   rows = batch["x"].shape[0]
   parts = [trees.index(batch, slice(i, i + size)) for i in range(0, rows, size)]
-  losses, grads = zip(*[jax.device_get(whole(params, p)) for p in parts], strict=True)
-  return sum(losses) / len(parts), jax.tree.map(lambda *g: sum(g) / len(parts), *grads)
+  losses, grads = zip(
+    *[jax.device_get(whole(params, p)) for p in parts], strict=True
+  )
+  return sum(losses) / len(parts), jax.tree.map(
+    lambda *g: sum(g) / len(parts), *grads
+  )
 
 
 # Whole, even, ragged by one and by more, and too large.
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-  ("rows", "sizes"), [(1, [1, 13]), (6, [1, 2, 6]), (7, [2, 3, 5, 6]), (12, [1, 5, 7, 13])]
+  ("rows", "sizes"),
+  [(1, [1, 13]), (6, [1, 2, 6]), (7, [2, 3, 5, 6]), (12, [1, 5, 7, 13])],
 )
 def test_every_split_equals_the_whole_batch(rows, sizes, masked):
   with jax.enable_x64(True):
@@ -92,9 +97,16 @@ def test_every_split_equals_the_whole_batch(rows, sizes, masked):
 
     # One program for all sizes: one for each would take three times as long. Aux leaves loss and
     # gradients as they are, so one size will do without.
-    every = jax.jit(lambda: [{5: cycle(5, False)}, {size: cycle(size, True) for size in sizes}])()
+    every = jax.jit(
+      lambda: [
+        {5: cycle(5, False)},
+        {size: cycle(size, True) for size in sizes},
+      ]
+    )()
     loss_fn = functools.partial(masked_mean_loss, has_aux=True)
-    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(params, batch)
+    (loss, aux), grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(
+      params, batch
+    )
     for has_aux, actual in enumerate(every):
       expected = ((loss, aux) if has_aux else loss), grads
       for of_size in actual.values():
@@ -114,29 +126,45 @@ def test_num_microbatches():
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch(12)
     cycles = [
-      optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=n) for n in numbers
+      optax_accum.microbatch_value_and_grad(
+        masked_mean_loss, num_microbatches=n
+      )
+      for n in numbers
     ]
     expected = whole(params, batch)
-    for actual in jax.jit(lambda *args: [cycle(*args) for cycle in cycles])(params, batch):
+    for actual in jax.jit(lambda *args: [cycle(*args) for cycle in cycles])(
+      params, batch
+    ):
       trees.assert_close(actual, expected, 1e-12)
     trees.assert_close(cycles[2](params, batch), expected, 1e-12)  # eager
 
 
 def two_batches(params, x, scale, *, y):
-  return jnp.mean((jnp.einsum("ib,ij->bj", x, params[0]) * params[1] * scale - y.T) ** 2)
+  return jnp.mean(
+    (jnp.einsum("ib,ij->bj", x, params[0]) * params[1] * scale - y.T) ** 2
+  )
 
 
 def test_batch_arguments_by_position_and_name_on_any_axis():
   with jax.enable_x64(True):
     rng = np.random.default_rng(1)
     params = (jnp.asarray(rng.normal(size=(3, 4))), jnp.asarray(2.0))
-    x, y = jnp.asarray(rng.normal(size=(3, 6))), jnp.asarray(rng.normal(size=(4, 6)))
+    x, y = (
+      jnp.asarray(rng.normal(size=(3, 6))),
+      jnp.asarray(rng.normal(size=(4, 6))),
+    )
     scale = jnp.asarray(0.5)
 
     @jax.jit
     def every(*args, **kwargs):
       options = {"argnums": (0, 2), "batch_argnames": "y"}
-      splits = [(1, 1), (2, -1), (5, 1), (5, -1), (6, -1)]  # of so many rows, on which axis
+      splits = [
+        (1, 1),
+        (2, -1),
+        (5, 1),
+        (5, -1),
+        (6, -1),
+      ]  # of so many rows, on which axis
       return jax.value_and_grad(two_batches, argnums=(0, 2))(*args, **kwargs), [
         optax_accum.microbatch_value_and_grad(
           two_batches, microbatch_size=size, batch_axis=axis, **options
@@ -153,12 +181,18 @@ def test_arguments_are_found_by_position_or_name():
   def loss_fn(params, x, y):
     return jnp.mean((x * params - y) ** 2)
 
-  params, x, y = jnp.asarray(2.0), np.arange(6, dtype=np.float32), np.ones(6, np.float32)
+  params, x, y = (
+    jnp.asarray(2.0),
+    np.arange(6, dtype=np.float32),
+    np.ones(6, np.float32),
+  )
   expected = np.mean((2 * x - y) ** 2), np.mean(2 * x * (2 * x - y))
 
   @jax.jit
   def every(params, x, y):
-    run = functools.partial(optax_accum.microbatch_value_and_grad, loss_fn, num_microbatches=3)
+    run = functools.partial(
+      optax_accum.microbatch_value_and_grad, loss_fn, num_microbatches=3
+    )
     return [
       run(**options)(params, *args, **kwargs)
       for options, args, kwargs in [
@@ -180,9 +214,17 @@ def test_arguments_that_are_positional_only():
     return x * jnp.sum(batch) + offset
 
   run = optax_accum.microbatch(
-    product, reduction="sum", batch_argnums=(), batch_argnames="batch", num_microbatches=2
+    product,
+    reduction="sum",
+    batch_argnums=(),
+    batch_argnames="batch",
+    num_microbatches=2,
   )
-  x, batch, offset = jnp.asarray(2.0), np.arange(6, dtype=np.float32), jnp.asarray(0.0)
+  x, batch, offset = (
+    jnp.asarray(2.0),
+    np.arange(6, dtype=np.float32),
+    jnp.asarray(0.0),
+  )
   assert float(jax.jit(run)(x, batch, offset)) == 30
   assert float(jax.jit(run)(x, batch=batch, offset=offset)) == 30
 
@@ -208,8 +250,14 @@ def test_sum_is_the_plain_sum():
     return jnp.sum(x) * params
 
   cycles = [
-    optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3, reduction="sum", **options)
-    for options in [{}, {"weight_fn": lambda x: jnp.sum(x > 0)}, {"skip_nonfinite": True}]
+    optax_accum.microbatch_value_and_grad(
+      loss_fn, microbatch_size=3, reduction="sum", **options
+    )
+    for options in [
+      {},
+      {"weight_fn": lambda x: jnp.sum(x > 0)},
+      {"skip_nonfinite": True},
+    ]
   ]
   every = jax.jit(lambda *args: [cycle(*args) for cycle in cycles])
   for loss, grad, *_ in every(np.float32(2), np.arange(7, dtype=np.float32)):
@@ -223,7 +271,9 @@ def test_all_padding_gives_zero_and_not_nan():
     masked_mean_loss, num_microbatches=3, weight_fn=valid_tokens
   )
   loss, grads = jax.jit(cycle)(params, batch)
-  chex.assert_trees_all_equal((loss, grads), jax.tree.map(np.zeros_like, (loss, grads)))
+  chex.assert_trees_all_equal(
+    (loss, grads), jax.tree.map(np.zeros_like, (loss, grads))
+  )
 
 
 def test_skip_nonfinite_leaves_a_microbatch_out():
@@ -231,7 +281,11 @@ def test_skip_nonfinite_leaves_a_microbatch_out():
     return jnp.mean(params * x)
 
   cycle, plain = (
-    jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, **options))
+    jax.jit(
+      optax_accum.microbatch_value_and_grad(
+        loss_fn, num_microbatches=3, **options
+      )
+    )
     for options in ({"skip_nonfinite": True}, {})
   )
   for bad in range(3):
@@ -239,10 +293,14 @@ def test_skip_nonfinite_leaves_a_microbatch_out():
     x[bad] = np.inf  # row i is in microbatch i % 3
     kept = np.delete(np.arange(6.0), [bad, bad + 3])
     loss, grad, stats = cycle(jnp.asarray(2.0), x)
-    np.testing.assert_allclose((loss, grad), (2 * kept.mean(), kept.mean()), rtol=1e-6)
+    np.testing.assert_allclose(
+      (loss, grad), (2 * kept.mean(), kept.mean()), rtol=1e-6
+    )
     assert int(stats.skipped_microbatches) == 1
     assert float(stats.total_weight) == 4
-    assert not np.isfinite(plain(jnp.asarray(2.0), x)[1])  # without it, it shows
+    assert not np.isfinite(
+      plain(jnp.asarray(2.0), x)[1]
+    )  # without it, it shows
 
 
 @pytest.mark.parametrize(
@@ -258,14 +316,25 @@ def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
   def loss_fn(params, x):
     return jnp.mean(params["a"] * x) + broken_at_zero(params, x)
 
-  params = {"a": jnp.asarray(3.0), "c": jnp.asarray(1 + 1j), "z": jnp.asarray(2.0)}
+  params = {
+    "a": jnp.asarray(3.0),
+    "c": jnp.asarray(1 + 1j),
+    "z": jnp.asarray(2.0),
+  }
   x, whole = np.float32([1, 0, 4]), jax.jit(jax.value_and_grad(loss_fn))
-  finite = [bool(np.isfinite(leaf)) for leaf in jax.tree.leaves(whole(params, x[1:2]))]
+  finite = [
+    bool(np.isfinite(leaf)) for leaf in jax.tree.leaves(whole(params, x[1:2]))
+  ]
   assert finite.count(False) == 1  # of loss, a, c, z
   assert finite[1]
-  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=3, skip_nonfinite=True)
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=3, skip_nonfinite=True
+  )
   loss, grads, stats = jax.jit(cycle)(params, x)
-  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (1, 2.0)
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (
+    1,
+    2.0,
+  )
   expected = whole(params, x[::2])
   trees.assert_close((loss, grads), expected, 1e-6)
 
@@ -274,10 +343,16 @@ def test_padding_is_not_counted_as_skipped():
   batch = make_batch(4, dtype=np.float32)
   batch["valid"][1::2] = 0  # microbatch 1 of 2, whose loss is 0/0
   cycle = optax_accum.microbatch_value_and_grad(
-    masked_mean_loss, num_microbatches=2, weight_fn=valid_tokens, skip_nonfinite=True
+    masked_mean_loss,
+    num_microbatches=2,
+    weight_fn=valid_tokens,
+    skip_nonfinite=True,
   )
   _, _, stats = jax.jit(cycle)(init_params(np.float32), batch)
-  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (0, 4.0)
+  assert (int(stats.skipped_microbatches), float(stats.total_weight)) == (
+    0,
+    4.0,
+  )
 
 
 def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
@@ -285,9 +360,17 @@ def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
     lambda p, x: jnp.mean(p * x), num_microbatches=1, skip_nonfinite=True
   )
   loss, grad, stats = jax.jit(cycle)(jnp.asarray(2.0), np.float32([1, np.nan]))
-  assert (float(loss), float(grad), int(stats.skipped_microbatches)) == (0.0, 0.0, 1)
+  assert (float(loss), float(grad), int(stats.skipped_microbatches)) == (
+    0.0,
+    0.0,
+    1,
+  )
   loss, grad, stats = jax.jit(cycle)(jnp.asarray(2.0), np.float32([1, 3]))
-  assert (float(loss), float(grad), float(stats.total_weight)) == (4.0, 2.0, 2.0)
+  assert (float(loss), float(grad), float(stats.total_weight)) == (
+    4.0,
+    2.0,
+    2.0,
+  )
 
 
 def statistics(x):
@@ -319,14 +402,18 @@ def test_reductions_by_prefix_tree(size):
   assert [v.tolist() for v in out["flags"]] == [True, False, True, False]
   assert {v.dtype for v in out["flags"]} == {jnp.dtype(jnp.bool_)}
   assert int(out["small"]) == 25
-  assert out["small"].dtype == jnp.int32  # as jnp.sum: a sum of int8 soon leaves int8
+  assert (
+    out["small"].dtype == jnp.int32
+  )  # as jnp.sum: a sum of int8 soon leaves int8
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
 def test_max_and_min_of_integers(dtype):
   run = jax.jit(
     optax_accum.microbatch(
-      lambda x: (jnp.max(x), jnp.min(x)), reduction=("max", "min"), microbatch_size=2
+      lambda x: (jnp.max(x), jnp.min(x)),
+      reduction=("max", "min"),
+      microbatch_size=2,
     )
   )
   for values in [-7, -3, -5], [7, 3, 5]:
@@ -339,11 +426,15 @@ def test_stack_and_last_are_in_the_order_of_the_microbatches():
   numbers = [1, 2, 3, 6]
   runs = [
     optax_accum.microbatch(
-      lambda x: (jnp.sum(x), jnp.sum(x)), reduction=("stack", "last"), num_microbatches=n
+      lambda x: (jnp.sum(x), jnp.sum(x)),
+      reduction=("stack", "last"),
+      num_microbatches=n,
     )
     for n in numbers
   ]
-  every = jax.jit(lambda x: [run(x) for run in runs])(np.arange(6, dtype=np.float32))
+  every = jax.jit(lambda x: [run(x) for run in runs])(
+    np.arange(6, dtype=np.float32)
+  )
   for n, (stacked, last) in zip(numbers, every, strict=True):
     sums = [float(np.sum(np.arange(6.0)[i::n])) for i in range(n)]  # strided
     assert stacked.tolist() == sums
@@ -354,11 +445,17 @@ def test_stack_and_last_are_in_the_order_of_the_microbatches():
 def test_the_smaller_last_microbatch_is_last(names):
   fun = jnp.sum if names == "last" else lambda x: (jnp.sum(x),) * 3
   run = optax_accum.microbatch(fun, reduction=names, microbatch_size=2)
-  out = jax.jit(run)(np.float32([1, 2, 4, 8, 16]))  # rows 0 and 2, rows 1 and 3, row 4
+  out = jax.jit(run)(
+    np.float32([1, 2, 4, 8, 16])
+  )  # rows 0 and 2, rows 1 and 3, row 4
   if names == "last":
     assert float(out) == 16
   else:
-    assert (out[0].tolist(), float(out[1]), float(out[2])) == ([5, 10, 16], 16, 31)
+    assert (out[0].tolist(), float(out[1]), float(out[2])) == (
+      [5, 10, 16],
+      16,
+      31,
+    )
 
 
 def test_min_max_sum_and_last_leave_out_what_has_no_weight():
@@ -375,7 +472,10 @@ def test_min_max_sum_and_last_leave_out_what_has_no_weight():
 def test_concat_of_a_batch_with_masks_and_weights_is_whole():
   x = np.arange(5, dtype=np.float32)
   run = optax_accum.microbatch(
-    lambda x: x, reduction="concat", microbatch_size=2, weight_fn=lambda x: jnp.sum(x) * 0
+    lambda x: x,
+    reduction="concat",
+    microbatch_size=2,
+    weight_fn=lambda x: jnp.sum(x) * 0,
   )
   chex.assert_trees_all_equal(jax.jit(run)(x), x)
 
@@ -401,11 +501,17 @@ def test_keys_are_folded_with_the_index(make_key, n):
   keys, params = {"dropout": make_key(0)}, np.float32(2)
   batch = np.arange(6, dtype=np.float32)
   cycle = optax_accum.microbatch_value_and_grad(
-    noisy, has_aux=True, num_microbatches=n, rng_argnums=2, aux_reduction="stack"
+    noisy,
+    has_aux=True,
+    num_microbatches=n,
+    rng_argnums=2,
+    aux_reduction="stack",
   )
   (loss, noise), grad = jax.jit(cycle)(params, batch, keys)
   parts = [
-    jax.device_get(whole_noisy(params, batch[i::n], {"dropout": folded(keys["dropout"], i)}))
+    jax.device_get(
+      whole_noisy(params, batch[i::n], {"dropout": folded(keys["dropout"], i)})
+    )
     for i in range(n)
   ]
   expected = np.stack([part[0][1] for part in parts])
@@ -421,7 +527,10 @@ def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
   """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""
   tx = optax.sgd(0.1)
   step = optax_accum.make_train_step(
-    lambda params, x, key: (jnp.mean(params * x), jax.random.uniform(key, x.shape)),
+    lambda params, x, key: (
+      jnp.mean(params * x),
+      jax.random.uniform(key, x.shape),
+    ),
     tx,
     num_microbatches=8,
     mesh=mesh and make_mesh(mesh),
@@ -430,7 +539,11 @@ def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
     aux_reduction="concat",
     donate=False,
   )
-  params, x, start = jnp.ones(()), np.ones(64, np.float32), jax.random.key(0, impl=impl)
+  params, x, start = (
+    jnp.ones(()),
+    np.ones(64, np.float32),
+    jax.random.key(0, impl=impl),
+  )
   keys = [jax.random.fold_in(start, i) for i in range(8)]
   noise = [step(params, tx.init(params), x, key)[-1]["aux"] for key in keys]
   assert len(np.unique(noise)) == 8 * 64
@@ -443,63 +556,96 @@ def test_keys_alone_by_name_and_in_arrays(make_key):
 
   key, keys = make_key(0), jax.random.split(make_key(1), 3)
   names = ("key", "keys", "key")  # one of them twice
-  run = optax_accum.microbatch(draw, reduction="stack", num_microbatches=2, rng_argnames=names)
+  run = optax_accum.microbatch(
+    draw, reduction="stack", num_microbatches=2, rng_argnames=names
+  )
   one, three = jax.jit(run)(np.arange(4, dtype=np.float32), key=key, keys=keys)
 
   @jax.jit
   def expected(key, keys, i):
-    of_each = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, i)))
+    of_each = jax.vmap(
+      lambda key: jax.random.uniform(jax.random.fold_in(key, i))
+    )
     return jax.random.uniform(jax.random.fold_in(key, i)), of_each(keys)
 
   for i in range(2):
     chex.assert_trees_all_equal((one[i], three[i]), expected(key, keys, i))
 
 
-@pytest.mark.parametrize("also", ["max", "last"])  # "last" makes the tail run last
+@pytest.mark.parametrize(
+  "also", ["max", "last"]
+)  # "last" makes the tail run last
 def test_the_smaller_last_microbatch_has_noise_of_its_own(also):
   def fun(params, batch, key):
     noise = jax.random.uniform(key)
     return params * jnp.mean(batch), (noise, noise)
 
   cycle = optax_accum.microbatch_value_and_grad(
-    fun, has_aux=True, microbatch_size=2, rng_argnums=2, aux_reduction=("stack", also)
+    fun,
+    has_aux=True,
+    microbatch_size=2,
+    rng_argnums=2,
+    aux_reduction=("stack", also),
   )
   key = jax.random.key(3)
-  (_, (noise, _)), _ = jax.jit(cycle)(jnp.asarray(1.0), np.arange(5, dtype=np.float32), key)
+  (_, (noise, _)), _ = jax.jit(cycle)(
+    jnp.asarray(1.0), np.arange(5, dtype=np.float32), key
+  )
   uniform = jax.jit(jax.random.uniform)
-  chex.assert_trees_all_equal(noise, np.stack([uniform(folded(key, i)) for i in range(3)]))
+  chex.assert_trees_all_equal(
+    noise, np.stack([uniform(folded(key, i)) for i in range(3)])
+  )
   assert np.unique(noise).size == 3
 
 
 def with_statistics(params, batch, stats, momentum=0.9):
   mean = jnp.mean(batch)
-  new = {"mean": momentum * stats["mean"] + (1 - momentum) * mean, "steps": stats["steps"] + 1}
+  new = {
+    "mean": momentum * stats["mean"] + (1 - momentum) * mean,
+    "steps": stats["steps"] + 1,
+  }
   return jnp.mean(params * (batch - mean) ** 2), (new, {"seen": stats["mean"]})
 
 
 @pytest.mark.parametrize("size", [6, 2, 4])
 def test_carry_is_threaded(size):
   params, batch = jnp.asarray(1.5), np.arange(6, dtype=np.float32)
-  parts = {6: [batch], 2: [batch[i::3] for i in range(3)], 4: [batch[:4], batch[4:]]}[size]
+  parts = {
+    6: [batch],
+    2: [batch[i::3] for i in range(3)],
+    4: [batch[:4], batch[4:]],
+  }[size]
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
   cycle = optax_accum.microbatch_value_and_grad(
-    with_statistics, has_aux=True, microbatch_size=size, carry_argnum=2, aux_reduction="stack"
+    with_statistics,
+    has_aux=True,
+    microbatch_size=size,
+    carry_argnum=2,
+    aux_reduction="stack",
   )
   (_, (new, aux)), _ = jax.jit(cycle)(params, batch, stats)
   carry, seen = stats, []
   for part in parts:
     seen.append(carry["mean"])
     _, (carry, _) = jax.jit(with_statistics)(params, part, carry)
-  chex.assert_trees_all_close((new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6)
+  chex.assert_trees_all_close(
+    (new, aux["seen"]), (carry, np.stack(seen)), rtol=1e-6
+  )
   assert int(new["steps"]) == len(parts)
 
 
 def test_n_updates_with_momentum_m_weigh_as_one_with_m_to_the_n():
-  batch = np.full(8, 3.0, np.float32)  # every microbatch has the same statistics
+  batch = np.full(
+    8, 3.0, np.float32
+  )  # every microbatch has the same statistics
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
-  cycle = optax_accum.microbatch_value_and_grad(with_statistics, num_microbatches=4, carry_argnum=2)
+  cycle = optax_accum.microbatch_value_and_grad(
+    with_statistics, num_microbatches=4, carry_argnum=2
+  )
   (_, (new, _)), _ = jax.jit(cycle)(jnp.asarray(1.0), batch, stats)
-  once = jax.jit(with_statistics)(jnp.asarray(1.0), batch, stats, momentum=0.9**4)[1][0]
+  once = jax.jit(with_statistics)(
+    jnp.asarray(1.0), batch, stats, momentum=0.9**4
+  )[1][0]
   chex.assert_trees_all_close(new["mean"], once["mean"], rtol=1e-6)
 
 
@@ -526,11 +672,18 @@ class Normed(nnx.Module):
 
 
 def test_what_is_changed_in_place_is_lost_and_a_carry_keeps_it():
-  model, x = Normed(), jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32)
-  run = functools.partial(optax_accum.microbatch_value_and_grad, num_microbatches=2)
+  model, x = (
+    Normed(),
+    jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)), jnp.float32),
+  )
+  run = functools.partial(
+    optax_accum.microbatch_value_and_grad, num_microbatches=2
+  )
   lost = run(lambda model, x: jnp.mean(model(x) ** 2))
   lost(model, x)
-  jax.eval_shape(jax.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), model, x)
+  jax.eval_shape(
+    jax.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2)), model, x
+  )
   assert not np.any(model.norm.mean[...])
 
   graphdef, params, stats = nnx.split(model, nnx.Param, ...)
@@ -552,9 +705,14 @@ def test_debug_nans_points_at_the_operation_of_one_microbatch(n):
   def loss_fn(w, x):
     return jnp.mean(jnp.log(w * x))
 
-  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n))
+  cycle = jax.jit(
+    optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)
+  )
   where = {1: "encountered in log", 2: "encountered in scan"}[n]
-  with jax.debug_nans(True), pytest.raises(FloatingPointError, match=where) as error:
+  with (
+    jax.debug_nans(True),
+    pytest.raises(FloatingPointError, match=where) as error,
+  ):
     cycle(jnp.ones(()), jnp.array([1.0, -1.0]))
   assert ("loss_fn" in [frame.name for frame in error.traceback]) == (n == 1)
 
@@ -565,14 +723,23 @@ def test_half_precision_is_added_up_in_float32(dtype):
     return jnp.mean(params * x)
 
   x, params = np.ones(1024, dtype), np.ones((), dtype)
-  cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=1024, reduction="sum")
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=1024, reduction="sum"
+  )
   loss, grad = jax.jit(cycle)(params, x)
   assert (loss.dtype, grad.dtype) == (dtype, dtype)
   assert (float(loss), float(grad)) == (1024.0, 1024.0)
-  naive = lax.scan(lambda c, x: (c + x, None), jnp.zeros((), jnp.bfloat16), x.astype(jnp.bfloat16))
+  naive = lax.scan(
+    lambda c, x: (c + x, None),
+    jnp.zeros((), jnp.bfloat16),
+    x.astype(jnp.bfloat16),
+  )
   assert float(naive[0]) == 256.0  # where bfloat16 stops counting
   in_bfloat16 = optax_accum.microbatch_value_and_grad(
-    loss_fn, num_microbatches=1024, reduction="sum", accumulator_dtype=jnp.bfloat16
+    loss_fn,
+    num_microbatches=1024,
+    reduction="sum",
+    accumulator_dtype=jnp.bfloat16,
   )
   assert float(jax.jit(in_bfloat16)(params, x)[1]) == 256.0
 
@@ -583,7 +750,9 @@ def test_weights_beyond_half_precision_are_not_rounded():
 
   x = jnp.array([1.0, 3.0], jnp.bfloat16)
   cycle = optax_accum.microbatch_value_and_grad(
-    loss_fn, num_microbatches=2, weight_fn=lambda x: 1 + 512 * (x[0] > 2).astype(jnp.int32)
+    loss_fn,
+    num_microbatches=2,
+    weight_fn=lambda x: 1 + 512 * (x[0] > 2).astype(jnp.int32),
   )
   _, grad = jax.jit(cycle)(jnp.ones((), jnp.float32), x)
   np.testing.assert_allclose(float(grad), (1 + 513 * 3) / 514, rtol=1e-6)
@@ -621,11 +790,17 @@ def test_the_sums_of_microbatch_are_in_accumulator_dtype():
     return float(total), float(mean) * len(x)
 
   ones = np.ones(1024, jnp.bfloat16)
-  assert (totals(ones, None), totals(ones, jnp.bfloat16)) == ((1024,) * 2, (256,) * 2)
+  assert (totals(ones, None), totals(ones, jnp.bfloat16)) == (
+    (1024,) * 2,
+    (256,) * 2,
+  )
   with jax.enable_x64(True):
     x = np.array([2.0**24, 1, 1, 1], np.float32)
     # 2**24 + 3 is rounded once, to 2**24 + 4; in float32 every 1 would be lost.
-    assert (totals(x, None), totals(x, jnp.float64)) == ((2**24,) * 2, (2**24 + 4,) * 2)
+    assert (totals(x, None), totals(x, jnp.float64)) == (
+      (2**24,) * 2,
+      (2**24 + 4,) * 2,
+    )
 
 
 def test_complex_parameters_stay_complex():
@@ -634,19 +809,35 @@ def test_complex_parameters_stay_complex():
 
   params, x = np.complex64(1 + 2j), np.array([1 + 1j, 2, -1j, 3], np.complex64)
   runs = [
-    optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4, **options)
-    for options in [{}, {"weight_fn": lambda x: jnp.asarray(2.0)}, {"skip_nonfinite": True}]
+    optax_accum.microbatch_value_and_grad(
+      loss_fn, num_microbatches=4, **options
+    )
+    for options in [
+      {},
+      {"weight_fn": lambda x: jnp.asarray(2.0)},
+      {"skip_nonfinite": True},
+    ]
   ]
-  every = jax.jit(lambda *args: [run(*args)[:2] for run in (jax.value_and_grad(loss_fn), *runs)])
+  every = jax.jit(
+    lambda *args: [
+      run(*args)[:2] for run in (jax.value_and_grad(loss_fn), *runs)
+    ]
+  )
   expected, *found = every(params, x)
   for actual in found:
     trees.assert_close(actual, expected, 1e-6)
 
 
 def test_integers_keep_their_dtype_and_small_ones_are_widened():
-  widened = [(jnp.uint32, jnp.uint32), (jnp.uint8, jnp.uint32), (jnp.int16, jnp.int32)]
+  widened = [
+    (jnp.uint32, jnp.uint32),
+    (jnp.uint8, jnp.uint32),
+    (jnp.int16, jnp.int32),
+  ]
   for n in (1, 2):
-    run = optax_accum.microbatch(lambda x: x[0], reduction="sum", num_microbatches=n)
+    run = optax_accum.microbatch(
+      lambda x: x[0], reduction="sum", num_microbatches=n
+    )
     totals = jax.jit(lambda *each, run=run: [run(x) for x in each])(
       *(np.full(2, 200, dtype) for dtype, _ in widened)
     )
@@ -657,7 +848,9 @@ def test_integers_keep_their_dtype_and_small_ones_are_widened():
 def test_float8():
   x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
   run = optax_accum.microbatch(
-    lambda x: (x[0], x[0], x[0]), reduction=("mean", "max", "min"), num_microbatches=4
+    lambda x: (x[0], x[0], x[0]),
+    reduction=("mean", "max", "min"),
+    num_microbatches=4,
   )
   assert [float(v) for v in jax.jit(run)(x)] == [2.5, 4, 1]
 
@@ -667,8 +860,16 @@ def test_one_microbatch_is_the_program_of_value_and_grad():
   loss_fn = functools.partial(masked_mean_loss, has_aux=True)
   functools.update_wrapper(loss_fn, masked_mean_loss)
   for has_aux, fun in [(False, masked_mean_loss), (True, loss_fn)]:
-    plain = jax.jit(jax.value_and_grad(fun, has_aux=has_aux)).lower(params, batch).as_text()
-    for option in [{"num_microbatches": 1}, {"microbatch_size": 6}, {"microbatch_size": 99}]:
+    plain = (
+      jax.jit(jax.value_and_grad(fun, has_aux=has_aux))
+      .lower(params, batch)
+      .as_text()
+    )
+    for option in [
+      {"num_microbatches": 1},
+      {"microbatch_size": 6},
+      {"microbatch_size": 99},
+    ]:
       cycle = optax_accum.microbatch_value_and_grad(
         fun, has_aux=has_aux, aux_reduction="last", **option
       )
@@ -679,7 +880,9 @@ def test_program_does_not_grow_with_the_number_of_microbatches():
   params, batch = init_params(np.float32), make_batch(64, dtype=np.float32)
 
   def lines(n):
-    cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=n)
+    cycle = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, num_microbatches=n
+    )
     text = jax.jit(cycle).lower(params, batch).as_text()
     assert text.count("stablehlo.while") == 1
     return len(text.splitlines())
@@ -689,7 +892,9 @@ def test_program_does_not_grow_with_the_number_of_microbatches():
 
 def test_the_loop_has_a_name_in_a_profile():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
-  cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=4)
+  cycle = optax_accum.microbatch_value_and_grad(
+    masked_mean_loss, num_microbatches=4
+  )
   text = jax.jit(cycle).lower(params, batch).as_text(debug_info=True)
   assert "microbatches/" in text
   assert "accumulate/" in text
@@ -708,9 +913,15 @@ def test_memory_is_that_of_one_microbatch():
   whole = temp_bytes(jax.jit(jax.value_and_grad(mlp_loss)), params, batch)
   for n in (2, 32):
     ours = temp_bytes(
-      jax.jit(optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)), params, batch
+      jax.jit(
+        optax_accum.microbatch_value_and_grad(mlp_loss, num_microbatches=n)
+      ),
+      params,
+      batch,
     )
-    by_hand = temp_bytes(jax.jit(oracle.hand_written(mlp_loss, n)), params, batch)
+    by_hand = temp_bytes(
+      jax.jit(oracle.hand_written(mlp_loss, n)), params, batch
+    )
     assert ours <= 1.05 * by_hand
     assert ours < whole
 
@@ -719,10 +930,16 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
   def loss_fn(params, batch):
     return jnp.mean((batch @ params) ** 2)
 
-  shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((2048, 8), (1024, 2048))]
+  shapes = [
+    jax.ShapeDtypeStruct(shape, np.float32)
+    for shape in ((2048, 8), (1024, 2048))
+  ]
   even, ragged = (
     temp_bytes(
-      jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)), *shapes
+      jax.jit(
+        optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=size)
+      ),
+      *shapes,
     )
     for size in (128, 127)
   )
@@ -732,10 +949,16 @@ def test_a_batch_that_does_not_divide_takes_no_more_memory():
     hidden, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)
     return jnp.mean(hidden**2)
 
-  shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((8, 256, 256), (30, 256))]
+  shapes = [
+    jax.ShapeDtypeStruct(shape, np.float32)
+    for shape in ((8, 256, 256), (30, 256))
+  ]
   even, ragged = (
     temp_bytes(
-      jax.jit(optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)), *shapes
+      jax.jit(
+        optax_accum.microbatch_value_and_grad(layered, microbatch_size=size)
+      ),
+      *shapes,
     )
     for size in (6, 7)
   )
@@ -749,7 +972,9 @@ def test_the_loss_is_traced_once_a_compilation():
 
   chex.clear_trace_counter()
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
-  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4))
+  cycle = jax.jit(
+    optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=4)
+  )
   for _ in range(3):
     cycle(params, batch)
 
@@ -757,12 +982,18 @@ def test_the_loss_is_traced_once_a_compilation():
 class VariantsTest(chex.TestCase):
   """Jitted or not, from device arrays or NumPy's: the same."""
 
-  @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+  @chex.variants(
+    with_jit=True, without_jit=True, with_device=True, without_device=True
+  )
   def test_every_way_to_call(self):
     params, batch = init_params(np.float32), make_batch(7, dtype=np.float32)
-    cycle = optax_accum.microbatch_value_and_grad(masked_mean_loss, microbatch_size=3)
+    cycle = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, microbatch_size=3
+    )
     expected = whole(params, batch)
-    chex.assert_trees_all_close(self.variant(cycle)(params, batch), expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(
+      self.variant(cycle)(params, batch), expected, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_inside_vmap_and_under_an_outer_grad():
@@ -777,14 +1008,22 @@ def test_inside_vmap_and_under_an_outer_grad():
       jax.jit(jax.vmap(whole, (0, None)))(population, batch),
       1e-10,
     )
-    batch["valid"] = np.ones_like(batch["valid"])  # the NaN of 0/0 has a NaN derivative
-    even = optax_accum.microbatch_value_and_grad(masked_mean_loss, num_microbatches=2)
+    batch["valid"] = np.ones_like(
+      batch["valid"]
+    )  # the NaN of 0/0 has a NaN derivative
+    even = optax_accum.microbatch_value_and_grad(
+      masked_mean_loss, num_microbatches=2
+    )
 
     def squared_norm(params, value_and_grad):
-      return sum(jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1]))
+      return sum(
+        jnp.sum(g**2) for g in jax.tree.leaves(value_and_grad(params, batch)[1])
+      )
 
     expected, *found = (
-      jax.jit(jax.grad(functools.partial(squared_norm, value_and_grad=f)))(params)
+      jax.jit(jax.grad(functools.partial(squared_norm, value_and_grad=f)))(
+        params
+      )
       for f in (whole, cycle, even)
     )
     for actual in found:
@@ -799,7 +1038,9 @@ def test_axis_name_of_vmap():
   )
   both = jax.jit(jax.vmap(cycle, (None, 0), axis_name="rows"))(params, split)
   expected = whole(params, batch)
-  trees.assert_close(jax.tree.map(lambda x: x[1], jax.device_get(both)), expected, 1e-5)
+  trees.assert_close(
+    jax.tree.map(lambda x: x[1], jax.device_get(both)), expected, 1e-5
+  )
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -824,7 +1065,9 @@ def test_models_with_scanned_layers_and_checkpointing(remat):
       "token": jnp.asarray(rng.integers(0, 10, 12)),
     }
     fun = jax.checkpoint(loss_fn) if remat else loss_fn
-    cycle = jax.jit(optax_accum.microbatch_value_and_grad(fun, microbatch_size=5))
+    cycle = jax.jit(
+      optax_accum.microbatch_value_and_grad(fun, microbatch_size=5)
+    )
     expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
     trees.assert_close(cycle(params, batch), expected, 1e-10)
 
@@ -842,7 +1085,9 @@ def test_equinox_modules_filtered_to_arrays():
     "x": jnp.asarray(rng.normal(size=(10, 3)), jnp.float32),
     "y": jnp.asarray(rng.normal(size=10), jnp.float32),
   }
-  cycle = jax.jit(optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=4))
+  cycle = jax.jit(
+    optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=4)
+  )
   expected = jax.jit(jax.value_and_grad(loss_fn))(params, batch)
   trees.assert_close(cycle(params, batch), expected, 1e-6)
 
@@ -850,10 +1095,14 @@ def test_equinox_modules_filtered_to_arrays():
 def test_outputs_may_hold_what_is_new_in_every_trace():
   def fun(w, batch):
     loss = jnp.mean(batch * w)
-    return loss, jax.tree_util.Partial(lambda x: x + 1, loss)  # another lambda in every trace
+    return loss, jax.tree_util.Partial(
+      lambda x: x + 1, loss
+    )  # another lambda in every trace
 
   for size in (2, 3, 4):
-    run = optax_accum.microbatch_value_and_grad(fun, has_aux=True, microbatch_size=size)
+    run = optax_accum.microbatch_value_and_grad(
+      fun, has_aux=True, microbatch_size=size
+    )
     (loss, aux), _ = run(jnp.ones(()), jnp.arange(4.0))
     assert (float(loss), float(aux())) == (1.5, 2.5)
 
@@ -876,5 +1125,11 @@ def test_leaves_may_have_paths_that_print_alike():
   run = optax_accum.microbatch_value_and_grad(
     lambda w, batch: jnp.mean(batch * w[first]) + w[second], num_microbatches=2
   )
-  loss, grads = run({first: jnp.ones(()), second: jnp.ones(())}, jnp.arange(4.0))
-  assert (float(loss), float(grads[first]), float(grads[second])) == (2.5, 1.5, 1)
+  loss, grads = run(
+    {first: jnp.ones(()), second: jnp.ones(())}, jnp.arange(4.0)
+  )
+  assert (float(loss), float(grads[first]), float(grads[second])) == (
+    2.5,
+    1.5,
+    1,
+  )

@@ -24,7 +24,11 @@ def loss_fn(params, batch):
 
 
 def with_aux(params, batch):
-  return loss_fn(params, batch), {"count": jnp.asarray(6), "ok": jnp.asarray(True), "mean": 1.0}
+  return loss_fn(params, batch), {
+    "count": jnp.asarray(6),
+    "ok": jnp.asarray(True),
+    "mean": 1.0,
+  }
 
 
 def raises(error, match, fun=loss_fn, args=(PARAMS, BATCH), **options):
@@ -37,7 +41,9 @@ def raises(error, match, fun=loss_fn, args=(PARAMS, BATCH), **options):
 def _train_step(fun, **options):
   if "argnums" in options:  # a step differentiates its first argument
     return optax_accum.microbatch_value_and_grad(fun, **options)
-  step = optax_accum.make_train_step(fun, optax.sgd(0.1), donate=False, **options)
+  step = optax_accum.make_train_step(
+    fun, optax.sgd(0.1), donate=False, **options
+  )
   return lambda params, *args, **kwargs: step(params, (), *args, **kwargs)
 
 
@@ -45,13 +51,41 @@ def _train_step(fun, **options):
   ("options", "error", "match"),
   [
     ({"num_microbatches": None}, ValueError, "exactly one of the two"),
-    ({"microbatch_size": 2}, ValueError, "num_microbatches=2 and microbatch_size=2: give exactly"),
-    ({"num_microbatches": 0}, ValueError, "num_microbatches=0 must be at least 1"),
-    ({"num_microbatches": -2}, ValueError, "num_microbatches=-2 must be at least 1"),
-    ({"num_microbatches": 2.0}, TypeError, "num_microbatches=2.0 must be an int"),
-    ({"num_microbatches": True}, TypeError, "num_microbatches=True must be an int"),
-    ({"num_microbatches": None, "microbatch_size": "2"}, TypeError, "microbatch_size='2' must"),
-    ({"num_microbatches": 7}, ValueError, "7 does not divide the 6 rows of argument 1: use one of"),
+    (
+      {"microbatch_size": 2},
+      ValueError,
+      "num_microbatches=2 and microbatch_size=2: give exactly",
+    ),
+    (
+      {"num_microbatches": 0},
+      ValueError,
+      "num_microbatches=0 must be at least 1",
+    ),
+    (
+      {"num_microbatches": -2},
+      ValueError,
+      "num_microbatches=-2 must be at least 1",
+    ),
+    (
+      {"num_microbatches": 2.0},
+      TypeError,
+      "num_microbatches=2.0 must be an int",
+    ),
+    (
+      {"num_microbatches": True},
+      TypeError,
+      "num_microbatches=True must be an int",
+    ),
+    (
+      {"num_microbatches": None, "microbatch_size": "2"},
+      TypeError,
+      "microbatch_size='2' must",
+    ),
+    (
+      {"num_microbatches": 7},
+      ValueError,
+      "7 does not divide the 6 rows of argument 1: use one of",
+    ),
     (
       {"num_microbatches": 4},
       ValueError,
@@ -59,16 +93,36 @@ def _train_step(fun, **options):
     ),
     ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
     ({"batch_argnums": -3}, ValueError, "batch_argnums names argument -3"),
-    ({"batch_argnums": 1.0}, TypeError, "batch_argnums=1.0 must hold positions"),
-    ({"batch_argnums": "batch"}, TypeError, "batch_argnums='batch' must hold positions"),
-    ({"batch_argnames": "mask"}, ValueError, "batch_argnames names argument 'mask'"),
+    (
+      {"batch_argnums": 1.0},
+      TypeError,
+      "batch_argnums=1.0 must hold positions",
+    ),
+    (
+      {"batch_argnums": "batch"},
+      TypeError,
+      "batch_argnums='batch' must hold positions",
+    ),
+    (
+      {"batch_argnames": "mask"},
+      ValueError,
+      "batch_argnames names argument 'mask'",
+    ),
     ({"batch_argnames": 1}, TypeError, "batch_argnames=1 must hold names"),
     ({"batch_argnums": ()}, ValueError, "both empty: name what is split"),
     ({"rng_argnums": 2}, ValueError, "rng_argnums names argument 2"),
     ({"rng_argnames": "key"}, ValueError, "rng_argnames names argument 'key'"),
     ({"carry_argnum": 2}, ValueError, "carry_argnum names argument 2"),
-    ({"batch_argnums": 0}, ValueError, "Argument 0 is both differentiated and split"),
-    ({"batch_argnums": -2}, ValueError, "Argument 0 is both differentiated and split"),
+    (
+      {"batch_argnums": 0},
+      ValueError,
+      "Argument 0 is both differentiated and split",
+    ),
+    (
+      {"batch_argnums": -2},
+      ValueError,
+      "Argument 0 is both differentiated and split",
+    ),
     (
       {"rng_argnums": 1},
       ValueError,
@@ -81,27 +135,75 @@ def _train_step(fun, **options):
       "Argument 1 is both split and a random key: name it once",
     ),
     ({"carry_argnum": 1}, ValueError, "Argument 1 is both split and carried"),
-    ({"batch_axis": 1}, ValueError, r"argument 1\['y'\] has shape \(6,\), without an axis 1"),
+    (
+      {"batch_axis": 1},
+      ValueError,
+      r"argument 1\['y'\] has shape \(6,\), without an axis 1",
+    ),
     (
       {"batch_axis": -3},
       ValueError,
       r"argument 1\['x'\] has shape \(6, 3\), without an axis",
     ),
     ({"batch_axis": 0.0}, TypeError, "batch_axis=0.0 must be an int"),
-    ({"reduction": "max"}, ValueError, "reduction='max' must be one of 'mean', 'sum'"),
-    ({"aux_reduction": "average"}, ValueError, "aux_reduction='average' must be one of"),
-    ({"aux_reduction": {"a": ["mean", "no"]}}, ValueError, r"aux_reduction\['a'\]\[1\]='no' must"),
-    ({"accumulator_dtype": jnp.int32}, TypeError, "accumulator_dtype=int32 cannot hold a mean"),
+    (
+      {"reduction": "max"},
+      ValueError,
+      "reduction='max' must be one of 'mean', 'sum'",
+    ),
+    (
+      {"aux_reduction": "average"},
+      ValueError,
+      "aux_reduction='average' must be one of",
+    ),
+    (
+      {"aux_reduction": {"a": ["mean", "no"]}},
+      ValueError,
+      r"aux_reduction\['a'\]\[1\]='no' must",
+    ),
+    (
+      {"accumulator_dtype": jnp.int32},
+      TypeError,
+      "accumulator_dtype=int32 cannot hold a mean",
+    ),
     ({"axis_name": "data"}, ValueError, "axis_name='data' is not bound here"),
-    ({"weight_fn": lambda b: b["y"]}, ValueError, r"weight of shape \(3,\) .* real scalar"),
-    ({"weight_fn": lambda b: -1.0}, ValueError, "weight -1.0; it must be 0, or from"),
-    ({"weight_fn": lambda b: np.nan}, ValueError, "weight nan; it must be 0, or from"),
-    ({"weight_fn": lambda b: np.inf}, ValueError, "weight inf; it must be 0, or from"),
-    ({"weight_fn": lambda b: None}, TypeError, "weight None; it must be a real scalar"),
-    ({"weight_fn": 3}, TypeError, "weight_fn=3 must be a function of the batch"),
+    (
+      {"weight_fn": lambda b: b["y"]},
+      ValueError,
+      r"weight of shape \(3,\) .* real scalar",
+    ),
+    (
+      {"weight_fn": lambda b: -1.0},
+      ValueError,
+      "weight -1.0; it must be 0, or from",
+    ),
+    (
+      {"weight_fn": lambda b: np.nan},
+      ValueError,
+      "weight nan; it must be 0, or from",
+    ),
+    (
+      {"weight_fn": lambda b: np.inf},
+      ValueError,
+      "weight inf; it must be 0, or from",
+    ),
+    (
+      {"weight_fn": lambda b: None},
+      TypeError,
+      "weight None; it must be a real scalar",
+    ),
+    (
+      {"weight_fn": 3},
+      TypeError,
+      "weight_fn=3 must be a function of the batch",
+    ),
     ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
     ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
-    ({"weight_fn": lambda b: 1j}, TypeError, "weight 1j; it must be a real scalar"),
+    (
+      {"weight_fn": lambda b: 1j},
+      TypeError,
+      "weight 1j; it must be a real scalar",
+    ),
     (
       {"has_aux": True},
       TypeError,
@@ -115,23 +217,42 @@ def test_options(options, error, match):
 
 @pytest.mark.parametrize("value", ["no", 1, None])
 def test_what_is_no_bool(value):
-  options = ["has_aux", "skip_nonfinite", "skip_empty", "in_place", "noise_scale", "donate"]
+  options = [
+    "has_aux",
+    "skip_nonfinite",
+    "skip_empty",
+    "in_place",
+    "noise_scale",
+    "donate",
+  ]
   for name in options:
-    with pytest.raises(TypeError, match=rf"^{name}={value!r} must be True or False\.$"):
-      optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, **{name: value})
+    with pytest.raises(
+      TypeError, match=rf"^{name}={value!r} must be True or False\.$"
+    ):
+      optax_accum.make_train_step(
+        loss_fn, optax.sgd(0.1), num_microbatches=2, **{name: value}
+      )
 
 
 def test_argnums_out_of_range():
-  with pytest.raises(ValueError, match=r"argnums names argument 2.*2 positional arguments"):
-    optax_accum.microbatch_value_and_grad(loss_fn, argnums=2, num_microbatches=2)(PARAMS, BATCH)
+  with pytest.raises(
+    ValueError, match=r"argnums names argument 2.*2 positional arguments"
+  ):
+    optax_accum.microbatch_value_and_grad(
+      loss_fn, argnums=2, num_microbatches=2
+    )(PARAMS, BATCH)
   cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)
-  with pytest.raises(ValueError, match=r"argnums names argument 0.*0 positional arguments"):
+  with pytest.raises(
+    ValueError, match=r"argnums names argument 0.*0 positional arguments"
+  ):
     cycle(params=PARAMS, batch=BATCH)
 
 
 @pytest.mark.parametrize("argnums", [1, -1, (0, -1)])
 def test_argnums_that_are_the_batch(argnums):
-  raises(ValueError, "Argument 1 is both differentiated and split", argnums=argnums)
+  raises(
+    ValueError, "Argument 1 is both differentiated and split", argnums=argnums
+  )
 
 
 def test_batch_argnames_of_a_positional_only_parameter():
@@ -149,14 +270,20 @@ def test_batch_argnames_of_a_positional_only_parameter():
 
 @pytest.mark.parametrize("argnums", [(), (0, 0)])
 def test_argnums_that_name_nothing_or_twice(argnums):
-  with pytest.raises(ValueError, match=r"argnums=.* must name one or more arguments, each once"):
-    optax_accum.microbatch_value_and_grad(loss_fn, argnums=argnums, num_microbatches=2)
+  with pytest.raises(
+    ValueError, match=r"argnums=.* must name one or more arguments, each once"
+  ):
+    optax_accum.microbatch_value_and_grad(
+      loss_fn, argnums=argnums, num_microbatches=2
+    )
 
 
 def test_traced_counts():
   @jax.jit
   def step(n):
-    return optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)(PARAMS, BATCH)
+    return optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=n)(
+      PARAMS, BATCH
+    )
 
   with pytest.raises(TypeError, match="num_microbatches is a traced value"):
     step(2)
@@ -165,10 +292,22 @@ def test_traced_counts():
 @pytest.mark.parametrize(
   ("batch", "match"),
   [
-    ({"x": jnp.ones((6, 3)), "y": jnp.ones(5)}, r"1\['x'\]: 6, argument 1\['y'\]: 5\. Move rows"),
-    ({"x": jnp.ones((6, 3)), "y": jnp.ones(())}, r"1\['y'\] has shape \(\), without an axis 0"),
-    ({"x": jnp.ones((6, 3)), "y": 1.0}, r"1\['y'\] has shape \(\), without an axis 0"),
-    ({"x": jnp.ones((0, 3)), "y": jnp.ones(0)}, r"The batch \(argument 1\) is empty"),
+    (
+      {"x": jnp.ones((6, 3)), "y": jnp.ones(5)},
+      r"1\['x'\]: 6, argument 1\['y'\]: 5\. Move rows",
+    ),
+    (
+      {"x": jnp.ones((6, 3)), "y": jnp.ones(())},
+      r"1\['y'\] has shape \(\), without an axis 0",
+    ),
+    (
+      {"x": jnp.ones((6, 3)), "y": 1.0},
+      r"1\['y'\] has shape \(\), without an axis 0",
+    ),
+    (
+      {"x": jnp.ones((0, 3)), "y": jnp.ones(0)},
+      r"The batch \(argument 1\) is empty",
+    ),
     ({}, r"\(argument 1\) has no arrays: give one to split"),
   ],
 )
@@ -179,13 +318,22 @@ def test_batches(batch, match):
 @pytest.mark.parametrize(
   ("fun", "match"),
   [
-    (lambda p, b: b["x"] @ p["w"], r"loss has shape \(\d,\) .* it must be a real scalar"),
+    (
+      lambda p, b: b["x"] @ p["w"],
+      r"loss has shape \(\d,\) .* it must be a real scalar",
+    ),
     (
       lambda p, b: jnp.sum(p["w"].astype(jnp.complex64)),
       "loss has shape .* dtype complex64; it must be a real scalar",
     ),
-    (lambda p, b: jnp.sum(b["y"] > 0), "loss has .* dtype int32; it must be a real scalar"),
-    (lambda p, b: (loss_fn(p, b), {}), r"The loss is a tuple; it must be .* pass has_aux=True"),
+    (
+      lambda p, b: jnp.sum(b["y"] > 0),
+      "loss has .* dtype int32; it must be a real scalar",
+    ),
+    (
+      lambda p, b: (loss_fn(p, b), {}),
+      r"The loss is a tuple; it must be .* pass has_aux=True",
+    ),
     (lambda p, b: None, "The loss is a NoneType; it must be a real scalar"),
   ],
 )
@@ -198,8 +346,16 @@ def test_losses(fun, match, num_microbatches):
 @pytest.mark.parametrize(
   ("reduction", "error", "match"),
   [
-    ("mean", TypeError, r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it"),
-    ({"count": "sum", "ok": "mean", "mean": "mean"}, TypeError, r"aux\['ok'\] has dtype bool"),
+    (
+      "mean",
+      TypeError,
+      r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it",
+    ),
+    (
+      {"count": "sum", "ok": "mean", "mean": "mean"},
+      TypeError,
+      r"aux\['ok'\] has dtype bool",
+    ),
     (
       {"count": "sum", "mean": "mean"},
       ValueError,
@@ -211,8 +367,16 @@ def test_losses(fun, match, num_microbatches):
       ValueError,
       r"(?sm)is not a prefix tree of the outputs: .*\bmedian\b",
     ),
-    (["sum", "max"], ValueError, r"=\['sum', 'max'\] is not a prefix tree .* error: diff"),
-    ("concat", ValueError, r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows"),
+    (
+      ["sum", "max"],
+      ValueError,
+      r"=\['sum', 'max'\] is not a prefix tree .* error: diff",
+    ),
+    (
+      "concat",
+      ValueError,
+      r"aux\['count'\] has shape \(\); \"concat\" needs the \d rows",
+    ),
   ],
 )
 def test_aux(reduction, error, match, num_microbatches):
@@ -232,7 +396,9 @@ def test_complex_values_have_no_order(kind, num_microbatches):
   match = rf"dtype complex64, which has no '{kind}': use \"mean\" or \"sum\""
   z = jnp.ones(6, jnp.complex64)
   run = optax_accum.microbatch(
-    lambda z: {"z": jnp.sum(z)}, reduction=kind, num_microbatches=num_microbatches
+    lambda z: {"z": jnp.sum(z)},
+    reduction=kind,
+    num_microbatches=num_microbatches,
   )
   with pytest.raises(TypeError, match=r"output\['z'\] has " + match):
     run(z)
@@ -247,8 +413,12 @@ def test_complex_values_have_no_order(kind, num_microbatches):
 
 
 def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
-  run = optax_accum.microbatch(lambda x: {"rows": x}, reduction="stack", microbatch_size=4)
-  with pytest.raises(ValueError, match=r"output\['rows'\] has shape \(4,\).*\(2,\).*\"concat\""):
+  run = optax_accum.microbatch(
+    lambda x: {"rows": x}, reduction="stack", microbatch_size=4
+  )
+  with pytest.raises(
+    ValueError, match=r"output\['rows'\] has shape \(4,\).*\(2,\).*\"concat\""
+  ):
     run(jnp.ones(6))
 
 
@@ -264,7 +434,10 @@ def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce():
       {"mean": jnp.zeros((), jnp.int32)},
       r"argument 2\['mean'\] has type int32\[\], not float32\[\]: ",
     ),
-    ({"other": jnp.zeros(())}, r"new_carry .* argument 2\['mean'\] is missing: .* same structure"),
+    (
+      {"other": jnp.zeros(())},
+      r"new_carry .* argument 2\['mean'\] is missing: .* same structure",
+    ),
   ],
 )
 def test_carries(new_carry, match, num_microbatches):
@@ -291,7 +464,9 @@ def test_carry_that_is_not_returned():
 def test_integer_parameters():
   params = {"w": jnp.ones(3), "step": jnp.asarray(0)}
   raises(
-    TypeError, r"argument 0\['step'\] has dtype int32 .* as another argument", args=(params, BATCH)
+    TypeError,
+    r"argument 0\['step'\] has dtype int32 .* as another argument",
+    args=(params, BATCH),
   )
 
 
@@ -327,9 +502,13 @@ def noisy_loss(params, key, data):
   return jnp.mean((data + jax.random.normal(key, data.shape)) * params)
 
 
-@pytest.mark.parametrize("mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"])
 @pytest.mark.parametrize(
-  "key", [jax.random.PRNGKey(0), jax.random.key(0), np.zeros(4, np.uint32)], ids=str
+  "mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"]
+)
+@pytest.mark.parametrize(
+  "key",
+  [jax.random.PRNGKey(0), jax.random.key(0), np.zeros(4, np.uint32)],
+  ids=str,
 )
 def test_a_key_in_the_place_of_the_batch(key, mesh):
   data, tx = jnp.ones((8, 3)), optax.sgd(0.1)
@@ -337,24 +516,38 @@ def test_a_key_in_the_place_of_the_batch(key, mesh):
   is_key = rf"^argument 1 is a random key, .*\[.*\]: {fix}, and the key, rng_argnums=1\."
 
   def step(**options):
-    run = optax_accum.make_train_step(noisy_loss, tx, donate=False, **options, **mesh)
+    run = optax_accum.make_train_step(
+      noisy_loss, tx, donate=False, **options, **mesh
+    )
     return run(jnp.float32(1), tx.init(jnp.float32(1)), key, data)[2]
 
   def cycle(**options):
-    return optax_accum.microbatch_value_and_grad(noisy_loss, **options)(jnp.float32(1), key, data)
+    return optax_accum.microbatch_value_and_grad(noisy_loss, **options)(
+      jnp.float32(1), key, data
+    )
 
   def report(num_microbatches=None, **options):
-    return optax_accum.check_split(noisy_loss, jnp.float32(1), key, data, **options)
+    return optax_accum.check_split(
+      noisy_loss, jnp.float32(1), key, data, **options
+    )
 
   for run in (step,) if mesh else (step, cycle, report):
     with pytest.raises(ValueError, match=is_key):
       run(num_microbatches=2)
-    with pytest.raises(ValueError, match=rf"both split and a random key: {fix}\."):
+    with pytest.raises(
+      ValueError, match=rf"both split and a random key: {fix}\."
+    ):
       run(num_microbatches=2, rng_argnums=1)
   if key.shape != (4,):  # of another implementation of random keys
-    assert float(step(num_microbatches=2, batch_argnums=2, rng_argnums=1)["total_weight"]) == 8
+    assert (
+      float(
+        step(num_microbatches=2, batch_argnums=2, rng_argnums=1)["total_weight"]
+      )
+      == 8
+    )
   with pytest.raises(
-    ValueError, match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\) with"
+    ValueError,
+    match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\) with",
   ):
     optax_accum.microbatch_value_and_grad(noisy_loss, num_microbatches=2)(
       jnp.float32(1), {"k": key}, data=data
@@ -363,7 +556,11 @@ def test_a_key_in_the_place_of_the_batch(key, mesh):
 
 def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
   fun = lambda w, x: jnp.mean(w * x.astype(jnp.float32))  # noqa: E731
-  for shape, dtype in (((2,), np.int32), ((2, 2), np.uint32), ((3,), np.uint32)):
+  for shape, dtype in (
+    ((2,), np.int32),
+    ((2, 2), np.uint32),
+    ((3,), np.uint32),
+  ):
     run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
     jax.eval_shape(run, np.float32(1), jax.ShapeDtypeStruct(shape, dtype))
   # As hashed ids are; they are a key only where something else can be the batch.
@@ -372,8 +569,12 @@ def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
     jax.eval_shape(run, np.float32(1), ids)
   beside = lambda w, x, table: fun(w, x) + jnp.sum(table)  # noqa: E731
   args = np.float32(1), np.zeros(2, np.uint32), np.ones(3, np.float32)
-  run = functools.partial(optax_accum.microbatch_value_and_grad, beside, microbatch_size=1)
-  with pytest.raises(ValueError, match=r"If it is the batch, say so, batch_argnums=1\.$"):
+  run = functools.partial(
+    optax_accum.microbatch_value_and_grad, beside, microbatch_size=1
+  )
+  with pytest.raises(
+    ValueError, match=r"If it is the batch, say so, batch_argnums=1\.$"
+  ):
     run()(*args)
   jax.eval_shape(run(batch_argnums=1), *args)
 
@@ -382,13 +583,19 @@ def test_sparse_rows_that_are_not_split():
   dense = np.eye(8, 5, dtype=np.float32)
   loss = lambda p, y, rows: jnp.mean((rows @ p - y) ** 2)  # noqa: E731
   run = optax_accum.microbatch_value_and_grad(loss, num_microbatches=8)
-  with pytest.raises(ValueError, match=r"argument 2 has 8 rows on axis 0, as many as the batch"):
+  with pytest.raises(
+    ValueError, match=r"argument 2 has 8 rows on axis 0, as many as the batch"
+  ):
     run(jnp.ones(5), jnp.ones(8), sparse.BCOO.fromdense(dense))
 
 
 def test_a_key_among_the_rows():
-  run = optax_accum.microbatch_value_and_grad(lambda w, b: w * jnp.mean(b["x"]), num_microbatches=2)
-  with pytest.raises(ValueError, match=r"1\['key'\] is a random key: .*rng_argnums.*split\(key"):
+  run = optax_accum.microbatch_value_and_grad(
+    lambda w, b: w * jnp.mean(b["x"]), num_microbatches=2
+  )
+  with pytest.raises(
+    ValueError, match=r"1\['key'\] is a random key: .*rng_argnums.*split\(key"
+  ):
     run(1.0, {"x": jnp.ones(4), "key": jax.random.key(0)})
 
 
@@ -397,7 +604,9 @@ def sparse_loss(params, batch):
 
 
 @pytest.mark.parametrize(
-  ("n_batch", "mesh"), [(0, {}), (1, {"mesh": make_mesh(2)})], ids=["alone", "mesh"]
+  ("n_batch", "mesh"),
+  [(0, {}), (1, {"mesh": make_mesh(2)})],
+  ids=["alone", "mesh"],
 )
 def test_sparse_rows(n_batch, mesh):
   dense = np.arange(48, dtype=np.float32).reshape(8, 6) % 3
@@ -408,7 +617,9 @@ def test_sparse_rows(n_batch, mesh):
   model = nnx.Linear(6, 1, use_bias=False, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
   state = TrainState.create(apply_fn=None, params={"w": params}, tx=tx)
-  nnx_step = nnx_train_step(lambda model, batch: jnp.sum(model.kernel[...]), **options)
+  nnx_step = nnx_train_step(
+    lambda model, batch: jnp.sum(model.kernel[...]), **options
+  )
   linen_step = linen_train_step(lambda variables, batch, rngs: 0.0, **options)
   calls = [
     lambda: step(params, tx.init(params), batch),
@@ -416,7 +627,9 @@ def test_sparse_rows(n_batch, mesh):
     lambda: nnx_step(model, optimizer, batch),
     lambda: linen_step(state, batch),
     lambda: optax_accum.check_split(sparse_loss, params, batch),
-    lambda: optax_accum.microbatch_value_and_grad(sparse_loss, num_microbatches=2)(params, batch),
+    lambda: optax_accum.microbatch_value_and_grad(
+      sparse_loss, num_microbatches=2
+    )(params, batch),
     lambda: optax_accum.microbatch(
       lambda batch: batch["rows"].sum(), reduction="sum", num_microbatches=2
     )(batch),
@@ -435,7 +648,9 @@ def test_sparse_rows(n_batch, mesh):
   x = sparse.BCOO.fromdense(batch["rows"].todense(), n_batch=1)
   step = optax_accum.make_train_step(packed_loss, tx, donate=False, **options)
   _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
-  np.testing.assert_allclose(metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6)
+  np.testing.assert_allclose(
+    metrics["loss"], np.mean((dense @ np.arange(6.0)) ** 2), rtol=1e-6
+  )
 
 
 def positions_loss(params, batch):
@@ -445,49 +660,79 @@ def positions_loss(params, batch):
 
 @pytest.mark.parametrize("make", ["step", "nnx", "linen"])
 def test_what_to_write_where_rows_are_on_another_axis_or_missing(make):
-  positions, count = np.arange(24, dtype=np.float32).reshape(3, 4, 2), np.float32(5)
-  w, tx, options = jnp.float32(1), optax.sgd(0.1), {"num_microbatches": 2, "reduction": "sum"}
+  positions, count = (
+    np.arange(24, dtype=np.float32).reshape(3, 4, 2),
+    np.float32(5),
+  )
+  w, tx, options = (
+    jnp.float32(1),
+    optax.sgd(0.1),
+    {"num_microbatches": 2, "reduction": "sum"},
+  )
   if make == "step":
-    step = optax_accum.make_train_step(positions_loss, tx, **options, donate=False)
+    step = optax_accum.make_train_step(
+      positions_loss, tx, **options, donate=False
+    )
     run = lambda batch: step(w, tx.init(w), batch)[2]["loss"]  # noqa: E731
   elif make == "linen":
     state = TrainState.create(apply_fn=None, params={"w": w}, tx=tx)
-    loss = lambda variables, batch, rngs: positions_loss(variables["params"]["w"], batch)  # noqa: E731
+
+    def loss(variables, batch, rngs):
+      return positions_loss(variables["params"]["w"], batch)
+
     step = linen_train_step(loss, **options, donate=False)
     run = lambda batch: step(state, batch)[1]["loss"]  # noqa: E731
   else:
-    model = nnx.Linear(1, 1, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0))
+    model = nnx.Linear(
+      1, 1, use_bias=False, kernel_init=nnx.initializers.ones, rngs=nnx.Rngs(0)
+    )
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     loss = lambda model, batch: positions_loss(model.kernel[0, 0], batch)  # noqa: E731
     step = nnx_train_step(loss, **options, donate=False)
     run = lambda batch: step(model, optimizer, batch)["loss"]  # noqa: E731
-  fix = (
-    r"Move rows .* jnp\.moveaxis, .* np\.broadcast_to\(x, \(rows, \*np\.shape\(x\)\)\), or pass it"
-  )
+  fix = r"Move rows .* jnp\.moveaxis, .* np\.broadcast_to\(x, \(rows, \*np\.shape\(x\)\)\), or pass it"
   name = "argument 1" if make == "step" else "batch"
   each = np.broadcast_to(count, (4, *np.shape(count)))
-  with pytest.raises(ValueError, match=rf"^{name}\['count'\] has shape \(\), .*{fix}"):
+  with pytest.raises(
+    ValueError, match=rf"^{name}\['count'\] has shape \(\), .*{fix}"
+  ):
     run({"positions": jnp.moveaxis(positions, 1, 0), "count": count})
-  with pytest.raises(ValueError, match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. {fix}"):
+  with pytest.raises(
+    ValueError, match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. {fix}"
+  ):
     run({"positions": positions, "count": each})
   got = run({"positions": jnp.moveaxis(positions, 1, 0), "count": each})
-  np.testing.assert_allclose(got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6)
+  np.testing.assert_allclose(
+    got, np.sum(positions.sum((0, 2)) ** 2) / 5, rtol=1e-6
+  )
 
 
 def test_transformations_that_are_none():
   for tx, match in [
-    (optax.adam, "not an optax.GradientTransformation but .* call it first, as in adam"),
+    (
+      optax.adam,
+      "not an optax.GradientTransformation but .* call it first, as in adam",
+    ),
     (optax.MultiSteps(optax.sgd(0.1), 2), "tx is an optax.MultiSteps object"),
-    (0.1, "tx=0.1 is not an optax.GradientTransformation: give an optax optimizer"),
+    (
+      0.1,
+      "tx=0.1 is not an optax.GradientTransformation: give an optax optimizer",
+    ),
   ]:
     with pytest.raises(TypeError, match=match):
       optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
 
 
 def test_options_that_do_not_exist():
-  with pytest.raises(TypeError, match=r"unexpected keyword argument 'microbatches'"):
+  with pytest.raises(
+    TypeError, match=r"unexpected keyword argument 'microbatches'"
+  ):
     optax_accum.make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)
 
 
 def test_an_argument_is_differentiated_once():
-  raises(ValueError, "Argument 0 is both differentiated and differentiated", argnums=(0, -2))
+  raises(
+    ValueError,
+    "Argument 0 is both differentiated and differentiated",
+    argnums=(0, -2),
+  )

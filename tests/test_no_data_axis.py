@@ -29,7 +29,10 @@ from optax_accum.flax import linen_train_step, nnx_train_step
 
 LAYERS, ROWS = 8, 64
 COLUMNS = P(None, None, "fsdp")
-OPTIONS = {"num_microbatches": 4, "weight_fn": lambda batch: jnp.sum(batch["w"])}
+OPTIONS = {
+  "num_microbatches": 4,
+  "weight_fn": lambda batch: jnp.sum(batch["w"]),
+}
 
 
 def make_mesh():
@@ -103,19 +106,31 @@ def of_gradient(layers, shardings):
     updates, held[1] = update(cycle(held[0], batch)[1], held[1], held[0])
     held[0] = optax.apply_updates(held[0], updates)
 
-  return take, lambda batch: cycle.lower(held[0], batch), lambda: held[0]["layers"]
+  return (
+    take,
+    lambda batch: cycle.lower(held[0], batch),
+    lambda: held[0]["layers"],
+  )
 
 
 def of_linen(layers, shardings):
   model, tx = Linen(layers), optimizer()
   box = nn.Partitioned(jax.device_put(layers, shardings), COLUMNS)
-  held = [TrainState.create(apply_fn=model.apply, params={"layers": box}, tx=tx)]
-  step = linen_train_step(lambda variables, batch, rngs: model.apply(variables, batch), **OPTIONS)
+  held = [
+    TrainState.create(apply_fn=model.apply, params={"layers": box}, tx=tx)
+  ]
+  step = linen_train_step(
+    lambda variables, batch, rngs: model.apply(variables, batch), **OPTIONS
+  )
 
   def take(batch):
     held[0], _ = step(held[0], batch)
 
-  return take, lambda batch: step.lower(held[0], batch), lambda: held[0].params["layers"].value
+  return (
+    take,
+    lambda batch: step.lower(held[0], batch),
+    lambda: held[0].params["layers"].value,
+  )
 
 
 def of_nnx(layers, shardings):
@@ -123,13 +138,19 @@ def of_nnx(layers, shardings):
   state = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
   step = nnx_train_step(lambda model, batch: model(batch), **OPTIONS)
   lower = lambda batch: step.lower(model, state, batch)  # noqa: E731
-  return lambda batch: step(model, state, batch), lower, lambda: model.layers[...]
+  return (
+    lambda batch: step(model, state, batch),
+    lower,
+    lambda: model.layers[...],
+  )
 
 
 @functools.cache
 def whole_batch():
   step, tx = oracle.whole_batch_step(loss_fn, optimizer()), optimizer()
-  params, _, _ = oracle.take_steps(step, tx, {"layers": init_params()}, [make_batch()] * 3)
+  params, _, _ = oracle.take_steps(
+    step, tx, {"layers": init_params()}, [make_batch()] * 3
+  )
   start, parts = {"layers": init_params()}, trees.strided(make_batch(), 4)
   of_parts = [jax.jit(loss_fn)(start, part) for part in parts]
   # A mean of means would be told apart.
@@ -145,21 +166,33 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
     take, _, parameters = way(init_params(), jax.NamedSharding(mesh, COLUMNS))
     for _ in range(3):
       take(devices.put(make_batch(), mesh, P("fsdp")))
-    assert parameters().sharding.is_equivalent_to(jax.NamedSharding(mesh, COLUMNS), 3)
+    assert parameters().sharding.is_equivalent_to(
+      jax.NamedSharding(mesh, COLUMNS), 3
+    )
     trees.assert_close(jax.device_get(parameters()), whole_batch(), 1e-10)
 
-  width = 256  # so that layers are larger than what a microbatch computes of them
+  width = (
+    256  # so that layers are larger than what a microbatch computes of them
+  )
   layers = init_params(width, np.float32)
   _, lower, _ = way(layers, jax.NamedSharding(mesh, COLUMNS))
-  compiled = lower(devices.put(make_batch(width, np.float32), mesh, P("fsdp"))).compile()
+  compiled = lower(
+    devices.put(make_batch(width, np.float32), mesh, P("fsdp"))
+  ).compile()
   found = count_collectives(compiled).operations
   layer = layers.nbytes // LAYERS
-  gathers = {op.bytes for op in found if op.kind == "all-gather" and op.bytes > 2048}
-  assert gathers == {layer}  # one at a time, in the loop over layers, and no rows
+  gathers = {
+    op.bytes for op in found if op.kind == "all-gather" and op.bytes > 2048
+  }
+  assert gathers == {
+    layer
+  }  # one at a time, in the loop over layers, and no rows
   assert not [op for op in found if op.loop is None and op.bytes > 64]
   assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * layers.nbytes
   # Each device computes its share: forward, forward again and backward.
-  assert matrix_flops(compiled.as_text()) * 8 == pytest.approx(8 * ROWS * layers.size, rel=0.02)
+  assert matrix_flops(compiled.as_text()) * 8 == pytest.approx(
+    8 * ROWS * layers.size, rel=0.02
+  )
 
 
 @pytest.mark.usefixtures("usual_promotion")
@@ -167,9 +200,14 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT, "two meshes"], ids=str)
 def test_what_is_updated_comes_back_sharded_as_it_went_in(kind, donate):
   """Else XLA shards the parameters as their state, and the second call compiles again."""
-  over_rows = devices.make_mesh(8, axes=("fsdp",), kind=AUTO if kind == "two meshes" else kind)
+  over_rows = devices.make_mesh(
+    8, axes=("fsdp",), kind=AUTO if kind == "two meshes" else kind
+  )
   other = devices.make_mesh(4, 2) if kind == "two meshes" else over_rows
-  loss, tx = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2), relaxed(optax.adam(0.1))
+  loss, tx = (
+    lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2),
+    relaxed(optax.adam(0.1)),
+  )
   start, x = init_params(dtype=np.float32)[0], make_batch(dtype=np.float32)["x"]
   state = trees.strong(tx.init(start))
   specs = jax.tree.map(lambda leaf: P("fsdp") if leaf.ndim else P(), state)
@@ -177,24 +215,33 @@ def test_what_is_updated_comes_back_sharded_as_it_went_in(kind, donate):
   shardings = jax.tree.map(lambda leaf: leaf.sharding, held)
   step = make_train_step(loss, tx, num_microbatches=4, donate=donate)
   rows = devices.put(x, over_rows, P("fsdp"))
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held)
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), held
+  )
   with compilations() as programs:
     assert step.lower(*shapes, rows).compile().output_shardings[:2] == shardings
     for _ in range(3):
       *held, _ = step(*held, rows)
       assert jax.tree.map(lambda leaf: leaf.sharding, tuple(held)) == shardings
   assert sum("train_step" in line for line in programs) == 1
-  expected, _, _ = oracle.take_steps(oracle.whole_batch_step(loss, tx), tx, start, [x] * 3)
+  expected, _, _ = oracle.take_steps(
+    oracle.whole_batch_step(loss, tx), tx, start, [x] * 3
+  )
   trees.assert_close(jax.device_get(held[0]), expected, 1e-5)
   outer = jax.jit(lambda *args: step(*args))(*held, rows)  # decides by itself
-  trees.assert_close(jax.device_get(outer[0]), jax.device_get(step(*held, rows)[0]), 1e-5)
+  trees.assert_close(
+    jax.device_get(outer[0]), jax.device_get(step(*held, rows)[0]), 1e-5
+  )
 
 
 @pytest.mark.usefixtures("usual_promotion")
 def test_arrays_of_numpy_and_of_one_device_are_one_program():
   params, tx = init_params(dtype=np.float32), optax.adam(0.1)
   step = make_train_step(loss_fn, tx, num_microbatches=4)
-  held, batch = ({"layers": params}, tx.init({"layers": params})), make_batch(dtype=np.float32)
+  held, batch = (
+    ({"layers": params}, tx.init({"layers": params})),
+    make_batch(dtype=np.float32),
+  )
   with compilations() as programs:
     for _ in range(3):
       *held, _ = step(*held, batch)

@@ -13,7 +13,12 @@ from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
 import optax_accum
-from optax_accum import count_collectives, gradient_noise_scale, make_train_step, NoiseScaleTerms
+from optax_accum import (
+  count_collectives,
+  gradient_noise_scale,
+  make_train_step,
+  NoiseScaleTerms,
+)
 
 DIM, ROWS, STEPS = 8, 32, 3000
 SPREAD = np.linspace(0.5, 1.5, DIM)  # of the rows, in each dimension
@@ -32,14 +37,19 @@ def masked(batch):
 
 
 def true_params():
-  return jnp.full(DIM, np.sqrt(SQUARED_NORM / DIM), jnp.float32)  # the rows have mean 0
+  return jnp.full(
+    DIM, np.sqrt(SQUARED_NORM / DIM), jnp.float32
+  )  # the rows have mean 0
 
 
 def average_terms(step, mask):
   """The terms of many steps on new rows, averaged; the parameters stay."""
 
   def one(_, key):
-    x = jax.random.normal(key, (ROWS, DIM)) * jnp.asarray(SPREAD, jnp.float32)[None]
+    x = (
+      jax.random.normal(key, (ROWS, DIM))
+      * jnp.asarray(SPREAD, jnp.float32)[None]
+    )
     return _, step(true_params(), (), {"x": x, "mask": mask})[-1]["noise_scale"]
 
   keys = jax.random.split(jax.random.key(0), STEPS)
@@ -49,7 +59,9 @@ def average_terms(step, mask):
 
 def uneven():
   """A few valid rows in the first microbatches (of any number), many in the last."""
-  mask = np.random.default_rng(0).random(ROWS) < np.tile(np.linspace(0.1, 1, 16), 2)
+  mask = np.random.default_rng(0).random(ROWS) < np.tile(
+    np.linspace(0.1, 1, 16), 2
+  )
   mask[:16] = True  # every microbatch has a row that counts
   return mask
 
@@ -72,11 +84,22 @@ def test_right_on_average(case):
     options = {**options, "weight_fn": masked}
   mesh = None if kind is None else make_mesh(8, kind=kind)
   step = make_train_step(
-    quadratic, optax.set_to_zero(), noise_scale=True, donate=False, mesh=mesh, **options
+    quadratic,
+    optax.set_to_zero(),
+    noise_scale=True,
+    donate=False,
+    mesh=mesh,
+    **options,
   )
-  squared_norm, trace = average_terms(step, np.ones(ROWS, bool) if mask is None else mask)
-  np.testing.assert_allclose([squared_norm, trace], [SQUARED_NORM, TRACE], rtol=0.05)
-  np.testing.assert_allclose(trace / squared_norm, TRACE / SQUARED_NORM, rtol=0.05)
+  squared_norm, trace = average_terms(
+    step, np.ones(ROWS, bool) if mask is None else mask
+  )
+  np.testing.assert_allclose(
+    [squared_norm, trace], [SQUARED_NORM, TRACE], rtol=0.05
+  )
+  np.testing.assert_allclose(
+    trace / squared_norm, TRACE / SQUARED_NORM, rtol=0.05
+  )
   # The norm of the batch's own gradient is far from that of all data.
   rows = ROWS if mask is None else mask.sum()
   assert TRACE / rows > 0.3 * SQUARED_NORM
@@ -108,7 +131,9 @@ def expected_terms(params, parts):
   grads = [np.asarray(gradient(params, part)) for part in parts]
   weights = np.array([part["mask"].sum() for part in parts], np.float64)
   mean = np.average(grads, axis=0, weights=weights)
-  spread = sum(w * np.sum((g - mean) ** 2) for w, g in zip(weights, grads, strict=True))
+  spread = sum(
+    w * np.sum((g - mean) ** 2) for w, g in zip(weights, grads, strict=True)
+  )
   trace = spread / (len(parts) - 1)
   return np.sum(mean**2) - trace / weights.sum(), trace
 
@@ -116,11 +141,15 @@ def expected_terms(params, parts):
 def of_devices(batch):
   """The four microbatches of each of four devices."""
   blocks = trees.blocks(batch, 4)
-  return [part for i in range(4) for part in trees.strided(trees.index(blocks, i), 4)]
+  return [
+    part for i in range(4) for part in trees.strided(trees.index(blocks, i), 4)
+  ]
 
 
 @pytest.mark.parametrize(
-  ("kind", "skip_empty"), [(None, False), (None, True), (AUTO, True), (EXPLICIT, False)], ids=str
+  ("kind", "skip_empty"),
+  [(None, False), (None, True), (AUTO, True), (EXPLICIT, False)],
+  ids=str,
 )
 def test_a_step_s_terms_to_rounding(kind, skip_empty):
   with jax.enable_x64(True):
@@ -172,7 +201,9 @@ def test_what_does_not_count_is_not_there():
 
 def test_gradients_that_are_no_derivatives_are_left_out():
   def with_amax(params, batch):
-    return loss_fn(params["real"], batch) + jnp.sum(params["amax"] * jnp.max(batch["x"]))
+    return loss_fn(params["real"], batch) + jnp.sum(
+      params["amax"] * jnp.max(batch["x"])
+    )
 
   params, batch = make_data(np.float32)
   both, tx = {"real": params, "amax": np.zeros(3, np.float32)}, optax.sgd(0.1)
@@ -181,13 +212,21 @@ def test_gradients_that_are_no_derivatives_are_left_out():
   _, _, got = make_train_step(with_amax, tx, grad_reduction=kinds, **options)(
     both, tx.init(both), batch
   )
-  _, _, alone = make_train_step(loss_fn, tx, **options)(params, tx.init(params), batch)
-  np.testing.assert_allclose(got["noise_scale"], alone["noise_scale"], rtol=1e-6)
+  _, _, alone = make_train_step(loss_fn, tx, **options)(
+    params, tx.init(params), batch
+  )
+  np.testing.assert_allclose(
+    got["noise_scale"], alone["noise_scale"], rtol=1e-6
+  )
 
 
 OPTIONS = {
   "plain": {},
-  "weights, ragged": {"num_microbatches": None, "microbatch_size": 48, "weight_fn": masked},
+  "weights, ragged": {
+    "num_microbatches": None,
+    "microbatch_size": 48,
+    "weight_fn": masked,
+  },
   "skips": {"skip_nonfinite": True},
   "skips empty": {"weight_fn": masked, "skip_empty": True},
   "explicit, weights": {"kind": EXPLICIT, "weight_fn": masked},
@@ -230,9 +269,15 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
     params = devices.put(params, mesh, jax.P(spec))
 
   def run(noise_scale):
-    step = make_train_step(big_loss, tx, noise_scale=noise_scale, donate=False, **options)
+    step = make_train_step(
+      big_loss, tx, noise_scale=noise_scale, donate=False, **options
+    )
     held = params, trees.strong(tx.init(params))
-    report = None if kind is None else count_collectives(step.lower(*held, batch).compile())
+    report = (
+      None
+      if kind is None
+      else count_collectives(step.lower(*held, batch).compile())
+    )
     for _ in range(3):
       *held, metrics = step(*held, batch)
     return jax.device_get(held), metrics, report
@@ -242,7 +287,10 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
   jax.tree.map(np.testing.assert_array_equal, held, plain)
   assert metrics["noise_scale"].trace > 0
   assert "noise_scale" not in plain_metrics
-  count = lambda totals: {kind: total.operations for kind, total in totals.items()}  # noqa: E731
+
+  def count(totals):
+    return {kind: total.operations for kind, total in totals.items()}
+
   if kind is not None:
     assert count(report.inside) == count(plain_report.inside)
     assert count(report.outside) == count(plain_report.outside)
@@ -252,31 +300,50 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
 def test_inside_shard_map_with_axis_name():
   params, batch = make_data(np.float32)
   tx, mesh = optax.sgd(0.1), make_mesh(4)
-  options = {"num_microbatches": 2, "weight_fn": masked, "noise_scale": True, "donate": False}
+  options = {
+    "num_microbatches": 2,
+    "weight_fn": masked,
+    "noise_scale": True,
+    "donate": False,
+  }
   inside = make_train_step(loss_fn, tx, axis_name="data", **options)
   of_mesh = make_train_step(loss_fn, tx, mesh=mesh, **options)
   mapped = jax.shard_map(
-    lambda params, batch: inside(params, tx.init(params), batch)[-1]["noise_scale"],
+    lambda params, batch: inside(params, tx.init(params), batch)[-1][
+      "noise_scale"
+    ],
     mesh=mesh,
     in_specs=(jax.P(), jax.P("data")),
     out_specs=jax.P(),
   )
   expected = of_mesh(params, tx.init(params), batch)[-1]["noise_scale"]
-  np.testing.assert_allclose(jax.jit(mapped)(params, batch), expected, rtol=1e-5)
+  np.testing.assert_allclose(
+    jax.jit(mapped)(params, batch), expected, rtol=1e-5
+  )
 
 
 def test_smoothed_apart_and_then_divided():
   estimate = gradient_noise_scale(decay=0.5)
   state = estimate.init()
-  scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, (2, 8))), state)
+  scale, state = estimate.update(
+    NoiseScaleTerms(*map(jnp.float32, (2, 8))), state
+  )
   assert float(scale) == 4
-  scale, state = jax.jit(estimate.update)(NoiseScaleTerms(*map(jnp.float32, (1, 0))), state)
-  assert float(scale) == 0.5 * 8 / (0.5 * 2 + 1)  # the mean of the ratios were 2
+  scale, state = jax.jit(estimate.update)(
+    NoiseScaleTerms(*map(jnp.float32, (1, 0))), state
+  )
+  assert float(scale) == 0.5 * 8 / (
+    0.5 * 2 + 1
+  )  # the mean of the ratios were 2
   # What tells nothing changes nothing.
-  scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, (0, 0))), state)
+  scale, state = estimate.update(
+    NoiseScaleTerms(*map(jnp.float32, (0, 0))), state
+  )
   assert float(scale) == 2
   for broken in ((np.nan, 1), (1, np.inf)):
-    scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, broken)), state)
+    scale, state = estimate.update(
+      NoiseScaleTerms(*map(jnp.float32, broken)), state
+    )
     assert float(scale) == 2
   assert state.ema == NoiseScaleTerms(1.0, 2.0)
   assert int(state.count) == 2
@@ -284,7 +351,9 @@ def test_smoothed_apart_and_then_divided():
   assert float(scale) == np.inf
   scale, _ = estimate.update(NoiseScaleTerms(*map(jnp.float32, (9, -9))), state)
   assert float(scale) == 0  # rounding
-  scale, _ = estimate.update(NoiseScaleTerms(*map(jnp.float32, (0, 0))), estimate.init())
+  scale, _ = estimate.update(
+    NoiseScaleTerms(*map(jnp.float32, (0, 0))), estimate.init()
+  )
   assert float(scale) == np.inf
 
 
@@ -296,8 +365,14 @@ def test_the_default_follows_within_a_few_steps(grows):
     estimate = gradient_noise_scale(*decay)
     state = estimate.init()
     for i in range(1, 61):
-      terms = NoiseScaleTerms(1.0, 100.0) if i <= 30 else NoiseScaleTerms(1 / grows, 100.0)
-      scale, state = estimate.update(NoiseScaleTerms(*map(jnp.float32, terms)), state)
+      terms = (
+        NoiseScaleTerms(1.0, 100.0)
+        if i <= 30
+        else NoiseScaleTerms(1 / grows, 100.0)
+      )
+      scale, state = estimate.update(
+        NoiseScaleTerms(*map(jnp.float32, terms)), state
+      )
     return float(scale)
 
   assert after() == after(0.9)
@@ -306,19 +381,38 @@ def test_the_default_follows_within_a_few_steps(grows):
 
 
 def test_bad_input():
-  make = functools.partial(make_train_step, loss_fn, optax.sgd(0.1), noise_scale=True)
-  with pytest.raises(ValueError, match=r"noise_scale=True compares .*with reduction='sum'"):
+  make = functools.partial(
+    make_train_step, loss_fn, optax.sgd(0.1), noise_scale=True
+  )
+  with pytest.raises(
+    ValueError, match=r"noise_scale=True compares .*with reduction='sum'"
+  ):
     make(num_microbatches=2, reduction="sum")
-  with pytest.raises(TypeError, match=r"noise_scale=0.99 must be True or False"):
+  with pytest.raises(
+    TypeError, match=r"noise_scale=0.99 must be True or False"
+  ):
     make(num_microbatches=2, noise_scale=0.99)
   params, batch = make_data(np.float32)
   state = optax.sgd(0.1).init(params)
-  for options in ({"num_microbatches": 1}, {"microbatch_size": 64}, {"mesh": make_mesh(1)}):
-    step = make(**{"num_microbatches": None if "microbatch_size" in options else 1, **options})
-    with pytest.raises(ValueError, match=r"there is one: use num_microbatches=2 or more"):
+  for options in (
+    {"num_microbatches": 1},
+    {"microbatch_size": 64},
+    {"mesh": make_mesh(1)},
+  ):
+    step = make(
+      **{
+        "num_microbatches": None if "microbatch_size" in options else 1,
+        **options,
+      }
+    )
+    with pytest.raises(
+      ValueError, match=r"there is one: use num_microbatches=2 or more"
+    ):
       step(params, state, batch)
   for decay in (1, 1.5, -0.1, float("nan"), 1 - 1e-10, True, None):
-    with pytest.raises(ValueError, match=r"decay=.* must be at least 0 and below 1"):
+    with pytest.raises(
+      ValueError, match=r"decay=.* must be at least 0 and below 1"
+    ):
       gradient_noise_scale(decay)
   estimate = gradient_noise_scale()
   message = r'takes metrics\["noise_scale"\] of one step, and what init\(\) .* not a {}: scan'
@@ -326,7 +420,10 @@ def test_bad_input():
   several = jax.tree.map(lambda x: jnp.stack([x, x, x]), terms)
   for args, what in (
     (({}, estimate.init()), r"dict of shape \(\) and a EmaState"),
-    ((several, estimate.init()), r"NoiseScaleTerms of shape \(3,\) and a EmaState"),
+    (
+      (several, estimate.init()),
+      r"NoiseScaleTerms of shape \(3,\) and a EmaState",
+    ),
     ((terms, {}), r"NoiseScaleTerms of shape \(\) and a dict"),
   ):
     with pytest.raises(TypeError, match=message.format(what)):
@@ -349,7 +446,9 @@ def test_embeddings_are_added_up_in_another_order():
     )
     return step(table, tx.init(table), words)[0]
 
-  np.testing.assert_allclose(new_table(True), new_table(False), rtol=0, atol=3e-7)
+  np.testing.assert_allclose(
+    new_table(True), new_table(False), rtol=0, atol=3e-7
+  )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -363,7 +462,9 @@ def test_terms_are_added_up_in_full(dtype):
     noise_scale=True,
     accumulator_dtype=dtype,
   )
-  terms = step(jnp.zeros(64), optax.sgd(0.1).init(jnp.zeros(64)), x)[-1]["noise_scale"]
+  terms = step(jnp.zeros(64), optax.sgd(0.1).init(jnp.zeros(64)), x)[-1][
+    "noise_scale"
+  ]
   np.testing.assert_allclose(terms.trace, np.var(x, 0, ddof=1).sum(), rtol=0.02)
 
 
@@ -374,7 +475,9 @@ def test_forward_derivatives_where_a_gradient_is_zero():
 
   def of(params):
     step = make_train_step(
-      lambda p, b: jnp.mean(jnp.sum((b["x"] @ p["w"]) ** 2, 1) * b["mask"].astype(jnp.float32)),
+      lambda p, b: jnp.mean(
+        jnp.sum((b["x"] @ p["w"]) ** 2, 1) * b["mask"].astype(jnp.float32)
+      ),
       optax.sgd(0.1),
       num_microbatches=4,
       noise_scale=True,
@@ -382,13 +485,23 @@ def test_forward_derivatives_where_a_gradient_is_zero():
     )
     return step(params, optax.sgd(0.1).init(params), batch)[-1]["noise_scale"]
 
-  tangents = jax.jit(lambda params: jax.jvp(of, (params,), (params,))[1])(params)
+  tangents = jax.jit(lambda params: jax.jvp(of, (params,), (params,))[1])(
+    params
+  )
   assert all(np.isfinite(x) for x in tangents)
 
 
 def test_in_place_is_refused():
-  with pytest.raises(ValueError, match=r"of microbatches, and in_place=True .* in_place=False"):
-    make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, noise_scale=True, in_place=True)
+  with pytest.raises(
+    ValueError, match=r"of microbatches, and in_place=True .* in_place=False"
+  ):
+    make_train_step(
+      loss_fn,
+      optax.sgd(0.1),
+      num_microbatches=2,
+      noise_scale=True,
+      in_place=True,
+    )
 
 
 def test_names_are_public():

@@ -22,20 +22,32 @@ def _optax_promotes():
 # Optimizers whose arguments are more than a learning rate.
 CASES = {
   "adafactor": lambda: optax.adafactor(0.02, min_dim_size_to_factor=2),
-  "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1),
+  "adamw": lambda: optax.adamw(
+    optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1
+  ),
   "fromage": lambda: optax.fromage(0.02),
   "noisy_sgd": lambda: optax.noisy_sgd(0.02, key=jax.random.key(0)),
-  "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.02),
-  "contrib.galore": lambda: optax.contrib.galore(0.02, rank=2, update_proj_gap=2),
+  "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(
+    0.02
+  ),
+  "contrib.galore": lambda: optax.contrib.galore(
+    0.02, rank=2, update_proj_gap=2
+  ),
   "contrib.mechanize": lambda: optax.contrib.mechanize(optax.sgd(0.02)),
-  "contrib.normalize": lambda: optax.chain(optax.contrib.normalize(), optax.sgd(0.02)),
+  "contrib.normalize": lambda: optax.chain(
+    optax.contrib.normalize(), optax.sgd(0.02)
+  ),
   "contrib.reduce_on_plateau": lambda: optax.chain(
     optax.sgd(0.02), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5)
   ),
-  "contrib.sam": lambda: optax.contrib.sam(optax.sgd(0.02), optax.sgd(0.05), sync_period=2),
-  "contrib.schedule_free": lambda: optax.contrib.schedule_free(optax.sgd(0.02), 0.02),
-  "contrib.split_real_and_imaginary": lambda: optax.contrib.split_real_and_imaginary(
-    optax.adam(0.02)
+  "contrib.sam": lambda: optax.contrib.sam(
+    optax.sgd(0.02), optax.sgd(0.05), sync_period=2
+  ),
+  "contrib.schedule_free": lambda: optax.contrib.schedule_free(
+    optax.sgd(0.02), 0.02
+  ),
+  "contrib.split_real_and_imaginary": lambda: (
+    optax.contrib.split_real_and_imaginary(optax.adam(0.02))
   ),
 }
 
@@ -51,15 +63,26 @@ LEFT_OUT = {
 
 
 # The others are called without extra arguments, which not all of them accept.
-TAKES_VALUE = ("polyak_sgd", "contrib.momo", "contrib.momo_adam", "contrib.reduce_on_plateau")
+TAKES_VALUE = (
+  "polyak_sgd",
+  "contrib.momo",
+  "contrib.momo_adam",
+  "contrib.reduce_on_plateau",
+)
 
 
 def _exported():
   """The optimizers of `optax`, and all that `optax.contrib` has but the parts of optimizers."""
   found = {}
   for name, fun in vars(optax).items():
-    module = getattr(getattr(fun, "func", fun), "__module__", None)  # nadam is a partial
-    if module == "optax._src.alias" and callable(fun) and not inspect.isclass(fun):
+    module = getattr(
+      getattr(fun, "func", fun), "__module__", None
+    )  # nadam is a partial
+    if (
+      module == "optax._src.alias"
+      and callable(fun)
+      and not inspect.isclass(fun)
+    ):
       found[name] = fun
   for name, fun in vars(optax.contrib).items():
     part = inspect.isclass(fun) or name.startswith(("scale_by", "_"))
@@ -81,7 +104,9 @@ def make(name):
 
 def test_the_list_is_what_optax_exports():
   assert len(EXPORTED) > 50
-  assert {"adamw", "nadam", "sgd", "contrib.dog", "contrib.muon"} <= set(EXPORTED)
+  assert {"adamw", "nadam", "sgd", "contrib.dog", "contrib.muon"} <= set(
+    EXPORTED
+  )
   assert not set(CASES) & set(LEFT_OUT)
 
 
@@ -91,8 +116,13 @@ def test_three_cycles_are_three_steps(name):
   inner, weights = make(name), (1.0, 3.0)
   tx = accumulate(inner, every_k=2)
   key, values = jax.random.key(7), np.array([3.0, 2.9, 2.8], np.float32)
-  params = {"w": jax.random.normal(key, (4, 3)), "b": jnp.array([0.5, -1.0, 2.0])}
-  grads = jax.tree.map(lambda p: jax.random.normal(key, (3, 2, *p.shape)) + 0.5 * p, params)
+  params = {
+    "w": jax.random.normal(key, (4, 3)),
+    "b": jnp.array([0.5, -1.0, 2.0]),
+  }
+  grads = jax.tree.map(
+    lambda p: jax.random.normal(key, (3, 2, *p.shape)) + 0.5 * p, params
+  )
   grads = jax.device_get(grads)
 
   def extra(value):
@@ -107,23 +137,39 @@ def test_three_cycles_are_three_steps(name):
       held = step(*held, g, **extra(value), **weight)
       trace.append(held[0])
       emitted.append(weighed and bool(held[1].has_updated))
-      assert jax.tree.map(jax.typeof, held) == types or not weighed  # as a scan wants it
+      assert (
+        jax.tree.map(jax.typeof, held) == types or not weighed
+      )  # as a scan wants it
     return held[1], trees.stack(trace), emitted
 
   def microbatch(i, j):
     return jax.tree.map(lambda g: g[i, j], grads)
 
   def mean(i):
-    return jax.tree.map(lambda g: (weights[0] * g[i, 0] + weights[1] * g[i, 1]) / 4, grads)
+    return jax.tree.map(
+      lambda g: (weights[0] * g[i, 0] + weights[1] * g[i, 1]) / 4, grads
+    )
 
   whole = [(mean(i), value) for i, value in enumerate(values)]
-  calls = [(microbatch(i, j), value) for i, value in enumerate(values) for j in range(2)]
-  expected_state, expected_trace, _ = trained(optax.with_extra_args_support(inner), False, whole)
+  calls = [
+    (microbatch(i, j), value)
+    for i, value in enumerate(values)
+    for j in range(2)
+  ]
+  expected_state, expected_trace, _ = trained(
+    optax.with_extra_args_support(inner), False, whole
+  )
   state, trace, emitted = trained(tx, True, calls)
 
-  tolerance = 2e-3 if name == "contrib.muon" else 2e-5  # muon iterates in low precision
-  trees.assert_close(trees.index(trace, -1), trees.index(expected_trace, -1), tolerance)
-  trees.assert_close(_arrays(state.inner_opt_state), _arrays(expected_state), tolerance)
+  tolerance = (
+    2e-3 if name == "contrib.muon" else 2e-5
+  )  # muon iterates in low precision
+  trees.assert_close(
+    trees.index(trace, -1), trees.index(expected_trace, -1), tolerance
+  )
+  trees.assert_close(
+    _arrays(state.inner_opt_state), _arrays(expected_state), tolerance
+  )
   assert emitted == [False, True] * 3
   assert int(state.gradient_step) == 3
   assert int(state.mini_step) == 0
@@ -141,18 +187,27 @@ def test_three_cycles_are_three_steps(name):
   [
     *((name, jnp.float32) for name in sorted(set(EXPORTED) - set(LEFT_OUT))),
     # Those of the parameters, as above.
-    *((name, jnp.bfloat16) for name in ("sgd", "adamw", "adafactor", "contrib.mechanize")),
+    *(
+      (name, jnp.bfloat16)
+      for name in ("sgd", "adamw", "adafactor", "contrib.mechanize")
+    ),
   ],
 )
-def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(name, of_grads):
+def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(
+  name, of_grads
+):
   params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
   grads = jax.tree.map(lambda p: p.astype(of_grads), params)
-  if name == "contrib.mechanize":  # in optax alone it fails with parameters of another dtype
+  if (
+    name == "contrib.mechanize"
+  ):  # in optax alone it fails with parameters of another dtype
     params = grads
   tx = accumulate(make(name), every_k=2)
   state = jax.eval_shape(tx.init, grads)
   extra = {"value": 1.0} if name in TAKES_VALUE else {}
-  stepped, after = jax.eval_shape(mini_step(tx, "apply"), params, state, grads, **extra)
+  stepped, after = jax.eval_shape(
+    mini_step(tx, "apply"), params, state, grads, **extra
+  )
   assert jax.tree.map(lambda x: x.dtype, (stepped, after)) == jax.tree.map(
     lambda x: x.dtype, (params, state)
   )
@@ -161,6 +216,10 @@ def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(name, 
 def _arrays(state):
   """The state with its random keys as numbers."""
   return jax.tree.map(
-    lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x,
+    lambda x: (
+      jax.random.key_data(x)
+      if jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+      else x
+    ),
     jax.tree.map(jnp.asarray, state),
   )

@@ -21,7 +21,10 @@ class Normed(nnx.Module):
   """All its leaves are floats, so nothing but its class tells it from parameters."""
 
   def __init__(self):
-    self.linear, self.norm = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.BatchNorm(2, rngs=nnx.Rngs(0))
+    self.linear, self.norm = (
+      nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+      nnx.BatchNorm(2, rngs=nnx.Rngs(0)),
+    )
 
   def __call__(self, x):
     return self.norm(self.linear(x))
@@ -29,14 +32,19 @@ class Normed(nnx.Module):
 
 class Noisy(nnx.Module):
   def __init__(self):
-    self.linear, self.dropout = nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)
+    self.linear, self.dropout = (
+      nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
+      nnx.Dropout(0.5),
+    )
     self.rngs = nnx.Rngs(0)
 
 
 def linen_state():
   model = linen.Dense(2)
   params = model.init(jax.random.key(0), X)
-  return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=TX)
+  return train_state.TrainState.create(
+    apply_fn=model.apply, params=params, tx=TX
+  )
 
 
 def mlp():
@@ -45,8 +53,14 @@ def mlp():
 
 REFUSED = [
   (linen_state, r"is a TrainState, .* pass state.params and state.opt_state"),
-  (Normed, r"is Normed, an nnx module, .* the params of nnx.split\(model, nnx.Param, .*"),
-  (Noisy, r"is Noisy, an nnx module, .* nnx\.merge them with copy=True, and nnx\.update"),
+  (
+    Normed,
+    r"is Normed, an nnx module, .* the params of nnx.split\(model, nnx.Param, .*",
+  ),
+  (
+    Noisy,
+    r"is Noisy, an nnx module, .* nnx\.merge them with copy=True, and nnx\.update",
+  ),
   (
     mlp,
     r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",
@@ -59,7 +73,9 @@ refused = pytest.mark.parametrize(("make", "match"), REFUSED)
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_step_refuses_them(make, match, mesh, donate):
-  step = make_train_step(lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate)
+  step = make_train_step(
+    lambda p, x: jnp.mean(x), TX, num_microbatches=2, mesh=mesh, donate=donate
+  )
   model = make()
   for call in (step, step.lower, step.trace, step.eval_shape):
     with pytest.raises(TypeError, match=match):
@@ -79,7 +95,9 @@ def test_gradients_are_refused_where_a_leaf_has_none(make, match):
 
 
 def one_step(fun, params, opt_state):
-  return make_train_step(fun, TX, num_microbatches=2, donate=False)(params, opt_state, X)
+  return make_train_step(fun, TX, num_microbatches=2, donate=False)(
+    params, opt_state, X
+  )
 
 
 def test_what_to_pass_of_a_train_state():
@@ -92,7 +110,9 @@ def test_what_to_pass_of_a_train_state():
   grads = jax.grad(fun)(state.params, X)
   expected = state.apply_gradients(grads=grads)
   trees.assert_close(
-    state.replace(params=params, opt_state=opt_state).params, expected.params, 1e-6
+    state.replace(params=params, opt_state=opt_state).params,
+    expected.params,
+    1e-6,
   )
 
 
@@ -118,21 +138,34 @@ def test_what_to_pass_of_an_equinox_model():
 
   new, _, _ = one_step(fun, params, TX.init(params))
   grads = jax.grad(fun)(params, X)
-  trees.assert_close(new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1e-5)
+  trees.assert_close(
+    new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), 1e-5
+  )
 
 
-@pytest.mark.parametrize("leaf", [1.0, 1j, np.float32(1), jnp.ones((), jnp.bfloat16)])
+@pytest.mark.parametrize(
+  "leaf", [1.0, 1j, np.float32(1), jnp.ones((), jnp.bfloat16)]
+)
 def test_numbers_are_parameters(leaf):
-  new, _, _ = one_step(lambda p, x: jnp.real(jnp.mean(p["a"] * p["a"])), {"a": leaf}, TX.init(1.0))
+  new, _, _ = one_step(
+    lambda p, x: jnp.real(jnp.mean(p["a"] * p["a"])), {"a": leaf}, TX.init(1.0)
+  )
   assert new["a"].shape == ()
 
 
 @pytest.mark.parametrize(
   ("leaf", "kind"),
-  [(1, "type int"), (True, "type bool"), ("a", "type str"), (np.int8(1), "dtype int8")],
+  [
+    (1, "type int"),
+    (True, "type bool"),
+    ("a", "type str"),
+    (np.int8(1), "dtype int8"),
+  ],
 )
 def test_leaves_that_are_no_floats(leaf, kind):
-  with pytest.raises(TypeError, match=rf"argument 0\['a'\] has {kind} and cannot be diff"):
+  with pytest.raises(
+    TypeError, match=rf"argument 0\['a'\] has {kind} and cannot be diff"
+  ):
     one_step(lambda p, x: jnp.mean(x), {"a": leaf, "b": 1.0}, ())
 
 
@@ -145,10 +178,16 @@ MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
 def test_a_call_without_a_state_or_a_batch():
-  step = make_train_step(lambda p, b: jnp.mean(p * b), optax.sgd(0.1), num_microbatches=2)
-  for args in ((jnp.ones(()), jnp.ones(4)), (jnp.ones(()), optax.sgd(0.1).init(jnp.ones(())))):
+  step = make_train_step(
+    lambda p, b: jnp.mean(p * b), optax.sgd(0.1), num_microbatches=2
+  )
+  for args in (
+    (jnp.ones(()), jnp.ones(4)),
+    (jnp.ones(()), optax.sgd(0.1).init(jnp.ones(()))),
+  ):
     with pytest.raises(
-      TypeError, match=r"got 2 arguments.*order is step\(params, opt_state, batch"
+      TypeError,
+      match=r"got 2 arguments.*order is step\(params, opt_state, batch",
     ):
       step(*args)
 
@@ -157,21 +196,31 @@ ORDER = r"opt_state is not a state of the .*, but argument \d is one of argument
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
-@pytest.mark.parametrize("tx", [TX, MOMENTUM, accumulate(TX, 2)], ids=["sgd", "momentum", "acc"])
+@pytest.mark.parametrize(
+  "tx", [TX, MOMENTUM, accumulate(TX, 2)], ids=["sgd", "momentum", "acc"]
+)
 def test_a_step_that_is_given_its_arguments_in_another_order(tx, mesh):
-  step = make_train_step(linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False)
+  step = make_train_step(
+    linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False
+  )
   state = tx.init(PARAMS)
   for arguments in ((state, PARAMS, X), (PARAMS, X, state)):
     with pytest.raises(TypeError, match=ORDER):
       step(*arguments)
-  with pytest.raises(TypeError, match=r"opt_state is a .*, the transformation itself: pass"):
+  with pytest.raises(
+    TypeError, match=r"opt_state is a .*, the transformation itself: pass"
+  ):
     step(PARAMS, tx, X)
   step(PARAMS, state, X)
 
 
 def test_a_tuple_of_parameters_and_a_state_without_classes_are_not_another_order():
-  tx = optax.GradientTransformation(lambda params: (), lambda g, state, params=None: (g, state))
-  step = make_train_step(lambda p, x: jnp.mean(x @ p[0]), tx, num_microbatches=2)
+  tx = optax.GradientTransformation(
+    lambda params: (), lambda g, state, params=None: (g, state)
+  )
+  step = make_train_step(
+    lambda p, x: jnp.mean(x @ p[0]), tx, num_microbatches=2
+  )
   step((jnp.ones(3),), (), X)
 
 
@@ -182,9 +231,13 @@ def test_parameters_that_an_earlier_step_was_donated(mesh):
   params, state, _ = step(params, TX.init(params), X)
   step(params, state, X)
   message = r"argument 0\['w'\] has been deleted: .* Use what that step returned, or make"
-  with pytest.raises(RuntimeError, match=message):  # over a mesh, XLA would end the process
+  with pytest.raises(
+    RuntimeError, match=message
+  ):  # over a mesh, XLA would end the process
     step(params, state, X)
-  step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False)
+  step = make_train_step(
+    linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False
+  )
   gone = X.copy()
   gone.delete()
   with pytest.raises(RuntimeError, match=r"argument 2 has been deleted"):
@@ -192,7 +245,9 @@ def test_parameters_that_an_earlier_step_was_donated(mesh):
 
 
 def test_an_error_of_an_optimizer_with_the_state_of_another_says_so():
-  step = make_train_step(linear_loss, optax.adam(0.1), num_microbatches=2, donate=False)
+  step = make_train_step(
+    linear_loss, optax.adam(0.1), num_microbatches=2, donate=False
+  )
   message = r"opt_state\[0\]\.count is missing: the state is not as init makes it .* of this model"
   with pytest.raises(ValueError, match=message):
     step(PARAMS, TX.init(PARAMS), X)

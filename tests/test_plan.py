@@ -144,11 +144,15 @@ def test_the_answer_of_exhaustive_compilation():
     expected = min((n for n in COUNTS if memory[n] <= limit), default=None)
     if expected is None:
       continue
-    plan = plan_microbatches(steps.build_step, args, batch_size=ROWS, memory_limit=limit)
+    plan = plan_microbatches(
+      steps.build_step, args, batch_size=ROWS, memory_limit=limit
+    )
     assert plan.num_microbatches == expected, (limit, memory)
     assert plan.peak_bytes == memory[expected] <= plan.limit_bytes == limit
     # A third, for what people ask; the boundaries are hard to guess.
-    assert len(steps.asked) == len(set(steps.asked)) <= len(COUNTS) // 3 + (i >= 3)
+    assert (
+      len(steps.asked) == len(set(steps.asked)) <= len(COUNTS) // 3 + (i >= 3)
+    )
     assert expected in steps.asked
     found += i < 3
   assert found >= 2
@@ -180,12 +184,16 @@ RECORDED = {
 def test_a_third_is_enough_for_what_was_recorded(name):
   rows = [ROWS // n for n in reversed(COUNTS)]
   memory = dict(zip(rows, RECORDED[name], strict=True))
-  for limit in [memory[ROWS] / part for part in (2, 4, 10)] + [*range(10, 2200, 10)]:
+  for limit in [memory[ROWS] / part for part in (2, 4, 10)] + [
+    *range(10, 2200, 10)
+  ]:
 
     def compiled(size, limit=limit):
       total = int(2**20 * memory[size])
       fits = memory[size] <= limit
-      return PlanCandidate(ROWS // size, size, {}, 2**23, temp_bytes=total - 2**23, fits=fits)
+      return PlanCandidate(
+        ROWS // size, size, {}, 2**23, temp_bytes=total - 2**23, fits=fits
+      )
 
     found = search(rows, ROWS, int(2**20 * limit), compiled)
     expected = [size for size in rows if memory[size] <= limit]
@@ -194,10 +202,14 @@ def test_a_third_is_enough_for_what_was_recorded(name):
     assert len(found) <= len(rows) // 3
 
 
-def build_mlp(num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"):
+def build_mlp(
+  num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"
+):
   loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
   options = {"mesh": mesh, "reduce_gradients": reduce_gradients}
-  return make_train_step(loss_fn, TX, num_microbatches=num_microbatches, **options)
+  return make_train_step(
+    loss_fn, TX, num_microbatches=num_microbatches, **options
+  )
 
 
 def mlp_args(width=64, rows=ROWS * 8):
@@ -217,33 +229,51 @@ def test_the_cheapest_choice_that_fits():
     return make_train_step(loss_fn, TX, num_microbatches=num_microbatches)
 
   choices = {"layers_kept": [False, True]}
-  whole = plan_microbatches(build_step, args, batch_size=rows, memory_limit="1 GB", choices=choices)
+  whole = plan_microbatches(
+    build_step, args, batch_size=rows, memory_limit="1 GB", choices=choices
+  )
   assert (whole.num_microbatches, whole.choice) == (1, {"layers_kept": True})
   again = [c for c in whole.candidates if not c.choice["layers_kept"]]
   assert max(c.flops for c in again) > 1.2 * whole.candidates[0].flops
   # Where only the layers that are computed again fit, they are what is planned.
-  pair = arguments(shape(8, 64, 64), shape(2, ROWS * 8, 64))  # no smaller than two microbatches
+  pair = arguments(
+    shape(8, 64, 64), shape(2, ROWS * 8, 64)
+  )  # no smaller than two microbatches
   build_once = compiled_once(build_step, pair)
   least = {
     kept: min(
       c.peak_bytes
       for c in plan_microbatches(
-        build_once, pair, batch_size=2, memory_limit="1 GB", choices={"layers_kept": [kept]}
+        build_once,
+        pair,
+        batch_size=2,
+        memory_limit="1 GB",
+        choices={"layers_kept": [kept]},
       ).candidates
     )
     for kept in (False, True)
   }
   assert least[False] < least[True]
   plan = plan_microbatches(
-    build_once, pair, batch_size=2, memory_limit=least[True] - 1, choices=choices
+    build_once,
+    pair,
+    batch_size=2,
+    memory_limit=least[True] - 1,
+    choices=choices,
   )
   assert plan.choice == {"layers_kept": False}
-  assert [c.fits for c in plan.candidates] == sorted(c.fits for c in plan.candidates)[::-1]
+  assert [c.fits for c in plan.candidates] == sorted(
+    c.fits for c in plan.candidates
+  )[::-1]
 
 
 def test_it_prints_as_a_table_and_draws_itself(tmp_path):
   plan = plan_microbatches(
-    build_mlp, mlp_args(), batch_size=ROWS * 8, memory_limit="1MiB", choices={"remat": [False]}
+    build_mlp,
+    mlp_args(),
+    batch_size=ROWS * 8,
+    memory_limit="1MiB",
+    choices={"remat": [False]},
   )
   lines = str(plan).splitlines()
   assert lines[0] == "a batch of 768 rows, within 1.0 MiB on each device"
@@ -251,7 +281,12 @@ def test_it_prints_as_a_table_and_draws_itself(tmp_path):
   assert re.sub(" {2,}", "  ", lines[1]).strip() == head
   assert max(map(len, lines)) <= 85
   first = lines[2].split()
-  assert first[:4] == ["yes", str(plan.num_microbatches), str(plan.microbatch_size), "False"]
+  assert first[:4] == [
+    "yes",
+    str(plan.num_microbatches),
+    str(plan.microbatch_size),
+    "False",
+  ]
   assert [line.split()[0] for line in lines[2:-1]] == [
     "yes" if c.fits else "no" for c in plan.candidates
   ]
@@ -273,7 +308,9 @@ def test_it_prints_as_a_table_and_draws_itself(tmp_path):
 
 def head_of(choice, **numbers):
   """The columns of a table, which fits a page."""
-  plan = MicrobatchPlan.of([[candidate(16, 2**29, choice=choice, **numbers)]], 16, 2**30)
+  plan = MicrobatchPlan.of(
+    [[candidate(16, 2**29, choice=choice, **numbers)]], 16, 2**30
+  )
   table = str(plan).splitlines()[1:3]
   assert max(map(len, table)) <= 85
   return re.split(" {2,}", table[0].strip())
@@ -282,7 +319,12 @@ def head_of(choice, **numbers):
 def test_columns_that_a_page_has_no_room_for_are_left_out_from_the_right():
   kept = ["fits", "microbatches", "rows"]
   numbers = ["peak_bytes", "wire_bytes", "temp_bytes", "matrix FLOPs"]
-  large = {"argument_bytes": 2**29, "flops": 10**15, "collectives": 99, "wire_bytes": 2**29}
+  large = {
+    "argument_bytes": 2**29,
+    "flops": 10**15,
+    "collectives": 99,
+    "wire_bytes": 2**29,
+  }
   assert head_of({}, **large) == kept + numbers
   assert head_of({"remat": False}, **large) == [*kept, "remat", *numbers]
   two = {"remat": False, "saved": "of_layers"}
@@ -290,19 +332,33 @@ def test_columns_that_a_page_has_no_room_for_are_left_out_from_the_right():
   four = {f"option_{i}": True for i in range(4)}
   assert head_of(four, **large) == [*kept, *four, "peak_bytes"]
   words = {"policy": "a value of many words " * 9}
-  assert head_of(words) == [*kept, "policy", "peak_bytes", "temp_bytes", "matrix FLOPs"]
+  assert head_of(words) == [
+    *kept,
+    "policy",
+    "peak_bytes",
+    "temp_bytes",
+    "matrix FLOPs",
+  ]
 
 
 @pytest.mark.parametrize(
-  ("kind", "reduce_gradients"), [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")]
+  ("kind", "reduce_gradients"),
+  [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")],
 )
 def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
   mesh = make_mesh(8, kind=kind)
   params, state, _ = mlp_args()
   batch = shape(32, 256, 64)
-  args = (*devices.abstract((params, state), mesh), devices.abstract(batch, mesh, jax.P("data")))
-  build_step = functools.partial(build_mlp, mesh=mesh, reduce_gradients=reduce_gradients)
-  plan = functools.partial(plan_microbatches, compiled_once(build_step, args), args, batch_size=32)
+  args = (
+    *devices.abstract((params, state), mesh),
+    devices.abstract(batch, mesh, jax.P("data")),
+  )
+  build_step = functools.partial(
+    build_mlp, mesh=mesh, reduce_gradients=reduce_gradients
+  )
+  plan = functools.partial(
+    plan_microbatches, compiled_once(build_step, args), args, batch_size=32
+  )
   whole = plan(memory_limit="1GiB")
   assert (whole.num_microbatches, whole.microbatch_size) == (1, 32)
   assert whole.candidates[0].collectives >= 1
@@ -320,8 +376,13 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
 def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
   mesh, args = make_mesh(8), mlp_args(rows=32)
   build_step = functools.partial(build_mlp, mesh=mesh)
-  placed = (*devices.abstract(args[:2], mesh), devices.abstract(args[2], mesh, jax.P("data")))
-  expected = plan_microbatches(build_step, placed, batch_size=32, memory_limit="1GiB")
+  placed = (
+    *devices.abstract(args[:2], mesh),
+    devices.abstract(args[2], mesh, jax.P("data")),
+  )
+  expected = plan_microbatches(
+    build_step, placed, batch_size=32, memory_limit="1GiB"
+  )
   # And a choice may change what is split.
   plan = plan_microbatches(
     lambda n, on_mesh: build_mlp(n, mesh=mesh if on_mesh else None),
@@ -330,13 +391,18 @@ def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
     memory_limit="1GiB",
     choices={"on_mesh": [False, True]},
   )
-  peaks = {(c.choice["on_mesh"], c.num_microbatches): c.peak_bytes for c in plan.candidates}
+  peaks = {
+    (c.choice["on_mesh"], c.num_microbatches): c.peak_bytes
+    for c in plan.candidates
+  }
   assert {on_mesh for on_mesh, _ in peaks} == {False, True}
   assert peaks[True, 1] == expected.peak_bytes
   with pytest.raises(ValueError, match=r"Most of it is arguments: "):
     plan_microbatches(build_step, args, batch_size=32, memory_limit="10KiB")
   odd = *args[:2], shape(500, 64)
-  with pytest.raises(ValueError, match="The batch has 500 rows, which the 8 devices"):
+  with pytest.raises(
+    ValueError, match="The batch has 500 rows, which the 8 devices"
+  ):
     plan_microbatches(build_step, odd, batch_size=500, memory_limit="1GiB")
 
 
@@ -344,34 +410,46 @@ def test_chips_that_are_not_there():
   one = SingleDeviceSharding(devices.tpu_topology().devices[0])
   args = arguments([shape(128, 128)] * 3, shape(4096, 128))
   args = jax.tree.map(lambda x: x.update(sharding=one), args)
-  with pytest.raises(ValueError, match=r"TPU.* reports none: give memory_limit, such as"):
+  with pytest.raises(
+    ValueError, match=r"TPU.* reports none: give memory_limit, such as"
+  ):
     plan_microbatches(build_mlp, args, batch_size=2)
   steps = Compilations(mlp_loss, args)
   counts = [2, 1]
   memory = {n: steps.memory(n) for n in counts}
   for limit in (memory[1] - 1, memory[2]):
     steps.asked.clear()
-    plan = plan_microbatches(steps.build_step, args, batch_size=2, memory_limit=limit)
+    plan = plan_microbatches(
+      steps.build_step, args, batch_size=2, memory_limit=limit
+    )
     assert plan.num_microbatches == min(n for n in counts if memory[n] <= limit)
     assert plan.candidates[0].code_bytes > 0
 
 
 def test_steps_of_flax():
   model = linen.Dense(8)
-  params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8)))["params"]
+  params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8)))[
+    "params"
+  ]
 
   def loss_fn(variables, batch, rngs):
     return jnp.mean(model.apply(variables, batch) ** 2)
 
-  state = jax.eval_shape(lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=TX), params)
+  state = jax.eval_shape(
+    lambda p: TrainState.create(apply_fn=model.apply, params=p, tx=TX), params
+  )
   for mesh, most in ((None, 32), (make_mesh(4), 8)):
     asked = []
 
     def build_step(num_microbatches, mesh=mesh, asked=asked):
       asked.append(num_microbatches)
-      return linen_train_step(loss_fn, num_microbatches=num_microbatches, mesh=mesh)
+      return linen_train_step(
+        loss_fn, num_microbatches=num_microbatches, mesh=mesh
+      )
 
-    plan = plan_microbatches(build_step, (state, shape(32, 8)), batch_size=32, memory_limit="1GiB")
+    plan = plan_microbatches(
+      build_step, (state, shape(32, 8)), batch_size=32, memory_limit="1GiB"
+    )
     assert plan.num_microbatches == 1
     assert max(asked) <= most
 
@@ -381,24 +459,36 @@ def test_steps_of_flax():
 
   def build_nnx(num_microbatches):
     return nnx_train_step(
-      lambda model, batch: jnp.mean(model(batch) ** 2), num_microbatches=num_microbatches
+      lambda model, batch: jnp.mean(model(batch) ** 2),
+      num_microbatches=num_microbatches,
     )
 
   objects = nnx.eval_shape(nnx_objects)
-  plan = plan_microbatches(build_nnx, (*objects, shape(32, 8)), batch_size=32, memory_limit="1GiB")
+  plan = plan_microbatches(
+    build_nnx, (*objects, shape(32, 8)), batch_size=32, memory_limit="1GiB"
+  )
   assert plan.num_microbatches == 1
   for build, held in ((build_step, (state,)), (build_nnx, objects)):
-    with pytest.raises(ValueError, match=r"batch_size=16, and the batch in args has 32 rows"):
-      plan_microbatches(build, (*held, shape(32, 8)), batch_size=16, memory_limit="1GiB")
+    with pytest.raises(
+      ValueError, match=r"batch_size=16, and the batch in args has 32 rows"
+    ):
+      plan_microbatches(
+        build, (*held, shape(32, 8)), batch_size=16, memory_limit="1GiB"
+      )
 
 
 def test_nothing_fits():
   with pytest.raises(ValueError, match="Nothing fits") as caught:
-    plan_microbatches(build_mlp, mlp_args(rows=64), batch_size=64, memory_limit="10KiB")
+    plan_microbatches(
+      build_mlp, mlp_args(rows=64), batch_size=64, memory_limit="10KiB"
+    )
   text = str(caught.value)
   assert text.startswith("Nothing fits: microbatches of ")
   assert "on each device, and the limit is 10.0 KiB. Most of it is " in text
-  for part in ("112.0 KiB  arguments: parameters, optimizer state, batch", "accumulators"):
+  for part in (
+    "112.0 KiB  arguments: parameters, optimizer state, batch",
+    "accumulators",
+  ):
     assert part in text
 
 
@@ -425,13 +515,15 @@ def test_the_words_of_nothing_fits():
     "       768 B  arguments: parameters, optimizer state, batch\n"
     "       300 B  outputs without a donated argument\n"
     "        20 B  code\n"
-    "    17.0 KiB  temporary buffers: activations, gradients, accumulators\n" + ADVICE
+    "    17.0 KiB  temporary buffers: activations, gradients, accumulators\n"
+    + ADVICE
   )
   assert words(candidate(2, 100, argument_bytes=2000)) == (
     "Nothing fits: microbatches of 2 rows need 2.1 KiB on each device, and the limit is 1.0 KiB."
     " Most of it is arguments: parameters, optimizer state, batch:\n"
     "     2.0 KiB  arguments: parameters, optimizer state, batch\n"
-    "       100 B  temporary buffers: activations, gradients, accumulators\n" + ADVICE
+    "       100 B  temporary buffers: activations, gradients, accumulators\n"
+    + ADVICE
   )
   # What was too large to be compiled.
   assert words(candidate(2, analysed=False), candidate(1, analysed=False)) == (
@@ -441,7 +533,8 @@ def test_the_words_of_nothing_fits():
 
 
 @pytest.mark.parametrize(
-  "limit", [0, -1, 0.5, "0GiB", "GiB", "16 giga", "", "1e3GiB", True, [1], "16GiB 1"]
+  "limit",
+  [0, -1, 0.5, "0GiB", "GiB", "16 giga", "", "1e3GiB", True, [1], "16GiB 1"],
 )
 def test_limits_that_are_no_size(limit):
   match = rf"memory_limit={re.escape(repr(limit))} is not a size: give bytes, .*\"16GiB\""
@@ -452,7 +545,9 @@ def test_limits_that_are_no_size(limit):
 def test_sizes():
   def limit(size):
     build_step = written_down(lambda n: 0)
-    return plan_microbatches(build_step, (shape(1),), batch_size=1, memory_limit=size).limit_bytes
+    return plan_microbatches(
+      build_step, (shape(1),), batch_size=1, memory_limit=size
+    ).limit_bytes
 
   sizes = {
     "1.5GiB": 3 * 2**29,
@@ -476,41 +571,63 @@ def test_a_twentieth_of_a_devices_memory_is_left_free():
 
 
 def test_bad_input():
-  plan = functools.partial(plan_microbatches, args=mlp_args(), batch_size=768, memory_limit="1GiB")
-  with pytest.raises(ValueError, match=r"memory_limit=None uses the memory .*give memory_limit"):
+  plan = functools.partial(
+    plan_microbatches, args=mlp_args(), batch_size=768, memory_limit="1GiB"
+  )
+  with pytest.raises(
+    ValueError, match=r"memory_limit=None uses the memory .*give memory_limit"
+  ):
     plan(build_mlp, memory_limit=None)
-  with pytest.raises(TypeError, match=r"build_step\(1\) returned .*which has no lower\(\): return"):
+  with pytest.raises(
+    TypeError,
+    match=r"build_step\(1\) returned .*which has no lower\(\): return",
+  ):
     plan(lambda num_microbatches: mlp_loss)
   with pytest.raises(
-    ValueError, match=r"build_step\(\d+\) and build_step\(\d+\) made the same program"
+    ValueError,
+    match=r"build_step\(\d+\) and build_step\(\d+\) made the same program",
   ):
     plan(lambda num_microbatches: build_mlp(4))
   always_two = functools.partial(written_down(lambda n: 0), 2)
   with pytest.raises(
-    ValueError, match=r"build_step\(1\) and build_step\(2\) made the same program"
+    ValueError,
+    match=r"build_step\(1\) and build_step\(2\) made the same program",
   ):
     plan(lambda n: always_two(), args=(shape(2),), batch_size=2)
-  with pytest.raises(TypeError, match=r"build_mlp\(\) got an unexpected keyword .* 'rematt'"):
+  with pytest.raises(
+    TypeError, match=r"build_mlp\(\) got an unexpected keyword .* 'rematt'"
+  ):
     plan(build_mlp, choices={"rematt": [True]})
   for choices in ({"remat": True}, {"remat": []}, {"remat": "yes"}, ["remat"]):
-    match = re.escape(f"choices={choices!r} must be a dict from options of build_step to lists")
+    match = re.escape(
+      f"choices={choices!r} must be a dict from options of build_step to lists"
+    )
     with pytest.raises(TypeError, match=match):
       plan(build_mlp, choices=choices)
-  with pytest.raises(TypeError, match=r"build_step=.* is a step; give a function build_step\(num"):
+  with pytest.raises(
+    TypeError, match=r"build_step=.* is a step; give a function build_step\(num"
+  ):
     plan(build_mlp(4))
   with pytest.raises(TypeError, match=r"args must be a tuple"):
     plan(build_mlp, args=mlp_args()[0][0])
   with pytest.raises(ValueError, match=r"batch_size=0 must be at least 1"):
     plan(build_mlp, batch_size=0)
-  with pytest.raises(ValueError, match=r"batch_size=384, and the batch in args has 768 rows: give"):
+  with pytest.raises(
+    ValueError,
+    match=r"batch_size=384, and the batch in args has 768 rows: give",
+  ):
     plan(build_mlp, batch_size=384)
-  with pytest.raises(ValueError, match=r"batch_size=500, and no array in args has so many rows"):
+  with pytest.raises(
+    ValueError, match=r"batch_size=500, and no array in args has so many rows"
+  ):
     plan(lambda n: jax.jit(lambda *args: args), batch_size=500)
   # What does not compile is an error of its own, which says which step it was.
   with pytest.raises(ValueError, match="does not divide") as caught:
     plan(lambda n: build_mlp(5 * n))
   note = r"This is build_step\(\d+\), lowered and compiled with args."
-  assert any(re.match(note, x) for x in caught.value.__notes__), caught.value.__notes__
+  assert any(re.match(note, x) for x in caught.value.__notes__), (
+    caught.value.__notes__
+  )
 
 
 FILE = """
@@ -565,21 +682,39 @@ def command(tmp_path, capsys):
 def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
   status, out, _ = command(
     "job.py:build",
-    *("--memory", str(2**30), "--choice", "remat=False", "--choice", "word=per_cycle"),
+    *(
+      "--memory",
+      str(2**30),
+      "--choice",
+      "remat=False",
+      "--choice",
+      "word=per_cycle",
+    ),
     *("--choice", "remat=true"),
     *("--plot", str(tmp_path / "plan.svg")),
   )
   assert status == 0
-  assert out.splitlines()[0] == "a batch of 6 rows, within 1.0 GiB on each device"
-  assert "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
+  assert (
+    out.splitlines()[0] == "a batch of 6 rows, within 1.0 GiB on each device"
+  )
+  assert (
+    "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
+  )
   drawn = (tmp_path / "plan.svg").read_text()
   assert "<svg" in drawn
   # The arguments may be a function of the choice.
-  status, out, _ = command("job.py:by_choice", "--memory", "1GiB", "--choice", "remat=true")
-  assert (status, out.splitlines()[-1]) == (0, "best: num_microbatches=1 (of 6 rows), remat=True")
+  status, out, _ = command(
+    "job.py:by_choice", "--memory", "1GiB", "--choice", "remat=true"
+  )
+  assert (status, out.splitlines()[-1]) == (
+    0,
+    "best: num_microbatches=1 (of 6 rows), remat=True",
+  )
   options = ("--memory", "1KiB", "--plot", str(tmp_path / "plan.svg"))
   assert command("job.py:build", *options)[0] == 1
-  assert (tmp_path / "plan.svg").read_text() == drawn  # what is there stays, if nothing fits
+  assert (
+    tmp_path / "plan.svg"
+  ).read_text() == drawn  # what is there stays, if nothing fits
 
 
 @pytest.mark.parametrize(
@@ -588,10 +723,19 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
     ("jop.py:build", r"There is no file .*jop.py\."),
     ("job.py:bild", r".*job.py has no function 'bild'; it has .*\bbuild\b.*"),
     ("job.py", r".*job.py: give FILE.py:NAME, such as train.py:build\."),
-    ("job.py:two", r".* returned \(1, 2\); it must return \(build_step, args, .*"),
-    ("job.py:loss_fn", r"loss_fn\(\) missing 2 required positional arguments: .*"),
+    (
+      "job.py:two",
+      r".* returned \(1, 2\); it must return \(build_step, args, .*",
+    ),
+    (
+      "job.py:loss_fn",
+      r"loss_fn\(\) missing 2 required positional arguments: .*",
+    ),
     ("job.py:wrong", r"num_microbatches=-3 must be at least 1\."),
-    ("job.py:build --memory 1GB --choice rows=2", r".* unexpected keyword argument 'rows'"),
+    (
+      "job.py:build --memory 1GB --choice rows=2",
+      r".* unexpected keyword argument 'rows'",
+    ),
     ("job.py:build --memory lots", r"memory_limit='lots' is not a size: .*"),
   ],
 )
@@ -610,12 +754,17 @@ def test_an_error_of_the_file_says_where_it_was_raised(command):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    (["--choice", "remat=true,"], r"remat=true,: give NAME=VALUE,\.\.\., such as remat=false,true"),
+    (
+      ["--choice", "remat=true,"],
+      r"remat=true,: give NAME=VALUE,\.\.\., such as remat=false,true",
+    ),
     (["--choice", "remat"], r"remat: give NAME=VALUE"),
     (["--choice", "remat=no"], r"remat=no: write true or false"),
   ],
 )
-def test_options_of_the_command_that_do_not_parse(command, capsys, options, message):
+def test_options_of_the_command_that_do_not_parse(
+  command, capsys, options, message
+):
   with pytest.raises(SystemExit) as caught:
     command("job.py:build", *options)
   assert caught.value.code == 2
@@ -634,9 +783,12 @@ def test_where_nothing_fits_the_command_prints_what_takes_the_memory(command):
 
 
 @pytest.mark.parametrize(
-  ("file", "message"), [("no/such/x.png", "No such file"), ("x.pgn", "supported formats: .*png")]
+  ("file", "message"),
+  [("no/such/x.png", "No such file"), ("x.pgn", "supported formats: .*png")],
 )
-def test_a_picture_that_cannot_be_written_comes_after_the_table(command, capsys, file, message):
+def test_a_picture_that_cannot_be_written_comes_after_the_table(
+  command, capsys, file, message
+):
   with pytest.raises((OSError, ValueError), match=message):
     command("job.py:build", "--memory", "1GiB", "--plot", file)
   assert "best: num_microbatches=1" in capsys.readouterr().out
@@ -647,10 +799,14 @@ def test_outputs_that_grow_with_the_microbatch():
 
   def build_step(num_microbatches):
     size = 64 // num_microbatches
-    grown = Memory(0, output_size_in_bytes=4 * (size * 128 + size), alias_size_in_bytes=0)
+    grown = Memory(
+      0, output_size_in_bytes=4 * (size * 128 + size), alias_size_in_bytes=0
+    )
     return lowers_to(num_microbatches, lambda: grown)
 
-  plan = functools.partial(plan_microbatches, build_step, (shape(64, 16),), batch_size=64)
+  plan = functools.partial(
+    plan_microbatches, build_step, (shape(64, 16),), batch_size=64
+  )
   for size in (1, 2, 4, 8, 16, 32, 64):
     found = plan(memory_limit=1000 + 4 * (size * 128 + size))
     assert found.microbatch_size == size
@@ -660,10 +816,16 @@ def test_outputs_that_grow_with_the_microbatch():
 def choice_of(*found):
   """Which of the choices, of (rows of a microbatch, FLOPs, fits) each, is planned, and its rows."""
   made = [
-    [candidate(size, choice={"i": i}, flops=flops, fits=fits) for size, flops, fits in each]
+    [
+      candidate(size, choice={"i": i}, flops=flops, fits=fits)
+      for size, flops, fits in each
+    ]
     for i, each in enumerate(found)
   ]
-  made = [[dataclasses.replace(c, choice=each[0].choice) for c in each] for each in made]
+  made = [
+    [dataclasses.replace(c, choice=each[0].choice) for c in each]
+    for each in made
+  ]
   plan = MicrobatchPlan.of(made, 16, 1)
   return plan.choice["i"], plan.microbatch_size
 
@@ -681,17 +843,27 @@ def test_one_row_on_a_device_is_not_taken_for_less_work():
   only_one_fits = [(1, 700, True), (8, 1000, False)]
   assert choice_of(only_one_fits, [(1, 700, True), (8, 1000, True)]) == (1, 8)
   assert choice_of(only_one_fits, [(1, 700, True), (8, 990, True)]) == (1, 8)
-  assert choice_of([(1, 700, True), (8, 900, False)], [(8, 1000, True), (1, 700, True)]) == (0, 1)
+  assert choice_of(
+    [(1, 700, True), (8, 900, False)], [(8, 1000, True), (1, 700, True)]
+  ) == (0, 1)
 
 
 def test_a_step_that_needs_two_microbatches():
   def build_step(num_microbatches):
-    return make_train_step(mlp_loss, TX, num_microbatches=num_microbatches, noise_scale=True)
+    return make_train_step(
+      mlp_loss, TX, num_microbatches=num_microbatches, noise_scale=True
+    )
 
-  plan = plan_microbatches(build_step, mlp_args(rows=4), batch_size=4, memory_limit="1GiB")
+  plan = plan_microbatches(
+    build_step, mlp_args(rows=4), batch_size=4, memory_limit="1GiB"
+  )
   assert plan.num_microbatches == 2
-  with pytest.raises(ValueError, match="noise_scale=True compares microbatches, and there is one"):
-    plan_microbatches(build_step, mlp_args(rows=1), batch_size=1, memory_limit="1GiB")
+  with pytest.raises(
+    ValueError, match="noise_scale=True compares microbatches, and there is one"
+  ):
+    plan_microbatches(
+      build_step, mlp_args(rows=1), batch_size=1, memory_limit="1GiB"
+    )
 
 
 def by_size(temp, asked=None):
@@ -710,9 +882,14 @@ def test_sizes_that_do_not_divide_the_batch(rows):
   for limit in range(1, rows + 1, 3):
     asked = []
     plan = plan_microbatches(
-      by_size(lambda size: size, asked), (shape(rows),), batch_size=rows, memory_limit=FIXED + limit
+      by_size(lambda size: size, asked),
+      (shape(rows),),
+      batch_size=rows,
+      memory_limit=FIXED + limit,
     )
-    assert plan.microbatch_size == max(size for size in possible if size <= limit)
+    assert plan.microbatch_size == max(
+      size for size in possible if size <= limit
+    )
     assert plan.num_microbatches == -(-rows // plan.microbatch_size)
     assert len(asked) == len(set(asked)) <= 10
 
@@ -720,7 +897,9 @@ def test_sizes_that_do_not_divide_the_batch(rows):
 def test_sizes_that_divide_are_looked_at_first():
   """Where the last microbatch takes more than it saves, the plan is that of sizes that divide."""
   plan = functools.partial(plan_microbatches, args=(shape(96),), batch_size=96)
-  uneven = plan(by_size(lambda size: size + 50 * (96 % size > 0)), memory_limit=FIXED + 50)
+  uneven = plan(
+    by_size(lambda size: size + 50 * (96 % size > 0)), memory_limit=FIXED + 50
+  )
   even = plan(written_down(lambda n: 96 // n), memory_limit=FIXED + 50)
   assert uneven.microbatch_size == even.microbatch_size == 48
 
@@ -730,7 +909,9 @@ def test_a_step_that_needs_a_number_gets_one():
     assert microbatch_size is None
     return written_down(lambda n: 96 // n)(num_microbatches)
 
-  plan = plan_microbatches(build_step, (shape(96),), batch_size=96, memory_limit=FIXED + 48)
+  plan = plan_microbatches(
+    build_step, (shape(96),), batch_size=96, memory_limit=FIXED + 48
+  )
   assert plan.microbatch_size == 48
 
 
@@ -739,15 +920,23 @@ def test_a_step_of_a_size_has_a_smaller_last_microbatch():
 
   def build_step(microbatch_size, mesh=None, **options):
     made.append(microbatch_size)
-    return make_train_step(mlp_loss, TX, microbatch_size=microbatch_size, mesh=mesh, **options)
+    return make_train_step(
+      mlp_loss, TX, microbatch_size=microbatch_size, mesh=mesh, **options
+    )
 
   rows = 29 * 64
   args = mlp_args(rows=rows)
-  whole = plan_microbatches(build_step, args, batch_size=rows, memory_limit="1GiB").candidates[0]
+  whole = plan_microbatches(
+    build_step, args, batch_size=rows, memory_limit="1GiB"
+  ).candidates[0]
   assert (whole.num_microbatches, whole.microbatch_size) == (1, rows)
   memory = build_step(619).lower(*args).compile().memory_analysis()
-  limit = whole.fixed_bytes + memory.temp_size_in_bytes + 4096  # 464 and 928 rows divide it
-  plan = plan_microbatches(build_step, args, batch_size=rows, memory_limit=limit)
+  limit = (
+    whole.fixed_bytes + memory.temp_size_in_bytes + 4096
+  )  # 464 and 928 rows divide it
+  plan = plan_microbatches(
+    build_step, args, batch_size=rows, memory_limit=limit
+  )
   assert plan.microbatch_size == 619
   assert plan.peak_bytes <= limit
   last = rows - (plan.num_microbatches - 1) * plan.microbatch_size
@@ -760,14 +949,18 @@ def test_a_step_of_a_size_has_a_smaller_last_microbatch():
   made.clear()
   mesh = make_mesh(8)
   on_mesh = functools.partial(build_step, mesh=mesh)
-  plan = plan_microbatches(on_mesh, args, batch_size=rows, memory_limit="1GiB").candidates[0]
+  plan = plan_microbatches(
+    on_mesh, args, batch_size=rows, memory_limit="1GiB"
+  ).candidates[0]
   limit = plan.fixed_bytes + plan.temp_bytes // 2
   plan = plan_microbatches(on_mesh, args, batch_size=rows, memory_limit=limit)
   assert all(size % 8 == 0 for size in made)
   assert any(rows % size for size in made)
   # The noise scale needs two microbatches, and they may be uneven.
   noisy = functools.partial(build_step, noise_scale=True)
-  plan = plan_microbatches(noisy, mlp_args(rows=5), batch_size=5, memory_limit="1GiB")
+  plan = plan_microbatches(
+    noisy, mlp_args(rows=5), batch_size=5, memory_limit="1GiB"
+  )
   assert (plan.num_microbatches, plan.microbatch_size) == (2, 3)
 
 
@@ -786,7 +979,10 @@ def test_a_size_that_is_a_choice_is_the_users():
   match = r"build_step\(microbatch_size=\d+\) and build_step\(microbatch_size=\d+\) made the same"
   with pytest.raises(ValueError, match=match):
     plan_microbatches(
-      lambda microbatch_size: build_mlp(4), mlp_args(), batch_size=768, memory_limit="1GiB"
+      lambda microbatch_size: build_mlp(4),
+      mlp_args(),
+      batch_size=768,
+      memory_limit="1GiB",
     )
 
 
@@ -797,7 +993,9 @@ def test_the_whole_batch_may_fit_where_half_of_it_does_not():
   def temp(n):
     return 16 * (row - 4) if n == 1 else 1000 + row * (16 // n)
 
-  plan = functools.partial(plan_microbatches, written_down(temp, asked), (shape(16),))
+  plan = functools.partial(
+    plan_microbatches, written_down(temp, asked), (shape(16),)
+  )
   row = 4
   assert plan(batch_size=16, memory_limit=FIXED + 1000).num_microbatches == 1
   asked.clear()
@@ -816,7 +1014,9 @@ def test_one_row_does_not_tell_what_the_whole_batch_needs(rows):
   whole, scan = steps.memory(1), min(steps.memory(rows), steps.memory(2))
   assert whole < scan
   for limit in (whole, (whole + scan) // 2, scan):
-    plan = plan_microbatches(steps.build_step, args, batch_size=rows, memory_limit=limit)
+    plan = plan_microbatches(
+      steps.build_step, args, batch_size=rows, memory_limit=limit
+    )
     assert (plan.num_microbatches, plan.peak_bytes) == (1, whole)
 
 
@@ -824,16 +1024,24 @@ def test_two_rows_may_fit_where_one_nearly_does():
   """A layout of one row may need more than that of two: bisecting tries two before one."""
   temp = {16: 1040, 8: 990, 4: 3000, 2: 5000, 1: 9000}
   build_step = written_down(lambda n: temp[n])
-  plan = functools.partial(plan_microbatches, build_step, (shape(16),), batch_size=16)
+  plan = functools.partial(
+    plan_microbatches, build_step, (shape(16),), batch_size=16
+  )
   assert plan(memory_limit=FIXED + 1000).num_microbatches == 8
 
 
 def test_after_a_step_that_deleted_its_arguments():
   shapes = mlp_args(rows=2)
-  params, state, batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+  params, state, batch = jax.tree.map(
+    lambda x: jnp.ones(x.shape, x.dtype), shapes
+  )
   build_mlp(2)(params, state, batch)
-  with pytest.raises(RuntimeError, match="has been deleted: an earlier step updated parameters"):
-    plan_microbatches(build_mlp, (params, state, batch), batch_size=2, memory_limit="1GiB")
+  with pytest.raises(
+    RuntimeError, match="has been deleted: an earlier step updated parameters"
+  ):
+    plan_microbatches(
+      build_mlp, (params, state, batch), batch_size=2, memory_limit="1GiB"
+    )
 
 
 def test_values_of_choices_of_any_kind():
@@ -844,7 +1052,9 @@ def test_values_of_choices_of_any_kind():
     memory_limit="1GiB",
     choices={"microbatch": [jnp.sin, jnp.cos], "scale": [np.ones(2), [1.0]]},
   )
-  assert len(plan.candidates) == 4 * len({c.num_microbatches for c in plan.candidates})
+  assert len(plan.candidates) == 4 * len(
+    {c.num_microbatches for c in plan.candidates}
+  )
   assert plan.choice["microbatch"] is jnp.sin
   assert "microbatch=sin, scale=array([1., 1.])" in str(plan)
   plan.plot()
@@ -856,4 +1066,7 @@ def test_help_has_an_example(monkeypatch, capsys):
     runpy.run_module("optax_accum", run_name="__main__", alter_sys=True)
   assert caught.value.code == 0
   printed = capsys.readouterr().out
-  assert "python -m optax_accum plan train.py:build --memory 16GiB --choice" in printed
+  assert (
+    "python -m optax_accum plan train.py:build --memory 16GiB --choice"
+    in printed
+  )

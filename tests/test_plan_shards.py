@@ -35,7 +35,10 @@ def loss_fn(params, batch):
 
 def args_of(shard):
   mesh = make_mesh(2, 4, axes=AXES)
-  over = lambda tree: jax.tree.map(lambda x: WAYS[shard][0] if x.ndim else P(), tree)  # noqa: E731
+
+  def over(tree):
+    return jax.tree.map(lambda x: WAYS[shard][0] if x.ndim else P(), tree)
+
   params = shape(LAYERS, WIDTH, WIDTH)
   state = jax.eval_shape(TX.init, params)
   held = (devices.abstract(x, mesh, over(x)) for x in (params, state))
@@ -44,17 +47,27 @@ def args_of(shard):
 
 def build_way(num_microbatches, shard):
   mesh = make_mesh(2, 4, axes=AXES)
-  options = {"mesh": mesh, "data_axis": WAYS[shard][1], "num_microbatches": num_microbatches}
+  options = {
+    "mesh": mesh,
+    "data_axis": WAYS[shard][1],
+    "num_microbatches": num_microbatches,
+  }
   return make_train_step(loss_fn, TX, **options)
 
 
 def test_the_memory_of_the_compiled_programs_decides_between_ways_to_shard():
   build = compiled_once(build_way, args_of)
   choices = {"shard": [*WAYS]}
-  plan = functools.partial(plan_microbatches, build, args_of, batch_size=ROWS, choices=choices)
+  plan = functools.partial(
+    plan_microbatches, build, args_of, batch_size=ROWS, choices=choices
+  )
   everything = plan(memory_limit="1GiB")
-  found = {(c.choice["shard"], c.num_microbatches): c for c in everything.candidates}
-  assert {*found} == {(way, n) for way in WAYS for n in (1, 2)}  # 8 devices have rows
+  found = {
+    (c.choice["shard"], c.num_microbatches): c for c in everything.candidates
+  }
+  assert {*found} == {
+    (way, n) for way in WAYS for n in (1, 2)
+  }  # 8 devices have rows
   for (way, n), c in found.items():
     memory = build(n, shard=way).lower().compile().memory_analysis()
     given = memory.argument_size_in_bytes + memory.generated_code_size_in_bytes
@@ -76,7 +89,14 @@ def test_the_memory_of_the_compiled_programs_decides_between_ways_to_shard():
   assert only.choice == {"shard": "layers"}
   assert only.peak_bytes <= only.limit_bytes
   head, first = str(only).splitlines()[1:3]
-  assert head.split()[:6] == ["fits", "microbatches", "rows", "shard", "peak_bytes", "wire_bytes"]
+  assert head.split()[:6] == [
+    "fits",
+    "microbatches",
+    "rows",
+    "shard",
+    "peak_bytes",
+    "wire_bytes",
+  ]
   assert f"{layers[only.num_microbatches - 1] / 1024:.1f} KiB" in first
   labels = [line.get_label() for line in only.plot().get_lines()]
   assert any("rows, sends " in label for label in labels)
@@ -95,7 +115,9 @@ def test_first_the_work_then_what_is_sent_and_then_the_number_of_microbatches():
   assert planned((8, 1000, 0), (1, 900, 9000)) == 1  # the work
   assert planned((8, 1000, 500), (1, 1005, 400)) == 1  # then what is sent
   assert planned((8, 1000, 400), (16, 1000, 500)) == 0
-  assert planned((8, 1000, 500), (16, 1005, 503)) == 1  # and then the microbatch
+  assert (
+    planned((8, 1000, 500), (16, 1005, 503)) == 1
+  )  # and then the microbatch
   assert planned((8, 1000, 500), (16, 1000, 500)) == 1
   assert planned((8, 1000, 0), (16, 1000, 0)) == 1  # as on one device
   # What does not fit, and what is more work, is no measure of the others.
@@ -105,7 +127,9 @@ def test_first_the_work_then_what_is_sent_and_then_the_number_of_microbatches():
 
 def test_a_column_of_bytes_sent_where_there_are_collectives():
   def head(**numbers):
-    return str(MicrobatchPlan.of([[candidate(16, **numbers)]], 16, 1)).splitlines()[1:3]
+    return str(
+      MicrobatchPlan.of([[candidate(16, **numbers)]], 16, 1)
+    ).splitlines()[1:3]
 
   assert "wire_bytes" not in head()[0]
   names, values = head(collectives=3, collective_bytes=2048, wire_bytes=3584)
@@ -122,11 +146,16 @@ def test_arguments_that_depend_on_the_choice():
 
   choices = {"dtype": [jnp.float32, jnp.bfloat16]}
   build_step = written_down(lambda n, dtype: 8 // n)
-  plan = functools.partial(plan_microbatches, build_step, batch_size=8, memory_limit="1GiB")
+  plan = functools.partial(
+    plan_microbatches, build_step, batch_size=8, memory_limit="1GiB"
+  )
   assert plan(args, choices=choices).num_microbatches == 1
   assert asked == choices["dtype"]
   without = plan_microbatches(
-    written_down(lambda n: 8 // n), lambda: (shape(8),), batch_size=8, memory_limit="1GiB"
+    written_down(lambda n: 8 // n),
+    lambda: (shape(8),),
+    batch_size=8,
+    memory_limit="1GiB",
   )
   assert without.num_microbatches == 1
 
@@ -161,7 +190,9 @@ def test_functions_that_are_no_arguments(args, error, message):
   build_step = written_down(lambda n, shard: 8 // n, asked)
   choices = {"shard": ["a", "b"]}
   with pytest.raises(error, match=message):
-    plan_microbatches(build_step, args, batch_size=8, memory_limit="1GiB", choices=choices)
+    plan_microbatches(
+      build_step, args, batch_size=8, memory_limit="1GiB", choices=choices
+    )
   assert not asked  # nothing is compiled before all choices are looked at
 
 
@@ -175,7 +206,11 @@ def test_batches_that_differ_between_choices():
   message = r"batch_size=8, and the batch in args\(rows=24\) has 24 rows: give 24, as in every choi"
   with pytest.raises(ValueError, match=message):
     plan_microbatches(
-      build_step, args, batch_size=8, memory_limit="1GiB", choices={"rows": [8, 24]}
+      build_step,
+      args,
+      batch_size=8,
+      memory_limit="1GiB",
+      choices={"rows": [8, 24]},
     )
 
 
@@ -200,14 +235,27 @@ def test_sizes_that_all_devices_with_rows_divide():
   def args(rows, spec, of_params=devices.EVERYWHERE, width=8):
     w = devices.abstract(shape(width, width), mesh, of_params)
     dims = (rows, width) if len(spec) < 2 else (width, rows)
-    return w, jax.eval_shape(TX.init, w), devices.abstract(shape(*dims), mesh, spec)
+    return (
+      w,
+      jax.eval_shape(TX.init, w),
+      devices.abstract(shape(*dims), mesh, spec),
+    )
 
   replicas = {"mesh": mesh, "data_axis": "replica"}
   # Without a data axis at all, too.
   for options in (replicas, {}):
-    assert min(sizes_that_fit_nothing(square, args(16, BOTH), 16, **options)) == 8
+    assert (
+      min(sizes_that_fit_nothing(square, args(16, BOTH), 16, **options)) == 8
+    )
   second = P(None, AXES)
-  assert min(sizes_that_fit_nothing(columns, args(16, second), 16, batch_axis=1, **replicas)) == 8
+  assert (
+    min(
+      sizes_that_fit_nothing(
+        columns, args(16, second), 16, batch_axis=1, **replicas
+      )
+    )
+    == 8
+  )
   # Parameters of as many columns as there are rows are not taken for rows.
   same = args(16, P("replica"), of_params=P(None, AXES), width=16)
   assert min(sizes_that_fit_nothing(square, same, 16, **replicas)) == 2

@@ -55,7 +55,9 @@ def test_every_docstring_says_all_that_a_page_needs(name):
       method = getattr(method, "__func__", method)
       if inspect.isfunction(method) and not method.__name__.startswith("_"):
         assert method.__doc__, method
-      if isinstance(method, property):  # Sphinx takes what is before a colon for its type
+      if isinstance(
+        method, property
+      ):  # Sphinx takes what is before a colon for its type
         assert ":" not in method.__doc__.splitlines()[0], method.__doc__
 
 
@@ -66,7 +68,11 @@ def missing_of(value):
   if inspect.isfunction(value):
     sections = {"Args": (), **dict.fromkeys(RESULTS, ())}
     documented = documented_options(doc)
-    missing += [name for name in inspect.signature(value).parameters if name not in documented]
+    missing += [
+      name
+      for name in inspect.signature(value).parameters
+      if name not in documented
+    ]
   else:
     sections = {"Attributes": own_fields(value)} if own_fields(value) else {}
   for section, names in sections.items():
@@ -98,19 +104,27 @@ def documented_options(doc):
   return [name for several in names for name in several.split(", ")]
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+  "function", FUNCTIONS, ids=lambda function: function.__name__
+)
 def test_help_begins_with_the_text_and_not_with_types(function):
-  before, _, _ = pydoc.plain(pydoc.render_doc(function)).partition(function.__doc__.splitlines()[0])
+  before, _, _ = pydoc.plain(pydoc.render_doc(function)).partition(
+    function.__doc__.splitlines()[0]
+  )
   names = inspect.signature(function).parameters
   assert len(before) < 400 + 20 * len(names)
   assert function.__annotations__.keys() >= {*names}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+  "function", FUNCTIONS, ids=lambda function: function.__name__
+)
 def test_options_are_documented_in_the_order_of_the_signature(function):
   parameters = list(inspect.signature(function).parameters)
   assert documented_options(inspect.cleandoc(function.__doc__)) == parameters
-  headings = re.findall(r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE)
+  headings = re.findall(
+    r"^([A-Z][\w ]+):\n", inspect.cleandoc(function.__doc__), re.MULTILINE
+  )
   groups = [name for name in headings if name in GROUPS]
   assert groups == [name for name in GROUPS if name in groups]
 
@@ -118,7 +132,11 @@ def test_options_are_documented_in_the_order_of_the_signature(function):
 def options_of(function):
   """The options that go by name, and have a default."""
   parameters = inspect.signature(function).parameters.values()
-  return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+  return [
+    p.name
+    for p in parameters
+    if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+  ]
 
 
 OF_A_STEP = options_of(optax_accum.make_train_step)
@@ -128,25 +146,42 @@ def test_options_have_one_order():
   of_flax = list(StepOptions.__annotations__)
   of_split = [field.name for field in dataclasses.fields(Split)]
   shared = [optax_accum.microbatch_value_and_grad, optax_accum.microbatch]
-  for options in (*map(options_of, shared), of_flax, [x for x in of_split if x in OF_A_STEP]):
+  for options in (
+    *map(options_of, shared),
+    of_flax,
+    [x for x in of_split if x in OF_A_STEP],
+  ):
     assert options == [name for name in OF_A_STEP if name in options]
     assert len(options) > 9
-  first = ["num_microbatches", "microbatch_size", "weight_fn", "has_aux", "aux_reduction"]
+  first = [
+    "num_microbatches",
+    "microbatch_size",
+    "weight_fn",
+    "has_aux",
+    "aux_reduction",
+  ]
   assert OF_A_STEP[:5] == first
 
 
 @pytest.mark.parametrize("step", [LinenTrainStep, NnxTrainStep])
 def test_the_options_of_flax_are_those_of_a_step_that_it_takes(step):
   own = {"has_aux", "batch_argnums", "batch_argnames", *step.decided}
-  assert list(StepOptions.__annotations__) == [name for name in OF_A_STEP if name not in own]
+  assert list(StepOptions.__annotations__) == [
+    name for name in OF_A_STEP if name not in own
+  ]
   assert not StepOptions.__required_keys__
-  hints = typing.get_type_hints(StepOptions), typing.get_type_hints(optax_accum.make_train_step)
+  hints = (
+    typing.get_type_hints(StepOptions),
+    typing.get_type_hints(optax_accum.make_train_step),
+  )
   assert hints[0] == {name: hints[1][name] for name in hints[0]}
 
 
 def own_fields(cls):
   """The fields of a named tuple or a dataclass, without those that it inherits."""
-  return [name for name in inspect.get_annotations(cls) if not name.startswith("_")]
+  return [
+    name for name in inspect.get_annotations(cls) if not name.startswith("_")
+  ]
 
 
 def test_a_docstring_that_lacks_something_is_found():
@@ -174,15 +209,23 @@ def test_a_docstring_that_lacks_something_is_found():
   assert missing_of(Fields) == ["two"]
 
 
-SOURCES = [*ROOT.glob("optax_accum/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md"]
+SOURCES = [
+  *ROOT.glob("optax_accum/**/*.py"),
+  *ROOT.glob("docs/**/*.md"),
+  ROOT / "README.md",
+]
 
 
 def nearly_public(text):
   """Names in backticks that are misspelt ones of ours."""
-  words = set(re.findall(r"`~?(?:optax_accum\.)?(?:flax\.)?(\w+)`", text)) - set(PUBLIC)
+  words = set(
+    re.findall(r"`~?(?:optax_accum\.)?(?:flax\.)?(\w+)`", text)
+  ) - set(PUBLIC)
   # `microbatches` is a name in profiles.
   words.discard("microbatches")
-  return sorted(w for w in words if difflib.get_close_matches(w, PUBLIC, cutoff=0.9))
+  return sorted(
+    w for w in words if difflib.get_close_matches(w, PUBLIC, cutoff=0.9)
+  )
 
 
 def test_no_name_is_misspelt():
@@ -193,7 +236,9 @@ def test_no_name_is_misspelt():
 
 
 def examples_of(documented):
-  return sum(len(doctest.DocTestParser().get_examples(f.__doc__)) for f in documented)
+  return sum(
+    len(doctest.DocTestParser().get_examples(f.__doc__)) for f in documented
+  )
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -201,7 +246,9 @@ def test_examples_in_docstrings_run(module):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     result = doctest.testmod(importlib.import_module(module))
   assert result.failed == 0
-  assert result.attempted >= examples_of(f for f in FUNCTIONS if f.__module__ == module)
+  assert result.attempted >= examples_of(
+    f for f in FUNCTIONS if f.__module__ == module
+  )
 
 
 def test_every_public_function_has_an_example_that_runs():
@@ -226,20 +273,37 @@ def printed():
     "print(hasattr(optax_accum, 'chek_split'))",
   )
   command = [sys.executable, "-c", "\n".join(code)]
-  return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+  return subprocess.run(
+    command, capture_output=True, text=True, check=True
+  ).stdout.splitlines()
 
 
 def test_optional_packages_are_not_imported():
-  before, after = ({name.split(".")[0] for name in line.split()} for line in printed()[:2])
+  before, after = (
+    {name.split(".")[0] for name in line.split()} for line in printed()[:2]
+  )
   assert "optax" in before
-  assert not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"} & after
-  assert after - before == {"optax_accum"}  # nor chex, which some versions of optax import
+  assert (
+    not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"}
+    & after
+  )
+  assert after - before == {
+    "optax_accum"
+  }  # nor chex, which some versions of optax import
 
 
 def test_what_looks_at_a_step_is_imported_where_it_is_used():
   """With JAX 0.12, a step that imports `jax.extend` while it is traced compiles twice."""
-  before, after = ({".".join(x.split(".")[:2]) for x in line.split()} for line in printed()[1:3])
-  later = {"optax_accum._check_split", "optax_accum._compiled", "optax_accum._plan", "jax.extend"}
+  before, after = (
+    {".".join(x.split(".")[:2]) for x in line.split()}
+    for line in printed()[1:3]
+  )
+  later = {
+    "optax_accum._check_split",
+    "optax_accum._compiled",
+    "optax_accum._plan",
+    "jax.extend",
+  }
   assert "optax_accum._train_step" in before
   assert not later & before  # the last takes longer to import than this package
   assert "optax_accum._check_split" in after
@@ -251,7 +315,9 @@ def test_names_that_are_imported_later_are_like_others():
   source = ast.parse(pathlib.Path(optax_accum.__file__).read_text())
   (branch,) = (node for node in source.body if isinstance(node, ast.If))
   read = {each.name: node.module for node in branch.body for each in node.names}
-  assert read == {name: f"optax_accum.{module}" for name, module in optax_accum._LATER.items()}
+  assert read == {
+    name: f"optax_accum.{module}" for name, module in optax_accum._LATER.items()
+  }
   assert set(PUBLIC) - set(dir(optax_accum.flax)) == set(optax_accum.__all__)
   assert printed()[3:] == ["plan_microbatches microbatch", "False"]
 

@@ -26,12 +26,16 @@ def encode(params, x):
 def init_params(dtype=np.float64, width=WIDTH):
   rng = np.random.default_rng(0)
   shapes = {"in": (width, 8), "out": (8, 4)}
-  return {name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+  return {
+    name: jnp.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()
+  }
 
 
 def two_views(rows, dtype=np.float64):
   rng = np.random.default_rng(rows)
-  return tuple(jnp.asarray(rng.normal(size=(rows, WIDTH)), dtype) for _ in range(2))
+  return tuple(
+    jnp.asarray(rng.normal(size=(rows, WIDTH)), dtype) for _ in range(2)
+  )
 
 
 def contrastive(a, b):
@@ -43,10 +47,14 @@ def contrastive(a, b):
 
 
 def in_parts(fun, **options):
-  return microbatch(fun, **{"reduction": "concat", "batch_argnums": 1, **options})
+  return microbatch(
+    fun, **{"reduction": "concat", "batch_argnums": 1, **options}
+  )
 
 
-@pytest.mark.parametrize(("rows", "size", "shared"), [(2, 1, True), (5, 3, True), (17, 8, False)])
+@pytest.mark.parametrize(
+  ("rows", "size", "shared"), [(2, 1, True), (5, 3, True), (17, 8, False)]
+)
 def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
   def loss_fn(encoder, params, other, views):
     first, second = views
@@ -58,13 +66,22 @@ def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
     other = jax.tree.map(lambda p: np.asarray(p) + 1, params)
     arguments = params, other, views
     expected, actual = (
-      jax.jit(jax.value_and_grad(functools.partial(loss_fn, e), (0, 1, 2)))(*arguments)
+      jax.jit(jax.value_and_grad(functools.partial(loss_fn, e), (0, 1, 2)))(
+        *arguments
+      )
       for e in (encode, in_parts(encode, microbatch_size=size))
     )
     trees.assert_close(actual, expected, 1e-10)
     if 1 < rows > size:  # each microbatch against its own rows is another loss
-      alone = microbatch(contrastive, reduction="mean", batch_argnums=(0, 1), microbatch_size=size)
-      other_loss = jax.jit(lambda p, views: alone(*(encode(p, x) for x in views)))(params, views)
+      alone = microbatch(
+        contrastive,
+        reduction="mean",
+        batch_argnums=(0, 1),
+        microbatch_size=size,
+      )
+      other_loss = jax.jit(
+        lambda p, views: alone(*(encode(p, x) for x in views))
+      )(params, views)
       assert shared is False or abs(other_loss - expected[0]) > 1e-3
 
 
@@ -108,18 +125,26 @@ def test_every_reduction_has_its_derivative(derivative):
       "concat": all_rows,
     }
 
-  split = in_parts(fun, reduction={name: name for name in REDUCED}, num_microbatches=3)
+  split = in_parts(
+    fun, reduction={name: name for name in REDUCED}, num_microbatches=3
+  )
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
     derivatives = [
-      functools.partial(hessian_product, f) if derivative == "hessian" else derivative(f, (0, 1))
+      functools.partial(hessian_product, f)
+      if derivative == "hessian"
+      else derivative(f, (0, 1))
       for f in (whole, split)
     ]
-    products = jax.jit(lambda *args: [of(*args) for of in derivatives])(params, x)
+    products = jax.jit(lambda *args: [of(*args) for of in derivatives])(
+      params, x
+    )
     trees.assert_close(products[1], products[0], 1e-10)
 
 
-@pytest.mark.parametrize("options", [{"microbatch_size": 3}, {"num_microbatches": 4}], ids=str)
+@pytest.mark.parametrize(
+  "options", [{"microbatch_size": 3}, {"num_microbatches": 4}], ids=str
+)
 def test_noise_is_the_same_going_backward(options):
   """Dropout: the gradient is that of the masks which the loss was computed with."""
 
@@ -127,7 +152,9 @@ def test_noise_is_the_same_going_backward(options):
     y = encode(params, x)
     return y * jax.random.bernoulli(key, 0.5, y.shape).astype(y.dtype)
 
-  split = microbatch(dropped, reduction="concat", batch_argnums=1, rng_argnums=2, **options)
+  split = microbatch(
+    dropped, reduction="concat", batch_argnums=1, rng_argnums=2, **options
+  )
   key = jax.random.key(0)
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
@@ -140,7 +167,9 @@ def test_noise_is_the_same_going_backward(options):
     actual, y = jax.jit(jax.grad(loss_fn, has_aux=True))(params)
     kept = np.where(np.asarray(y) != 0, 1.0, 0.0)
     assert 0.2 < kept.mean() < 0.8
-    expected = jax.jit(jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x))))(params)
+    expected = jax.jit(
+      jax.grad(lambda p: jnp.sum(weights * kept * encode(p, x)))
+    )(params)
     trees.assert_close(actual, expected, 1e-10)
 
 
@@ -153,26 +182,40 @@ def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
     return jnp.tanh(x @ params)
 
   def as_jax_adds(params, x):
-    return lax.map(lambda rows: fun(params, rows), x.reshape(1024, 4, 16)).reshape(-1, 16)
+    return lax.map(
+      lambda rows: fun(params, rows), x.reshape(1024, 4, 16)
+    ).reshape(-1, 16)
 
   def error(encoder):
-    grads = jax.jit(jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2)))(params)
+    grads = jax.jit(
+      jax.grad(lambda p: jnp.sum(encoder(p, x).astype(jnp.float32) ** 2))
+    )(params)
     assert grads.dtype == jnp.bfloat16
-    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
+    return np.linalg.norm(
+      np.asarray(grads, np.float64) - exact
+    ) / np.linalg.norm(exact)
 
   with jax.enable_x64(True):
-    wide, wide_params = np.asarray(x, np.float64), np.asarray(params, np.float64)
+    wide, wide_params = (
+      np.asarray(x, np.float64),
+      np.asarray(params, np.float64),
+    )
     exact = jax.jit(jax.grad(lambda p: jnp.sum(fun(p, wide) ** 2)))(wide_params)
     exact = np.asarray(exact)
 
   def closed_over(params, x):
-    return microbatch(lambda x: fun(params, x), reduction="concat", microbatch_size=4)(x)
+    return microbatch(
+      lambda x: fun(params, x), reduction="concat", microbatch_size=4
+    )(x)
 
   whole = error(fun)
   assert error(in_parts(fun, microbatch_size=4)) < 1.2 * whole
   assert error(closed_over) < 1.2 * whole
   assert error(as_jax_adds) > 10 * whole
-  assert error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16)) > 10 * whole
+  assert (
+    error(in_parts(fun, microbatch_size=4, accumulator_dtype=jnp.bfloat16))
+    > 10 * whole
+  )
 
 
 def test_padding_that_is_not_finite_adds_nothing():
@@ -183,18 +226,27 @@ def test_padding_that_is_not_finite_adds_nothing():
     return jnp.sum(errors) / jnp.sum(batch["mask"])
 
   split = in_parts(
-    fun, reduction="mean", num_microbatches=4, weight_fn=lambda batch: jnp.sum(batch["mask"])
+    fun,
+    reduction="mean",
+    num_microbatches=4,
+    weight_fn=lambda batch: jnp.sum(batch["mask"]),
   )
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
-    batch = {"x": x, "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1])}  # microbatch 2 is padding
+    batch = {
+      "x": x,
+      "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1]),
+    }  # microbatch 2 is padding
 
     def derivatives(fun, params, x):
       by_rows = jax.grad(lambda x: fun(params, {**batch, "x": x}))(x)
       tangent = jax.jvp(lambda p: fun(p, batch), (params,), (params,))[1]
       return jax.value_and_grad(fun)(params, batch), by_rows, tangent
 
-    expected, actual = (jax.jit(functools.partial(derivatives, f))(params, x) for f in (fun, split))
+    expected, actual = (
+      jax.jit(functools.partial(derivatives, f))(params, x)
+      for f in (fun, split)
+    )
     trees.assert_close(actual, expected, 1e-10)
 
 
@@ -209,7 +261,9 @@ def hessian_of(fun):
 
 
 @pytest.mark.parametrize(
-  ("derivative", "steps"), [(hessian_of, 1), (jax.grad, 2)], ids=["once", "in a loop"]
+  ("derivative", "steps"),
+  [(hessian_of, 1), (jax.grad, 2)],
+  ids=["once", "in a loop"],
 )
 def test_second_derivatives(derivative, steps):
   """Of a step, and of steps in a loop, as in meta-learning."""
@@ -221,22 +275,33 @@ def test_second_derivatives(derivative, steps):
   def whole(params, x):
     parts = [x[i::3] for i in range(3)]
     weights = jnp.stack([weight_fn(part) for part in parts])
-    return weights @ jnp.stack([mean_of(params, part) for part in parts]) / jnp.sum(weights)
+    return (
+      weights
+      @ jnp.stack([mean_of(params, part) for part in parts])
+      / jnp.sum(weights)
+    )
 
-  split = in_parts(mean_of, reduction="mean", num_microbatches=3, weight_fn=weight_fn)
+  split = in_parts(
+    mean_of, reduction="mean", num_microbatches=3, weight_fn=weight_fn
+  )
 
   def trained(run, params, x):
     def step(params, _):
       grads = jax.grad(lambda p: jnp.sum(run(p, x) ** 2))(params)
       return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), None
 
-    moved = lax.scan(step, params, length=steps)[0] if steps > 1 else step(params, None)[0]
+    moved = (
+      lax.scan(step, params, length=steps)[0]
+      if steps > 1
+      else step(params, None)[0]
+    )
     return jnp.sum(run(moved, x) ** 2)
 
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
     expected, actual = (
-      jax.jit(derivative(functools.partial(trained, run)))(params, x) for run in (whole, split)
+      jax.jit(derivative(functools.partial(trained, run)))(params, x)
+      for run in (whole, split)
     )
     trees.assert_close(actual, expected, 1e-10)
 
@@ -244,20 +309,34 @@ def test_second_derivatives(derivative, steps):
 def test_rows_that_are_kept_have_their_derivative_whatever_they_weigh():
   def fun(params, batch):
     y = encode(params, batch["x"])
-    return {"y": y, "first": y[0], "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"]))}
+    return {
+      "y": y,
+      "first": y[0],
+      "loss": jnp.sum(y**2) / jnp.maximum(1, jnp.sum(batch["mask"])),
+    }
 
   def loss_fn(params, batch, run):
     out = run(params, batch)
-    return jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
+    return (
+      jnp.sum(jnp.sin(out["y"])) + jnp.sum(jnp.cos(out["first"])) + out["loss"]
+    )
 
   words = {"y": "concat", "first": "stack", "loss": "mean"}
   split = in_parts(
-    fun, reduction=words, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["mask"])
+    fun,
+    reduction=words,
+    num_microbatches=2,
+    weight_fn=lambda batch: jnp.sum(batch["mask"]),
   )
 
   def whole(params, batch):
-    out = [fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)]
-    return {**jax.tree.map(lambda *x: jnp.stack(x), *out), "loss": out[0]["loss"]}
+    out = [
+      fun(params, jax.tree.map(lambda x, i=i: x[i::2], batch)) for i in range(2)
+    ]
+    return {
+      **jax.tree.map(lambda *x: jnp.stack(x), *out),
+      "loss": out[0]["loss"],
+    }
 
   with jax.enable_x64(True):
     params, x = init_params(), two_views(6)[0]
@@ -271,9 +350,16 @@ def test_complex_parameters_keep_their_imaginary_part():
   def fun(params, x):
     return jnp.sum(jnp.abs(x @ params) ** 2)
 
-  split = in_parts(fun, reduction="sum", num_microbatches=2, accumulator_dtype=jnp.float32)
-  params, x = np.full(WIDTH, 1 + 2j, np.complex64), two_views(4, np.complex64)[0]
-  actual, expected = (np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun))
+  split = in_parts(
+    fun, reduction="sum", num_microbatches=2, accumulator_dtype=jnp.float32
+  )
+  params, x = (
+    np.full(WIDTH, 1 + 2j, np.complex64),
+    two_views(4, np.complex64)[0],
+  )
+  actual, expected = (
+    np.asarray(jax.jit(jax.grad(f))(params, x)) for f in (split, fun)
+  )
   assert np.abs(expected.imag).max() > 1
   trees.assert_close(actual, expected, 1e-5)
 
@@ -301,11 +387,15 @@ def deep_case(rows=1024, width=32, layers=6):
 
 def drawn(shapes):
   rng = np.random.default_rng(0)
-  return jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
+  return jax.tree.map(
+    lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes
+  )
 
 
 def loss_around(encoder):
-  return lambda params, x: jnp.sum(jnp.cos(encoder(params, x)) * encoder(params, x[::-1]))
+  return lambda params, x: jnp.sum(
+    jnp.cos(encoder(params, x)) * encoder(params, x[::-1])
+  )
 
 
 # At most so much of the whole batch's; of 60 rows there is a smaller one at the end.
@@ -316,8 +406,13 @@ def loss_around(encoder):
 )
 def test_memory_is_that_of_one_microbatch(by, most):
   whole, *temps = (
-    compiled.temp_bytes(jax.jit(jax.grad(loss_around(encoder), by)), *deep_case())
-    for encoder in (deep, *(in_parts(deep, microbatch_size=size) for size in most))
+    compiled.temp_bytes(
+      jax.jit(jax.grad(loss_around(encoder), by)), *deep_case()
+    )
+    for encoder in (
+      deep,
+      *(in_parts(deep, microbatch_size=size) for size in most),
+    )
   )
   for temp, share in zip(temps, most.values(), strict=True):
     assert temp < share * whole
@@ -326,12 +421,20 @@ def test_memory_is_that_of_one_microbatch(by, most):
 @pytest.mark.parametrize(
   ("options", "kept_from_merging"),
   [
-    ({"microbatch_size": 3}, [False, True]),  # a loop, and a smaller one after it
-    ({"microbatch_size": 5}, [True, True]),  # a loop of one trip, which XLA unrolls
+    (
+      {"microbatch_size": 3},
+      [False, True],
+    ),  # a loop, and a smaller one after it
+    (
+      {"microbatch_size": 5},
+      [True, True],
+    ),  # a loop of one trip, which XLA unrolls
   ],
   ids=str,
 )
-def test_what_is_computed_again_is_not_merged_with_what_was(options, kept_from_merging):
+def test_what_is_computed_again_is_not_merged_with_what_was(
+  options, kept_from_merging
+):
   """Or XLA would keep the intermediate values of all microbatches. In a loop it cannot."""
   text = str(jax.make_jaxpr(in_parts(deep, **options))(*deep_case(8, 4, 1)))
   found = [word == "True" for word in re.findall(r"prevent_cse=(\w+)", text)]
@@ -342,7 +445,12 @@ def test_nothing_is_computed_again_where_nothing_is_differentiated():
   split = in_parts(deep, microbatch_size=64)
   flops = [
     matrix_flops(jax.jit(f).lower(*deep_case()).compile().as_text())
-    for f in (deep, split, jax.grad(loss_around(deep)), jax.grad(loss_around(split)))
+    for f in (
+      deep,
+      split,
+      jax.grad(loss_around(deep)),
+      jax.grad(loss_around(split)),
+    )
   ]
   assert flops[1] == flops[0]
   # Going backward is twice the work of going forward, and here once more of going forward.
@@ -351,7 +459,10 @@ def test_nothing_is_computed_again_where_nothing_is_differentiated():
 
 def test_one_microbatch_is_the_plain_program():
   split = in_parts(deep, num_microbatches=1)
-  texts = [jax.jit(jax.grad(loss_around(f))).lower(*deep_case()).as_text() for f in (deep, split)]
+  texts = [
+    jax.jit(jax.grad(loss_around(f))).lower(*deep_case()).as_text()
+    for f in (deep, split)
+  ]
   assert texts[0] == texts[1]
 
 
@@ -362,7 +473,9 @@ def test_what_is_closed_over_has_its_gradient_too():
     return lambda p: jnp.sum(run(functools.partial(encode, p))(x) ** 2)
 
   split = functools.partial(microbatch, reduction="concat", num_microbatches=4)
-  actual, expected = (jax.jit(jax.grad(loss_of(run)))(params) for run in (split, lambda f: f))
+  actual, expected = (
+    jax.jit(jax.grad(loss_of(run)))(params) for run in (split, lambda f: f)
+  )
   trees.assert_close(actual, expected, 1e-5)
 
 
@@ -375,7 +488,10 @@ def test_what_is_no_array_reaches_the_function_as_it_is():
   split = in_parts(fun, num_microbatches=2)
   actual, expected = (
     jax.jit(jax.grad(lambda p, of=of: jnp.sum(of(p))))(params)
-    for of in (lambda p: split(p, x, True, 2.0, None), lambda p: 2 * encode(p, x))
+    for of in (
+      lambda p: split(p, x, True, 2.0, None),
+      lambda p: 2 * encode(p, x),
+    )
   )
   trees.assert_close(actual, expected, 1e-5)
 
@@ -391,7 +507,9 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
     a, b = (in_parts(deep, num_microbatches=4)(params, x) for x in views)
     every = lax.all_gather(b, "data", tiled=True)
     own = lax.axis_index("data") * a.shape[0] + jnp.arange(a.shape[0])
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(a @ every.T), own[:, None], 1))
+    return -jnp.mean(
+      jnp.take_along_axis(jax.nn.log_softmax(a @ every.T), own[:, None], 1)
+    )
 
   def whole(params, views):
     a, b = (deep(params, x) for x in views)
@@ -399,18 +517,26 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
 
   mesh = make_mesh(8, kind=kind, platform=platform)
   tx = optax.sgd(0.1)
-  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
+  )
   params, x = deep_case(128, 16, 2)
   views = (x, x)
   if platform == "tpu":
     views = devices.abstract(views, mesh, P("data"))
     params = devices.abstract(params, mesh)
-    report = count_collectives(step.lower(params, tx.init(params), views).compile())
+    report = count_collectives(
+      step.lower(params, tx.init(params), views).compile()
+    )
   else:
     params, views = drawn((params, views))
-    report = count_collectives(step.lower(params, tx.init(params), views).compile())
+    report = count_collectives(
+      step.lower(params, tx.init(params), views).compile()
+    )
     moved, _, metrics = step(params, tx.init(params), views)
-    value, grads = jax.device_get(jax.jit(jax.value_and_grad(whole))(params, views))
+    value, grads = jax.device_get(
+      jax.jit(jax.value_and_grad(whole))(params, views)
+    )
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     expected = jax.tree.map(lambda p, g: p - np.float32(0.1) * g, params, grads)
     trees.assert_close(moved, expected, 1e-5)
@@ -431,18 +557,28 @@ def test_devices_add_up_cotangents_in_float32():
     return jnp.mean((x @ params - y).astype(jnp.float32) ** 2)
 
   split = microbatch(
-    fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, axis_name="data"
+    fun,
+    reduction="mean",
+    batch_argnums=(1, 2),
+    num_microbatches=2,
+    axis_name="data",
   )
   axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
   gradient = lambda params, x, y: jax.grad(split)(params, x, y)  # noqa: E731
   mapped = jax.jit(jax.shard_map(gradient, mesh=make_mesh(8), **axes))
-  wide_params, wide_x, wide_y = (np.asarray(a, np.float64) for a in (params, x, y))
+  wide_params, wide_x, wide_y = (
+    np.asarray(a, np.float64) for a in (params, x, y)
+  )
   exact = 2 * wide_x.T @ (wide_x @ wide_params - wide_y) / 1024
 
   def error(grads):
-    return np.linalg.norm(np.asarray(grads, np.float64) - exact) / np.linalg.norm(exact)
+    return np.linalg.norm(
+      np.asarray(grads, np.float64) - exact
+    ) / np.linalg.norm(exact)
 
-  assert error(mapped(params, x, y)) < 1.2 * error(jax.jit(jax.grad(fun))(params, x, y))
+  assert error(mapped(params, x, y)) < 1.2 * error(
+    jax.jit(jax.grad(fun))(params, x, y)
+  )
 
 
 @pytest.mark.parametrize("word", ["max", "min"])
@@ -458,7 +594,10 @@ def test_extremes_over_devices_have_their_derivative(word):
   with jax.enable_x64(True):
     params, x = init_params(), two_views(16)[0]
     each = [jax.jit(derivatives_of(f)) for f in (fun, mapped)]
-    for rows in (x, np.tile(x[:1], (16, 1))):  # rows that are alike share a derivative
+    for rows in (
+      x,
+      np.tile(x[:1], (16, 1)),
+    ):  # rows that are alike share a derivative
       expected, actual = (f(params, rows) for f in each)
       trees.assert_close(actual, expected, 1e-12)
     nan = np.array(x)
@@ -470,7 +609,9 @@ def derivatives_of(fun):
   """Those of reverse mode and of forward mode."""
 
   def derivatives(params, x):
-    gradient = jax.grad(lambda params, x: jnp.sum(jnp.sin(fun(params, x))), (0, 1))
+    gradient = jax.grad(
+      lambda params, x: jnp.sum(jnp.sin(fun(params, x))), (0, 1)
+    )
     return gradient(params, x), jax.jvp(fun, (params, x), (params, x))[1]
 
   return derivatives
@@ -488,7 +629,9 @@ def test_in_a_users_shard_map(how):
     grads = jax.grad(lambda p: jnp.sum(split(p, x) ** 2))(params)
     return lax.psum(grads, "data") if how == "pcast" else grads
 
-  mapped = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P()))
+  mapped = jax.jit(
+    jax.shard_map(gradient, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+  )
   params, x = drawn(deep_case(128, 16, 2))
   program = mapped.lower(params, x).compile()
   expected = jax.jit(jax.grad(lambda p: jnp.sum(deep(p, x) ** 2)))(params)

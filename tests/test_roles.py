@@ -28,11 +28,14 @@ def squared_error(w, x, y):
 
 
 def cross_entropy(w, x, y):
-  return jnp.mean(optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, y))
+  return jnp.mean(
+    optax.losses.softmax_cross_entropy_with_integer_labels(x @ w, y)
+  )
 
 
 LOSSES = pytest.mark.parametrize(
-  ("fun", "w", "y"), [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)]
+  ("fun", "w", "y"),
+  [(squared_error, np.ones(3), Y), (cross_entropy, WEIGHTS, LABELS)],
 )
 REFUSED = (
   r"argument 2 has 8 rows on axis 0, as many as the batch, and batch_argnums=None does not split"
@@ -81,14 +84,18 @@ def test_labels_that_are_not_split_are_refused_over_a_mesh(kind, fun, w, y):
 @pytest.mark.parametrize("specs", [(P("data"), P("data")), (P("data"), P())])
 def test_labels_that_are_not_split_are_refused_in_shard_map(specs):
   mapped = jax.shard_map(
-    microbatch_value_and_grad(squared_error, num_microbatches=2, axis_name="data"),
+    microbatch_value_and_grad(
+      squared_error, num_microbatches=2, axis_name="data"
+    ),
     mesh=make_mesh(2),
     in_specs=(P(), *specs),
     out_specs=P(),
   )
   match = "argument 2 has [48] rows on axis 0, as many as the batch"
   with pytest.raises(ValueError, match=match):
-    mapped(jnp.ones(3), jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32))
+    mapped(
+      jnp.ones(3), jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32)
+    )
 
 
 def test_over_a_mesh_the_rows_are_those_of_all_devices():
@@ -96,7 +103,12 @@ def test_over_a_mesh_the_rows_are_those_of_all_devices():
     return jnp.mean(w * x) * jnp.sum(scales)
 
   loss = step_loss(
-    fun, jnp.ones(()), jnp.ones(16), jnp.ones(2), num_microbatches=2, mesh=make_mesh(8)
+    fun,
+    jnp.ones(()),
+    jnp.ones(16),
+    jnp.ones(2),
+    num_microbatches=2,
+    mesh=make_mesh(8),
   )
   assert float(loss) == 2
 
@@ -114,7 +126,12 @@ def nested(w, x, *others, named=None):
       {},
       r"argument 3\['a'\]\[0\] has 6 rows.*\(1, 3\)",
     ),
-    ((), {"m": np.ones(6)}, {}, r"argument 'named'\['m'\].*batch_argnums=1 with .*\('named',\)"),
+    (
+      (),
+      {"m": np.ones(6)},
+      {},
+      r"argument 'named'\['m'\].*batch_argnums=1 with .*\('named',\)",
+    ),
     (
       (np.ones(6),),
       np.ones(6),
@@ -122,7 +139,12 @@ def nested(w, x, *others, named=None):
       r"argument 2 has 6 rows.*\(1, 2\) with batch_argnames=\('named',\);.*\('named',\)\.",
     ),
     ((np.ones((6, 2)),), None, {"batch_axis": -1}, None),
-    ((np.ones((2, 6)),), None, {"batch_axis": -1}, "argument 2 has 6 rows on axis -1"),
+    (
+      (np.ones((2, 6)),),
+      None,
+      {"batch_axis": -1},
+      "argument 2 has 6 rows on axis -1",
+    ),
     (
       (np.ones((2, 6)),),
       np.ones((2, 6)),
@@ -134,9 +156,17 @@ def nested(w, x, *others, named=None):
 )
 def test_what_is_refused_is_named(others, named, options, fix):
   run = microbatch_value_and_grad(nested, num_microbatches=2, **options)
-  args = ({"w": np.ones((), np.float32), "rows": np.ones(6, np.float32)}, np.ones(6), *others)
+  args = (
+    {"w": np.ones((), np.float32), "rows": np.ones(6, np.float32)},
+    np.ones(6),
+    *others,
+  )
   kwargs = {} if named is None else {"named": named}
-  with contextlib.nullcontext() if fix is None else pytest.raises(ValueError, match=fix):
+  with (
+    contextlib.nullcontext()
+    if fix is None
+    else pytest.raises(ValueError, match=fix)
+  ):
     # Not jitted, so that what is no array stays that.
     jax.eval_shape(lambda: run(*args, **kwargs))
 
@@ -146,16 +176,22 @@ def test_a_leaf_without_the_axis_is_looked_at_along_its_first():
     return jnp.mean(w * x) + jnp.mean(y)
 
   args = jnp.ones(()), jnp.ones((4, 6)), jnp.ones(6)
-  with pytest.raises(ValueError, match="argument 2 has 6 rows on axis 0, as many as the batch"):
+  with pytest.raises(
+    ValueError, match="argument 2 has 6 rows on axis 0, as many as the batch"
+  ):
     microbatch_value_and_grad(fun, num_microbatches=2, batch_axis=1)(*args)
   two_axes = {"batch_argnums": (1, 2), "batch_axis": (1, 0)}
-  loss, _ = jax.jit(microbatch_value_and_grad(fun, num_microbatches=2, **two_axes))(*args)
+  loss, _ = jax.jit(
+    microbatch_value_and_grad(fun, num_microbatches=2, **two_axes)
+  )(*args)
   assert float(loss) == 2
 
 
 def aux_of(aux, x, **options):
   """The aux of a cycle over the rows `x`, by default those of no word."""
-  run = microbatch_value_and_grad(lambda w, x: (jnp.mean(w * x), aux(x)), has_aux=True, **options)
+  run = microbatch_value_and_grad(
+    lambda w, x: (jnp.mean(w * x), aux(x)), has_aux=True, **options
+  )
   return jax.jit(run)(np.float32(1), x)[0][1]
 
 
@@ -166,17 +202,39 @@ def aux_of(aux, x, **options):
     (lambda x: x > 1, (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
     (lambda x: x, (3,), {"microbatch_size": 2}, "2 rows on axis 0"),
     (lambda x: jnp.zeros(4), (8,), {"num_microbatches": 2}, "4 rows on axis 0"),
-    (lambda x: x, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 1"),
-    (lambda x: x[0], (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 0"),
-    (lambda x: x.T, (3, 8), {"num_microbatches": 2, "batch_axis": 1}, "4 rows on axis 0"),
+    (
+      lambda x: x,
+      (3, 8),
+      {"num_microbatches": 2, "batch_axis": 1},
+      "4 rows on axis 1",
+    ),
+    (
+      lambda x: x[0],
+      (3, 8),
+      {"num_microbatches": 2, "batch_axis": 1},
+      "4 rows on axis 0",
+    ),
+    (
+      lambda x: x.T,
+      (3, 8),
+      {"num_microbatches": 2, "batch_axis": 1},
+      "4 rows on axis 0",
+    ),
     (lambda x: x, (8,), {"num_microbatches": 8}, None),
-    (lambda x: x > 1, (8,), {"num_microbatches": 2, "aux_reduction": "concat"}, None),
+    (
+      lambda x: x > 1,
+      (8,),
+      {"num_microbatches": 2, "aux_reduction": "concat"},
+      None,
+    ),
     (lambda x: x, (8,), {"num_microbatches": 2, "aux_reduction": "mean"}, None),
     (lambda x: x, (8,), {"num_microbatches": 1, "weight_fn": jnp.sum}, None),
     (lambda x: jnp.sum(x), (8,), {"num_microbatches": 2}, None),
   ],
 )
-def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, where):
+def test_an_aux_with_the_rows_of_a_microbatch_is_refused(
+  aux, shape, options, where
+):
   run = functools.partial(aux_of, lambda x: {"a": [aux(x)]}, **options)
   x = jax.ShapeDtypeStruct(shape, np.float32)
   if where is None:
@@ -190,11 +248,15 @@ def test_an_aux_with_the_rows_of_a_microbatch_is_refused(aux, shape, options, wh
 def test_what_an_aux_for_each_row_becomes():
   x = np.arange(8, dtype=np.float32)
   run = functools.partial(aux_of, lambda x: {"each": x, "mean": jnp.mean(x)}, x)
-  named = run(num_microbatches=2, aux_reduction={"each": "concat", "mean": "mean"})
+  named = run(
+    num_microbatches=2, aux_reduction={"each": "concat", "mean": "mean"}
+  )
   for aux in (named, run(num_microbatches=1)):
     np.testing.assert_array_equal(aux["each"], x)
     assert aux["mean"] == 3.5
-  averaged = run(num_microbatches=2, aux_reduction="mean")["each"]  # as was the default
+  averaged = run(num_microbatches=2, aux_reduction="mean")[
+    "each"
+  ]  # as was the default
   np.testing.assert_array_equal(averaged, [0.5, 2.5, 4.5, 6.5])
 
 
@@ -211,7 +273,9 @@ def test_over_a_mesh_an_aux_has_the_rows_of_one_device(rows):
   if rows == 8:  # one each
     assert step.eval_shape(w, optax.sgd(0.1).init(w), x)[2]["aux"].shape == (1,)
     return
-  with pytest.raises(ValueError, match=r"^aux has 2 rows on axis 0, as many as a microbatch"):
+  with pytest.raises(
+    ValueError, match=r"^aux has 2 rows on axis 0, as many as a microbatch"
+  ):
     step.eval_shape(w, optax.sgd(0.1).init(w), x)
 
 
@@ -229,14 +293,18 @@ def test_what_has_another_role_is_not_refused():
 
 
 def test_a_batch_of_one_row_has_nothing_to_split():
-  run = microbatch_value_and_grad(lambda w, x, y: jnp.mean(w * x) + jnp.mean(y), microbatch_size=4)
+  run = microbatch_value_and_grad(
+    lambda w, x, y: jnp.mean(w * x) + jnp.mean(y), microbatch_size=4
+  )
   args = (np.ones(shape, np.float32) for shape in ((), (1, 2), (1, 3)))
   assert float(jax.jit(run)(*args)[0]) == 2
 
 
 def test_value_fn_does_not_take_the_parameters_for_rows():
   tx = relaxed(optax.lbfgs())
-  step = make_train_step(lambda w, x: jnp.mean((x @ w) ** 2), tx, num_microbatches=2, donate=False)
+  step = make_train_step(
+    lambda w, x: jnp.mean((x @ w) ** 2), tx, num_microbatches=2, donate=False
+  )
   w = np.ones(6, np.float32)
   step.eval_shape(w, jax.eval_shape(tx.init, w), np.ones((6, 6), np.float32))
 
@@ -248,7 +316,9 @@ def test_microbatch_of_several_arguments_says_which_is_split():
   w, x = np.arange(4, dtype=np.float32), np.ones((4, 4), np.float32)
 
   def run(**options):
-    return jax.jit(microbatch(predict, reduction="concat", num_microbatches=2, **options))
+    return jax.jit(
+      microbatch(predict, reduction="concat", num_microbatches=2, **options)
+    )
 
   match = (
     r"batch_argnums=None splits the only argument, and this call has \[0, 1\], of which any may be"
@@ -259,15 +329,23 @@ def test_microbatch_of_several_arguments_says_which_is_split():
   with pytest.raises(ValueError, match=r"this call has \[0, 'x'\]"):
     run()(w, x=x)
   np.testing.assert_array_equal(run(batch_argnums=1)(w, x), x @ w)
-  np.testing.assert_array_equal(run(batch_argnames="x")(w[:3], x=x[:, :3]), x @ w - 3)
-  with pytest.raises(ValueError, match=r"argument 0 has 4 rows.*batch_argnums=0 with .*\('x',\)"):
+  np.testing.assert_array_equal(
+    run(batch_argnames="x")(w[:3], x=x[:, :3]), x @ w - 3
+  )
+  with pytest.raises(
+    ValueError, match=r"argument 0 has 4 rows.*batch_argnums=0 with .*\('x',\)"
+  ):
     run(batch_argnames="x")(w, x=x)
-  np.testing.assert_array_equal(run(batch_argnums=(), batch_argnames="x")(w, x=x), x @ w)
+  np.testing.assert_array_equal(
+    run(batch_argnums=(), batch_argnames="x")(w, x=x), x @ w
+  )
 
 
 def test_microbatch_of_one_argument_splits_it():
   x = np.arange(4, dtype=np.float32)
-  run = jax.jit(microbatch(lambda x: 2 * x, reduction="concat", num_microbatches=2))
+  run = jax.jit(
+    microbatch(lambda x: 2 * x, reduction="concat", num_microbatches=2)
+  )
   np.testing.assert_array_equal(run(x), 2 * x)
   np.testing.assert_array_equal(run(x=x), 2 * x)
   noisy = microbatch(
@@ -286,7 +364,11 @@ def dropout(w, x, key):
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_a_key_that_would_be_shared_is_refused(mesh):
-  x, key, tx = np.ones((8, 16), np.float32), {"dropout": jax.random.key(0)}, optax.sgd(0.1)
+  x, key, tx = (
+    np.ones((8, 16), np.float32),
+    {"dropout": jax.random.key(0)},
+    optax.sgd(0.1),
+  )
   options = {"num_microbatches": 4, "has_aux": True, "aux_reduction": "stack"}
   match = (
     r"argument 2\['dropout'\] is a random key, from which every microbatch .* name it,"
@@ -294,7 +376,9 @@ def test_a_key_that_would_be_shared_is_refused(mesh):
   )
 
   def step_masks(**more):
-    step = make_train_step(dropout, tx, mesh=mesh, donate=False, **options, **more)
+    step = make_train_step(
+      dropout, tx, mesh=mesh, donate=False, **options, **more
+    )
     return step(np.float32(1), tx.init(1.0), x, key)[2]["aux"]
 
   def cycle_masks(**more):
@@ -304,7 +388,9 @@ def test_a_key_that_would_be_shared_is_refused(mesh):
   for masks in (step_masks,) if mesh else (step_masks, cycle_masks):
     with pytest.raises(ValueError, match=match):
       masks()
-    own, shared = (np.asarray(masks(rng_argnums=argnums)) for argnums in (2, ()))
+    own, shared = (
+      np.asarray(masks(rng_argnums=argnums)) for argnums in (2, ())
+    )
     assert (shared == shared[:1]).all()
     assert len({mask.tobytes() for mask in own}) == len(own)
     named = np.asarray(masks(rng_argnames="key"))
@@ -323,18 +409,21 @@ def test_keys_that_microbatch_would_share_are_refused():
     run()(jnp.ones(4), key=key)
   with pytest.raises(ValueError, match="argument 'other' is a random key"):
     run(rng_argnames="key")(jnp.ones(4), key=key, other=key)
-  match = (
-    r"'other'\['k'\] is a random key, .* an argument of its own, .* or carry all \(carry_argnum"
-  )
+  match = r"'other'\['k'\] is a random key, .* an argument of its own, .* or carry all \(carry_argnum"
   with pytest.raises(ValueError, match=match):
-    run(rng_argnames="key")(jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())})
+    run(rng_argnames="key")(
+      jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())}
+    )
   own = run(rng_argnames="key")(jnp.ones(4), key=key)
   shared = run(rng_argnums=())(jnp.ones(4), key=key, other=key)
   assert (len(set(own.tolist())), len(set(shared.tolist()))) == (2, 1)
 
 
 def test_keys_that_are_split_or_carried_are_not_refused():
-  keys, uniform = jax.random.split(jax.random.key(0), 4), jax.vmap(jax.random.uniform)
+  keys, uniform = (
+    jax.random.split(jax.random.key(0), 4),
+    jax.vmap(jax.random.uniform),
+  )
   draw = microbatch(uniform, reduction="concat", num_microbatches=2)
   np.testing.assert_array_equal(jax.jit(draw)(keys), jax.jit(uniform)(keys))
 
@@ -345,18 +434,25 @@ def test_keys_that_are_split_or_carried_are_not_refused():
   run = microbatch_value_and_grad(
     fun, num_microbatches=2, has_aux=True, carry_argnum=2, aux_reduction="stack"
   )
-  (_, (_, noise)), _ = jax.jit(run)(np.float32(1), np.ones(4, np.float32), jax.random.key(0))
+  (_, (_, noise)), _ = jax.jit(run)(
+    np.float32(1), np.ones(4, np.float32), jax.random.key(0)
+  )
   assert noise[0] != noise[1]
 
 
 def test_raw_keys_cannot_be_told_from_numbers():
   run = microbatch_value_and_grad(
-    lambda w, x, key: jnp.mean(w * x) + 0 * jax.random.uniform(key), num_microbatches=2
+    lambda w, x, key: jnp.mean(w * x) + 0 * jax.random.uniform(key),
+    num_microbatches=2,
   )
-  jax.eval_shape(run, np.float32(1), np.ones(4, np.float32), jax.random.PRNGKey(0))
+  jax.eval_shape(
+    run, np.float32(1), np.ones(4, np.float32), jax.random.PRNGKey(0)
+  )
 
 
-@pytest.mark.parametrize("fun", [microbatch, microbatch_value_and_grad, make_train_step])
+@pytest.mark.parametrize(
+  "fun", [microbatch, microbatch_value_and_grad, make_train_step]
+)
 def test_none_is_the_default(fun):
   parameters = inspect.signature(fun).parameters
   assert parameters["batch_argnums"].default is None
@@ -368,10 +464,16 @@ def test_an_argument_that_is_named_twice_has_one_axis():
     return jnp.mean(w * x)
 
   run = functools.partial(
-    microbatch_value_and_grad, fun, num_microbatches=2, batch_argnums=1, batch_argnames="x"
+    microbatch_value_and_grad,
+    fun,
+    num_microbatches=2,
+    batch_argnums=1,
+    batch_argnames="x",
   )
   args = np.float32(1), np.arange(16, dtype=np.float32).reshape(4, 4)
   twice, once = (jax.jit(run(batch_axis=axes))(*args) for axes in ((1, 1), 1))
   trees.assert_close(twice, once, 0)
-  with pytest.raises(ValueError, match="Argument 1 is named twice, with batch_axis 0, 1"):
+  with pytest.raises(
+    ValueError, match="Argument 1 is named twice, with batch_axis 0, 1"
+  ):
     run(batch_axis=(0, 1))(*args)

@@ -17,12 +17,16 @@ PARAMS, ONES = jnp.zeros(3), jnp.ones(3)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 forms = pytest.mark.parametrize("form", FORMS)
-ks = pytest.mark.parametrize("every_k", [1, 2, lambda _: 1], ids=["1", "2", "schedule"])
+ks = pytest.mark.parametrize(
+  "every_k", [1, 2, lambda _: 1], ids=["1", "2", "schedule"]
+)
 
 
 def changing(before, after):
   """A transformation whose state is `before` at first, and then ``after(state)``."""
-  return optax.GradientTransformation(lambda _: before, lambda u, s, p=None: (u, after(s)))
+  return optax.GradientTransformation(
+    lambda _: before, lambda u, s, p=None: (u, after(s))
+  )
 
 
 def dtypes(tree):
@@ -33,7 +37,8 @@ def dtypes(tree):
 WIDENING = {
   "int": changing(0, lambda s: s + 0.6),
   "twice": changing(
-    (jnp.ones(3, jnp.bfloat16), jnp.int8(1)), lambda s: (s[0] * s[1], s[1] * jnp.float16(1.5))
+    (jnp.ones(3, jnp.bfloat16), jnp.int8(1)),
+    lambda s: (s[0] * s[1], s[1] * jnp.float16(1.5)),
   ),
 }
 
@@ -52,25 +57,36 @@ def test_a_state_widens_as_in_optax_alone(name, every_k, form):
         params, state = step(params, state, ONES)
         first = first or dtypes(state.inner_opt_state)
       expected = inner.update(ONES, expected)[1]
-  trees.assert_close(state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6)
-  if every_k != 1:  # known before the conditional, so that the next calls are compiled once
+  trees.assert_close(
+    state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6
+  )
+  if (
+    every_k != 1
+  ):  # known before the conditional, so that the next calls are compiled once
     assert dtypes(state.inner_opt_state) == first
 
 
 @forms
-@pytest.mark.parametrize("start", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+  "start", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"]
+)
 def test_float32_gradients_of_bfloat16_parameters(form, start):
   params = jnp.ones(3, jnp.bfloat16)
   tx, state_inner = accumulate(MOMENTUM, 2), MOMENTUM.init(params)
   state, actual, expected = tx.init(params.astype(start)), params, params
   rounded = state_inner
-  grads = jnp.asarray(np.random.default_rng(0).normal(size=(100, 3)), jnp.float32)
+  grads = jnp.asarray(
+    np.random.default_rng(0).normal(size=(100, 3)), jnp.float32
+  )
   grads = grads.at[:5].multiply(100)
   step = jax.jit(mini_step(tx, form))
   with jax.numpy_dtype_promotion("standard"):
     alone = jax.jit(mini_step(MOMENTUM))
     updates = jax.eval_shape(tx.update, grads[0], state, params)[0]
-    assert updates.dtype == jax.eval_shape(MOMENTUM.update, grads[0], state_inner)[0].dtype
+    assert (
+      updates.dtype
+      == jax.eval_shape(MOMENTUM.update, grads[0], state_inner)[0].dtype
+    )
     for g in grads:
       for _ in range(2):
         actual, state = step(actual, state, g)
@@ -79,7 +95,9 @@ def test_float32_gradients_of_bfloat16_parameters(form, start):
       rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), rounded)
   trees.assert_close(actual, expected, 0)
   trees.assert_close(state.inner_opt_state, state_inner, 1e-6)
-  assert trees.largest_difference(rounded, state_inner) > 1e-2  # what a cast back would have given
+  assert (
+    trees.largest_difference(rounded, state_inner) > 1e-2
+  )  # what a cast back would have given
 
 
 def test_a_scan_over_calls_starts_with_a_state_that_is_wide():
@@ -91,7 +109,10 @@ def test_a_scan_over_calls_starts_with_a_state_that_is_wide():
     return jax.lax.scan(body, (params, tx.init(start)), grads)[0]
 
   with jax.numpy_dtype_promotion("standard"):
-    (_, state), tx_state = scanned(params.astype(jnp.float32)), MOMENTUM.init(PARAMS)
+    (_, state), tx_state = (
+      scanned(params.astype(jnp.float32)),
+      MOMENTUM.init(PARAMS),
+    )
     for _ in range(2):
       tx_state = MOMENTUM.update(ONES, tx_state)[1]
     with pytest.raises(TypeError, match="carry"):
@@ -118,7 +139,9 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
     for _ in range(4):
       params, state = jax.jit(mini_step(tx, form))(params, state, ONES)
   expected = 1 if every_k == 2 else 2
-  trees.assert_close(state.inner_opt_state, jnp.full(4, expected, jnp.float32), 0)
+  trees.assert_close(
+    state.inner_opt_state, jnp.full(4, expected, jnp.float32), 0
+  )
   assert state.inner_opt_state.sharding.spec == P("data")
 
 
@@ -127,15 +150,41 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
 @pytest.mark.parametrize(
   ("before", "after", "message"),
   [
-    (jnp.zeros(3), lambda s: s[:2], r"After .*_state has shape \(2,\), not \(3,\): the opt"),
-    ({"a": ONES}, lambda s: {"b": s["a"]}, r"After an update inner_opt_state\['a'\] is missing"),
-    ({"a": ONES}, lambda s: {**s, "b": ONES}, r"After .* inner_opt_state\['b'\] is not expected"),
-    ([ONES], lambda s: (s[0],), r"After .* inner_opt_state is a PyTree.* and not a PyTree"),
-    (jax.random.key(0), jax.random.key_data, r"After .*inner_opt_state has shape \(2,\), not \(\)"),
-    (jax.random.key(0), lambda s: jnp.uint32(0), r"dtype key<fry>, and uint32 after an update: h"),
+    (
+      jnp.zeros(3),
+      lambda s: s[:2],
+      r"After .*_state has shape \(2,\), not \(3,\): the opt",
+    ),
+    (
+      {"a": ONES},
+      lambda s: {"b": s["a"]},
+      r"After an update inner_opt_state\['a'\] is missing",
+    ),
+    (
+      {"a": ONES},
+      lambda s: {**s, "b": ONES},
+      r"After .* inner_opt_state\['b'\] is not expected",
+    ),
+    (
+      [ONES],
+      lambda s: (s[0],),
+      r"After .* inner_opt_state is a PyTree.* and not a PyTree",
+    ),
+    (
+      jax.random.key(0),
+      jax.random.key_data,
+      r"After .*inner_opt_state has shape \(2,\), not \(\)",
+    ),
+    (
+      jax.random.key(0),
+      lambda s: jnp.uint32(0),
+      r"dtype key<fry>, and uint32 after an update: h",
+    ),
   ],
 )
-def test_a_state_of_another_tree_or_shape(form, every_k, before, after, message):
+def test_a_state_of_another_tree_or_shape(
+  form, every_k, before, after, message
+):
   tx = accumulate(changing(before, after), every_k)
   with pytest.raises((ValueError, TypeError), match=message):
     jax.eval_shape(mini_step(tx, form), PARAMS, tx.init(PARAMS), ONES)
@@ -146,23 +195,27 @@ if hasattr(optax, "monitor"):  # since optax 0.2.7
   def test_a_monitor():
     measure = {"norm": optax.tree.norm}
     tx = accumulate(optax.chain(optax.sgd(0.1), optax.monitor(measure)), 2)
-    message = (
-      r"measurements\['norm'\] is not expected: .*optax\.monitor's do not: use optax\.snapshot"
-    )
+    message = r"measurements\['norm'\] is not expected: .*optax\.monitor's do not: use optax\.snapshot"
     with pytest.raises(ValueError, match=message):
       tx.apply(ONES, tx.init(PARAMS), PARAMS)
     # As it says.
-    tx = accumulate(optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)), 2)
+    tx = accumulate(
+      optax.chain(optax.sgd(0.1), optax.snapshot("norm", optax.tree.norm)), 2
+    )
     params, state = PARAMS, tx.init(PARAMS)
     for _ in range(2):
       params, state = tx.apply(ONES, state, params)
-    np.testing.assert_allclose(optax.tree.get(state, "norm"), 0.1 * 3**0.5, rtol=1e-6)
+    np.testing.assert_allclose(
+      optax.tree.get(state, "norm"), 0.1 * 3**0.5, rtol=1e-6
+    )
 
 
 @forms
 @ks
 def test_a_random_key_stays_one(form, every_k):
-  tx = accumulate(changing(jax.random.key(0), lambda s: jax.random.split(s)[0]), every_k)
+  tx = accumulate(
+    changing(jax.random.key(0), lambda s: jax.random.split(s)[0]), every_k
+  )
   _, state = jax.eval_shape(mini_step(tx, form), PARAMS, tx.init(PARAMS), ONES)
   assert state.inner_opt_state.dtype == jax.random.key(0).dtype
 
@@ -172,7 +225,9 @@ def test_updates_that_change_the_shape_of_parameters():
   tx = accumulate(inner, 2)
   with (
     jax.numpy_rank_promotion("allow"),
-    pytest.raises(ValueError, match=r"After an update params has shape \(2, 3\), not \(3,\)"),
+    pytest.raises(
+      ValueError, match=r"After an update params has shape \(2, 3\), not \(3,\)"
+    ),
   ):
     jax.eval_shape(tx.apply, ONES, tx.init(PARAMS), PARAMS)
 
@@ -213,5 +268,7 @@ def test_a_train_step_widens_what_it_is_given(tx, options, held):
 
 def test_a_train_step_whose_state_loses_a_leaf():
   tx = changing({"a": ONES}, lambda s: {})
-  with pytest.raises(ValueError, match=r"After an update opt_state\['a'\] is missing"):
+  with pytest.raises(
+    ValueError, match=r"After an update opt_state\['a'\] is missing"
+  ):
     weighed_step(tx).eval_shape(PARAMS, {"a": ONES}, jnp.ones((4, 3)))

@@ -30,7 +30,9 @@ def in_mode(params, batch, mode):
 def take_step(loss_fn, *args, count=None, **kwargs):
   mesh = None if count is None else make_mesh(count)
   tx = optax.sgd(0.1)
-  step = make_train_step(loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
+  )
   return step(PARAMS, tx.init(PARAMS), BATCH, *args, **kwargs)
 
 
@@ -56,7 +58,9 @@ def test_a_branch_on_an_argument_names_it(args, kwargs, names, count):
 
 
 def test_it_is_named_where_the_batch_is_too():
-  step = make_train_step(flagged, optax.sgd(0.1), num_microbatches=2, batch_argnums=1)
+  step = make_train_step(
+    flagged, optax.sgd(0.1), num_microbatches=2, batch_argnums=1
+  )
   with pytest.raises(TypeError, match="traced") as error:
     step(PARAMS, optax.sgd(0.1).init(PARAMS), BATCH, True)
   assert "functools.partial(loss_fn, train=...)" in notes(error)
@@ -74,14 +78,20 @@ def test_a_branch_where_nothing_is_a_setting_names_nothing():
 
 
 @MESHES
-@pytest.mark.parametrize("value", ["train", np.array(["a"]), np.array([None]), np.float32])
+@pytest.mark.parametrize(
+  "value", ["train", np.array(["a"]), np.array([None]), np.float32]
+)
 def test_what_holds_no_numbers_is_an_error_of_jax(count, value):
-  with pytest.raises(TypeError, match=r"JAX (array )?(type|value)|static|data type"):
+  with pytest.raises(
+    TypeError, match=r"JAX (array )?(type|value)|static|data type"
+  ):
     take_step(in_mode, value, count=count)
 
 
 def test_strings_in_a_batch_are_refused():
-  run = microbatch(lambda batch: batch["x"].sum(), reduction="sum", num_microbatches=2)
+  run = microbatch(
+    lambda batch: batch["x"].sum(), reduction="sum", num_microbatches=2
+  )
   for strings in ("a" * 8, np.array(["a"] * 8)):
     message = r"^argument 0\['name'\] has no numbers \(.* is not a valid JAX .*leave it out of"
     with pytest.raises(TypeError, match=message):
@@ -109,13 +119,21 @@ def test_whatever_takes_a_value_names_it(take, value):
 
   with pytest.raises((TypeError, ValueError)) as error:
     take_step(loss_fn, value)
-  assert "functools.partial(loss_fn, n=...), and make a step for each value" in notes(error)
+  assert (
+    "functools.partial(loss_fn, n=...), and make a step for each value"
+    in notes(error)
+  )
 
 
 @MESHES
 def test_partial_fixes_a_setting(count):
-  expected = take_step(lambda params, batch: flagged(params, batch, True), count=count)
-  for loss_fn in functools.partial(flagged, train=True), functools.partial(in_mode, mode="train"):
+  expected = take_step(
+    lambda params, batch: flagged(params, batch, True), count=count
+  )
+  for loss_fn in (
+    functools.partial(flagged, train=True),
+    functools.partial(in_mode, mode="train"),
+  ):
     trees.assert_close(take_step(loss_fn, count=count), expected, 0)
 
 
@@ -128,10 +146,14 @@ def test_a_bool_may_be_data():
 
 
 def test_without_jit_settings_are_plain_values():
-  expected = microbatch_value_and_grad(functools.partial(flagged, train=True), num_microbatches=2)
+  expected = microbatch_value_and_grad(
+    functools.partial(flagged, train=True), num_microbatches=2
+  )
   for loss_fn, setting in (flagged, True), (in_mode, "train"):
     value_and_grad = microbatch_value_and_grad(loss_fn, num_microbatches=2)
-    trees.assert_close(value_and_grad(PARAMS, BATCH, setting), expected(PARAMS, BATCH), 0)
+    trees.assert_close(
+      value_and_grad(PARAMS, BATCH, setting), expected(PARAMS, BATCH), 0
+    )
     if setting is True:
       with pytest.raises(TypeError, match="traced") as error:
         jax.jit(value_and_grad)(PARAMS, BATCH, setting)

@@ -18,20 +18,27 @@ from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
 
 ROWS = 32
-kinds = pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+kinds = pytest.mark.parametrize(
+  "kind", [AUTO, EXPLICIT], ids=["auto", "explicit"]
+)
 
 
 def init_params(dtype=np.float64):
   rng = np.random.default_rng(0)
   shapes = {"w": (16, 8), "b": (8,), "three": (3,)}
-  return {name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()}
+  return {
+    name: np.asarray(rng.normal(size=s), dtype) for name, s in shapes.items()
+  }
 
 
 def make_batch(dtype=np.float64):
   """Padded rows: the last ones, and so the last devices, hold far fewer valid numbers."""
   rng = np.random.default_rng(1)
   valid = rng.random((ROWS, 8)) < np.linspace(1.0, 0.2, ROWS)[:, None]
-  return {"x": np.asarray(rng.normal(size=(ROWS, 16)), dtype), "valid": np.asarray(valid, dtype)}
+  return {
+    "x": np.asarray(rng.normal(size=(ROWS, 16)), dtype),
+    "valid": np.asarray(valid, dtype),
+  }
 
 
 def loss_fn(params, batch):
@@ -63,7 +70,9 @@ def expected_at_the_last_step():
   with jax.enable_x64(True):
     two, _, _ = expected_steps(2)
     grads = jax.jit(jax.grad(loss_fn))(two, make_batch())
-    elsewhere = jax.jit(loss_fn)(jax.tree.map(lambda x: 2 * x, two), make_batch())
+    elsewhere = jax.jit(loss_fn)(
+      jax.tree.map(lambda x: 2 * x, two), make_batch()
+    )
     return float(optax.tree.norm(grads)), float(elsewhere)
 
 
@@ -85,7 +94,8 @@ ALL = {"w": P(), "b": P(), "three": P()}
 
 
 @pytest.mark.parametrize(
-  ("kind", "reduce_gradients"), [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")]
+  ("kind", "reduce_gradients"),
+  [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")],
 )
 def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
   with jax.enable_x64(True):
@@ -106,10 +116,14 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
       params, state, metrics = step(params, state, make_batch())
     state, elsewhere = state
     norm, expected_elsewhere = expected_at_the_last_step()
-    trees.assert_close(jax.device_get((params, state, metrics["loss"])), expected_steps(), 1e-10)
+    trees.assert_close(
+      jax.device_get((params, state, metrics["loss"])), expected_steps(), 1e-10
+    )
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-10)
     assert norm > 1  # it was clipped
-    np.testing.assert_allclose(elsewhere, expected_elsewhere, rtol=1e-12)  # value_fn has shards
+    np.testing.assert_allclose(
+      elsewhere, expected_elsewhere, rtol=1e-12
+    )  # value_fn has shards
     for name, spec in STATE.items():
       sharding = NamedSharding(mesh, spec)
       assert params[name].sharding.is_fully_replicated
@@ -120,12 +134,17 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
 @kinds
 def test_parameters_alone_are_gathered(kind):
   mesh, tx = make_mesh(8, kind=kind), optimizer()
-  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+  step = make_train_step(
+    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
+  )
   params = devices.put(init_params(np.float32), mesh)
   args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
   report = count_collectives(step.lower(*args).compile())
   assert report.outside["all-gather"] == report.outside["reduce-scatter"]
-  assert report.outside["all-gather"].bytes == params["w"].nbytes + params["b"].nbytes
+  assert (
+    report.outside["all-gather"].bytes
+    == params["w"].nbytes + params["b"].nbytes
+  )
 
 
 # On meshes of two axes: of the parameters, of the state, and of how many the state decides.
@@ -166,18 +185,26 @@ def test_beside_a_second_axis(types, case):
   specs, state_specs, count = BESIDE[case]
 
   def fun(params, batch):
-    if types[1] == EXPLICIT:  # explicit axes want to be told where a product goes
+    if (
+      types[1] == EXPLICIT
+    ):  # explicit axes want to be told where a product goes
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
     return loss_fn(params, batch)
 
   with jax.enable_x64(True):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types)
+    mesh = Mesh(
+      np.array(jax.devices()).reshape(4, 2), ("data", "model"), axis_types=types
+    )
     tx = optimizer()
-    step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    step = make_train_step(
+      fun, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
+    )
     params = devices.put(init_params(), mesh, specs)
     state = sharded(tx, params, mesh, state_specs)
     # JAX cannot scatter where another axis is explicit: the sum is taken, and a part of it kept.
-    assert scatters(step, params, state, make_batch()) == (0 if types[1] == EXPLICIT else count)
+    assert scatters(step, params, state, make_batch()) == (
+      0 if types[1] == EXPLICIT else count
+    )
     for _ in range(3):
       params, state, metrics = step(params, state, make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -185,7 +212,11 @@ def test_beside_a_second_axis(types, case):
     for name, spec in state_specs.items():
       at, of_state = NamedSharding(mesh, specs[name]), NamedSharding(mesh, spec)
       assert params[name].sharding.is_equivalent_to(at, params[name].ndim)
-      assert state[1][0].nu[name].sharding.is_equivalent_to(of_state, params[name].ndim)
+      assert (
+        state[1][0]
+        .nu[name]
+        .sharding.is_equivalent_to(of_state, params[name].ndim)
+      )
 
 
 @pytest.mark.parametrize("parameters", ["replicated", "sharded"])
@@ -193,16 +224,24 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
   """XLA would gather parameters and gradients over the other axis to send them over this one."""
   mesh, tx = make_mesh(4, 2, axes=("data", "model"), kind=AUTO), optimizer()
   specs = {"v": P("data", "model"), "w": P("model", "data")}
-  of_params = specs if parameters == "sharded" else {"v": P(None, "model"), "w": P("model", None)}
+  of_params = (
+    specs
+    if parameters == "sharded"
+    else {"v": P(None, "model"), "w": P("model", None)}
+  )
   like = {name: jax.ShapeDtypeStruct((128, 128), jnp.float32) for name in "vw"}
   params = devices.abstract(like, mesh, of_params)
-  state = jax.tree.map(lambda x: devices.abstract(x, mesh), jax.eval_shape(tx.init, like))
+  state = jax.tree.map(
+    lambda x: devices.abstract(x, mesh), jax.eval_shape(tx.init, like)
+  )
   state = optax.tree_utils.tree_map_params(
     tx, lambda _, x, spec: devices.abstract(x, mesh, spec), state, like, specs
   )
   step = make_train_step(squares, tx, mesh=mesh, num_microbatches=2)
   batch = jax.ShapeDtypeStruct((16, 128), jnp.float32)
-  report = count_collectives(step.lower(params, state, batch).compile()).at_least(1024)
+  report = count_collectives(
+    step.lower(params, state, batch).compile()
+  ).at_least(1024)
   local = 4 * 2 * 128**2 // 2
   sent = {kind: x.bytes for kind, x in report.outside.items()}
   assert sent == {"reduce-scatter": local, "all-gather": local}
@@ -237,8 +276,12 @@ def test_a_data_axis_of_one_device(kind, shape, reduce_gradients):
       reduce_gradients=reduce_gradients,
     )
     params = devices.put(init_params(), mesh, specs)
-    state = sharded(tx, params, mesh, specs | {"three": P("data")})  # one part, of three numbers
-    held = jax.jit(step)(params, state, make_batch())  # where the shardings are not known
+    state = sharded(
+      tx, params, mesh, specs | {"three": P("data")}
+    )  # one part, of three numbers
+    held = jax.jit(step)(
+      params, state, make_batch()
+    )  # where the shardings are not known
     for _ in range(2):
       params, state, metrics = held = step(*held[:2], make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -256,7 +299,9 @@ def test_a_mesh_of_one_device_that_has_two_axes(kind):
   params = devices.put(start, mesh, P("model"))
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2)
   actual = oracle.take_steps(step, tx, params, [x] * 2)
-  expected = oracle.take_steps(oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2)
+  expected = oracle.take_steps(
+    oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2
+  )
   trees.assert_close(jax.device_get(actual), jax.device_get(expected), 1e-5)
 
 
@@ -265,11 +310,20 @@ def test_over_two_data_axes():
     mesh = make_mesh(4, 2, axes=("data", "fsdp"), kind=EXPLICIT)
     tx, axes = optimizer(), ("data", "fsdp")
     step = make_train_step(
-      loss_fn, tx, mesh=mesh, data_axis=axes, num_microbatches=2, weight_fn=valid
+      loss_fn,
+      tx,
+      mesh=mesh,
+      data_axis=axes,
+      num_microbatches=2,
+      weight_fn=valid,
     )
     # Sharded over one axis, and the state over both.
-    params = devices.put(init_params(), mesh, {"w": P("fsdp"), "b": P(), "three": P()})
-    state = sharded(tx, params, mesh, {"w": P(("fsdp", "data")), "b": P(axes), "three": P()})
+    params = devices.put(
+      init_params(), mesh, {"w": P("fsdp"), "b": P(), "three": P()}
+    )
+    state = sharded(
+      tx, params, mesh, {"w": P(("fsdp", "data")), "b": P(axes), "three": P()}
+    )
     for _ in range(3):
       params, state, metrics = step(params, state, make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -286,7 +340,9 @@ def mixed(params, mesh, tx):
 def put_all(params, mesh, tx):
   """Every leaf sharded that can be."""
   spec = lambda x: P("data") if x.ndim and x.shape[0] % 8 == 0 else P()  # noqa: E731
-  return jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), trees.strong(tx.init(params)))
+  return jax.tree.map(
+    lambda x: devices.put(x, mesh, spec(x)), trees.strong(tx.init(params))
+  )
 
 
 def rows_and_norms():
@@ -299,7 +355,11 @@ def rows_and_norms():
   def update(updates, state, params=None):
     first = jax.tree.map(lambda g: g.reshape(len(g), -1)[:, 0], updates)
     rows = jax.tree.map(lambda r, g: 0.9 * r + g, state[0], first)
-    step = jax.tree.map(lambda r, g: -0.1 * (r.reshape(-1, *[1] * (g.ndim - 1)) + g), rows, updates)
+    step = jax.tree.map(
+      lambda r, g: -0.1 * (r.reshape(-1, *[1] * (g.ndim - 1)) + g),
+      rows,
+      updates,
+    )
     return step, (rows, jax.tree.map(lambda g: jnp.sum(g**2), updates))
 
   return optax.GradientTransformation(init, update)
@@ -309,23 +369,34 @@ def rows_and_norms():
 OPTIMIZERS = {
   "moments disagree": (optax.adam(0.1), mixed, 0),
   "no moments": (optax.sgd(0.1), put_all, 0),
-  "of other shapes": (optax.adafactor(0.1, min_dim_size_to_factor=2), put_all, 0),
+  "of other shapes": (
+    optax.adafactor(0.1, min_dim_size_to_factor=2),
+    put_all,
+    0,
+  ),
   "of another shape, and numbers": (rows_and_norms(), put_all, 1),
   "momentum": (optax.sgd(0.1, momentum=0.9), put_all, 2),
   "some have moments": (
     optax.partition(
-      {"a": optax.adam(0.1), "s": optax.sgd(0.1)}, {"w": "a", "b": "s", "three": "s"}
+      {"a": optax.adam(0.1), "s": optax.sgd(0.1)},
+      {"w": "a", "b": "s", "three": "s"},
     ),
     put_all,
     1,
   ),
   "masked": (
-    optax.masked(optax.sgd(0.1, momentum=0.9), {"w": False, "b": True, "three": True}),
+    optax.masked(
+      optax.sgd(0.1, momentum=0.9), {"w": False, "b": True, "three": True}
+    ),
     put_all,
     1,
   ),
   "accumulate": (accumulate(optax.adam(0.1), 2), put_all, 2),
-  "multi steps": (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), put_all, 2),
+  "multi steps": (
+    optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    put_all,
+    2,
+  ),
 }
 
 
@@ -335,25 +406,33 @@ def test_which_gradients_are_scattered(name):
   tx = relaxed(tx)
   with jax.enable_x64(True):
     mesh = make_mesh(8)
-    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    step = make_train_step(
+      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
+    )
     params = devices.put(init_params(), mesh)
     state = make_state(params, mesh, tx)
     assert scatters(step, params, state, make_batch()) == count
     shardings = jax.tree.map(lambda x: x.sharding, state)
     for _ in range(2):
       params, state, metrics = step(params, state, make_batch())
-    for x, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True):
+    for x, sharding in zip(
+      jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True
+    ):
       assert x.sharding.is_equivalent_to(sharding, x.ndim)
     start = jax.tree.map(jnp.asarray, init_params())
     whole_batch_step = oracle.whole_batch_step(loss_fn, tx)
-    expected = oracle.take_steps(whole_batch_step, tx, start, [make_batch()] * 2)
+    expected = oracle.take_steps(
+      whole_batch_step, tx, start, [make_batch()] * 2
+    )
     held = jax.device_get((params, state, metrics["loss"]))
     trees.assert_close(held, expected, 1e-8)
 
 
 def test_names_that_end_alike_and_parameters_without_a_name():
   def fun(params, batch):
-    return jnp.mean(sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch)
+    return jnp.mean(
+      sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch
+    )
 
   mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
   step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1)
@@ -365,12 +444,16 @@ def test_names_that_end_alike_and_parameters_without_a_name():
     (ones, P("data"), 1),
   ):
     params = devices.put(tree, mesh)
-    assert scatters(step, params, sharded(tx, params, mesh, specs), batch) == count
+    assert (
+      scatters(step, params, sharded(tx, params, mesh, specs), batch) == count
+    )
 
 
 def test_a_batch_of_padding_moves_nothing():
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
-  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid, donate=False)
+  step = make_train_step(
+    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid, donate=False
+  )
   params = devices.put(init_params(np.float32), mesh)
   batch = make_batch(np.float32)
   batch["valid"][:] = 0
@@ -382,17 +465,23 @@ def test_a_batch_of_padding_moves_nothing():
 def test_in_a_scan_over_steps_of_an_explicit_mesh():
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
-    step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid)
+    step = make_train_step(
+      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
+    )
     params = devices.put(init_params(), mesh)
     batch = devices.put(make_batch(), mesh, P("data"))
 
     @jax.jit
     def three(held, batch):
-      return jax.lax.scan(lambda held, _: (step(*held, batch)[:2], None), held, length=3)[0]
+      return jax.lax.scan(
+        lambda held, _: (step(*held, batch)[:2], None), held, length=3
+      )[0]
 
     held = params, sharded(tx, params, mesh, STATE)
     assert str(jax.make_jaxpr(three)(held, batch)).count("reduce_scatter[") == 2
-    trees.assert_close(jax.device_get(three(held, batch)), expected_steps()[:2], 1e-10)
+    trees.assert_close(
+      jax.device_get(three(held, batch)), expected_steps()[:2], 1e-10
+    )
 
 
 # What is sharded over explicit axes, of the parameter and of its momentum.
@@ -413,7 +502,9 @@ def mean_square(w, x):
 @functools.cache
 def two_steps_by_hand(fun, tx):
   start, x = init_params()["w"], make_batch()["x"]
-  return oracle.take_steps(oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2)
+  return oracle.take_steps(
+    oracle.whole_batch_step(fun, tx), tx, jnp.asarray(start), [x] * 2
+  )
 
 
 @pytest.mark.parametrize("specs", APART.values(), ids=APART)
@@ -423,11 +514,16 @@ def test_explicit_shardings_come_out_as_they_came(specs):
     step = make_train_step(fun, tx, mesh=mesh, num_microbatches=2, donate=False)
     start = init_params()["w"]
     batch = devices.put(make_batch()["x"], mesh, P("data"))
-    params, state = devices.put(start, mesh, specs[0]), tx.init(jnp.asarray(start))
+    params, state = (
+      devices.put(start, mesh, specs[0]),
+      tx.init(jnp.asarray(start)),
+    )
     held = params, devices.put(state, mesh, specs[1])
 
     def scanned(held):
-      return jax.lax.scan(lambda held, _: (step(*held, batch)[:2], None), held, length=2)[0]
+      return jax.lax.scan(
+        lambda held, _: (step(*held, batch)[:2], None), held, length=2
+      )[0]
 
     def called(held):
       return step(*step(*held, batch)[:2], batch)[:2]
@@ -442,7 +538,9 @@ def test_explicit_shardings_come_out_as_they_came(specs):
 
 def test_traced_parameters_of_which_no_sharding_is_known():
   mesh, tx = make_mesh(8), relaxed(optax.adam(0.1))
-  step = make_train_step(loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False)
+  step = make_train_step(
+    loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False
+  )
   params = devices.put(init_params(np.float32), mesh)
   state, batch = sharded(tx, params, mesh, STATE), make_batch(np.float32)
   program = jax.make_jaxpr(lambda params: step(params, state, batch))(params)
@@ -459,13 +557,19 @@ def squares(params, batch):
 def compiled_for_tpus(reduce_gradients):
   """A step of 8 chips, of parameters that do not fit in the memory on a chip."""
   mesh, tx = make_mesh(8, platform="tpu"), optimizer()
-  shapes = {name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"}
+  shapes = {
+    name: jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for name in "vw"
+  }
   state = jax.tree.map(
     lambda x: devices.abstract(x, mesh, P("data") if x.ndim else P()),
     jax.eval_shape(tx.init, shapes),
   )
   step = make_train_step(
-    squares, tx, mesh=mesh, num_microbatches=4, reduce_gradients=reduce_gradients
+    squares,
+    tx,
+    mesh=mesh,
+    num_microbatches=4,
+    reduce_gradients=reduce_gradients,
   )
   batch = jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
   return step.lower(devices.abstract(shapes, mesh), state, batch).compile()
@@ -481,23 +585,38 @@ def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   # Without the tie to what they take the place of, it is 2.5 times the parameters.
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
   report = count_collectives(compiled_for_tpus("per_microbatch")).at_least(1024)
-  assert {kind: x.bytes for kind, x in report.inside.items()} == {"reduce-scatter": 4 * size}
-  assert {kind: x.bytes for kind, x in report.outside.items()} == {"all-gather": size}
+  assert {kind: x.bytes for kind, x in report.inside.items()} == {
+    "reduce-scatter": 4 * size
+  }
+  assert {kind: x.bytes for kind, x in report.outside.items()} == {
+    "all-gather": size
+  }
 
 
 def shard_state(optimizer, mesh):
   state = nnx.state(optimizer, nnx.OptState)
   spec = lambda x: P("data") if x.ndim else P()  # noqa: E731
-  nnx.update(optimizer, jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), state))
+  nnx.update(
+    optimizer, jax.tree.map(lambda x: devices.put(x, mesh, spec(x)), state)
+  )
 
 
 @pytest.mark.parametrize(
   ("made", "kind"),
-  [("jitted", AUTO), ("jitted", EXPLICIT), ("in a file", AUTO), ("in part", EXPLICIT)],
+  [
+    ("jitted", AUTO),
+    ("jitted", EXPLICIT),
+    ("in a file", AUTO),
+    ("in part", EXPLICIT),
+  ],
 )
 def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
   with jax.enable_x64(True):
-    mesh, tx, batch = make_mesh(4, kind=kind), accumulate(optimizer(), 2), make_batch()
+    mesh, tx, batch = (
+      make_mesh(4, kind=kind),
+      accumulate(optimizer(), 2),
+      make_batch(),
+    )
     specs = {"w": P(None, "data"), "b": P("data"), "three": P()}
     placed = devices.put(init_params(), mesh, specs)
     state = jax.jit(tx.init)(init_params())
@@ -533,10 +652,14 @@ def test_a_leaf_of_another_shape_than_its_parameter_is_held_whole():
   mesh, tx = make_mesh(4), optax.adafactor(1e-2, min_dim_size_to_factor=4)
   placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
   state = jax.device_get(relaxed(tx).init(init_params(np.float32)))
-  step = make_train_step(loss_fn, relaxed(tx), num_microbatches=2, mesh=mesh, donate=False)
+  step = make_train_step(
+    loss_fn, relaxed(tx), num_microbatches=2, mesh=mesh, donate=False
+  )
   params, new, _ = step(placed, state, make_batch(np.float32))
   assert params["w"].sharding.spec == P("data")
-  factors = [x for x in jax.tree.leaves(new) if x.shape in ((16,), (8,)) and x.ndim]
+  factors = [
+    x for x in jax.tree.leaves(new) if x.shape in ((16,), (8,)) and x.ndim
+  ]
   assert factors
   assert all(x.sharding.is_fully_replicated for x in factors)
 
@@ -556,10 +679,17 @@ def test_nnx_with_a_sharded_state():
       step = nnx_train_step(fun, num_microbatches=2, mesh=over)
       if over is not None:
         shard_state(optimizer, mesh)
-        assert step.lower(model, optimizer, batch).as_text().count("reduce_scatter") == 2
+        assert (
+          step.lower(model, optimizer, batch).as_text().count("reduce_scatter")
+          == 2
+        )
       for _ in range(2):
         step(model, optimizer, batch)
-      results.append(jax.tree.leaves(jax.device_get((nnx.state(model), nnx.state(optimizer)))))
+      results.append(
+        jax.tree.leaves(
+          jax.device_get((nnx.state(model), nnx.state(optimizer)))
+        )
+      )
     trees.assert_close(*results, 1e-10)
     kernel = optimizer.opt_state[0].mu["kernel"][...]
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
@@ -577,7 +707,11 @@ def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
   optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
   model.kernel.set_value(devices.put(model.kernel[...], mesh, P("data")))
   nnx_train_step(fun, num_microbatches=2, mesh=mesh)(model, optimizer, batch)
-  for x in (model.kernel, optimizer.opt_state[0].mu["kernel"], optimizer.opt_state[0].nu["kernel"]):
+  for x in (
+    model.kernel,
+    optimizer.opt_state[0].mu["kernel"],
+    optimizer.opt_state[0].nu["kernel"],
+  ):
     assert x[...].sharding.spec == P("data")
   assert model.bias[...].sharding.is_fully_replicated
 
@@ -589,4 +723,9 @@ def test_an_optimizer_that_cannot_compute_over_explicit_axes():
   step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
   with pytest.raises(Exception, match="sharded") as raised:
     step(placed, tx.init(init_params(np.float32)), make_batch(np.float32))
-  assert "".join(raised.value.__notes__).count("Over automatic axes it works: jax.make_mesh(") == 1
+  assert (
+    "".join(raised.value.__notes__).count(
+      "Over automatic axes it works: jax.make_mesh("
+    )
+    == 1
+  )

@@ -35,19 +35,30 @@ def loss_fn(params, batch):
   return masked((batch["x"] @ params - batch["y"]) ** 2, batch)
 
 
-def check(loss=loss_fn, params=W, batch=BATCH, *further, num_microbatches=3, **options):
+def check(
+  loss=loss_fn, params=W, batch=BATCH, *further, num_microbatches=3, **options
+):
   step = make_train_step(loss, TX, num_microbatches=num_microbatches, **options)
   return step.check(params, TX.init(params), batch, *further)
 
 
 def mesh_of(count=4, axes=("data",), kind=AxisType.Auto):
   shape = (count,) if len(axes) == 1 else (count // 2, 2)
-  return jax.make_mesh(shape, axes, (kind,) * len(axes), devices=jax.devices()[:count])
+  return jax.make_mesh(
+    shape, axes, (kind,) * len(axes), devices=jax.devices()[:count]
+  )
 
 
 # All others of the zoo have the same report too, but asking twice for each takes a minute.
 @pytest.mark.parametrize(
-  "name", ["token mean", "regularised sum", "contrastive", "dropout, key shared", "labels apart"]
+  "name",
+  [
+    "token mean",
+    "regularised sum",
+    "contrastive",
+    "dropout, key shared",
+    "labels apart",
+  ],
 )
 def test_the_report_is_that_of_check_split(name):
   specimen = ZOO[name]
@@ -57,7 +68,11 @@ def test_the_report_is_that_of_check_split(name):
   step = make_train_step(specimen.fun, TX, **options)
   report = step.check(params, TX.init(params), *further)
   same = check_split(specimen.fun, params, *further, **specimen.options)
-  assert (report.verdict, report.reason, report.fix) == (same.verdict, same.reason, same.fix)
+  assert (report.verdict, report.reason, report.fix) == (
+    same.verdict,
+    same.reason,
+    same.fix,
+  )
 
 
 def test_a_masked_loss_and_its_fix():
@@ -67,7 +82,10 @@ def test_a_masked_loss_and_its_fix():
   options = {"in_place": _versions.ADDS_TO_REFERENCES, "skip_empty": True}
   report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), **options)
   assert report.ok, report
-  params, step = jnp.asarray(W), make_train_step(loss_fn, TX, num_microbatches=3)
+  params, step = (
+    jnp.asarray(W),
+    make_train_step(loss_fn, TX, num_microbatches=3),
+  )
   step.check(params, TX.init(params), BATCH)
   step(params, TX.init(params), BATCH)
   assert params.is_deleted()  # a check keeps no view of what is donated
@@ -76,12 +94,20 @@ def test_a_masked_loss_and_its_fix():
 def test_arguments_by_name():
   def loss(params, scale, *, batch, key):
     noise = jax.random.uniform(key, batch["y"].shape)
-    return scale * masked((batch["x"] @ params - batch["y"] * noise) ** 2, batch)
+    return scale * masked(
+      (batch["x"] @ params - batch["y"] * noise) ** 2, batch
+    )
 
   weighed = lambda batch: jnp.sum(batch["mask"])  # noqa: E731
   for weight_fn in (None, weighed):
-    names = {"batch_argnums": (), "batch_argnames": "batch", "rng_argnames": "key"}
-    step = make_train_step(loss, TX, num_microbatches=3, weight_fn=weight_fn, **names)
+    names = {
+      "batch_argnums": (),
+      "batch_argnames": "batch",
+      "rng_argnames": "key",
+    }
+    step = make_train_step(
+      loss, TX, num_microbatches=3, weight_fn=weight_fn, **names
+    )
     report = step.check(W, TX.init(W), 2.0, key=jax.random.key(0), batch=BATCH)
     assert report.verdict == ("ok" if weight_fn else "weighted"), report
 
@@ -92,7 +118,10 @@ def test_keywords_in_fixes():
 
   given = {"y": BATCH["y"], "key": jax.random.key(0)}
   for options, fix in [
-    ({"rng_argnames": "key"}, 'batch_argnums=1, batch_argnames="y"\nor, if argument y has'),
+    (
+      {"rng_argnames": "key"},
+      'batch_argnums=1, batch_argnames="y"\nor, if argument y has',
+    ),
     ({"batch_argnames": "y"}, 'rng_argnames="key"'),
     ({"batch_argnames": "y", "rng_argnums": ()}, 'rng_argnames="key"'),
   ]:
@@ -112,17 +141,26 @@ def test_an_argument_that_is_split_by_position_and_by_name(names):
 
 
 def test_a_weight_by_chance():
-  draw = np.random.default_rng(31)  # of which y < 0 says where the largest is, in the first 4 rows
+  draw = np.random.default_rng(
+    31
+  )  # of which y < 0 says where the largest is, in the first 4 rows
   batch = {"x": draw.normal(size=(16, WIDTH)), "y": draw.normal(size=16)}
-  largest = lambda params, batch: jnp.max((batch["x"] @ params - batch["y"]) ** 2)  # noqa: E731
+
+  def largest(params, batch):
+    return jnp.max((batch["x"] @ params - batch["y"]) ** 2)
+
   report = check(largest, np.ones(WIDTH), batch, num_microbatches=2)
   assert report.verdict == "coupled", report
 
 
 def test_an_argument_of_the_size_of_what_is_checked_at_a_time():
-  largest = lambda params, batch, scale: jnp.max(batch["x"] @ params) + jnp.sum(scale)  # noqa: E731
+  def largest(params, batch, scale):
+    return jnp.max(batch["x"] @ params) + jnp.sum(scale)
+
   step = make_train_step(largest, TX, num_microbatches=3, batch_argnums=1)
-  assert step.check(W, TX.init(W), BATCH, np.ones(4)).verdict == "coupled"  # not "unsplit"
+  assert (
+    step.check(W, TX.init(W), BATCH, np.ones(4)).verdict == "coupled"
+  )  # not "unsplit"
 
 
 @pytest.mark.parametrize(("aux_reduction", "aux"), [(None, 2), ("stack", 1)])
@@ -133,11 +171,16 @@ def test_aux_of_the_size_of_the_microbatches_of_the_check(aux_reduction, aux):
 
   report = check(loss, has_aux=True, aux_reduction=aux_reduction)
   assert report.ok
-  assert "rows at a time" in report.not_checked[0]  # and not all, after an error
+  assert (
+    "rows at a time" in report.not_checked[0]
+  )  # and not all, after an error
 
 
 def test_rows_of_which_a_few_tell_nothing():
-  few_count = {**BATCH, "mask": (np.arange(ROWS) > 8).astype(float)}  # none of the first 4
+  few_count = {
+    **BATCH,
+    "mask": (np.arange(ROWS) > 8).astype(float),
+  }  # none of the first 4
   assert check(batch=few_count).fix == WEIGHT
   groups = lambda params, batch: jnp.mean(  # noqa: E731
     jnp.sum((batch["x"] @ params).reshape(-1, 6, 1), 1, keepdims=True) ** 2
@@ -146,7 +189,12 @@ def test_rows_of_which_a_few_tell_nothing():
   assert not report.not_checked
 
   def inside(params, batch):  # 4 rows, but not 2
-    run = microbatch(lambda w, x: x @ w, batch_argnums=1, num_microbatches=4, reduction="concat")
+    run = microbatch(
+      lambda w, x: x @ w,
+      batch_argnums=1,
+      num_microbatches=4,
+      reduction="concat",
+    )
     return jnp.mean(run(params, batch["x"]))
 
   assert check(inside).ok
@@ -158,7 +206,12 @@ def test_rows_of_which_a_few_tell_nothing():
 
 def test_what_the_loss_splits_itself():
   def loss(params, batch):
-    encode = microbatch(lambda p, x: x @ p, batch_argnums=1, num_microbatches=2, reduction="concat")
+    encode = microbatch(
+      lambda p, x: x @ p,
+      batch_argnums=1,
+      num_microbatches=2,
+      reduction="concat",
+    )
     return jnp.std(encode(params, batch["x"]))
 
   assert check(loss, num_microbatches=1).ok
@@ -179,7 +232,9 @@ def test_over_a_mesh(kind):
 
   params = {"a": rng.normal(size=(WIDTH, 4))}
   for weight_fn in (None, lambda batch: jnp.sum(batch["mask"])):
-    step = make_train_step(loss, TX, num_microbatches=1, mesh=mesh, weight_fn=weight_fn)
+    step = make_train_step(
+      loss, TX, num_microbatches=1, mesh=mesh, weight_fn=weight_fn
+    )
     placed, opt_state, _ = step(params, TX.init(params), BATCH)
     report = step.check(placed, opt_state, BATCH)
     assert report.verdict == ("ok" if weight_fn else "weighted"), report
@@ -203,16 +258,22 @@ class State(TrainState):
 
 
 def state_of(model, kind=TrainState, **fields):
-  variables = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH["x"])
+  variables = model.init(
+    {"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH["x"]
+  )
   fields |= {name: x for name, x in variables.items() if name != "params"}
-  return kind.create(apply_fn=model.apply, params=variables["params"], tx=TX, **fields)
+  return kind.create(
+    apply_fn=model.apply, params=variables["params"], tx=TX, **fields
+  )
 
 
 def test_linen():
   model = Model()
 
   def loss(variables, batch, rngs):
-    return masked((model.apply(variables, batch["x"], rngs=rngs) - batch["y"]) ** 2, batch)
+    return masked(
+      (model.apply(variables, batch["x"], rngs=rngs) - batch["y"]) ** 2, batch
+    )
 
   def without_rngs(variables, batch, rngs):
     return loss(variables, batch, {"dropout": jax.random.key(2)})
@@ -224,7 +285,9 @@ def test_linen():
   weighed = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
   step = linen_train_step(loss, num_microbatches=3, **weighed)
   assert step.check(state, BATCH, rngs=rngs).ok
-  report = linen_train_step(without_rngs, num_microbatches=3, **weighed).check(state, BATCH)
+  report = linen_train_step(without_rngs, num_microbatches=3, **weighed).check(
+    state, BATCH
+  )
   assert report.verdict == "random"
   assert "step(state, batch, rngs=" in report.fix
   step(state, BATCH, rngs)
@@ -236,11 +299,15 @@ def test_linen_with_statistics_of_the_batch():
   model = Model(normalizes=True)
 
   def loss(variables, batch, rngs):
-    out, updates = model.apply(variables, batch["x"], rngs=rngs, mutable=["batch_stats"])
+    out, updates = model.apply(
+      variables, batch["x"], rngs=rngs, mutable=["batch_stats"]
+    )
     return jnp.mean((out - batch["y"]) ** 2), updates
 
   step = linen_train_step(loss, mutable=["batch_stats"], num_microbatches=3)
-  report = step.check(state_of(model, State), BATCH, {"dropout": jax.random.key(3)})
+  report = step.check(
+    state_of(model, State), BATCH, {"dropout": jax.random.key(3)}
+  )
   assert report.verdict == "coupled", report
   assert "mutable" in report.fix
   assert "argnum" not in report.fix
@@ -255,10 +322,15 @@ def test_batch_normalization_over_devices(axis):
     out, updates = norm.apply(variables, batch["x"], mutable=["batch_stats"])
     return jnp.mean((out[:, 0] - batch["y"]) ** 2), updates
 
-  of_linen = linen_train_step(loss, num_microbatches=1, mutable=["batch_stats"], mesh=mesh_of())
+  of_linen = linen_train_step(
+    loss, num_microbatches=1, mutable=["batch_stats"], mesh=mesh_of()
+  )
   model = nnx.BatchNorm(WIDTH, axis_name=axis, rngs=nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-  mean = lambda model, batch: jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)  # noqa: E731
+
+  def mean(model, batch):
+    return jnp.mean((model(batch["x"])[:, 0] - batch["y"]) ** 2)
+
   of_nnx = nnx_train_step(mean, num_microbatches=1, mesh=mesh_of())
   for report in (
     of_linen.check(state_of(norm, State), BATCH),
@@ -307,19 +379,27 @@ def test_arguments_that_cannot_be_checked():
   step = make_train_step(loss_fn, TX, num_microbatches=3)
   params = jnp.asarray(W)
   state = TX.init(params)
-  with pytest.raises(TypeError, match=r"params is traced: check outside jax\.jit, with arrays"):
+  with pytest.raises(
+    TypeError, match=r"params is traced: check outside jax\.jit, with arrays"
+  ):
     jax.jit(lambda params: step.check(params, state, BATCH).ok)(params)
   with pytest.raises(TypeError, match=r"check outside jax\.jit"):
     jax.jit(lambda x: x * step.check(params, state, BATCH).ok)(1.0)
-  with pytest.raises(ValueError, match=r"1 splits nothing, .* that does: give 2 or more"):
+  with pytest.raises(
+    ValueError, match=r"1 splits nothing, .* that does: give 2 or more"
+  ):
     check(num_microbatches=1)
   shapes = jax.eval_shape(lambda x: x, BATCH)
-  with pytest.raises(TypeError, match=r"batch\['mask'\] is a ShapeDtypeStruct: check outside"):
+  with pytest.raises(
+    TypeError, match=r"batch\['mask'\] is a ShapeDtypeStruct: check outside"
+  ):
     step.check(params, state, shapes)
   with pytest.raises(ValueError, match="num_microbatches=3 does not divide"):
     step.check(params, state, {k: x[:8] for k, x in BATCH.items()})
   one = {k: x[:1] for k, x in BATCH.items()}
-  with pytest.raises(ValueError, match=r"The batch \(argument 1\) has 1 row, which cannot"):
+  with pytest.raises(
+    ValueError, match=r"The batch \(argument 1\) has 1 row, which cannot"
+  ):
     make_train_step(loss_fn, TX, microbatch_size=3).check(params, state, one)
   step(params, state, BATCH)
   with pytest.raises(RuntimeError, match="has been deleted"):
@@ -334,7 +414,9 @@ weigh = lambda batch: jnp.sum(batch["mask"])  # noqa: E731
 
 
 def own_mean(errors, batch):
-  return jnp.sum(errors * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+  return jnp.sum(errors * batch["mask"]) / jnp.maximum(
+    jnp.sum(batch["mask"]), 1
+  )
 
 
 def contrastive(params, batch, axes="data"):
@@ -360,7 +442,9 @@ def normalized(params, batch, axes="data"):
   hidden = batch["x"] @ params["a"]
   count = jax.lax.psum(len(hidden), axes)
   mean = jax.lax.psum(jnp.sum(hidden, 0, keepdims=True), axes) / count
-  var = jax.lax.psum(jnp.sum((hidden - mean) ** 2, 0, keepdims=True), axes) / count
+  var = (
+    jax.lax.psum(jnp.sum((hidden - mean) ** 2, 0, keepdims=True), axes) / count
+  )
   return jnp.sum((hidden - mean) / jnp.sqrt(var + 0.1) @ params["b"].T, -1) ** 2
 
 
@@ -390,10 +474,14 @@ def test_what_devices_gather():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_statistics_of_all_devices(kind):
-  assert check_pair(normalized_mean, mesh=mesh_of(kind=kind), weight_fn=weigh).ok
+  assert check_pair(
+    normalized_mean, mesh=mesh_of(kind=kind), weight_fn=weigh
+  ).ok
   report = check_pair(normalized_mean, mesh=mesh_of(kind=kind))
   assert (report.verdict, report.fix) == ("weighted", WEIGHT)
-  report = check_pair(normalized_mean, 3, mesh=mesh_of(kind=kind), weight_fn=weigh)
+  report = check_pair(
+    normalized_mean, 3, mesh=mesh_of(kind=kind), weight_fn=weigh
+  )
   assert report.verdict == "coupled", report
   added = lambda params, batch: jnp.sum(normalized(params, batch))  # noqa: E731
   assert check_pair(added, mesh=mesh_of(kind=kind)).fix == 'reduction="sum"'
@@ -401,7 +489,10 @@ def test_statistics_of_all_devices(kind):
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_statistics_over_several_axes_and_beside_others(kind):
-  mesh, wide = mesh_of(4, ("data", "fsdp"), kind), {name: np.ones((4, 4)) for name in PAIR}
+  mesh, wide = (
+    mesh_of(4, ("data", "fsdp"), kind),
+    {name: np.ones((4, 4)) for name in PAIR},
+  )
   wide = jax.tree.map(lambda x: x + np.arange(16.0).reshape(4, 4) / 9, wide)
   wide = jax.device_put(wide, jax.NamedSharding(mesh, PartitionSpec("fsdp")))
 
@@ -410,10 +501,16 @@ def test_statistics_over_several_axes_and_beside_others(kind):
     return jnp.mean(normalized(params, batch, axes))
 
   over = lambda axes: functools.partial(loss, axes=axes)  # noqa: E731
-  both = {"mesh": mesh, "data_axis": ("data", "fsdp"), "reduce_gradients": "per_microbatch"}
+  both = {
+    "mesh": mesh,
+    "data_axis": ("data", "fsdp"),
+    "reduce_gradients": "per_microbatch",
+  }
   assert check_pair(over(("data", "fsdp")), params=wide, **both).ok
   assert check_pair(over("data"), params=wide, **both).verdict == "coupled"
-  if kind is AxisType.Auto:  # explicitly sharded parameters would be for the loss to gather
+  if (
+    kind is AxisType.Auto
+  ):  # explicitly sharded parameters would be for the loss to gather
     assert check_pair(over("data"), params=wide, mesh=mesh).ok
 
 
@@ -429,14 +526,21 @@ def test_a_loss_that_does_not_run_on_one_device():
   assert report.ok, report
   assert any("does not run on one" in x for x in report.not_checked)
   assert not check_pair(of_neighbor, 3).ok
-  with pytest.raises(ValueError, match="must be unique") as raised:  # nothing to compare with
+  with pytest.raises(
+    ValueError, match="must be unique"
+  ) as raised:  # nothing to compare with
     check_pair(of_neighbor)
-  assert "on one device, where its axes have size 1" in "".join(raised.value.__notes__)
+  assert "on one device, where its axes have size 1" in "".join(
+    raised.value.__notes__
+  )
 
 
 def test_a_loss_that_depends_on_the_number_of_devices():
   """Of which no traced equation tells, where it is one of Python."""
-  each = lambda params, batch: (batch["x"] @ params["a"][:, 0] - batch["y"]) ** 2  # noqa: E731
+
+  def each(params, batch):
+    return (batch["x"] @ params["a"][:, 0] - batch["y"]) ** 2
+
   divided = lambda params, batch: (  # noqa: E731
     jnp.sum(each(params, batch)) / jax.lax.psum(len(batch["x"]), "data")
   )
@@ -445,9 +549,12 @@ def test_a_loss_that_depends_on_the_number_of_devices():
     assert report.verdict == "unknown", report
     assert "the loss depends on the number of devices" in report.reason
     assert "l.sum() / count" in report.fix
-  assert check_pair(divided, mesh=mesh_of(1), num_microbatches=3).ok  # there it does not
+  assert check_pair(
+    divided, mesh=mesh_of(1), num_microbatches=3
+  ).ok  # there it does not
   shifted = lambda params, batch: (  # noqa: E731
-    jnp.mean(each(params, batch)) * (1 + jax.lax.axis_index("data").astype(float))
+    jnp.mean(each(params, batch))
+    * (1 + jax.lax.axis_index("data").astype(float))
   )
   assert not check_pair(shifted).ok
   centred = lambda params, batch: (  # noqa: E731
@@ -467,15 +574,22 @@ def test_what_a_step_adds_up_over_devices(monkeypatch):
     return reduced._replace(outputs=reduced.outputs._replace(grads=grads))
 
   monkeypatch.setattr(PlacedLoss, "value_and_grad", doubled)
-  for loss in (lambda params, batch: jnp.mean((batch["x"] @ params["a"]) ** 2), gathered):
+  for loss in (
+    lambda params, batch: jnp.mean((batch["x"] @ params["a"]) ** 2),
+    gathered,
+  ):
     report = check_pair(loss)
     assert report.verdict == "unknown", report
     assert "the step over its mesh does not" in report.reason
 
 
 def test_rows_that_do_not_count_on_some_device():
-  def loss(params, batch):  # 0/0 on a device without valid rows, as in the first 4
-    return jnp.sum(normalized(params, batch) * batch["mask"]) / jnp.sum(batch["mask"])
+  def loss(
+    params, batch
+  ):  # 0/0 on a device without valid rows, as in the first 4
+    return jnp.sum(normalized(params, batch) * batch["mask"]) / jnp.sum(
+      batch["mask"]
+    )
 
   report = check_pair(loss, weight_fn=weigh)
   assert report.ok, report
@@ -491,7 +605,10 @@ def test_noise_and_a_carry_of_several_devices():
     hidden = (batch["x"] * keep) @ params["a"]
     mean = jax.lax.pmean(jnp.mean(hidden, 0, keepdims=True), "data")
     noise = jax.random.uniform(carry["key"])
-    new = {"key": jax.random.split(carry["key"])[0], "mean": 0.9 * carry["mean"] + 0.1 * mean}
+    new = {
+      "key": jax.random.split(carry["key"])[0],
+      "mean": 0.9 * carry["mean"] + 0.1 * mean,
+    }
     each = jnp.sum((hidden - mean) @ params["b"].T, -1) ** 2 * noise
     return jnp.mean(each), (new, {"each": each, "largest": jnp.max(each)})
 
@@ -501,8 +618,13 @@ def test_noise_and_a_carry_of_several_devices():
   further = (jax.random.key(0), carry)
   report = check_pair(loss, further=further, aux_reduction=words, **options)
   assert report.ok, report
-  assert {leaf.name for leaf in report.leaves} >= {"aux['each']", "aux['largest']"}
-  report = check_pair(loss, further=further, aux_reduction={**words, "largest": "min"}, **options)
+  assert {leaf.name for leaf in report.leaves} >= {
+    "aux['each']",
+    "aux['largest']",
+  }
+  report = check_pair(
+    loss, further=further, aux_reduction={**words, "largest": "min"}, **options
+  )
   assert report.fix == 'aux_reduction={"each": "concat", "largest": "max"}'
   options |= {"rng_argnums": (), "aux_reduction": words}
   assert check_pair(loss, further=further, **options).verdict == "random"
@@ -511,8 +633,12 @@ def test_noise_and_a_carry_of_several_devices():
 @pytest.mark.parametrize("over_mesh", [False, True])
 def test_a_carry_that_is_read(over_mesh):
   def loss(params, batch, carry):
-    teacher = carry["teacher"] + 1e-5 * (params - carry["teacher"])  # a tiny move
-    error = batch["x"] @ (params - carry["teacher" if reads else "same"]) - batch["y"]
+    teacher = carry["teacher"] + 1e-5 * (
+      params - carry["teacher"]
+    )  # a tiny move
+    error = (
+      batch["x"] @ (params - carry["teacher" if reads else "same"]) - batch["y"]
+    )
     new = {**carry, "teacher": teacher, "count": carry["count"] + 1}
     return jnp.mean(error**2) + 0.0 * carry["count"].astype(float), (new, None)
 
@@ -570,21 +696,33 @@ def test_a_carry_that_linen_and_nnx_read():
 def test_what_a_step_over_devices_refuses(over_mesh):
   where = {"mesh": mesh_of()} if over_mesh else {"axis_name": "data"}
   with pytest.raises(ValueError, match="The loss is the same on all devices"):
-    check(lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"), **where)
+    check(
+      lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"),
+      **where,
+    )
 
   def divided(params, batch):
     errors = (batch["x"] @ params - batch["y"]) ** 2 * batch["mask"]
     return jnp.sum(errors) / jax.lax.psum(jnp.sum(batch["mask"]), "data")
 
-  with pytest.raises(ValueError, match="The loss depends on the number of devices"):
+  with pytest.raises(
+    ValueError, match="The loss depends on the number of devices"
+  ):
     check(divided, **where)
-  key = jax.random.key(0)  # which a step refuses too, and a check says what to write
-  drawn = lambda params, batch, key: loss_fn(params, batch) * jax.random.uniform(key)  # noqa: E731
+  key = jax.random.key(
+    0
+  )  # which a step refuses too, and a check says what to write
+
+  def drawn(params, batch, key):
+    return loss_fn(params, batch) * jax.random.uniform(key)
+
   assert check(drawn, W, BATCH, key, **where).fix == "rng_argnums=2"
 
 
 def test_a_step_that_is_called_inside_shard_map():
-  report = check_pair(normalized_mean, 3, mesh=None, axis_name=("data", "other"))
+  report = check_pair(
+    normalized_mean, 3, mesh=None, axis_name=("data", "other")
+  )
   assert report.verdict == "coupled", report
   assert any("the check ran on one" in x for x in report.not_checked)
   report = check(loss_fn, axis_name="data")
@@ -594,7 +732,10 @@ def test_a_step_that_is_called_inside_shard_map():
 def test_a_loss_that_closes_over_what_is_on_a_mesh():
   mesh = mesh_of(kind=AxisType.Explicit)
   scale = jax.device_put(jnp.ones(()), jax.NamedSharding(mesh, PartitionSpec()))
-  with jax.set_mesh(mesh), pytest.raises(ValueError, match="context mesh") as raised:
+  with (
+    jax.set_mesh(mesh),
+    pytest.raises(ValueError, match="context mesh") as raised,
+  ):
     check(lambda params, batch: loss_fn(params * scale, batch))
   assert "on one device" in "".join(raised.value.__notes__)
 
@@ -609,7 +750,9 @@ def test_parameters_that_one_device_has_no_room_for():
 
 
 def test_check_split_names_the_options_of_a_step():
-  text = r"argument 'mesh'. The check runs .*: leave it out, .*step\.check\(params"
+  text = (
+    r"argument 'mesh'. The check runs .*: leave it out, .*step\.check\(params"
+  )
   with pytest.raises(TypeError, match=text):
     check_split(loss_fn, W, BATCH, mesh=None)
 
@@ -621,7 +764,10 @@ def test_rows_that_are_paired_by_halves():
     return -jnp.mean(jax.nn.log_sigmoid(scores[:half] - scores[half:]))
 
   rng = np.random.default_rng(0)
-  params, batch = jnp.ones(3), {"x": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32)}
+  params, batch = (
+    jnp.ones(3),
+    {"x": jnp.asarray(rng.normal(size=(16, 3)), jnp.float32)},
+  )
   tx = optax.sgd(0.1)
   for mesh in (None, make_mesh(2)):
     step = make_train_step(preferred, tx, num_microbatches=2, mesh=mesh)
@@ -630,13 +776,18 @@ def test_rows_that_are_paired_by_halves():
 
 def test_a_denominator_that_is_a_difference():
   def loss_fn(params, batch):  # of each row all words but the first
-    counted = (jnp.arange(6)[None] < batch["n"][:, None] - 1).astype(jnp.float32)
+    counted = (jnp.arange(6)[None] < batch["n"][:, None] - 1).astype(
+      jnp.float32
+    )
     words = jnp.sum(batch["n"] - 1).astype(jnp.float32)
     return jnp.sum((batch["x"] @ params) ** 2 * counted) / words
 
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(16, 6, 3)), jnp.float32)
-  params, batch = jnp.ones(3), {"x": x, "n": jnp.asarray(rng.integers(2, 7, 16), jnp.int32)}
+  params, batch = (
+    jnp.ones(3),
+    {"x": x, "n": jnp.asarray(rng.integers(2, 7, 16), jnp.int32)},
+  )
   tx, weigh = optax.sgd(0.1), lambda batch: jnp.sum(batch["n"] - 1)
   step = make_train_step(loss_fn, tx, num_microbatches=4, weight_fn=weigh)
   report = step.check(params, tx.init(params), batch)

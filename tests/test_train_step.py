@@ -22,7 +22,10 @@ import optax_accum
 
 def digits(rows, dtype=np.float32):
   x, y = datasets.load_digits(return_X_y=True)
-  return {"x": np.asarray(x[:rows] / 16, dtype), "y": np.asarray(y[:rows], np.int32)}
+  return {
+    "x": np.asarray(x[:rows] / 16, dtype),
+    "y": np.asarray(y[:rows], np.int32),
+  }
 
 
 def init_params(dtype=np.float32, hidden=32):
@@ -59,10 +62,14 @@ def accumulated_steps(tx, params, batch, steps, loss_fn=loss_fn, **options):
 @functools.cache
 def three_steps_of_32_rows(tx):
   with jax.enable_x64(True):
-    return whole_batch_steps(tx, init_params(np.float64), digits(32, np.float64), 3)
+    return whole_batch_steps(
+      tx, init_params(np.float64), digits(32, np.float64), 3
+    )
 
 
-@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"microbatch_size": 5}])
+@pytest.mark.parametrize(
+  "options", [{"num_microbatches": 4}, {"microbatch_size": 5}]
+)
 @pytest.mark.parametrize(
   "tx",
   [
@@ -87,7 +94,9 @@ def test_five_microbatches_of_plain_sgd_subtract_the_sum_of_their_gradients():
   each = [value_grad_and_norm(params, part) for part in trees.strided(batch, 5)]
   losses, grads, _ = zip(*jax.device_get(each), strict=True)
   start = jax.device_get(params)
-  expected = jax.tree.map(lambda v, *g: v - np.float32(lr) * sum(g), start, *grads)
+  expected = jax.tree.map(
+    lambda v, *g: v - np.float32(lr) * sum(g), start, *grads
+  )
   trees.assert_close(new, expected, 1e-6)
   chex.assert_trees_all_close(metrics["loss"], sum(losses), rtol=1e-6)
 
@@ -95,12 +104,18 @@ def test_five_microbatches_of_plain_sgd_subtract_the_sum_of_their_gradients():
 def test_clipping_after_accumulation_is_not_clipping_each_microbatch():
   params, batch = init_params(), digits(32)
   tx = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(1.0))
-  accumulated, _, _ = accumulated_steps(tx, params, batch, 1, num_microbatches=4)
+  accumulated, _, _ = accumulated_steps(
+    tx, params, batch, 1, num_microbatches=4
+  )
   whole, _, _ = whole_batch_steps(tx, params, batch, 1)
   clip = optax.clip_by_global_norm(0.05)
-  clipped = jax.jit(lambda part: clip.update(jax.grad(loss_fn)(params, part), ())[0])
+  clipped = jax.jit(
+    lambda part: clip.update(jax.grad(loss_fn)(params, part), ())[0]
+  )
   grads = jax.device_get([clipped(part) for part in trees.strided(batch, 4)])
-  each = jax.tree.map(lambda v, *g: v - sum(g) / 4, jax.device_get(params), *grads)
+  each = jax.tree.map(
+    lambda v, *g: v - sum(g) / 4, jax.device_get(params), *grads
+  )
   assert trees.largest_difference(accumulated, whole) < 1e-6
   assert trees.largest_difference(each, whole) > 1e-4
 
@@ -111,7 +126,9 @@ def test_remat_and_bfloat16_compose():
   def mixed(params, batch):
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch["x"]))
     logits = jnp.tanh(half[1] @ half[0]["w1"]) @ half[0]["w2"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), batch["y"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+      logits.astype(jnp.float32), batch["y"]
+    )
     return jnp.mean(losses)
 
   # Gradients are rounded as what they are computed in, parameters (below 1) as float32.
@@ -121,11 +138,15 @@ def test_remat_and_bfloat16_compose():
     (jax.checkpoint(mixed), 2.0**-8),
   ]:
     tx = optax.sgd(0.1)
-    accumulated, _, _ = accumulated_steps(tx, params, batch, 1, fun, num_microbatches=8)
+    accumulated, _, _ = accumulated_steps(
+      tx, params, batch, 1, fun, num_microbatches=8
+    )
     whole, _, _ = whole_batch_steps(tx, params, batch, 1, fun)
     moved = trees.largest_difference(whole, params)
     assert moved > 1e-3
-    assert trees.largest_difference(accumulated, whole) < 2 * eps * moved + 2.0**-22
+    assert (
+      trees.largest_difference(accumulated, whole) < 2 * eps * moved + 2.0**-22
+    )
 
 
 def test_metrics_are_those_of_the_whole_batch():
@@ -135,33 +156,56 @@ def test_metrics_are_those_of_the_whole_batch():
   params, batch = init_params(), digits(13)
   tx = relaxed(optax.adam(1e-3))
   step = optax_accum.make_train_step(
-    with_aux, tx, microbatch_size=4, has_aux=True, aux_reduction="concat", donate=False
+    with_aux,
+    tx,
+    microbatch_size=4,
+    has_aux=True,
+    aux_reduction="concat",
+    donate=False,
   )
   _, _, metrics = step(params, tx.init(params), batch)
   loss, _, norm = value_grad_and_norm(params, batch)
-  names = ["aux", "grad_norm", "loss", "skipped_microbatches", "stepped", "total_weight"]
+  names = [
+    "aux",
+    "grad_norm",
+    "loss",
+    "skipped_microbatches",
+    "stepped",
+    "total_weight",
+  ]
   assert sorted(metrics) == names
   chex.assert_trees_all_close(metrics["loss"], loss, rtol=1e-6)
   chex.assert_trees_all_close(metrics["grad_norm"], norm, rtol=1e-6)
   chex.assert_trees_all_equal(metrics["aux"]["rows"], batch["y"])
   assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(metrics))
-  assert (float(metrics["total_weight"]), int(metrics["skipped_microbatches"])) == (13.0, 0)
+  assert (
+    float(metrics["total_weight"]),
+    int(metrics["skipped_microbatches"]),
+  ) == (13.0, 0)
   assert metrics["stepped"].dtype == bool
   assert metrics["stepped"]
 
 
 def test_grad_norm_of_half_precision_gradients_is_float32():
   params, batch = init_params(jnp.bfloat16), digits(8, jnp.bfloat16)
-  step = optax_accum.make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False)
+  step = optax_accum.make_train_step(
+    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False
+  )
   new, _, metrics = step(params, optax.sgd(0.1).init(params), batch)
   assert metrics["grad_norm"].dtype == jnp.float32
   chex.assert_trees_all_equal_dtypes(new, params)
 
 
 def test_value_reaches_reduce_on_plateau():
-  tx = relaxed(optax.chain(optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)))
+  tx = relaxed(
+    optax.chain(
+      optax.sgd(0.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
+    )
+  )
   params, batch = init_params(), digits(8)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, donate=False
+  )
   opt_state = tx.init(params)
   for _ in range(4):
     params, opt_state, metrics = step(params, opt_state, batch)
@@ -170,8 +214,12 @@ def test_value_reaches_reduce_on_plateau():
   assert float(plateau.scale) < 1
 
 
-@pytest.mark.parametrize(("reduction", "size"), [("mean", 7), ("mean", 30), ("sum", 7)])
-def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, size):
+@pytest.mark.parametrize(
+  ("reduction", "size"), [("mean", 7), ("mean", 30), ("sum", 7)]
+)
+def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(
+  reduction, size
+):
   def fun(params, batch):
     rows = {"mean": 1.0, "sum": len(batch["y"])}[reduction]
     return rows * loss_fn(params, batch)
@@ -183,7 +231,9 @@ def test_value_fn_is_the_loss_of_the_whole_batch_at_other_parameters(reduction, 
       fun, tx, microbatch_size=size, reduction=reduction, donate=False
     )
     _, elsewhere, metrics = step(params, tx.init(params), batch)
-    expected = jax.jit(lambda p: fun(jax.tree.map(lambda x: 2 * x, p), batch))(params)
+    expected = jax.jit(lambda p: fun(jax.tree.map(lambda x: 2 * x, p), batch))(
+      params
+    )
     np.testing.assert_allclose(elsewhere, expected, rtol=1e-12)
     assert abs(expected - metrics["loss"]) > 1e-2
 
@@ -232,10 +282,18 @@ def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
 
   params = init_params()
   rng = np.random.default_rng(0)
-  batch = {**digits(24), "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32)}
+  batch = {
+    **digits(24),
+    "valid": jnp.asarray(rng.random(24) < 0.5, jnp.float32),
+  }
   tx = optax_accum.accumulate(optax.sgd(0.1), 2, reduction=reduction)
   step = optax_accum.make_train_step(
-    fun, tx, num_microbatches=3, weight_fn=tokens, reduction=reduction, donate=False
+    fun,
+    tx,
+    num_microbatches=3,
+    weight_fn=tokens,
+    reduction=reduction,
+    donate=False,
   )
   new, state = params, tx.init(params)
   for part in (slice(0, 9), slice(9, 24)):
@@ -244,7 +302,10 @@ def test_k_calls_of_n_microbatches_are_one_step_of_k_times_n(reduction):
   trees.assert_close(new, whole, 1e-6)
 
 
-POLYAK, MAX = optax.polyak_sgd(max_learning_rate=10.0), {"max_learning_rate": 10.0}
+POLYAK, MAX = (
+  optax.polyak_sgd(max_learning_rate=10.0),
+  {"max_learning_rate": 10.0},
+)
 
 
 @pytest.mark.parametrize(
@@ -252,11 +313,19 @@ POLYAK, MAX = optax.polyak_sgd(max_learning_rate=10.0), {"max_learning_rate": 10
   [
     (optax_accum.accumulate(POLYAK, 2), None),
     (optax_accum.accumulate(POLYAK, 2), devices.AUTO),
-    (optax.partition({"all": optax_accum.accumulate(POLYAK, lambda _: 2)}, "all"), None),
+    (
+      optax.partition(
+        {"all": optax_accum.accumulate(POLYAK, lambda _: 2)}, "all"
+      ),
+      None,
+    ),
     (
       optax.chain(
         optax_accum.accumulate(
-          optax_accum.accumulate(optax.inject_hyperparams(optax.polyak_sgd)(**MAX), 2), 1
+          optax_accum.accumulate(
+            optax.inject_hyperparams(optax.polyak_sgd)(**MAX), 2
+          ),
+          1,
         ),
         optax.identity(),
       ),
@@ -264,18 +333,30 @@ POLYAK, MAX = optax.polyak_sgd(max_learning_rate=10.0), {"max_learning_rate": 10
     ),
   ],
 )
-def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(tx, mesh, usual_promotion):
+def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(
+  tx, mesh, usual_promotion
+):
   def masked(params, batch):
     errors = (batch["x"] @ params["w"] - batch["y"]) ** 2
     return jnp.sum(errors * batch["valid"]) / jnp.sum(batch["valid"])
 
   x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
   y = x.sum(1) + np.repeat(np.float32([0, 3]), 12)
-  valid = np.arange(24, dtype=np.float32) % 8 > 1  # a microbatch, or a part of one, is padding
-  batch, params = {"x": x, "y": y, "valid": np.float32(valid)}, {"w": jnp.zeros(3)}
+  valid = (
+    np.arange(24, dtype=np.float32) % 8 > 1
+  )  # a microbatch, or a part of one, is padding
+  batch, params = (
+    {"x": x, "y": y, "valid": np.float32(valid)},
+    {"w": jnp.zeros(3)},
+  )
   mesh = mesh and make_mesh(2, kind=mesh)
   step = optax_accum.make_train_step(
-    masked, tx, microbatch_size=2, mesh=mesh, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+    masked,
+    tx,
+    microbatch_size=2,
+    mesh=mesh,
+    weight_fn=lambda b: jnp.sum(b["valid"]),
+    donate=False,
   )
   new, state = params, tx.init(params)
   for part in (slice(0, 8), slice(8, 24)):
@@ -290,7 +371,8 @@ def test_a_line_search_of_several_calls_is_refused():
   tx = optax_accum.accumulate(relaxed(optax.lbfgs()), 2)
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
   with pytest.raises(
-    NotImplementedError, match=r"calls value_fn.*Take the step in one call, of all"
+    NotImplementedError,
+    match=r"calls value_fn.*Take the step in one call, of all",
   ):
     step(init_params(), tx.init(init_params()), digits(4))
 
@@ -298,16 +380,28 @@ def test_a_line_search_of_several_calls_is_refused():
 def test_a_call_without_weight_is_a_mini_step_of_a_tx_that_accumulates():
   tx = optax_accum.accumulate(optax.sgd(0.1), 2)
   step = optax_accum.make_train_step(
-    padded_loss, tx, num_microbatches=2, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+    padded_loss,
+    tx,
+    num_microbatches=2,
+    weight_fn=lambda b: jnp.sum(b["valid"]),
+    donate=False,
   )
   params = init_params()
   state, seen = tx.init(params), []
   for valid in (1.0, 1.0, 0.0, 1.0, 0.0):
-    new, state, metrics = step(params, state, {**digits(4), "valid": jnp.full(4, valid)})
+    new, state, metrics = step(
+      params, state, {**digits(4), "valid": jnp.full(4, valid)}
+    )
     moved, params = trees.largest_difference(new, params) > 0, new
     assert bool(metrics["stepped"]) == bool(state.has_updated) == moved
     seen.append((int(state.mini_step), int(state.gradient_step), moved))
-  assert seen == [(1, 0, False), (0, 1, True), (1, 1, False), (0, 2, True), (1, 2, False)]
+  assert seen == [
+    (1, 0, False),
+    (0, 1, True),
+    (1, 1, False),
+    (0, 2, True),
+    (1, 2, False),
+  ]
 
 
 MULTI_STEPS = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
@@ -327,7 +421,9 @@ MULTI_STEPS = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
 )
 def test_a_step_is_told_where_parameters_move(tx, expected, usual_promotion):
   params = init_params()
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, donate=False
+  )
   state, stepped, moved = tx.init(params), [], []
   for _ in range(4):
     new, state, metrics = step(params, state, digits(4))
@@ -368,26 +464,44 @@ WAYS_TO_MOVE_NOTHING = {
   [
     *((name, None, None) for name in WAYS_TO_MOVE_NOTHING),
     ("labels of nothing", devices.AUTO, None),
-    ("rejects in a cycle", devices.EXPLICIT, lambda batch: jnp.sum(batch["b"] != 9)),
+    (
+      "rejects in a cycle",
+      devices.EXPLICIT,
+      lambda batch: jnp.sum(batch["b"] != 9),
+    ),
     ("rejects beside sgd", devices.EXPLICIT, None),
-    ("rejects beside frozen", devices.AUTO, lambda batch: jnp.sum(batch["b"] != 9)),
+    (
+      "rejects beside frozen",
+      devices.AUTO,
+      lambda batch: jnp.sum(batch["b"] != 9),
+    ),
   ],
 )
-def test_no_step_is_told_where_no_parameter_moves(name, mesh, weight_fn, usual_promotion):
+def test_no_step_is_told_where_no_parameter_moves(
+  name, mesh, weight_fn, usual_promotion
+):
   def linear(params, batch):
     return jnp.mean(params["a"] * batch["a"] + params["b"] * batch["b"])
 
-  (tx, calls), params = WAYS_TO_MOVE_NOTHING[name], {"a": jnp.float32(1), "b": jnp.float32(2)}
+  (tx, calls), params = (
+    WAYS_TO_MOVE_NOTHING[name],
+    {"a": jnp.float32(1), "b": jnp.float32(2)},
+  )
   mesh = mesh and make_mesh(2, kind=mesh)
   step = optax_accum.make_train_step(
     linear, tx, num_microbatches=2, donate=False, mesh=mesh, weight_fn=weight_fn
   )
   state, told, moved = tx.init(params), [], []
   for bad in calls:
-    batch = {label: np.full(4, np.nan if label in bad else 1, np.float32) for label in LABELS}
+    batch = {
+      label: np.full(4, np.nan if label in bad else 1, np.float32)
+      for label in LABELS
+    }
     new, state, metrics = step(params, state, batch)
     told.append(bool(metrics["stepped"]))
-    moved.append(any(float(new[label]) != float(params[label]) for label in LABELS))
+    moved.append(
+      any(float(new[label]) != float(params[label]) for label in LABELS)
+    )
     params = new
   assert told == moved
   assert {*moved} == ({True} if name == "rejects beside sgd" else {True, False})
@@ -395,9 +509,14 @@ def test_no_step_is_told_where_no_parameter_moves(name, mesh, weight_fn, usual_p
 
 def test_a_weight_that_is_not_a_number_shows():
   step = optax_accum.make_train_step(
-    loss_fn, optax.sgd(0.1), num_microbatches=2, weight_fn=lambda b: jnp.nan * b["x"][0, 0]
+    loss_fn,
+    optax.sgd(0.1),
+    num_microbatches=2,
+    weight_fn=lambda b: jnp.nan * b["x"][0, 0],
   )
-  params, _, _ = step(init_params(), optax.sgd(0.1).init(init_params()), digits(4))
+  params, _, _ = step(
+    init_params(), optax.sgd(0.1).init(init_params()), digits(4)
+  )
   assert np.isnan(params["w1"]).all()
 
 
@@ -405,7 +524,9 @@ def takes_value_alone():
   def update(updates, state, params=None, *, value):
     return updates, value
 
-  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros(()), update
+  )
 
 
 @pytest.mark.parametrize(
@@ -415,7 +536,10 @@ def takes_value_alone():
     (optax.chain, None),
     (lambda tx: tx._replace(update=jax.jit(tx.update)), None),
     (lambda tx: optax_accum.accumulate(tx, 1), None),
-    (lambda tx: optax_accum.accumulate(optax.chain(tx), lambda _: 1), lambda b: jnp.sum(b["y"])),
+    (
+      lambda tx: optax_accum.accumulate(optax.chain(tx), lambda _: 1),
+      lambda b: jnp.sum(b["y"]),
+    ),
   ],
   ids=["alone", "chain", "jitted", "accumulate", "weighted"],
 )
@@ -430,11 +554,18 @@ def test_transformations_that_refuse_what_they_do_not_know(around, weight_fn):
 
 
 def test_what_an_accumulation_needs_is_not_left_out_for_another():
-  tx = optax.chain(takes_value_alone(), optax_accum.accumulate(optax.sgd(0.1), 2))
-  step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=2, weight_fn=lambda batch: jnp.sum(batch["y"] >= 0)
+  tx = optax.chain(
+    takes_value_alone(), optax_accum.accumulate(optax.sgd(0.1), 2)
   )
-  with pytest.raises(ValueError, match=r"a transformation around it drops extra arguments"):
+  step = optax_accum.make_train_step(
+    loss_fn,
+    tx,
+    num_microbatches=2,
+    weight_fn=lambda batch: jnp.sum(batch["y"] >= 0),
+  )
+  with pytest.raises(
+    ValueError, match=r"a transformation around it drops extra arguments"
+  ):
     step(init_params(), tx.init(init_params()), digits(4))
 
 
@@ -457,27 +588,40 @@ def test_weight_reaches_a_transformation_that_wants_it():
   tx = optax.GradientTransformationExtraArgs(lambda params: (0.0, 0.0), update)
   params, batch = init_params(), digits(6)
   step = optax_accum.make_train_step(
-    loss_fn, tx, num_microbatches=2, weight_fn=lambda b: jnp.sum(b["y"] > 2), donate=False
+    loss_fn,
+    tx,
+    num_microbatches=2,
+    weight_fn=lambda b: jnp.sum(b["y"] > 2),
+    donate=False,
   )
   _, state, metrics = step(params, (jnp.zeros(()), jnp.zeros(())), batch)
   assert (
-    float(state[0]) == float(metrics["total_weight"]) == int(np.sum(np.asarray(batch["y"]) > 2))
+    float(state[0])
+    == float(metrics["total_weight"])
+    == int(np.sum(np.asarray(batch["y"]) > 2))
   )
   assert float(state[1]) == float(metrics["loss"])
 
 
 def padded_loss(params, batch):
-  return loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
+  return (
+    loss_fn(params, batch) * jnp.sum(batch["valid"]) / jnp.sum(batch["valid"])
+  )
 
 
 @pytest.mark.parametrize(
-  "tx", [relaxed(optax.adamw(0.1)), optax.chain(optax.clip(1.0), optax.sgd(0.1))]
+  "tx",
+  [relaxed(optax.adamw(0.1)), optax.chain(optax.clip(1.0), optax.sgd(0.1))],
 )
 def test_a_batch_of_padding_takes_no_step(tx):
   params = init_params()
   batch = {**digits(8), "valid": np.zeros(8, np.float32)}
   step = optax_accum.make_train_step(
-    padded_loss, tx, num_microbatches=4, weight_fn=lambda b: jnp.sum(b["valid"]), donate=False
+    padded_loss,
+    tx,
+    num_microbatches=4,
+    weight_fn=lambda b: jnp.sum(b["valid"]),
+    donate=False,
   )
   opt_state = tx.init(params)
   new, new_state, metrics = step(params, opt_state, batch)
@@ -497,7 +641,9 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
     loss_fn, tx, num_microbatches=4, skip_nonfinite=True, donate=False
   )
   for bad, moves in [(1, True), (4, False)]:
-    x = np.where(np.arange(8)[:, None] < bad, np.float32(np.nan), batch["x"])  # row i: in i % 4
+    x = np.where(
+      np.arange(8)[:, None] < bad, np.float32(np.nan), batch["x"]
+    )  # row i: in i % 4
     new, _, metrics = step(params, tx.init(params), {**batch, "x": x})
     assert int(metrics["skipped_microbatches"]) == bad
     assert float(metrics["total_weight"]) == 8 - 2 * bad
@@ -509,28 +655,49 @@ def test_further_arguments_and_a_carry_follow_the_batch():
   def noisy(params, batch, mean, key, *, scale):
     noise = scale * jax.random.normal(key, batch["x"].shape)
     new_mean = 0.9 * mean + 0.1 * jnp.mean(batch["x"])
-    return loss_fn(params, {**batch, "x": batch["x"] + noise}), (new_mean, {"mean": mean})
+    return loss_fn(params, {**batch, "x": batch["x"] + noise}), (
+      new_mean,
+      {"mean": mean},
+    )
 
   tx, params, batch = optax.sgd(0.1), init_params(), digits(8)
   step = optax_accum.make_train_step(
-    noisy, tx, num_microbatches=2, rng_argnums=3, carry_argnum=2, aux_reduction="stack"
+    noisy,
+    tx,
+    num_microbatches=2,
+    rng_argnums=3,
+    carry_argnum=2,
+    aux_reduction="stack",
   )
   mean = jnp.asarray(0.0)
   copied = jax.tree.map(jnp.copy, params)
   _, _, carry, metrics = step(
-    copied, tx.init(copied), batch, mean, jax.random.key(0), scale=jnp.asarray(0.1)
+    copied,
+    tx.init(copied),
+    batch,
+    mean,
+    jax.random.key(0),
+    scale=jnp.asarray(0.1),
   )
   x = np.asarray(batch["x"])
   means = [0.0, 0.1 * x[::2].mean()]
-  chex.assert_trees_all_close(metrics["aux"]["mean"], jnp.asarray(means, jnp.float32), rtol=1e-5)
-  chex.assert_trees_all_close(float(carry), 0.9 * means[1] + 0.1 * x[1::2].mean(), rtol=1e-5)
+  chex.assert_trees_all_close(
+    metrics["aux"]["mean"], jnp.asarray(means, jnp.float32), rtol=1e-5
+  )
+  chex.assert_trees_all_close(
+    float(carry), 0.9 * means[1] + 0.1 * x[1::2].mean(), rtol=1e-5
+  )
   assert not mean.is_deleted()
 
 
-everywhere = pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
+everywhere = pytest.mark.parametrize(
+  "mesh", [None, make_mesh(8)], ids=["alone", "mesh"]
+)
 # Where arguments are placed, and whether they are given away.
 placed = pytest.mark.parametrize(
-  ("mesh", "donate"), [(None, False), (make_mesh(8), True)], ids=["alone", "mesh"]
+  ("mesh", "donate"),
+  [(None, False), (make_mesh(8), True)],
+  ids=["alone", "mesh"],
 )
 
 
@@ -539,10 +706,15 @@ def test_a_step_shows_what_it_is_and_how_it_is_called(mesh):
   def noisy(params, batch, key, *, scale=0.1):
     return loss_fn(params, batch) + scale * jax.random.uniform(key)
 
-  make = functools.partial(optax_accum.make_train_step, noisy, optax.sgd(0.1), mesh=mesh)
+  make = functools.partial(
+    optax_accum.make_train_step, noisy, optax.sgd(0.1), mesh=mesh
+  )
   step = make(num_microbatches=4, rng_argnums=2)
   assert isinstance(step, optax_accum.TrainStep)
-  assert str(inspect.signature(step)) == "(params, opt_state, batch, key, *, scale=0.1)"
+  assert (
+    str(inspect.signature(step))
+    == "(params, opt_state, batch, key, *, scale=0.1)"
+  )
   for shown in ("noisy", "num_microbatches=4", f"mesh={mesh}"):
     assert (shown in repr(step)) == (shown != "mesh=None"), shown
   assert "microbatch_size=8" in repr(make(microbatch_size=8))
@@ -552,8 +724,15 @@ def test_a_loss_whose_names_do_not_fit_the_signature_of_a_step():
   def with_state(params, opt_state):
     return jnp.mean(params * opt_state)
 
-  step = optax_accum.make_train_step(with_state, optax.sgd(1.0), num_microbatches=2, donate=False)
-  assert list(inspect.signature(step).parameters) == ["params", "opt_state", "args", "kwargs"]
+  step = optax_accum.make_train_step(
+    with_state, optax.sgd(1.0), num_microbatches=2, donate=False
+  )
+  assert list(inspect.signature(step).parameters) == [
+    "params",
+    "opt_state",
+    "args",
+    "kwargs",
+  ]
   params = jnp.float32(1)
   new, _, _ = step(params, optax.sgd(1.0).init(params), jnp.array([1.0, 3.0]))
   assert float(new) == -1
@@ -562,7 +741,9 @@ def test_a_loss_whose_names_do_not_fit_the_signature_of_a_step():
 @placed
 def test_a_call_by_keyword_is_the_call_by_position(mesh, donate):
   tx, batch = optax.sgd(0.1, momentum=0.9), digits(16)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
+  )
 
   def fresh():
     params = init_params(hidden=8)
@@ -578,7 +759,9 @@ def test_a_call_by_keyword_is_the_call_by_position(mesh, donate):
 @placed
 def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
   tx = relaxed(optax.adam(1e-3))
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
+  )
   params, batch = init_params(hidden=8), digits(16)
   held = (params, tx.init(params))
   shapes = jax.eval_shape(lambda: (*held, batch))
@@ -596,17 +779,22 @@ def test_a_step_can_be_looked_at_before_it_runs(mesh, donate):
 
 
 @pytest.mark.parametrize(
-  ("copied", "size", "donate"), [(copy.copy, None, True), (copy.deepcopy, 8, False)]
+  ("copied", "size", "donate"),
+  [(copy.copy, None, True), (copy.deepcopy, 8, False)],
 )
 def test_a_step_can_be_copied_and_not_pickled(copied, size, donate):
   mesh = None if size is None else make_mesh(size)
   tx, batch = optax.sgd(0.1), digits(32)
-  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate)
+  step = optax_accum.make_train_step(
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=donate
+  )
 
   def first(step):
     return jax.device_get(step(init_params(), tx.init(init_params()), batch))
 
-  with pytest.raises(TypeError, match=r"TrainStep\(loss_fn, .* cannot be pickled.* make the step"):
+  with pytest.raises(
+    TypeError, match=r"TrainStep\(loss_fn, .* cannot be pickled.* make the step"
+  ):
     pickle.dumps(step)
   uncalled, expected = copied(step), first(step)
   for other in (uncalled, copied(step)):
@@ -619,9 +807,13 @@ def test_parameters_and_state_are_donated_unless_told_otherwise():
   for donate in (True, False):
     params = init_params()
     opt_state = tx.init(params)
-    step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2, donate=donate)
+    step = optax_accum.make_train_step(
+      loss_fn, tx, num_microbatches=2, donate=donate
+    )
     step(params, opt_state, batch)
-    deleted = [x.is_deleted() for x in jax.tree.leaves((params, opt_state[0].mu))]
+    deleted = [
+      x.is_deleted() for x in jax.tree.leaves((params, opt_state[0].mu))
+    ]
     assert deleted == [donate] * len(deleted)
 
 
@@ -634,7 +826,9 @@ def test_states_that_hold_one_array_twice_can_be_donated():
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
   for _ in range(2):
     params, opt_state, metrics = step(params, opt_state, batch)
-  assert float(metrics["loss"]) < float(value_grad_and_norm(init_params(), batch)[0])
+  assert float(metrics["loss"]) < float(
+    value_grad_and_norm(init_params(), batch)[0]
+  )
 
 
 def test_one_compilation_serves_every_step():
@@ -655,10 +849,16 @@ def test_one_compilation_serves_every_step():
 
 
 def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
-  tx, params, batch = relaxed(optax.adam(1e-3)), init_params(hidden=256), digits(512)
+  tx, params, batch = (
+    relaxed(optax.adam(1e-3)),
+    init_params(hidden=256),
+    digits(512),
+  )
   shapes = jax.eval_shape(lambda: (params, tx.init(params), batch))
   temps = [
-    temp_bytes(optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes)
+    temp_bytes(
+      optax_accum.make_train_step(loss_fn, tx, num_microbatches=n), *shapes
+    )
     for n in (1, 2, 4, 8)
   ]
   assert temps == sorted(temps, reverse=True)
@@ -667,7 +867,12 @@ def test_memory_can_be_inspected_before_a_step_and_falls_with_n():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_step_takes_no_more_memory_than_a_hand_written_one(weighted):
-  tx, params, batch, n = relaxed(optax.adamw(1e-3)), init_params(hidden=512), digits(256), 4
+  tx, params, batch, n = (
+    relaxed(optax.adamw(1e-3)),
+    init_params(hidden=512),
+    digits(256),
+    4,
+  )
   options = {"weight_fn": lambda b: jnp.sum(b["y"] >= 0)} if weighted else {}
   step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=n, **options)
   args = (params, tx.init(params), batch)
@@ -682,14 +887,18 @@ def test_arguments_of_the_loss_may_have_any_name(name):
 
   step = optax_accum.make_train_step(fun, optax.sgd(0.5), num_microbatches=2)
   w, _, metrics = step(
-    jnp.ones(()), optax.sgd(0.5).init(1.0), jnp.ones(4), **{name: jnp.full((), 0.5)}
+    jnp.ones(()),
+    optax.sgd(0.5).init(1.0),
+    jnp.ones(4),
+    **{name: jnp.full((), 0.5)},
   )
   assert (float(w), float(metrics["loss"])) == (0.5, 0.5)
 
 
 def test_a_loss_may_be_passed_an_argument_called_self():
   run = optax_accum.microbatch_value_and_grad(
-    lambda w, batch, **named: jnp.mean(batch * w) * named["self"], num_microbatches=2
+    lambda w, batch, **named: jnp.mean(batch * w) * named["self"],
+    num_microbatches=2,
   )
   loss, grads = run(jnp.ones(()), jnp.ones(4), self=jnp.full((), 3.0))
   assert (float(loss), float(grads)) == (3, 3)
@@ -703,7 +912,10 @@ def test_a_loss_may_be_passed_an_argument_called_self():
     (lambda **named: named, ["params", "opt_state", "named"]),
     (lambda w, *, x: w, ["params", "opt_state", "x"]),
     (lambda w, params: w, ["params", "opt_state", "args", "kwargs"]),
-    (functools.partial(lambda rate, w, x: w, 0.1), ["params", "opt_state", "x"]),
+    (
+      functools.partial(lambda rate, w, x: w, 0.1),
+      ["params", "opt_state", "x"],
+    ),
   ],
 )
 def test_a_step_has_the_signature_of_its_loss(loss, names):
@@ -718,7 +930,9 @@ def test_a_bad_leaf_is_reported_without_what_the_loss_holds():
     optax.sgd(0.1),
     num_microbatches=2,
   )
-  with pytest.raises(TypeError, match=r"batch\['name'\] is the string 'a' and no array") as error:
+  with pytest.raises(
+    TypeError, match=r"batch\['name'\] is the string 'a' and no array"
+  ) as error:
     step(jnp.ones(()), (), {"x": jnp.ones(4), "name": "a"})
   assert len(str(error.value)) < 500
 
@@ -727,12 +941,16 @@ def test_a_step_has_a_name_under_an_outer_jit():
   step = optax_accum.make_train_step(
     lambda w, x: jnp.mean(w * x), optax.sgd(0.1), num_microbatches=2
   )
-  lowered = jax.jit(step).lower(jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4))
+  lowered = jax.jit(step).lower(
+    jnp.ones(()), optax.sgd(0.1).init(1.0), jnp.ones(4)
+  )
   assert "jit_train_step" in lowered.as_text()
 
 
 @pytest.mark.parametrize("mesh", [None, 8])
-def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer(mesh):
+def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer(
+  mesh,
+):
   def masked(params, batch):
     errors = (batch["x"] @ params["w1"]) ** 2
     valid = batch["valid"][:, None]
@@ -741,7 +959,8 @@ def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer
   adamw = relaxed(optax.adamw(0.1, weight_decay=0.1))
   labels = {"w1": "every call", "w2": "every second"}
   tx = optax.partition(
-    {"every call": adamw, "every second": optax_accum.accumulate(adamw, 2)}, labels
+    {"every call": adamw, "every second": optax_accum.accumulate(adamw, 2)},
+    labels,
   )
   step = optax_accum.make_train_step(
     masked,
@@ -760,7 +979,9 @@ def test_a_batch_of_padding_moves_no_parameter_whatever_else_is_in_the_optimizer
   chex.assert_trees_all_equal(after[0], before[0])
   states = [state.inner_states for state in (after[1], before[1])]
   chex.assert_trees_all_equal(*[state["every call"] for state in states])
-  mini_steps = [optax.tree.get(state["every second"], "mini_step") for state in states]
+  mini_steps = [
+    optax.tree.get(state["every second"], "mini_step") for state in states
+  ]
   assert mini_steps == [2, 1]  # its step is that of the next batch that counts
   after = step(*step(*held, padding)[:2], good)[0]
   assert np.abs(after["w2"] - held[0]["w2"]).max() > 1e-3

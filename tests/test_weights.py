@@ -11,7 +11,12 @@ from support import trees
 from support.devices import make_mesh
 from support.optimizers import FORMS, mini_step, relaxed
 
-from optax_accum import accumulate, has_updated, make_train_step, microbatch_value_and_grad
+from optax_accum import (
+  accumulate,
+  has_updated,
+  make_train_step,
+  microbatch_value_and_grad,
+)
 
 GRADS = np.array([[1.0, 2.0, 3.0], [5.0, -1.0, 0.5]], np.float32)
 
@@ -23,7 +28,9 @@ def step_of(weights, form="update", **options):
   tx, params = accumulate(optax.sgd(1.0), len(weights), **options), jnp.zeros(3)
   state = tx.init(params)
   for g, weight in zip(GRADS, weights, strict=True):
-    params, state = mini_step(tx, form)(params, state, jnp.asarray(g), weight=weight)
+    params, state = mini_step(tx, form)(
+      params, state, jnp.asarray(g), weight=weight
+    )
   return params
 
 
@@ -55,9 +62,13 @@ LARGE = [
 def test_numbers_beyond_int32_and_far_from_one(form):
   every = jax.jit(lambda: [step_of(weights, form) for weights in LARGE])()
   for weights, step in zip(LARGE, every, strict=True):
-    np.testing.assert_allclose(step, -mean_of(weights), rtol=1e-6, err_msg=str(weights))
+    np.testing.assert_allclose(
+      step, -mean_of(weights), rtol=1e-6, err_msg=str(weights)
+    )
   # Of what is not traced:
-  np.testing.assert_allclose(step_of(LARGE[0], form), -mean_of(LARGE[0]), rtol=1e-6)
+  np.testing.assert_allclose(
+    step_of(LARGE[0], form), -mean_of(LARGE[0]), rtol=1e-6
+  )
 
 
 def test_they_are_converted_before_jax_can_wrap_them():
@@ -75,11 +86,15 @@ def loss_of(weight_of):
   def loss_fn(x, batch):
     return jnp.mean(x * batch)
 
-  return microbatch_value_and_grad(loss_fn, num_microbatches=2, weight_fn=weight_of)
+  return microbatch_value_and_grad(
+    loss_fn, num_microbatches=2, weight_fn=weight_of
+  )
 
 
 def test_weights_of_a_weight_fn():
-  cycles = [loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)]
+  cycles = [
+    loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)
+  ]
   every = jax.jit(lambda *args: [cycle(*args) for cycle in cycles])
   for loss, grad in every(jnp.float32(2.0), BATCH):
     np.testing.assert_allclose((loss, grad), (7.0, 3.5), rtol=1e-6)
@@ -89,7 +104,9 @@ def test_weights_of_a_weight_fn():
   "weight", [1e-31, 1e-40, 2e38, np.float32(1e-38), jnp.float32(1e31), 10**400]
 )
 def test_weights_that_float32_cannot_divide_by(weight):
-  message = r"weight .*; it must be 0, or from 1e-30 to 1e\+30, .* can be rescaled"
+  message = (
+    r"weight .*; it must be 0, or from 1e-30 to 1e\+30, .* can be rescaled"
+  )
   with pytest.raises(ValueError, match=message):
     step_of([weight, weight])
   with pytest.raises(ValueError, match="weight_fn gave the " + message):
@@ -113,7 +130,9 @@ def test_traced_weights_in_range_are_as_known_ones():
     np.testing.assert_allclose(moved, -mean_of(weights), rtol=1e-5)
   # Another is not infinite in units of the first.
   cycle = loss_of(lambda batch: jnp.where(batch[0] == 1, 1e-20, 1e20))
-  np.testing.assert_allclose(jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6)
+  np.testing.assert_allclose(
+    jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6
+  )
 
 
 def test_no_nan_is_made_where_none_is_asked_for():
@@ -133,7 +152,9 @@ def test_the_derivative_with_respect_to_a_weight(reduction):
   first, second = GRADS.astype(np.float64).sum(1)
   derivative = jax.jit(jax.grad(moved))
   for weight in (1e-6, 0.5, 2.0):
-    exact = -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
+    exact = (
+      -first if reduction == "sum" else -(first - second) / (1 + weight) ** 2
+    )
     np.testing.assert_allclose(derivative(np.float32(weight)), exact, rtol=1e-4)
   # A microbatch of no weight is left out, as it may be NaN.
   assert derivative(np.float32(0)) == 0
@@ -169,13 +190,19 @@ def test_a_sum_of_token_counts_is_rounded_once(n, most):
   exact = exact_sum(counts)
   assert exact > 2**24
   assert float(metrics["total_weight"]) == np.float32(exact)
-  assert float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
+  assert (
+    float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
+  )
   mean = np.average(x.astype(np.float64), weights=counts)
-  np.testing.assert_allclose((metrics["loss"], 1 - params), (mean, mean), rtol=5e-6)
+  np.testing.assert_allclose(
+    (metrics["loss"], 1 - params), (mean, mean), rtol=5e-6
+  )
 
 
 def test_a_sum_of_token_counts_over_devices_is_rounded_once():
-  counts = np.array([[2**24, 1], [1, 0]])  # of two devices: float32 has no 2**24 + 1
+  counts = np.array(
+    [[2**24, 1], [1, 0]]
+  )  # of two devices: float32 has no 2**24 + 1
   step = make_train_step(
     lambda p, batch: p * jnp.mean(batch.astype(jnp.float32)),
     optax.sgd(1.0),
@@ -186,7 +213,9 @@ def test_a_sum_of_token_counts_over_devices_is_rounded_once():
   held = jnp.float32(1), optax.sgd(1.0).init(jnp.float32(1))
   *_, metrics = step(*held, counts.reshape(4).astype(np.int32))
   assert int(metrics["total_weight"]) == exact_sum(counts) == 2**24 + 2
-  assert np.float32(2**24 + 1) + np.float32(1) == 2**24  # each device's sum rounded by itself
+  assert (
+    np.float32(2**24 + 1) + np.float32(1) == 2**24
+  )  # each device's sum rounded by itself
 
 
 @forms
@@ -204,9 +233,9 @@ def test_what_rounding_took_ends_with_its_cycle(form):
 def test_what_a_train_step_says_of_its_weight_ends_with_it():
   tx, params, batch = optax.sgd(1.0), jnp.float32(1), jnp.ones(2)
   loss_fn = lambda p, batch: p * jnp.mean(batch)  # noqa: E731
-  make_train_step(loss_fn, tx, num_microbatches=2, weight_fn=jnp.sum, donate=False)(
-    params, tx.init(params), batch
-  )
+  make_train_step(
+    loss_fn, tx, num_microbatches=2, weight_fn=jnp.sum, donate=False
+  )(params, tx.init(params), batch)
   accumulated = accumulate(tx, 2)
   accumulated.update(params, accumulated.init(params), params)
 
@@ -219,12 +248,18 @@ def test_weights_that_are_all_alike_round_as_none(padding):
   def loss_fn(p, batch):
     return jnp.mean(p * batch["x"])
 
-  split = functools.partial(microbatch_value_and_grad, loss_fn, microbatch_size=1)
+  split = functools.partial(
+    microbatch_value_and_grad, loss_fn, microbatch_size=1
+  )
   of_weights = jax.jit(split(weight_fn=lambda batch: batch["weight"][0]))
-  unweighted = jax.jit(split())(np.float32(1), {"x": x[n // 2 if padding else 0 :]})
+  unweighted = jax.jit(split())(
+    np.float32(1), {"x": x[n // 2 if padding else 0 :]}
+  )
   for weight in (51, 51.3, 1e-7):
     weights = np.full(n, weight, np.float32)
-    weights[: n // 2 if padding else 0] = 0  # the unit is that of the first that counts
+    weights[: n // 2 if padding else 0] = (
+      0  # the unit is that of the first that counts
+    )
     weighted = of_weights(np.float32(1), {"x": x, "weight": weights})
     if weight > 1e-6:
       np.testing.assert_array_equal(weighted, unweighted)
@@ -240,22 +275,30 @@ def sums_of_touched_rows(weights, reduction):
     return tx.apply(both[0], held[1], held[0], weight=both[1]), None
 
   params = jnp.zeros(len(weights))
-  return jax.lax.scan(body, (params, tx.init(params)), (jnp.eye(len(weights)), weights))[0][0]
+  return jax.lax.scan(
+    body, (params, tx.init(params)), (jnp.eye(len(weights)), weights)
+  )[0][0]
 
 
 @jax.jit
 @functools.partial(
-  microbatch_value_and_grad, microbatch_size=1, weight_fn=lambda batch: batch["tokens"][0]
+  microbatch_value_and_grad,
+  microbatch_size=1,
+  weight_fn=lambda batch: batch["tokens"][0],
 )
 def of_rows(rows, batch):
   return jnp.mean(rows[batch["row"]])
 
 
-@pytest.mark.parametrize("weights", [[2.0**24, 1, 2, 1], [1e8, 1, 1, 3], [50_001] * 300 + [1, 2]])
+@pytest.mark.parametrize(
+  "weights", [[2.0**24, 1, 2, 1], [1e8, 1, 1, 3], [50_001] * 300 + [1, 2]]
+)
 def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
   exact = np.array(weights) / np.sum(weights)
   given = np.float32(weights)
-  np.testing.assert_allclose(sums_of_touched_rows(given, "mean"), exact, rtol=3e-7)
+  np.testing.assert_allclose(
+    sums_of_touched_rows(given, "mean"), exact, rtol=3e-7
+  )
   np.testing.assert_array_equal(sums_of_touched_rows(given, "sum"), given)
   batch = {"row": np.arange(len(weights)), "tokens": given}
   grads = of_rows(np.zeros(len(weights), np.float32), batch)[1]
@@ -264,7 +307,11 @@ def test_a_small_weight_after_large_ones_multiplies_as_it_is(weights):
 
 def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
   def fun(p, batch, seen):
-    aux = {"rows": jnp.int32(1), "last": batch["weight"][0], "most": batch["x"][0]}
+    aux = {
+      "rows": jnp.int32(1),
+      "last": batch["weight"][0],
+      "most": batch["x"][0],
+    }
     return p * jnp.sum(batch["x"]), (seen + 1, aux)
 
   run = jax.jit(
@@ -281,7 +328,12 @@ def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
   for weights in ([1e10, 1e-29], [5e8, 1e-30], [1e-3, 1e30]):
     batch = {"x": np.float32([1, 2]), "weight": np.float32(weights)}
     (loss, (seen, aux)), grad = run(np.float32(1), batch, np.int32(0))
-    assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (3, 3, 2, 2)
+    assert (float(loss), float(grad), int(seen), int(aux["rows"])) == (
+      3,
+      3,
+      2,
+      2,
+    )
     assert (aux["last"], aux["most"]) == (np.float32(weights[1]), 2)
 
 
@@ -289,17 +341,25 @@ def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
 def test_a_traced_weight_where_every_call_steps(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
   run = mini_step(tx, form)
-  step = jax.jit(lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0])
+  step = jax.jit(
+    lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0]
+  )
   for weight in (-1.0, np.nan, np.inf, 1e-35, 0.0, 3.0, 1e30):
-    expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(weight, np.full(3, np.nan))
+    expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(
+      weight, np.full(3, np.nan)
+    )
     np.testing.assert_array_equal(step(weight), expected, err_msg=str(weight))
 
 
 def test_a_traced_weight_below_zero_shows():
   cycle = jax.jit(loss_of(lambda batch: batch[0]))
   for weights in ([3.0, -1.0], [-1.0, 3.0]):
-    assert np.all(np.isnan(jitted_step_of("update")(np.array(weights, np.float32))))
-    batch = np.array([*weights, 1, 1, 1, 1], np.float32)  # each is the first of a microbatch
+    assert np.all(
+      np.isnan(jitted_step_of("update")(np.array(weights, np.float32)))
+    )
+    batch = np.array(
+      [*weights, 1, 1, 1, 1], np.float32
+    )  # each is the first of a microbatch
     loss, grad = cycle(jnp.float32(2.0), batch)
     assert np.isnan(loss)
     assert np.isnan(grad)
@@ -319,11 +379,15 @@ def test_a_weighted_mean_rounds_as_the_plain_one():
     return jax.lax.scan(body, (start, tx.init(start)), x)[0]
 
   mean = x.astype(np.float64).mean()
-  plain, *errors = (float(cycle(x, np.float32(w))[0]) + mean for w in (1, 819, 51.3))
+  plain, *errors = (
+    float(cycle(x, np.float32(w))[0]) + mean for w in (1, 819, 51.3)
+  )
   for weight, error in zip((819, 51.3), errors, strict=True):
     assert abs(error) < 10 * max(abs(plain), 1e-6)
     rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
-    assert abs(rounded / (n * weight) - 1) > 5e-4  # by which a float32 sum of weights is wrong
+    assert (
+      abs(rounded / (n * weight) - 1) > 5e-4
+    )  # by which a float32 sum of weights is wrong
 
 
 def test_the_sum_of_weights_in_a_state_is_exact():
@@ -333,14 +397,20 @@ def test_the_sum_of_weights_in_a_state_is_exact():
   def body(state, weight):
     return tx.update(jnp.ones(2), state, weight=weight)[1], None
 
-  state, _ = jax.jit(lambda ws: jax.lax.scan(body, tx.init(jnp.ones(2)), ws))(jnp.asarray(weights))
+  state, _ = jax.jit(lambda ws: jax.lax.scan(body, tx.init(jnp.ones(2)), ws))(
+    jnp.asarray(weights)
+  )
   assert exact_sum(weights) > 2**24
   assert float(state.acc_weight) == np.float32(exact_sum(weights))
   assert int(state.acc_weight) + int(state.weight_rest) == exact_sum(weights)
 
 
 def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
-  tx, one, nan = accumulate(optax.sgd(1.0), 3), np.ones(2, np.float32), np.float32([np.nan] * 2)
+  tx, one, nan = (
+    accumulate(optax.sgd(1.0), 3),
+    np.ones(2, np.float32),
+    np.float32([np.nan] * 2),
+  )
   update, start = jax.jit(tx.update), tx.init(jnp.zeros(2))
   for grads in (nan, one):
     state = start
@@ -358,11 +428,17 @@ def test_float64_weights_reach_the_optimizer_in_float64():
     batch = {"x": rng.normal(size=16), "valid": rng.uniform(0.1, 1, 16)}
 
     def loss_fn(p, batch):
-      return jnp.sum(batch["valid"] * (p - batch["x"]) ** 2) / jnp.sum(batch["valid"])
+      return jnp.sum(batch["valid"] * (p - batch["x"]) ** 2) / jnp.sum(
+        batch["valid"]
+      )
 
     tx, params = accumulate(optax.sgd(1.0), 2), jnp.float64(1.0)
     step = make_train_step(
-      loss_fn, tx, num_microbatches=2, donate=False, weight_fn=lambda b: jnp.sum(b["valid"])
+      loss_fn,
+      tx,
+      num_microbatches=2,
+      donate=False,
+      weight_fn=lambda b: jnp.sum(b["valid"]),
     )
     state, moved = tx.init(params), params
     for half in (slice(0, 8), slice(8, 16)):
@@ -377,7 +453,10 @@ def test_float64_weights_reach_the_optimizer_in_float64():
 def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
   weights, grads = (1, 3, 5, 7), (1.0, 2.0, 3.0, 4.0)
   for outer, inner in ((2, 2), (1, 4), (4, 1)):
-    tx, params = accumulate(accumulate(optax.sgd(1.0), inner), outer), np.float32(0)
+    tx, params = (
+      accumulate(accumulate(optax.sgd(1.0), inner), outer),
+      np.float32(0),
+    )
     state, step = trees.strong(tx.init(params)), jax.jit(mini_step(tx, form))
     for w, g in zip(weights, grads, strict=True):
       params, state = step(params, state, np.float32(g), weight=w)
@@ -387,7 +466,9 @@ def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
 
 LOSES_IT = {
   "split_real_and_imaginary": optax.contrib.split_real_and_imaginary,
-  "MultiSteps": lambda tx: relaxed(optax.MultiSteps(tx, 2).gradient_transformation()),
+  "MultiSteps": lambda tx: relaxed(
+    optax.MultiSteps(tx, 2).gradient_transformation()
+  ),
   "plain": lambda tx: optax.GradientTransformation(
     tx.init, lambda g, s, p=None: tx.update(g, s, p)
   ),
@@ -400,8 +481,14 @@ def test_a_weight_that_is_lost_on_the_way(loses):
     return jnp.mean((p - x) ** 2)
 
   x, params = jnp.arange(8.0), jnp.float32(0)
-  message = r"such as the weight.* put accumulate around it.*=jnp\.asarray\(1\.0\)"
-  for options in ({}, {"weight_fn": jnp.sum}, {"reduction": "sum", "weight_fn": jnp.sum}):
+  message = (
+    r"such as the weight.* put accumulate around it.*=jnp\.asarray\(1\.0\)"
+  )
+  for options in (
+    {},
+    {"weight_fn": jnp.sum},
+    {"reduction": "sum", "weight_fn": jnp.sum},
+  ):
     tx = loses(accumulate(optax.sgd(1.0), 2))
     step = make_train_step(loss_fn, tx, num_microbatches=2, **options)
     with pytest.raises(ValueError, match=message):
@@ -410,7 +497,9 @@ def test_a_weight_that_is_lost_on_the_way(loses):
   state = outer.init(params)
   with pytest.raises(ValueError, match=message):
     outer.update(x[0], state, params)
-  step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")  # it is 1
+  step = make_train_step(
+    loss_fn, tx, num_microbatches=2, reduction="sum"
+  )  # it is 1
   step(params, tx.init(params), x)
 
 
@@ -423,33 +512,58 @@ def test_what_ends_a_cycle_comes_with_the_call(hands_on):
   handed_on = {"weight", "_may_end"} if hands_on == "all" else {"weight"}
 
   def outer_update(g, s, p=None, **extra_args):
-    return update(g, s, p, **{name: x for name, x in extra_args.items() if name in handed_on})
+    return update(
+      g,
+      s,
+      p,
+      **{name: x for name, x in extra_args.items() if name in handed_on},
+    )
 
-  outer = optax.chain(optax.GradientTransformationExtraArgs(tx.init, outer_update))
+  outer = optax.chain(
+    optax.GradientTransformationExtraArgs(tx.init, outer_update)
+  )
   valid = {"x": jnp.arange(4.0), "valid": jnp.ones(4)}
   step = make_train_step(
-    lambda p, batch: jnp.sum(batch["valid"] * (p - batch["x"])) / jnp.sum(batch["valid"]),
+    lambda p, batch: (
+      jnp.sum(batch["valid"] * (p - batch["x"])) / jnp.sum(batch["valid"])
+    ),
     outer,
     num_microbatches=2,
     weight_fn=lambda batch: jnp.sum(batch["valid"]),
     donate=False,
   )
   if hands_on == "weight":
-    with pytest.raises(ValueError, match=r"did not get all .*take \*\*extra_args and pass them"):
+    with pytest.raises(
+      ValueError, match=r"did not get all .*take \*\*extra_args and pass them"
+    ):
       step(params, outer.init(params), valid)
     return
-  if hands_on != "all":  # what is in JAX's cache is not asked again: the cycle ends
+  if (
+    hands_on != "all"
+  ):  # what is in JAX's cache is not asked again: the cycle ends
     update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
   moved, state, _ = step(params, outer.init(params), valid)
   moved, state, _ = step(moved, state, {**valid, "valid": jnp.zeros(4)})
   ended = hands_on != "all"
-  assert (float(moved), has_updated(state)) == (-1 if ended else 0, ended)  # and no step is lost
-  _, state = update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
-  updates, state = update(jnp.float32(jnp.nan), state, params, weight=jnp.float32(0))
-  assert (float(updates), has_updated(state)) == (-1, True)  # as ever outside of a step
+  assert (float(moved), has_updated(state)) == (
+    -1 if ended else 0,
+    ended,
+  )  # and no step is lost
+  _, state = update(
+    jnp.float32(1), tx.init(params), params, weight=jnp.float32(2)
+  )
+  updates, state = update(
+    jnp.float32(jnp.nan), state, params, weight=jnp.float32(0)
+  )
+  assert (float(updates), has_updated(state)) == (
+    -1,
+    True,
+  )  # as ever outside of a step
 
 
-@pytest.mark.parametrize("options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}])
+@pytest.mark.parametrize(
+  "options", [{"weight_fn": jnp.sum}, {"skip_nonfinite": True}]
+)
 def test_sums_are_selected_and_not_gradients(options):
   """XLA for GPU keeps a second gradient, of the parameters' size, where a gradient is selected."""
   params, batch = jnp.ones((5, 7)), jnp.ones((4, 5))
@@ -457,8 +571,14 @@ def test_sums_are_selected_and_not_gradients(options):
     lambda params, batch: jnp.sum(batch @ params), num_microbatches=2, **options
   )
   eqns = jax.make_jaxpr(run)(params, batch).jaxpr.eqns
-  [body] = [eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"]
+  [body] = [
+    eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"
+  ]
   made_by = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
-  selects = [eqn for eqn in body.eqns if eqn.params.get("name") == "_where"]  # of jnp.where
-  of_gradients = [eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape]
+  selects = [
+    eqn for eqn in body.eqns if eqn.params.get("name") == "_where"
+  ]  # of jnp.where
+  of_gradients = [
+    eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape
+  ]
   assert [made_by[eqn.invars[1]] for eqn in of_gradients] == ["add"]

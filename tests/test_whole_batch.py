@@ -8,15 +8,22 @@ from support import cycles, draws, plain
 from support.draws import CHOICES, Draw, drawn, parsed, shrunk
 import whole_batch
 
-SEED, DRAWS = 93, 60  # of 150 seeds, the one whose draws have the most pairs of choices
+SEED, DRAWS = (
+  93,
+  60,
+)  # of 150 seeds, the one whose draws have the most pairs of choices
 
 
 # CI runs on several versions of JAX: half of the draws on one, half on another.
-@pytest.mark.parametrize("index", range(jax.__version_info__[1] // 2 % 2, DRAWS, 2))
+@pytest.mark.parametrize(
+  "index", range(jax.__version_info__[1] // 2 % 2, DRAWS, 2)
+)
 def test_three_cycles_are_the_steps_of_the_whole_batch(index):
   draw = drawn(SEED, index)
   found = whole_batch.problems(draw)
-  assert not found, f'python tests/whole_batch.py --draw "{draw}"\n' + "\n".join(found)
+  assert not found, (
+    f'python tests/whole_batch.py --draw "{draw}"\n' + "\n".join(found)
+  )
 
 
 # What is planted in the whole batch's gradient must be told from it.
@@ -28,7 +35,10 @@ def mean_over(*columns):
   def gradient(draw, params, batch):
     where = batch["where"][:, list(columns)]
     parts = [np.all(where == part, axis=1) for part in np.unique(where, axis=0)]
-    each = [plain.gradient(draw, params, {k: x[p] for k, x in batch.items()}) for p in parts]
+    each = [
+      plain.gradient(draw, params, {k: x[p] for k, x in batch.items()})
+      for p in parts
+    ]
     return jax.tree.map(lambda *g: sum(g) / len(g), *each)
 
   return gradient
@@ -53,7 +63,10 @@ WRONG = {
   ("wrong", "line"),
   [
     ("microbatches", "weights=counts size=3"),
-    ("microbatches", "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16"),
+    (
+      "microbatches",
+      "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16",
+    ),
     ("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
     (
       "microbatches",
@@ -74,10 +87,14 @@ WRONG = {
 def test_a_wrong_mean_is_told_from_the_right_one(wrong, line):
   draw = parsed(line)
   assert not whole_batch.problems(draw)
-  assert any("params" in problem for problem in whole_batch.problems(draw, WRONG[wrong]))
+  assert any(
+    "params" in problem for problem in whole_batch.problems(draw, WRONG[wrong])
+  )
 
 
-@pytest.mark.parametrize("line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"])
+@pytest.mark.parametrize(
+  "line", ["", "weights=fractions reduction=sum", "dtype=complex64 key=raw"]
+)
 def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
   draw = parsed(line)
   (call,), *_ = cycles.cycles_of(draw)
@@ -85,10 +102,17 @@ def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
   with jax.enable_x64(True):
     params, batch = plain.wide((cycles.initial_params(draw), batch))
     actual = plain.gradient(draw, params, batch)
-    of_loss = jax.jit(jax.grad(lambda params: plain.loss_of(draw, params, batch, jnp)))
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    of_loss = jax.jit(
+      jax.grad(lambda params: plain.loss_of(draw, params, batch, jnp))
+    )
+    with (
+      jax.numpy_dtype_promotion("standard"),
+      jax.numpy_rank_promotion("allow"),
+    ):
       expected = of_loss(jax.tree.map(jnp.asarray, params))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), actual, expected)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), actual, expected
+  )
 
 
 # What draws are made of.
@@ -122,12 +146,20 @@ def test_the_command_runs_one_draw_or_many(capsys, monkeypatch):
   assert capsys.readouterr().out == "right\n"
   seeds = []
   line = parsed("entry=update optimizer=momentum")
-  monkeypatch.setattr(whole_batch, "drawn", lambda seed, index: seeds.append((seed, index)) or line)
+  monkeypatch.setattr(
+    whole_batch,
+    "drawn",
+    lambda seed, index: seeds.append((seed, index)) or line,
+  )
   assert whole_batch.main(["--draws", "2", "--seed", "5"]) == 0
   assert "2 draws, 0 wrong" in capsys.readouterr().out
   assert seeds == [(5, 0), (5, 1)]
-  monkeypatch.setattr(whole_batch, "drawn", lambda seed, index: Draw(weights="counts", seed=3))
-  monkeypatch.setattr(whole_batch, "problems", lambda draw: [f"{draw.weights} are wrong"])
+  monkeypatch.setattr(
+    whole_batch, "drawn", lambda seed, index: Draw(weights="counts", seed=3)
+  )
+  monkeypatch.setattr(
+    whole_batch, "problems", lambda draw: [f"{draw.weights} are wrong"]
+  )
   assert whole_batch.main(["--draws", "1"]) == 1
   out = capsys.readouterr().out
   assert '0: --draw "weights=counts seed=3"\n  counts are wrong' in out

@@ -40,8 +40,12 @@ def check_bound(axis_name: AxisName) -> int:
 def varying_axes(x: Leaf) -> frozenset[Any]:
   """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
   type_ = jax.typeof(x) if isinstance(x, jax.Array) else x
-  axes = getattr(type_, "manual_axis_type", None)  # jax 0.10 and later; before that, `vma`
-  return getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
+  axes = getattr(
+    type_, "manual_axis_type", None
+  )  # jax 0.10 and later; before that, `vma`
+  return (
+    getattr(type_, "vma", None) or frozenset() if axes is None else axes.varying
+  )
 
 
 def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
@@ -65,11 +69,16 @@ def full_like(
 ) -> jax.Array:
   """An array of one value with the type of `like`, or another dtype, for the carry of a scan."""
   sharding = like.sharding if _is_explicit(like.sharding) else None
-  return vary_like(lax.full(like.shape, value, dtype or like.dtype, sharding=sharding), like)
+  return vary_like(
+    lax.full(like.shape, value, dtype or like.dtype, sharding=sharding), like
+  )
 
 
 def _is_explicit(sharding: Any) -> bool:
-  return sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  return (
+    sharding is not None
+    and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+  )
 
 
 def sharded_like(x: jax.Array, like: Leaf) -> jax.Array:
@@ -97,11 +106,16 @@ def typed_axes(axis_name: AxisName) -> frozenset[Any]:
 def shares_mesh() -> bool:
   """Whether the mesh has axes that are not mapped here: over these the compiler may communicate."""
   mesh = jax.sharding.get_abstract_mesh()
-  return any(n > 1 for name, n in mesh.shape.items() if name not in mesh.manual_axes)
+  return any(
+    n > 1 for name, n in mesh.shape.items() if name not in mesh.manual_axes
+  )
 
 
 def _extreme(
-  reduce: Callable[..., jax.Array], held: jax.Array, axis_name: AxisName, counted: object = True
+  reduce: Callable[..., jax.Array],
+  held: jax.Array,
+  axis_name: AxisName,
+  counted: object = True,
 ) -> jax.Array:
   """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
   if not jnp.issubdtype(held.dtype, jnp.floating):
@@ -143,7 +157,9 @@ def of_all(flag: jax.Array, axis_name: AxisName) -> jax.Array:
   return lax.pmin(jnp.int32(flag), axis_name) > 0
 
 
-def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> jax.Array:
+def of_last(
+  held: jax.Array, axis_name: AxisName, counted: bool | jax.Array
+) -> jax.Array:
   """What the last device holds that has `counted` true; zeros where none has."""
   index = lax.axis_index(axis_name)
   rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
@@ -154,7 +170,11 @@ def of_last(held: jax.Array, axis_name: AxisName, counted: bool | jax.Array) -> 
 def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   """What the device holds where `chosen` is true; zeros where none is. `chosen` may have axes."""
   if dtypes.is_key(x):
-    data = of_one(jax.random.key_data(x), axis_name, chosen[..., None] if chosen.ndim else chosen)
+    data = of_one(
+      jax.random.key_data(x),
+      axis_name,
+      chosen[..., None] if chosen.ndim else chosen,
+    )
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   number = x.astype(dtypes.accumulator_dtype(x.dtype))
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
@@ -172,13 +192,19 @@ def sum_scattered(
   if _is_explicit(jax.typeof(held).sharding):
     # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
     return own_part(lax.psum(held, axis_name), spec)
-  held = _on_shards(lax.psum_scatter, "scatter_dimension", held, spec, automatic)
-  scattered = {name for _, names in _sharded_dims(spec) for name in names_of(names)}
+  held = _on_shards(
+    lax.psum_scatter, "scatter_dimension", held, spec, automatic
+  )
+  scattered = {
+    name for _, names in _sharded_dims(spec) for name in names_of(names)
+  }
   rest = tuple(name for name in axis_name if name not in scattered)
   return lax.psum(held, rest) if rest else held
 
 
-def gathered(x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec) -> jax.Array:
+def gathered(
+  x: jax.Array, spec: PartitionSpec, automatic: PartitionSpec
+) -> jax.Array:
   """The full array, of the parts that devices have as `spec` says; `automatic` as above."""
   return _on_shards(lax.all_gather, "axis", x, spec, automatic)
 
@@ -192,7 +218,9 @@ def _on_shards(
 ) -> jax.Array:
   """`send` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
   sent = _sharded_dims(spec)
-  dims = [None if dim in dict(sent) else names for dim, names in enumerate(automatic)]
+  dims = [
+    None if dim in dict(sent) else names for dim, names in enumerate(automatic)
+  ]
   axes = {name for names in dims for name in names_of(names)}
 
   def send_all(x: jax.Array) -> jax.Array:
@@ -204,7 +232,11 @@ def _on_shards(
     return send_all(x)
   shards = PartitionSpec(*dims)
   on_shards = jax.shard_map(
-    send_all, in_specs=shards, out_specs=shards, axis_names=axes, check_vma=False
+    send_all,
+    in_specs=shards,
+    out_specs=shards,
+    axis_names=axes,
+    check_vma=False,
   )
   return on_shards(x)
 
@@ -219,7 +251,11 @@ def own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def names_of(names: Any) -> tuple[Any, ...]:
   """One or several axes as a tuple, such as what a `PartitionSpec` has for one dimension."""
-  return tuple(names or ()) if isinstance(names, (tuple, list, type(None))) else (names,)
+  return (
+    tuple(names or ())
+    if isinstance(names, (tuple, list, type(None)))
+    else (names,)
+  )
 
 
 def _sharded_dims(spec: PartitionSpec) -> list[tuple[int, Any]]:

@@ -42,7 +42,9 @@ def update_if(
     if differentiable:
       return lax.cond(pred, run, lambda operand: operand, operand)
     stop = jnp.zeros_like(pred)
-    return lax.while_loop(lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand))[1]
+    return lax.while_loop(
+      lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand)
+    )[1]
 
 
 class OutputBuffers:
@@ -55,7 +57,11 @@ class OutputBuffers:
     one_tree = jax.tree.structure(total) == self._treedef
     sums = jax.tree.leaves(total) if one_tree else [None] * len(self._like)
     self._shared = list(map(_holds, sums, self._like))
-    spare = [x for x, shared in zip(self._like, self._shared, strict=True) if not shared]
+    spare = [
+      x
+      for x, shared in zip(self._like, self._shared, strict=True)
+      if not shared
+    ]
     # XLA makes one array of constants that are the same, and copies it.
     numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
     self.spare = list(map(across_devices.full_like, spare, numbers))
@@ -74,7 +80,9 @@ class OutputBuffers:
     """What `filled` put there where the cycle emits, and else zeros."""
     sums, others = jax.tree.leaves(total), iter(spare)
     return self._treedef.unflatten(
-      weighted_mean.select(emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype))
+      weighted_mean.select(
+        emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype)
+      )
       if self._shared[i]
       else next(others)
       for i, x in enumerate(self._like)

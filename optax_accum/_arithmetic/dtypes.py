@@ -38,7 +38,9 @@ def is_key(x: Leaf) -> bool:
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> jnp.dtype:
+def accumulator_dtype(
+  dtype: DTypeLike, requested: DTypeLike | None = None
+) -> jnp.dtype:
   """The dtype that values of `dtype` are added up in.
 
   Floating and complex: `requested` (its real part's dtype for real values), or by default `dtype`
@@ -47,7 +49,9 @@ def accumulator_dtype(dtype: DTypeLike, requested: DTypeLike | None = None) -> j
   if not jnp.issubdtype(dtype, jnp.inexact):
     if jnp.dtype(dtype).itemsize >= 4:
       return jnp.dtype(dtype)
-    return jnp.dtype(jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32)
+    return jnp.dtype(
+      jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
+    )
   if requested is None:
     return promote(dtype, jnp.float32)
   if jnp.issubdtype(dtype, jnp.floating):
@@ -65,7 +69,9 @@ def check_accumulator_dtype(value: DTypeLike | None) -> jnp.dtype | None:
   return None if value is None else jnp.dtype(value)
 
 
-def check_holds(leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None) -> None:
+def check_holds(
+  leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None
+) -> None:
   """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
   real = accumulator is not None and jnp.issubdtype(accumulator, jnp.floating)
   if real and jnp.issubdtype(dtype, jnp.complexfloating):
@@ -77,4 +83,6 @@ def check_holds(leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None) -> N
 
 def in_dtype_of(x: Leaf, like: Leaf) -> Leaf:
   """`x` in the dtype of `like`."""
-  return x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
+  return (
+    x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
+  )

@@ -28,9 +28,13 @@ def shapes_in(jaxpr: Any) -> Shapes:
     return set()
   shapes: Shapes = set()
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
+    if eqn.primitive.name == "gather" or eqn.primitive.name.startswith(
+      "scatter"
+    ):
       shapes.add(_squeezed(eqn.invars[0].aval.shape))
-    if eqn.primitive.name.startswith("custom_vjp_call"):  # whose backward pass may scatter
+    if eqn.primitive.name.startswith(
+      "custom_vjp_call"
+    ):  # whose backward pass may scatter
       shapes.update(_squeezed(x.aval.shape) for x in eqn.invars)
     shapes = shapes.union(*map(shapes_in, _versions.inner_jaxprs(eqn)))
   return shapes
@@ -49,12 +53,19 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _lower(ctx: Any, x: Any) -> Any:
   """A barrier, where the partitioner has several devices to choose for."""
   context = ctx.module_context.axis_context
-  devices, mesh = getattr(context, "num_devices", None), getattr(context, "mesh", None)
+  devices, mesh = (
+    getattr(context, "num_devices", None),
+    getattr(context, "mesh", None),
+  )
   if mesh is not None:  # shard_map, over some axes or all
-    devices = math.prod(n for name, n in mesh.shape.items() if name not in context.manual_axes)
+    devices = math.prod(
+      n for name, n in mesh.shape.items() if name not in context.manual_axes
+    )
   if devices == 1:
     return [x]
-  return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(ctx, x)
+  return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(
+    ctx, x
+  )
 
 
 @functools.cache
@@ -69,5 +80,8 @@ def _barrier() -> Any:
   for platform in ("tpu", "cuda", "rocm"):
     mlir.register_lowering(barrier, _lower, platform=platform)
   ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])
-  batching.primitive_batchers[barrier] = lambda args, dims: (barrier.bind(*args), dims[0])
+  batching.primitive_batchers[barrier] = lambda args, dims: (
+    barrier.bind(*args),
+    dims[0],
+  )
   return barrier

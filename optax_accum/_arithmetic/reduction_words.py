@@ -6,12 +6,21 @@ from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.reductions import Merge, MergeFn, Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import (
+  Merge,
+  MergeFn,
+  Reduction,
+  REDUCTIONS,
+)
 from optax_accum._arithmetic.trees import Path, Tree
 
-ReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last", "stack", "concat"]
+ReductionName: TypeAlias = Literal[
+  "mean", "sum", "max", "min", "last", "stack", "concat"
+]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
-_NAMES = {"grad_reduction": get_args(GradReductionName)}  # of an option that does not take all
+_NAMES = {
+  "grad_reduction": get_args(GradReductionName)
+}  # of an option that does not take all
 
 
 class _Dataclass(Protocol):
@@ -19,7 +28,9 @@ class _Dataclass(Protocol):
 
 
 # Names at the leaves. (A `Sequence` would let any string pass a type checker.)
-_Tree: TypeAlias = Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
+_Tree: TypeAlias = (
+  Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
+)
 ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
 GradReductionTree: TypeAlias = GradReductionName | _Tree
 
@@ -31,14 +42,22 @@ def named(option: str, tree: Tree, default: Tree) -> Tree:
     where = _validate.leaf_name(option, path)
     if callable(name) and option not in _NAMES:
       if why := _validate.why_not(name, None, None):
-        raise TypeError(f"{where}={name!r} must take two values, merge(a, b): {why}.")
+        raise TypeError(
+          f"{where}={name!r} must take two values, merge(a, b): {why}."
+        )
       return Merge(name)
-    return REDUCTIONS[_validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))]
+    return REDUCTIONS[
+      _validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))
+    ]
 
-  return default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
+  return (
+    default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
+  )
 
 
-def match(option: str, reductions: Tree, like: Tree, of: str = "outputs") -> Tree:
+def match(
+  option: str, reductions: Tree, like: Tree, of: str = "outputs"
+) -> Tree:
   """A reduction for each leaf of `like`, or a `Merge` for a node of it, from a prefix tree of them.
 
   Messages call the leaves `of`.

@@ -13,14 +13,23 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, dtypes, hoisting, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  dtypes,
+  hoisting,
+  weighted_mean,
+)
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Leaf: TypeAlias = jax.ShapeDtypeStruct
-MergeFn: TypeAlias = Callable[[Any, Any], Any]  # makes one of two values of an output, or a tree
-Held: TypeAlias = Any  # what a scan carries of one output from one microbatch to the next
+MergeFn: TypeAlias = Callable[
+  [Any, Any], Any
+]  # makes one of two values of an output, or a tree
+Held: TypeAlias = (
+  Any  # what a scan carries of one output from one microbatch to the next
+)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -33,18 +42,24 @@ class Reduction:
 
   name = ""
   ordered = False  # whether it matters which microbatch comes last
-  collected = False  # whether the scan keeps every value, for `join`, and holds nothing
+  collected = (
+    False  # whether the scan keeps every value, for `join`, and holds nothing
+  )
   axis = 0  # of the output, along which what is collected is joined
   # What all devices hold together, from what is held, the axis, and whether this device had a
   # microbatch that counts.
-  over_devices: Callable[..., Held] = dataclasses.field(default=lambda held, *_: held, kw_only=True)
+  over_devices: Callable[..., Held] = dataclasses.field(
+    default=lambda held, *_: held, kw_only=True
+  )
   # Whether nobody asked for it, so that it may be wrong for values per row.
   default: bool = dataclasses.field(default=False, kw_only=True)
 
   def __repr__(self) -> str:
     return repr(self.name)
 
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+  ) -> None:
     """Checks that outputs like `leaf`, of `rows` rows, can be reduced, in `dtype` if given."""
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
@@ -71,9 +86,14 @@ class Reduction:
     """The reduced value where there is one microbatch, which counts."""
     return value
 
-  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> "Reduction":
+  def scattered(
+    self, spec: PartitionSpec, automatic: PartitionSpec
+  ) -> "Reduction":
     """The same, but each device keeps only its part, as `spec` says."""
-    own_part = lambda *args: across_devices.own_part(self.over_devices(*args), spec)  # noqa: E731
+
+    def own_part(*args):
+      return across_devices.own_part(self.over_devices(*args), spec)
+
     return dataclasses.replace(self, over_devices=own_part)
 
 
@@ -82,12 +102,22 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(held, axis_name)
-  reduce_term: Callable[..., jax.Array] | None = None  # over devices, in every microbatch
-  wide: bool = False  # whether in float32 or better, whatever `accumulator_dtype` is
-  is_weighed: bool = False  # whether values were weighed before, and none is to be left out
+  over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(
+    held, axis_name
+  )
+  reduce_term: Callable[..., jax.Array] | None = (
+    None  # over devices, in every microbatch
+  )
+  wide: bool = (
+    False  # whether in float32 or better, whatever `accumulator_dtype` is
+  )
+  is_weighed: bool = (
+    False  # whether values were weighed before, and none is to be left out
+  )
 
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+  ) -> None:
     dtypes.check_holds(name, leaf.dtype, dtype)
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
@@ -98,7 +128,9 @@ class Sum(Reduction):
     reduced = jax.make_jaxpr(self.reduce_term, return_shape=True)(zeros)
     return across_devices.full_like(across_devices.types(reduced), 0)
 
-  def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  def term(
+    self, value: jax.Array, weight: Weight, dtype: DTypeLike
+  ) -> jax.Array:
     """What one microbatch adds if it counts."""
     return value.astype(dtype)
 
@@ -110,25 +142,39 @@ class Sum(Reduction):
       # XLA for GPU keeps a second gradient where the term is selected and not the sum.
       total = held + term
       return weighted_mean.select(weighted_mean.counts(weight), total, held)
-    term = weighted_mean.select(weighted_mean.counts(weight), term, jnp.zeros_like(term))
+    term = weighted_mean.select(
+      weighted_mean.counts(weight), term, jnp.zeros_like(term)
+    )
     # Without the barrier XLA for TPU adds up full values and reduces after the loop.
     return held + lax.optimization_barrier(self.reduce_term(term))
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
-    return held.astype(like.dtype) if jnp.issubdtype(like.dtype, jnp.inexact) else held
+    return (
+      held.astype(like.dtype)
+      if jnp.issubdtype(like.dtype, jnp.inexact)
+      else held
+    )
 
   def only(self, value: jax.Array) -> jax.Array:
     inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-    return value if inexact else value.astype(dtypes.accumulator_dtype(value.dtype))
+    return (
+      value if inexact else value.astype(dtypes.accumulator_dtype(value.dtype))
+    )
 
-  def scattered(self, spec: PartitionSpec, automatic: PartitionSpec) -> Reduction:
-    scatter = functools.partial(across_devices.sum_scattered, spec=spec, automatic=automatic)
+  def scattered(
+    self, spec: PartitionSpec, automatic: PartitionSpec
+  ) -> Reduction:
+    scatter = functools.partial(
+      across_devices.sum_scattered, spec=spec, automatic=automatic
+    )
     return dataclasses.replace(self, over_devices=scatter)
 
   def in_loop(self, axis_name: AxisName) -> "Sum":
     """The same, but devices are reduced over in every microbatch."""
     reduced = lambda term: self.over_devices(term, axis_name, True)  # noqa: E731
-    return dataclasses.replace(self, over_devices=lambda held, *_: held, reduce_term=reduced)
+    return dataclasses.replace(
+      self, over_devices=lambda held, *_: held, reduce_term=reduced
+    )
 
 
 class Mean(Sum):
@@ -136,7 +182,9 @@ class Mean(Sum):
 
   name = "mean"
 
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+  ) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise TypeError(
         f'{name} has dtype {leaf.dtype}, which "mean" cannot keep: cast it to a float in the'
@@ -144,7 +192,9 @@ class Mean(Sum):
       )
     super().check(name, leaf, rows, dtype)
 
-  def term(self, value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
+  def term(
+    self, value: jax.Array, weight: Weight, dtype: DTypeLike
+  ) -> jax.Array:
     return weighted_mean.product(value, weight, dtype)
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
@@ -159,9 +209,13 @@ class Extreme(Reduction):
   limit: str  # what `jnp.finfo` and `jnp.iinfo` call the value that all others replace
   name: str
 
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+  ) -> None:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-      raise TypeError(f'{name} has dtype {leaf.dtype}, which has no {self!r}: use "mean" or "sum".')
+      raise TypeError(
+        f'{name} has dtype {leaf.dtype}, which has no {self!r}: use "mean" or "sum".'
+      )
 
   def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
     limit: float = jnp.inf if self.limit == "max" else -jnp.inf
@@ -174,7 +228,9 @@ class Extreme(Reduction):
     return across_devices.full_like(leaf, limit)
 
   def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
-    return weighted_mean.select(weighted_mean.counts(weight), self.choose(held, value), held)
+    return weighted_mean.select(
+      weighted_mean.counts(weight), self.choose(held, value), held
+    )
 
 
 class Last(Reduction):
@@ -194,7 +250,9 @@ class Stack(Reduction):
   collected = True
 
   def join(self, held: Held, collected: Any, tail: Any) -> Held:
-    return collected if tail is None else jnp.concatenate([collected, tail[None]])
+    return (
+      collected if tail is None else jnp.concatenate([collected, tail[None]])
+    )
 
   def only(self, value: jax.Array) -> jax.Array:
     return value[None]
@@ -205,7 +263,9 @@ class Concat(Stack):
 
   name = "concat"
 
-  def check(self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+  ) -> None:
     if leaf.shape[:1] != (rows,):
       raise ValueError(
         f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
@@ -234,18 +294,26 @@ class Merge(Reduction):
     super().__init__(over_devices=self._of_devices)
     self.fun, self.name = fun, getattr(fun, "__qualname__", repr(fun))
 
-  def check(self, name: str, leaf: Tree, rows: int, dtype: DTypeLike | None) -> None:
+  def check(
+    self, name: str, leaf: Tree, rows: int, dtype: DTypeLike | None
+  ) -> None:
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaf)
     try:
       merged = jax.eval_shape(self._of_both, like, like)
     except Exception as error:
-      error.add_note(f"{name} is reduced by {self.name}(a, b), which was given two of {like}.")
+      error.add_note(
+        f"{name} is reduced by {self.name}(a, b), which was given two of {like}."
+      )
       raise
-    _validate.check_alike(f"what {self.name}(a, b) returned", name, merged, like)
+    _validate.check_alike(
+      f"what {self.name}(a, b) returned", name, merged, like
+    )
 
   def start(self, leaf: Tree, dtype: DTypeLike | None) -> Held:
     zeros = jax.tree.map(lambda x: across_devices.full_like(x, 0), leaf)
-    return zeros, across_devices.vary_like(jnp.asarray(False), jax.tree.leaves(zeros)[0])
+    return zeros, across_devices.vary_like(
+      jnp.asarray(False), jax.tree.leaves(zeros)[0]
+    )
 
   def add(self, held: Held, value: Tree, weight: Weight) -> Held:
     value = jax.tree.map(_refusing_derivatives, value)
@@ -262,27 +330,46 @@ class Merge(Reduction):
     # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
     # although they are not selected. Where `vmap` runs both, one value is merged with itself.
     merged = lax.cond(
-      has_a & has_b, self._of_both, lambda a, b: either, _where(has_a, a, either), either
+      has_a & has_b,
+      self._of_both,
+      lambda a, b: either,
+      _where(has_a, a, either),
+      either,
     )
     return merged, has_a | has_b
 
-  def _of_devices(self, held: Held, axis_name: AxisName, counted: object) -> Held:
+  def _of_devices(
+    self, held: Held, axis_name: AxisName, counted: object
+  ) -> Held:
     # What all devices hold, on a new first axis, in the order of the mesh.
-    own = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32) == lax.axis_index(axis_name)
+    own = jnp.arange(
+      lax.axis_size(axis_name), dtype=jnp.int32
+    ) == lax.axis_index(axis_name)
     places = lambda x: own.reshape(-1, *[1] * x.ndim)  # noqa: E731
-    each = jax.tree.map(lambda x: across_devices.of_one(x[None], axis_name, places(x)), held)
-    first, others = jax.tree.map(lambda x: x[0], each), jax.tree.map(lambda x: x[1:], each)
-    return lax.scan(lambda held, other: (self._of_two(held, other), None), first, others)[0]
+    each = jax.tree.map(
+      lambda x: across_devices.of_one(x[None], axis_name, places(x)), held
+    )
+    first, others = (
+      jax.tree.map(lambda x: x[0], each),
+      jax.tree.map(lambda x: x[1:], each),
+    )
+    return lax.scan(
+      lambda held, other: (self._of_two(held, other), None), first, others
+    )[0]
 
   def finish(self, held: Held, weight: Weight, like: Leaf) -> Tree:
     return held[0]
 
 
 def _where(flag: bool | jax.Array, value: Tree, other: Tree) -> Tree:
-  return jax.tree.map(functools.partial(weighted_mean.select, flag), value, other)
+  return jax.tree.map(
+    functools.partial(weighted_mean.select, flag), value, other
+  )
 
 
-_refusing_derivatives = jax.custom_jvp(lambda x: x)  # of what a function of the user reduces
+_refusing_derivatives = jax.custom_jvp(
+  lambda x: x
+)  # of what a function of the user reduces
 
 
 @functools.partial(_refusing_derivatives.defjvp, symbolic_zeros=True)
@@ -298,8 +385,12 @@ def _refused(primals: Any, tangents: Any) -> Any:
 REDUCTIONS: dict[str, Reduction] = {
   "mean": Mean(),
   "sum": Sum(),
-  "max": Extreme(jnp.maximum, "min", "max", over_devices=across_devices.largest),
-  "min": Extreme(jnp.minimum, "max", "min", over_devices=across_devices.smallest),
+  "max": Extreme(
+    jnp.maximum, "min", "max", over_devices=across_devices.largest
+  ),
+  "min": Extreme(
+    jnp.minimum, "max", "min", over_devices=across_devices.smallest
+  ),
   "last": Last(over_devices=across_devices.of_last),
   "stack": Stack(),
   "concat": Concat(),

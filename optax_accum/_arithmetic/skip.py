@@ -12,7 +12,9 @@ from optax_accum._arithmetic.trees import Grads, Params, Tree
 class SkipFn(Protocol):
   """The type of `accumulate`'s `skip_fn`, which `optax.ShouldSkipUpdateFunction` is one of."""
 
-  def __call__(self, updates: Any, gradient_step: Any, params: Any, /) -> tuple[Any, Any]:
+  def __call__(
+    self, updates: Any, gradient_step: Any, params: Any, /
+  ) -> tuple[Any, Any]:
     """Returns ``(should_skip, info)`` for the gradients of one call, before they are added up.
 
     `should_skip` is a bool scalar. True leaves the gradients out, as if the call had not happened.
@@ -22,12 +24,17 @@ class SkipFn(Protocol):
 
 
 def asks_to_skip(
-  skip_fn: SkipFn, updates: Grads, gradient_step: jax.Array, params: Params | None
+  skip_fn: SkipFn,
+  updates: Grads,
+  gradient_step: jax.Array,
+  params: Params | None,
 ) -> tuple[jax.Array, Tree]:
   """What `skip_fn` says of these gradients, checked."""
   result = skip_fn(updates, gradient_step, params)
   if not isinstance(result, tuple) or len(result) != 2:
-    raise TypeError(f"skip_fn returned {result!r}; it must return the pair (should_skip, info).")
+    raise TypeError(
+      f"skip_fn returned {result!r}; it must return the pair (should_skip, info)."
+    )
   should_skip, info = result
   if jnp.shape(should_skip) != () or jnp.result_type(should_skip) != jnp.bool_:
     raise TypeError(
@@ -38,12 +45,18 @@ def asks_to_skip(
 
 def is_finite(tree: Tree) -> jax.Array:
   """Whether all numbers of a tree are."""
-  leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+  leaves = [
+    x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
+  ]
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
 
 
-def leave_out(weight: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+def leave_out(
+  weight: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """A microbatch's weight, 0 where its results are not `finite`; and 1 if that did it."""
   # A microbatch of padding may be 0/0. It has no weight, and nothing is wrong with it.
   skipped = jnp.logical_not(finite) & weighted_mean.counts(weight)
-  return jnp.where(finite, weight, jnp.zeros_like(weight)), skipped.astype(jnp.int32)
+  return jnp.where(finite, weight, jnp.zeros_like(weight)), skipped.astype(
+    jnp.int32
+  )

@@ -30,12 +30,19 @@ LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 def check_weight(source: str, value: Leaf) -> None:
   """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
-  shape, kind = getattr(value, "shape", ()), getattr(value, "dtype", type(value))
-  real = any(jnp.issubdtype(kind, of) for of in (jnp.bool_, jnp.integer, jnp.floating))
+  shape, kind = (
+    getattr(value, "shape", ()),
+    getattr(value, "dtype", type(value)),
+  )
+  real = any(
+    jnp.issubdtype(kind, of) for of in (jnp.bool_, jnp.integer, jnp.floating)
+  )
   if not real or shape != ():
     array = f"a weight of shape {shape} and dtype {kind}"
     given = array if hasattr(value, "dtype") else f"the weight {value!r}"
-    message = f"{source} gave {given}; it must be a real scalar, such as jnp.sum(mask)."
+    message = (
+      f"{source} gave {given}; it must be a real scalar, such as jnp.sum(mask)."
+    )
     raise (ValueError if real else TypeError)(message)
   if isinstance(value, jax.core.Tracer):
     return
@@ -55,7 +62,9 @@ def as_weight(weight: ArrayLike) -> jax.Array:
   """
   dtype = jnp.result_type(float)
   if not isinstance(weight, jax.Array):
-    return jnp.asarray(np.asarray(weight).astype(dtype))  # JAX would wrap an int to 32 bits
+    return jnp.asarray(
+      np.asarray(weight).astype(dtype)
+    )  # JAX would wrap an int to 32 bits
   weight = weight.astype(dtype)
   return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
 
@@ -83,7 +92,9 @@ class WeightSum(NamedTuple):
     return high + low
 
 
-def in_first_units(unit: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+def in_first_units(
+  unit: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array]:
   """The unit that weights are counted in, and `weight` in it. A unit of 0: there is none yet.
 
   The unit is the first weight that is not 0, or 1 if that weight is extreme. Equal weights are then
@@ -92,13 +103,17 @@ def in_first_units(unit: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.A
   """
   # 1e-30 / 1e7 is a normal float32. Divided by more, the least weight would be 0.
   usual = (weight >= 1e-3) & (weight <= 1e7) | (weight == 0)
-  unit = jnp.where(unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit)
+  unit = jnp.where(
+    unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit
+  )
   return unit, in_units(weight, unit)
 
 
 def in_units(weight: jax.Array, unit: jax.Array) -> jax.Array:
   """A weight, or a sum of weights, in units."""
-  return weight / jnp.where(unit == 0, jnp.ones_like(unit), lax.stop_gradient(unit))
+  return weight / jnp.where(
+    unit == 0, jnp.ones_like(unit), lax.stop_gradient(unit)
+  )
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -106,7 +121,9 @@ def counts(weight: Weight) -> bool | jax.Array:
   return weight != 0
 
 
-def select(counted: bool | jax.Array, value: jax.Array, other: jax.Array) -> jax.Array:
+def select(
+  counted: bool | jax.Array, value: jax.Array, other: jax.Array
+) -> jax.Array:
   """`value` where the microbatch counted, else `other`. A Python bool adds no operation."""
   if isinstance(counted, bool):
     return value if counted else other
@@ -125,12 +142,16 @@ def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN."""
   # Selected before it is multiplied: 0 * nan is nan, and a loss of padding alone is 0/0.
-  return product(select(counts(weight), value, jnp.zeros_like(value)), weight, dtype)
+  return product(
+    select(counts(weight), value, jnp.zeros_like(value)), weight, dtype
+  )
 
 
 def usable(weight: jax.Array) -> jax.Array:
   """Whether sums of this weight can be divided by it: it is 0, or in range, and no NaN."""
-  return (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (weight == 0)
+  return (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (
+    weight == 0
+  )
 
 
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
@@ -147,4 +168,6 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
   inverse = jnp.where(usable(weight), inverse, jnp.nan)
-  return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(dtype)
+  return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(
+    dtype
+  )

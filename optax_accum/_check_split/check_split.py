@@ -42,7 +42,9 @@ _OTHER_NAMES = OTHER_NAMES | dict.fromkeys(
 )
 
 
-def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object) -> SplitReport:
+def check_split(
+  loss_fn: Callable[..., Tree], /, *args: Tree, **options: object
+) -> SplitReport:
   """Tests whether a loss is the same in microbatches; if not, says why and how to fix it.
 
   Use it in a test or a notebook, with a small batch. `TrainStep.check` tests the loss of a step.
@@ -99,7 +101,9 @@ def check_split(loss_fn: Callable[..., Tree], /, *args: Tree, **options: object)
   except TypeError as error:
     unknown = options.keys() - _SIGNATURE.parameters.keys()
     if not unknown or unknown & inspect.signature(loss_fn).parameters.keys():
-      error.add_note("What the loss takes comes by position: check_split(loss_fn, params, batch).")
+      error.add_note(
+        "What the loss takes comes by position: check_split(loss_fn, params, batch)."
+      )
     raise
   return _report_of(runs)
 
@@ -123,13 +127,20 @@ def _runs_of(
     parameters.check_differentiable(split.name(i), args[i])
   arguments = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
   split.refuse_key(roles, arguments)
-  rows, of = cut.batch_rows(split, roles.batch, arguments), split.name(*roles.batch)
+  rows, of = (
+    cut.batch_rows(split, roles.batch, arguments),
+    split.name(*roles.batch),
+  )
   if rows == 1:
-    raise ValueError(f"The batch ({of}) has 1 row, which cannot be split: give 2 or more.")
+    raise ValueError(
+      f"The batch ({of}) has 1 row, which cannot be split: give 2 or more."
+    )
   call = Call.of(loss_fn, args, kwargs, roles)
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
-  sizes = _sizes_of(asked["num_microbatches"], asked["microbatch_size"], rows, of)
+  sizes = _sizes_of(
+    asked["num_microbatches"], asked["microbatch_size"], rows, of
+  )
   return Runs(loss_fn, call, asked, sizes, rows)
 
 
@@ -141,20 +152,32 @@ def _asked(loss_fn: LossFn, given: Kwargs) -> Kwargs:
   bound = _SIGNATURE.bind(loss_fn, **given)
   bound.apply_defaults()
   if (axis := bound.arguments["axis_name"]) is not None:
-    raise ValueError(f"check_split runs on one device: leave axis_name={axis!r} out.")
+    raise ValueError(
+      f"check_split runs on one device: leave axis_name={axis!r} out."
+    )
   return {**bound.arguments, "accumulator_dtype": None}
 
 
-def _check_concrete(loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]) -> None:
+def _check_concrete(
+  loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]
+) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
   for slot, tree in given:
     argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
     for name, leaf in _validate.named_leaves(argument, tree):
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
-        what = "traced" if isinstance(leaf, jax.core.Tracer) else "a ShapeDtypeStruct"
-        raise TypeError(f"{name} is {what}: check outside jax.jit, with arrays.")
+        what = (
+          "traced"
+          if isinstance(leaf, jax.core.Tracer)
+          else "a ShapeDtypeStruct"
+        )
+        raise TypeError(
+          f"{name} is {what}: check outside jax.jit, with arrays."
+        )
   if isinstance(jnp.zeros(()), jax.core.Tracer):
-    raise TypeError("This is traced, and what it runs would be: check outside jax.jit.")
+    raise TypeError(
+      "This is traced, and what it runs would be: check outside jax.jit."
+    )
 
 
 def _sizes_of(
@@ -166,16 +189,24 @@ def _sizes_of(
   Split(num_microbatches=number, microbatch_size=size)
   given = cut.microbatch_rows(rows, number, size, of)
   if number is None and given == rows:
-    raise ValueError(f"microbatch_size={size} does not split {rows} rows: give less.")
+    raise ValueError(
+      f"microbatch_size={size} does not split {rows} rows: give less."
+    )
   ragged = -(-2 * rows // 3)
   # With one microbatch, what runs in microbatches is within the loss.
-  return [given, ragged] if number not in (None, 1) and ragged < rows else [given]
+  return (
+    [given, ragged] if number not in (None, 1) and ragged < rows else [given]
+  )
 
 
 @contextlib.contextmanager
 def _exactly() -> Iterator[None]:
   """Settings under which only the loss makes a difference, and may be NaN."""
-  with jax.default_matmul_precision("highest"), jax.debug_nans(False), np.errstate(all="ignore"):
+  with (
+    jax.default_matmul_precision("highest"),
+    jax.debug_nans(False),
+    np.errstate(all="ignore"),
+  ):
     yield
 
 
@@ -219,7 +250,11 @@ def _report_of(runs: Runs) -> SplitReport:
       return report("unknown", words.ALL_ZERO, words.OTHER_BATCH)
     where, leaves = next((x for x in as_called if differ(x[1])), as_called[0])
     if differ(leaves):
-      why = (words.OVER_MESH, words.OWN_MEAN) if devices.loss else (words.AS_CALLED, words.PLAIN)
+      why = (
+        (words.OVER_MESH, words.OWN_MEAN)
+        if devices.loss
+        else (words.AS_CALLED, words.PLAIN)
+      )
       finding = diagnose.Finding("unknown", *why)
   return report(*finding[:3], where, tuple(leaves), ran, left_out)
 
@@ -257,7 +292,9 @@ def check_step(
   over_mesh = loss if isinstance(loss, PlacedLoss) else None
   axes = over_mesh.parallel.axes if over_mesh else names_of(split.axis_name)
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
-  options = {k: getattr(split, k) for k in _SIGNATURE.parameters if hasattr(split, k)}
+  options = {
+    k: getattr(split, k) for k in _SIGNATURE.parameters if hasattr(split, k)
+  }
   options |= {**local.asked, "has_aux": local.has_aux}
   options |= dict.fromkeys(("num_microbatches", "microbatch_size", "axis_name"))
   devices = Devices(axes, over_mesh)
@@ -265,18 +302,28 @@ def check_step(
     runs = _runs_of(local.fun, args, kwargs, options, drawing, split.names)
     if axes and not diagnose.refused(runs):
       devices = devices._replace(sends=_sends(loss, devices, args, kwargs))
-    if split.num_microbatches == 1 and not axes:  # what splits is within the loss
+    if (
+      split.num_microbatches == 1 and not axes
+    ):  # what splits is within the loss
       report = _report_of(runs.resized([runs.rows], runs.rows))
     else:
       report = _on_few_rows(runs, split, devices)
-  notes = report.not_checked + (words.ONE_DEVICE,) * bool(axes and not over_mesh)
+  notes = report.not_checked + (words.ONE_DEVICE,) * bool(
+    axes and not over_mesh
+  )
   fix, other = report.fix, (fixes or {}).get(report.verdict)
   if other:
-    fix = fix.replace(words.BATCH_NORM, other) if report.verdict == "coupled" else other
+    fix = (
+      fix.replace(words.BATCH_NORM, other)
+      if report.verdict == "coupled"
+      else other
+    )
   return dataclasses.replace(report, fix=fix, not_checked=notes)
 
 
-def _sends(loss: LocalLoss | PlacedLoss, devices: Devices, args: Args, kwargs: Kwargs) -> bool:
+def _sends(
+  loss: LocalLoss | PlacedLoss, devices: Devices, args: Args, kwargs: Kwargs
+) -> bool:
   """Whether devices exchange something in the loss of a step over a mesh. Raises what that does."""
   told: list[bool] = []
   local = dataclasses.replace(loss.local, tell=told.append)
@@ -292,23 +339,38 @@ def _on_few_rows(runs: Runs, split: Split, devices: Devices) -> SplitReport:
   rows, loss, count = runs.rows, devices.loss, 1
   if loss:
     count, split = loss.parallel.devices, loss.parallel.local_split(split, rows)
-  own = cut.microbatch_rows(rows // count, split.num_microbatches, split.microbatch_size)
+  own = cut.microbatch_rows(
+    rows // count, split.num_microbatches, split.microbatch_size
+  )
   halves = 1 + (own * count < rows)
   each = count * halves if loss else 1
   some = each * max(1, min(rows, _ROWS) // each)
   # Equal parts, unless the step may have a smaller one: each size is a program to compile.
   sizes = _sizes_of(None, None, some)[: 1 + (split.microbatch_size is not None)]
-  few, full = (devices._replace(size=size) for size in (some // halves, own * count))
-  tries = [(sizes, some, few), ([own] if own < rows else runs.sizes, rows, full)]
+  few, full = (
+    devices._replace(size=size) for size in (some // halves, own * count)
+  )
+  tries = [
+    (sizes, some, few),
+    ([own] if own < rows else runs.sizes, rows, full),
+  ]
   if devices.sends:
     tries = [([x.size], n, x) for _, n, x in tries]
-    tries += [(size, n, x._replace(is_alone=False)) for size, n, x in tries if halves > 1]
+    tries += [
+      (size, n, x._replace(is_alone=False))
+      for size, n, x in tries
+      if halves > 1
+    ]
   for sizes, n, where in tries[:-1]:
-    with contextlib.suppress(Exception):  # what a loss raises on so few rows, it may not on all
+    with contextlib.suppress(
+      Exception
+    ):  # what a loss raises on so few rows, it may not on all
       report = _report_of(runs.resized(sizes, n, where))
       if report.leaves:
         note = (words.SOME_ROWS.format(some=n, rows=rows),) * (n < rows)
-        return dataclasses.replace(report, not_checked=report.not_checked + note)
+        return dataclasses.replace(
+          report, not_checked=report.not_checked + note
+        )
   return _report_of(runs.resized(*tries[-1]))
 
 
@@ -318,4 +380,6 @@ def _on_host(x: Leaf) -> Leaf:
   if is_key(x):
     data = jnp.asarray(np.asarray(jax.random.key_data(x)))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-  return np.asarray(jnp.copy(x))  # of `x` itself NumPy would have a view, and it be donated no more
+  return np.asarray(
+    jnp.copy(x)
+  )  # of `x` itself NumPy would have a view, and it be donated no more

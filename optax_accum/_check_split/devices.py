@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 import numpy as np
 
-from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, Leaves, Params, Tree
+from optax_accum._arithmetic.trees import (
+  Grads,
+  Kwargs,
+  Leaf,
+  Leaves,
+  Params,
+  Tree,
+)
 from optax_accum._check_split.probes import Array, Call
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import Split
@@ -43,7 +50,11 @@ class Devices(NamedTuple):
   def _mapped(self, run: Run, in_specs: Tree, out_specs: Tree) -> Run:
     """`run` on each device of the mesh that is set."""
     return jax.shard_map(
-      run, in_specs=in_specs, out_specs=out_specs, axis_names=set(self.axes), check_vma=False
+      run,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      axis_names=set(self.axes),
+      check_vma=False,
     )
 
   def step(self, call: Call, options: Kwargs) -> OfArrays:
@@ -52,7 +63,9 @@ class Devices(NamedTuple):
     if self.loss is None:
       return self.on_one(functools.partial(call.called, run))
     split = Split.of(dict(options), default_argnum=1)
-    loss = self.loss._replace(local=LocalLoss(options["fun"], 0, True, split, options))
+    loss = self.loss._replace(
+      local=LocalLoss(options["fun"], 0, True, split, options)
+    )
 
     def value_and_grad(*args: Tree, **kwargs: Tree) -> tuple[Tree, Grads]:
       out = loss.value_and_grad(None, *args, **kwargs).outputs
@@ -69,30 +82,44 @@ class Devices(NamedTuple):
       return next(divisors, n) if name in self.axes else 1
 
     some = tuple(slice(number(*axis)) for axis in self.mesh.shape.items())
-    return Mesh(self.mesh.devices[some], self.mesh.axis_names, axis_types=self.mesh.axis_types)
+    return Mesh(
+      self.mesh.devices[some],
+      self.mesh.axis_names,
+      axis_types=self.mesh.axis_types,
+    )
 
   def of_each(self, fun: Run, call: Call) -> OfArrays:
     """``(loss, aux), gradients`` of each of few devices, one after another."""
     parallel = dataclasses.replace(self.loss.parallel, mesh=self.few)
 
-    def own(params: Params, /, *args: Tree, **kwargs: Tree) -> tuple[Tree, Grads]:
+    def own(
+      params: Params, /, *args: Tree, **kwargs: Tree
+    ) -> tuple[Tree, Grads]:
       run = lambda params: fun(params, *args, **kwargs)  # noqa: E731
       loss, back, aux = jax.vjp(run, params, has_aux=True)
       index = lax.axis_index(self.axes)
 
-      def of_one(i: Leaf) -> Grads:  # some of it is what others made of what it sent
+      def of_one(
+        i: Leaf,
+      ) -> Grads:  # some of it is what others made of what it sent
         return lax.psum(back((index == i).astype(loss.dtype))[0], self.axes)
 
       grads = lax.map(of_one, jnp.arange(parallel.devices))
       return jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, aux)), grads
 
     def spec(x: Array) -> PartitionSpec:
-      return parallel.batch_spec(x.value, x.axis) if x.role == "batch" else EVERY
+      return (
+        parallel.batch_spec(x.value, x.axis) if x.role == "batch" else EVERY
+      )
 
     specs = list(map(spec, call.arrays))
     out_specs = PartitionSpec(self.axes), EVERY
-    mapped = self._mapped(functools.partial(call.called, own), (specs,), out_specs)
-    return lambda values: mapped(list(map(parallel.move_over_data, values, specs)))
+    mapped = self._mapped(
+      functools.partial(call.called, own), (specs,), out_specs
+    )
+    return lambda values: mapped(
+      list(map(parallel.move_over_data, values, specs))
+    )
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
@@ -107,4 +134,8 @@ def one_device(mesh: Mesh | None, axes: tuple[Any, ...]) -> Mesh | None:
   if not names:
     return None
   devices = jax.local_devices() if mesh.empty else mesh.local_devices
-  return Mesh(np.reshape(devices[:1], (1,) * len(names)), names, axis_types=mesh.axis_types or None)
+  return Mesh(
+    np.reshape(devices[:1], (1,) * len(names)),
+    names,
+    axis_types=mesh.axis_types or None,
+  )

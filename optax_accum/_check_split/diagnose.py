@@ -51,12 +51,25 @@ def _of_outcomes(runs: Runs) -> Finding:
     return ok
   seen = [words.MENDS[x] for x in runs.facts.couplings]
   unseen = [text for kind, text in words.MENDS.items() if kind != "mixed"]
-  last = Finding("coupled", words.COUPLED, "\n".join([*seen, words.OTHERS] if seen else unseen))
+  last = Finding(
+    "coupled",
+    words.COUPLED,
+    "\n".join([*seen, words.OTHERS] if seen else unseen),
+  )
   if runs.facts.is_half:
     last = Finding("unknown", words.HALF, words.USE_FLOAT32)
   agrees = lambda runs: ok if runs.agree(how) else None  # noqa: E731
-  hypotheses = _not_a_function, agrees, _gradients, _shared_noise, _weighted, unsplit
-  first = next((x for hypothesis in hypotheses if (x := hypothesis(runs))), last)
+  hypotheses = (
+    _not_a_function,
+    agrees,
+    _gradients,
+    _shared_noise,
+    _weighted,
+    unsplit,
+  )
+  first = next(
+    (x for hypothesis in hypotheses if (x := hypothesis(runs))), last
+  )
   then = _aux(runs, first.how) if first.how else None
   if not then or first.verdict == "ok":
     return then or first
@@ -74,13 +87,21 @@ def refused(runs: Runs) -> Finding | None:
       refuse_keys(roles)
   except ValueError as error:
     slots = with_keys(roles)
-    alone = all(is_key(x) for slot in slots for x in jax.tree.leaves(roles.shared[slot]))
-    return Finding("random", str(error), words.naming("rng", slots) if alone else words.PASS_A_KEY)
+    alone = all(
+      is_key(x) for slot in slots for x in jax.tree.leaves(roles.shared[slot])
+    )
+    return Finding(
+      "random",
+      str(error),
+      words.naming("rng", slots) if alone else words.PASS_A_KEY,
+    )
   return None
 
 
 def _not_a_function(runs: Runs) -> Finding | None:
-  if runs.fingerprint() == runs.fingerprint() and runs.given.fits(runs.whole(runs.call).leaves):
+  if runs.fingerprint() == runs.fingerprint() and runs.given.fits(
+    runs.whole(runs.call).leaves
+  ):
     return None
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
 
@@ -89,7 +110,11 @@ def unsplit(runs: Runs) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   roles, rows = runs.batch.roles, runs.batch.rows
   more = list(dict.fromkeys(slot for slot, _ in with_rows(roles, (rows,))))
-  return Finding("unsplit", *words.unsplit(roles.batch, more, rows)) if more else None
+  return (
+    Finding("unsplit", *words.unsplit(roles.batch, more, rows))
+    if more
+    else None
+  )
 
 
 def _aux(runs: Runs, how: How) -> Finding | None:
@@ -104,7 +129,9 @@ def _aux(runs: Runs, how: How) -> Finding | None:
   new = fixed.words[len(runs.given.main) :]
   tree = jax.tree.unflatten(jax.tree.structure(runs.given.trees[1]), new)
   fix = words.option("aux_reduction", tree)
-  return Finding("sum" if {*found.values()} == {"sum"} else "unknown", words.AUX, fix, fixed)
+  return Finding(
+    "sum" if {*found.values()} == {"sum"} else "unknown", words.AUX, fix, fixed
+  )
 
 
 def _words_for(
@@ -135,26 +162,41 @@ def _gradients(runs: Runs) -> Finding | None:
   if new == how.words[1 : len(runs.given.main)] or not explains:
     return None
   overwritten = [name for name, word in found.items() if word in _EXTREMES]
-  tree = jax.tree.unflatten(jax.tree.structure(runs.given.trees[0]), new) if overwritten else None
-  fix, fixed = words.option("grad_reduction", tree), runs.how(grad_reduction=tree)
+  tree = (
+    jax.tree.unflatten(jax.tree.structure(runs.given.trees[0]), new)
+    if overwritten
+    else None
+  )
+  fix, fixed = (
+    words.option("grad_reduction", tree),
+    runs.how(grad_reduction=tree),
+  )
   if not overwritten:
     return Finding("unknown", words.GRADIENTS, fix, fixed)
   reason = words.OVERWRITTEN.format(names=", ".join(sorted(overwritten)))
   if not runs.agree(fixed):
-    return Finding("overwritten", f"{reason}\n{words.HALF}", f"{fix}\n{words.USE_FLOAT32}")
+    return Finding(
+      "overwritten", f"{reason}\n{words.HALF}", f"{fix}\n{words.USE_FLOAT32}"
+    )
   return Finding("overwritten", reason, fix, fixed)
 
 
 def groups(runs: Runs) -> Finding | None:
   """Whether a loss runs on some numbers of rows, and not on others."""
   most = -(-2 * runs.rows // 3)
-  sizes = {most, runs.rows - most, *(len(x) for rows in runs.cuts for x in rows)} - {0}
+  sizes = {
+    most,
+    runs.rows - most,
+    *(len(x) for rows in runs.cuts for x in rows),
+  } - {0}
   failed = {}
   for size in sorted(sizes):
     try:
       runs.parts(runs.call, [np.arange(size)])
     except Exception as error:
-      failed[str(size)] = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+      failed[str(size)] = (
+        f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+      )
   if len(failed) == len(sizes):
     return None
   which, first = " or ".join(failed), next(iter(failed.values()))
@@ -165,9 +207,13 @@ def groups(runs: Runs) -> Finding | None:
 def _shared_noise(runs: Runs) -> Finding | None:
   """Whether a loss that draws changes with the places of the rows: its noise is that of a place."""
   backwards = np.arange(runs.rows)[::-1]
-  if all(x.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes):
+  if all(
+    x.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes
+  ):
     return None
-  shared = [x.slot for x in runs.call.arrays if x.role == "shared" and x.may_be_key]
+  shared = [
+    x.slot for x in runs.call.arrays if x.role == "shared" and x.may_be_key
+  ]
   if shared:
     named = [*runs.batch.roles.rng, *dict.fromkeys(shared)]
     return Finding("random", words.SHARED_KEY, words.naming("rng", named))
@@ -191,15 +237,26 @@ def _weighted(runs: Runs) -> Finding | None:
       reason = words.WEIGHTED.format(what=code or "the number of rows")
       weight_fn = f"lambda {names}: {code}" if code else "None"
       return Finding("weighted", reason, f"weight_fn={weight_fn}{mean}", how)
-  if not all(_some_weight_explains(runs, x, cut) for x in runs.outcomes for cut in runs.cuts):
+  if not all(
+    _some_weight_explains(runs, x, cut)
+    for x in runs.outcomes
+    for cut in runs.cuts
+  ):
     return None
-  return Finding("weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names))
+  return Finding(
+    "weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names)
+  )
 
 
-def _some_weight_explains(runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]) -> bool:
+def _some_weight_explains(
+  runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]
+) -> bool:
   """Whether the whole is a mean of its parts by the same shares at several parameters."""
   points = []
-  for point in [whole.call, *(whole.call.moved(n, size=0.5) for n in (1, 2, 3))]:
+  for point in [
+    whole.call,
+    *(whole.call.moved(n, size=0.5) for n in (1, 2, 3)),
+  ]:
     given = runs.whole(point)
     if given.is_finite:
       parts = runs.parts(point, rows)
@@ -211,6 +268,8 @@ def _some_weight_explains(runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]
     return False
   shares = np.linalg.lstsq(np.stack(columns, 1), all_rows)[0]
   # They add up to more than one by what each part adds to its count, to divide by no zero.
-  is_mean = abs(sum(shares) - 1) < 1e-4 and (len(shares) == 1 or min(shares) > 1e-3)
+  is_mean = abs(sum(shares) - 1) < 1e-4 and (
+    len(shares) == 1 or min(shares) > 1e-3
+  )
   # A tenth of what is allowed elsewhere: free shares hide most of a small term.
   return is_mean and bool(np.max(np.abs(all_rows - shares @ columns)) <= 0.1)

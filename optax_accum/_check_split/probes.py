@@ -44,13 +44,17 @@ class Array(NamedTuple):
 
   @property
   def is_mask(self) -> bool:
-    return self.kind != "key" and bool(np.all((self.value == 0) | (self.value == 1)))
+    return self.kind != "key" and bool(
+      np.all((self.value == 0) | (self.value == 1))
+    )
 
   @property
   def may_be_key(self) -> bool:
     """Whether it is a key, or has the words of a raw one."""
     x = self.value
-    return self.kind == "key" or (x.dtype == np.uint32 and x.shape[-1:] in ((2,), (4,)))
+    return self.kind == "key" or (
+      x.dtype == np.uint32 and x.shape[-1:] in ((2,), (4,))
+    )
 
   @property
   def has_longer_rows(self) -> bool:
@@ -75,31 +79,48 @@ class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
   roles: Roles
-  called: Callable[[Callable[..., Tree], Leaves], Tree]  # a function of the arguments, on arrays
+  called: Callable[
+    [Callable[..., Tree], Leaves], Tree
+  ]  # a function of the arguments, on arrays
   taken: np.ndarray | None = None  # which rows it has of another call
   # 1: it has integers that no given row has; 2: they may mean nothing, such as a length of -1.
   oddity: int = 0
 
   @classmethod
-  def of(cls, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, roles: Roles) -> "Call":
+  def of(
+    cls, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, roles: Roles
+  ) -> "Call":
     """The given call, in the dtypes of the check. What is no array is a constant."""
-    role_of = {slot: role for role in roles._fields for slot in getattr(roles, role)}
+    role_of = {
+      slot: role for role in roles._fields for slot in getattr(roles, role)
+    }
     slots: list[Slot] = [*range(len(args)), *kwargs]
-    leaves, treedef = jax.tree_util.tree_flatten_with_path([*args, *kwargs.values()])
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(
+      [*args, *kwargs.values()]
+    )
     arrays = {}
     for n, (path, leaf) in enumerate(leaves):
       slot = slots[path[0].idx]
       role, argument = role_of.get(slot, "params"), name_of(fun, slot)
-      if role in ("params", "batch") or isinstance(leaf, (jax.Array, np.ndarray, np.generic)):
+      if role in ("params", "batch") or isinstance(
+        leaf, (jax.Array, np.ndarray, np.generic)
+      ):
         argument = argument.replace("...", f"batch_{slot}")
-        value, name = _in_check_dtype(leaf), argument + jax.tree_util.keystr(path[1:])
+        value, name = (
+          _in_check_dtype(leaf),
+          argument + jax.tree_util.keystr(path[1:]),
+        )
         axis = roles.batch.get(slot, 0) % (value.ndim or 1)
         arrays[n] = Array(value, role, slot, argument, name, axis)
 
     def called(fun: Callable[..., Tree], values: Leaves) -> Tree:
       new, count = dict(zip(arrays, values, strict=True)), len(args)
-      trees = jax.tree.unflatten(treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)])
-      return fun(*trees[:count], **dict(zip(kwargs, trees[count:], strict=True)))
+      trees = jax.tree.unflatten(
+        treedef, [new.get(n, x) for n, (_, x) in enumerate(leaves)]
+      )
+      return fun(
+        *trees[:count], **dict(zip(kwargs, trees[count:], strict=True))
+      )
 
     return cls("as given", tuple(arrays.values()), roles, called)
 
@@ -118,12 +139,17 @@ class Call(NamedTuple):
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
     """The call with `fun` of every array of this role, in its dtype, or keys."""
     new = lambda x, y: y if is_key(y) else np.asarray(y, x.value.dtype)  # noqa: E731
-    each = [x._replace(value=new(x, fun(x))) if x.role == role else x for x in self.arrays]
+    each = [
+      x._replace(value=new(x, fun(x))) if x.role == role else x
+      for x in self.arrays
+    ]
     return self._replace(arrays=tuple(each))
 
   def take(self, rows: np.ndarray, name: str = "") -> "Call":
     """The call with some rows of the batch."""
-    part = self.mapped("batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)])
+    part = self.mapped(
+      "batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)]
+    )
     return part._replace(name=name, taken=rows)
 
   def moved(self, number: int, size: float = 0.1) -> "Call":
@@ -132,11 +158,16 @@ class Call(NamedTuple):
 
   def moved_carry(self, name: str, size: float) -> "Call":
     """The call with another value of one array of the carry."""
-    return self.mapped("carry", lambda x: x.moved(1, size) if x.name == name else x.value)
+    return self.mapped(
+      "carry", lambda x: x.moved(1, size) if x.name == name else x.value
+    )
 
   def nudged(self) -> "Call":
     """The call with the last bits of the parameters changed."""
-    units = lambda x: 2 * np.finfo(x.value.dtype).eps * np.sign(np.sin(1.0 + x.places))  # noqa: E731
+
+    def units(x):
+      return 2 * np.finfo(x.value.dtype).eps * np.sign(np.sin(1.0 + x.places))
+
     return self.mapped("params", lambda x: x.value * (1 + units(x)))
 
   def varied(self) -> "Call":
@@ -145,9 +176,16 @@ class Call(NamedTuple):
     Masks of floats stay as they are, unless there are no other floats.
     """
     floats = [x for x in self.batch if x.kind in "fc"]
-    names = {x.name for x in floats if not x.is_mask} or {x.name for x in floats}
-    factors = lambda x: 0.6 + 0.4 * np.sin(1.7 * x.places) if x.name in names else 1  # noqa: E731
-    return self.mapped("batch", lambda x: x.value if x.kind == "key" else x.value * factors(x))
+    names = {x.name for x in floats if not x.is_mask} or {
+      x.name for x in floats
+    }
+
+    def factors(x):
+      return 0.6 + 0.4 * np.sin(1.7 * x.places) if x.name in names else 1
+
+    return self.mapped(
+      "batch", lambda x: x.value if x.kind == "key" else x.value * factors(x)
+    )
 
   def with_noise(self, role: str, level: float) -> "Call":
     """The call with keys of which every draw is the same: typed ones, and those that are named."""
@@ -172,7 +210,9 @@ def _in_check_dtype(x: Leaf) -> Leaf:
   return np.asarray(x)
 
 
-def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> Iterator[Call]:
+def probes_of(
+  given: Call, integers: Sequence[int], floats: Sequence[float]
+) -> Iterator[Call]:
   """The given call, and changed ones; the numbers may say that an entry does not count."""
   yield given
   yield given.moved(1)._replace(name="parameters moved")
@@ -186,9 +226,17 @@ def probes_of(given: Call, integers: Sequence[int], floats: Sequence[float]) -> 
       yield source._replace(name=f"as given{ending}")
     yield source.take(again, f"rows drawn again{ending}")
     for n, x in enumerate(source.arrays):
-      for name, value in _changes(x, integers, floats) if x.role == "batch" else ():
-        arrays = (*source.arrays[:n], x._replace(value=value), *source.arrays[n + 1 :])
-        yield source._replace(name=f"{name}{ending}", arrays=arrays, oddity=_oddity(x, value))
+      for name, value in (
+        _changes(x, integers, floats) if x.role == "batch" else ()
+      ):
+        arrays = (
+          *source.arrays[:n],
+          x._replace(value=value),
+          *source.arrays[n + 1 :],
+        )
+        yield source._replace(
+          name=f"{name}{ending}", arrays=arrays, oddity=_oddity(x, value)
+        )
 
 
 def _oddity(x: Array, changed: np.ndarray) -> int:
@@ -208,7 +256,9 @@ def _changes(
   if x.kind == "key":
     return
   name, value, last = x.name, x.value, x.value.shape[x.axis] - 1
-  new: list[tuple[str, ArrayLike]] = [("inverted", value == 0)] if x.is_mask else []
+  new: list[tuple[str, ArrayLike]] = (
+    [("inverted", value == 0)] if x.is_mask else []
+  )
   if x.kind in "iu":
     limits = np.iinfo(value.dtype)
     new += [(f"= {n}", n) for n in integers if limits.min <= n <= limits.max]
@@ -223,15 +273,30 @@ def _changes(
   elif not x.is_mask:
     yield f"{name} halved in row 0", _put(x, value / 2, [0])
   if x.has_longer_rows:
-    empty = next((n for n in integers if n not in (0, -1)), 0) if x.kind in "iu" else 0
-    yield f"{name} = {empty} in all of row 0", _put(x, empty, [0], is_whole=True)
+    empty = (
+      next((n for n in integers if n not in (0, -1)), 0)
+      if x.kind in "iu"
+      else 0
+    )
+    yield (
+      f"{name} = {empty} in all of row 0",
+      _put(x, empty, [0], is_whole=True),
+    )
 
 
-def _put(x: Array, entry: ArrayLike, rows: Sequence[int], is_whole: bool = False) -> np.ndarray:
+def _put(
+  x: Array, entry: ArrayLike, rows: Sequence[int], is_whole: bool = False
+) -> np.ndarray:
   """An array with other rows, but for the first entry of longer ones."""
   out = np.array(x.value)
-  to, source = (np.moveaxis(y, x.axis, 0) for y in (out, np.broadcast_to(entry, out.shape)))
-  at = ([*rows], ..., slice(1, None)) if x.has_longer_rows and not is_whole else ([*rows],)
+  to, source = (
+    np.moveaxis(y, x.axis, 0) for y in (out, np.broadcast_to(entry, out.shape))
+  )
+  at = (
+    ([*rows], ..., slice(1, None))
+    if x.has_longer_rows and not is_whole
+    else ([*rows],)
+  )
   to[at] = source[at]
   return out
 
@@ -243,9 +308,16 @@ def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
   return jnp.broadcast_to(child, (*shape, 1))
 
 
-def _random_bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
-  word, dtype = key[0] >> jnp.uint32(max(32 - width, 0)), jnp.dtype(f"uint{width}")
-  return jnp.full(shape, word.astype(dtype) << jnp.asarray(max(width - 32, 0), dtype))
+def _random_bits(
+  key: jax.Array, width: int, shape: tuple[int, ...]
+) -> jax.Array:
+  word, dtype = (
+    key[0] >> jnp.uint32(max(32 - width, 0)),
+    jnp.dtype(f"uint{width}"),
+  )
+  return jnp.full(
+    shape, word.astype(dtype) << jnp.asarray(max(width - 32, 0), dtype)
+  )
 
 
 _ONE_NUMBER = define_prng_impl(

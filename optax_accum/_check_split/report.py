@@ -6,7 +6,14 @@ import textwrap
 from typing import Literal, NamedTuple, TypeAlias
 
 Verdict: TypeAlias = Literal[
-  "ok", "sum", "weighted", "coupled", "random", "overwritten", "unsplit", "unknown"
+  "ok",
+  "sum",
+  "weighted",
+  "coupled",
+  "random",
+  "overwritten",
+  "unsplit",
+  "unknown",
 ]
 
 
@@ -67,9 +74,15 @@ class SplitReport:
 
   def __str__(self) -> str:
     differ = [leaf for leaf in self.leaves if not leaf.agrees]
-    worst = sorted(differ, key=lambda leaf: leaf.difference / max(leaf.tolerance, 1e-100))[-_SHOWN:]
-    more = [f"... and {len(differ) - _SHOWN} more: report.details()"] * (len(differ) > _SHOWN)
-    return "\n".join([self._text([leaf for leaf in differ if leaf in worst]), *more])
+    worst = sorted(
+      differ, key=lambda leaf: leaf.difference / max(leaf.tolerance, 1e-100)
+    )[-_SHOWN:]
+    more = [f"... and {len(differ) - _SHOWN} more: report.details()"] * (
+      len(differ) > _SHOWN
+    )
+    return "\n".join(
+      [self._text([leaf for leaf in differ if leaf in worst]), *more]
+    )
 
   def details(self) -> str:
     """The report with all leaves, and the batches that were run."""
@@ -89,7 +102,10 @@ class SplitReport:
     return "\n".join(lines)
 
   def _agreement(self) -> str:
-    grads, aux = (sum(leaf.name.startswith(x) for leaf in self.leaves) for x in ("grads", "aux"))
+    grads, aux = (
+      sum(leaf.name.startswith(x) for leaf in self.leaves)
+      for x in ("grads", "aux")
+    )
     of = f"The loss{',' if aux else ' and'} {grads} gradient{'s' * (grads > 1)}"
     of += f" and {aux} aux" * bool(aux)
     return f"{of} agree on the given batch and {len(self.batches) - 1} altered copies of it."
@@ -100,8 +116,12 @@ def _table(leaves: Sequence[LeafComparison]) -> list[str]:
   width = max(map(len, ("leaf", *names)))
   lines = [f"{'leaf':<{width}}{'largest':>12}{'difference':>12}{'allowed':>10}"]
   for name, leaf in zip(names, leaves, strict=True):
-    numbers = f"{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
-    lines.append(f"{name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}")
+    numbers = (
+      f"{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
+    )
+    lines.append(
+      f"{name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}"
+    )
   return lines
 
 
@@ -110,5 +130,10 @@ def _wrapped(label: str, text: str) -> list[str]:
   lines: list[str] = []
   for line in text.splitlines():
     is_code, width = line.startswith("  "), 85 - len(label)
-    lines += [line] if is_code else textwrap.wrap(line, width, break_long_words=False)
-  return [(label if i == 0 else " " * len(label)) + line for i, line in enumerate(lines)]
+    lines += (
+      [line] if is_code else textwrap.wrap(line, width, break_long_words=False)
+    )
+  return [
+    (label if i == 0 else " " * len(label)) + line
+    for i, line in enumerate(lines)
+  ]

@@ -31,7 +31,9 @@ from optax_accum._microbatches.options import Slot
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
 _ONE = Devices()
-ROWS: Callable[[Call], float] = operator.attrgetter("rows")  # the weight without a `weight_fn`
+ROWS: Callable[[Call], float] = operator.attrgetter(
+  "rows"
+)  # the weight without a `weight_fn`
 
 LossFn: TypeAlias = Callable[..., Tree]
 Word: TypeAlias = str | MergeFn  # that reduces an output
@@ -43,9 +45,15 @@ class Outcome(NamedTuple):
   call: Call
   main: Leaves  # the loss and the gradients
   leaves: Leaves  # these, and the aux
-  allowed: list[float]  # how much of a difference may be rounding, for each of the leaves
-  trees: tuple[Grads, Aux]  # of numbers in place of the arrays, which would need memory
-  splits: Sequence[Sequence["Outcome"]] = ()  # what the microbatches of each split of it give
+  allowed: list[
+    float
+  ]  # how much of a difference may be rounding, for each of the leaves
+  trees: tuple[
+    Grads, Aux
+  ]  # of numbers in place of the arrays, which would need memory
+  splits: Sequence[
+    Sequence["Outcome"]
+  ] = ()  # what the microbatches of each split of it give
 
   @property
   def is_finite(self) -> bool:
@@ -59,7 +67,9 @@ class Outcome(NamedTuple):
   def in_roundings(self, main: Leaves) -> np.ndarray:
     """Such loss and gradients as one vector, in times of what may be rounding."""
     each = zip(main, self.allowed, strict=False)
-    return np.concatenate([np.ravel(x).view(float) / max(allowed, 1e-100) for x, allowed in each])
+    return np.concatenate(
+      [np.ravel(x).view(float) / max(allowed, 1e-100) for x, allowed in each]
+    )
 
 
 class How(NamedTuple):
@@ -77,7 +87,9 @@ class How(NamedTuple):
   def join(self, parts: Sequence[Outcome]) -> Leaves:
     """All microbatches as one, leaf by leaf: None where a word cannot reduce a leaf."""
     # A weight of zero leaves a microbatch out, also where it is NaN.
-    weights = np.array([self.weight(x.call) * (x.is_finite or not self.skips) for x in parts])
+    weights = np.array(
+      [self.weight(x.call) * (x.is_finite or not self.skips) for x in parts]
+    )
     rows = [part.call.taken for part in parts]
     each = zip(self.words, *(part.leaves for part in parts), strict=True)
     return [self._join(word, leaves, weights, rows) for word, *leaves in each]
@@ -89,7 +101,9 @@ class How(NamedTuple):
       if [x.shape[:1] for x in leaves] != [x.shape for x in rows]:
         return None
       return np.concatenate(leaves)[np.argsort(np.concatenate(rows))]
-    if len({x.shape for x in leaves}) > 1 or (word == "mean" and leaves[0].dtype.kind == "i"):
+    if len({x.shape for x in leaves}) > 1 or (
+      word == "mean" and leaves[0].dtype.kind == "i"
+    ):
       return None
     stack, weights = np.stack(leaves)[weights != 0], weights[weights != 0]
     if not len(stack):
@@ -115,25 +129,46 @@ class Runs:
     rows: int,
     devices: Devices = _ONE,
   ):
-    self.fun, self.batch, self.options, self.sizes, self.rows = fun, batch, options, sizes, rows
+    self.fun, self.batch, self.options, self.sizes, self.rows = (
+      fun,
+      batch,
+      options,
+      sizes,
+      rows,
+    )
     self.devices = devices
-    self.resized = functools.partial(Runs, fun, batch, options)  # the same of other sizes
+    self.resized = functools.partial(
+      Runs, fun, batch, options
+    )  # the same of other sizes
     # Other rows, in the programs of the first, refute what is a weight by chance.
     starts = np.unique(np.linspace(0, batch.rows - rows, 8).astype(int))
-    some = [batch.take(np.arange(i, i + rows), f"rows from {i} on") for i in starts]
+    some = [
+      batch.take(np.arange(i, i + rows), f"rows from {i} on") for i in starts
+    ]
     self.call, self.others = some[0]._replace(name=batch.name), some[1:]
-    carries, by_slot = options["carry_argnum"] is not None, options_of("batch", batch.roles.batch)
+    carries, by_slot = (
+      options["carry_argnum"] is not None,
+      options_of("batch", batch.roles.batch),
+    )
 
     @functools.wraps(fun)
     def with_aux(*args: Tree, **kwargs: Tree) -> tuple[Leaf, Aux]:
       out = fun(*args, **kwargs)
       check_loss(out, options["has_aux"] or carries, carries)
       # A carry is an argument like others, and of the new one nothing is compared.
-      return (out[0], out[1][1]) if carries else out if options["has_aux"] else (out, None)
+      return (
+        (out[0], out[1][1])
+        if carries
+        else out
+        if options["has_aux"]
+        else (out, None)
+      )
 
     def weigh(*args: Tree, **kwargs: Tree) -> Leaf:
       positions, names = by_slot.values()
-      return options["weight_fn"](*(args[i] for i in positions), **{x: kwargs[x] for x in names})
+      return options["weight_fn"](
+        *(args[i] for i in positions), **{x: kwargs[x] for x in names}
+      )
 
     at_once = jax.value_and_grad(with_aux, options["argnums"], has_aux=True)
     self._weight = ROWS
@@ -141,10 +176,14 @@ class Runs:
       count = _compiled(self._on_one(weigh))
       self._weight = lambda call: float(count(call.values))
     split = {**options, **by_slot, **options_of("rng", batch.roles.rng)}
-    axes = tuple(batch.roles.batch[slot] for slots in by_slot.values() for slot in slots)
+    axes = tuple(
+      batch.roles.batch[slot] for slots in by_slot.values() for slot in slots
+    )
     split |= {"batch_axis": axes, "microbatch_size": devices.size or sizes[0]}
     split |= {"fun": with_aux, "has_aux": True}
-    split |= dict.fromkeys(("num_microbatches", "carry_argnum", "carry_reduction"))
+    split |= dict.fromkeys(
+      ("num_microbatches", "carry_argnum", "carry_reduction")
+    )
     # By default an aux of as many rows as a microbatch is refused: `compare` finds those.
     split["aux_reduction"] = options["aux_reduction"] or "mean"
     self._split = _compiled(devices.step(self.call, split), devices.mesh)
@@ -168,8 +207,14 @@ class Runs:
     grads = options["reduction"] if grads is None else grads
     like = self.given.trees
     grads = reduction_words.match("grad_reduction", grads, like[0], "gradients")
-    aux = reduction_words.match("aux_reduction", "mean" if aux is None else aux, like[1])
-    words = [options["reduction"], *jax.tree.leaves(grads), *jax.tree.leaves(aux)]
+    aux = reduction_words.match(
+      "aux_reduction", "mean" if aux is None else aux, like[1]
+    )
+    words = [
+      options["reduction"],
+      *jax.tree.leaves(grads),
+      *jax.tree.leaves(aux),
+    ]
     return How(words, options["weight"], options["skip_nonfinite"])
 
   @functools.cached_property
@@ -180,7 +225,10 @@ class Runs:
   def names(self) -> list[str]:
     """Of the loss, its gradients and aux."""
     trees = zip(("grads", "aux"), self.given.trees, strict=True)
-    return ["loss", *(name for tree in trees for name, _ in _validate.named_leaves(*tree))]
+    return [
+      "loss",
+      *(name for tree in trees for name, _ in _validate.named_leaves(*tree)),
+    ]
 
   @functools.cached_property
   def facts(self) -> Facts:
@@ -196,13 +244,17 @@ class Runs:
   @functools.cached_property
   def calls(self) -> list[Call]:
     """The batches to run, the given one first."""
-    given, *changed = probes_of(self.call, self.facts.integers, self.facts.floats)
+    given, *changed = probes_of(
+      self.call, self.facts.integers, self.facts.floats
+    )
     return [given, *self.others, *changed]
 
   @functools.cached_property
   def outcomes(self) -> list[Outcome]:
     """All batches that tell something. Raises what the loss does."""
-    bar = tqdm.tqdm(self.calls, "checking", delay=3, unit="batch", leave=False, disable=None)
+    bar = tqdm.tqdm(
+      self.calls, "checking", delay=3, unit="batch", leave=False, disable=None
+    )
     return [tried for call in bar if (tried := self._try(call))]
 
   @functools.cached_property
@@ -228,14 +280,18 @@ class Runs:
     if self.devices.sends and not all(part.is_finite for part in each):
       return None  # because of a device where nothing counts
     weights = [(self._weight(part.call), part.main[0]) for part in each]
-    if any(weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights):
+    if any(
+      weight < 0 or (weight == 0 and np.isinf(loss)) for weight, loss in weights
+    ):
       return None  # such a length is none
     with contextlib.suppress(Exception):  # a weight of groups of rows
       if any(self._weight(call.take(np.array([i]))) < 0 for i in (0, -1)):
         return None  # nor is that of one row, which others outweigh
     if not any(weight for weight, _ in weights):
       return None  # a step is not taken
-    is_zero = not any(np.any(x) for outcome in (whole, *each) for x in outcome.main)
+    is_zero = not any(
+      np.any(x) for outcome in (whole, *each) for x in outcome.main
+    )
     return None if is_zero else whole._replace(splits=splits)
 
   def parts(self, call: Call, rows: Sequence[np.ndarray]) -> list[Outcome]:
@@ -253,10 +309,14 @@ class Runs:
   def whole(self, call: Call) -> Outcome:
     """All rows at once, where the loss does not split by itself."""
     with whole_batches():
-      whole, nudged = (self._outcome(self._run, x) for x in (call, call.nudged()))
+      whole, nudged = (
+        self._outcome(self._run, x) for x in (call, call.nudged())
+      )
     # What parameters change that differ in their last bits alone may be rounding too.
     each = zip(whole.leaves, nudged.leaves, whole.allowed, strict=True)
-    return whole._replace(allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each])
+    return whole._replace(
+      allowed=[max(z, _MANY_UNITS * _largest(x - y)) for x, y, z in each]
+    )
 
   def _outcome(self, program: Callable[[Leaves], Tree], call: Call) -> Outcome:
     try:
@@ -264,13 +324,20 @@ class Runs:
     except Exception as error:
       where = "one device, without named axes"
       if self.devices.axes:
-        where = "its mesh" if self._mesh else "one device, where its axes have size 1"
+        where = (
+          "its mesh" if self._mesh else "one device, where its axes have size 1"
+        )
       note = f"The check ran it on {where}, on {call.rows} of {self.rows} rows."
-      error.add_note(f"{note} On all it ran." if call.rows < self.rows else note)
+      error.add_note(
+        f"{note} On all it ran." if call.rows < self.rows else note
+      )
       raise
     (loss, aux), grads, *_ = _without_keys(out)
     given = jax.device_get(jax.tree.leaves((loss, grads)))
-    main, others = list(map(_wide, given)), list(map(_wide, jax.tree.leaves(aux)))
+    main, others = (
+      list(map(_wide, given)),
+      list(map(_wide, jax.tree.leaves(aux))),
+    )
     is_double = all(jnp.finfo(x.dtype).eps < 1e-12 for x in given)
     tolerance = 1e-9 if is_double and not self.facts.is_single else 1e-4
     # Where a gradient is zero but for rounding, that is the rounding of what cancelled, which is
@@ -278,7 +345,9 @@ class Runs:
     least = 1e-2 * max(map(_largest, main))
     sizes = [*(max(_largest(x), least) for x in main), *map(_largest, others)]
     allowed = [tolerance * size for size in sizes]
-    return Outcome(call, main, [*main, *others], allowed, jax.tree.map(np.ndim, (grads, aux)))
+    return Outcome(
+      call, main, [*main, *others], allowed, jax.tree.map(np.ndim, (grads, aux))
+    )
 
   def read_carry(self) -> list[str]:
     """What in the carry the loss changes, and is another by. Not keys, nor integers: counters."""
@@ -286,12 +355,18 @@ class Runs:
     if not any(x.kind in "fcb" for x in old):
       return []
     new = _compiled(self._on_one(self._new_carry))(self.call.moved(1).values)
-    changed = [x for x, y in zip(old, new, strict=False) if not np.array_equal(x.value, y)]
+    changed = [
+      x
+      for x, y in zip(old, new, strict=False)
+      if not np.array_equal(x.value, y)
+    ]
     names = [x.name for x in changed if x.kind in "fcb"]
 
     def is_read(name: str) -> bool:
       others = (self.call.moved_carry(name, size) for size in (0.1, 3.0))
-      return any(not self.given.fits(self.whole(call).leaves) for call in others)
+      return any(
+        not self.given.fits(self.whole(call).leaves) for call in others
+      )
 
     return list(filter(is_read, names))
 
@@ -300,12 +375,20 @@ class Runs:
     [slot] = self.batch.roles.carry
     given = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
     new = self.fun(*args, **kwargs)[1][0]
-    pairs = zip(jax.tree.leaves(given[slot]), _without_keys(jax.tree.leaves(new)), strict=False)
+    pairs = zip(
+      jax.tree.leaves(given[slot]),
+      _without_keys(jax.tree.leaves(new)),
+      strict=False,
+    )
     return [y for x, y in pairs if isinstance(x, jax.Array)]
 
-  def compare(self, how: How, whole: Outcome, leaves: Leaves) -> list[LeafComparison]:
+  def compare(
+    self, how: How, whole: Outcome, leaves: Leaves
+  ) -> list[LeafComparison]:
     """The whole batch beside microbatches; not what an aux has of each of them, or of the last."""
-    each = zip(self.names, how.words, whole.leaves, leaves, whole.allowed, strict=True)
+    each = zip(
+      self.names, how.words, whole.leaves, leaves, whole.allowed, strict=True
+    )
     return [
       LeafComparison(name, _largest(x), _difference(x, y), allowed)
       for name, word, x, y, allowed in each
@@ -314,11 +397,15 @@ class Runs:
 
   def agree(self, how: How) -> bool:
     """Whether loss and gradients do in all batches and splits."""
-    return all(x.fits(how.join(parts)) for x in self.outcomes for parts in x.splits)
+    return all(
+      x.fits(how.join(parts)) for x in self.outcomes for parts in x.splits
+    )
 
   def comparisons(self, how: How) -> Iterator[tuple[str, list[LeafComparison]]]:
     """All batches and splits, each with its name."""
-    for whole, parts in [(x, parts) for x in self.outcomes for parts in x.splits]:
+    for whole, parts in [
+      (x, parts) for x in self.outcomes for parts in x.splits
+    ]:
       size = self.sizes[0] if self.devices.sends else parts[0].call.rows
       split = f"microbatches of {size} rows, of {self.rows}"
       where = f"{whole.call.name}; {split}"
@@ -326,7 +413,12 @@ class Runs:
 
   def wrong(self, how: How) -> set[str]:
     """The leaves that differ in some batch."""
-    return {x.name for _, leaves in self.comparisons(how) for x in leaves if not x.agrees}
+    return {
+      x.name
+      for _, leaves in self.comparisons(how)
+      for x in leaves
+      if not x.agrees
+    }
 
   def as_called(self) -> Iterator[tuple[str, list[LeafComparison]]]:
     """What the step itself gives, beside the whole batch: one over a mesh for all batches."""
@@ -344,9 +436,14 @@ class Runs:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
     return self._trace(self._whole, self.call, is_whole)
 
-  def _trace(self, fun: OfArrays, call: Call, is_whole: bool = True) -> ClosedJaxpr:
+  def _trace(
+    self, fun: OfArrays, call: Call, is_whole: bool = True
+  ) -> ClosedJaxpr:
     run = lambda values: fun(values)  # noqa: E731
-    with on(self._mesh), whole_batches() if is_whole else contextlib.nullcontext():
+    with (
+      on(self._mesh),
+      whole_batches() if is_whole else contextlib.nullcontext(),
+    ):
       return jax.make_jaxpr(run)(call.values)
 
   def fingerprint(self, is_whole: bool = True) -> tuple[str, list[bytes]]:
@@ -358,7 +455,11 @@ class Runs:
 
 def _compiled(run: OfArrays, mesh: Mesh | None = None) -> OfArrays:
   """A program, over a mesh if given, compiled fast: it runs some hundred times on few rows."""
-  fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+  fast = (
+    {"xla_backend_optimization_level": 0}
+    if jax.default_backend() == "cpu"
+    else None
+  )
   program = jax.jit(run, compiler_options=fast)
   if not mesh:
     return program
@@ -371,7 +472,9 @@ def _compiled(run: OfArrays, mesh: Mesh | None = None) -> OfArrays:
 
 
 def _without_keys(tree: Tree) -> Tree:
-  return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+  return jax.tree.map(
+    lambda x: jax.random.key_data(x) if is_key(x) else x, tree
+  )
 
 
 def _is_not_compared(word: Word) -> bool:

@@ -49,7 +49,9 @@ PASS_A_KEY = (
   "  loss_fn(params, batch, key), with rng_argnums=2"
 )
 HALF = "The loss computes in 16 or 8 bits, whose rounding hides why microbatches differ."
-USE_FLOAT32 = "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
+USE_FLOAT32 = (
+  "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
+)
 SUM = "The losses and gradients of the microbatches add up to those of the whole batch."
 SOME_WEIGHT = (
   "The loss and gradients are a weighted mean of those of the microbatches. The check did not find"
@@ -117,10 +119,16 @@ ALL_ZERO = (
 )
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."
 RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
-GRADIENTS = "The loss agrees, but gradients do not: grad_reduction does not fit them."
-AUX = "Loss and gradients agree, but aux does not: aux_reduction does not fit it."
+GRADIENTS = (
+  "The loss agrees, but gradients do not: grad_reduction does not fit them."
+)
+AUX = (
+  "Loss and gradients agree, but aux does not: aux_reduction does not fit it."
+)
 AS_CALLED = "Each microbatch agrees, but microbatch_value_and_grad with these options does not."
-PLAIN = "Leave out options that should change no value, such as in_place, one by one."
+PLAIN = (
+  "Leave out options that should change no value, such as in_place, one by one."
+)
 # Of these the caller fills in what is in braces.
 UNEVEN = (
   "The loss runs on all {rows} rows, but not on {failed} of them: it takes rows in groups, or a"
@@ -131,7 +139,9 @@ DENOMINATOR = (
   " number that each microbatch would add to it (jnp.maximum(count, 1) adds none), for example\n"
   "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # your own names"
 )
-WEIGHTED = "The loss divides by {what}. With this weight the microbatches agree."
+WEIGHTED = (
+  "The loss divides by {what}. With this weight the microbatches agree."
+)
 OVERWRITTEN = (
   "The loss agrees. The gradient of {names} is an extreme of the rows, and no mean over them: a"
   " value to overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
@@ -145,7 +155,9 @@ def option(name: str, tree: Tree) -> str:
   return f"{name}={tree!r}".replace("'", '"')
 
 
-def unsplit(given: Collection[Slot], more: Collection[Slot], rows: int) -> tuple[str, str]:
+def unsplit(
+  given: Collection[Slot], more: Collection[Slot], rows: int
+) -> tuple[str, str]:
   """Why more arguments than are given may be to split, and the options for both cases."""
   which = " and ".join(f"argument {slot}" for slot in more)
   return (
@@ -158,11 +170,22 @@ def unsplit(given: Collection[Slot], more: Collection[Slot], rows: int) -> tuple
 
 def naming(role: str, slots: Collection[Slot]) -> str:
   """Python for `options_of`."""
-  shown = {k: x[0] if len(x) == 1 else x for k, x in options_of(role, slots).items() if x}
-  return ", ".join(f"{option}={x!r}" for option, x in shown.items()).replace("'", '"')
+  shown = {
+    k: x[0] if len(x) == 1 else x
+    for k, x in options_of(role, slots).items()
+    if x
+  }
+  return ", ".join(f"{option}={x!r}" for option, x in shown.items()).replace(
+    "'", '"'
+  )
 
 
-def options_of(role: str, slots: Collection[Slot]) -> dict[str, tuple[Any, ...]]:
+def options_of(
+  role: str, slots: Collection[Slot]
+) -> dict[str, tuple[Any, ...]]:
   """The options that name arguments of a role, by position and by name."""
   names = tuple(slot for slot in slots if isinstance(slot, str))
-  return {f"{role}_argnums": (*(x for x in slots if x not in names),), f"{role}_argnames": names}
+  return {
+    f"{role}_argnums": (*(x for x in slots if x not in names),),
+    f"{role}_argnames": names,
+  }

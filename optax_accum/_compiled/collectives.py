@@ -12,7 +12,13 @@ import numpy as np
 from optax_accum import _scopes
 from optax_accum._compiled import hlo
 
-_KINDS = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"]
+_KINDS = [
+  "all-reduce",
+  "all-gather",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+]
 _KINDS += ["collective-permute", "collective-broadcast"]
 _GROUPS = re.compile(
   r"replica_groups=(?:\[([\d,]+)\]<=|mesh\[(?P<mesh>.*?)\](?:, device_ids=\()?)"
@@ -24,7 +30,9 @@ class Collective(NamedTuple):
   """One collective operation, as reached from one place: `CollectiveReport` has the words."""
 
   kind: str
-  groups: tuple[tuple[int, ...], ...]  # the devices that exchange, each by its place in the mesh
+  groups: tuple[
+    tuple[int, ...], ...
+  ]  # the devices that exchange, each by its place in the mesh
   shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
   bytes: int
   executions: int
@@ -77,12 +85,16 @@ class CollectiveReport:
   @property
   def outside(self) -> dict[str, CollectiveTotal]:
     """Totals by kind of the collectives that every call runs, outside every loop."""
-    return _totals(c for c in self.operations if not c.loop and not c.at_cycle_end)
+    return _totals(
+      c for c in self.operations if not c.loop and not c.at_cycle_end
+    )
 
   @property
   def unknown_trip_counts(self) -> tuple[str, ...]:
     """The loops without a fixed trip count, whose collectives count once."""
-    return tuple(dict.fromkeys(n for c in self.operations for n in c.unknown_trip_counts))
+    return tuple(
+      dict.fromkeys(n for c in self.operations for n in c.unknown_trip_counts)
+    )
 
   def at_least(self, nbytes: int) -> "CollectiveReport":
     """Only the collectives of `nbytes` or more, e.g. gradients without the metrics."""
@@ -134,17 +146,26 @@ class CollectiveReport:
   def __str__(self) -> str:
     places = self.inside, self.at_cycle_end, self.outside
     heads = "inside loops", "at a cycle's end", "outside"
-    lines = [f"{'per device and call':<22}" + "".join(f"{head:>22}" for head in heads)]
+    lines = [
+      f"{'per device and call':<22}" + "".join(f"{head:>22}" for head in heads)
+    ]
     lines.append(" " * 22 + f"{'ops':>7}{'bytes':>15}" * 3)
     found = {c.kind for c in self.operations}
     for kind in filter(found.__contains__, _KINDS):
       totals = (place.get(kind, (0, 0)) for place in places)
-      lines.append(f"{kind:<22}" + "".join(f"{ops:>7,}{size:>15,}" for ops, size in totals))
+      lines.append(
+        f"{kind:<22}" + "".join(f"{ops:>7,}{size:>15,}" for ops, size in totals)
+      )
     if not self.operations:
       lines = ["no collectives"]
-    lines += [f"counted once, a loop of unknown count: {x}" for x in self.unknown_trip_counts]
+    lines += [
+      f"counted once, a loop of unknown count: {x}"
+      for x in self.unknown_trip_counts
+    ]
     if self.streaming:
-      lines.append("a call is one microbatch of accumulate, so what is outside runs in every one")
+      lines.append(
+        "a call is one microbatch of accumulate, so what is outside runs in every one"
+      )
     return "\n".join(lines)
 
 
@@ -191,42 +212,70 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
   runs = module.runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
   found = tuple(_collective(run) for run in runs if not _continues(run))
   # A whole cycle's step may end one of `accumulate` too, but its microbatches are in a loop.
-  ends = (run for run in module.runs(hlo.ends_cycle) if _scopes.WHOLE_CYCLE not in run.op_name)
+  ends = (
+    run
+    for run in module.runs(hlo.ends_cycle)
+    if _scopes.WHOLE_CYCLE not in run.op_name
+  )
   return CollectiveReport(found, any(run.loop is None for run in ends))
 
 
 def _continues(run: hlo.Run) -> bool:
   """Whether this is a further part of an asynchronous collective that has been counted."""
   # XLA for TPU spreads one over several fusions, with a copy of the operation in each.
-  return "async_collective_fusion_config" in run.operation.attributes and not any(
-    '"AsyncCollectiveStart"' in op.attributes for op in run.computation.operations.values()
+  return (
+    "async_collective_fusion_config" in run.operation.attributes
+    and not any(
+      '"AsyncCollectiveStart"' in op.attributes
+      for op in run.computation.operations.values()
+    )
   )
 
 
 def _collective(run: hlo.Run) -> Collective:
-  kind, arrays = run.operation.opcode.removesuffix("-start"), _counted_arrays(run)
+  kind, arrays = (
+    run.operation.opcode.removesuffix("-start"),
+    _counted_arrays(run),
+  )
   # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
   if run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
   shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
-  reached = run.executions, run.loop, run.op_name, run.unknown_trip_counts, run.at_cycle_end
+  reached = (
+    run.executions,
+    run.loop,
+    run.op_name,
+    run.unknown_trip_counts,
+    run.at_cycle_end,
+  )
   size = sum(map(hlo.array_bytes, arrays))
-  return Collective(kind, _groups(run.operation.attributes), shape, size, *reached)
+  return Collective(
+    kind, _groups(run.operation.attributes), shape, size, *reached
+  )
 
 
 def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
   """The replica groups: XLA lists them, or writes a transposed range, or the axes of a mesh."""
   if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
-    return tuple(tuple(map(int, g.split(","))) for g in re.findall(r"\{([\d,]+)\}", listed[1]))
+    return tuple(
+      tuple(map(int, g.split(",")))
+      for g in re.findall(r"\{([\d,]+)\}", listed[1])
+    )
   written = _GROUPS.search(attributes)
-  if not written or (written["mesh"] and ":" in written["axes"]):  # a part of an axis
+  if not written or (
+    written["mesh"] and ":" in written["axes"]
+  ):  # a part of an axis
     return ()
-  shape, dims, order = ([int(n) for n in (written[i] or "").split(",") if n] for i in (1, 3, 4))
+  shape, dims, order = (
+    [int(n) for n in (written[i] or "").split(",") if n] for i in (1, 3, 4)
+  )
   sizes = dict(re.findall(r"'(.*?)'=(\d+)", written["mesh"] or ""))
   shape = shape or [*map(int, sizes.values())]
   numbers = np.arange(math.prod(shape)).reshape(dims or -1)
   numbers = numbers.transpose(order or None).reshape(shape)
-  if axes := [i for i, name in enumerate(sizes) if f"'{name}'" in written["axes"]]:
+  if axes := [
+    i for i, name in enumerate(sizes) if f"'{name}'" in written["axes"]
+  ]:
     numbers = np.moveaxis(numbers, axes, range(-len(axes), 0))
     numbers = numbers.reshape(-1, math.prod(numbers.shape[-len(axes) :]))
   return tuple(map(tuple, numbers.tolist()))
@@ -236,20 +285,32 @@ def _counted_arrays(run: hlo.Run) -> list[str]:
   """The arrays whose bytes count, such as ``["f32[8,128]"]``."""
   op, parts = run.operation, hlo.parts(run.operation.shape)
   if op.opcode.startswith("reduce-scatter"):
-    return [a for name in op.operands for a in hlo.arrays(run.computation.operations[name].shape)]
+    return [
+      a
+      for name in op.operands
+      for a in hlo.arrays(run.computation.operations[name].shape)
+    ]
   # A start returns its operands, its results and more; but that of an all-reduce only its results.
   starts = op.opcode.endswith("-start") and len(parts) > 1
-  results = starts and (op.opcode != "all-reduce-start" or parts[0].startswith("("))
+  results = starts and (
+    op.opcode != "all-reduce-start" or parts[0].startswith("(")
+  )
   return hlo.arrays(parts[1] if results else op.shape)
 
 
 def _text_of(compiled: jax.stages.Compiled | str) -> str:
   """The text of an optimized HLO module, or an error that says how to get one."""
-  fix = "pass jax.jit(f).lower(*args).compile(), or what as_text() of that returns."
+  fix = (
+    "pass jax.jit(f).lower(*args).compile(), or what as_text() of that returns."
+  )
   if isinstance(compiled, str):
     text = compiled
-  elif not hasattr(compiled, "as_text") or hasattr(compiled, "compile"):  # or lowered only
-    raise TypeError(f"compiled={compiled!r:.80} must be a compiled program: {fix}")
+  elif not hasattr(compiled, "as_text") or hasattr(
+    compiled, "compile"
+  ):  # or lowered only
+    raise TypeError(
+      f"compiled={compiled!r:.80} must be a compiled program: {fix}"
+    )
   else:
     text = compiled.as_text() or ""
   if not re.search(r"^ENTRY\b", text, re.MULTILINE):
@@ -263,5 +324,7 @@ def _totals(collectives: Iterable[Collective]) -> dict[str, CollectiveTotal]:
   totals: dict[str, CollectiveTotal] = {}
   for c in collectives:
     ops, size = totals.get(c.kind, (0, 0))
-    totals[c.kind] = CollectiveTotal(ops + c.executions, size + c.executions * c.bytes)
+    totals[c.kind] = CollectiveTotal(
+      ops + c.executions, size + c.executions * c.bytes
+    )
   return totals

@@ -16,9 +16,13 @@ class Operation(NamedTuple):
   name: str
   shape: str
   opcode: str
-  operands: tuple[str, ...]  # names; of a constant its value, of a parameter its number
+  operands: tuple[
+    str, ...
+  ]  # names; of a constant its value, of a parameter its number
   attributes: str
-  called: tuple[tuple[str, str], ...]  # roles and names of the computations that it runs
+  called: tuple[
+    tuple[str, str], ...
+  ]  # roles and names of the computations that it runs
 
 
 class Computation:
@@ -34,11 +38,17 @@ class Run(NamedTuple):
 
   operation: Operation
   computation: Computation
-  executions: int = 1  # per call of the program: the product of the loops' trip counts
+  executions: int = (
+    1  # per call of the program: the product of the loops' trip counts
+  )
   loop: str | None = None  # the innermost loop around it
   at_cycle_end: bool = False  # whether what is around it runs once a cycle
-  op_name: str = ""  # of its metadata, or of what calls it; "" where neither has one
-  unknown_trip_counts: tuple[str, ...] = ()  # loops around it that count once, outermost first
+  op_name: str = (
+    ""  # of its metadata, or of what calls it; "" where neither has one
+  )
+  unknown_trip_counts: tuple[
+    str, ...
+  ] = ()  # loops around it that count once, outermost first
 
 
 class _Scope(NamedTuple):
@@ -72,13 +82,17 @@ class Module:
 
     def walk(scope: _Scope, around: Run | None) -> Iterator[Run]:
       for op in scope.computation.operations.values():
-        run = (around or Run(op, self.entry))._replace(operation=op, computation=scope.computation)
+        run = (around or Run(op, self.entry))._replace(
+          operation=op, computation=scope.computation
+        )
         if named := _OP_NAME.search(op.attributes):
           run = run._replace(op_name=named[1])
         if wanted(op):
           yield run
         times: dict[str, int] = {}
-        if op.opcode in ("while", "conditional") and _ONCE_A_CYCLE.search(op.attributes):
+        if op.opcode in ("while", "conditional") and _ONCE_A_CYCLE.search(
+          op.attributes
+        ):
           run = run._replace(at_cycle_end=True)
         if op.opcode == "while" and not ends_cycle(op):
           run = run._replace(loop=op.name)
@@ -86,7 +100,9 @@ class Module:
             times = {"body": trips, "condition": trips + 1}
           else:
             shown = f"{op.name} ({run.op_name})" if run.op_name else op.name
-            run = run._replace(unknown_trip_counts=(*run.unknown_trip_counts, shown))
+            run = run._replace(
+              unknown_trip_counts=(*run.unknown_trip_counts, shown)
+            )
         for role, name in op.called:
           inner = run._replace(executions=run.executions * times.get(role, 1))
           yield from walk(self._callee(op, name, scope), inner)
@@ -97,16 +113,22 @@ class Module:
     computation = self.computations[name]
     # A conditional passes one operand to each branch instead.
     passes = op.opcode in ("fusion", "call")
-    return _Scope(computation, op.operands, scope) if passes else _Scope(computation)
+    return (
+      _Scope(computation, op.operands, scope) if passes else _Scope(computation)
+    )
 
   def _trip_count(self, loop: Operation, scope: _Scope) -> int | None:
     """How often the body of a loop runs; None where the program does not fix it."""
     if known := _TRIP_COUNT.search(loop.attributes):
       return int(known[1])
     # XLA for TPU prints no trip counts, so the integers that the condition compares are followed.
-    called = {role: _Scope(self.computations[name]) for role, name in loop.called}
+    called = {
+      role: _Scope(self.computations[name]) for role, name in loop.called
+    }
     condition, body = called["condition"], called["body"]
-    condition, test, _ = self._source(condition, condition.computation.root, None)
+    condition, test, _ = self._source(
+      condition, condition.computation.root, None
+    )
 
     @functools.cache
     def carried(trip: int, index: int) -> int:
@@ -119,20 +141,26 @@ class Module:
       holds = _OPERATORS[re.findall(r"\bdirection=(\w+)|$", test.attributes)[0]]
       for trip in range(_MOST_TRIPS):
         now = functools.partial(carried, trip)
-        if not holds(*(self._integer(condition, name, None, now) for name in test.operands)):
+        if not holds(
+          *(self._integer(condition, name, None, now) for name in test.operands)
+        ):
           return trip
     except (KeyError, ValueError):
       pass
     return None
 
-  def _integer(self, scope: _Scope, name: str, index: Any, carried: Callable[[Any], int]) -> int:
+  def _integer(
+    self, scope: _Scope, name: str, index: Any, carried: Callable[[Any], int]
+  ) -> int:
     """A number that is constant but for what a loop carries; else a KeyError or a ValueError."""
     scope, op, index = self._source(scope, name, index)
     if op.opcode == "constant":
       return int(op.operands[0])
     if op.opcode == "parameter":
       return carried(index)
-    return _OPERATORS[op.opcode](*(self._integer(scope, x, None, carried) for x in op.operands))
+    return _OPERATORS[op.opcode](
+      *(self._integer(scope, x, None, carried) for x in op.operands)
+    )
 
   def _source(
     self, scope: _Scope, name: str, index: int | None
@@ -141,7 +169,10 @@ class Module:
     while True:
       op = scope.computation.operations[name]
       if op.opcode == "get-tuple-element" and index is None:
-        name, index = op.operands[0], int(re.findall(r"\bindex=(\d+)", op.attributes)[0])
+        name, index = (
+          op.operands[0],
+          int(re.findall(r"\bindex=(\d+)", op.attributes)[0]),
+        )
       elif op.opcode == "tuple" and index is not None:
         name, index = op.operands[index], None
       elif op.opcode in ("fusion", "call"):
@@ -149,7 +180,14 @@ class Module:
         name = scope.computation.root
       elif op.opcode == "parameter" and scope.caller is not None:
         name, scope = scope.arguments[int(op.operands[0])], scope.caller
-      elif op.opcode in ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape"):
+      elif op.opcode in (
+        "copy",
+        "copy-start",
+        "copy-done",
+        "bitcast",
+        "convert",
+        "reshape",
+      ):
         name = op.operands[0]
       else:
         return scope, op, index
@@ -158,13 +196,19 @@ class Module:
 def ends_cycle(op: Operation) -> bool:
   """Whether this is the conditional that ends a cycle: `update_if` has a loop for one."""
   # Its own name is all that XLA for GPU leaves: a collective that it combines has none.
-  return op.opcode in ("while", "conditional") and bool(_ENDS_CYCLE.search(op.attributes))
+  return op.opcode in ("while", "conditional") and bool(
+    _ENDS_CYCLE.search(op.attributes)
+  )
 
 
 def parts(shape: str) -> list[str]:
   """The elements of a tuple's shape, each an array or a tuple of arrays; else nothing."""
   shape = _LAYOUT.sub("", shape)
-  return re.findall(rf"\([^()]*\)|{_ARRAY}", shape[1:-1]) if shape.startswith("(") else []
+  return (
+    re.findall(rf"\([^()]*\)|{_ARRAY}", shape[1:-1])
+    if shape.startswith("(")
+    else []
+  )
 
 
 def arrays(shape: str) -> list[str]:
@@ -177,15 +221,22 @@ def array_bytes(array: str) -> int:
   dtype, dims = array.rstrip("]").split("[")
   bits = re.search(r"\d+", dtype)
   elements = math.prod(map(int, re.findall(r"\d+", dims)))
-  return -(-elements * (8 if dtype == "pred" else int(bits[0]) if bits else 0) // 8)
+  return -(
+    -elements * (8 if dtype == "pred" else int(bits[0]) if bits else 0) // 8
+  )
 
 
 _MOST_TRIPS = 2**16  # that are followed
 _OPERATORS: dict[str, Any] = {"add": operator.add, "subtract": operator.sub}
-_OPERATORS |= {name.upper(): getattr(operator, name) for name in ("lt", "le", "gt", "ge", "ne")}
+_OPERATORS |= {
+  name.upper(): getattr(operator, name)
+  for name in ("lt", "le", "gt", "ge", "ne")
+}
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 # Operands end before the first attribute, or with the line: in them and in shapes nothing is named.
-_OPERATION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(, [\w\-]+=.*|\s*)$")
+_OPERATION = re.compile(
+  r"\s+(ROOT\s+)?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*?)\)(, [\w\-]+=.*|\s*)$"
+)
 _LAYOUT = re.compile(r"\{[^{}]*\}|/\*.*?\*/|\s")
 _ARRAY = r"[a-z]\w*\[[^\]]*\]"
 _CALLED = re.compile(
@@ -194,7 +245,9 @@ _CALLED = re.compile(
 )
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_ENDS_CYCLE = re.compile(rf'\b{_scopes.END_OF_CYCLE}\)*/(while|cond)"')  # ends an op_name
+_ENDS_CYCLE = re.compile(
+  rf'\b{_scopes.END_OF_CYCLE}\)*/(while|cond)"'
+)  # ends an op_name
 _ONCE_A_CYCLE = re.compile(rf"{_ENDS_CYCLE.pattern}|/{_scopes.WHOLE_CYCLE}/")
 _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 
@@ -202,7 +255,14 @@ _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 def _operation(written: re.Match[str]) -> Operation:
   name, shape, opcode, inner, attributes = written.groups()[1:]
   operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
-  return Operation(name, shape, opcode, tuple(operands), attributes, _called(opcode, attributes))
+  return Operation(
+    name,
+    shape,
+    opcode,
+    tuple(operands),
+    attributes,
+    _called(opcode, attributes),
+  )
 
 
 def _called(opcode: str, attributes: str) -> tuple[tuple[str, str], ...]:

@@ -1,7 +1,16 @@
 """What the steps of linen and nnx share: options, and a count of the optimizer's steps."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, ParamSpec, TYPE_CHECKING, TypeAlias, TypedDict, TypeVar
+from typing import (
+  Any,
+  ClassVar,
+  Literal,
+  ParamSpec,
+  TYPE_CHECKING,
+  TypeAlias,
+  TypedDict,
+  TypeVar,
+)
 
 import jax
 from jax.typing import DTypeLike
@@ -9,11 +18,20 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
+from optax_accum._arithmetic.reduction_words import (
+  GradReductionTree,
+  ReductionTree,
+)
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import OTHER_NAMES, Slot, WeightFn
-from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
+from optax_accum._train_step.program import (
+  Loss,
+  PreparedCall,
+  Step,
+  step_loss,
+  StepProgram,
+)
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -55,16 +73,26 @@ class FlaxStep(Step):
   further_results = 2  # the count and the metrics
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
-  slot_names: ClassVar[Mapping[Slot, str]]  # of the arguments of the loss of a program, in messages
-  decided: ClassVar[Mapping[str, str]]  # options of `make_train_step` that it has not, and why
+  slot_names: ClassVar[
+    Mapping[Slot, str]
+  ]  # of the arguments of the loss of a program, in messages
+  decided: ClassVar[
+    Mapping[str, str]
+  ]  # options of `make_train_step` that it has not, and why
   fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
-  def __init__(self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any):
-    batch = dict.fromkeys(("batch_argnums", "batch_argnames"), "The batch is the second argument.")
+  def __init__(
+    self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any
+  ):
+    batch = dict.fromkeys(
+      ("batch_argnums", "batch_argnames"), "The batch is the second argument."
+    )
     known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
-        instead = _validate.instead(option, known, {**OTHER_NAMES, **batch, **self.decided})
+        instead = _validate.instead(
+          option, known, {**OTHER_NAMES, **batch, **self.decided}
+        )
         why = instead or f"It takes {', '.join(known)}."
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
@@ -77,11 +105,19 @@ class FlaxStep(Step):
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
-    named = [f"{name}={value!r}" for name, value in self._shown.items() if value is not None]
+    named = [
+      f"{name}={value!r}"
+      for name, value in self._shown.items()
+      if value is not None
+    ]
     return f"{self.name}({', '.join([loss, *named])})"
 
-  def _program(self, loss: Loss, tx: optax.GradientTransformation) -> StepProgram:
-    return StepProgram(self, loss, optax.with_extra_args_support(tx), self._donate)
+  def _program(
+    self, loss: Loss, tx: optax.GradientTransformation
+  ) -> StepProgram:
+    return StepProgram(
+      self, loss, optax.with_extra_args_support(tx), self._donate
+    )
 
   def _check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
     parameters.check_differentiable(self.slot_names[0], params)
@@ -106,7 +142,9 @@ class FlaxStep(Step):
   def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
     """The loss of a `StepProgram`, which returns ``(loss, (new_carry, aux))``."""
     options = {**self._options, **decided, "names": self.slot_names}
-    return step_loss(loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options)
+    return step_loss(
+      loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options
+    )
 
   def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":
     drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])

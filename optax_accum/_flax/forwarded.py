@@ -39,7 +39,10 @@ def _turned(x: _Given | None, axes: Sequence[int]) -> _Given | None:
 def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
   """The results of a jaxpr that is given such values."""
   known = dict(zip(jaxpr.invars, values, strict=True))
-  read = lambda xs: [None if isinstance(x, Literal) else known.get(x) for x in xs]  # noqa: E731
+
+  def read(xs):
+    return [None if isinstance(x, Literal) else known.get(x) for x in xs]
+
   for eqn in jaxpr.eqns:
     known.update(zip(eqn.outvars, _results(eqn, read(eqn.invars)), strict=True))
   return read(jaxpr.outvars)
@@ -47,7 +50,11 @@ def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
 
 def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
   """The results of an equation that is given such values."""
-  name, params, inner = eqn.primitive.name, eqn.params, _versions.inner_jaxprs(eqn)
+  name, params, inner = (
+    eqn.primitive.name,
+    eqn.params,
+    _versions.inner_jaxprs(eqn),
+  )
   if name in ("copy", "optimization_barrier"):
     return values
   if name == "transpose":
@@ -56,13 +63,18 @@ def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
     return _scanned(inner[0], values, *_versions.scan_inputs(eqn))
   if name == "cond":  # the first value is the index of the branch
     branches = [_run(branch, values[1:]) for branch in inner]
-    return [x if len({x, *others}) == 1 else None for x, *others in zip(*branches, strict=True)]
+    return [
+      x if len({x, *others}) == 1 else None
+      for x, *others in zip(*branches, strict=True)
+    ]
   if name in _CALLS and [len(x.invars) for x in inner] == [len(values)]:
     return _run(inner[0], values)
   return [None] * len(eqn.outvars)
 
 
-def _scanned(body: Jaxpr, values: _Givens, consts: int, carried: int) -> _Givens:
+def _scanned(
+  body: Jaxpr, values: _Givens, consts: int, carried: int
+) -> _Givens:
   """The results of a scan: what is carried, if it stays in its place, and what is stacked."""
   whole = _whole(body)
 

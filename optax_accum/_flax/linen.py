@@ -11,8 +11,18 @@ from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import flax_step, state_fields
-from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
-from optax_accum._flax.state_fields import Collections, OVERWRITTEN, variables_of
+from optax_accum._flax.flax_step import (
+  LossFn,
+  Metrics,
+  Result,
+  StepOptions,
+  Use,
+)
+from optax_accum._flax.state_fields import (
+  Collections,
+  OVERWRITTEN,
+  variables_of,
+)
 from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
@@ -103,8 +113,13 @@ class LinenTrainStep(flax_step.FlaxStep):
   }
   decided: ClassVar[dict[str, str]] = {
     **dict.fromkeys(("tx", "optimizer"), "It is the state's."),
-    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "Pass keys to the step, as rngs."),
-    **dict.fromkeys(("wrt", "argnums"), "All of state.params is. Freeze some by optax.partition."),
+    **dict.fromkeys(
+      ("rng_argnums", "rng_argnames", "rngs"), "Pass keys to the step, as rngs."
+    ),
+    **dict.fromkeys(
+      ("wrt", "argnums"),
+      "All of state.params is. Freeze some by optax.partition.",
+    ),
     "carry_argnum": "Name collections in mutable.",
     "mutable": "It goes into linen_train_step.",
   }
@@ -115,41 +130,64 @@ class LinenTrainStep(flax_step.FlaxStep):
     decided,
   )
 
-  def __init__(self, loss_fn: LossFn, mutable: Sequence[str], has_aux: bool, options: StepOptions):
+  def __init__(
+    self,
+    loss_fn: LossFn,
+    mutable: Sequence[str],
+    has_aux: bool,
+    options: StepOptions,
+  ):
     self._mutable = state_fields.check_mutable(mutable)
     if not self._mutable and options.get("carry_reduction") is not None:
-      raise ValueError("carry_reduction combines what mutable names, and that is empty.")
+      raise ValueError(
+        "carry_reduction combines what mutable names, and that is empty."
+      )
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
     self.loss = self._step_loss(self._loss, rng_argnums=4)
 
   @_hinted
-  def __call__(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
+  def __call__(
+    self, state: State, batch: Batch, rngs: Rngs = None
+  ) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
     run = lambda call, state: _replaced(state, call, call.program.run(call))  # noqa: E731
     return self._with_call(run, state, batch, rngs)
 
   @_hinted
-  def check(self, state: State, batch: Batch, rngs: Rngs = None) -> "SplitReport":
+  def check(
+    self, state: State, batch: Batch, rngs: Rngs = None
+  ) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
     return self._with_call(self._checked, state, batch, rngs)
 
   @_hinted
-  def lower(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Lowered:
+  def lower(
+    self, state: State, batch: Batch, rngs: Rngs = None
+  ) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
     return self.trace(state, batch, rngs).lower()
 
   @_hinted
-  def trace(self, state: State, batch: Batch, rngs: Rngs = None) -> jax.stages.Traced:
+  def trace(
+    self, state: State, batch: Batch, rngs: Rngs = None
+  ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     return self._with_call(self._traced, state, batch, rngs)
 
   @_hinted
-  def eval_shape(self, state: State, batch: Batch, rngs: Rngs = None) -> tuple[State, Metrics]:
+  def eval_shape(
+    self, state: State, batch: Batch, rngs: Rngs = None
+  ) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    shape = lambda call, state: _replaced(state, call, call.jitted.eval_shape(*call.args))  # noqa: E731
+
+    def shape(call, state):
+      return _replaced(state, call, call.jitted.eval_shape(*call.args))
+
     return self._with_call(shape, state, batch, rngs)
 
-  def _with_call(self, use: Use[Result], state: Any, batch: Batch, rngs: Rngs = None) -> Result:
+  def _with_call(
+    self, use: Use[Result], state: Any, batch: Batch, rngs: Rngs = None
+  ) -> Result:
     """What `use` makes of the program for such a call, and of the call."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -174,17 +212,33 @@ class LinenTrainStep(flax_step.FlaxStep):
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
           reductions = {"params": kept, OVERWRITTEN: "max"}
-          loss = self._step_loss(self._loss, rng_argnums=4, grad_reduction=reductions)
+          loss = self._step_loss(
+            self._loss, rng_argnums=4, grad_reduction=reductions
+          )
       self._programs[key] = self._program(loss, tx)
     return self._programs[key]
 
   def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, constant, mutable, rngs, count = args
-    state = {"params": params, "opt_state": opt_state, "step": count, **constant, **mutable}
-    return {f"state.{name}": x for name, x in state.items()} | {"batch": batch, "rngs": rngs}
+    state = {
+      "params": params,
+      "opt_state": opt_state,
+      "step": count,
+      **constant,
+      **mutable,
+    }
+    return {f"state.{name}": x for name, x in state.items()} | {
+      "batch": batch,
+      "rngs": rngs,
+    }
 
   def _loss(
-    self, params: Params, batch: Batch, constant: Collections, mutable: Collections, rngs: Rngs
+    self,
+    params: Params,
+    batch: Batch,
+    constant: Collections,
+    mutable: Collections,
+    rngs: Rngs,
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
@@ -206,12 +260,21 @@ class LinenTrainStep(flax_step.FlaxStep):
         " what else is returned pass has_aux=True."
       )
     loss, others = out if not alone else (out, {})
-    updates, aux = others if both else (others, None) if self._mutable else ({}, others)
+    updates, aux = (
+      others if both else (others, None) if self._mutable else ({}, others)
+    )
     return loss, (state_fields.as_held(updates, mutable), aux)
 
 
-def _replaced(state: State, call: PreparedCall, out: Args) -> tuple[State, Metrics]:
+def _replaced(
+  state: State, call: PreparedCall, out: Args
+) -> tuple[State, Metrics]:
   """The state after a step, and the metrics."""
   params, opt_state, mutable, count, metrics = out
-  collections = {**call.args[3], **mutable}  # the constant ones where the step put them
-  return state.replace(step=count, params=params, opt_state=opt_state, **collections), metrics
+  collections = {
+    **call.args[3],
+    **mutable,
+  }  # the constant ones where the step put them
+  return state.replace(
+    step=count, params=params, opt_state=opt_state, **collections
+  ), metrics

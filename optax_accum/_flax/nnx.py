@@ -8,7 +8,13 @@ import jax
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
-from optax_accum._flax.flax_step import LossFn, Metrics, Result, StepOptions, Use
+from optax_accum._flax.flax_step import (
+  LossFn,
+  Metrics,
+  Result,
+  StepOptions,
+  Use,
+)
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
@@ -80,7 +86,9 @@ def nnx_train_step(
     whole batch, as in `linen_train_step`. See the guide "Flax nnx, and LoRA".
   """
   if isinstance(wrt, nnx.Pytree):
-    raise TypeError(f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param.")
+    raise TypeError(
+      f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param."
+    )
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
@@ -93,7 +101,12 @@ class NnxTrainStep(flax_step.FlaxStep):
 
   name, takes, batch_position = "nnx_train_step", "model, batch", 2
   updated = (0, 1, 4, 5)
-  slot_names: ClassVar[dict[Slot, str]] = {0: "model", 1: "batch", 2: "model.", 3: "model."}
+  slot_names: ClassVar[dict[Slot, str]] = {
+    0: "model",
+    1: "batch",
+    2: "model.",
+    3: "model.",
+  }
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or the running statistics"
     " (model.eval()), or accept that each microbatch is normalized by its own rows.",
@@ -101,9 +114,18 @@ class NnxTrainStep(flax_step.FlaxStep):
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
   decided: ClassVar[dict[str, str]] = {
-    **dict.fromkeys(("tx", "optimizer"), "It goes into the call: step(model, optimizer, batch)."),
-    **dict.fromkeys(("rng_argnums", "rng_argnames", "rngs"), "Random streams are in the model."),
-    **dict.fromkeys(("carry_argnum", "mutable"), "What the loss changes in the model is carried."),
+    **dict.fromkeys(
+      ("tx", "optimizer"),
+      "It goes into the call: step(model, optimizer, batch).",
+    ),
+    **dict.fromkeys(
+      ("rng_argnums", "rng_argnames", "rngs"),
+      "Random streams are in the model.",
+    ),
+    **dict.fromkeys(
+      ("carry_argnum", "mutable"),
+      "What the loss changes in the model is carried.",
+    ),
     "argnums": "wrt selects what is differentiated.",
   }
 
@@ -113,38 +135,52 @@ class NnxTrainStep(flax_step.FlaxStep):
     decided,
   )
 
-  def __init__(self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions):
+  def __init__(
+    self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions
+  ):
     super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
     self._wrt = wrt
     self.loss = self._step_loss(loss_fn, rng_argnums=())
 
   @_hinted
-  def __call__(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> Metrics:
+  def __call__(
+    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
+  ) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
 
     def run(call: PreparedCall, held: Tree) -> Metrics:
       *new, metrics = call.program.run(call)
-      variables.write(held, (*new, call.args[3]))  # the rest where the step put it
+      variables.write(
+        held, (*new, call.args[3])
+      )  # the rest where the step put it
       return metrics
 
     return self._with_call(run, model, optimizer, batch)
 
   @_hinted
-  def check(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> "SplitReport":
+  def check(
+    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
+  ) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
     return self._with_call(self._checked, model, optimizer, batch)
 
   @_hinted
-  def lower(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Lowered:
+  def lower(
+    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
+  ) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
     return self.trace(model, optimizer, batch).lower()
 
   @_hinted
-  def trace(self, model: nnx.Module, optimizer: Optimizer, batch: Batch) -> jax.stages.Traced:
+  def trace(
+    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
+  ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     return self._with_call(self._traced, model, optimizer, batch)
 
-  def _with_call(self, use: Use[Result], model: Any, optimizer: Any, batch: Batch) -> Result:
+  def _with_call(
+    self, use: Use[Result], model: Any, optimizer: Any, batch: Batch
+  ) -> Result:
     """What `use` makes of a call with what these objects hold, and of the Variables of it."""
     variables.check_objects(model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
@@ -163,15 +199,21 @@ class NnxTrainStep(flax_step.FlaxStep):
       held = params, optimizer.opt_state, carry, optimizer.step, fixed
       *stepped, carried, count, constant = variables.values(held)
       try:
-        return use(program.prepare((*stepped, batch, constant, carried, count), {}), held)
-      except ChangedByLossError as found:  # while the loss was traced, before anything ran
+        return use(
+          program.prepare((*stepped, batch, constant, carried, count), {}), held
+        )
+      except (
+        ChangedByLossError
+      ) as found:  # while the loss was traced, before anything ran
         program = self._program_of(*key, changed.union(found.args))
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _program_of(self, graphdef: Any, tx: Any, changed: frozenset[str]) -> StepProgram:
+  def _program_of(
+    self, graphdef: Any, tx: Any, changed: frozenset[str]
+  ) -> StepProgram:
     """The program for models of this structure, of which the loss changes these Variables."""
     parallel = self.loss.parallel
     axis = parallel.axes if parallel else self._options.get("axis_name")
@@ -183,4 +225,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   def _names(self, *args: Any) -> dict[str, Tree]:
     params, opt_state, batch, *states, count = args
     optimizer = {"opt_state": opt_state, "step": count}
-    return {"model": nnx.merge_state(params, *states), "optimizer": optimizer, "batch": batch}
+    return {
+      "model": nnx.merge_state(params, *states),
+      "optimizer": optimizer,
+      "batch": batch,
+    }

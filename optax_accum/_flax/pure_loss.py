@@ -14,7 +14,8 @@ from optax_accum._flax.forwarded import forwarded
 from optax_accum._microbatches import keys_and_carry
 
 _LOST = (
-  "loss_fn changed {}, so the change would be lost: keep numbers that change in an nnx.Variable."
+  "loss_fn changed {}, so the change would be lost: keep numbers that change in"
+  " an nnx.Variable."
 )
 
 
@@ -36,9 +37,15 @@ class PureLoss:
   def __name__(self) -> str:
     return getattr(self.fun, "__name__", repr(self.fun))
 
-  def __call__(self, params: Params, batch: Batch, fixed: Tree, carry: Carry) -> Any:
-    if self.axis is not None and across_devices.is_bound(self.axis):  # `check` has one device
-      fixed = keys_and_carry.on_device(fixed, self.axis)  # with noise of its own, as a carry
+  def __call__(
+    self, params: Params, batch: Batch, fixed: Tree, carry: Carry
+  ) -> Any:
+    if self.axis is not None and across_devices.is_bound(
+      self.axis
+    ):  # `check` has one device
+      fixed = keys_and_carry.on_device(
+        fixed, self.axis
+      )  # with noise of its own, as a carry
     states = params, fixed, carry
     model, before, out, after = self._run(states, batch)
     if self.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
@@ -46,11 +53,18 @@ class PureLoss:
         f"loss_fn returned a {type(out).__name__}; with has_aux=True it must return (loss, aux)."
       )
     self._check_structure(before, after, model)
-    changed = {name for name, x in after.items() if _ids(x) != _ids(before[name])}
+    changed = {
+      name for name, x in after.items() if _ids(x) != _ids(before[name])
+    }
     if not changed <= self.changed:
-      self._check_changed(changed & self._computed(states, batch), params, model)
+      self._check_changed(
+        changed & self._computed(states, batch), params, model
+      )
     loss, aux = out if self.has_aux else (out, None)
-    return loss, (variables.values(nnx.state(model, variables.among(self.changed))), aux)
+    return loss, (
+      variables.values(nnx.state(model, variables.among(self.changed))),
+      aux,
+    )
 
   def _run(self, states: Args, batch: Batch) -> Args:
     """The model, what it held before, what the loss returned, and what the model held then."""
@@ -64,9 +78,15 @@ class PureLoss:
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
     given = [-1 if i is None else i for i in forwarded(program.jaxpr)]
     before, after = jax.tree.unflatten(jax.tree.structure(shapes), given)
-    return {n for n, x in after.items() if jax.tree.leaves(x) != jax.tree.leaves(before[n])}
+    return {
+      n
+      for n, x in after.items()
+      if jax.tree.leaves(x) != jax.tree.leaves(before[n])
+    }
 
-  def _check_changed(self, changed: set[str], params: Params, model: nnx.Module) -> None:
+  def _check_changed(
+    self, changed: set[str], params: Params, model: nnx.Module
+  ) -> None:
     """Checks that only the carry changed."""
     if of_params := sorted(changed & variables.named(params).keys()):
       raise ValueError(
@@ -75,8 +95,12 @@ class PureLoss:
         " it unchanged, in a way that the traced program does not show.)"
       )
     held = variables.named(nnx.state(model))
-    if lost := sorted(name for name in changed if not variables.is_variable(held[name])):
-      raise ValueError(_LOST.format(f"model.{lost[0]}, an array that is not a Variable"))
+    if lost := sorted(
+      name for name in changed if not variables.is_variable(held[name])
+    ):
+      raise ValueError(
+        _LOST.format(f"model.{lost[0]}, an array that is not a Variable")
+      )
     if not changed <= self.changed:
       raise ChangedByLossError(*changed)
 
@@ -91,12 +115,17 @@ class PureLoss:
         " added, nnx.pop(model, nnx.Intermediate), and return it as aux, with has_aux=True."
       )
     if nnx.graphdef(model) != self.graphdef:
-      raise ValueError(_LOST.format("an attribute of the model, or the metadata of a Variable"))
+      raise ValueError(
+        _LOST.format("an attribute of the model, or the metadata of a Variable")
+      )
 
 
 def _held(model: nnx.Module) -> dict[str, Tree]:
   """What the Variables of a model hold, by name."""
-  return {name: variables.value(x) for name, x in variables.named(nnx.state(model)).items()}
+  return {
+    name: variables.value(x)
+    for name, x in variables.named(nnx.state(model)).items()
+  }
 
 
 def _ids(value: Tree) -> list[int]:

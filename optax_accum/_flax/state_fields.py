@@ -26,7 +26,9 @@ _OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
 def check_mutable(mutable: Sequence[str]) -> tuple[str, ...]:
   """The names in `mutable`, of fields that a step may thread through microbatches."""
   names = (mutable,) if isinstance(mutable, str) else mutable
-  is_list = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
+  is_list = isinstance(names, (tuple, list)) and all(
+    isinstance(name, str) for name in names
+  )
   if not is_list or not _OWN.isdisjoint(names):
     raise TypeError(
       f"mutable={mutable!r} must name collections, fields of the state that are not flax's own, as"
@@ -39,8 +41,12 @@ def fields_of(
   state: train_state.TrainState, mutable: tuple[str, ...]
 ) -> tuple[Collections, Collections, dict[str, Tree]]:
   """The fields that are not flax's own: mutable collections, constant ones, and all others."""
-  added = (field for field in dataclasses.fields(state) if field.name not in _OWN)
-  nodes = [field.name for field in added if field.metadata.get("pytree_node", True)]
+  added = (
+    field for field in dataclasses.fields(state) if field.name not in _OWN
+  )
+  nodes = [
+    field.name for field in added if field.metadata.get("pytree_node", True)
+  ]
   others = {name: getattr(state, name) for name in nodes}
   for name, x in others.items():
     if isinstance(x, dynamic_scale.DynamicScale):
@@ -49,7 +55,9 @@ def fields_of(
         " hand, with scale.value_and_grad(optax_accum.microbatch(loss_fn, ...)), as the guide Half"
         " precision does."
       )
-  constant = {n: others.pop(n) for n in nodes if isinstance(others[n], (dict, FrozenDict))}
+  constant = {
+    n: others.pop(n) for n in nodes if isinstance(others[n], (dict, FrozenDict))
+  }
   if missing := [name for name in mutable if name not in constant]:
     raise ValueError(
       f"mutable names {missing[0]!r}, and {type(state).__name__} has no such collection: declare"
@@ -68,8 +76,13 @@ def variables_of(params: Params) -> Collections:
 
 def as_held(updates: Collections, held: Collections) -> Collections:
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
-  new, old = (unfreeze(_map_boxes(lambda box: box.value, tree)) for tree in (updates, held))
-  if different := _validate.difference("updates", new, old, "type", _validate.type_of):
+  new, old = (
+    unfreeze(_map_boxes(lambda box: box.value, tree))
+    for tree in (updates, held)
+  )
+  if different := _validate.difference(
+    "updates", new, old, "type", _validate.type_of
+  ):
     raise ValueError(
       f"In what the loss returned, {different}: return the updates that model.apply(...,"
       f" mutable={list(held)!r}) gives, and give create what model.init of the same model gives."
@@ -96,21 +109,32 @@ def beside_overwritten(
 ) -> optax.GradientTransformationExtraArgs:
   """`tx`, for parameters next to which flax keeps what is overwritten and not stepped."""
 
-  def update(grads: Grads, state: OptState, params: Params = None, **extra_args: Any) -> Any:
-    elsewhere: Any = extra_args.get("value_fn")  # left out if a transformation in `tx` refuses it
+  def update(
+    grads: Grads, state: OptState, params: Params = None, **extra_args: Any
+  ) -> Any:
+    elsewhere: Any = extra_args.get(
+      "value_fn"
+    )  # left out if a transformation in `tx` refuses it
     overwritten, own = params[OVERWRITTEN], grads["params"]
-    whole = lambda params: elsewhere({"params": params, OVERWRITTEN: overwritten})  # noqa: E731
+
+    def whole(params):
+      return elsewhere({"params": params, OVERWRITTEN: overwritten})
+
     of_own = {"grad": own, "value_fn": ValueOfOneCall(whole)}
     extra_args = {name: of_own.get(name, x) for name, x in extra_args.items()}
     updates, state = tx.update(own, state, params["params"], **extra_args)
     changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
     return {"params": updates, OVERWRITTEN: changes}, state
 
-  return optax.GradientTransformationExtraArgs(lambda params: tx.init(params["params"]), update)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: tx.init(params["params"]), update
+  )
 
 
 @contextlib.contextmanager
-def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]:
+def constraining_automatic_axes(
+  variables: Collections,
+) -> Iterator[Collections]:
   """Makes logical axes constrain only automatic axes, and yields boxes that constrain nothing.
 
   JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual.
@@ -129,10 +153,14 @@ def constraining_automatic_axes(variables: Collections) -> Iterator[Collections]
 
   rules = [(name, automatic(to)) for name, to in nn.get_logical_axis_rules()]
   with nn.logical_axis_rules(rules), nn.intercept_methods(_without_boxes):
-    yield _map_boxes(lambda x: nn.LogicallyPartitioned(x.value, x.names, rules=()), variables)
+    yield _map_boxes(
+      lambda x: nn.LogicallyPartitioned(x.value, x.names, rules=()), variables
+    )
 
 
-def _without_boxes(method: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+def _without_boxes(
+  method: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
   """Calls a module's method. Its initializers, whose shapes flax compares, make no boxes there.
 
   `nn.DenseGeneral` would constrain a kernel as its box says before the kernel has its shape.
@@ -149,4 +177,6 @@ def _without_boxes(method: Callable[..., Any], args: Any, kwargs: Any, context: 
 
 def _map_boxes(fun: Callable[[Any], Leaf], tree: Tree) -> Tree:
   is_box = lambda x: isinstance(x, nn.Partitioned)  # noqa: E731
-  return jax.tree.map(lambda x: fun(x) if is_box(x) else x, tree, is_leaf=is_box)
+  return jax.tree.map(
+    lambda x: fun(x) if is_box(x) else x, tree, is_leaf=is_box
+  )

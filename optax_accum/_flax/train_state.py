@@ -33,7 +33,9 @@ class TrainState(train_state.TrainState):
   """
 
   @classmethod
-  def create(cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any) -> Self:
+  def create(
+    cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any
+  ) -> Self:
     """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
     _validate.transformation(tx, "tx")
     return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
@@ -43,7 +45,9 @@ class TrainState(train_state.TrainState):
     """The optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
     states = states_in(self.opt_state)
     if not states:
-      raise ValueError(f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step.")
+      raise ValueError(
+        f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step."
+      )
     return states[0].gradient_step
 
   def apply_gradients(
@@ -64,13 +68,22 @@ class TrainState(train_state.TrainState):
         f"{_NOT_ACCUMULATING}, so it would ignore weight={weight!r} and flush={flush!r}: wrap it,"
         " accumulate(tx, every_k), or leave them out."
       )
-    params, own = variables_of(self.params)["params"], variables_of(grads)["params"]
+    params, own = (
+      variables_of(self.params)["params"],
+      variables_of(grads)["params"],
+    )
     if accumulates:
-      params, state = self.tx.apply(own, self.opt_state, params, weight=weight, flush=flush)
+      params, state = self.tx.apply(
+        own, self.opt_state, params, weight=weight, flush=flush
+      )
     else:
       tx = optax.with_extra_args_support(self.tx)
-      updates, state = tx.update(own, self.opt_state, params, weight=weight, flush=flush)
+      updates, state = tx.update(
+        own, self.opt_state, params, weight=weight, flush=flush
+      )
       params = optax.apply_updates(params, updates)
     if own is not grads:
       params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}
-    return self.replace(step=self.step + 1, params=params, opt_state=state, **kwargs)
+    return self.replace(
+      step=self.step + 1, params=params, opt_state=state, **kwargs
+    )

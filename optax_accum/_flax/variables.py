@@ -56,12 +56,16 @@ def wrap_arrays(optimizer: Any) -> None:
   state = optimizer.opt_state
   if not all(map(is_variable, jax.tree.leaves(state, is_leaf=is_variable))):
     wrap = lambda x: x if is_variable(x) else nnx.OptState(jnp.asarray(x))  # noqa: E731
-    optimizer.opt_state = nnx.data(jax.tree.map(wrap, state, is_leaf=is_variable))
+    optimizer.opt_state = nnx.data(
+      jax.tree.map(wrap, state, is_leaf=is_variable)
+    )
 
 
 def check_objects(model: object, optimizer: object) -> None:
   """Checks that these are an nnx module and an nnx optimizer, in this order."""
-  if not isinstance(model, nnx.Module) or not isinstance(optimizer, nnx.Optimizer):
+  if not isinstance(model, nnx.Module) or not isinstance(
+    optimizer, nnx.Optimizer
+  ):
     raise TypeError(
       f"step(model, optimizer, batch) got {type(model).__name__} and {type(optimizer).__name__}: it"
       " takes an nnx module and an nnx.Optimizer(model, tx, wrt=nnx.Param), in this order. For"
@@ -70,10 +74,14 @@ def check_objects(model: object, optimizer: object) -> None:
   _validate.transformation(optimizer.tx, "optimizer.tx")
 
 
-def check_model(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> None:
+def check_model(
+  wrt: Any, params: Tree, model: nnx.Module, optimizer: Any
+) -> None:
   """Checks a model of this structure, and that `wrt` selects what the optimizer was made for."""
   for found, x in named(nnx.state(model)).items():
-    if is_variable(x) and any(x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES):
+    if is_variable(x) and any(
+      x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES
+    ):
       raise TypeError(
         f"model.{found} is a {type(x).__name__} that is a reference (hijax=True or ref=True), which"
         " a step cannot take apart: make the model without."
@@ -91,7 +99,9 @@ def check_model(wrt: Any, params: Tree, model: nnx.Module, optimizer: Any) -> No
         " cannot update in place: make it an nnx.Param."
       )
   # The state of a plain SGD would not tell.
-  theirs = selected if optimizer.wrt is wrt else named(nnx.state(model, optimizer.wrt))
+  theirs = (
+    selected if optimizer.wrt is wrt else named(nnx.state(model, optimizer.wrt))
+  )
   if differ := sorted(selected.keys() ^ theirs.keys()):
     raise ValueError(
       f"wrt={shown(wrt)}, and the optimizer was made with wrt={shown(optimizer.wrt)}: only"

@@ -29,11 +29,15 @@ class DataParallel:
 
   def __post_init__(self) -> None:
     if not isinstance(self.mesh, Mesh):
-      raise TypeError(f"mesh={self.mesh!r} must be a jax.sharding.Mesh, as of jax.make_mesh.")
+      raise TypeError(
+        f"mesh={self.mesh!r} must be a jax.sharding.Mesh, as of jax.make_mesh."
+      )
     given, known = self.axes, self.mesh.axis_names
     self.axes = tuple(given) if isinstance(given, (tuple, list)) else (given,)
     if not self.axes or len(set(self.axes)) < len(self.axes):
-      raise ValueError(f"data_axis={given!r} must name one axis or more, each once.")
+      raise ValueError(
+        f"data_axis={given!r} must name one axis or more, each once."
+      )
     for name in self.axes:
       if name not in known:
         raise ValueError(
@@ -62,10 +66,16 @@ class DataParallel:
 
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
-    count, size, devices = split.num_microbatches, split.microbatch_size, self.devices
+    count, size, devices = (
+      split.num_microbatches,
+      split.microbatch_size,
+      self.devices,
+    )
     self.check_rows(rows, count)
     if count is not None and (rows // devices) % count:
-      fit = [n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0]
+      fit = [
+        n for n in range(1, rows // devices + 1) if (rows // devices) % n == 0
+      ]
       raise ValueError(
         f"num_microbatches={count} does not divide the {rows // devices} rows that each of {self}"
         f" has: use one of {fit}, or microbatch_size=, a multiple of {devices}."
@@ -83,7 +93,9 @@ class DataParallel:
       rows=rows,
     )
 
-  def check_rows(self, rows: int, microbatches: int | None = None, of: str = "The batch") -> None:
+  def check_rows(
+    self, rows: int, microbatches: int | None = None, of: str = "The batch"
+  ) -> None:
     """Checks that the devices divide the rows of the global batch."""
     if rows % self.devices:
       each = self.devices * (microbatches or 1)
@@ -100,13 +112,17 @@ class DataParallel:
     A dimension that is sharded over other axes too does not count: it is gathered for the step.
     """
     dims = [names_of(names) for names in spec]
-    return normal(names if set(names) <= set(self.axes) else () for names in dims)
+    return normal(
+      names if set(names) <= set(self.axes) else () for names in dims
+    )
 
   def over_automatic(self, spec: PartitionSpec) -> PartitionSpec:
     """A sharding over the automatic axes only that are no data axes."""
     return over(spec, set(self._of_kind(AxisType.Auto)) - set(self.axes))
 
-  def gradient_spec(self, own: PartitionSpec, state: PartitionSpec) -> PartitionSpec | None:
+  def gradient_spec(
+    self, own: PartitionSpec, state: PartitionSpec
+  ) -> PartitionSpec | None:
     """The sharding of a gradient, by that of its parameter and of its state. None: as the former.
 
     It goes to its state if that is spread in another way over the data axes, or over explicit ones,
@@ -118,7 +134,9 @@ class DataParallel:
     def differ(part: Callable[[PartitionSpec], PartitionSpec]) -> bool:
       return part(state) not in (PartitionSpec(), part(own))
 
-    if not differ(self.over_data) and not differ(lambda spec: over(spec, explicit)):
+    if not differ(self.over_data) and not differ(
+      lambda spec: over(spec, explicit)
+    ):
       return None
     taken = {*self.axes, *(name for names in state for name in names_of(names))}
     kept = over(own, set(self.mesh.axis_names) - taken)
@@ -138,41 +156,61 @@ class DataParallel:
       x = jax.reshard(x, NamedSharding(self.mesh, over(spec, explicit)))
     if set(self.axes).isdisjoint(automatic):
       return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, over(spec, automatic)))
+    return jax.lax.with_sharding_constraint(
+      x, NamedSharding(self.mesh, over(spec, automatic))
+    )
 
   def move_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
     """An array of explicit sharding, sharded over the data axes as `spec`, else as before."""
     explicit = self._of_kind(AxisType.Explicit)
     if not explicit:
       return x
-    others = over(jax.typeof(x).sharding.spec, set(self.mesh.axis_names) - set(self.axes))
+    others = over(
+      jax.typeof(x).sharding.spec, set(self.mesh.axis_names) - set(self.axes)
+    )
     dims = itertools.zip_longest(others, over(spec, explicit))
     both = PartitionSpec(*(names_of(a) + names_of(b) for a, b in dims))
     return jax.reshard(x, NamedSharding(self.mesh, both))
 
-  def place_batch(self, name: str, tree: Batch, batch_axis: int, split: Split) -> Batch:
+  def place_batch(
+    self, name: str, tree: Batch, batch_axis: int, split: Split
+  ) -> Batch:
     """A batch on this mesh, sharded by its rows."""
     spec = functools.partial(self.batch_spec, batch_axis=batch_axis)
     tree = place(self.mesh, name, tree, lambda leaves: list(map(spec, leaves)))
     for leaf, x in _validate.named_leaves(name, tree):
       axis = batch_axis % x.ndim
       over_rows = names_of([*spec_of(sharding_of(x)), *[None] * x.ndim][axis])
-      explicit = self._of_kind(AxisType.Explicit)  # in a type, even over one device
-      names = tuple(name for name in over_rows if self.mesh.shape[name] > 1 or name in explicit)
+      explicit = self._of_kind(
+        AxisType.Explicit
+      )  # in a type, even over one device
+      names = tuple(
+        name
+        for name in over_rows
+        if self.mesh.shape[name] > 1 or name in explicit
+      )
       if not set(names) <= set(self.axes):
-        self._check_further(f"{leaf} has its rows sharded over {_shown(names)}", names)
+        self._check_further(
+          f"{leaf} has its rows sharded over {_shown(names)}", names
+        )
         self._check_divides(names, x.shape[axis], split)
     return tree
 
   def _check_further(self, what: str, names: tuple[str, ...]) -> None:
     """Checks axes of rows of which some are no data axes: these are left to the compiler."""
-    first, over_rows = ([n for n in x if self.mesh.shape[n] > 1] for x in (self.axes, names))
+    first, over_rows = (
+      [n for n in x if self.mesh.shape[n] > 1] for x in (self.axes, names)
+    )
     if set(over_rows[: len(first)]) != set(first):
       raise ValueError(
         f"{what}: shard them over data_axis={_shown(self.axes)} first, and then over further axes,"
         " or not at all."
       )
-    if explicit := set(names).difference(self.axes).intersection(self._of_kind(AxisType.Explicit)):
+    if (
+      explicit := set(names)
+      .difference(self.axes)
+      .intersection(self._of_kind(AxisType.Explicit))
+    ):
       raise ValueError(
         f"{what}, and further axes than data_axis={_shown(self.axes)} must be automatic: make the"
         f" mesh with jax.sharding.AxisType.Auto for {_shown(tuple(explicit))}, or name it in"
@@ -180,14 +218,20 @@ class DataParallel:
         " parameters where used."
       )
 
-  def _check_divides(self, names: tuple[str, ...], rows: int, split: Split) -> None:
+  def _check_divides(
+    self, names: tuple[str, ...], rows: int, split: Split
+  ) -> None:
     """Checks that the devices of these axes divide the rows of each microbatch."""
     local, each = self.local_split(split, rows), rows // self.devices
-    size = cut.microbatch_rows(each, local.num_microbatches, local.microbatch_size)
+    size = cut.microbatch_rows(
+      each, local.num_microbatches, local.microbatch_size
+    )
     devices = math.prod(self.mesh.shape[name] for name in {*names, *self.axes})
     found = size * self.devices, each % size * self.devices
     if any(n % devices for n in found):
-      fit = [n for n in range(1, rows // devices + 1) if rows % (n * devices) == 0]
+      fit = [
+        n for n in range(1, rows // devices + 1) if rows % (n * devices) == 0
+      ]
       last = f" (the last {found[1]})" if found[1] else ""
       raise ValueError(
         f"Microbatches of {found[0]} rows{last} are not divided by the {devices} devices of"
@@ -203,7 +247,9 @@ def spec_of(sharding: NamedSharding | None) -> PartitionSpec:
 
 def over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
   """A sharding, over no further axes than these."""
-  return normal(tuple(name for name in names_of(names) if name in axes) for names in spec)
+  return normal(
+    tuple(name for name in names_of(names) if name in axes) for names in spec
+  )
 
 
 def normal(dims: Iterable[Any]) -> PartitionSpec:

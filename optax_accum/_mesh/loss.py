@@ -9,9 +9,21 @@ from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.reductions import Sum
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import (
+  Args,
+  Kwargs,
+  Leaf,
+  OptState,
+  Params,
+  Tree,
+)
 from optax_accum._mesh.data_parallel import DataParallel, spec_of
-from optax_accum._mesh.placement import out_shardings, place, place_state, sharding_of
+from optax_accum._mesh.placement import (
+  out_shardings,
+  place,
+  place_state,
+  sharding_of,
+)
 from optax_accum._mesh.refused import explained, TRACED
 from optax_accum._mesh.shards import Shards
 from optax_accum._mesh.state_of_parameters import specs_of_states
@@ -43,7 +55,9 @@ class MeshLoss:
         ' reduce_gradients="per_microbatch" keeps shards: pass in_place=False, or "per_cycle".'
       )
 
-  def place(self, args: Args, kwargs: Kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
+  def place(
+    self, args: Args, kwargs: Kwargs
+  ) -> tuple["PlacedLoss", Args, Kwargs]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
     parallel = self.parallel
     if axes := jax.sharding.get_abstract_mesh().manual_axes:
@@ -53,7 +67,9 @@ class MeshLoss:
         " it outside."
       )
     params, opt_state, *others = args
-    given: dict[Slot, Tree] = dict([*enumerate((params, *others)), *kwargs.items()])
+    given: dict[Slot, Tree] = dict(
+      [*enumerate((params, *others)), *kwargs.items()]
+    )
     split = self.local.split
     roles = split.roles(self.local.fun, (params, *others), kwargs, (0,))
     axes = roles.batch
@@ -71,7 +87,9 @@ class MeshLoss:
     held = placed[0], opt_state, *(placed[slot] for slot in roles.carry)
     leaves, treedef = jax.tree.flatten(held)
     shardings = tuple(map(sharding_of, leaves))
-    loss = PlacedLoss(self.local, parallel, tuple(axes.items()), treedef, shardings)
+    loss = PlacedLoss(
+      self.local, parallel, tuple(axes.items()), treedef, shardings
+    )
     named: Kwargs = {name: placed.pop(name) for name in kwargs}
     return loss, (placed.pop(0), opt_state, *placed.values()), named
 
@@ -81,10 +99,14 @@ class PlacedLoss(NamedTuple):
 
   local: LocalLoss
   parallel: DataParallel
-  batch: tuple[tuple[Slot, int], ...]  # the batch arguments, and the axis of the rows of each
+  batch: tuple[
+    tuple[Slot, int], ...
+  ]  # the batch arguments, and the axis of the rows of each
   treedef: Any  # of the parameters, the optimizer state and the carry, if any
   shardings: tuple[Any, ...]  # of their leaves
-  wanted: Any = None  # the `PartitionSpec` of each gradient, or None: as its parameter
+  wanted: Any = (
+    None  # the `PartitionSpec` of each gradient, or None: as its parameter
+  )
 
   @property
   def out_shardings(self) -> Any:
@@ -93,13 +115,19 @@ class PlacedLoss(NamedTuple):
 
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
     """A function of the sharding of each parameter."""
-    return self.treedef.unflatten([fun(spec_of(sharding)) for sharding in self.shardings])[0]
+    return self.treedef.unflatten(
+      [fun(spec_of(sharding)) for sharding in self.shardings]
+    )[0]
 
   @property
   def _shards(self) -> Shards:
     parallel = self.parallel
-    held, automatic = map(self._of_parameters, (parallel.over_data, parallel.over_automatic))
-    gradients = jax.tree.map(lambda own, to: parallel.over_data(to or own), held, self.wanted)
+    held, automatic = map(
+      self._of_parameters, (parallel.over_data, parallel.over_automatic)
+    )
+    gradients = jax.tree.map(
+      lambda own, to: parallel.over_data(to or own), held, self.wanted
+    )
     return Shards(held, gradients, automatic)
 
   def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
@@ -108,15 +136,25 @@ class PlacedLoss(NamedTuple):
     of_states = specs_of_states(params, opt_state, specs)
     # Without `strict`: the parameters are the first.
     wanted = [
-      None if sharding is None or state is None else self.parallel.gradient_spec(own, state)
-      for sharding, own, state in zip(self.shardings, specs, of_states, strict=False)
+      None
+      if sharding is None or state is None
+      else self.parallel.gradient_spec(own, state)
+      for sharding, own, state in zip(
+        self.shardings, specs, of_states, strict=False
+      )
     ]
-    return self._replace(wanted=jax.tree.unflatten(jax.tree.structure(params), wanted))
+    return self._replace(
+      wanted=jax.tree.unflatten(jax.tree.structure(params), wanted)
+    )
 
-  def stepped(self, update: Update, params: Params, opt_state: OptState) -> Held:
+  def stepped(
+    self, update: Update, params: Params, opt_state: OptState
+  ) -> Held:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
 
-    def gather(new: Leaf, x: Leaf, own: PartitionSpec, to: PartitionSpec | None) -> Leaf:
+    def gather(
+      new: Leaf, x: Leaf, own: PartitionSpec, to: PartitionSpec | None
+    ) -> Leaf:
       if to is None:
         return new
       # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as
@@ -131,37 +169,61 @@ class PlacedLoss(NamedTuple):
 
   def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone."""
-    return self._on_each_device(LocalLoss.value, PartitionSpec(), weights, args, kwargs)
+    return self._on_each_device(
+      LocalLoss.value, PartitionSpec(), weights, args, kwargs
+    )
 
-  def value_and_grad(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> Reduced:
+  def value_and_grad(
+    self, weights: Tree, /, *args: Tree, **kwargs: Tree
+  ) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
     each = PartitionSpec(self.parallel.axes)
-    kinds = self.local.aux_reduction  # one that collects has the parts of the devices in turn
+    kinds = (
+      self.local.aux_reduction
+    )  # one that collects has the parts of the devices in turn
     aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
-    specs = Reduced(same, Outputs(same, aux, self._shards.gradients, same, each), same)
-    out = self._on_each_device(LocalLoss.value_and_grad, specs, weights, args, kwargs)
+    specs = Reduced(
+      same, Outputs(same, aux, self._shards.gradients, same, each), same
+    )
+    out = self._on_each_device(
+      LocalLoss.value_and_grad, specs, weights, args, kwargs
+    )
 
     def to_place(g: Leaf, x: Leaf, to: PartitionSpec | None) -> Leaf:
-      return across_devices.sharded_like(g, x) if to is None else self.parallel.move(g, to)
+      return (
+        across_devices.sharded_like(g, x)
+        if to is None
+        else self.parallel.move(g, to)
+      )
 
     grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
 
     return out._replace(outputs=out.outputs._replace(grads=grads))
 
   def _on_each_device(
-    self, method: Callable[..., Any], out_specs: Tree, weights: Tree, args: Args, kwargs: Kwargs
+    self,
+    method: Callable[..., Any],
+    out_specs: Tree,
+    weights: Tree,
+    args: Args,
+    kwargs: Kwargs,
   ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
     axes, shards = dict(self.batch), self._shards
-    rows = cut.batch_rows(self.local.split, axes, dict([*enumerate(args), *kwargs.items()]))
+    rows = cut.batch_rows(
+      self.local.split, axes, dict([*enumerate(args), *kwargs.items()])
+    )
     split = self.parallel.local_split(self.local.split, rows)
     local = dataclasses.replace(self.local, split=split)
     several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
     if several:
       local.grad_reduction = shards.scattered(self.local.grad_reduction)
       if in_loop:
-        each = lambda r: r.in_loop(self.parallel.axes) if isinstance(r, Sum) else r  # noqa: E731
+
+        def each(r):
+          return r.in_loop(self.parallel.axes) if isinstance(r, Sum) else r
+
         local.grad_reduction = jax.tree.map(each, local.grad_reduction)
         local.gather_in_loop = shards.gather_in_loop
 
@@ -169,7 +231,9 @@ class PlacedLoss(NamedTuple):
       if slot == 0:
         return shards.held
       if slot in axes:
-        return jax.tree.map(lambda x: self.parallel.batch_spec(x, axes[slot]), tree)
+        return jax.tree.map(
+          lambda x: self.parallel.batch_spec(x, axes[slot]), tree
+        )
       return jax.tree.map(lambda _: PartitionSpec(), tree)
 
     named = {name: spec(name, x) for name, x in kwargs.items()}
@@ -184,11 +248,15 @@ class PlacedLoss(NamedTuple):
       mesh=self.parallel.mesh,
       in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
       out_specs=out_specs,
-      axis_names=set(self.parallel.axes),  # other axes of the mesh are left to the compiler
+      axis_names=set(
+        self.parallel.axes
+      ),  # other axes of the mesh are left to the compiler
       # Types of what varies refuse every loop, branch or derivative rule of a loss that starts from
       # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
       check_vma=False,
     )
-    placed = jax.tree.map(self.parallel.move_over_data, (args, kwargs), in_specs)
+    placed = jax.tree.map(
+      self.parallel.move_over_data, (args, kwargs), in_specs
+    )
     with explained(TRACED, self.parallel):
       return mapped(weights, *placed)

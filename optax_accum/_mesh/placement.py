@@ -9,13 +9,22 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Leaf, Leaves, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import (
+  Leaf,
+  Leaves,
+  OptState,
+  Params,
+  Path,
+  Tree,
+)
 from optax_accum._mesh.state_of_parameters import followed
 
 SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
 
 
-def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) -> Tree:
+def place(
+  mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None
+) -> Tree:
   """`tree` on a mesh: leaves that are there stay, others get their `PartitionSpec`, or copies.
 
   `specs_of` is given all leaves. Shapes are placed as arrays, and Python numbers as weakly typed
@@ -24,7 +33,9 @@ def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) ->
   leaves, treedef = jax.tree.flatten(tree)
   if _are_on(mesh, leaves):
     return tree
-  specs = [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
+  specs = (
+    [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
+  )
 
   def put(path: Path, x: Leaf, spec: PartitionSpec) -> Leaf:
     sharding = sharding_of(x)
@@ -49,7 +60,9 @@ def place(mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None) ->
   return jax.tree.unflatten(treedef, map(put, paths, leaves, specs))
 
 
-def place_state(mesh: Mesh, name: str, params: Params, opt_state: OptState) -> OptState:
+def place_state(
+  mesh: Mesh, name: str, params: Params, opt_state: OptState
+) -> OptState:
   """An optimizer state on a mesh. What is not there yet goes where its parameter is.
 
   So the moments of a sharded parameter are sharded too, also if they were made on one device.
@@ -78,26 +91,40 @@ def sharding_of(x: Leaf) -> NamedSharding | None:
   sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return None
-  told = isinstance(sharding.mesh, Mesh) or AxisType.Explicit in sharding.mesh.axis_types
+  told = (
+    isinstance(sharding.mesh, Mesh)
+    or AxisType.Explicit in sharding.mesh.axis_types
+  )
   return sharding if told else None
 
 
-def out_shardings(shardings: Iterable[NamedSharding | None]) -> tuple[NamedSharding | None, ...]:
+def out_shardings(
+  shardings: Iterable[NamedSharding | None],
+) -> tuple[NamedSharding | None, ...]:
   """Those that are known of a program's results, which take these of its arguments."""
   # A tracer's, over an abstract mesh, does not tell about automatic axes.
-  return tuple(s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings)
+  return tuple(
+    s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings
+  )
 
 
 def _facts(mesh: Any) -> list[str]:
   """What tells a mesh from another. One that is abstract has no devices."""
   facts = [f"axes {dict(mesh.shape)}", f"axis_types {mesh.axis_types}"]
-  return facts + [f"devices {[x.id for x in mesh.devices.flat]}"] * isinstance(mesh, Mesh)
+  return facts + [f"devices {[x.id for x in mesh.devices.flat]}"] * isinstance(
+    mesh, Mesh
+  )
 
 
 def _are_on(mesh: Mesh, leaves: Leaves) -> bool:
   """Whether all are arrays on a mesh, told from the few shardings that they share."""
   kinds: set[Any] = set(map(type, leaves))
-  if not all(issubclass(k, jax.Array) and not issubclass(k, jax.core.Tracer) for k in kinds):
+  if not all(
+    issubclass(k, jax.Array) and not issubclass(k, jax.core.Tracer)
+    for k in kinds
+  ):
     return False
-  shardings = {id(s): s for s in map(operator.attrgetter("sharding"), leaves)}.values()
+  shardings = {
+    id(s): s for s in map(operator.attrgetter("sharding"), leaves)
+  }.values()
   return all(isinstance(s, NamedSharding) and s.mesh == mesh for s in shardings)

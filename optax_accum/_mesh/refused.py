@@ -32,7 +32,9 @@ LOWERED = {
 
 
 @contextlib.contextmanager
-def explained(fixes: Mapping[str, str], parallel: DataParallel | None) -> Iterator[None]:
+def explained(
+  fixes: Mapping[str, str], parallel: DataParallel | None
+) -> Iterator[None]:
   """Says what to write instead, where JAX refuses something because the loss is over a mesh."""
   try:
     yield

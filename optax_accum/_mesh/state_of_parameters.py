@@ -23,7 +23,11 @@ def followed(params: Params, opt_state: OptState) -> list[int | None]:
     words = words_of(path)
     ends = (words[i:] for i in range(len(words) + 1))  # the longest first
     # A number for each parameter follows none.
-    return next((numbers[end] for end in ends if end in numbers), None) if jnp.ndim(x) else None
+    return (
+      next((numbers[end] for end in ends if end in numbers), None)
+      if jnp.ndim(x)
+      else None
+    )
 
   state = jax.tree_util.tree_leaves_with_path(opt_state)
   return [parameter(path, x) for path, x in state]
@@ -40,10 +44,15 @@ def specs_of_states(
   leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
   kinds: list[set[Any]] = [set() for _ in leaves]
   of_state = specs[len(leaves) : len(leaves) + len(state)]
-  for number, x, spec in zip(followed(params, opt_state), state, of_state, strict=True):
+  for number, x, spec in zip(
+    followed(params, opt_state), state, of_state, strict=True
+  ):
     if number is not None:
       kinds[number].add((jnp.shape(x), spec))
-  single = [next(iter(kind)) if len(kind) == 1 else (None, None) for kind in kinds]
+  single = [
+    next(iter(kind)) if len(kind) == 1 else (None, None) for kind in kinds
+  ]
   return [
-    spec if shape == jnp.shape(x) else None for x, (shape, spec) in zip(leaves, single, strict=True)
+    spec if shape == jnp.shape(x) else None
+    for x, (shape, spec) in zip(leaves, single, strict=True)
   ]

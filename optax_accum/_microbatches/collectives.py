@@ -23,10 +23,20 @@ from jax import lax
 import numpy as np
 
 from optax_accum import _versions
-from optax_accum._arithmetic.across_devices import AxisName, is_bound, names_of, varying_axes
+from optax_accum._arithmetic.across_devices import (
+  AxisName,
+  is_bound,
+  names_of,
+  varying_axes,
+)
 
 _CASTS = ("pcast", "pvary")
-_REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")  # how the names of these primitives begin
+_REDUCTIONS = (
+  "psum",
+  "pmax",
+  "pmin",
+  "all_gather",
+)  # how the names of these primitives begin
 # What keeps the degree that its operands share: sums, shapes, choices.
 _SUMS = {
   "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type",
@@ -35,15 +45,25 @@ _SUMS = {
   "rev", "select_n", "slice", "sort", "squeeze", "stop_gradient", "sub", "top_k", "transpose",
 }  # fmt: skip
 # Which of the operands have a degree, where others say which part is meant.
-_COUNTED = {"select_n": slice(1, None), "gather": slice(1), "dynamic_slice": slice(1)}
+_COUNTED = {
+  "select_n": slice(1, None),
+  "gather": slice(1),
+  "dynamic_slice": slice(1),
+}
 
 
 class Value(NamedTuple):
   """What is known of a value in a loss."""
 
-  differs: frozenset[Any] = frozenset()  # the axes over which devices may have different ones
-  reduced: frozenset[Any] = frozenset()  # those over which something in it was reduced
-  gathered: frozenset[Any] = frozenset()  # of `reduced`, where it is a sum of all devices' values
+  differs: frozenset[Any] = (
+    frozenset()
+  )  # the axes over which devices may have different ones
+  reduced: frozenset[Any] = (
+    frozenset()
+  )  # those over which something in it was reduced
+  gathered: frozenset[Any] = (
+    frozenset()
+  )  # of `reduced`, where it is a sum of all devices' values
   # The power of the number of devices that it grows with, if all have the same rows. None: unknown.
   degree: int | None = 0
 
@@ -63,7 +83,9 @@ def axes_sent_over(jaxpr: Any) -> set[Any]:
   return axes
 
 
-def check_own_loss(jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool) -> None:
+def check_own_loss(
+  jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool
+) -> None:
   """Checks that a traced loss, its first output, is that of one device's rows.
 
   Its first inputs are so many arrays of parameters, and the others are the device's own.
@@ -93,7 +115,9 @@ class _Flow:
   def __init__(self, axes: frozenset[Any], in_gradient: bool = False) -> None:
     self._axes = axes
     self._devices = math.prod(map(lax.axis_size, axes))
-    self._in_gradient = in_gradient  # whether they are of a backward pass within the loss
+    self._in_gradient = (
+      in_gradient  # whether they are of a backward pass within the loss
+    )
 
   def outputs(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
     """What is known of the outputs, where this is known of the inputs."""
@@ -102,11 +126,17 @@ class _Flow:
     def value(x: Any) -> Value:
       if not hasattr(x, "val") and x in known:
         return known[x]
-      return Value(self._axes & varying_axes(x.aval))  # of a constant, if types tell
+      return Value(
+        self._axes & varying_axes(x.aval)
+      )  # of a constant, if types tell
 
     for eqn in jaxpr.eqns:
-      in_gradient = self._in_gradient or "transpose(" in str(eqn.source_info.name_stack)
-      results = _Flow(self._axes, in_gradient)._results(eqn, list(map(value, eqn.invars)))
+      in_gradient = self._in_gradient or "transpose(" in str(
+        eqn.source_info.name_stack
+      )
+      results = _Flow(self._axes, in_gradient)._results(
+        eqn, list(map(value, eqn.invars))
+      )
       known.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, jaxpr.outvars))
 
@@ -121,14 +151,21 @@ class _Flow:
     if name == "cond":
       _check_together(values[0], inner)
       branches = [self.outputs(branch, values[1:]) for branch in inner]
-      return [_either(*each, chosen=values[:1]) for each in zip(*branches, strict=True)]
+      return [
+        _either(*each, chosen=values[:1])
+        for each in zip(*branches, strict=True)
+      ]
     if len(inner) == 1 and len(inner[0].invars) == len(values):
       return self.outputs(inner[0], values)
     sent = self._axes.intersection(_axes(eqn))
     if sent and name not in _CASTS:
       return [self._collective(eqn, x, sent) for x in values or [Value()]]
     value = _result(eqn, values)
-    if value.degree and name in ("mul", "div") and any(map(self._may_count, eqn.invars)):
+    if (
+      value.degree
+      and name in ("mul", "div")
+      and any(map(self._may_count, eqn.invars))
+    ):
       value = value._replace(degree=None)
     return [value] * len(eqn.outvars)
 
@@ -140,7 +177,9 @@ class _Flow:
     parts = np.array([number, 1 / number]) / self._devices
     return bool(np.any((parts > 0.5) & np.isclose(parts, np.round(parts))))
 
-  def _loop(self, body: Any, values: list[Value], consts: int, carried: int) -> list[Value]:
+  def _loop(
+    self, body: Any, values: list[Value], consts: int, carried: int
+  ) -> list[Value]:
     """What is known of the results of a loop, however often it runs."""
     shared, rows = values[:consts], values[consts + carried :]
     carry = values[consts : consts + carried]
@@ -154,8 +193,12 @@ class _Flow:
   def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
     """The same of a loop that runs while a condition holds."""
     first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, body = (eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr"))
-    carry = self._loop(body, values[first:], consts, len(values) - first - consts)
+    condition, body = (
+      eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr")
+    )
+    carry = self._loop(
+      body, values[first:], consts, len(values) - first - consts
+    )
     goes_on = self.outputs(condition, [*values[:first], *carry])[0]
     _check_together(goes_on, [condition, body])
     return carry
@@ -209,12 +252,19 @@ def _result(eqn: Any, values: list[Value]) -> Value:
   elif is_linear:
     degree = _common_degree(counted)
     # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
-    if name == "reduce_sum" and value.gathered and degree == 0 and 0 in eqn.params["axes"]:
+    if (
+      name == "reduce_sum"
+      and value.gathered
+      and degree == 0
+      and 0 in eqn.params["axes"]
+    ):
       degree = 1
   else:
     degree = None if any(degrees) else 0
   if not is_linear:  # such as a contrastive loss of the rows of all devices: of each, it is whole
-    value = value._replace(differs=value.differs | value.gathered, gathered=frozenset())
+    value = value._replace(
+      differs=value.differs | value.gathered, gathered=frozenset()
+    )
   return value._replace(degree=degree)
 
 
@@ -224,7 +274,9 @@ def _union(values: Sequence[Value]) -> Value:
   differs = none.union(*(x.differs for x in values))
   gathered = none.union(*(x.gathered for x in values))
   # Of what differs anyway, a sum is not one over the devices.
-  return Value(differs, none.union(*(x.reduced for x in values)), gathered - differs)
+  return Value(
+    differs, none.union(*(x.reduced for x in values)), gathered - differs
+  )
 
 
 def _either(*values: Value, chosen: Sequence[Value] = ()) -> Value:

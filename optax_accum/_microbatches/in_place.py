@@ -20,7 +20,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_accum import _validate, _versions
-from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words
+from optax_accum._arithmetic import (
+  across_devices,
+  dtypes,
+  hoisting,
+  reduction_words,
+)
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
@@ -34,31 +39,57 @@ _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
 if not _versions.GATHERS_RIGHTLY:
   _NOT_TO_PASS |= {"gather"}
 # What runs an inner function of the same operands in the same order; cond, of all but the first.
-_INNER = {"jit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "scan", "cond"}
+_INNER = {
+  "jit",
+  "closed_call",
+  "core_call",
+  "remat",
+  "remat2",
+  "checkpoint",
+  "scan",
+  "cond",
+}
 
 
 class Accumulators:
   """The accumulators of gradients, as references. `reductions` is a prefix tree over them."""
 
   def __init__(
-    self, args: Args, argnums: int | Sequence[int], reductions: Tree, dtype: DTypeLike | None
+    self,
+    args: Args,
+    argnums: int | Sequence[int],
+    reductions: Tree,
+    dtype: DTypeLike | None,
   ):
     self._positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    self._like_gradients = (lambda trees: trees[0]) if isinstance(argnums, int) else tuple
+    self._like_gradients = (
+      (lambda trees: trees[0]) if isinstance(argnums, int) else tuple
+    )
     for i in self._positions:
       for name, x in _validate.named_leaves(f"argument {i}", args[i]):
         _check_dtype(name, x, dtype)
 
     zeros = lambda x: jax.new_ref(across_devices.full_like(jax.typeof(x), 0))  # noqa: E731
-    refs = self._like_gradients(jax.tree.map(zeros, [args[i] for i in self._positions]))
-    each = reduction_words.match("grad_reduction", reductions, refs, "gradients")
+    refs = self._like_gradients(
+      jax.tree.map(zeros, [args[i] for i in self._positions])
+    )
+    each = reduction_words.match(
+      "grad_reduction", reductions, refs, "gradients"
+    )
     self.reductions = jax.tree.map(
-      lambda of, ref: AddedGradients(of, ref, over_devices=of.over_devices), each, refs
+      lambda of, ref: AddedGradients(of, ref, over_devices=of.over_devices),
+      each,
+      refs,
     )
     self._refs = jax.tree.leaves(refs)
 
   def value_and_grad(
-    self, fun: Callable[..., Tree], factor: Weight, /, *args: Tree, **kwargs: Tree
+    self,
+    fun: Callable[..., Tree],
+    factor: Weight,
+    /,
+    *args: Tree,
+    **kwargs: Tree,
   ) -> Tree:
     """As `jax.value_and_grad`, but it adds gradients times `factor`, and returns empty ones."""
     args, kwargs = refuse_transforms((args, kwargs))
@@ -77,7 +108,9 @@ class Accumulators:
     apart = kept_apart(backward.jaxpr, leaves)
     for i in apart:
       refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
-    loss, aux, cotangent = refuse_transforms((loss, aux, _cotangent(loss, leaves, factor)))
+    loss, aux, cotangent = refuse_transforms(
+      (loss, aux, _cotangent(loss, leaves, factor))
+    )
     grads = backward.with_refs(*refs)(cotangent)
     for i in apart:
       self._refs[i][...] += grads[i]
@@ -119,7 +152,9 @@ def _refuse(*args: Args) -> Any:
 
 def refuse_transforms(tree: Tree) -> Tree:
   """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
-  return jax.tree.map(lambda x: _identity(x) if isinstance(x, jax.Array) else x, tree)
+  return jax.tree.map(
+    lambda x: _identity(x) if isinstance(x, jax.Array) else x, tree
+  )
 
 
 def check_options(split: Split, grad_reduction: Tree) -> None:
@@ -154,7 +189,9 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
 def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   """The factor of the loss, and so of all gradients."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
-  if jnp.finfo(loss.dtype).bits < widest and not (isinstance(factor, float) and factor == 1):
+  if jnp.finfo(loss.dtype).bits < widest and not (
+    isinstance(factor, float) and factor == 1
+  ):
     raise TypeError(
       f"The loss has dtype {loss.dtype}, narrower than the parameters', and in_place=True would"
       " round weights to it: return the loss in the parameters' dtype, or pass in_place=False."
@@ -164,10 +201,14 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
 
 def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
-  known = [None] * (len(jaxpr.invars) - len(leaves))  # residuals, which JAX 0.12 has there too
+  known = [None] * (
+    len(jaxpr.invars) - len(leaves)
+  )  # residuals, which JAX 0.12 has there too
   apart = {i for i, x in enumerate(leaves) if not x.size}
   tangents = range(len(leaves))
-  while found := _unfit(jaxpr, [*known, *(_VALUE if i in apart else i for i in tangents)]):
+  while found := _unfit(
+    jaxpr, [*known, *(_VALUE if i in apart else i for i in tangents)]
+  ):
     apart |= found
   return apart
 
@@ -201,7 +242,11 @@ def _unfit_in(eqn: Any, at: list[int | None]) -> set[int]:
     for group in (at[:consts], at[rest:]):
       if _VALUE in group:
         unfit |= here.intersection(group[group.index(_VALUE) :])
-    at = [*at[:consts], *[_VALUE] * carried, *at[rest:]]  # carried cotangents are values
+    at = [
+      *at[:consts],
+      *[_VALUE] * carried,
+      *at[rest:],
+    ]  # carried cotangents are values
   for part in inner:
     unfit |= _unfit(part, at) if len(part.invars) == len(at) else here
   return unfit

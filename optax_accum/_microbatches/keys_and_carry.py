@@ -6,7 +6,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, dtypes, reduction_words, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  dtypes,
+  reduction_words,
+  weighted_mean,
+)
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
 from optax_accum._arithmetic.trees import Carry, Path, Tree
@@ -21,7 +26,9 @@ def on_device(carry: Carry, axis_name: AxisName | None) -> Carry:
     return carry
   carry = across_devices.varying(carry, axis_name)
   index = lax.axis_index(axis_name)
-  return jax.tree.map(lambda x: fold_in(x, index) if dtypes.is_key(x) else x, carry)
+  return jax.tree.map(
+    lambda x: fold_in(x, index) if dtypes.is_key(x) else x, carry
+  )
 
 
 def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
@@ -46,7 +53,9 @@ def over_devices(
 ) -> Carry:
   """One carry of all devices, each from `start`; this one counted `weight`, and all `total`."""
 
-  def together(path: Path, x: jax.Array, word: str, first: jax.Array) -> jax.Array:
+  def together(
+    path: Path, x: jax.Array, word: str, first: jax.Array
+  ) -> jax.Array:
     if dtypes.is_key(x):
       return across_devices.of_one(x, axis_name, lax.axis_index(axis_name) == 0)
     kind = _reduction(_validate.leaf_name(name, path), word, x)
@@ -60,7 +69,9 @@ def over_devices(
     mean = weighted_mean.mean(held, total, x.dtype)
     return weighted_mean.select(weighted_mean.counts(total), mean, first)
 
-  each = reduction_words.match("carry_reduction", "" if words is None else words, carry)
+  each = reduction_words.match(
+    "carry_reduction", "" if words is None else words, carry
+  )
   return jax.tree_util.tree_map_with_path(together, carry, each, start)
 
 
@@ -72,14 +83,20 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
       " would draw the same noise: carry a typed key, as jax.random.wrap_key_data(raw). If these"
       ' are numbers, say how to combine them: carry_reduction="max".'
     )
-  kind = REDUCTIONS[word or ("mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max")]
+  kind = REDUCTIONS[
+    word or ("mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max")
+  ]
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)
   if x.dtype == jnp.bool_ and kind.name == "sum":
-    raise TypeError(f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".')
+    raise TypeError(
+      f'{name} has dtype bool, which has no sum: reduce it with "max" or "min".'
+    )
   return kind
 
 
 def check(name: str, old: tuple[Carry, ...], new: tuple[Carry, ...]) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
   for before, after in zip(old, new, strict=True):
-    _validate.check_alike("the new_carry that the function returned", name, after, before)
+    _validate.check_alike(
+      "the new_carry that the function returned", name, after, before
+    )

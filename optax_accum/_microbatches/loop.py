@@ -12,12 +12,21 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, hoisting, reduction_words, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  hoisting,
+  reduction_words,
+  weighted_mean,
+)
 from optax_accum._arithmetic.conditional import update_if
 from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
 from optax_accum._arithmetic.skip import is_finite, leave_out
 from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
-from optax_accum._arithmetic.weighted_mean import in_first_units, Weight, WeightSum
+from optax_accum._arithmetic.weighted_mean import (
+  in_first_units,
+  Weight,
+  WeightSum,
+)
 from optax_accum._microbatches import keys_and_carry
 from optax_accum._microbatches.collectives import axes_sent_over
 from optax_accum._microbatches.cut import Microbatches, Take
@@ -39,7 +48,9 @@ class MicrobatchStats(NamedTuple):
 class Reduced(NamedTuple):
   """The combined results of all microbatches."""
 
-  carry: tuple[Carry, ...]  # the carried argument at the end; empty where there is none
+  carry: tuple[
+    Carry, ...
+  ]  # the carried argument at the end; empty where there is none
   outputs: Tree
   stats: Tree  # a MicrobatchStats, or the specs of one
 
@@ -67,7 +78,9 @@ Run: TypeAlias = Callable[..., Microbatch]  # what `runner` makes
 
 
 def runner(
-  call: Microbatches, run_fn: Callable[..., tuple[Carry, Tree]], sends: bool = False
+  call: Microbatches,
+  run_fn: Callable[..., tuple[Carry, Tree]],
+  sends: bool = False,
 ) -> Run:
   """Makes the function that runs one microbatch, from ``run_fn(call, factor, *inputs)``.
 
@@ -77,20 +90,28 @@ def runner(
   split = call.split
   one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
   if not call.is_whole:  # a factor that is known when tracing is a constant
-    traced = split.weighs and (split.in_place or sends)  # the factor is the microbatch's weight
+    traced = split.weighs and (
+      split.in_place or sends
+    )  # the factor is the microbatch's weight
     one = jax.jit(one, inline=True, static_argnums=() if traced else 0)
 
-  def run(index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0) -> Microbatch:
+  def run(
+    index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0
+  ) -> Microbatch:
     batch = take()
     weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
     factor: Weight | None = None
     if split.in_place or sends:
-      factor = rows / call.size if weight is None else in_first_units(unit, weight)[1]
+      factor = (
+        rows / call.size if weight is None else in_first_units(unit, weight)[1]
+      )
     new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new_carry,) if call.carry else ()
     new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
-    new_carry, outputs = across_devices.varying((new_carry, outputs), split.axis_name)
+    new_carry, outputs = across_devices.varying(
+      (new_carry, outputs), split.axis_name
+    )
     keys_and_carry.check(split.name(*call.roles.carry), carry, new_carry)
     skipped: Leaf = None
     if split.skip_nonfinite and call.weights is None:
@@ -100,7 +121,9 @@ def runner(
       weight, skipped = leave_out(weight, finite)
       outputs = outputs._replace(weights=weight)
     if sends and weight is not None:
-      outputs = outputs._replace(grads=_unless_empty(outputs.grads, weight, split.axis_name))
+      outputs = outputs._replace(
+        grads=_unless_empty(outputs.grads, weight, split.axis_name)
+      )
     return Microbatch(new_carry, outputs, weight, skipped)
 
   return run
@@ -109,7 +132,9 @@ def runner(
 def _unless_empty(grads: Tree, weight: jax.Array, axis_name: Any) -> Tree:
   """Gradients that were weighed; zeros where the microbatch counts on no device, even for NaN."""
   counted = across_devices.of_any(weighted_mean.counts(weight), axis_name)
-  return jax.tree.map(lambda g: weighted_mean.select(counted, g, jnp.zeros_like(g)), grads)
+  return jax.tree.map(
+    lambda g: weighted_mean.select(counted, g, jnp.zeros_like(g)), grads
+  )
 
 
 def run_in_microbatches(
@@ -119,8 +144,12 @@ def run_in_microbatches(
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
     each, structures = _matched(reductions, [whole.outputs], root, call)
-    only = jax.tree.map(lambda r, x: r.only(x), each, _values(structures, whole.outputs))
-    outputs = jax.tree.unflatten(jax.tree.structure(whole.outputs), jax.tree.leaves(only))
+    only = jax.tree.map(
+      lambda r, x: r.only(x), each, _values(structures, whole.outputs)
+    )
+    outputs = jax.tree.unflatten(
+      jax.tree.structure(whole.outputs), jax.tree.leaves(only)
+    )
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   start = keys_and_carry.on_device(call.carry, call.split.axis_name)
@@ -144,8 +173,12 @@ class _Loop:
   run: Run
   start: tuple[Carry, ...]  # the carry of the first
   reductions: list[Reduction]
-  structures: Sequence[Any]  # of what each reduces: a leaf, or a tree that a function merges
-  like: Sequence[Microbatch]  # the types of what a full one gives, and a smaller last one
+  structures: Sequence[
+    Any
+  ]  # of what each reduces: a leaf, or a tree that a function merges
+  like: Sequence[
+    Microbatch
+  ]  # the types of what a full one gives, and a smaller last one
   jaxpr: Any  # of a full one
 
   def all(self) -> _Held:
@@ -156,7 +189,9 @@ class _Loop:
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
-    tail_first = not jax.tree.leaves(call.carry) and not any(r.ordered for r in self.reductions)
+    tail_first = not jax.tree.leaves(call.carry) and not any(
+      r.ordered for r in self.reductions
+    )
     tails: Leaves = [None] * len(self.reductions)
     with jax.named_scope("microbatches"):
       if call.tail_rows and tail_first:
@@ -168,7 +203,9 @@ class _Loop:
       )
       if call.tail_rows and not tail_first:
         held, tails = add(held, call.full, lambda: tail, call.tail_rows)
-    joined = self._each(lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails)
+    joined = self._each(
+      lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails
+    )
     return held._replace(outputs=joined)
 
   def _each(self, fun: Callable[..., Tree], *values: Leaves) -> Leaves:
@@ -178,18 +215,27 @@ class _Loop:
   def _empty(self) -> _Held:
     """What is held before the first microbatch."""
     like, split = self.like[0], self.call.split
-    unit = 0 if split.axis_name is None else 1  # devices that are added up share theirs
+    unit = (
+      0 if split.axis_name is None else 1
+    )  # devices that are added up share theirs
     return _Held(
       self.start,
       self._each(
-        lambda r, x: r.start(x, split.accumulator_dtype), _values(self.structures, like.outputs)
+        lambda r, x: r.start(x, split.accumulator_dtype),
+        _values(self.structures, like.outputs),
       ),
-      None if like.weight is None else WeightSum(*_zeros((like.weight, like.weight))),
-      None if like.weight is None else across_devices.full_like(like.weight, unit),
+      None
+      if like.weight is None
+      else WeightSum(*_zeros((like.weight, like.weight))),
+      None
+      if like.weight is None
+      else across_devices.full_like(like.weight, unit),
       _zeros(like.skipped),
     )
 
-  def _add(self, held: _Held, index: ArrayLike, take: Take, rows: int) -> tuple[_Held, Leaves]:
+  def _add(
+    self, held: _Held, index: ArrayLike, take: Take, rows: int
+  ) -> tuple[_Held, Leaves]:
     """What is held after one more microbatch, and what is collected of this one."""
     gathered = hoisting.shapes_in(self.jaxpr)
     held = held._replace(
@@ -204,11 +250,17 @@ class _Loop:
       unit = held.unit
       if new.weight is not None:
         unit, weight = in_first_units(unit, new.weight)
-      reduced = self._each(lambda r, h, x: r.add(h, x, weight), held.outputs, outputs)
-      keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
+      reduced = self._each(
+        lambda r, h, x: r.add(h, x, weight), held.outputs, outputs
+      )
+      keep = functools.partial(
+        weighted_mean.select, weighted_mean.counts(weight)
+      )
       carry = jax.tree.map(keep, new.carry, held.carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    return _Held(carry, reduced, weights, unit, skipped), self._collected(outputs)
+    return _Held(carry, reduced, weights, unit, skipped), self._collected(
+      outputs
+    )
 
   def _collected(self, outputs: Leaves) -> Leaves:
     return self._each(lambda r, x: x if r.collected else None, outputs)
@@ -232,9 +284,14 @@ class _Loop:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
     split = self.call.split
     if split.axis_name is not None and across_devices.shares_mesh():
-      return True  # what the compiler sends may wait for devices that do not run it
+      return (
+        True  # what the compiler sends may wait for devices that do not run it
+      )
     if not axes_sent_over(self.jaxpr):
-      return any(isinstance(r, Sum) and r.reduce_term is not None for r in self.reductions)
+      return any(
+        isinstance(r, Sum) and r.reduce_term is not None
+        for r in self.reductions
+      )
     if split.axis_name is None:
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
@@ -256,19 +313,30 @@ class _Loop:
       else:
         weight = total = weights.over_devices(axis_name)
         skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
-      name, words = call.split.name(*call.roles.carry), call.split.carry_reduction
+      name, words = (
+        call.split.name(*call.roles.carry),
+        call.split.carry_reduction,
+      )
       carry = tuple(
-        keys_and_carry.over_devices(name, words, x, start, local, weight, axis_name)
+        keys_and_carry.over_devices(
+          name, words, x, start, local, weight, axis_name
+        )
         for x, start in zip(carry, call.carry, strict=True)
       )
-      outputs = self._each(lambda r, h: r.over_devices(h, axis_name, counted), outputs)
+      outputs = self._each(
+        lambda r, h: r.over_devices(h, axis_name, counted), outputs
+      )
     elif weights is not None:
       weight = weighted_mean.in_units(weights.total, unit)
     like = self.like[0].outputs
     finished = self._each(
-      lambda r, h, x: r.finish(h, weight, x), outputs, _values(self.structures, like)
+      lambda r, h, x: r.finish(h, weight, x),
+      outputs,
+      _values(self.structures, like),
     )
-    outputs = jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(finished))
+    outputs = jax.tree.unflatten(
+      jax.tree.structure(like), jax.tree.leaves(finished)
+    )
     return Reduced(carry, outputs, _stats(total, skipped))
 
 
@@ -281,7 +349,9 @@ def _matched(
   """
   tree = reduction_words.match("reduction", reductions, like[0])
   named = jax.tree_util.tree_leaves_with_path(tree)
-  structures = jax.tree.leaves(jax.tree.map(lambda _, x: jax.tree.structure(x), tree, like[0]))
+  structures = jax.tree.leaves(
+    jax.tree.map(lambda _, x: jax.tree.structure(x), tree, like[0])
+  )
   shapes = functools.partial(jax.tree.map, lambda x: x.shape)
   for (path, reduction), value, *smaller in zip(
     named, *(_values(structures, x) for x in like), strict=True
@@ -303,7 +373,10 @@ def _matched(
 def _values(structures: Sequence[Any], outputs: Tree) -> Leaves:
   """The outputs of a microbatch as a list: for each reduction a leaf, or a tree that it merges."""
   leaves = iter(jax.tree.leaves(outputs))
-  return [kind.unflatten(itertools.islice(leaves, kind.num_leaves)) for kind in structures]
+  return [
+    kind.unflatten(itertools.islice(leaves, kind.num_leaves))
+    for kind in structures
+  ]
 
 
 def _zeros(like: Tree) -> Tree:

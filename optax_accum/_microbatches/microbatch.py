@@ -14,12 +14,23 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, dtypes, hoisting, reduction_words, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  dtypes,
+  hoisting,
+  reduction_words,
+  weighted_mean,
+)
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Leaves, Tree
 from optax_accum._microbatches.cut import Microbatches, Take
-from optax_accum._microbatches.loop import Microbatch, Run, run_in_microbatches, runner
+from optax_accum._microbatches.loop import (
+  Microbatch,
+  Run,
+  run_in_microbatches,
+  runner,
+)
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
 
 Args = ParamSpec("Args")
@@ -117,11 +128,15 @@ def microbatch(
   def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
     asked = split
     if _is_whole.get():
-      asked = dataclasses.replace(split, num_microbatches=1, microbatch_size=None)
+      asked = dataclasses.replace(
+        split, num_microbatches=1, microbatch_size=None
+      )
     call = Microbatches(fun, asked, args, kwargs)
     run = runner(call, run_fn)
     if not call.is_whole:
-      run = Recomputed(call, run, any(r.collected for r in jax.tree.leaves(reductions)))
+      run = Recomputed(
+        call, run, any(r.collected for r in jax.tree.leaves(reductions))
+      )
     return cast(Out, run_in_microbatches(call, run, reductions).outputs)
 
   return microbatched
@@ -154,11 +169,18 @@ class Recomputed:
     self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     call.map_shared(self._varying)
     take, tail = call.cut
-    self._traced: dict[int, tuple[Any, Any, Leaves]] = {}  # and copies of what it holds
+    self._traced: dict[
+      int, tuple[Any, Any, Leaves]
+    ] = {}  # and copies of what it holds
     for rows, batch in ((call.size, take(0)), (call.tail_rows, tail)):
       if rows:
-        one = lambda index, batch, rows=rows: run(index, (), lambda: batch, rows)  # noqa: E731
-        closed, like = jax.make_jaxpr(one, return_shape=True)(jnp.int32(0), batch)
+
+        def one(index, batch, rows=rows):
+          return run(index, (), lambda: batch, rows)
+
+        closed, like = jax.make_jaxpr(one, return_shape=True)(
+          jnp.int32(0), batch
+        )
         copies = [self._linked(x) for x in closed.consts]
         self._traced[rows] = closed, jax.tree.structure(like), copies
 
@@ -167,7 +189,9 @@ class Recomputed:
     if not _may_have_tangent(x) or self.split.axis_name is None:
       return x
     varying = across_devices.varying(x, self.split.axis_name)
-    self._links[id(varying)] = across_devices.varying(self._wide(x), self.split.axis_name)
+    self._links[id(varying)] = across_devices.varying(
+      self._wide(x), self.split.axis_name
+    )
     return varying
 
   def _wide(self, x: jax.Array) -> jax.Array:
@@ -181,13 +205,20 @@ class Recomputed:
     return self._links[id(x)] if id(x) in self._links else self._wide(x)
 
   def __call__(
-    self, index: ArrayLike, carry: Carry, take: Take, rows: int, unit: Leaf = None
+    self,
+    index: ArrayLike,
+    carry: Carry,
+    take: Take,
+    rows: int,
+    unit: Leaf = None,
   ) -> Microbatch:
     """The function on one microbatch."""
     call = self.call
     # What a loop's body computes again cannot be merged with what the loop before it computed.
     in_loop = rows == call.size and call.rows >= 2 * call.size
-    return jax.checkpoint(lambda: self._run(index, take(), rows), prevent_cse=not in_loop)()
+    return jax.checkpoint(
+      lambda: self._run(index, take(), rows), prevent_cse=not in_loop
+    )()
 
   def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
     closed, out_tree, copies = self._traced[rows]
@@ -195,7 +226,11 @@ class Recomputed:
 
     def narrow(x: Leaf, copy: Leaf) -> Leaf:
       # Cast back in the loop's body, so that the loop adds up what is wide.
-      return hoisting.unhoisted(copy, gathered).astype(x.dtype) if _may_have_tangent(x) else x
+      return (
+        hoisting.unhoisted(copy, gathered).astype(x.dtype)
+        if _may_have_tangent(x)
+        else x
+      )
 
     held = list(map(narrow, closed.consts, copies))
     if self._guards:

@@ -41,7 +41,9 @@ class GradientNoiseScale(NamedTuple):
   """
 
   init: Callable[[], optax.EmaState]
-  update: Callable[[NoiseScaleTerms, optax.EmaState], tuple[jax.Array, optax.EmaState]]
+  update: Callable[
+    [NoiseScaleTerms, optax.EmaState], tuple[jax.Array, optax.EmaState]
+  ]
 
 
 def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
@@ -81,7 +83,9 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     McCandlish et al. 2018, arXiv:1812.06162, section 2 and appendix A.1 (for SGD).
   """
   if not 0 <= np.float32(decay) < 1:
-    raise ValueError(f"decay={decay!r} must be at least 0 and below 1, such as 0.9.")
+    raise ValueError(
+      f"decay={decay!r} must be at least 0 and below 1, such as 0.9."
+    )
   # Both have the same bias, which the division cancels.
   average = optax.ema(float(decay), debias=False)
 
@@ -89,8 +93,12 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     zero = jnp.zeros((), jnp.result_type(float))
     return average.init(NoiseScaleTerms(zero, zero))
 
-  def update(terms: NoiseScaleTerms, state: optax.EmaState) -> tuple[jax.Array, optax.EmaState]:
-    kinds = isinstance(terms, NoiseScaleTerms) and isinstance(state, optax.EmaState)
+  def update(
+    terms: NoiseScaleTerms, state: optax.EmaState
+  ) -> tuple[jax.Array, optax.EmaState]:
+    kinds = isinstance(terms, NoiseScaleTerms) and isinstance(
+      state, optax.EmaState
+    )
     if not kinds or jnp.shape(terms.trace):
       raise TypeError(
         'update takes metrics["noise_scale"] of one step, and what init() or the last update'
@@ -98,7 +106,9 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
         f" and a {type(state).__name__}: scan it over the terms of several steps, and restore a"
         " checkpoint into the tree that init() returns."
       )
-    terms = jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(float)), terms)
+    terms = jax.tree.map(
+      lambda x: jnp.asarray(x, jnp.result_type(float)), terms
+    )
     tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
     tells &= (terms.squared_norm != 0) | (terms.trace != 0)
     new = average.update(terms, state)[1]
@@ -131,7 +141,9 @@ def noise_reductions(microbatches: int) -> Noise:
 def noise_of(derivatives: Grads) -> Noise:
   """The values of one microbatch, from its gradient."""
   squared = squared_norm(derivatives)
-  return Noise(squared, jnp.ones_like(squared))  # the same dtype, so devices reduce them together
+  return Noise(
+    squared, jnp.ones_like(squared)
+  )  # the same dtype, so devices reduce them together
 
 
 def squared_norm(derivatives: Grads) -> jax.Array:
@@ -140,7 +152,9 @@ def squared_norm(derivatives: Grads) -> jax.Array:
   return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
 
 
-def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> NoiseScaleTerms:
+def noise_terms(
+  noise: Noise, of_mean: jax.Array, total_weight: jax.Array
+) -> NoiseScaleTerms:
   """The estimates of one step, from the squared norms of its microbatches and of their mean.
 
   Let the weights ``w`` of n microbatches sum to S, and their gradients ``g`` have the expectation
@@ -153,7 +167,9 @@ def noise_terms(noise: Noise, of_mean: jax.Array, total_weight: jax.Array) -> No
   tells = (others > 0) & (total != 0)
   trace = total * (each - of_mean) / jnp.where(tells, others, 1)
   squared_norm = of_mean - trace / jnp.where(tells, total, 1)
-  return NoiseScaleTerms(*(jnp.where(tells, x, 0) for x in (squared_norm, trace)))
+  return NoiseScaleTerms(
+    *(jnp.where(tells, x, 0) for x in (squared_norm, trace))
+  )
 
 
 def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:

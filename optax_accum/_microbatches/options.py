@@ -23,7 +23,12 @@ Slot: TypeAlias = int | str
 
 # What other libraries call the number of microbatches.
 COUNTS = (
-  *("every_k_schedule", "gradient_accumulation_steps", "accum_steps", "accumulation_steps"),
+  *(
+    "every_k_schedule",
+    "gradient_accumulation_steps",
+    "accum_steps",
+    "accumulation_steps",
+  ),
   *("accumulate_grad_batches", "num_micro_batches", "num_minibatches"),
 )
 # What other libraries, and `accumulate`, call an option, or have one for.
@@ -52,7 +57,9 @@ class Roles(NamedTuple):
   batch: dict[Slot, int]  # what is split, and the axis of its rows
   rng: tuple[Slot, ...]
   carry: tuple[Slot, ...]  # one at most
-  shared: dict[Slot, Tree]  # what every microbatch gets in full, and no gradient is taken of
+  shared: dict[
+    Slot, Tree
+  ]  # what every microbatch gets in full, and no gradient is taken of
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -74,13 +81,21 @@ class Split:
   batch_axis: Any = 0  # as built, one for each position and then for each name
   batch_argnames: Any = ()
   rng_argnames: Any = ()
-  default_argnum: int | None = None  # what `batch_argnums=None` is; None: the only argument
-  names: Mapping[Slot, str] = dataclasses.field(default_factory=dict)  # of arguments, in messages
-  rows: int | None = None  # of the batch on all devices of a mesh, if a call has a part of it
+  default_argnum: int | None = (
+    None  # what `batch_argnums=None` is; None: the only argument
+  )
+  names: Mapping[Slot, str] = dataclasses.field(
+    default_factory=dict
+  )  # of arguments, in messages
+  rows: int | None = (
+    None  # of the batch on all devices of a mesh, if a call has a part of it
+  )
 
   def __post_init__(self) -> None:
     _validate.booleans(
-      skip_nonfinite=self.skip_nonfinite, skip_empty=self.skip_empty, in_place=self.in_place
+      skip_nonfinite=self.skip_nonfinite,
+      skip_empty=self.skip_empty,
+      in_place=self.in_place,
     )
     if (self.num_microbatches is None) == (self.microbatch_size is None):
       raise ValueError(
@@ -90,24 +105,39 @@ class Split:
     for name in ("num_microbatches", "microbatch_size"):
       if (given := getattr(self, name)) is not None:
         setattr(self, name, _validate.positive_int(name, given))
-    for name in ("batch_argnums", "batch_argnames", "rng_argnums", "rng_argnames"):
+    for name in (
+      "batch_argnums",
+      "batch_argnames",
+      "rng_argnums",
+      "rng_argnames",
+    ):
       kind = int if name.endswith("nums") else str
       if (given := getattr(self, name)) is not None:
         setattr(self, name, names_or_positions(name, given, kind))
     if self.batch_argnums == () and not self.batch_argnames:
-      raise ValueError("batch_argnums and batch_argnames are both empty: name what is split.")
+      raise ValueError(
+        "batch_argnums and batch_argnames are both empty: name what is split."
+      )
     if self.weight_fn is not None and not callable(self.weight_fn):
-      raise TypeError(f"weight_fn={self.weight_fn!r} must be a function of the batch, or None.")
+      raise TypeError(
+        f"weight_fn={self.weight_fn!r} must be a function of the batch, or None."
+      )
     if self.skip_empty and self.weight_fn is None:
-      raise ValueError("skip_empty=True needs weights, and weight_fn=None: give weight_fn.")
+      raise ValueError(
+        "skip_empty=True needs weights, and weight_fn=None: give weight_fn."
+      )
     if self.carry_argnum is not None and type(self.carry_argnum) is not int:
-      raise TypeError(f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None.")
+      raise TypeError(
+        f"carry_argnum={self.carry_argnum!r} must be an int: one position, or None."
+      )
     if self.carry_reduction is not None and self.carry_argnum is None:
       raise ValueError(
         f"carry_reduction={self.carry_reduction!r} asks for a carry: give carry_argnum, or leave"
         " it out."
       )
-    for name, word in _validate.named_leaves("carry_reduction", self.carry_reduction):
+    for name, word in _validate.named_leaves(
+      "carry_reduction", self.carry_reduction
+    ):
       _validate.one_of(name, word, ("mean", "max", "min", "sum"))
     default = () if self.default_argnum is None else (self.default_argnum,)
     positions = default if self.batch_argnums is None else self.batch_argnums
@@ -115,20 +145,28 @@ class Split:
     axes, count = self.batch_axis, len(self._batch) or 1
     self.batch_axis = axes if isinstance(axes, tuple) else (axes,) * count
     if any(type(axis) is not int for axis in self.batch_axis):
-      raise TypeError(f"batch_axis={axes!r} must be an int, or one for each batch argument.")
+      raise TypeError(
+        f"batch_axis={axes!r} must be an int, or one for each batch argument."
+      )
     if len(self.batch_axis) != count:
       raise ValueError(
         f"batch_axis={axes!r} has {len(axes)} axes for {count} batch arguments {self._batch}: give"
         " one for each, or one int. All arrays of an argument have their rows on one axis: move"
         " those of others there, by jnp.moveaxis, and back in the loss."
       )
-    self.accumulator_dtype = dtypes.check_accumulator_dtype(self.accumulator_dtype)
+    self.accumulator_dtype = dtypes.check_accumulator_dtype(
+      self.accumulator_dtype
+    )
 
   @classmethod
-  def of(cls, arguments: dict[str, Any], default_argnum: int | None = None) -> "Split":
+  def of(
+    cls, arguments: dict[str, Any], default_argnum: int | None = None
+  ) -> "Split":
     """The split that a public function was asked for, from all its arguments by name."""
     names = arguments.keys() & {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: arguments[name] for name in names}, default_argnum=default_argnum)
+    return cls(
+      **{name: arguments[name] for name in names}, default_argnum=default_argnum
+    )
 
   @property
   def weighs(self) -> bool:
@@ -137,17 +175,25 @@ class Split:
 
   def name(self, *slots: Slot) -> str:
     """How messages name arguments of a call."""
-    return " and ".join(self.names.get(slot, f"argument {slot!r}") for slot in slots)
+    return " and ".join(
+      self.names.get(slot, f"argument {slot!r}") for slot in slots
+    )
 
   def roles(
-    self, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, differentiated: Sequence[Slot] = ()
+    self,
+    fun: Callable[..., Tree],
+    args: Args,
+    kwargs: Kwargs,
+    differentiated: Sequence[Slot] = (),
   ) -> Roles:
     """What each argument is in this call of `fun`."""
     arguments: dict[Slot, Tree] = dict([*enumerate(args), *kwargs.items()])
     find = functools.partial(find_slots, fun=fun, args=args, kwargs=kwargs)
     batch = find("batch_argnums", self._batch)
     rng = find("rng_argnums", (*(self.rng_argnums or ()), *self.rng_argnames))
-    carry = find("carry_argnum", () if self.carry_argnum is None else (self.carry_argnum,))
+    carry = find(
+      "carry_argnum", () if self.carry_argnum is None else (self.carry_argnum,)
+    )
     if not batch:
       batch = tuple(slot for slot in arguments if slot not in rng)
       if len(batch) != 1:
@@ -158,17 +204,34 @@ class Split:
     axes: dict[Slot, int] = {}
     for slot, axis in zip(batch, self.batch_axis, strict=True):
       if axes.setdefault(slot, axis) != axis:
-        raise ValueError(f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}.")
-    rng = tuple(dict.fromkeys(rng))  # as the batch, named by position and by name
+        raise ValueError(
+          f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}."
+        )
+    rng = tuple(
+      dict.fromkeys(rng)
+    )  # as the batch, named by position and by name
     taken: dict[Slot, str] = {}
-    named = {"differentiated": differentiated, "split": axes, "a random key": rng, "carried": carry}
-    shared = {k: x for k, x in arguments.items() if not any(k in slots for slots in named.values())}
-    for slot, role in ((slot, role) for role, slots in named.items() for slot in slots):
+    named = {
+      "differentiated": differentiated,
+      "split": axes,
+      "a random key": rng,
+      "carried": carry,
+    }
+    shared = {
+      k: x
+      for k, x in arguments.items()
+      if not any(k in slots for slots in named.values())
+    }
+    for slot, role in (
+      (slot, role) for role, slots in named.items() for slot in slots
+    ):
       if slot in taken:
         fix = "name it once"
         if self.batch_argnums is None and "split" in (role, taken[slot]):
           fix = _other_batch(shared)
-        raise ValueError(f"Argument {slot!r} is both {taken[slot]} and {role}: {fix}.")
+        raise ValueError(
+          f"Argument {slot!r} is both {taken[slot]} and {role}: {fix}."
+        )
       taken[slot] = role
     return Roles(axes, rng, carry, shared)
 
@@ -180,7 +243,9 @@ class Split:
     named = _validate.named_leaves(self.name(slot), arguments[slot])
     # Numbers that could be those of a raw key are one if something else can be the batch.
     may_be_raw = bool(_arrays_in(roles.shared))
-    if named and all(_is_one_key(x) and (may_be_raw or dtypes.is_key(x)) for _, x in named):
+    if named and all(
+      _is_one_key(x) and (may_be_raw or dtypes.is_key(x)) for _, x in named
+    ):
       name, key = named[0]
       raise ValueError(
         f"{name} is a random key, {_validate.type_of(key)}:"
@@ -206,14 +271,19 @@ def with_rows(roles: Roles, rows: Collection[int]) -> list[tuple[Slot, str]]:
   return [
     (slot, f"{name} {has}")
     for slot, tree in roles.shared.items()
-    for name, leaf in _validate.named_leaves(f"argument {slot!r}", tree, dtypes.is_sparse)
+    for name, leaf in _validate.named_leaves(
+      f"argument {slot!r}", tree, dtypes.is_sparse
+    )
     if (has := _has_rows(roles.batch.values(), leaf, rows))
   ]
 
 
 def refuse_aux_rows(roles: Roles, name: str, leaf: Leaf, rows: int) -> None:
   """Refuses an aux with a value for each of the microbatch's `rows`, if it has several."""
-  axes = (*roles.batch.values(), 0)  # rows of outputs are mostly on the first, whatever the batch's
+  axes = (
+    *roles.batch.values(),
+    0,
+  )  # rows of outputs are mostly on the first, whatever the batch's
   if has := _has_rows(axes, leaf, (rows,)):
     raise ValueError(
       f"{name} {has}, as many as a microbatch, and aux_reduction=None would average different"
@@ -226,7 +296,9 @@ def _has_rows(axes: Iterable[int], leaf: Leaf, rows: Collection[int]) -> str:
   """On which axis `leaf` has as many rows as `rows` says. One row cannot be split."""
   shape = getattr(leaf, "shape", ())
   axes = [axis for axis in axes if -len(shape) <= axis < len(shape)] or [0]
-  same = [axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1]
+  same = [
+    axis for axis in axes if shape and shape[axis] in rows and shape[axis] > 1
+  ]
   return f"has {shape[same[0]]} rows on axis {same[0]}" if same else ""
 
 
@@ -246,7 +318,11 @@ def refuse_keys(roles: Roles) -> None:
 
 def with_keys(roles: Roles) -> list[Slot]:
   """The shared arguments with a typed key."""
-  return [slot for slot, x in roles.shared.items() if any(map(dtypes.is_key, jax.tree.leaves(x)))]
+  return [
+    slot
+    for slot, x in roles.shared.items()
+    if any(map(dtypes.is_key, jax.tree.leaves(x)))
+  ]
 
 
 def _is_one_key(x: Leaf) -> bool:
@@ -265,13 +341,19 @@ def _other_batch(shared: Mapping[Slot, Tree]) -> str:
 
 def _arrays_in(shared: Mapping[Slot, Tree]) -> Collection[Slot]:
   """The arguments with an array that may be a batch, and is no key."""
-  leaves = [(slot, x) for slot, tree in shared.items() for x in jax.tree.leaves(tree)]
-  return dict.fromkeys(k for k, x in leaves if getattr(x, "shape", ()) and not _is_one_key(x))
+  leaves = [
+    (slot, x) for slot, tree in shared.items() for x in jax.tree.leaves(tree)
+  ]
+  return dict.fromkeys(
+    k for k, x in leaves if getattr(x, "shape", ()) and not _is_one_key(x)
+  )
 
 
 def _rng_option(slot: Slot) -> str:
   """The option that says that an argument is a random key."""
-  return f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
+  return (
+    f"{'rng_argnums' if isinstance(slot, int) else 'rng_argnames'}={slot!r}"
+  )
 
 
 def _option(slots: Collection[Slot]) -> str:
@@ -282,14 +364,18 @@ def _option(slots: Collection[Slot]) -> str:
   return option + (f" with batch_argnames={argnames!r}" if argnames else "")
 
 
-def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -> str:
+def note_on_settings(
+  error: Exception, fun: Callable[..., Tree], roles: Roles
+) -> str:
   """What to add to an error, if Python asked for the value of an argument that is traced."""
   scalars = [
     name_of(fun, slot)
     for slot, tree in roles.shared.items()
     if any(getattr(leaf, "shape", ()) == () for leaf in jax.tree.leaves(tree))
   ]
-  if not scalars or "trace" not in str(error).lower():  # which JAX says wherever that is
+  if (
+    not scalars or "trace" not in str(error).lower()
+  ):  # which JAX says wherever that is
     return ""
   fixed = ", ".join(f"{name}=..." for name in scalars)
   return (
@@ -298,7 +384,9 @@ def note_on_settings(error: Exception, fun: Callable[..., Tree], roles: Roles) -
   )
 
 
-def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ...]:
+def names_or_positions(
+  option: str, value: object, kind: type
+) -> tuple[Slot, ...]:
   """One or several positions (or names) as a tuple."""
   values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
   if not all(isinstance(v, kind) and not isinstance(v, bool) for v in values):
@@ -308,7 +396,11 @@ def names_or_positions(option: str, value: object, kind: type) -> tuple[Slot, ..
 
 
 def find_slots(
-  option: str, wanted: Collection[Slot], fun: Callable[..., Tree], args: Args, kwargs: Kwargs
+  option: str,
+  wanted: Collection[Slot],
+  fun: Callable[..., Tree],
+  args: Args,
+  kwargs: Kwargs,
 ) -> tuple[Slot, ...]:
   """Where the wanted arguments are in this call; wanted by position, they may be passed by name."""
   count = len(args)
@@ -321,8 +413,12 @@ def find_slots(
       slots[i] = name
   for argument in wanted:
     if argument not in slots:
-      got = f"{count} positional" + (f" and the keywords {sorted(kwargs)}" if kwargs else "")
-      name = option if isinstance(argument, int) else option.replace("nums", "names")
+      got = f"{count} positional" + (
+        f" and the keywords {sorted(kwargs)}" if kwargs else ""
+      )
+      name = (
+        option if isinstance(argument, int) else option.replace("nums", "names")
+      )
       raise ValueError(
         f"{name} names argument {argument!r}, which this call does not have: it has {got}"
         f" arguments. Pass that argument{' by position' * (option == 'argnums')}, or change {name}."
@@ -342,5 +438,12 @@ def _positional_names(fun: Callable[..., Tree]) -> list[str]:
   except (TypeError, ValueError):  # builtins and some callables have none
     return []
   # One that is positional only has a place, and no name that a call could use.
-  named, positional = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY
-  return [p.name if p.kind is named else "" for p in parameters if p.kind in (named, positional)]
+  named, positional = (
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+  )
+  return [
+    p.name if p.kind is named else ""
+    for p in parameters
+    if p.kind in (named, positional)
+  ]

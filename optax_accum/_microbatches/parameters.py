@@ -13,7 +13,9 @@ from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import OptState, Params, Tree
 
 
-def check_step(params: Params, opt_state: OptState, /, *others: Tree, **named: Tree) -> None:
+def check_step(
+  params: Params, opt_state: OptState, /, *others: Tree, **named: Tree
+) -> None:
   """Checks what a step is given: parameters, which it updates and returns, and their state."""
   if instead := _instead(params):
     raise TypeError(f"params is {instead}")
@@ -25,7 +27,9 @@ def check_step(params: Params, opt_state: OptState, /, *others: Tree, **named: T
   check_differentiable("argument 0", params)
   for name, x in _validate.named_leaves("batch", others[0] if others else ()):
     if isinstance(x, str):
-      raise TypeError(f"{name} is the string {x!r} and no array: leave it out of the batch.")
+      raise TypeError(
+        f"{name} is the string {x!r} and no array: leave it out of the batch."
+      )
   if not others and not named:
     raise TypeError(
       "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
@@ -38,7 +42,9 @@ def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
 
   def misfit(params: Params, state: OptState) -> str:
     try:
-      return _validate.difference("opt_state", state, jax.eval_shape(tx.init, params))
+      return _validate.difference(
+        "opt_state", state, jax.eval_shape(tx.init, params)
+      )
     except Exception:  # no tree of arrays
       return "the optimizer takes no such tree"
 
@@ -58,7 +64,9 @@ def check_differentiable(what: str, tree: Params) -> None:
       if instead := _instead(tree):
         raise TypeError(f"{what} is {instead}")
       kind = getattr(leaf, "dtype", type(leaf))
-      word = f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
+      word = (
+        f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
+      )
       raise TypeError(
         f"{name} has {word} and cannot be differentiated: close over what is not a floating or"
         " complex array, or pass it as another argument (in Equinox: eqx.partition(model,"
@@ -69,12 +77,17 @@ def check_differentiable(what: str, tree: Params) -> None:
 def _instead(tree: Params) -> str:
   """Of an object that is more than parameters: what it is, and what to pass instead."""
   kind = type(tree)
-  if all(hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")):
+  if all(
+    hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")
+  ):
     return (
       f"a {kind.__name__}, which holds more than parameters: optax_accum.flax.linen_train_step"
       " takes it. Or pass state.params and state.opt_state, and state.replace them by the new ones."
     )
-  if any(c.__name__ == "Module" and c.__module__.startswith("flax.nnx") for c in kind.__mro__):
+  if any(
+    c.__name__ == "Module" and c.__module__.startswith("flax.nnx")
+    for c in kind.__mro__
+  ):
     return (
       f"{kind.__name__}, an nnx module, which holds more than parameters:"
       " optax_accum.flax.nnx_train_step takes it. Or pass the params of nnx.split(model, nnx.Param,"

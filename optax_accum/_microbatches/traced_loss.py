@@ -24,9 +24,19 @@ class TracedLoss:
   """
 
   def __init__(
-    self, run: Run, call: Microbatches, positions: Sequence[int], gather: Run, is_mean: bool
+    self,
+    run: Run,
+    call: Microbatches,
+    positions: Sequence[int],
+    gather: Run,
+    is_mean: bool,
   ) -> None:
-    self._run, self._call, self._positions, self._gather = run, call, positions, gather
+    self._run, self._call, self._positions, self._gather = (
+      run,
+      call,
+      positions,
+      gather,
+    )
     self._is_mean, self.sends, self.sends_back = is_mean, False, False
     take, tail = call.cut
     self._programs = dict([self._traced(lambda: take(0))])
@@ -52,17 +62,27 @@ class TracedLoss:
 
     def run(held: list[Params], inputs: Args) -> Tree:
       args, kwargs = call.arguments(inputs)
-      given = dict(enumerate(args)) | dict(zip(self._positions, held, strict=True))
+      given = dict(enumerate(args)) | dict(
+        zip(self._positions, held, strict=True)
+      )
       return self._run(*given.values(), **kwargs)
 
-    held, inputs = across_devices.types(jax.make_jaxpr(arguments, return_shape=True)())
+    held, inputs = across_devices.types(
+      jax.make_jaxpr(arguments, return_shape=True)()
+    )
     closed, like = jax.make_jaxpr(run, return_shape=True)(held, inputs)
     params = jax.tree.leaves(held)
-    program = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, closed.consts)
-    collectives.check_own_loss(closed.jaxpr, len(params), call.split.axis_name, self._is_mean)
+    program = functools.partial(
+      jax.core.eval_jaxpr, closed.jaxpr, closed.consts
+    )
+    collectives.check_own_loss(
+      closed.jaxpr, len(params), call.split.axis_name, self._is_mean
+    )
 
     def send_back(params: list[Any], others: list[Any]) -> None:
-      loss, backward = jax.vjp(lambda params: program(*params, *others)[0], params)
+      loss, backward = jax.vjp(
+        lambda params: program(*params, *others)[0], params
+      )
       self.sends_back |= self._sends(jax.make_jaxpr(backward)(loss).jaxpr)
 
     jax.eval_shape(send_back, params, jax.tree.leaves(inputs))

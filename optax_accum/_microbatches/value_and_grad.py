@@ -8,7 +8,10 @@ from jax.typing import DTypeLike
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
+from optax_accum._arithmetic.reduction_words import (
+  GradReductionTree,
+  ReductionTree,
+)
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
 
@@ -16,7 +19,8 @@ Args = ParamSpec("Args")
 
 
 @_validate.hinted(
-  "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8).", names=OTHER_NAMES
+  "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8).",
+  names=OTHER_NAMES,
 )
 def microbatch_value_and_grad(
   fun: Callable[Args, Any],
@@ -109,16 +113,24 @@ def microbatch_value_and_grad(
     ============================  ======================================================
   """
   asked = locals()
-  loss = LocalLoss(fun, argnums, has_aux, Split.of(asked, default_argnum=1), asked)
+  loss = LocalLoss(
+    fun, argnums, has_aux, Split.of(asked, default_argnum=1), asked
+  )
 
   @functools.wraps(fun)
-  def value_and_grad(*args: Args.args, **kwargs: Args.kwargs) -> tuple[Any, ...]:
+  def value_and_grad(
+    *args: Args.args, **kwargs: Args.kwargs
+  ) -> tuple[Any, ...]:
     reduced = loss.value_and_grad(None, *args, **kwargs)
     value, out = reduced.outputs.loss, reduced.outputs
     if reduced.carry:
       value = (value, (*reduced.carry, out.aux))
     elif has_aux:
       value = (value, out.aux)
-    return (value, out.grads, reduced.stats) if skip_nonfinite else (value, out.grads)
+    return (
+      (value, out.grads, reduced.stats)
+      if skip_nonfinite
+      else (value, out.grads)
+    )
 
   return value_and_grad

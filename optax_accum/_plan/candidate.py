@@ -17,14 +17,20 @@ from optax_accum._compiled.matrix_flops import matrix_flops
 from optax_accum._microbatches import cut
 from optax_accum._train_step.program import Step
 
-Choice: TypeAlias = Mapping[str, Any]  # options of `build_step`; a plan compares them by identity
+Choice: TypeAlias = Mapping[
+  str, Any
+]  # options of `build_step`; a plan compares them by identity
 BuildStep: TypeAlias = Callable[..., Any]
-GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]  # or a function of the choice
+GivenArgs: TypeAlias = (
+  Args | Leaves | Callable[..., Args]
+)  # or a function of the choice
 
 _logger = logging.getLogger(__name__)
 
 # Errors of XLA for TPU about a program that is too large, raised before anything runs.
-_LARGER_THAN_THE_CHIP = re.compile("CompileTimeHbmOom|Ran out of memory in memory space hbm")
+_LARGER_THAN_THE_CHIP = re.compile(
+  "CompileTimeHbmOom|Ran out of memory in memory space hbm"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +84,9 @@ class PlanCandidate:
 class Builder:
   """The steps that a user's `build_step` makes with one choice, and the arguments of that."""
 
-  def __init__(self, build_step: BuildStep, args: GivenArgs, rows: int, choice: Choice):
+  def __init__(
+    self, build_step: BuildStep, args: GivenArgs, rows: int, choice: Choice
+  ):
     self._build_step, self._rows, self._choice = build_step, rows, choice
     self._options = [f"{name}={value!r}" for name, value in choice.items()]
     self.args = self._given(args)
@@ -87,23 +95,33 @@ class Builder:
     parameters = inspect.signature(build_step).parameters
     counts = parameters.get("num_microbatches")  # must a number be given too?
     needs_count = counts is not None and counts.default is counts.empty
-    self.uneven = "microbatch_size" in {*parameters} - {*choice} and not needs_count
+    self.uneven = (
+      "microbatch_size" in {*parameters} - {*choice} and not needs_count
+    )
     self.first = self._step(rows)
 
   def _given(self, args: GivenArgs) -> Args:
     """The arguments of a call of the step, which may depend on the choice."""
-    name = self._named = f"args({', '.join(self._options)})" if callable(args) else "args"
+    name = self._named = (
+      f"args({', '.join(self._options)})" if callable(args) else "args"
+    )
     if callable(args):
       if why := _validate.why_not(args, **self._choice):
-        raise TypeError(f"{name}: {why}. A function must take the options in choices.")
+        raise TypeError(
+          f"{name}: {why}. A function must take the options in choices."
+        )
       args = args(**self._choice)
     if not isinstance(args, (tuple, list)):
-      raise TypeError(f"{name} must be a tuple, all that a step is called with: {args!r:.80}.")
+      raise TypeError(
+        f"{name} must be a tuple, all that a step is called with: {args!r:.80}."
+      )
     return tuple(args)
 
   def call(self, size: int) -> str:
     """A call of `build_step`, as a user would write it."""
-    given = f"microbatch_size={size}" if self.uneven else str(self._rows // size)
+    given = (
+      f"microbatch_size={size}" if self.uneven else str(self._rows // size)
+    )
     return f"build_step({', '.join([given, *self._options])})"
 
   def sizes(self) -> tuple[list[int], list[int]]:
@@ -112,8 +130,12 @@ class Builder:
     step = self.first if isinstance(self.first, Step) else None
     if (found := step.rows(self.args) if step else None) not in (None, rows):
       fix = f"give {found}" + ", as in every choice" * (name != "args")
-      raise ValueError(f"batch_size={rows}, and the batch in {name} has {found} rows: {fix}.")
-    dims = {n for x in jax.tree.leaves(self.args) for n in getattr(x, "shape", ())}
+      raise ValueError(
+        f"batch_size={rows}, and the batch in {name} has {found} rows: {fix}."
+      )
+    dims = {
+      n for x in jax.tree.leaves(self.args) for n in getattr(x, "shape", ())
+    }
     if not any(n and n % rows == 0 for n in dims):
       raise ValueError(
         f"batch_size={rows}, and no array in {name} has so many rows: give the rows of the batch."
@@ -124,7 +146,11 @@ class Builder:
     possible = step.sizes if step else cut.sizes
 
     def sizes(uneven: bool) -> list[int]:
-      return [n for n in possible(rows, uneven) if not n % parts and not rows % n % parts]
+      return [
+        n
+        for n in possible(rows, uneven)
+        if not n % parts and not rows % n % parts
+      ]
 
     # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
     return sizes(False) or [rows], sizes(True) if self.uneven else []
@@ -133,7 +159,13 @@ class Builder:
     """How many parts the rows of an array are in, over the devices."""
     shape, sharding = getattr(x, "shape", ()), getattr(x, "sharding", None)
     held = shape if sharding is None else sharding.shard_shape(shape)
-    return math.lcm(*(n // part for n, part in zip(shape, held, strict=True) if n == self._rows))
+    return math.lcm(
+      *(
+        n // part
+        for n, part in zip(shape, held, strict=True)
+        if n == self._rows
+      )
+    )
 
   def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
     """Compiles one step, which a log and the progress `bar` show. Nothing runs."""
@@ -153,11 +185,18 @@ class Builder:
     except Exception as error:
       if _LARGER_THAN_THE_CHIP.search(str(error)):
         return PlanCandidate(*split, analysed=False)
-      error.add_note(f"This is {self.call(size)}, lowered and compiled with args.")
+      error.add_note(
+        f"This is {self.call(size)}, lowered and compiled with args."
+      )
       raise
-    memory, collectives = compiled.memory_analysis(), count_collectives(compiled).operations
+    memory, collectives = (
+      compiled.memory_analysis(),
+      count_collectives(compiled).operations,
+    )
     if memory is None:
-      raise ValueError("This backend's compiler does not report the memory of a program.")
+      raise ValueError(
+        "This backend's compiler does not report the memory of a program."
+      )
     candidate = PlanCandidate(
       *split,
       argument_bytes=memory.argument_size_in_bytes,

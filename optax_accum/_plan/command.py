@@ -48,9 +48,21 @@ def main(argv: Sequence[str]) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   flag = command.add_argument
-  flag("target", metavar="FILE.py:NAME", help="the function that makes the step")
-  flag("--memory", help="of one device, such as 16GiB; default: what the device reports")
-  flag("--choice", action="append", default=[], type=_choice, metavar=_CHOICE, help=_OF_CHOICE)
+  flag(
+    "target", metavar="FILE.py:NAME", help="the function that makes the step"
+  )
+  flag(
+    "--memory",
+    help="of one device, such as 16GiB; default: what the device reports",
+  )
+  flag(
+    "--choice",
+    action="append",
+    default=[],
+    type=_choice,
+    metavar=_CHOICE,
+    help=_OF_CHOICE,
+  )
   flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   choices: dict[str, list[Any]] = {}
@@ -58,12 +70,18 @@ def main(argv: Sequence[str]) -> int:
     choices.setdefault(name, []).extend(values)
   logger = logging.getLogger(_PACKAGE.name)
   logger.setLevel(logging.INFO)
-  logger.propagate = False  # the file may import what logs everything to the same place
+  logger.propagate = (
+    False  # the file may import what logs everything to the same place
+  )
   try:
     build_step, args, batch_size = _built(options.target)
     with logging_redirect_tqdm([logger]):
       plan = plan_microbatches(
-        build_step, args, batch_size=batch_size, memory_limit=options.memory, choices=choices
+        build_step,
+        args,
+        batch_size=batch_size,
+        memory_limit=options.memory,
+        choices=choices,
       )
   except Exception as error:
     frame, _ = [*traceback.walk_tb(error.__traceback__)][-1]
@@ -81,7 +99,9 @@ def _choice(text: str) -> tuple[str, list[Any]]:
   """``remat=false,true`` as a name and values."""
   name, equals, values = text.partition("=")
   if not equals or not name.isidentifier() or not all(values.split(",")):
-    raise argparse.ArgumentTypeError(f"{text}: give {_CHOICE}, such as remat=false,true.")
+    raise argparse.ArgumentTypeError(
+      f"{text}: give {_CHOICE}, such as remat=false,true."
+    )
   if not {"yes", "no", "on", "off"}.isdisjoint(values.lower().split(",")):
     raise argparse.ArgumentTypeError(f"{text}: write true or false.")
   return name, [_value(word) for word in values.split(",")]
@@ -89,7 +109,9 @@ def _choice(text: str) -> tuple[str, list[Any]]:
 
 def _value(word: str) -> Any:
   try:
-    return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(word, word))
+    return ast.literal_eval(
+      {"true": "True", "false": "False", "null": "None"}.get(word, word)
+    )
   except (ValueError, SyntaxError):
     return word
 
@@ -109,8 +131,14 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   sys.path.insert(0, str(path.parent))  # as `python file.py` has it
   SourceFileLoader(module.__name__, str(path)).exec_module(module)
   if not callable(made_by := getattr(module, function, None)):
-    functions = [name for name, x in vars(module).items() if isinstance(x, types.FunctionType)]
-    raise AttributeError(f"{file} has no function {function!r}; it has {', '.join(functions)}.")
+    functions = [
+      name
+      for name, x in vars(module).items()
+      if isinstance(x, types.FunctionType)
+    ]
+    raise AttributeError(
+      f"{file} has no function {function!r}; it has {', '.join(functions)}."
+    )
   built = made_by()
   if not isinstance(built, tuple) or len(built) != 3:
     raise TypeError(

@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, PlanCandidate
 
-_SAME = 0.01  # FLOPs or bytes of choices that differ by less do not tell them apart
+_SAME = (
+  0.01  # FLOPs or bytes of choices that differ by less do not tell them apart
+)
 _WIDTH = 85  # of the table
 
 _size = operator.attrgetter("microbatch_size")
@@ -38,16 +40,24 @@ class MicrobatchPlan:
     def planned(each: Each) -> PlanCandidate:
       return max(each, key=lambda c: (c.fits, _size(c)))
 
-    def nearly(cost: Callable[[Each], int], among: Sequence[Each]) -> Callable[[Each], int]:
+    def nearly(
+      cost: Callable[[Each], int], among: Sequence[Each]
+    ) -> Callable[[Each], int]:
       least = min(map(cost, among), default=0)
       return lambda each: 0 if cost(each) <= least * (1 + _SAME) else cost(each)
 
     fitting = [each for each in found if planned(each).fits]
     # The same for all sizes, except one row per device, which XLA writes in a way not counted.
     work = nearly(lambda each: max(c.flops for c in each), fitting)
-    sent = nearly(lambda each: planned(each).wire_bytes, [x for x in fitting if not work(x)])
-    by_cost = sorted(found, key=lambda each: (work(each), sent(each), -_size(planned(each))))
-    ordered = [c for each in by_cost for c in sorted(each, key=_size, reverse=True)]
+    sent = nearly(
+      lambda each: planned(each).wire_bytes, [x for x in fitting if not work(x)]
+    )
+    by_cost = sorted(
+      found, key=lambda each: (work(each), sent(each), -_size(planned(each)))
+    )
+    ordered = [
+      c for each in by_cost for c in sorted(each, key=_size, reverse=True)
+    ]
     return cls(rows, limit, tuple(sorted(ordered, key=lambda c: not c.fits)))
 
   @property
@@ -71,10 +81,19 @@ class MicrobatchPlan:
     return self.candidates[0].peak_bytes
 
   def __str__(self) -> str:
-    limit, count, size = sizes.shown(self.limit_bytes), self.num_microbatches, self.microbatch_size
-    lines = [f"a batch of {_rows(self.batch_size)}, within {limit} on each device", *self._table()]
+    limit, count, size = (
+      sizes.shown(self.limit_bytes),
+      self.num_microbatches,
+      self.microbatch_size,
+    )
+    lines = [
+      f"a batch of {_rows(self.batch_size)}, within {limit} on each device",
+      *self._table(),
+    ]
     if not all(c.analysed for c in self.candidates):
-      lines.append("A line without numbers: XLA compiles no program larger than the chip's memory.")
+      lines.append(
+        "A line without numbers: XLA compiles no program larger than the chip's memory."
+      )
     if self.candidates[0].fits:
       split = f"num_microbatches={count} (of {_rows(size)})"
       if last := self.batch_size % size:
@@ -88,13 +107,23 @@ class MicrobatchPlan:
     sent = ["wire_bytes"] * any(c.collectives for c in self.candidates)
     rows = [[*kept, *sent, "temp_bytes", "matrix FLOPs"]]
     for c in self.candidates:
-      in_bytes = [getattr(c, name) for name in ("peak_bytes", *sent, "temp_bytes")]
+      in_bytes = [
+        getattr(c, name) for name in ("peak_bytes", *sent, "temp_bytes")
+      ]
       numbers = [*map(sizes.shown, in_bytes), f"{c.flops:.3g}"]
-      split = "yes" if c.fits else "no", str(c.num_microbatches), str(c.microbatch_size)
+      split = (
+        "yes" if c.fits else "no",
+        str(c.num_microbatches),
+        str(c.microbatch_size),
+      )
       values = (_named(value)[:20] for value in c.choice.values())
-      rows.append([*split, *values, *(numbers if c.analysed else ["-"] * len(numbers))])
+      rows.append(
+        [*split, *values, *(numbers if c.analysed else ["-"] * len(numbers))]
+      )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    while len(widths) > len(kept) and sum(widths) + 2 * len(widths) - 2 > _WIDTH:
+    while (
+      len(widths) > len(kept) and sum(widths) + 2 * len(widths) - 2 > _WIDTH
+    ):
       widths.pop()
     return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
@@ -108,20 +137,35 @@ class MicrobatchPlan:
       try:
         from matplotlib.figure import Figure  # without its windows
       except ImportError as error:
-        raise ImportError('A plot needs matplotlib: pip install "optax-accum[plot]"') from error
+        raise ImportError(
+          'A plot needs matplotlib: pip install "optax-accum[plot]"'
+        ) from error
       ax = Figure(figsize=(7, 4), layout="constrained").subplots()
     analysed = [c for c in self.candidates if c.analysed]
     most = max([self.limit_bytes, *(c.peak_bytes for c in analysed)])
     name, unit = ("GiB", 2**30) if most >= 2**31 else ("MiB", 2**20)
     for choice in {id(c.choice): c.choice for c in self.candidates}.values():
       points = sorted((c for c in analysed if c.choice is choice), key=_size)
-      peaks, label = [c.peak_bytes / unit for c in points], ", ".join(_options(choice))
+      peaks, label = (
+        [c.peak_bytes / unit for c in points],
+        ", ".join(_options(choice)),
+      )
       ax.plot([*map(_size, points)], peaks, "o-", label=label or "compiled")
-    ax.axhline(self.limit_bytes / unit, color="0.5", linestyle="--", label="limit")
+    ax.axhline(
+      self.limit_bytes / unit, color="0.5", linestyle="--", label="limit"
+    )
     if (best := self.candidates[0]).fits:
-      sent = f", sends {sizes.shown(best.wire_bytes)}" if best.wire_bytes else ""
+      sent = (
+        f", sends {sizes.shown(best.wire_bytes)}" if best.wire_bytes else ""
+      )
       label = f"best: {_rows(best.microbatch_size)}{sent}"
-      ax.plot(best.microbatch_size, best.peak_bytes / unit, "k*", markersize=14, label=label)
+      ax.plot(
+        best.microbatch_size,
+        best.peak_bytes / unit,
+        "k*",
+        markersize=14,
+        label=label,
+      )
     ax.set_xscale("log", base=2)
     ax.xaxis.set_major_formatter("{x:.0f}")
     ax.set(ylim=(0, None), ylabel=f"peak memory of a device, {name}")
@@ -156,7 +200,9 @@ def does_not_fit(plan: MicrobatchPlan) -> str:
     "code": least.code_bytes,
     "temporary buffers: activations, gradients, accumulators": least.temp_bytes,
   }
-  listed = "\n".join(f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size)
+  listed = "\n".join(
+    f"  {sizes.shown(size):>10}  {name}" for name, size in parts.items() if size
+  )
   needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"

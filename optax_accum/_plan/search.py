@@ -10,7 +10,12 @@ import tqdm
 
 from optax_accum import _validate
 from optax_accum._plan import sizes
-from optax_accum._plan.candidate import Builder, BuildStep, GivenArgs, PlanCandidate
+from optax_accum._plan.candidate import (
+  Builder,
+  BuildStep,
+  GivenArgs,
+  PlanCandidate,
+)
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
 
@@ -86,13 +91,18 @@ def plan_microbatches(
       ' such as {"remat": [False, True]}.'
     )
   given = memory_limit is not None and sizes.parse(memory_limit)
-  combined = (dict(zip(choices, each)) for each in itertools.product(*choices.values()))  # noqa: B905
+  combined = (
+    dict(zip(choices, each, strict=True))
+    for each in itertools.product(*choices.values())
+  )
   builders = [Builder(build_step, args, rows, choice) for choice in combined]
   limit = given or sizes.of_device(builders[0].args, builders[0].first)
   possible = [builder.sizes() for builder in builders]
 
   found = []
-  with tqdm.tqdm(desc="compiling", unit="program", leave=False, disable=None) as bar:
+  with tqdm.tqdm(
+    desc="compiling", unit="program", leave=False, disable=None
+  ) as bar:
     for builder, (even, uneven) in zip(builders, possible, strict=True):
       compile_size = functools.partial(builder.compile, limit=limit, bar=bar)
       found.append(search(even, rows, limit, compile_size, uneven))
@@ -126,7 +136,11 @@ def search(
   if len(known) < min(len(possible), 2):  # so that two programs are compared
     too_large(possible[0])
   # XLA writes products of one row in another way, so the smallest size says little of others.
-  scans = [known[size] for size in sorted({*known} - {possible[0], whole}) if known[size].analysed]
+  scans = [
+    known[size]
+    for size in sorted({*known} - {possible[0], whole})
+    if known[size].analysed
+  ]
   needed = 0.0
   if len(scans) > 1:
     rise = scans[-1].peak_bytes - scans[0].peak_bytes
@@ -136,5 +150,7 @@ def search(
     too_large(whole)
   fits = max((size for size in known if known[size].fits), default=0)
   larger = min((size for size in known if size > fits), default=whole + 1)
-  bisect.bisect_left([size for size in uneven if fits < size < larger], True, key=too_large)
+  bisect.bisect_left(
+    [size for size in uneven if fits < size < larger], True, key=too_large
+  )
   return [*known.values()]

@@ -18,7 +18,9 @@ from optax_accum._streaming.state import AccumulateState
 
 # What others call the arguments, and the methods of `optax.MultiSteps`.
 _PEERS = {
-  **{name: f"{name}= is every_k= here." for name in (*COUNTS, "num_microbatches")},
+  **{
+    name: f"{name}= is every_k= here." for name in (*COUNTS, "num_microbatches")
+  },
   "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
   "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
   "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
@@ -62,7 +64,9 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     def __getattr__(self, name: str) -> Any:
       """Says what to write for a name of `optax.MultiSteps`."""
       instead = f": {_METHODS[name]}" if name in _METHODS else ""
-      raise AttributeError(f"This {type(self).__name__} has no {name!r}{instead}.")
+      raise AttributeError(
+        f"This {type(self).__name__} has no {name!r}{instead}."
+      )
 
 
 @_validate.hinted(names=_PEERS)
@@ -160,13 +164,21 @@ def accumulate(
     the next cycle. The mean of fp8 statistics is silently wrong: see "Sharp edges".
   """
   if isinstance(every_k, optax.GradientTransformation):
-    raise TypeError("The optimizer comes before the number: accumulate(inner, every_k).")
+    raise TypeError(
+      "The optimizer comes before the number: accumulate(inner, every_k)."
+    )
   _validate.transformation(inner)
   if skip_fn is not None and not callable(skip_fn):
-    raise TypeError(f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None.")
-  every_k = every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
+    raise TypeError(
+      f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None."
+    )
+  every_k = (
+    every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
+  )
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
   inner = optax.with_extra_args_support(inner)
-  accumulation = Accumulation(inner, every_k, kind, dtype, skip_fn, axis_name, differentiable)
+  accumulation = Accumulation(
+    inner, every_k, kind, dtype, skip_fn, axis_name, differentiable
+  )
   return AccumulateTransformation(accumulation.init, accumulation)

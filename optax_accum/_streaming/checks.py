@@ -13,12 +13,24 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
-from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import (
+  Grads,
+  Kwargs,
+  Leaf,
+  OptState,
+  Params,
+  Path,
+  Tree,
+)
 from optax_accum._streaming.state import AccumulateState, states_in
 
 
 def checked(
-  name: str, updates: Grads, state: OptState, params: Params, extra_args: Iterable[str]
+  name: str,
+  updates: Grads,
+  state: OptState,
+  params: Params,
+  extra_args: Iterable[str],
 ) -> tuple[Grads, Params]:
   """What a call is given, if its arguments are in order and correctly spelled.
 
@@ -36,10 +48,14 @@ def checked(
         f"{name} got an AccumulateState as {argument}, and a {type(state).__name__} as state: the"
         f" order is {name}(updates, state, params)."
       )
-  for extra in extra_args:  # a misspelled one would go to `inner`, which ignores it
+  for (
+    extra
+  ) in extra_args:  # a misspelled one would go to `inner`, which ignores it
     for word in ("weight", "flush"):
       if _is_near(extra.lower(), word):
-        raise TypeError(f"{name} got the argument {extra!r}: did you mean {word}=?")
+        raise TypeError(
+          f"{name} got the argument {extra!r}: did you mean {word}=?"
+        )
 
   def array(path: Path, x: Leaf) -> jax.Array:
     if not dtypes.is_inexact(x):
@@ -56,7 +72,9 @@ def checked(
   return jax.tree.map_with_path(array, updates), seen
 
 
-def with_gradients(updates: Grads, params: Params, arrays_too: bool = False) -> Params:
+def with_gradients(
+  updates: Grads, params: Params, arrays_too: bool = False
+) -> Params:
   """Parameters with None for those without a gradient, or without one that are no arrays."""
 
   def kept(g: Leaf, x: Leaf) -> Leaf:
@@ -77,10 +95,15 @@ def _is_near(extra: str, word: str) -> bool:
     return False  # `height`, and what is a weight of something: `kl_weight`
   if extra.startswith(("flush", "weight_fn")):
     return True
-  return extra.rstrip("_").isalpha() and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
+  return (
+    extra.rstrip("_").isalpha()
+    and difflib.SequenceMatcher(a=extra, b=word).ratio() > 0.82
+  )
 
 
-def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -> None:
+def check_state(
+  state: OptState, updates: Grads, every_k: object, skips: bool
+) -> None:
   """Checks that `state` is of an accumulation with such an `every_k`, and a `skip_fn` or none."""
   if not isinstance(state, AccumulateState):
     fix = (
@@ -91,7 +114,9 @@ def check_state(state: OptState, updates: Grads, every_k: object, skips: bool) -
       fix = "there is one in it. Call the transformation of the whole state, such as a chain."
     if isinstance(state, optax.MultiStepsState):
       fix = "convert it with optax_accum.from_multi_steps(state, weight=rows)."
-    raise ValueError(f"state is a {type(state).__name__} and not an AccumulateState: {fix}")
+    raise ValueError(
+      f"state is a {type(state).__name__} and not an AccumulateState: {fix}"
+    )
   if not skips and jax.tree.leaves(state.skip_state):
     raise ValueError(
       "state was made with a skip_fn, and this accumulate has none: pass skip_fn, or"
@@ -111,7 +136,9 @@ def check_not_reduced(updates: Grads, axis_name: AxisName) -> None:
   across_devices.check_bound(axis_name)
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
   # A gradient of zero is no exception: it varies as its parameter does.
-  known = across_devices.varying_axes(across_devices.varying(jnp.zeros(()), axis_name))
+  known = across_devices.varying_axes(
+    across_devices.varying(jnp.zeros(()), axis_name)
+  )
   for name, leaf in _validate.named_leaves("updates", updates):
     if missing := known.difference(across_devices.varying_axes(leaf)):
       raise ValueError(
@@ -146,15 +173,21 @@ def checked_value(extra_args: Kwargs) -> jax.Array | None:
     return None
   given = extra_args["value"]
   kind = getattr(given, "dtype", type(given))
-  is_real = jnp.issubdtype(kind, jnp.number) and not jnp.issubdtype(kind, jnp.complexfloating)
+  is_real = jnp.issubdtype(kind, jnp.number) and not jnp.issubdtype(
+    kind, jnp.complexfloating
+  )
   if np.shape(given) != () or not is_real:
-    what = jax.typeof(given) if hasattr(given, "dtype") else f"a {kind.__name__}"
+    what = (
+      jax.typeof(given) if hasattr(given, "dtype") else f"a {kind.__name__}"
+    )
     raise ValueError(
       f"value is {what}; it must be a real scalar, the loss of this call: accumulate reduces it as"
       " it does the gradients."
     )
   value = jnp.asarray(given)
-  return value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
+  return (
+    value if jnp.issubdtype(value.dtype, jnp.floating) else value.astype(float)
+  )
 
 
 def check_info(info: Tree, skip_state: Tree) -> None:
@@ -166,7 +199,9 @@ def check_info(info: Tree, skip_state: Tree) -> None:
     )
 
 
-def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | None) -> None:
+def check_gradients(
+  updates: Grads, acc_grads: Grads, requested: DTypeLike | None
+) -> None:
   """Checks that gradients can be added to the accumulators without a surprise."""
   if different := _validate.difference("updates", updates, acc_grads):
     raise ValueError(
@@ -174,7 +209,9 @@ def check_gradients(updates: Grads, acc_grads: Grads, requested: DTypeLike | Non
       " given, or that a state was restored of: begin anew with tx.init(params), if they changed."
     )
   accs = jax.tree.leaves(acc_grads)
-  for (name, leaf), acc in zip(_validate.named_leaves("updates", updates), accs, strict=True):
+  for (name, leaf), acc in zip(
+    _validate.named_leaves("updates", updates), accs, strict=True
+  ):
     fault = f"{name} has dtype {leaf.dtype} and its accumulator {acc.dtype}, which would"
     if jnp.iscomplexobj(leaf) and not jnp.iscomplexobj(acc):
       raise TypeError(
@@ -199,7 +236,9 @@ def checked_k(value: Leaf) -> jax.Array:
       " integer scalar: cast it, e.g. `lambda step: jnp.asarray(schedule(step)).astype(jnp.int32)`."
     )
   if not isinstance(value, jax.core.Tracer) and value < 1:
-    raise ValueError(f"The schedule every_k returned {value}; it must return 1 or more.")
+    raise ValueError(
+      f"The schedule every_k returned {value}; it must return 1 or more."
+    )
   return jnp.asarray(value).astype(jnp.int32)
 
 

@@ -13,12 +13,24 @@ from jax.typing import ArrayLike, DTypeLike
 import optax
 
 from optax_accum import _scopes, _validate
-from optax_accum._arithmetic import across_devices, conditional, dtypes, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  conditional,
+  dtypes,
+  weighted_mean,
+)
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
-from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, OptState, Path, Tree
+from optax_accum._arithmetic.trees import (
+  Grads,
+  Kwargs,
+  Leaf,
+  OptState,
+  Path,
+  Tree,
+)
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._streaming import checks
 from optax_accum._streaming.inner_state import same_types, updated, widened
@@ -38,7 +50,9 @@ Schedule: TypeAlias = Callable[[jax.Array], ArrayLike]
 
 # For an error only: where a transformation in between drops extra arguments, `accumulate` sees its
 # defaults. Each call would count the same, and one that counts nothing would end a cycle.
-_sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar("sent", default=())
+_sent: contextvars.ContextVar[Collection[str]] = contextvars.ContextVar(
+  "sent", default=()
+)
 
 
 def sending(names: Collection[str], step: Callable[[], Result]) -> Result:
@@ -53,12 +67,16 @@ class MiniStep(NamedTuple):
 
   updates: Grads  # of this call, as arrays
   total: Grads  # the cycle's weighted sum of gradients on this device
-  divisor: Weight  # what `total` is divided by, once it is summed over the devices
+  divisor: (
+    Weight  # what `total` is divided by, once it is summed over the devices
+  )
   cycle_weight: Weight  # the cycle's sum of weights, over all devices
   value: Weight  # the cycle's weighted sum of ``value=``, over all devices
   value_weight: Weight  # the sum of the weights of the calls with one
   emit: Flag  # whether `inner` steps in this call
-  state: AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
+  state: (
+    AccumulateState  # the next state but for `acc_grads` and `inner_opt_state`
+  )
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -90,7 +108,9 @@ class Accumulation:
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
       inner_opt_state=self.inner.init(params),
-      acc_grads=() if self.every_k == 1 else jax.tree.map_with_path(self._accumulator, grads),
+      acc_grads=()
+      if self.every_k == 1
+      else jax.tree.map_with_path(self._accumulator, grads),
       skip_state=skip_state,
       acc_weight=jnp.zeros((), jnp.result_type(float)),
       has_updated=jnp.zeros((), jnp.bool_),
@@ -103,7 +123,9 @@ class Accumulation:
   def _accumulator(self, path: Path, param: Leaf) -> jax.Array:
     """Zeros to add up gradients in, sharded as their parameter, also under jit."""
     dtype = jnp.result_type(param)
-    dtypes.check_holds(_validate.leaf_name("params", path), dtype, self.accumulator_dtype)
+    dtypes.check_holds(
+      _validate.leaf_name("params", path), dtype, self.accumulator_dtype
+    )
     dtype = dtypes.accumulator_dtype(dtype, self.accumulator_dtype)
     if not isinstance(param, jax.core.Tracer):
       return jnp.zeros_like(param, dtype)
@@ -120,54 +142,87 @@ class Accumulation:
     *,
     weight: ArrayLike = 1.0,
     flush: Flag = False,
-    _may_end: Flag | None = None,  # of a step: does anything of its batch count?
+    _may_end: Flag
+    | None = None,  # of a step: does anything of its batch count?
     **extra_args: Any,
   ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
-    updates, params = checks.checked("update", updates, state, params, extra_args)
-    step = self._add(updates, state, params, weight, flush, _may_end, extra_args)
+    updates, params = checks.checked(
+      "update", updates, state, params, extra_args
+    )
+    step = self._add(
+      updates, state, params, weight, flush, _may_end, extra_args
+    )
     run = functools.partial(self._run_inner, step, extra_args, params)
     if step.emit is True:
       updates, total, inner_state = run(step.total, state.inner_opt_state)
       return updates, self._next(step, total, inner_state)
 
-    traced = jax.jit(run, inline=True)  # once, for the types of updates and for the conditional
+    traced = jax.jit(
+      run, inline=True
+    )  # once, for the types of updates and for the conditional
     like = jax.eval_shape(traced, step.total, state.inner_opt_state)[0]
     # Where they can, sums go in and updates come out in the same buffers.
     shared = conditional.OutputBuffers(step.total, like)
 
-    def emitted(total: Grads, carry: tuple[Grads, OptState]) -> tuple[Grads, Any]:
+    def emitted(
+      total: Grads, carry: tuple[Grads, OptState]
+    ) -> tuple[Grads, Any]:
       new, total, inner_state = traced(total, carry[1])
       total, spare = shared.filled(new, total)
       return total, (spare, inner_state)
 
     carry = (shared.spare, state.inner_opt_state)
     total, (spare, inner_state) = self._if_it_emits(step, emitted, carry)
-    return shared.updates(total, spare, step.emit), self._next(step, total, inner_state)
+    return shared.updates(total, spare, step.emit), self._next(
+      step, total, inner_state
+    )
 
   def apply(
-    self, updates: Grads, state: Any, params: Params, weight: Any, flush: Flag, extra_args: Kwargs
+    self,
+    updates: Grads,
+    state: Any,
+    params: Params,
+    weight: Any,
+    flush: Flag,
+    extra_args: Kwargs,
   ) -> tuple[Params, AccumulateState]:
     """`update` and `optax.apply_updates`, with both inside the conditional."""
     if params is None:
-      raise ValueError("apply(updates, state, params) got params=None; it needs the parameters.")
+      raise ValueError(
+        "apply(updates, state, params) got params=None; it needs the parameters."
+      )
     given = params
-    updates, params = checks.checked("apply", updates, state, params, extra_args)
+    updates, params = checks.checked(
+      "apply", updates, state, params, extra_args
+    )
     step = self._add(updates, state, given, weight, flush, None, extra_args)
 
-    def emitted(total: Grads, carry: tuple[Params, OptState]) -> tuple[Grads, Any]:
+    def emitted(
+      total: Grads, carry: tuple[Params, OptState]
+    ) -> tuple[Grads, Any]:
       old, inner_state = carry
-      new, total, inner_state = self._run_inner(step, extra_args, old, total, inner_state)
-      return total, (same_types("params", optax.apply_updates(old, new), params), inner_state)
+      new, total, inner_state = self._run_inner(
+        step, extra_args, old, total, inner_state
+      )
+      return total, (
+        same_types("params", optax.apply_updates(old, new), params),
+        inner_state,
+      )
 
     carry = (params, state.inner_opt_state)
     total, (params, inner_state) = self._if_it_emits(step, emitted, carry)
     # What has no gradient stays.
-    params = jax.tree.map(lambda x, new: x if new is None else new, given, params)
+    params = jax.tree.map(
+      lambda x, new: x if new is None else new, given, params
+    )
     return params, self._next(step, total, inner_state)
 
   def _if_it_emits(
-    self, step: MiniStep, fun: Callable[[Grads, Carry], tuple[Grads, Carry]], carry: Carry
+    self,
+    step: MiniStep,
+    fun: Callable[[Grads, Carry], tuple[Grads, Carry]],
+    carry: Carry,
   ) -> tuple[Grads, Carry]:
     """``fun(step.total, carry)`` where the cycle emits, and else the two, in the same buffers."""
     axis_name = self.axis_name
@@ -176,13 +231,17 @@ class Accumulation:
       total, carry = fun(without_device_axis(operand[0], axis_name), operand[1])
       return with_device_axis(total, axis_name), carry
 
-    if step.emit is not True:  # `fun` is traced once, for types and for the conditional
+    if (
+      step.emit is not True
+    ):  # `fun` is traced once, for types and for the conditional
       fun = jax.jit(fun, inline=True)
       carry = widened(lambda carry: fun(step.total, carry)[1], carry)
     # In the shape that they are stored in: XLA for CPU copies what is reshaped after a loop.
     operand = (with_device_axis(step.total, axis_name), carry)
     scope = _scopes.END_OF_CYCLE
-    total, carry = conditional.update_if(step.emit, run, operand, scope, self.differentiable)
+    total, carry = conditional.update_if(
+      step.emit, run, operand, scope, self.differentiable
+    )
     return without_device_axis(total, axis_name), carry
 
   def _run_inner(
@@ -200,23 +259,40 @@ class Accumulation:
     kind, axis_name, weight = self.reduction, self.axis_name, step.divisor
     with jax.named_scope("optimizer"):
       if axis_name is not None:
-        total = jax.tree.map(lambda x: kind.over_devices(x, axis_name, True), total)
+        total = jax.tree.map(
+          lambda x: kind.over_devices(x, axis_name, True), total
+        )
       reduced = jax.tree.map(
-        lambda x, g: kind.finish(x, weight, g).astype(g.dtype), total, step.updates
+        lambda x, g: kind.finish(x, weight, g).astype(g.dtype),
+        total,
+        step.updates,
       )
       extra_args = self._of_cycle(step, reduced, extra_args)
       # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
       sends = kind.name == "mean" and bool(states_in(inner_state))
       if sends:
-        extra_args = {**extra_args, "weight": weighted_mean.as_weight(step.cycle_weight)}
-      like = step.updates if params is None else checks.with_gradients(step.updates, params)
+        extra_args = {
+          **extra_args,
+          "weight": weighted_mean.as_weight(step.cycle_weight),
+        }
+      like = (
+        step.updates
+        if params is None
+        else checks.with_gradients(step.updates, params)
+      )
 
-      update = functools.partial(self.inner.update, reduced, inner_state, params, **extra_args)
+      update = functools.partial(
+        self.inner.update, reduced, inner_state, params, **extra_args
+      )
       run = functools.partial(sending, ["weight"] * sends, update)
-      new, new_state = updated("inner_opt_state", self.inner.init, like, inner_state, run)
+      new, new_state = updated(
+        "inner_opt_state", self.inner.init, like, inner_state, run
+      )
     return new, total, new_state
 
-  def _of_cycle(self, step: MiniStep, reduced: Grads, extra_args: Kwargs) -> Kwargs:
+  def _of_cycle(
+    self, step: MiniStep, reduced: Grads, extra_args: Kwargs
+  ) -> Kwargs:
     """The extra arguments of a call, where they are of its rows alone replaced by the cycle's."""
     is_mean = self.reduction.name == "mean"
     if self.every_k == 1 and is_mean and self.axis_name is None:
@@ -224,12 +300,18 @@ class Accumulation:
     of_cycle: dict[str, Any] = {"grad": reduced}
     like: Any = checks.checked_value(extra_args)
     if like is not None:
-      of_cycle["value"] = self.reduction.finish(step.value, step.value_weight, like)
-    if self.every_k != 1 and isinstance(extra_args.get("value_fn"), ValueOfOneCall):
+      of_cycle["value"] = self.reduction.finish(
+        step.value, step.value_weight, like
+      )
+    if self.every_k != 1 and isinstance(
+      extra_args.get("value_fn"), ValueOfOneCall
+    ):
       of_cycle["value_fn"] = _refused_value_fn
     return {name: of_cycle.get(name, x) for name, x in extra_args.items()}
 
-  def _next(self, step: MiniStep, total: Grads, inner_state: OptState) -> AccumulateState:
+  def _next(
+    self, step: MiniStep, total: Grads, inner_state: OptState
+  ) -> AccumulateState:
     kept = () if self.every_k == 1 else total
     state = step.state._replace(acc_grads=kept, inner_opt_state=inner_state)
     return stored(state, self.axis_name)
@@ -246,13 +328,17 @@ class Accumulation:
     extra_args: Kwargs,
   ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
-    _check_arrived(weight=not isinstance(weight, float), _may_end=may_end is not None)
+    _check_arrived(
+      weight=not isinstance(weight, float), _may_end=may_end is not None
+    )
     checks.check_state(state, updates, self.every_k, self.skip_fn is not None)
     if self.axis_name is not None:
       checks.check_not_reduced(updates, self.axis_name)
       checks.check_whole(params, self.axis_name)
     acc_grads = without_device_axis(state.acc_grads, self.axis_name)
-    skip_state = without_device_axis(state.skip_state, self.axis_name, "skip_state")
+    skip_state = without_device_axis(
+      state.skip_state, self.axis_name, "skip_state"
+    )
     weighted_mean.check_weight("The caller of update", weight)
     # A weight that is known and not zero settles that the cycle's total is not zero either.
     dtype = state.acc_weight.dtype
@@ -263,20 +349,29 @@ class Accumulation:
     flush = checks.checked_flush(flush)
     skip: Flag = False
     if self.skip_fn is not None:
-      skip, info = asks_to_skip(self.skip_fn, updates, state.gradient_step, params)
-      if isinstance(local, jax.Array):  # what has no weight may be NaN: no cause to skip
+      skip, info = asks_to_skip(
+        self.skip_fn, updates, state.gradient_step, params
+      )
+      if isinstance(
+        local, jax.Array
+      ):  # what has no weight may be NaN: no cause to skip
         skip = skip & weighted_mean.counts(local)
       checks.check_info(info, skip_state)
       info = jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
       state = state._replace(skip_state=info)
     value = checks.checked_value(extra_args)
     term = 0.0 if value is None else weighted_mean.weigh(value, local, dtype)
-    skip, flush, local, over_devices, term = self._agree(skip, flush, local, term, dtype)
+    skip, flush, local, over_devices, term = self._agree(
+      skip, flush, local, term, dtype
+    )
     value_weight = 0.0 if value is None else over_devices
 
     if self.every_k == 1:
       total, divisor = self._of_one(updates, local, over_devices)
-      cycle_weight, ends = over_devices, True if skip is False else jnp.logical_not(skip)
+      cycle_weight, ends = (
+        over_devices,
+        True if skip is False else jnp.logical_not(skip),
+      )
     else:
       checks.check_gradients(updates, acc_grads, self.accumulator_dtype)
       first = state.mini_step == 0
@@ -284,13 +379,19 @@ class Accumulation:
       # The first mini step overwrites: selecting is free where zeroing after the cycle costs
       # a pass over the accumulators, and an inf cannot get past it.
       def added(acc: jax.Array, g: jax.Array) -> jax.Array:
-        return jnp.where(first, 0, acc) + weighted_mean.weigh(g, local, acc.dtype)
+        return jnp.where(first, 0, acc) + weighted_mean.weigh(
+          g, local, acc.dtype
+        )
 
       total = jax.tree.map(added, acc_grads, updates)
       held = state.acc_value, state.value_weight
       before = (jnp.where(first, 0, jnp.asarray(x, dtype)) for x in held)
-      term, value_weight = (x + y for x, y in zip(before, (term, value_weight), strict=True))
-      weight_sum = WeightSum(state.acc_weight, jnp.asarray(state.weight_rest, dtype))
+      term, value_weight = (
+        x + y for x, y in zip(before, (term, value_weight), strict=True)
+      )
+      weight_sum = WeightSum(
+        state.acc_weight, jnp.asarray(state.weight_rest, dtype)
+      )
       weight_sum = weight_sum.add(jnp.asarray(over_devices, dtype))
       divisor = cycle_weight = weight_sum.total
 
@@ -310,44 +411,71 @@ class Accumulation:
       emit = emit & (cycle_weight != 0)
     gradient_step = optax.safe_increment(state.gradient_step)
     state = state._replace(
-      gradient_step=weighted_mean.select(emit, gradient_step, state.gradient_step),
+      gradient_step=weighted_mean.select(
+        emit, gradient_step, state.gradient_step
+      ),
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
-    return MiniStep(updates, total, divisor, cycle_weight, term, value_weight, emit, state)
+    return MiniStep(
+      updates, total, divisor, cycle_weight, term, value_weight, emit, state
+    )
 
   def _agree(
-    self, skip: Flag, flush: Flag, local: Weight, value: Weight, dtype: DTypeLike
+    self,
+    skip: Flag,
+    flush: Flag,
+    local: Weight,
+    value: Weight,
+    dtype: DTypeLike,
   ) -> tuple[Flag, Flag, Weight, Weight, Weight]:
     """Skip, flush (any device's is all devices'), the weight here and on all, the value on all."""
     total = local
     if self.axis_name is not None:
       values = enumerate((skip, flush, local, value))
-      traced = {i: jnp.asarray(x).astype(dtype) for i, x in values if isinstance(x, jax.Array)}
+      traced = {
+        i: jnp.asarray(x).astype(dtype)
+        for i, x in values
+        if isinstance(x, jax.Array)
+      }
       if traced:  # one reduction, of up to four numbers
-        stacked = across_devices.varying(jnp.stack([*traced.values()]), self.axis_name)
-        traced = dict(zip(traced, lax.psum(stacked, self.axis_name), strict=True))
-      skip, flush = (traced[i] > 0 if i in traced else x for i, x in enumerate((skip, flush)))
-      total = traced[2] if 2 in traced else local * lax.axis_size(self.axis_name)
+        stacked = across_devices.varying(
+          jnp.stack([*traced.values()]), self.axis_name
+        )
+        traced = dict(
+          zip(traced, lax.psum(stacked, self.axis_name), strict=True)
+        )
+      skip, flush = (
+        traced[i] > 0 if i in traced else x for i, x in enumerate((skip, flush))
+      )
+      total = (
+        traced[2] if 2 in traced else local * lax.axis_size(self.axis_name)
+      )
       value = traced.get(3, value)
     if isinstance(skip, jax.Array):
       sums = (local, total, value)
       local, total, value = (jnp.where(skip, 0, x).astype(dtype) for x in sums)
     return skip, flush, local, total, value
 
-  def _of_one(self, updates: Grads, local: Weight, over_devices: Weight) -> tuple[Grads, Weight]:
+  def _of_one(
+    self, updates: Grads, local: Weight, over_devices: Weight
+  ) -> tuple[Grads, Weight]:
     """The sum and the divisor of a cycle of one call."""
     mean = self.reduction.name == "mean"
     if mean and self.axis_name is None:
       if not isinstance(local, jax.Array):
         return updates, 1.0
-      out_of_range = 10 * weighted_mean.MOST_IN_TOTAL  # shows, as in a longer cycle
+      out_of_range = (
+        10 * weighted_mean.MOST_IN_TOTAL
+      )  # shows, as in a longer cycle
       return updates, jnp.where(weighted_mean.usable(local), 1.0, out_of_range)
     if mean and not isinstance(local, jax.Array):
       local, over_devices = 1.0, lax.axis_size(self.axis_name)
 
     def weighed(g: jax.Array) -> jax.Array:
       wide = dtypes.accumulator_dtype(g.dtype, self.accumulator_dtype)
-      return weighted_mean.weigh(g, local, g.dtype if self.axis_name is None else wide)
+      return weighted_mean.weigh(
+        g, local, g.dtype if self.axis_name is None else wide
+      )
 
     return jax.tree.map(weighed, updates), over_devices
 

@@ -39,7 +39,9 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
   def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
     was, now = jnp.result_type(before), jnp.result_type(x)
     if was != now:
-      if any(jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (was, now)):
+      if any(
+        jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (was, now)
+      ):
         raise TypeError(
           f"{_validate.leaf_name(name, path)} has dtype {was}, and"
           f" {now} after an update: have the optimizer's init return that there."
@@ -56,7 +58,9 @@ def widened(update: Callable[[Held], Held], held: Held) -> Held:
   wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
   if all(map(operator.is_, *map(jax.tree.leaves, (held, wide)))):
     return held
-  return widened(update, wide)  # what the next update makes may be wider: the widest ends it
+  return widened(
+    update, wide
+  )  # what the next update makes may be wider: the widest ends it
 
 
 def updated(
@@ -76,20 +80,28 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
-    if type(error).__name__ == "ShardingTypeError":  # JAX has no public name for it
+    if (
+      type(error).__name__ == "ShardingTypeError"
+    ):  # JAX has no public name for it
       if _EXPLICIT not in getattr(error, "__notes__", ()):
         error.add_note(_EXPLICIT)
     elif different := _difference(name, state, _made(init, params, state)):
       raise ValueError(f"{different}: {FIX}") from error
     raise
-  changed = _difference(name, new, params) or _difference(name, new_state, state)
-  if changed and (different := _difference(name, state, _made(init, params, state))):
+  changed = _difference(name, new, params) or _difference(
+    name, new_state, state
+  )
+  if changed and (
+    different := _difference(name, state, _made(init, params, state))
+  ):
     raise ValueError(f"{different}: {FIX}")
   grows = may_grow and _validate.difference(name, new_state, state)
   return new, new_state if grows else same_types(name, new_state, state)
 
 
-def _made(init: Callable[[Params], OptState], params: Params, state: OptState) -> OptState:
+def _made(
+  init: Callable[[Params], OptState], params: Params, state: OptState
+) -> OptState:
   """What `init` makes, or `state` where there is nothing to compare it with."""
   try:
     made = jax.eval_shape(init, params)
@@ -104,4 +116,6 @@ def _difference(name: str, got: Tree, wanted: Tree) -> str:
 
 
 def _without_own(tree: Tree) -> Tree:
-  return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
+  return jax.tree.map(
+    lambda x: None if is_state(x) else x, tree, is_leaf=is_state
+  )

@@ -72,7 +72,10 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.
   """
-  flags = [jnp.asarray(state.has_updated) for state in required("has_updated", opt_state)]
+  flags = [
+    jnp.asarray(state.has_updated)
+    for state in required("has_updated", opt_state)
+  ]
   return functools.reduce(jnp.logical_or, flags)
 
 
@@ -102,15 +105,22 @@ def discard_cycle(opt_state: State) -> State:
     if not is_state(x):
       return x
     names = ("mini_step", "acc_weight", "weight_rest")
-    return x._replace(**{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names})
+    return x._replace(
+      **{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names}
+    )
 
   required("discard_cycle", opt_state)
   return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
-@_validate.hinted("The weight of a mini step goes by name: from_multi_steps(state, weight=8).")
+@_validate.hinted(
+  "The weight of a mini step goes by name: from_multi_steps(state, weight=8)."
+)
 def from_multi_steps(
-  state: optax.MultiStepsState, *, use_grad_mean: bool = True, weight: ArrayLike | None = None
+  state: optax.MultiStepsState,
+  *,
+  use_grad_mean: bool = True,
+  weight: ArrayLike | None = None,
 ) -> AccumulateState:
   """Converts a state of `optax.MultiSteps` to one of `accumulate`, also in the middle of a cycle.
 
@@ -146,7 +156,11 @@ def from_multi_steps(
   """
   if not isinstance(state, optax.MultiStepsState):
     is_one = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
-    within = [name for name, x in _validate.named_leaves("state", state, is_one) if is_one(x)]
+    within = [
+      name
+      for name, x in _validate.named_leaves("state", state, is_one)
+      if is_one(x)
+    ]
     fix = "Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns."
     if within:
       fix = f"That is {within[0]}: convert it, and put the result in its place."
@@ -156,9 +170,15 @@ def from_multi_steps(
     )
   # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
   own = ("mini_step", "gradient_step", "acc_grads")
-  state = state._replace(**{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own})
-  [mini_step], [gradient_step] = map(jax.tree.leaves, (state.mini_step, state.gradient_step))
-  boxed = functools.partial(jax.tree.unflatten, jax.tree.structure(state.mini_step))
+  state = state._replace(
+    **{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own}
+  )
+  [mini_step], [gradient_step] = map(
+    jax.tree.leaves, (state.mini_step, state.gradient_step)
+  )
+  boxed = functools.partial(
+    jax.tree.unflatten, jax.tree.structure(state.mini_step)
+  )
   if weight is None:
     traced = isinstance(mini_step, jax.core.Tracer)
     if traced or jnp.any(mini_step != 0):
@@ -220,13 +240,17 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`, or one that was made without `axis_name`.
   """
-  spec = PartitionSpec(tuple(axis_name) if isinstance(axis_name, list) else axis_name)
+  spec = PartitionSpec(
+    tuple(axis_name) if isinstance(axis_name, list) else axis_name
+  )
 
   def specs(x: Any) -> Any:
     if not is_state(x):
       return PartitionSpec()
     local = {"acc_grads": x.acc_grads, "skip_state": x.skip_state}
-    if shapes := [leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)]:
+    if shapes := [
+      leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)
+    ]:
       raise ValueError(
         f"accumulate_specs got accumulators of shapes {shapes}, without an axis of length 1 in"
         " front: pass jax.eval_shape(tx.init, params) of an accumulate with axis_name."
@@ -238,20 +262,32 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   return jax.tree.map(specs, opt_state, is_leaf=is_state)
 
 
-def stored(state: AccumulateState, axis_name: AxisName | None) -> AccumulateState:
+def stored(
+  state: AccumulateState, axis_name: AxisName | None
+) -> AccumulateState:
   """A device's state as it is kept between calls: an axis of devices before what is its own."""
-  acc_grads, skip_state = with_device_axis((state.acc_grads, state.skip_state), axis_name)
+  acc_grads, skip_state = with_device_axis(
+    (state.acc_grads, state.skip_state), axis_name
+  )
   if axis_name is not None and across_devices.is_bound(axis_name):
-    acc_grads, skip_state = across_devices.varying((acc_grads, skip_state), axis_name)
+    acc_grads, skip_state = across_devices.varying(
+      (acc_grads, skip_state), axis_name
+    )
   return state._replace(acc_grads=acc_grads, skip_state=skip_state)
 
 
 def with_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
   """What is a device's own, as it is stored."""
-  return tree if axis_name is None else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+  return (
+    tree
+    if axis_name is None
+    else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+  )
 
 
-def without_device_axis(tree: Tree, axis_name: AxisName | None, name: str = "acc_grads") -> Tree:
+def without_device_axis(
+  tree: Tree, axis_name: AxisName | None, name: str = "acc_grads"
+) -> Tree:
   """What is a device's own, from what was stored."""
   if axis_name is None:
     return tree
@@ -268,7 +304,9 @@ def without_device_axis(tree: Tree, axis_name: AxisName | None, name: str = "acc
 
 def states_in(opt_state: OptState) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
-  return [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+  return [
+    x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)
+  ]
 
 
 def required(name: str, opt_state: OptState) -> list[AccumulateState]:

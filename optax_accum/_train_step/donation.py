@@ -27,7 +27,9 @@ class Known:
       return leaves
     if all(map(operator.is_, leaves, known)):
       return []
-    return [x for x, before in zip(leaves, known, strict=True) if x is not before]
+    return [
+      x for x, before in zip(leaves, known, strict=True) if x is not before
+    ]
 
 
 def arrays(tree: Tree) -> Leaves:
@@ -35,11 +37,17 @@ def arrays(tree: Tree) -> Leaves:
   leaves = jax.tree.leaves(tree)
   # Asked of types, of which there are few. Tracers are copied by the compiler where they must be.
   kinds = set(map(type, leaves))
-  others = {x for x in kinds if not issubclass(x, jax.Array) or issubclass(x, jax.core.Tracer)}
+  others = {
+    x
+    for x in kinds
+    if not issubclass(x, jax.Array) or issubclass(x, jax.core.Tracer)
+  }
   return [x for x in leaves if type(x) not in others] if others else leaves
 
 
-def check_alive(leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]) -> None:
+def check_alive(
+  leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]
+) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
   if not any(x.is_deleted() for x in leaves):
     return
@@ -66,12 +74,18 @@ def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
 
   def holds(aval: jax.core.ShapedArray) -> bool:
     """Whether an array of this type could be cut into such a shard."""
-    like = (shape for shape, dtype in shards if (len(shape), dtype) == (aval.ndim, aval.dtype))
+    like = (
+      shape
+      for shape, dtype in shards
+      if (len(shape), dtype) == (aval.ndim, aval.dtype)
+    )
     return any(all(map(operator.ge, aval.shape, shape)) for shape in like)
 
   # Told from the few types that there are: asking each array for its shard takes longer.
   alike = set(filter(holds, {x.aval for x in held}))
-  suspects = shards & _shards(x for x in held if x.aval in alike) if alike else set()
+  suspects = (
+    shards & _shards(x for x in held if x.aval in alike) if alike else set()
+  )
   if not suspects:
     return donated
 
@@ -92,13 +106,17 @@ def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
 def _shards(leaves: Iterable[jax.Array]) -> set[Shard]:
   """Shape and dtype of what one device has: arrays that share a buffer are alike in both."""
   kinds = {(x.aval, x.sharding) for x in leaves}
-  return {(sharding.shard_shape(aval.shape), aval.dtype) for aval, sharding in kinds}
+  return {
+    (sharding.shard_shape(aval.shape), aval.dtype) for aval, sharding in kinds
+  }
 
 
 def _buffers(x: jax.Array) -> set[int]:
   """Where the array is in the memory of each device of this process."""
   try:
-    return {shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards}
+    return {
+      shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards
+    }
   except jax.errors.JaxRuntimeError:  # not every runtime tells
     return {id(x)}
 

@@ -15,14 +15,29 @@ import optax
 from optax_accum import _scopes
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, Leaf, OptState, Params, Tree
+from optax_accum._arithmetic.trees import (
+  Args,
+  Grads,
+  Kwargs,
+  Leaf,
+  OptState,
+  Params,
+  Tree,
+)
 from optax_accum._streaming.cycle import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
-from optax_accum._streaming.state import AccumulateState, has_updated, is_state, states_in
+from optax_accum._streaming.state import (
+  AccumulateState,
+  has_updated,
+  is_state,
+  states_in,
+)
 from optax_accum._validate import named_leaves
 
 Held: TypeAlias = tuple[Params, OptState]  # parameters and optimizer state
-_OVERWRITTEN = "_overwrite_with_gradient"  # flax's collection of what no optimizer steps
+_OVERWRITTEN = (
+  "_overwrite_with_gradient"  # flax's collection of what no optimizer steps
+)
 _Zero = jax.custom_derivatives.SymbolicZero
 
 
@@ -42,7 +57,9 @@ def optimizer_step(
     # A weight that is a float says that there are none, so nothing is lost where it is dropped.
     sent = () if isinstance(extra_args["weight"], float) else set(given)
 
-    step = functools.partial(_updated, tx.update, (grads, opt_state, params), given)
+    step = functools.partial(
+      _updated, tx.update, (grads, opt_state, params), given
+    )
     run = functools.partial(sending, sent, step)
     # The branches of a conditional have the same types, so only without one may a state grow.
     updates, new_state = updated(
@@ -60,7 +77,9 @@ def optimizer_step(
     return update_if(counted, update, held, _scopes.END_OF_CYCLE)
   # To `accumulate` a batch of padding is a mini step, which adds nothing and ends no cycle.
   new = update(held, _may_end=counted)
-  counted = counted | has_updated(new[1])  # from a jitted `update` that was traced before
+  counted = counted | has_updated(
+    new[1]
+  )  # from a jitted `update` that was traced before
   return new if accumulates else _all_but_mini_steps(counted, new, held)
 
 
@@ -75,11 +94,15 @@ def _all_but_mini_steps(counted: Flag, new: Held, old: Held) -> Held:
   return jax.tree.map(choose, new, old, is_leaf=is_state)
 
 
-def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Held:
+def _updated(
+  update: Callable[..., Held], args: Args, extra_args: Kwargs
+) -> Held:
   """What `update` returns, without the extra arguments that it, or what it wraps, refuses."""
   parameters = inspect.signature(update).parameters
   if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-    return update(*args, **{name: x for name, x in extra_args.items() if name in parameters})
+    return update(
+      *args, **{name: x for name, x in extra_args.items() if name in parameters}
+    )
   extra_args = dict(extra_args)
   while True:
     try:
@@ -87,7 +110,9 @@ def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Hel
     except TypeError as error:  # a signature does not tell what a chain wraps: its own takes all
       refused = re.search(r"unexpected keyword argument '(\w+)'", str(error))
       *_, (caller, _) = traceback.walk_tb(error.__traceback__)
-      is_wrapper = caller.f_globals["__name__"].startswith(("optax.", "optax_accum."))
+      is_wrapper = caller.f_globals["__name__"].startswith(
+        ("optax.", "optax_accum.")
+      )
       if refused is None or refused[1] not in extra_args or not is_wrapper:
         raise
       del extra_args[refused[1]]
@@ -97,14 +122,20 @@ def _updated(update: Callable[..., Held], args: Args, extra_args: Kwargs) -> Hel
 _GATES = AccumulateState, optax.MultiStepsState, optax.ApplyIfFiniteState
 
 
-def _has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array:
+def _has_stepped(
+  before: OptState, after: OptState, updates: Grads
+) -> jax.Array:
   """Whether the optimizer took a step, which one that accumulates does once a cycle."""
   stepped = _have_stepped(before, after)
   rejects = lambda x: isinstance(x, optax.ApplyIfFiniteState)  # noqa: E731
   if any(map(rejects, jax.tree.leaves(after, is_leaf=rejects))):
     # Its state does not tell whether it gave up, and applied what is not finite, nor whether the
     # optimizer of other parameters took a step.
-    moved = [jnp.any(x != 0) for name, x in named_leaves("", updates) if _OVERWRITTEN not in name]
+    moved = [
+      jnp.any(x != 0)
+      for name, x in named_leaves("", updates)
+      if _OVERWRITTEN not in name
+    ]
     stepped = functools.reduce(jnp.logical_or, moved, stepped)
   return stepped
 
@@ -112,7 +143,10 @@ def _has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array
 def _have_stepped(before: OptState, after: OptState) -> jax.Array:
   """Whether one of these wrappers let a step pass, or there is none."""
   is_gate = lambda x: isinstance(x, _GATES)  # noqa: E731
-  states = (filter(is_gate, jax.tree.leaves(x, is_leaf=is_gate)) for x in (before, after))
+  states = (
+    filter(is_gate, jax.tree.leaves(x, is_leaf=is_gate))
+    for x in (before, after)
+  )
   passed = list(map(_has_passed, *states))
   return jnp.any(jnp.stack(passed)) if passed else jnp.bool_(True)
 
@@ -120,14 +154,23 @@ def _have_stepped(before: OptState, after: OptState) -> jax.Array:
 def _has_passed(before: OptState, after: OptState) -> jax.Array:
   """Whether such a wrapper, and those within it, let a step pass."""
   if isinstance(after, optax.ApplyIfFiniteState):
-    return after.last_finite & _have_stepped(before.inner_state, after.inner_state)
-  has_leaves = getattr(after, "has_updated", bool(jax.tree.leaves(after.acc_grads)))
+    return after.last_finite & _have_stepped(
+      before.inner_state, after.inner_state
+    )
+  has_leaves = getattr(
+    after, "has_updated", bool(jax.tree.leaves(after.acc_grads))
+  )
   counted = (after.gradient_step != before.gradient_step) & has_leaves
   return counted & _have_stepped(before.inner_opt_state, after.inner_opt_state)
 
 
 def loss_elsewhere(
-  loss: Any, weights: Tree, args: Args, kwargs: Kwargs, params: Params, weight: Leaf = None
+  loss: Any,
+  weights: Tree,
+  args: Args,
+  kwargs: Kwargs,
+  params: Params,
+  weight: Leaf = None,
 ) -> jax.Array:
   """The loss of this batch at other parameters, over the microbatches that counted at the present.
 
@@ -142,16 +185,24 @@ def loss_elsewhere(
     return loss.value(weights, params, *args, **kwargs)
 
   @functools.partial(value.defjvp, symbolic_zeros=True)
-  def value_and_tangent(primals: Args, tangents: Args) -> tuple[jax.Array, jax.Array]:
+  def value_and_tangent(
+    primals: Args, tangents: Args
+  ) -> tuple[jax.Array, jax.Array]:
     (params, held), (params_moved, held_moved) = primals, tangents
     weights, args, kwargs = held
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
     if moves := _instantiated(params_moved):
-      terms = jax.tree.map(_real_product, *map(loss.local.derivatives, (out.grads, *moves)))
+      terms = jax.tree.map(
+        _real_product, *map(loss.local.derivatives, (out.grads, *moves))
+      )
       tangent = jnp.asarray(sum(jax.tree.leaves(terms)), out.loss.dtype)
-    if moves := _instantiated(held_moved):  # of the step itself, which a user differentiates
-      tangent += jax.jvp(functools.partial(value.fun, params), (held,), moves)[1]
+    if moves := _instantiated(
+      held_moved
+    ):  # of the step itself, which a user differentiates
+      tangent += jax.jvp(functools.partial(value.fun, params), (held,), moves)[
+        1
+      ]
     return out.loss, tangent
 
   return value(params, (weights, args, kwargs))

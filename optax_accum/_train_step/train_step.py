@@ -3,7 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import inspect
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TYPE_CHECKING, TypeVar
+from typing import (
+  Any,
+  Concatenate,
+  Generic,
+  Literal,
+  ParamSpec,
+  TYPE_CHECKING,
+  TypeVar,
+)
 
 import jax
 from jax.typing import DTypeLike
@@ -11,10 +19,19 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reduction_words import GradReductionTree, ReductionTree
+from optax_accum._arithmetic.reduction_words import (
+  GradReductionTree,
+  ReductionTree,
+)
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
-from optax_accum._train_step.program import Loss, PreparedCall, Step, step_loss, StepProgram
+from optax_accum._train_step.program import (
+  Loss,
+  PreparedCall,
+  Step,
+  step_loss,
+  StepProgram,
+)
 
 OptState = TypeVar("OptState")
 if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainStep is an annotation
@@ -37,12 +54,16 @@ class TrainStep(Step, Generic[Params, Args]):
 
   updated, further_results = (0, 1), 1
 
-  def __init__(self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool):
+  def __init__(
+    self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool
+  ):
     self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
     self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
 
   def _names(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())}
+    return {
+      f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())
+    }
 
   _check_arguments = staticmethod(parameters.check_step)
 
@@ -50,18 +71,29 @@ class TrainStep(Step, Generic[Params, Args]):
     """The rows of the batch that a call is given, on all devices."""
     arguments: dict[Any, Any] = dict(enumerate((args[0], *args[2:])))
     split = self.loss.local.split
-    roles = split.roles(self.loss.local.fun, tuple(arguments.values()), {}, (0,))
+    roles = split.roles(
+      self.loss.local.fun, tuple(arguments.values()), {}, (0,)
+    )
     return cut.batch_rows(split, roles.batch, arguments)
 
   def __call__(
-    self, /, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
+    self,
+    /,
+    params: Params,
+    opt_state: OptState,
+    *args: Args.args,
+    **kwargs: Args.kwargs,
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._program.run(call)
 
   def check(
-    self, params: Params, opt_state: OptState, *args: Args.args, **kwargs: Args.kwargs
+    self,
+    params: Params,
+    opt_state: OptState,
+    *args: Args.args,
+    **kwargs: Args.kwargs,
   ) -> "SplitReport":
     """Tests whether the loss is the same in microbatches; if not, says why and how to fix it.
 
@@ -74,16 +106,22 @@ class TrainStep(Step, Generic[Params, Args]):
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return self._report(call, (call.args[0], *call.args[2:]))
 
-  def lower(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+  def lower(
+    self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
+  ) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
     return self.trace(params, opt_state, *args, **kwargs).lower()
 
-  def trace(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+  def trace(
+    self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
+  ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return call.jitted.trace(*call.args, **call.kwargs)
 
-  def eval_shape(self, params: Any, opt_state: Any, *args: Any, **kwargs: Any) -> Any:
+  def eval_shape(
+    self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
+  ) -> Any:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
     with self._prepared((params, opt_state, *args), kwargs) as call:
       return call.jitted.eval_shape(*call.args, **call.kwargs)
@@ -95,7 +133,9 @@ class TrainStep(Step, Generic[Params, Args]):
       yield self._program.prepare(given, kwargs)
     except Exception:
       fun = self.loss.local.fun
-      if why := _validate.hint_on(fun, (given[0], *given[2:]), kwargs, OTHER_NAMES):
+      if why := _validate.hint_on(
+        fun, (given[0], *given[2:]), kwargs, OTHER_NAMES
+      ):
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
       self._check_arguments(*given, **kwargs)
@@ -103,15 +143,22 @@ class TrainStep(Step, Generic[Params, Args]):
 
   def __repr__(self) -> str:
     split, parallel = self.loss.local.split, self.loss.parallel
-    size = "microbatch_size" if split.num_microbatches is None else "num_microbatches"
+    size = (
+      "microbatch_size"
+      if split.num_microbatches is None
+      else "num_microbatches"
+    )
     mesh = f", mesh={parallel.mesh}" if parallel else ""
     name = getattr(self.loss.local.fun, "__name__", repr(self.loss.local.fun))
     donate = self._program.donate
-    return f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
+    return (
+      f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
+    )
 
 
 @_validate.hinted(
-  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).", names=OTHER_NAMES
+  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).",
+  names=OTHER_NAMES,
 )
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],
@@ -260,23 +307,37 @@ def make_train_step(
     `grad_reduction`). It is of one call, so line searches in `accumulate` are an error if k > 1.
     What one transformation of a chain refuses by name, none of the chain gets.
   """
-  options = {k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")}
+  options = {
+    k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
+  }
   optimizers = optax.GradientTransformation, optax.MultiSteps
   module = str(getattr(loss_fn, "__module__", "")).partition(".")[0]
   if callable(tx) and (module == "optax" or isinstance(loss_fn, optimizers)):
-    raise TypeError("The loss comes before the optimizer: make_train_step(loss_fn, tx, ...).")
+    raise TypeError(
+      "The loss comes before the optimizer: make_train_step(loss_fn, tx, ...)."
+    )
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
-  return TrainStep(step_loss(loss_fn, **options), optax.with_extra_args_support(tx), donate)
+  return TrainStep(
+    step_loss(loss_fn, **options), optax.with_extra_args_support(tx), donate
+  )
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
   """The signature of a step, with the names that `loss_fn` gives to what follows the parameters."""
   kind = inspect.Parameter
-  first = [kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("params", "opt_state")]
+  first = [
+    kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("params", "opt_state")
+  ]
   try:
     parameters = list(inspect.signature(loss_fn).parameters.values())
-    named = parameters and parameters[0].kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    named = parameters and parameters[0].kind in (
+      kind.POSITIONAL_ONLY,
+      kind.POSITIONAL_OR_KEYWORD,
+    )
     return inspect.Signature([*first, *parameters[bool(named) :]])
-  except (TypeError, ValueError):  # it has none, or one that these two names do not go with
+  except (
+    TypeError,
+    ValueError,
+  ):  # it has none, or one that these two names do not go with
     return inspect.signature(lambda params, opt_state, *args, **kwargs: None)

@@ -12,7 +12,10 @@ from test_forgotten_sums import mesh, PLATFORMS
 
 from optax_accum import accumulate, accumulate_specs, count_collectives
 
-PARAMS = {"w": np.zeros((64, 128), np.float32), "v": np.zeros((128, 8), np.float32)}
+PARAMS = {
+  "w": np.zeros((64, 128), np.float32),
+  "v": np.zeros((128, 8), np.float32),
+}
 GRADIENTS = 4 * (64 * 128 + 128 * 8)
 
 
@@ -29,22 +32,36 @@ def test_gradients_are_summed_where_a_cycle_ends(platform, in_a_scan, reduces):
   specs = P(), accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data")
 
   def call(held, batch):
-    grads = jax.grad(loss_fn)(held[0], batch)  # of own rows: there are no types, check_vma=False
+    grads = jax.grad(loss_fn)(
+      held[0], batch
+    )  # of own rows: there are no types, check_vma=False
     grads = lax.pmean(grads, "data") if reduces else grads
     return tx.apply(grads, held[1], held[0]), None
 
   def calls(held, batch):
-    return lax.scan(call, held, batch.reshape(4, -1, 64))[0] if in_a_scan else call(held, batch)[0]
+    return (
+      lax.scan(call, held, batch.reshape(4, -1, 64))[0]
+      if in_a_scan
+      else call(held, batch)[0]
+    )
 
   def mapped(fun, in_specs, out_specs):
     return jax.shard_map(
-      fun, mesh=mesh(platform), in_specs=in_specs, out_specs=out_specs, check_vma=False
+      fun,
+      mesh=mesh(platform),
+      in_specs=in_specs,
+      out_specs=out_specs,
+      check_vma=False,
     )
 
   held = PARAMS, jax.eval_shape(mapped(tx.init, P(), specs[1]), PARAMS)
   rows = specs, P("data")
-  args = devices.abstract((held, np.zeros((256, 64), np.float32)), mesh(platform), rows)
-  report = count_collectives(jax.jit(mapped(calls, rows, specs)).lower(*args).compile())
+  args = devices.abstract(
+    (held, np.zeros((256, 64), np.float32)), mesh(platform), rows
+  )
+  report = count_collectives(
+    jax.jit(mapped(calls, rows, specs)).lower(*args).compile()
+  )
   times = 4 if in_a_scan else 1
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENTS)}
   if reduces:

@@ -27,7 +27,11 @@ def run(script, *arguments, cwd):
   # Not conftest's eight devices: the examples see to their own.
   flags = f"{fast_compile.FLAGS} {fast_compile.EMITTERS}"
   return subprocess.run(
-    [sys.executable, *([script] if script == "-c" else [ROOT / script]), *arguments],
+    [
+      sys.executable,
+      *([script] if script == "-c" else [ROOT / script]),
+      *arguments,
+    ],
     cwd=cwd,
     env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
     capture_output=True,
@@ -40,7 +44,15 @@ def run(script, *arguments, cwd):
 SUCCEEDS = [
   (
     "train_lm.py",
-    (*SMALL_LM, "--data", "text.txt", "--bf16", "--remat", "--plot", "figure.png"),
+    (
+      *SMALL_LM,
+      "--data",
+      "text.txt",
+      "--bf16",
+      "--remat",
+      "--plot",
+      "figure.png",
+    ),
     r"held-out bits per byte: \d+\.\d+ before",
   ),
   ("streaming.py", (), r"skipped microbatches:  1\n"),
@@ -49,10 +61,22 @@ SUCCEEDS = [
     ("--epochs", "5"),
     r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps",
   ),
-  ("flax_linen.py", ("--epochs", "5", "--mesh"), r"test accuracy: 0\.9\d+ after 35 steps"),
+  (
+    "flax_linen.py",
+    ("--epochs", "5", "--mesh"),
+    r"test accuracy: 0\.9\d+ after 35 steps",
+  ),
   ("data_parallel.py", (), r"per_cycle saves 1\.53 MiB a step and device\n"),
-  ("fsdp.py", (), r"between the replicas\n(.*\n){2}all-reduce( +0){4} +1 +1,\d{3},\d{3}\n\n"),
-  ("multi_process.py", (), r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch"),
+  (
+    "fsdp.py",
+    (),
+    r"between the replicas\n(.*\n){2}all-reduce( +0){4} +1 +1,\d{3},\d{3}\n\n",
+  ),
+  (
+    "multi_process.py",
+    (),
+    r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch",
+  ),
   (
     "contrastive.py",
     ("--steps", "60", "--batch", "64", "--microbatch", "8"),
@@ -73,7 +97,11 @@ SUCCEEDS = [
     ("--steps", "30", "--batch", "16"),
     r"balance loss +3\.9\d+ .*\n(.*\n)+on 8 devices +1\.\d+ +\d\.\de-1\d\n",
   ),
-  ("flax_nnx.py", (), r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters"),
+  (
+    "flax_nnx.py",
+    (),
+    r"temp memory: 0\.\d+ MiB a step, 2\.\d+ for all parameters",
+  ),
   (
     "influence.py",
     ("--epochs", "5", "--planted", "10"),
@@ -108,19 +136,51 @@ FAILS = [
     ("--steps", "ten"),
     "argument --steps: must be a whole number, 1 or more, got ten",
   ),
-  ("train_lm.py", ("--batch", "8", "--microbatch", "16"), "--batch 8 is not a multiple of .* 16"),
-  ("train_lm.py", ("--data", "missing.txt"), "--data missing.txt: No such file or directory"),
-  ("train_lm.py", ("--data", "empty.txt"), "--data holds 0 bytes; .* --length 64 needs 650"),
-  ("train_lm.py", ("--data", "short.txt"), "--data holds 649 bytes; .* --length 64 needs 650"),
-  ("train_lm.py", ("--batch", "12"), "--batch 12 is not a multiple of --microbatch 8"),
+  (
+    "train_lm.py",
+    ("--batch", "8", "--microbatch", "16"),
+    "--batch 8 is not a multiple of .* 16",
+  ),
+  (
+    "train_lm.py",
+    ("--data", "missing.txt"),
+    "--data missing.txt: No such file or directory",
+  ),
+  (
+    "train_lm.py",
+    ("--data", "empty.txt"),
+    "--data holds 0 bytes; .* --length 64 needs 650",
+  ),
+  (
+    "train_lm.py",
+    ("--data", "short.txt"),
+    "--data holds 649 bytes; .* --length 64 needs 650",
+  ),
+  (
+    "train_lm.py",
+    ("--batch", "12"),
+    "--batch 12 is not a multiple of --microbatch 8",
+  ),
   (
     "train_lm.py",
     ("--microbatch", "0"),
     "argument --microbatch: must be a whole number, 1 or more, got 0",
   ),
-  ("train_lm.py", ("--steps", "-1"), "argument --steps: must be a whole number, 1 or more, got -1"),
-  ("train_lm.py", ("--width", "30"), "--width 30 is not a multiple of 4, the number of heads"),
-  ("train_lm.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
+  (
+    "train_lm.py",
+    ("--steps", "-1"),
+    "argument --steps: must be a whole number, 1 or more, got -1",
+  ),
+  (
+    "train_lm.py",
+    ("--width", "30"),
+    "--width 30 is not a multiple of 4, the number of heads",
+  ),
+  (
+    "train_lm.py",
+    ("--plot", "no/figure.png"),
+    "--plot no/figure.png: .*No such file.*",
+  ),
   (
     "multi_process.py",
     ("--process-id", "1"),
@@ -128,31 +188,86 @@ FAILS = [
   ),
   (
     "multi_process.py",
-    ("--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "2"),
+    (
+      "--coordinator",
+      "127.0.0.1:1",
+      "--num-processes",
+      "2",
+      "--process-id",
+      "2",
+    ),
     "--process-id 2 must be one of 0 to --num-processes - 1",
   ),
-  ("contrastive.py", ("--batch", "12"), "--batch 12 is not 2 or more times --microbatch 32"),
-  ("contrastive.py", ("--microbatch", "512"), "--batch 512 is not 2 .* --microbatch 512"),
+  (
+    "contrastive.py",
+    ("--batch", "12"),
+    "--batch 12 is not 2 or more times --microbatch 32",
+  ),
+  (
+    "contrastive.py",
+    ("--microbatch", "512"),
+    "--batch 512 is not 2 .* --microbatch 512",
+  ),
   (
     "contrastive.py",
     ("--batch", "68", "--microbatch", "4"),
     "--batch 68 is not a multiple of 8, the number of devices",
   ),
-  ("contrastive.py", ("--steps", "20"), "--steps 20 must be 60 or more, --batch 512 64 or more.*"),
-  ("contrastive.py", ("--batch", "1600"), "--batch 1600 is more than the 1347 images to train on"),
+  (
+    "contrastive.py",
+    ("--steps", "20"),
+    "--steps 20 must be 60 or more, --batch 512 64 or more.*",
+  ),
+  (
+    "contrastive.py",
+    ("--batch", "1600"),
+    "--batch 1600 is more than the 1347 images to train on",
+  ),
   (
     "large_vocabulary.py",
     ("--microbatch", "65"),
     "--batch 1024 must be 256 or more, and 16 or more times --microbatch 65, to need .*",
   ),
-  ("large_vocabulary.py", ("--steps", "0"), "argument --steps: must be a whole number, .* got 0"),
-  ("packed_text.py", ("--microbatch", "12"), "--microbatch 12 is not a multiple of 8, .*"),
-  ("packed_text.py", ("--steps", "19"), "--steps 19 must be 20 or more, --length 256 64 or more"),
-  ("packed_text.py", ("--length", "63"), "--steps 24 must be 20 or more, --length 63 64 or more"),
-  ("packed_text.py", ("--length", "x"), "argument --length: must be a whole number, .* got x"),
-  ("mixture_of_experts.py", ("--steps", "29"), "--steps 29 must be 30 or more, to balance .*"),
-  ("mixture_of_experts.py", ("--batch", "8"), "--batch 8 is not 2 or more times --microbatch 8"),
-  ("mixture_of_experts.py", ("--batch", "20"), "--batch 20 is not 2 or more times .* 8"),
+  (
+    "large_vocabulary.py",
+    ("--steps", "0"),
+    "argument --steps: must be a whole number, .* got 0",
+  ),
+  (
+    "packed_text.py",
+    ("--microbatch", "12"),
+    "--microbatch 12 is not a multiple of 8, .*",
+  ),
+  (
+    "packed_text.py",
+    ("--steps", "19"),
+    "--steps 19 must be 20 or more, --length 256 64 or more",
+  ),
+  (
+    "packed_text.py",
+    ("--length", "63"),
+    "--steps 24 must be 20 or more, --length 63 64 or more",
+  ),
+  (
+    "packed_text.py",
+    ("--length", "x"),
+    "argument --length: must be a whole number, .* got x",
+  ),
+  (
+    "mixture_of_experts.py",
+    ("--steps", "29"),
+    "--steps 29 must be 30 or more, to balance .*",
+  ),
+  (
+    "mixture_of_experts.py",
+    ("--batch", "8"),
+    "--batch 8 is not 2 or more times --microbatch 8",
+  ),
+  (
+    "mixture_of_experts.py",
+    ("--batch", "20"),
+    "--batch 20 is not 2 or more times .* 8",
+  ),
   (
     "mixture_of_experts.py",
     ("--microbatch", "4"),
@@ -164,25 +279,45 @@ FAILS = [
     ("--planted", "90"),
     "--planted 90 is more than half of the 1[34].* to train on",
   ),
-  ("plan.py", ("--memory", "much"), "this machine: memory_limit='much' is not a size: .*"),
-  ("plan.py", ("--plot", "no/figure.png"), "--plot no/figure.png: .*No such file.*"),
+  (
+    "plan.py",
+    ("--memory", "much"),
+    "this machine: memory_limit='much' is not a size: .*",
+  ),
+  (
+    "plan.py",
+    ("--plot", "no/figure.png"),
+    "--plot no/figure.png: .*No such file.*",
+  ),
   (
     "noise_scale.py",
     ("--batches", "8"),
     "--batches takes two sizes or more, multiples of 4 above it",
   ),
-  ("noise_scale.py", ("--plot", "no/x.png"), "--plot no/x.png: .*No such file.*"),
+  (
+    "noise_scale.py",
+    ("--plot", "no/x.png"),
+    "--plot no/x.png: .*No such file.*",
+  ),
   ("resume.py", ("--cycle", "1"), "--cycle 1 must be 2 or more"),
-  ("resume.py", ("--devices", "3"), r"argument --devices: invalid choice: 3 \(choose from .*\)"),
+  (
+    "resume.py",
+    ("--devices", "3"),
+    r"argument --devices: invalid choice: 3 \(choose from .*\)",
+  ),
 ]
 
 
 @pytest.fixture
 def folder(tmp_path):
-  (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
+  (tmp_path / "text.txt").write_text(
+    "the quick brown fox jumps over the lazy dog. " * 100
+  )
   (tmp_path / "empty.txt").touch()
   (tmp_path / "short.txt").write_text("x" * 649)
-  (tmp_path / "least.txt").write_bytes(bytes(range(20)))  # one row to hold out, of --length 1
+  (tmp_path / "least.txt").write_bytes(
+    bytes(range(20))
+  )  # one row to hold out, of --length 1
   return tmp_path
 
 
@@ -193,39 +328,80 @@ def test_runs_to_its_end(example, arguments, printed, folder):
   assert re.search(printed, done.stdout)
   assert "Traceback" not in done.stderr
   if example == "train_lm.py":
-    before, after = map(float, re.search(r"byte: (\S+) before, (\S+) after", done.stdout).groups())
+    before, after = map(
+      float, re.search(r"byte: (\S+) before, (\S+) after", done.stdout).groups()
+    )
     assert after < before - 0.5
     assert "temp stops falling" not in done.stdout
   if "--plot" in arguments:
     assert (folder / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-LEAST_LM = ("--batch", "1", "--microbatch", "1", "--length", "1", "--layers", "1", "--width", "4")
+LEAST_LM = (
+  "--batch",
+  "1",
+  "--microbatch",
+  "1",
+  "--length",
+  "1",
+  "--layers",
+  "1",
+  "--width",
+  "4",
+)
 ODD_LM = [
-  ("--batch", "2", "--microbatch", "2", "--length", "8", "--layers", "1", "--width", "256"),
+  (
+    "--batch",
+    "2",
+    "--microbatch",
+    "2",
+    "--length",
+    "8",
+    "--layers",
+    "1",
+    "--width",
+    "256",
+  ),
   (*LEAST_LM, "--plot", "figure.png"),
-  (*LEAST_LM, "--batch", "2", "--microbatch", "2", "--data", "least.txt", "--bf16", "--remat"),
+  (
+    *LEAST_LM,
+    "--batch",
+    "2",
+    "--microbatch",
+    "2",
+    "--data",
+    "least.txt",
+    "--bf16",
+    "--remat",
+  ),
 ]
 
 
 @pytest.fixture
 def train_lm(folder, monkeypatch):
   """`train_lm.py` as a function of its arguments: in this process, which has imported JAX."""
-  spec = importlib.util.spec_from_file_location("train_lm", ROOT / "examples/train_lm.py")
+  spec = importlib.util.spec_from_file_location(
+    "train_lm", ROOT / "examples/train_lm.py"
+  )
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   monkeypatch.chdir(folder)
 
   def run_main(*arguments):
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *arguments])
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+    with (
+      jax.numpy_dtype_promotion("standard"),
+      jax.numpy_rank_promotion("allow"),
+    ):
       module.main()
 
   run_main.module = module
   return run_main
 
 
-@pytest.mark.filterwarnings("ignore:The `concrete` option:DeprecationWarning")  # flax 0.12.1
+@pytest.mark.filterwarnings(
+  "ignore:The `concrete` option:DeprecationWarning"
+)  # flax 0.12.1
 @pytest.mark.parametrize("arguments", ODD_LM)
 def test_odd_settings_train_too(arguments, train_lm, capsys):
   train_lm("--steps", "1", *arguments)
@@ -235,23 +411,38 @@ def test_odd_settings_train_too(arguments, train_lm, capsys):
   assert re.search(r"compiling: 100%.* microbatch(es)?, with remat\]", progress)
   if "256" in arguments:
     assert "one step of 1 microbatch and" in printed
-    assert "temp stops falling where activations are smaller than the gradients" in printed
+    assert (
+      "temp stops falling where activations are smaller than the gradients"
+      in printed
+    )
 
 
 def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
   figure = matplotlib.figure.Figure()
   memory = types.SimpleNamespace(temp_size_in_bytes=128 * 2**20)
   step = types.SimpleNamespace(memory_analysis=lambda: memory)
-  compiled = {(count, remat): step for count in (1, 128) for remat in (False, True)}
+  compiled = {
+    (count, remat): step for count in (1, 128) for remat in (False, True)
+  }
   train_lm.module.draw(figure, [3.0, 2.0], [3.0, 2.5], 128, compiled)
   figure.canvas.draw()
   loss_axes, memory_axes = figure.axes
-  curves = {line.get_label(): list(line.get_ydata()) for line in loss_axes.lines}
-  assert curves == {"the whole batch": [3.0, 2.5], "128 microbatches": [3.0, 2.0]}
-  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == ["1", "128"]
+  curves = {
+    line.get_label(): list(line.get_ydata()) for line in loss_axes.lines
+  }
+  assert curves == {
+    "the whole batch": [3.0, 2.5],
+    "128 microbatches": [3.0, 2.0],
+  }
+  assert [tick.get_text() for tick in memory_axes.get_xticklabels()] == [
+    "1",
+    "128",
+  ]
   labels = [tick.get_text() for tick in memory_axes.get_yticklabels()]
   assert (labels[0], "100" in labels) == ("0", True)
-  assert all(float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels())
+  assert all(
+    float(tick.get_text()) % 1 == 0 for tick in loss_axes.get_xticklabels()
+  )
 
 
 # Runs a script once for each list of arguments, in one process, which imports JAX once.
@@ -277,11 +468,17 @@ print(json.dumps(results))
 
 @pytest.mark.parametrize("example", sorted({example for example, *_ in FAILS}))
 def test_bad_input_is_one_line(example, folder):
-  bad = [(arguments, message) for name, arguments, message in FAILS if name == example]
+  bad = [
+    (arguments, message)
+    for name, arguments, message in FAILS
+    if name == example
+  ]
   calls = json.dumps([arguments for arguments, _ in bad])
   done = run("-c", DRIVER, str(ROOT / "examples" / example), calls, cwd=folder)
   assert done.returncode == 0, done.stderr
-  for (arguments, message), result in zip(bad, json.loads(done.stdout), strict=True):
+  for (arguments, message), result in zip(
+    bad, json.loads(done.stdout), strict=True
+  ):
     status, out, err = result
     assert status == 2, (arguments, err)
     assert "Traceback" not in err

@@ -13,7 +13,9 @@ SHARDED = Page("guides/sharded_state.md")
 HALF = Page("guides/half_precision.md")
 RECIPE, LOOP = HALF.blocks("float16 with loss scaling")
 
-pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures(
+  "usual_promotion"
+)  # a page's code is for JAX as it comes
 
 
 IN_SHARDS = SHARDED.blocks("The optimizer's state in shards")[0]
@@ -68,7 +70,9 @@ TX = optax.sgd(1 / SMALL)
 
 
 def small_loss(logits, y):
-  return SMALL * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+  return (
+    SMALL * optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+  )
 
 
 def wrong_order(params, batches):
@@ -81,8 +85,13 @@ def wrong_order(params, batches):
 
   @jax.jit
   def step(params, batch):
-    parts = [jax.grad(scaled)(half(params), part) for part in trees.strided(batch, 4)]
-    grads = [jax.tree.map(lambda g: (g / 2**15).astype(jnp.float32), part) for part in parts]
+    parts = [
+      jax.grad(scaled)(half(params), part) for part in trees.strided(batch, 4)
+    ]
+    grads = [
+      jax.tree.map(lambda g: (g / 2**15).astype(jnp.float32), part)
+      for part in parts
+    ]
     grads = jax.tree.map(lambda *g: sum(g) / 4, *grads)
     return optax.apply_updates(params, TX.update(grads, TX.init(params))[0])
 
@@ -107,7 +116,10 @@ def test_half_precision_skips_what_overflows_and_finds_a_scale():
   names = HALF.run(RECIPE)
   names["GROW_AFTER"] = 3
   tx, batch = names["tx"], names["batches"][0]
-  params = {"w": jnp.zeros((64, 10), jnp.float32), "b": jnp.zeros(10, jnp.float32)}
+  params = {
+    "w": jnp.zeros((64, 10), jnp.float32),
+    "b": jnp.zeros(10, jnp.float32),
+  }
   state, scaling = tx.init(params), (jnp.float32(2**20), jnp.int32(0))
   skipped = []
   for _ in range(12):
@@ -118,7 +130,9 @@ def test_half_precision_skips_what_overflows_and_finds_a_scale():
     if skipped[-1]:
       trees.assert_close(after, before, 0)
     third = not any(skipped[-3:]) and int(scaling[1]) == 0
-    assert float(scaling[0]) == scale * (0.5 if skipped[-1] else 2 if third else 1)
+    assert float(scaling[0]) == scale * (
+      0.5 if skipped[-1] else 2 if third else 1
+    )
   # Down to a scale that fits, and every fourth step tries the double.
   assert skipped == [True] * 2 + ([False] * 3 + [True]) * 2 + [False] * 2
 
@@ -128,8 +142,16 @@ def test_the_scale_of_half_precision_has_bounds(scale, value):
   names = HALF.run(RECIPE, mean_loss=small_loss)
   names["GROW_AFTER"] = 1
   tx, batch = names["tx"], names["batches"][0]
-  params = {"w": jnp.zeros((64, 10), jnp.float32), "b": jnp.zeros(10, jnp.float32)}
-  scaling, batch = (jnp.float32(scale), jnp.int32(0)), {**batch, "x": value * batch["x"]}
-  _, state, (new_scale, _), _ = names["step"](params, tx.init(params), scaling, batch)
+  params = {
+    "w": jnp.zeros((64, 10), jnp.float32),
+    "b": jnp.zeros(10, jnp.float32),
+  }
+  scaling, batch = (
+    (jnp.float32(scale), jnp.int32(0)),
+    {**batch, "x": value * batch["x"]},
+  )
+  _, state, (new_scale, _), _ = names["step"](
+    params, tx.init(params), scaling, batch
+  )
   assert state[0].count == (0 if scale == 1 else 1)
   assert float(new_scale) == scale

@@ -15,14 +15,22 @@ import pytest
 from support.pages import Page
 
 PAGE = Page("guides/checkpoints.md")
-CYCLE, CALLS, LIMIT = 4, 12, 120  # microbatches of a step and of the run, seconds of a process
+CYCLE, CALLS, LIMIT = (
+  4,
+  12,
+  120,
+)  # microbatches of a step and of the run, seconds of a process
 
-pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures(
+  "usual_promotion"
+)  # a page's code is for JAX as it comes
 
 
 @functools.cache
 def names_of_page():
-  return PAGE.run(PAGE.blocks("Save and restore")[0], PAGE.blocks("Data from grain")[0])
+  return PAGE.run(
+    PAGE.blocks("Save and restore")[0], PAGE.blocks("Data from grain")[0]
+  )
 
 
 def train(folder, calls, dataset=None, killed_in=None):
@@ -33,7 +41,11 @@ def train(folder, calls, dataset=None, killed_in=None):
   def recorded(params, opt_state, x, y, key):
     call = int(opt_state.gradient_step) * CYCLE + int(opt_state.mini_step)
     with open(folder.with_suffix(".seen"), "a") as file:
-      print(call, zlib.crc32(np.asarray(x).tobytes() + np.asarray(y).tobytes()), file=file)
+      print(
+        call,
+        zlib.crc32(np.asarray(x).tobytes() + np.asarray(y).tobytes()),
+        file=file,
+      )
     if call == killed_in:  # the checkpoint of the call before is being written
       os.kill(os.getpid(), signal.SIGKILL)
     return mini_step(params, opt_state, x, y, key)
@@ -53,19 +65,32 @@ def seen(folder):
 
 def train_in_a_process(folder, killed_in):
   jax.config.update("jax_platforms", "cpu")
-  np.savez(folder.with_suffix(".npz"), *train(folder, CALLS, killed_in=killed_in))
+  np.savez(
+    folder.with_suffix(".npz"), *train(folder, CALLS, killed_in=killed_in)
+  )
 
 
 def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
   server = multiprocessing.get_context("forkserver")
-  server.set_forkserver_preload([__name__, "flax.nnx", "orbax.checkpoint", "sklearn.datasets"])
+  server.set_forkserver_preload(
+    [__name__, "flax.nnx", "orbax.checkpoint", "sklearn.datasets"]
+  )
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   # Killed in the middle of the second and of the third cycle.
-  for folder, killed_in in [(whole, None), (parts, 6), (parts, 9), (parts, None)]:
-    process = server.Process(target=train_in_a_process, args=(folder, killed_in), daemon=True)
+  for folder, killed_in in [
+    (whole, None),
+    (parts, 6),
+    (parts, 9),
+    (parts, None),
+  ]:
+    process = server.Process(
+      target=train_in_a_process, args=(folder, killed_in), daemon=True
+    )
     process.start()
     process.join(LIMIT)
-    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), process.exitcode
+    assert process.exitcode == (0 if killed_in is None else -signal.SIGKILL), (
+      process.exitcode
+    )
 
   expected = dict(seen(whole))
   assert list(expected) == list(range(CALLS))
@@ -74,7 +99,10 @@ def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
   calls = [call for call, _ in seen(parts)]
   resumed_at = [b for a, b in itertools.pairwise(calls) if b <= a]
   assert len(resumed_at) == 2
-  assert resumed_at[0] in (5, 6)  # the last checkpoint may not have been complete
+  assert resumed_at[0] in (
+    5,
+    6,
+  )  # the last checkpoint may not have been complete
   assert resumed_at[1] in (8, 9)
   assert calls[-1] == CALLS - 1
   ends = [np.load(folder.with_suffix(".npz")) for folder in (whole, parts)]
@@ -121,7 +149,9 @@ class Wrong:
 
 
 def on_the_device():
-  return grain.experimental.device_put(names_of_page()["dataset"], jax.devices()[0])
+  return grain.experimental.device_put(
+    names_of_page()["dataset"], jax.devices()[0]
+  )
 
 
 @pytest.mark.parametrize(
@@ -134,7 +164,9 @@ def on_the_device():
   ],
   ids=["page", "device_put", "read ahead by hand", "no position"],
 )
-def test_the_position_is_that_of_the_last_batch_trained_on(tmp_path, make, skipped):
+def test_the_position_is_that_of_the_last_batch_trained_on(
+  tmp_path, make, skipped
+):
   whole, parts = tmp_path / "whole", tmp_path / "parts"
   expected = train(whole, CALLS)
   train(parts, 6, make())

@@ -13,7 +13,9 @@ from support.migrating import Pair
 
 from optax_accum import from_multi_steps
 
-pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures(
+  "usual_promotion"
+)  # a page's code is for JAX as it comes
 
 
 def linear(params, x):
@@ -36,7 +38,9 @@ def test_multi_steps_goes_on_in_mid_cycle():
   exec(code, names)
   for batch in migrating.EVEN[6:]:
     state = names["params"], names["opt_state"]
-    names["params"], names["opt_state"] = names["mini_step"](*state, batch, False)
+    names["params"], names["opt_state"] = names["mini_step"](
+      *state, batch, False
+    )
   expected = migrating.PAGE.run(before, batches=migrating.EVEN)["params"]
   trees.assert_close(names["params"], expected, 1e-6)
 
@@ -62,10 +66,14 @@ def test_a_linen_train_state():
 def test_a_linen_train_state_goes_on_in_mid_cycle():
   section = "A linen `TrainState`"
   before, after = migrating.PAGE.blocks(section)
-  [code] = re.findall(r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section])
+  [code] = re.findall(
+    r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section]
+  )
   old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])["state"]
   names = migrating.PAGE.run(after, batches=[])
-  names["state"] = eval(code, {**names, "old": old, "from_multi_steps": from_multi_steps})
+  names["state"] = eval(
+    code, {**names, "old": old, "from_multi_steps": from_multi_steps}
+  )
   for batch in migrating.EVEN[6:]:
     names["state"] = names["mini_step"](names["state"], batch, False)
   expected = linen_weights(migrating.PAGE.run(before, batches=migrating.EVEN))
@@ -81,12 +89,18 @@ def test_flax():
 def test_flax_goes_on_in_mid_cycle():
   section = "Flax's cookbook"
   shared, before, after = migrating.PAGE.blocks(section)
-  [code] = re.findall(r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section])
+  [code] = re.findall(
+    r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section]
+  )
   trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
   old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:6])
   # The loop after, around the model that the loop before has trained.
   names = migrating.PAGE.run(
-    shared, "model = trained_model", after, batches=[], trained_model=old["model"]
+    shared,
+    "model = trained_model",
+    after,
+    batches=[],
+    trained_model=old["model"],
   )
   exec(code, {**names, "old": old["optimizer"]})
   for batch in migrating.EVEN[6:]:
@@ -122,7 +136,9 @@ def test_keras_with_other_optimizers(in_keras, in_optax, same):
   assert "sgd(0.5, momentum=0.9" in after
   before = before.replace("SGD(\n  0.5, momentum=0.9", in_keras)
   after = after.replace("sgd(0.5, momentum=0.9", in_optax)
-  before, after = (keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after))
+  before, after = (
+    keras_weights(migrating.PAGE.run(*shared, loop)) for loop in (before, after)
+  )
   assert (trees.largest_difference(after, before) < 2e-6) == same
 
 
@@ -130,8 +146,12 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   shared, _, after = migrating.PAGE.blocks("Keras")
   dense = 'keras.layers.Dense(16, "tanh"), '
   assert dense in shared
-  layers = f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
+  layers = (
+    f"{dense}keras.layers.Dropout(0.5), keras.layers.BatchNormalization(), "
+  )
   names = migrating.PAGE.run(shared.replace(dense, layers), after)
-  seeds, mean, _ = (variable.value for variable in names["model"].non_trainable_variables)
+  seeds, mean, _ = (
+    variable.value for variable in names["model"].non_trainable_variables
+  )
   assert seeds[1] == len(names["batches"])  # how often it was drawn from
   assert jnp.any(mean != 0)

@@ -11,7 +11,11 @@ from optax_accum import accumulate, has_updated
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")
 
-CASES = [x for x in dir(_accumulation_test.AccumulationTest) if x.startswith("test_multi_steps")]
+CASES = [
+  x
+  for x in dir(_accumulation_test.AccumulationTest)
+  if x.startswith("test_multi_steps")
+]
 assert len(CASES) >= 8  # of none pytest would say that they are skipped
 
 
@@ -35,7 +39,9 @@ class MultiSteps:
     )
 
   def gradient_transformation(self):
-    return optax.GradientTransformation(self._tx.init, jax.jit(self._tx.update))  # for time
+    return optax.GradientTransformation(
+      self._tx.init, jax.jit(self._tx.update)
+    )  # for time
 
   def has_updated(self, state):
     return has_updated(state)
@@ -46,6 +52,8 @@ def test_multi_steps_of_optax(name, monkeypatch):
   monkeypatch.setattr(_accumulation, "MultiSteps", MultiSteps)
   result = unittest.TestResult()
   _accumulation_test.AccumulationTest(name).run(result)
-  problems = [text for _, text in result.errors + result.failures + result.skipped]
+  problems = [
+    text for _, text in result.errors + result.failures + result.skipped
+  ]
   assert not problems, "\n".join(problems)
   assert result.testsRun == 1

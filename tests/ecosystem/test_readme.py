@@ -19,7 +19,9 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = code_of(README)
 
-pytestmark = pytest.mark.usefixtures("usual_promotion")  # README's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures(
+  "usual_promotion"
+)  # README's code is for JAX as it comes
 
 
 def run(*snippets):
@@ -30,7 +32,9 @@ def run(*snippets):
 
 
 def fenced(language):
-  return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+  return re.findall(
+    rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL
+  )
 
 
 def test_readme_is_short():
@@ -53,7 +57,9 @@ def test_snippets_run_one_after_another():
 
 
 def test_the_first_snippet_ends_with_a_check(capsys):
-  assert SNIPPETS[0].rstrip().endswith("print(step.check(params, opt_state, batch))")
+  assert (
+    SNIPPETS[0].rstrip().endswith("print(step.check(params, opt_state, batch))")
+  )
   run(SNIPPETS[0])
   assert "check_split: ok" in capsys.readouterr().out
 
@@ -61,7 +67,9 @@ def test_the_first_snippet_ends_with_a_check(capsys):
 def test_both_sides_of_the_diff_are_one_step():
   (diff,) = fenced("diff")
   lines = diff.splitlines()
-  before, after = ("\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+")
+  before, after = (
+    "\n".join(x[1:] for x in lines if x[0] == sign) for sign in "-+"
+  )
   start = run(SNIPPETS[0])
   rows = {"x": start["x"], "y": jnp.sin(start["x"]).sum(axis=1)}
   results = []
@@ -73,7 +81,9 @@ def test_both_sides_of_the_diff_are_one_step():
   (params, state, metrics), (new_params, new_state, new_metrics) = results
   assert not jnp.array_equal(params, jnp.ones(16))
   trees.assert_close((params, state), (new_params, new_state), 1e-5)
-  assert float(metrics["loss"]) == pytest.approx(float(new_metrics["loss"]), rel=1e-5)
+  assert float(metrics["loss"]) == pytest.approx(
+    float(new_metrics["loss"]), rel=1e-5
+  )
 
 
 def test_what_a_masked_loss_prints_is_what_readme_says():
@@ -114,7 +124,9 @@ def flax_takes(option):
     try:
       make(loss, **{option: object()})
     except TypeError as error:
-      unknown = re.search("takes no|has no option|unexpected keyword", str(error))
+      unknown = re.search(
+        "takes no|has no option|unexpected keyword", str(error)
+      )
       taken.add(unknown is None)
     except ValueError:
       taken.add(True)
@@ -132,14 +144,19 @@ def test_a_function_takes_the_options_that_the_table_says():
       if column == "Flax steps":
         takes = flax_takes(option)
       else:
-        takes = option in inspect.signature(getattr(optax_accum, column.strip("`"))).parameters
+        takes = (
+          option
+          in inspect.signature(
+            getattr(optax_accum, column.strip("`"))
+          ).parameters
+        )
       assert takes == (cell == "yes"), (option, column)
 
 
 def recorded(name, table, first, column):
-  found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["tables"][
-    table
-  ]
+  found = json.loads(
+    (ROOT / "benchmarks" / "results" / f"{name}.json").read_text()
+  )["tables"][table]
   (row,) = (r for r in found["rows"] if first in r)
   return row[found["columns"].index(column)]
 
@@ -147,19 +164,31 @@ def recorded(name, table, first, column):
 @pytest.mark.parametrize(
   ("claim", "where"),
   [
-    ("0.975 of the time", ("whole_cycle", 0, "optax_accum, N=8", "time / scan")),
+    (
+      "0.975 of the time",
+      ("whole_cycle", 0, "optax_accum, N=8", "time / scan"),
+    ),
     ("33 P of temporary", ("whole_cycle", 0, "optax_accum, N=8", "temp, P")),
     ("253 P", ("whole_cycle", 0, "whole batch at once", "temp, P")),
     ("without it 2.48 P", ("memory_tpu", 0, "plain", "temp, P")),
     ("1.33 P on a TPU", ("memory_tpu", 0, "in_place", "temp, P")),
     ("(2.07 P)", ("memory_gpu", 0, "plain", "temp, P")),
     ("1.10 P on an H100", ("memory_gpu", 0, "in_place", "temp, P")),
-    ("11 times that of `apply`", ("streaming", 1, "apply", "MultiSteps / this")),
+    (
+      "11 times that of `apply`",
+      ("streaming", 1, "apply", "MultiSteps / this"),
+    ),
     ("| 3.0 P |", ("streaming", 1, "MultiSteps", "temp, P")),
     ("| 0 P |", ("streaming", 1, "apply", "temp, P")),
     ("| 0 P |", ("streaming_tpu", 1, "MultiSteps", "temp, P")),
-    ("| 40 (26.3 MiB) |", ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops")),
-    ("| 1 (3.3 MiB) |", ("collectives", 0, "optax_accum", "reductions outside")),
+    (
+      "| 40 (26.3 MiB) |",
+      ("collectives", 0, "optax.MultiSteps, scanned", "reductions in loops"),
+    ),
+    (
+      "| 1 (3.3 MiB) |",
+      ("collectives", 0, "optax_accum", "reductions outside"),
+    ),
   ],
 )
 def test_a_figure_is_what_a_benchmark_printed(claim, where):

@@ -7,7 +7,9 @@ from support.migrating import Pair
 
 TX = optax.sgd(0.5, momentum=0.9)
 
-pytestmark = pytest.mark.usefixtures("usual_promotion")  # a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures(
+  "usual_promotion"
+)  # a page's code is for JAX as it comes
 
 
 def linear(params, x):
@@ -29,5 +31,11 @@ def test_pytorch():
 
 
 def test_accelerate():
-  pair = Pair("`accelerate`", trained, linear, TX, shared=migrating.PAGE.blocks("PyTorch")[:1])
+  pair = Pair(
+    "`accelerate`",
+    trained,
+    linear,
+    TX,
+    shared=migrating.PAGE.blocks("PyTorch")[:1],
+  )
   migrating.assert_a_pair(pair, "uneven", "cut short")

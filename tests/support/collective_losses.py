@@ -23,7 +23,11 @@ from support.devices import make_mesh
 ROWS, WIDTH = 8, 8  # rows of each device
 AXIS = "data"
 RIGHT, EITHER = "right", "right or refused"
-REDUCED, DIVIDED, WITHIN = "reduced", "divided", "a gradient within"  # and so refused
+REDUCED, DIVIDED, WITHIN = (
+  "reduced",
+  "divided",
+  "a gradient within",
+)  # and so refused
 
 
 class Row(NamedTuple):
@@ -56,7 +60,9 @@ def make_params():
 def make_batch(valid):
   """So many valid rows on each device."""
   devices, rng = len(valid), np.random.default_rng(0)
-  size = np.linspace(0.5, 1.5, devices * ROWS)  # later devices have other losses
+  size = np.linspace(
+    0.5, 1.5, devices * ROWS
+  )  # later devices have other losses
   mask = np.arange(ROWS) < np.array(valid)[:, None]
   return {
     "x": rng.normal(size=(devices * ROWS, WIDTH)) * size[:, None],
@@ -106,7 +112,9 @@ def of_features(name, **options):
 
   def known(fun):
     def loss(params, batch):
-      return own_mean(errors(params, fun(features(params, batch), batch), batch), batch)
+      return own_mean(
+        errors(params, fun(features(params, batch), batch), batch), batch
+      )
 
     TABLE[name] = Row(loss, RIGHT, **options)
     return fun
@@ -130,7 +138,9 @@ def standardised(h, batch):
 
 
 of_features("psum: batch norm")(standardised)
-of_features("psum: batch norm in a jit, checkpointed")(jax.checkpoint(jax.jit(standardised)))
+of_features("psum: batch norm in a jit, checkpointed")(
+  jax.checkpoint(jax.jit(standardised))
+)
 
 
 @of_features("pmean: batch norm")
@@ -142,7 +152,9 @@ def of_means(h, batch):
 
 @of_features("psum: batch norm in each layer of a scan")
 def scanned(h, batch):
-  return lax.scan(lambda h, _: (jnp.sin(standardised(h, batch)), None), h, None, length=2)[0]
+  return lax.scan(
+    lambda h, _: (jnp.sin(standardised(h, batch)), None), h, None, length=2
+  )[0]
 
 
 @row("psum: in both branches of a cond")
@@ -161,7 +173,10 @@ def advantages(params, batch):
   mean = lax.psum(total(batch["y"], batch), AXIS) / n
   var = lax.psum(total((batch["y"] - mean) ** 2, batch), AXIS) / n
   return -own_mean(
-    (batch["y"] - mean) / jnp.sqrt(var + 0.1) * (features(params, batch) @ params["v"]), batch
+    (batch["y"] - mean)
+    / jnp.sqrt(var + 0.1)
+    * (features(params, batch) @ params["v"]),
+    batch,
   )
 
 
@@ -178,7 +193,9 @@ def penalty(params, batch):
 @row("pmean: centred outputs")
 def centred(params, batch):
   out = features(params, batch) @ params["v"]
-  return own_mean((out - lax.pmean(jnp.mean(out), AXIS) - batch["y"]) ** 2, batch)
+  return own_mean(
+    (out - lax.pmean(jnp.mean(out), AXIS) - batch["y"]) ** 2, batch
+  )
 
 
 @of_features("pmax: scaled")
@@ -213,7 +230,9 @@ def gathered_valid(params, batch):
   logits = jnp.where(all_valid[None], z @ of_all.T, -1e9)
   own = lax.axis_index(AXIS) * len(z) + jnp.arange(len(z), dtype=jnp.int32)
   each = optax.losses.softmax_cross_entropy_with_integer_labels(logits, own)
-  return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(jnp.sum(batch["mask"]), 1)
+  return jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(
+    jnp.sum(batch["mask"]), 1
+  )
 
 
 @row("all_gather tiled: contrastive")
@@ -253,7 +272,9 @@ def scattered(params, batch):
 @row("psum_scatter: of losses")
 def scattered_losses(params, batch):
   """Each device has its part of a sum over all."""
-  part = lax.psum_scatter(params["v"] * total_error(params, batch), AXIS, tiled=True)
+  part = lax.psum_scatter(
+    params["v"] * total_error(params, batch), AXIS, tiled=True
+  )
   return jnp.sum(jnp.sin(part))
 
 
@@ -261,7 +282,9 @@ def scattered_losses(params, batch):
 def exchanged(params, batch):
   h = features(params, batch)
   columns = lax.all_to_all(h, AXIS, 1, 0, tiled=True)
-  return own_mean(errors(params, h, batch), batch) + jnp.mean(jnp.cumsum(columns, axis=0) ** 2)
+  return own_mean(errors(params, h, batch), batch) + jnp.mean(
+    jnp.cumsum(columns, axis=0) ** 2
+  )
 
 
 @row("axis_index", alone=True)
@@ -272,9 +295,13 @@ def by_index(params, batch):
 @row("pcast", alone=True)
 def cast(params, batch):
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  if AXIS in jax.sharding.get_abstract_mesh().manual_axes:  # the axis of a vmap has no types
+  if (
+    AXIS in jax.sharding.get_abstract_mesh().manual_axes
+  ):  # the axis of a vmap has no types
     start = lax.pcast(start, AXIS, to="varying")
-  h, _ = lax.scan(lambda h, _: (features(params, batch) + h, None), start, None, length=2)
+  h, _ = lax.scan(
+    lambda h, _: (features(params, batch) + h, None), start, None, length=2
+  )
   return own_mean(errors(params, h, batch), batch)
 
 
@@ -352,18 +379,24 @@ def over_count_or_one(params, batch):
 
 @row("sum * (1 / psum(count))", DIVIDED)
 def times_inverse(params, batch):
-  return total_error(params, batch) * (1 / lax.psum(jnp.sum(batch["mask"]), AXIS))
+  return total_error(params, batch) * (
+    1 / lax.psum(jnp.sum(batch["mask"]), AXIS)
+  )
 
 
 @row("where(count, sum / count, 0)", DIVIDED)
 def where_counted(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
-  return jnp.where(count > 0, total_error(params, batch) / jnp.clip(count, 1, 1e9), 0)
+  return jnp.where(
+    count > 0, total_error(params, batch) / jnp.clip(count, 1, 1e9), 0
+  )
 
 
 @row("sum * psum(count) ** -1 + own", DIVIDED)
 def a_part_beside_a_mean(params, batch):
-  part = total_error(params, batch) * lax.psum(jnp.sum(batch["mask"]), AXIS) ** -1
+  part = (
+    total_error(params, batch) * lax.psum(jnp.sum(batch["mask"]), AXIS) ** -1
+  )
   return part + 0.1 * lax.pmean(second(params, batch), AXIS)
 
 
@@ -390,7 +423,12 @@ def over_count_in_scan(params, batch):
 def over_count_in_cond(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   yes = lambda s: s / count  # noqa: E731
-  return lax.cond(params["b"][0] > -9, yes, lambda s: 2 * s / count, total_error(params, batch))
+  return lax.cond(
+    params["b"][0] > -9,
+    yes,
+    lambda s: 2 * s / count,
+    total_error(params, batch),
+  )
 
 
 @row("own + sum / psum(count)", EITHER)
@@ -462,7 +500,9 @@ def gather_first(params, batch):
 
 @row("pmean of rows, then mean", REDUCED)
 def mean_of_rows(params, batch):
-  return jnp.mean(lax.pmean(errors(params, features(params, batch), batch), AXIS))
+  return jnp.mean(
+    lax.pmean(errors(params, features(params, batch), batch), AXIS)
+  )
 
 
 @row("pmean, then root", REDUCED)
@@ -472,7 +512,9 @@ def root_of_mean(params, batch):
 
 @row("pmean + penalty", REDUCED)
 def mean_and_penalty(params, batch):
-  return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(lax.pmean(params["w"], AXIS) ** 2)
+  return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(
+    lax.pmean(params["w"], AXIS) ** 2
+  )
 
 
 @row("pmean + own penalty", REDUCED)
@@ -493,7 +535,9 @@ def mean_in_scan(params, batch):
 def mean_in_cond(params, batch):
   mean = lambda x: lax.pmean(x, AXIS)  # noqa: E731
   most = lambda x: lax.psum(x, AXIS)  # noqa: E731
-  return lax.cond(batch["y"].shape[0] > jnp.zeros(()), mean, most, plain(params, batch))
+  return lax.cond(
+    batch["y"].shape[0] > jnp.zeros(()), mean, most, plain(params, batch)
+  )
 
 
 @row("pmean, last, in a vmap", REDUCED, typed=False)  # which JAX 0.8.2 cannot
@@ -545,14 +589,20 @@ def spread(params, batch):
 def load_balance(params, batch):
   h = features(params, batch)
   p = jax.nn.softmax(h)
-  chosen = lax.stop_gradient(jax.nn.one_hot(jnp.argmax(p, -1), WIDTH, dtype=p.dtype))
+  chosen = lax.stop_gradient(
+    jax.nn.one_hot(jnp.argmax(p, -1), WIDTH, dtype=p.dtype)
+  )
   shares = lax.pmean(jnp.mean(chosen, 0), AXIS), lax.pmean(jnp.mean(p, 0), AXIS)
-  return own_mean(errors(params, h, batch), batch) + WIDTH * jnp.sum(shares[0] * shares[1])
+  return own_mean(errors(params, h, batch), batch) + WIDTH * jnp.sum(
+    shares[0] * shares[1]
+  )
 
 
 @row("own, weighed by a gathered temperature")
 def by_temperature(params, batch):
-  temperature = jnp.max(lax.stop_gradient(lax.all_gather(plain(params, batch), AXIS)))
+  temperature = jnp.max(
+    lax.stop_gradient(lax.all_gather(plain(params, batch), AXIS))
+  )
   return plain(params, batch) / temperature
 
 
@@ -579,7 +629,9 @@ def inner_gradient_of_mean(params, batch):
   """Where values have types, JAX gives a part of what it gives where they have none."""
 
   def out(x):
-    return lax.pmean(jnp.sum(features(params, {**batch, "x": x}) @ params["v"]), AXIS)
+    return lax.pmean(
+      jnp.sum(features(params, {**batch, "x": x}) @ params["v"]), AXIS
+    )
 
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
 
@@ -587,14 +639,18 @@ def inner_gradient_of_mean(params, batch):
 @row("an inner step by gradients of a mean, in a jit", WITHIN, typed=False)
 def inner_step_of_mean(params, batch):
   of_mean = jax.jit(lambda params: lax.pmean(plain(params, batch), AXIS))
-  inner = jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params))
+  inner = jax.tree.map(
+    lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params)
+  )
   return plain(inner, batch)
 
 
 @row("an inner step by gradients of a gathered mean", WITHIN)
 def inner_step_of_gathered(params, batch):
   of_mean = lambda params: jnp.mean(lax.all_gather(plain(params, batch), AXIS))  # noqa: E731
-  inner = jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params))
+  inner = jax.tree.map(
+    lambda w, g: w - 0.1 * g, params, jax.grad(of_mean)(params)
+  )
   return plain(inner, batch)
 
 
@@ -609,7 +665,10 @@ def inner_step(params, batch):
 def inner_jacobian(params, batch):
   def out(b):
     h = features({**params, "b": b}, batch)
-    return jnp.mean(h - lax.pmean(jnp.mean(h, 0, keepdims=True), AXIS), 0) * params["v"]
+    return (
+      jnp.mean(h - lax.pmean(jnp.mean(h, 0, keepdims=True), AXIS), 0)
+      * params["v"]
+    )
 
   return plain(params, batch) + jnp.sum(jax.jacfwd(out)(params["b"]) ** 2)
 
@@ -619,7 +678,9 @@ def inner_jacobian(params, batch):
 
 def microbatches(batch, devices, num_microbatches=None, microbatch_size=None):
   """The microbatches, each with a first axis of devices. A size counts rows of one device."""
-  of_devices = jax.tree.map(lambda x: x.reshape(devices, -1, *x.shape[1:]), batch)
+  of_devices = jax.tree.map(
+    lambda x: x.reshape(devices, -1, *x.shape[1:]), batch
+  )
   size = microbatch_size or ROWS // num_microbatches
   full = ROWS // size
 
@@ -635,7 +696,9 @@ def objective_and_grad(loss, params, batch, weights):
   """``sum_d w_d L_d`` of one microbatch, and its gradient."""
 
   def objective(params):
-    return jnp.sum(weights * jax.vmap(functools.partial(loss, params), axis_name=AXIS)(batch))
+    return jnp.sum(
+      weights * jax.vmap(functools.partial(loss, params), axis_name=AXIS)(batch)
+    )
 
   return jax.value_and_grad(objective)(params)
 
@@ -664,22 +727,30 @@ def expected(loss, params, batch, devices, weighs=True, alone=False, **split):
 ENTRIES = ("mesh", "shard_map, typed", "shard_map, untyped")
 
 
-def gradient_function(loss, entry, devices, weighs=True, microbatch_size=None, **options):
+def gradient_function(
+  loss, entry, devices, weighs=True, microbatch_size=None, **options
+):
   """A function of parameters and a batch that gives the gradient and the loss, by the library."""
   mesh = make_mesh(devices)
   if weighs:
     options["weight_fn"] = valid_rows
   if entry == "mesh":
     tx, size = optax.sgd(1.0), microbatch_size and microbatch_size * devices
-    step = make_train_step(loss, tx, mesh=mesh, microbatch_size=size, donate=False, **options)
+    step = make_train_step(
+      loss, tx, mesh=mesh, microbatch_size=size, donate=False, **options
+    )
 
     def by_step(params, batch):
       new, _, metrics = step(params, tx.init(params), batch)
-      return jax.tree.map(lambda x, y: np.asarray(x - y), params, new), np.asarray(metrics["loss"])
+      return jax.tree.map(
+        lambda x, y: np.asarray(x - y), params, new
+      ), np.asarray(metrics["loss"])
 
     return by_step
 
-  run = microbatch_value_and_grad(loss, microbatch_size=microbatch_size, axis_name=AXIS, **options)
+  run = microbatch_value_and_grad(
+    loss, microbatch_size=microbatch_size, axis_name=AXIS, **options
+  )
 
   def on_device(params, batch):
     loss, grads, *_ = run(params, batch)
@@ -710,11 +781,16 @@ def looped(name, params, x):
   """The features `x` of rows, after a loop of this name."""
   zeros = jnp.zeros(x.shape)
   if name == "scan":
-    return lax.scan(lambda h, _: (jnp.sin(h + x * params["b"][None]), None), zeros, None, length=2)[
-      0
-    ]
+    return lax.scan(
+      lambda h, _: (jnp.sin(h + x * params["b"][None]), None),
+      zeros,
+      None,
+      length=2,
+    )[0]
   if name == "fori_loop":
-    return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ params["w"] + x), zeros)
+    return lax.fori_loop(
+      0, 2, lambda i, h: jnp.tanh(h @ params["w"] + x), zeros
+    )
   if name == "while_loop":  # in as many steps as the rows of this device need
     most = jnp.max(jnp.abs(lax.stop_gradient(x)))
     unfinished = lambda state: (state[1] < most) & (state[0] < 20)  # noqa: E731
@@ -722,6 +798,9 @@ def looped(name, params, x):
     steps, _ = lax.while_loop(unfinished, grow, (0, jnp.zeros(())))
     return jnp.cos(x * params["b"][None]) + 0.0 * steps.astype(x.dtype)
   if name == "cond":
-    yes, no = (lambda row: jnp.sin(row @ params["w"])), lambda row: jnp.zeros(row.shape)
+    yes, no = (
+      (lambda row: jnp.sin(row @ params["w"])),
+      lambda row: jnp.zeros(row.shape),
+    )
     return lax.map(lambda row: lax.cond(row[0] <= 0, no, yes, row), x)
   return x

@@ -10,7 +10,9 @@ import jax
 
 def temp_bytes(jitted, *args, **kwargs):
   """Bytes of temporary buffers of a jitted function, as the compiler counts them."""
-  return jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
+  return (
+    jitted.lower(*args, **kwargs).compile().memory_analysis().temp_size_in_bytes
+  )
 
 
 def copies_of(program, elements):

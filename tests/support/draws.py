@@ -11,27 +11,52 @@ import numpy as np
 # The first choice is the plainest: it is the default, a line leaves it out, and shrinking tries it.
 # What stands twice is drawn twice as often.
 CHOICES: dict[str, tuple[Any, ...]] = {
-  "entry": ("step", "step", "gradient", "update", "apply", "step+accumulate", "linen"),
+  "entry": (
+    "step",
+    "step",
+    "gradient",
+    "update",
+    "apply",
+    "step+accumulate",
+    "linen",
+  ),
   # "jit": arrays that are sharded over automatic axes, without a word to the library.
   "place": ("one", "jit", "mesh", "mesh", "mesh", "shard_map", "pmap"),
   "devices": (2, 1, 4, 8),
   # Kinds of axes: of "data" alone, of "data" and "model", or of rows over "data" and "fsdp".
   "mesh": (
     *("auto", "explicit", "auto+model", "explicit+model"),
-    *("auto+explicit model", "explicit+auto model", "auto+fsdp", "explicit+fsdp"),
+    *(
+      "auto+explicit model",
+      "explicit+auto model",
+      "auto+fsdp",
+      "explicit+fsdp",
+    ),
   ),
   "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
-  "boxed": (False, True),  # in flax's annotations, which name the axes that `params` says
+  "boxed": (
+    False,
+    True,
+  ),  # in flax's annotations, which name the axes that `params` says
   "opt_state": ("like params", "data", "whole"),
   "reduce_gradients": ("per_cycle", "per_microbatch"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
   "size": (1, 2, 3),  # rows of a microbatch on a device
-  "tail": (False, True),  # microbatch_size, with a smaller microbatch at the end
+  "tail": (
+    False,
+    True,
+  ),  # microbatch_size, with a smaller microbatch at the end
   "uneven": (False, True),  # the last call of a cycle has fewer rows
   "every_k": (2, 1, 3, "schedule"),
   "flush": (False, True),  # the second cycle ends early
-  "loop": ("jit", "jit", "jit", "scan", "python"),  # "python": nothing is traced
+  "loop": (
+    "jit",
+    "jit",
+    "jit",
+    "scan",
+    "python",
+  ),  # "python": nothing is traced
   "wrap": ("none", "chain", "partition"),  # what `accumulate` is in
   "differentiable": (False, True),
   "weights": ("none", "counts", "floats", "fractions"),
@@ -39,7 +64,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   "empty": (False, True),  # the second cycle holds nothing but padding
   "nan": (False, True),  # some microbatches are not finite
   "aux": (
-    *("none", "mean", "sum", "max", "min", "last", "stack", "concat", "constant"),
+    *(
+      "none",
+      "mean",
+      "sum",
+      "max",
+      "min",
+      "last",
+      "stack",
+      "concat",
+      "constant",
+    ),
     *("all", "all", "all", "all", "all"),
   ),
   "carry": (False, True),
@@ -67,10 +102,17 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   ),
   "donate": (False, True),
   "seed": tuple(range(100)),
-  "spread": (False, True, True, True),  # are rows over the automatic axis "model" too?
+  "spread": (
+    False,
+    True,
+    True,
+    True,
+  ),  # are rows over the automatic axis "model" too?
 }
 
-_FIELDS = [(name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()]
+_FIELDS = [
+  (name, Any, dataclasses.field(default=of[0])) for name, of in CHOICES.items()
+]
 _Draw = dataclasses.make_dataclass("_Draw", _FIELDS, frozen=True)
 
 
@@ -80,7 +122,9 @@ class Draw(_Draw):
   def __str__(self) -> str:
     plain = Draw()
     pairs = [(name, getattr(self, name)) for name in CHOICES]
-    return " ".join(f"{k}={v}".replace(" ", "_") for k, v in pairs if v != getattr(plain, k))
+    return " ".join(
+      f"{k}={v}".replace(" ", "_") for k, v in pairs if v != getattr(plain, k)
+    )
 
   @property
   def streams(self) -> bool:
@@ -132,27 +176,41 @@ class Draw(_Draw):
 # Where a choice means something. Elsewhere it is the plainest. In order: later ones see earlier.
 MEANS = {
   "place": lambda d: (
-    d.place in ("one", "mesh") if d.entry == "linen" else d.place != "mesh" or d.steps
+    d.place in ("one", "mesh")
+    if d.entry == "linen"
+    else d.place != "mesh" or d.steps
   ),
   "devices": lambda d: d.place != "one",
   "mesh": lambda d: d.place == "mesh",
   "params": lambda d: (
     d.place == "mesh"
-    or (d.place == "jit" and d.params == "data" and d.entry in ("step", "gradient"))
+    or (
+      d.place == "jit"
+      and d.params == "data"
+      and d.entry in ("step", "gradient")
+    )
   ),
   "boxed": lambda d: d.entry == "linen",
-  "opt_state": lambda d: d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data"),
+  "opt_state": lambda d: (
+    d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data")
+  ),
   "reduce_gradients": lambda d: d.place == "mesh",
   "placed": lambda d: d.place == "mesh",
   "microbatches": lambda d: not d.streams,
   "tail": lambda d: not d.streams and d.size > 1,
   "every_k": lambda d: d.accumulates,
   "flush": lambda d: d.streams and d.every_k != 1,
-  "loop": lambda d: d.place == "one" if d.loop == "python" else d.place != "pmap",
+  "loop": lambda d: (
+    d.place == "one" if d.loop == "python" else d.place != "pmap"
+  ),
   "wrap": lambda d: d.accumulates and (d.entry != "apply"),
   "differentiable": lambda d: d.accumulates,
   "uneven": lambda d: (
-    d.accumulates and d.weights != "none" and d.size > 1 and not d.tail and d.loop != "scan"
+    d.accumulates
+    and d.weights != "none"
+    and d.size > 1
+    and not d.tail
+    and d.loop != "scan"
   ),
   "padding": lambda d: d.weights != "none",
   "empty": lambda d: d.weights != "none",
@@ -165,19 +223,23 @@ MEANS = {
   "batch_axis": lambda d: not d.streams,
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
   "donate": lambda d: d.steps and not d.local and d.loop == "jit",
-  "spread": lambda d: d.placed and d.mesh in ("auto+model", "explicit+auto model"),
+  "spread": lambda d: (
+    d.placed and d.mesh in ("auto+model", "explicit+auto model")
+  ),
 }
 
 # What cannot work, or cannot be compared closely.
 REFUSED = {
   "a second axis takes half of the devices": lambda d: (
-    ("model" in d.mesh and d.devices == 8) or ("fsdp" in d.mesh and d.devices == 1)
+    ("model" in d.mesh and d.devices == 8)
+    or ("fsdp" in d.mesh and d.devices == 1)
   ),
   "parameters are sharded over an axis of the mesh": lambda d: any(
     axis in d.params and axis not in d.mesh for axis in ("model", "fsdp")
   ),
   "line searches need value_fn, which is a train step's, of all rows of a cycle": lambda d: (
-    d.optimizer in ("linesearch", "lbfgs") and (not d.steps or (d.accumulates and d.every_k != 1))
+    d.optimizer in ("linesearch", "lbfgs")
+    and (not d.steps or (d.accumulates and d.every_k != 1))
   ),
   "optax's line searches multiply arrays of explicit sharding without saying where": lambda d: (
     (d.optimizer in ("linesearch", "lbfgs") and "explicit" in d.mesh)
@@ -187,20 +249,25 @@ REFUSED = {
     d.optimizer == "adafactor" and "explicit" in d.mesh and d.params != "whole"
   ),
   "a cubic line search magnifies rounding": lambda d: (
-    d.optimizer == "lbfgs" and (d.dtype != "float64" or d.accumulator_dtype != "default")
+    d.optimizer == "lbfgs"
+    and (d.dtype != "float64" or d.accumulator_dtype != "default")
   ),
   "a group has not all parameters": lambda d: (
-    d.wrap == "partition" and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
+    d.wrap == "partition"
+    and d.optimizer in ("masked", "partition", "linesearch", "lbfgs")
   ),
   "their steps are not smooth in the gradient, or they have no complex form": lambda d: (
-    d.dtype in ("bfloat16", "complex64") and d.optimizer not in ("sgd", "momentum", "masked")
+    d.dtype in ("bfloat16", "complex64")
+    and d.optimizer not in ("sgd", "momentum", "masked")
   ),
 }
 
 # What is known to be wrong, until it is fixed: delete the line, and it is drawn.
 KNOWN = {
   "optax makes no state of adafactor for parameters over explicit axes": lambda d: (
-    d.place == "mesh" and d.mesh.startswith("explicit") and d.optimizer == "adafactor"
+    d.place == "mesh"
+    and d.mesh.startswith("explicit")
+    and d.optimizer == "adafactor"
   ),
 }
 
@@ -233,7 +300,9 @@ def parsed(line: str) -> Draw:
   chosen = {}
   for pair in line.split():
     name, _, text = pair.partition("=")
-    chosen[name] = next(x for x in CHOICES[name] if str(x).replace(" ", "_") == text)
+    chosen[name] = next(
+      x for x in CHOICES[name] if str(x).replace(" ", "_") == text
+    )
   return Draw(**chosen)
 
 
@@ -243,7 +312,9 @@ def shrunk(draw: Draw, fails: Any) -> Draw:
     for choice in dict.fromkeys(of):
       if choice == getattr(draw, name):
         break
-      plainer = plainest_where_meaningless(dataclasses.replace(draw, **{name: choice}))
+      plainer = plainest_where_meaningless(
+        dataclasses.replace(draw, **{name: choice})
+      )
       if is_drawn(plainer) and fails(plainer):
         draw = plainer
         break

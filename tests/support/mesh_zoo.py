@@ -67,7 +67,12 @@ def loss_of(each):
 @functools.cache
 def plain_params():
   rng = np.random.default_rng(1)
-  shapes = {"w": (WIDTH, WIDTH), "u": (WIDTH, WIDTH), "b": (WIDTH,), "v": (WIDTH,)}
+  shapes = {
+    "w": (WIDTH, WIDTH),
+    "u": (WIDTH, WIDTH),
+    "b": (WIDTH,),
+    "v": (WIDTH,),
+  }
   return {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()}
 
 
@@ -99,7 +104,10 @@ def add_module(name):
 
     def params():
       tree, _ = made()
-      return {"module": jax.tree.map(np.asarray, tree), "v": plain_params()["v"]}
+      return {
+        "module": jax.tree.map(np.asarray, tree),
+        "v": plain_params()["v"],
+      }
 
     def each(params, batch):
       return error(params, made()[1](params["module"], batch["x"]), batch)
@@ -141,7 +149,9 @@ def of_rows(fun):
 @add("scan from zeros")
 def scan(params, batch):
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  h, _ = lax.scan(lambda h, x: (cell(params, h, x), None), start, in_time(batch))
+  h, _ = lax.scan(
+    lambda h, x: (cell(params, h, x), None), start, in_time(batch)
+  )
   return error(params, h, batch)
 
 
@@ -191,7 +201,11 @@ def while_loop(params, batch):
 def fori_loop(params, batch):
   x = in_time(batch)
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  return error(params, lax.fori_loop(0, TIMES, lambda i, h: cell(params, h, x[i]), start), batch)
+  return error(
+    params,
+    lax.fori_loop(0, TIMES, lambda i, h: cell(params, h, x[i]), start),
+    batch,
+  )
 
 
 def of_row(params, row):
@@ -206,7 +220,9 @@ def mapped(params, batch):
 @add("cond with a constant")
 def cond(params, batch):
   def one(row):
-    return lax.cond(row["y"] > 0.5, lambda: of_row(params, row), lambda: jnp.zeros(()))
+    return lax.cond(
+      row["y"] > 0.5, lambda: of_row(params, row), lambda: jnp.zeros(())
+    )
 
   return lax.map(one, batch)
 
@@ -214,7 +230,11 @@ def cond(params, batch):
 @add("switch with constants")
 def switch(params, batch):
   def one(row):
-    branches = [lambda: jnp.ones(()), lambda: of_row(params, row), lambda: jnp.zeros(())]
+    branches = [
+      lambda: jnp.ones(()),
+      lambda: of_row(params, row),
+      lambda: jnp.zeros(()),
+    ]
     return lax.switch(row["kind"], branches)
 
   return lax.map(one, batch)
@@ -225,12 +245,17 @@ def associative_scan(params, batch):
   x = in_time(batch)
   decay = jnp.broadcast_to(jax.nn.sigmoid(params["b"]), x.shape)
   first = jnp.zeros((1, *x.shape[1:]))
-  decay, x = jnp.concatenate([first + 1, decay]), jnp.concatenate([first, x @ params["w"]])
+  decay, x = (
+    jnp.concatenate([first + 1, decay]),
+    jnp.concatenate([first, x @ params["w"]]),
+  )
 
   def join(a, b):
     return a[0] * b[0], b[0] * a[1] + b[1]
 
-  return error(params, jnp.tanh(lax.associative_scan(join, (decay, x))[1][-1]), batch)
+  return error(
+    params, jnp.tanh(lax.associative_scan(join, (decay, x))[1][-1]), batch
+  )
 
 
 @add("dropout in a scan")
@@ -264,7 +289,9 @@ def checkpointed(params, batch):
 
   @functools.partial(jax.checkpoint, policy=policy)
   def features(params, x):
-    return lax.fori_loop(0, 2, lambda i, h: h + dense(params, x), jnp.zeros(x.shape))
+    return lax.fori_loop(
+      0, 2, lambda i, h: h + dense(params, x), jnp.zeros(x.shape)
+    )
 
   return error(params, jnp.mean(features(params, batch["x"]), 1), batch)
 
@@ -303,7 +330,9 @@ def vjp_of_ones(params, batch):
 def gradient_penalty(params, batch):
   def out(x):
     start = jnp.zeros(x.shape[1:])
-    h, _ = lax.scan(lambda h, x: (jnp.sin(h + dense(params, x)), None), start, x)
+    h, _ = lax.scan(
+      lambda h, x: (jnp.sin(h + dense(params, x)), None), start, x
+    )
     return jnp.sum(h @ params["v"])
 
   g = jax.grad(out)(in_time(batch))
@@ -401,7 +430,12 @@ def of_host(x):
   """Rounded by NumPy, to integers: a callback runs in a thread that may not have float64."""
   like = jax.ShapeDtypeStruct(x.shape, np.int32)
   rounded = lambda x: np.rint(8 * np.asarray(x)).astype(np.int32)  # noqa: E731
-  return jax.pure_callback(rounded, like, x, vmap_method="expand_dims").astype(x.dtype) / 8
+  return (
+    jax.pure_callback(rounded, like, x, vmap_method="expand_dims").astype(
+      x.dtype
+    )
+    / 8
+  )
 
 
 of_host.defvjp(lambda x: (of_host(x), x), lambda x, g: (g * jnp.cos(x),))
@@ -417,13 +451,17 @@ def callback(params, batch):
 
 def definite(params, batch):
   x = batch["x"]
-  return jnp.einsum("rti,rtj->rij", x, x) / TIMES + (params["w"] @ params["w"].T + jnp.eye(WIDTH))
+  return jnp.einsum("rti,rtj->rij", x, x) / TIMES + (
+    params["w"] @ params["w"].T + jnp.eye(WIDTH)
+  )
 
 
 @add("Cholesky, triangular solve", usual_promotion=True)
 def cholesky(params, batch):
   lower = jnp.linalg.cholesky(definite(params, batch))
-  right = jnp.broadcast_to(params["b"][None, :, None], (len(batch["x"]), WIDTH, 1))
+  right = jnp.broadcast_to(
+    params["b"][None, :, None], (len(batch["x"]), WIDTH, 1)
+  )
   solved = lax.linalg.triangular_solve(lower, right, left_side=True, lower=True)
   return error(params, solved[..., 0], batch)
 
@@ -437,7 +475,9 @@ def eigh(params, batch):
 @add("conjugate gradients", usual_promotion=True)
 def conjugate_gradients(params, batch):
   def one(a):
-    solved, _ = jax.scipy.sparse.linalg.cg(lambda x: a @ x, params["b"], tol=1e-15, maxiter=40)
+    solved, _ = jax.scipy.sparse.linalg.cg(
+      lambda x: a @ x, params["b"], tol=1e-15, maxiter=40
+    )
     return solved
 
   return error(params, jax.vmap(one)(definite(params, batch)), batch)
@@ -453,7 +493,10 @@ def custom_root(params, batch):
     return lax.fori_loop(0, 12, lambda i, x: x - f(x) / derivative(x), start)
 
   root = lax.custom_root(
-    lambda x: x + x**3 - c, jnp.zeros(c.shape), solve, lambda g, y: y / g(jnp.ones(y.shape))
+    lambda x: x + x**3 - c,
+    jnp.zeros(c.shape),
+    solve,
+    lambda g, y: y / g(jnp.ones(y.shape)),
   )
   return error(params, root, batch)
 
@@ -463,7 +506,11 @@ def ode(params, batch):
   def one(params, row):
     field = lambda h, t, params: jnp.tanh(h @ params["w"]) - t * h  # noqa: E731
     times = jnp.array([0.0, 0.5])
-    return error(params, odeint(field, row["x"][0], times, params, rtol=1e-10, atol=1e-10)[-1], row)
+    return error(
+      params,
+      odeint(field, row["x"][0], times, params, rtol=1e-10, atol=1e-10)[-1],
+      row,
+    )
 
   return lax.map(functools.partial(one, params), batch)
 
@@ -473,7 +520,11 @@ def ctc(params, batch):
   logits = jnp.einsum("rti,ij->rtj", batch["x"], params["w"][:, :CLASSES])
   none = jnp.zeros
   return optax.ctc_loss(
-    logits, none(logits.shape[:2]), batch["label"], none(batch["label"].shape), blank_id=0
+    logits,
+    none(logits.shape[:2]),
+    batch["label"],
+    none(batch["label"].shape),
+    blank_id=0,
   )
 
 
@@ -489,7 +540,9 @@ def top_k(params, batch):
 
 @add("cumsum")
 def cumsum(params, batch):
-  return error(params, jnp.mean(jnp.cumsum(dense(params, batch["x"]), 1) ** 2, 1), batch)
+  return error(
+    params, jnp.mean(jnp.cumsum(dense(params, batch["x"]), 1) ** 2, 1), batch
+  )
 
 
 @add("segment_sum")
@@ -513,7 +566,9 @@ def scatter(params, batch):
 @add("FFT")
 def fft(params, batch):
   spectrum = jnp.fft.rfft(batch["x"] @ params["w"], axis=1)
-  return error(params, jnp.sum(jnp.real(spectrum) ** 2 + jnp.imag(spectrum), 1), batch)
+  return error(
+    params, jnp.sum(jnp.real(spectrum) ** 2 + jnp.imag(spectrum), 1), batch
+  )
 
 
 # Layers of libraries.
@@ -532,13 +587,18 @@ add_module("linen GRU")(functools.partial(linen_rnn, nn.GRUCell))
 class Layer(nn.Module):
   @nn.compact
   def __call__(self, x, _):
-    return x + nn.tanh(nn.Dense(WIDTH, param_dtype=np.float64)(x)), jnp.zeros(())
+    return x + nn.tanh(nn.Dense(WIDTH, param_dtype=np.float64)(x)), jnp.zeros(
+      ()
+    )
 
 
 @add_module("linen, scanned layers under remat")
 def linen_layers():
   scanned = nn.scan(
-    nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    nn.remat(Layer),
+    variable_axes={"params": 0},
+    split_rngs={"params": True},
+    length=3,
   )
   module = scanned()
   params = module.init(jax.random.key(0), jnp.zeros((1, WIDTH)), None)
@@ -548,7 +608,9 @@ def linen_layers():
 @add_module("nnx LSTM")
 def nnx_rnn():
   rngs = nnx.Rngs(0)
-  module = nnx.RNN(nnx.LSTMCell(WIDTH, WIDTH, param_dtype=np.float64, rngs=rngs))
+  module = nnx.RNN(
+    nnx.LSTMCell(WIDTH, WIDTH, param_dtype=np.float64, rngs=rngs)
+  )
   graph, params, rest = nnx.split(module, nnx.Param, ...)
 
   def features(params, x):
@@ -561,20 +623,28 @@ def nnx_rnn():
 def haiku_rnn():
   def fun(x):
     lstm = hk.LSTM(WIDTH)
-    return hk.dynamic_unroll(lstm, jnp.moveaxis(x, 1, 0), lstm.initial_state(len(x)))[0][-1]
+    return hk.dynamic_unroll(
+      lstm, jnp.moveaxis(x, 1, 0), lstm.initial_state(len(x))
+    )[0][-1]
 
   transformed = hk.without_apply_rng(hk.transform(fun))
-  return transformed.init(jax.random.key(0), jnp.zeros((1, TIMES, WIDTH))), transformed.apply
+  return transformed.init(
+    jax.random.key(0), jnp.zeros((1, TIMES, WIDTH))
+  ), transformed.apply
 
 
 @add_module("Equinox GRU")
 def equinox_gru():
-  params, rest = eqx.partition(eqx.nn.GRUCell(WIDTH, WIDTH, key=jax.random.key(0)), eqx.is_array)
+  params, rest = eqx.partition(
+    eqx.nn.GRUCell(WIDTH, WIDTH, key=jax.random.key(0)), eqx.is_array
+  )
 
   def features(params, x):
     step = eqx.combine(params, rest)
     start = jnp.zeros(WIDTH)
-    return jax.vmap(lambda x: lax.scan(lambda h, x: (step(x, h), None), start, x)[0])(x)
+    return jax.vmap(
+      lambda x: lax.scan(lambda h, x: (step(x, h), None), start, x)[0]
+    )(x)
 
   return params, features
 

@@ -7,9 +7,17 @@ from jax.sharding import PartitionSpec as P
 from support import cycles, plain
 
 # How a batch is passed.
-POSITIONAL = {"one": ["batch"], "two": ["x", "rest"], "named": [], "mixed": ["x"]}
+POSITIONAL = {
+  "one": ["batch"],
+  "two": ["x", "rest"],
+  "named": [],
+  "mixed": ["x"],
+}
 NAMED = {"one": [], "two": [], "named": ["batch"], "mixed": ["rest"]}
-AUX = {name: name for name in ("mean", "sum", "max", "min", "last", "stack", "concat")}
+AUX = {
+  name: name
+  for name in ("mean", "sum", "max", "min", "last", "stack", "concat")
+}
 AUX["constant"] = "last"
 
 
@@ -19,16 +27,25 @@ class Model:
   def __init__(self, draw):
     self.draw = draw
     self.positional = [*POSITIONAL[draw.batch]]
-    self.positional += ["key"] * (draw.key in ("typed", "raw")) + ["carry"] * draw.carry
+    self.positional += ["key"] * (draw.key in ("typed", "raw")) + [
+      "carry"
+    ] * draw.carry
     self.positional += ["further"] * (draw.further != "none")
 
   def unpacked(self, args, kwargs):
     """The arguments of the loss after the parameters, by name, with rows first."""
     named = dict(zip(self.positional, args, strict=False)) | kwargs
-    batch = named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
+    batch = (
+      named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
+    )
     if self.draw.batch_axis:
       batch = jax.tree.map(jnp.transpose, batch)
-    return batch, named.get("key"), named.get("carry"), named.get("further", 1.0)
+    return (
+      batch,
+      named.get("key"),
+      named.get("carry"),
+      named.get("further", 1.0),
+    )
 
   def loss(self, params, *args, **kwargs):
     batch, key, carry, further = self.unpacked(args, kwargs)
@@ -43,7 +60,10 @@ class Model:
     aux = self.aux(batch, size)
     if carry is not None:
       rows, mean = batch["x"].shape[0], jnp.mean(batch["x"][:, 0])
-      new = {"mean": 0.5 * carry["mean"] + 0.5 * mean, "seen": carry["seen"] + rows}
+      new = {
+        "mean": 0.5 * carry["mean"] + 0.5 * mean,
+        "seen": carry["seen"] + rows,
+      }
       return loss, (new, aux)
     return loss if aux is None else (loss, aux)
 
@@ -63,7 +83,9 @@ class Model:
     if self.draw.reduction == "sum":
       total = total * cycles.sum_scale(self.draw)
     # A stream of weighted gradients is one of means: a weight times a mean is a sum.
-    is_mean = self.draw.reduction == "mean" or (self.draw.streams and self.draw.weights != "none")
+    is_mean = self.draw.reduction == "mean" or (
+      self.draw.streams and self.draw.weights != "none"
+    )
     return jnp.abs(out), total / jnp.sum(mask) if is_mean else total
 
   def aux(self, batch, size):
@@ -89,7 +111,9 @@ class Model:
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
     out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction}
     if draw.tail:
-      out["microbatch_size"] = draw.full_size // (draw.devices if draw.local else 1)
+      out["microbatch_size"] = draw.full_size // (
+        draw.devices if draw.local else 1
+      )
     else:
       out["num_microbatches"] = draw.microbatches
     if draw.batch != "one":
@@ -119,7 +143,13 @@ class Model:
     if self.draw.batch_axis:
       batch = jax.tree.map(lambda x: x.T, batch)
     rest = {"y": batch["y"], "mask": batch["mask"]}
-    named = {"batch": batch, "x": batch["x"], "rest": rest, "carry": carry, "key": key}
+    named = {
+      "batch": batch,
+      "x": batch["x"],
+      "rest": rest,
+      "carry": carry,
+      "key": key,
+    }
     named["further"] = cycles.FURTHER
     if self.draw.further == "array":
       named["further"] = jnp.asarray(cycles.FURTHER, batch["x"].dtype)

@@ -27,8 +27,13 @@ def relaxed(tx):
   """`tx` with JAX's usual promotion: optax's own code promotes (Adam's bias correction does)."""
 
   def update(updates, state, params=None, **extra_args):
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-      return optax.with_extra_args_support(tx).update(updates, state, params, **extra_args)
+    with (
+      jax.numpy_dtype_promotion("standard"),
+      jax.numpy_rank_promotion("allow"),
+    ):
+      return optax.with_extra_args_support(tx).update(
+        updates, state, params, **extra_args
+      )
 
   return optax.GradientTransformationExtraArgs(tx.init, update)
 
@@ -40,7 +45,9 @@ def loss_elsewhere():
     value = value_fn(jax.tree.map(lambda x: x + x, params))
     return jax.tree.map(jnp.zeros_like, updates), value
 
-  return optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+  return optax.GradientTransformationExtraArgs(
+    lambda params: jnp.zeros(()), update
+  )
 
 
 def with_loss_elsewhere(tx):
@@ -48,7 +55,9 @@ def with_loss_elsewhere(tx):
 
   def update(updates, state, params, *, value_fn, **extra_args):
     value = value_fn(jax.tree.map(lambda x: x + x, params))
-    updates, inner = tx.update(updates, state[0], params, value_fn=value_fn, **extra_args)
+    updates, inner = tx.update(
+      updates, state[0], params, value_fn=value_fn, **extra_args
+    )
     return updates, (inner, value)
 
   def init(params):
@@ -65,7 +74,9 @@ DRAWN = {
   "adam": lambda: optax.adam(0.1, eps=1e-2),
   "clip+adamw": lambda: optax.chain(
     optax.clip_by_global_norm(0.5),
-    optax.adamw(optax.linear_schedule(0.1, 0.01, 3), eps=1e-2, weight_decay=0.1),
+    optax.adamw(
+      optax.linear_schedule(0.1, 0.01, 3), eps=1e-2, weight_decay=0.1
+    ),
   ),
   "lion": lambda: optax.lion(0.05),
   "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=2),
@@ -73,7 +84,9 @@ DRAWN = {
     {"a": optax.adam(0.1, eps=1e-2), "s": optax.sgd(0.1)}, GROUPS
   ),
   "masked": lambda: optax.chain(
-    optax.masked(optax.add_decayed_weights(0.1), {"w": True, "b": False, "scale": False}),
+    optax.masked(
+      optax.add_decayed_weights(0.1), {"w": True, "b": False, "scale": False}
+    ),
     optax.sgd(0.2),
   ),
   "inject": lambda: optax.inject_hyperparams(optax.adam)(
@@ -82,7 +95,8 @@ DRAWN = {
   "lbfgs": lambda: optax.lbfgs(),
   "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.5),
   "linesearch": lambda: optax.chain(
-    optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=12)
+    optax.sgd(1.0),
+    optax.scale_by_backtracking_linesearch(max_backtracking_steps=12),
   ),
 }
 GROUPS = {"w": "a", "b": "s", "scale": "s"}

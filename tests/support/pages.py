@@ -7,8 +7,12 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 
 FRONT_MATTER = re.compile(r"\A---\n.*?^---\n", re.MULTILINE | re.DOTALL)
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
-CODE = re.compile(r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-OPTIONS = re.compile(r"\A(?:---\n.*?^---\n|(?::[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+CODE = re.compile(
+  r"^```(?:python|\{code-cell\}[^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
+OPTIONS = re.compile(
+  r"\A(?:---\n.*?^---\n|(?::[^\n]*\n)+)", re.MULTILINE | re.DOTALL
+)
 
 
 class Page:
@@ -17,7 +21,10 @@ class Page:
   def __init__(self, name):
     text = FRONT_MATTER.sub("", (DOCS / name).read_text())
     parts = SECTION.split(text)
-    self.opening, self.sections = parts[0], dict(zip(parts[1::2], parts[2::2], strict=True))
+    self.opening, self.sections = (
+      parts[0],
+      dict(zip(parts[1::2], parts[2::2], strict=True)),
+    )
 
   def blocks(self, section):
     """The code blocks of a section."""
@@ -37,4 +44,8 @@ class Page:
 def code_of(text):
   """The code that is shown in ```python and ```{code-cell} fences, without options of cells."""
   blocks = CODE.findall(text)
-  return [OPTIONS.sub("", x) for x in blocks if "remove-input" not in (OPTIONS.match(x) or [""])[0]]
+  return [
+    OPTIONS.sub("", x)
+    for x in blocks
+    if "remove-input" not in (OPTIONS.match(x) or [""])[0]
+  ]
