@@ -1,0 +1,94 @@
+"""The devices that rows are spread over: one, or those of an axis, with the same methods."""
+
+import dataclasses
+from typing import TypeAlias
+
+import jax
+from jax import lax
+from jax.typing import ArrayLike
+
+from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.reductions import Held, Reduction
+from optax_accum._arithmetic.trees import Tree
+
+
+class OneDevice:
+  """One device, or several that the compiler sees as one: nothing is reduced over them here."""
+
+  axis_name: None = None
+  size = 1
+
+  def varying(self, tree: Tree) -> Tree:
+    """The tree, typed as differing between devices."""
+    return tree
+
+  def sum(self, tree: Tree) -> Tree:
+    """The sum over devices."""
+    return tree
+
+  def any(self, flag: bool | jax.Array) -> bool | jax.Array:
+    """Whether a flag is true on some device."""
+    return flag
+
+  def all(self, flag: jax.Array) -> jax.Array:
+    """Whether a flag is true on all devices."""
+    return flag
+
+  def number(self, index: ArrayLike, count: int) -> ArrayLike:
+    """The number of microbatch `index` among those of all devices, which have `count` each."""
+    return index
+
+  def reduced(
+    self, kind: Reduction, held: Held, counted: bool | jax.Array
+  ) -> Held:
+    """What all devices hold of one output; `counted`: whether this one had any that counts."""
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class OverAxis:
+  """The devices of one or several axes of `pmap`, `shard_map` or `vmap`."""
+
+  axis_name: AxisName
+
+  @property
+  def size(self) -> int:
+    """How many there are. Raises where no collective over the axis can run."""
+    return across_devices.check_bound(self.axis_name)
+
+  def varying(self, tree: Tree) -> Tree:
+    """The tree, typed as differing between devices, so that JAX does not sum its gradient."""
+    return across_devices.varying(tree, self.axis_name)
+
+  def sum(self, tree: Tree) -> Tree:
+    """The sum over devices."""
+    return lax.psum(tree, self.axis_name)
+
+  def any(self, flag: bool | jax.Array) -> jax.Array:
+    """Whether a flag is true on some device."""
+    return across_devices.of_any(flag, self.axis_name)
+
+  def all(self, flag: jax.Array) -> jax.Array:
+    """Whether a flag is true on all devices."""
+    return across_devices.of_all(flag, self.axis_name)
+
+  def number(self, index: ArrayLike, count: int) -> ArrayLike:
+    """The number of microbatch `index` among those of all devices, which have `count` each."""
+    return index + lax.axis_index(self.axis_name) * count
+
+  def reduced(
+    self, kind: Reduction, held: Held, counted: bool | jax.Array
+  ) -> Held:
+    """What all devices hold of one output; `counted`: whether this one had any that counts."""
+    return kind.over_devices(held, self.axis_name, counted)
+
+
+Devices: TypeAlias = OneDevice | OverAxis
+
+
+def devices_of(axis_name: AxisName | None) -> Devices:
+  """The devices that an `axis_name` names: one where there is none."""
+  if axis_name is None:
+    return OneDevice()
+  return OverAxis(axis_name)
