@@ -1092,21 +1092,6 @@ def test_equinox_modules_filtered_to_arrays():
   trees.assert_close(cycle(params, batch), expected, 1e-6)
 
 
-def test_outputs_may_hold_what_is_new_in_every_trace():
-  def fun(w, batch):
-    loss = jnp.mean(batch * w)
-    return loss, jax.tree_util.Partial(
-      lambda x: x + 1, loss
-    )  # another lambda in every trace
-
-  for size in (2, 3, 4):
-    run = optax_accum.microbatch_value_and_grad(
-      fun, has_aux=True, microbatch_size=size
-    )
-    (loss, aux), _ = run(jnp.ones(()), jnp.arange(4.0))
-    assert (float(loss), float(aux())) == (1.5, 2.5)
-
-
 class Named:
   """Keys that differ and print alike."""
 

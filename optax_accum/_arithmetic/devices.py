@@ -5,12 +5,15 @@ from typing import TypeAlias
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.keys import fold_in
 from optax_accum._arithmetic.reductions import Held, Reduction
 from optax_accum._arithmetic.trees import Tree
+from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 
 
 class OneDevice:
@@ -18,9 +21,14 @@ class OneDevice:
 
   axis_name: None = None
   size = 1
+  first_unit = 0  # that weights are counted in: the first weight becomes it
 
   def varying(self, tree: Tree) -> Tree:
     """The tree, typed as differing between devices."""
+    return tree
+
+  def with_own_noise(self, tree: Tree) -> Tree:
+    """The tree as this device has it: the keys in it differ between devices."""
     return tree
 
   def sum(self, tree: Tree) -> Tree:
@@ -45,12 +53,23 @@ class OneDevice:
     """What all devices hold of one output; `counted`: whether this one had any that counts."""
     return held
 
+  def has_counted(self, weight: Weight) -> bool | jax.Array:
+    """Whether a microbatch of this device counts, if its weights add up to this."""
+    return True  # which nothing asks for
+
+  def total(
+    self, weights: WeightSum, unit: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The sum of the weights of all devices, and that sum in the unit of the outputs."""
+    return weights.total, weighted_mean.in_units(weights.total, unit)
+
 
 @dataclasses.dataclass(frozen=True)
 class OverAxis:
   """The devices of one or several axes of `pmap`, `shard_map` or `vmap`."""
 
   axis_name: AxisName
+  first_unit = 1  # devices that are added up share theirs
 
   @property
   def size(self) -> int:
@@ -61,17 +80,26 @@ class OverAxis:
     """The tree, typed as differing between devices, so that JAX does not sum its gradient."""
     return across_devices.varying(tree, self.axis_name)
 
+  def with_own_noise(self, tree: Tree) -> Tree:
+    """The tree as this device has it: the keys in it differ between devices."""
+    index = lax.axis_index(self.axis_name)
+
+    def own(x):
+      return fold_in(x, index) if dtypes.is_key(x) else x
+
+    return jax.tree.map(own, self.varying(tree))
+
   def sum(self, tree: Tree) -> Tree:
     """The sum over devices."""
     return lax.psum(tree, self.axis_name)
 
   def any(self, flag: bool | jax.Array) -> jax.Array:
     """Whether a flag is true on some device."""
-    return across_devices.of_any(flag, self.axis_name)
+    return lax.pmax(jnp.int32(flag), self.axis_name) > 0
 
   def all(self, flag: jax.Array) -> jax.Array:
     """Whether a flag is true on all devices."""
-    return across_devices.of_all(flag, self.axis_name)
+    return lax.pmin(jnp.int32(flag), self.axis_name) > 0
 
   def number(self, index: ArrayLike, count: int) -> ArrayLike:
     """The number of microbatch `index` among those of all devices, which have `count` each."""
@@ -82,6 +110,17 @@ class OverAxis:
   ) -> Held:
     """What all devices hold of one output; `counted`: whether this one had any that counts."""
     return kind.over_devices(held, self.axis_name, counted)
+
+  def has_counted(self, weight: Weight) -> bool | jax.Array:
+    """Whether a microbatch of this device counts, if its weights add up to this."""
+    return weighted_mean.counts(weight)
+
+  def total(
+    self, weights: WeightSum, unit: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """The sum of the weights of all devices, and that sum in the unit of the outputs."""
+    total = weights.over_devices(self.axis_name)
+    return total, total
 
 
 Devices: TypeAlias = OneDevice | OverAxis

@@ -46,12 +46,10 @@ def accumulator_dtype(
   Floating and complex: `requested` (its real part's dtype for real values), or by default `dtype`
   promoted with float32. Integers and bools: at least 32 bits.
   """
+  if jnp.issubdtype(dtype, jnp.unsignedinteger):
+    return promote(dtype, jnp.uint32)
   if not jnp.issubdtype(dtype, jnp.inexact):
-    if jnp.dtype(dtype).itemsize >= 4:
-      return jnp.dtype(dtype)
-    return jnp.dtype(
-      jnp.uint32 if jnp.issubdtype(dtype, jnp.unsignedinteger) else jnp.int32
-    )
+    return promote(dtype, jnp.int32)
   if requested is None:
     return promote(dtype, jnp.float32)
   if jnp.issubdtype(dtype, jnp.floating):
@@ -61,12 +59,15 @@ def accumulator_dtype(
 
 def check_accumulator_dtype(value: DTypeLike | None) -> jnp.dtype | None:
   """Checks that accumulators of this dtype can hold a mean."""
-  if value is not None and not jnp.issubdtype(value, jnp.inexact):
+  if value is None:
+    return None
+  dtype = jnp.dtype(value)
+  if not jnp.issubdtype(dtype, jnp.inexact):
     raise TypeError(
-      f"accumulator_dtype={jnp.dtype(value)} cannot hold a mean: give a floating or complex dtype,"
+      f"accumulator_dtype={dtype} cannot hold a mean: give a floating or complex dtype,"
       " or None for the gradient's dtype promoted with float32."
     )
-  return None if value is None else jnp.dtype(value)
+  return dtype
 
 
 def check_holds(
@@ -83,6 +84,6 @@ def check_holds(
 
 def in_dtype_of(x: Leaf, like: Leaf) -> Leaf:
   """`x` in the dtype of `like`."""
-  return (
-    x if jnp.result_type(x) == like.dtype else jnp.asarray(x).astype(like.dtype)
-  )
+  if jnp.result_type(x) == like.dtype:
+    return x
+  return jnp.asarray(x).astype(like.dtype)

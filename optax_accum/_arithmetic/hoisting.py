@@ -24,26 +24,29 @@ Shapes: TypeAlias = set[tuple[int, ...]]
 
 def shapes_in(jaxpr: Any) -> Shapes:
   """The shapes that a function gathers from or scatters to; none where XLA is right."""
-  if not _versions.HOISTS_ALL_REDUCES:
-    return set()
   shapes: Shapes = set()
+  if not _versions.HOISTS_ALL_REDUCES:
+    return shapes
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name == "gather" or eqn.primitive.name.startswith(
-      "scatter"
-    ):
+    name = eqn.primitive.name
+    if name == "gather" or name.startswith("scatter"):
       shapes.add(_squeezed(eqn.invars[0].aval.shape))
-    if eqn.primitive.name.startswith(
-      "custom_vjp_call"
-    ):  # whose backward pass may scatter
+    if name.startswith("custom_vjp_call"):  # whose backward pass may scatter
       shapes.update(_squeezed(x.aval.shape) for x in eqn.invars)
-    shapes = shapes.union(*map(shapes_in, _versions.inner_jaxprs(eqn)))
+    for inner in _versions.inner_jaxprs(eqn):
+      shapes |= shapes_in(inner)
   return shapes
 
 
 def unhoisted(tree: Tree, shapes: Shapes) -> Tree:
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
-  meant = lambda x: not dtypes.is_key(x) and _squeezed(x.shape) in shapes  # noqa: E731
-  return jax.tree.map(lambda x: _barrier().bind(x) if meant(x) else x, tree)
+
+  def behind(x):
+    if dtypes.is_key(x) or _squeezed(x.shape) not in shapes:
+      return x
+    return _barrier().bind(x)
+
+  return jax.tree.map(behind, tree)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -53,19 +56,15 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _lower(ctx: Any, x: Any) -> Any:
   """A barrier, where the partitioner has several devices to choose for."""
   context = ctx.module_context.axis_context
-  devices, mesh = (
-    getattr(context, "num_devices", None),
-    getattr(context, "mesh", None),
-  )
+  devices = getattr(context, "num_devices", None)
+  mesh = getattr(context, "mesh", None)
   if mesh is not None:  # shard_map, over some axes or all
-    devices = math.prod(
-      n for name, n in mesh.shape.items() if name not in context.manual_axes
-    )
+    left = set(mesh.shape) - set(context.manual_axes)
+    devices = math.prod(mesh.shape[name] for name in left)
   if devices == 1:
     return [x]
-  return mlir.lower_fun(lax.optimization_barrier, multiple_results=False)(
-    ctx, x
-  )
+  barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
+  return barrier(ctx, x)
 
 
 @functools.cache

@@ -9,18 +9,14 @@ from optax_accum import _validate
 from optax_accum._arithmetic.reductions import (
   Merge,
   MergeFn,
-  Reduction,
   REDUCTIONS,
 )
-from optax_accum._arithmetic.trees import Path, Tree
+from optax_accum._arithmetic.trees import Tree
 
 ReductionName: TypeAlias = Literal[
   "mean", "sum", "max", "min", "last", "stack", "concat"
 ]
 GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
-_NAMES = {
-  "grad_reduction": get_args(GradReductionName)
-}  # of an option that does not take all
 
 
 class _Dataclass(Protocol):
@@ -28,31 +24,35 @@ class _Dataclass(Protocol):
 
 
 # Names at the leaves. (A `Sequence` would let any string pass a type checker.)
-_Tree: TypeAlias = (
-  Mapping[Any, Any] | tuple[Any, ...] | list[Any] | _Dataclass | None
-)
+_Tree: TypeAlias = Mapping | tuple | list | _Dataclass | None
 ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
 GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
 def named(option: str, tree: Tree, default: Tree) -> Tree:
-  """The reductions that a tree of names stands for."""
+  """The reductions that a tree of names and functions stands for."""
 
-  def find(path: Path, name: str | MergeFn) -> Reduction:
+  def find(path, name):
     where = _validate.leaf_name(option, path)
-    if callable(name) and option not in _NAMES:
-      if why := _validate.why_not(name, None, None):
-        raise TypeError(
-          f"{where}={name!r} must take two values, merge(a, b): {why}."
-        )
-      return Merge(name)
-    return REDUCTIONS[
-      _validate.one_of(where, name, _NAMES.get(option, REDUCTIONS))
-    ]
+    if not callable(name):
+      return REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+    why = _validate.why_not(name, None, None)
+    if why:
+      raise TypeError(
+        f"{where}={name!r} must take two values, merge(a, b): {why}."
+      )
+    return Merge.by(name)
 
-  return (
-    default if tree is None else jax.tree_util.tree_map_with_path(find, tree)
-  )
+  if tree is None:
+    return default
+  return jax.tree_util.tree_map_with_path(find, tree)
+
+
+def named_of_gradients(tree: Tree, default: Tree) -> Tree:
+  """The same of `grad_reduction`, which takes fewer names and no function."""
+  for where, name in _validate.named_leaves("grad_reduction", tree):
+    _validate.one_of(where, name, get_args(GradReductionName))
+  return named("grad_reduction", tree, default)
 
 
 def match(
@@ -71,7 +71,7 @@ def match(
       f" with a name for each {of[:-1]}, or for all below a node of it. {why}"
     ) from None
 
-  def each(reduction: Tree, below: Tree) -> Tree:
+  def each(reduction, below):
     if isinstance(reduction, Merge) and jax.tree.leaves(below):
       return reduction
     return jax.tree.map(lambda _: reduction, below)

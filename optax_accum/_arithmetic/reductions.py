@@ -1,4 +1,8 @@
-"""The reductions of a function's outputs over microbatches and devices: one object for each."""
+"""The reductions of a function's outputs over microbatches and devices: one object for each.
+
+A loop calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are sharded over
+an axis, and `finish`. Where one microbatch is the whole batch, it calls `only`.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -9,7 +13,6 @@ import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_accum import _validate
@@ -23,48 +26,37 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
-Leaf: TypeAlias = jax.ShapeDtypeStruct
-MergeFn: TypeAlias = Callable[
-  [Any, Any], Any
-]  # makes one of two values of an output, or a tree
-Held: TypeAlias = (
-  Any  # what a scan carries of one output from one microbatch to the next
-)
+Type: TypeAlias = jax.ShapeDtypeStruct  # of an output
+# Makes one value of two values of an output, or of a tree of outputs.
+MergeFn: TypeAlias = Callable[[Any, Any], Any]
+# What a loop carries of one output from one microbatch to the next.
+Held: TypeAlias = Any
+# What all devices hold together, from what is held, the axis, and whether this device had a
+# microbatch that counts.
+OverDevices: TypeAlias = Callable[..., Held]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Reduction:
-  """Combines the values that one output has in all microbatches.
-
-  A scan calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are sharded over
-  an axis, and `finish`.
-  """
+  """Combines the values that one output has in all microbatches."""
 
   name = ""
   ordered = False  # whether it matters which microbatch comes last
-  collected = (
-    False  # whether the scan keeps every value, for `join`, and holds nothing
-  )
-  axis = 0  # of the output, along which what is collected is joined
-  # What all devices hold together, from what is held, the axis, and whether this device had a
-  # microbatch that counts.
-  over_devices: Callable[..., Held] = dataclasses.field(
-    default=lambda held, *_: held, kw_only=True
-  )
-  # Whether nobody asked for it, so that it may be wrong for values per row.
-  default: bool = dataclasses.field(default=False, kw_only=True)
+  collected = False  # whether every value is kept for `join`, and nothing held
+  over_devices: OverDevices = lambda held, *_: held
+  is_default: bool = False  # whether nobody asked for it
 
   def __repr__(self) -> str:
     return repr(self.name)
 
   def check(
-    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
+    self, name: str, like: Type, rows: int, dtype: DTypeLike | None
   ) -> None:
-    """Checks that outputs like `leaf`, of `rows` rows, can be reduced, in `dtype` if given."""
+    """Checks that outputs of a type, of `rows` rows, can be reduced, in `dtype` if given."""
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
+  def start(self, like: Type, dtype: DTypeLike | None) -> Held:
     """What is held before the first microbatch."""
-    return None if self.collected else across_devices.full_like(leaf, 0)
+    return across_devices.full_like(like, 0)
 
   def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
@@ -74,11 +66,11 @@ class Reduction:
     """What is held after one more microbatch. A weight of zero changes nothing."""
     return held
 
-  def join(self, held: Held, collected: Any, tail: Any) -> Held:
+  def join(self, held: Held, collected: Any, tail: Any = None) -> Held:
     """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
-  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+  def finish(self, held: Held, weight: Weight, like: Type) -> jax.Array:
     """The reduced value, in the dtype of `like`; `weight` is the total over devices."""
     return held
 
@@ -86,47 +78,32 @@ class Reduction:
     """The reduced value where there is one microbatch, which counts."""
     return value
 
-  def scattered(
-    self, spec: PartitionSpec, automatic: PartitionSpec
-  ) -> "Reduction":
-    """The same, but each device keeps only its part, as `spec` says."""
 
-    def own_part(*args):
-      return across_devices.own_part(self.over_devices(*args), spec)
-
-    return dataclasses.replace(self, over_devices=own_part)
-
-
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: Callable[..., Held] = lambda held, axis_name, _: lax.psum(
-    held, axis_name
-  )
-  reduce_term: Callable[..., jax.Array] | None = (
-    None  # over devices, in every microbatch
-  )
-  wide: bool = (
-    False  # whether in float32 or better, whatever `accumulator_dtype` is
-  )
-  is_weighed: bool = (
-    False  # whether values were weighed before, and none is to be left out
-  )
+  over_devices: OverDevices = lambda held, axis, _: lax.psum(held, axis)
+  # Reduces what a microbatch adds over devices, in every microbatch.
+  reduce_term: Callable[..., jax.Array] | None = None
+  # Whether it is in float32 or better, whatever `accumulator_dtype` is.
+  wide: bool = False
+  # Whether values were weighed before, and none is to be left out.
+  is_weighed: bool = False
 
-  def check(
-    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
-  ) -> None:
-    dtypes.check_holds(name, leaf.dtype, dtype)
+  def check(self, name, like, rows, dtype):
+    dtypes.check_holds(name, like.dtype, dtype)
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    dtype = dtypes.accumulator_dtype(leaf.dtype, None if self.wide else dtype)
-    zeros = across_devices.full_like(leaf, 0, dtype)
+  def start(self, like, dtype):
+    if self.wide:
+      dtype = None
+    dtype = dtypes.accumulator_dtype(like.dtype, dtype)
+    zeros = across_devices.full_like(like, 0, dtype)
     if self.reduce_term is None:
       return zeros
     reduced = jax.make_jaxpr(self.reduce_term, return_shape=True)(zeros)
-    return across_devices.full_like(across_devices.types(reduced), 0)
+    return across_devices.zeros_like(across_devices.types(reduced))
 
   def term(
     self, value: jax.Array, weight: Weight, dtype: DTypeLike
@@ -134,7 +111,7 @@ class Sum(Reduction):
     """What one microbatch adds if it counts."""
     return value.astype(dtype)
 
-  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
+  def add(self, held, value, weight):
     if self.is_weighed:
       weight = 1.0
     term = self.term(value, weight, held.dtype)
@@ -142,39 +119,20 @@ class Sum(Reduction):
       # XLA for GPU keeps a second gradient where the term is selected and not the sum.
       total = held + term
       return weighted_mean.select(weighted_mean.counts(weight), total, held)
-    term = weighted_mean.select(
-      weighted_mean.counts(weight), term, jnp.zeros_like(term)
-    )
+    counted = weighted_mean.counts(weight)
+    term = weighted_mean.select(counted, term, jnp.zeros_like(term))
     # Without the barrier XLA for TPU adds up full values and reduces after the loop.
     return held + lax.optimization_barrier(self.reduce_term(term))
 
-  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
-    return (
-      held.astype(like.dtype)
-      if jnp.issubdtype(like.dtype, jnp.inexact)
-      else held
-    )
+  def finish(self, held, weight, like):
+    if jnp.issubdtype(like.dtype, jnp.inexact):
+      return held.astype(like.dtype)
+    return held
 
-  def only(self, value: jax.Array) -> jax.Array:
-    inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-    return (
-      value if inexact else value.astype(dtypes.accumulator_dtype(value.dtype))
-    )
-
-  def scattered(
-    self, spec: PartitionSpec, automatic: PartitionSpec
-  ) -> Reduction:
-    scatter = functools.partial(
-      across_devices.sum_scattered, spec=spec, automatic=automatic
-    )
-    return dataclasses.replace(self, over_devices=scatter)
-
-  def in_loop(self, axis_name: AxisName) -> "Sum":
-    """The same, but devices are reduced over in every microbatch."""
-    reduced = lambda term: self.over_devices(term, axis_name, True)  # noqa: E731
-    return dataclasses.replace(
-      self, over_devices=lambda held, *_: held, reduce_term=reduced
-    )
+  def only(self, value):
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+      return value
+    return value.astype(dtypes.accumulator_dtype(value.dtype))
 
 
 class Mean(Sum):
@@ -182,55 +140,51 @@ class Mean(Sum):
 
   name = "mean"
 
-  def check(
-    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
-  ) -> None:
-    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+  def check(self, name, like, rows, dtype):
+    if not jnp.issubdtype(like.dtype, jnp.inexact):
       raise TypeError(
-        f'{name} has dtype {leaf.dtype}, which "mean" cannot keep: cast it to a float in the'
+        f'{name} has dtype {like.dtype}, which "mean" cannot keep: cast it to a float in the'
         ' function, or reduce it with "sum", "max", "min", "last" or "stack".'
       )
-    super().check(name, leaf, rows, dtype)
+    super().check(name, like, rows, dtype)
 
-  def term(
-    self, value: jax.Array, weight: Weight, dtype: DTypeLike
-  ) -> jax.Array:
+  def term(self, value, weight, dtype):
     return weighted_mean.product(value, weight, dtype)
 
-  def finish(self, held: Held, weight: Weight, like: Leaf) -> jax.Array:
+  def finish(self, held, weight, like):
     return weighted_mean.mean(held, weight, like.dtype)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Extreme(Reduction):
   """The largest value, or the smallest, element by element."""
 
-  choose: Callable[..., jax.Array]
-  limit: str  # what `jnp.finfo` and `jnp.iinfo` call the value that all others replace
   name: str
+  choose: Callable[..., jax.Array]
+  # The value that all others replace, and what `jnp.finfo` and `jnp.iinfo` call it.
+  limit: float
+  limit_name: str
 
-  def check(
-    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
-  ) -> None:
-    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+  def check(self, name, like, rows, dtype):
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
       raise TypeError(
-        f'{name} has dtype {leaf.dtype}, which has no {self!r}: use "mean" or "sum".'
+        f'{name} has dtype {like.dtype}, which has no {self!r}: use "mean" or "sum".'
       )
 
-  def start(self, leaf: Leaf, dtype: DTypeLike | None) -> Held:
-    limit: float = jnp.inf if self.limit == "max" else -jnp.inf
-    if leaf.dtype == jnp.bool_:
-      limit = self.limit == "max"
-    elif jnp.issubdtype(leaf.dtype, jnp.integer):
-      limit = int(getattr(jnp.iinfo(leaf.dtype), self.limit))
-    elif dtypes.is_float8(leaf.dtype):  # some have no infinity
-      limit = float(getattr(jnp.finfo(leaf.dtype), self.limit))
-    return across_devices.full_like(leaf, limit)
+  def start(self, like, dtype):
+    limit = self.limit
+    if like.dtype == jnp.bool_:
+      limit = limit > 0
+    elif jnp.issubdtype(like.dtype, jnp.integer):
+      limit = int(getattr(jnp.iinfo(like.dtype), self.limit_name))
+    elif dtypes.is_float8(like.dtype):  # some have no infinity
+      limit = float(getattr(jnp.finfo(like.dtype), self.limit_name))
+    return across_devices.full_like(like, limit)
 
-  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
-    return weighted_mean.select(
-      weighted_mean.counts(weight), self.choose(held, value), held
-    )
+  def add(self, held, value, weight):
+    counted = weighted_mean.counts(weight)
+    chosen = self.choose(held, value)
+    return weighted_mean.select(counted, chosen, held)
 
 
 class Last(Reduction):
@@ -239,7 +193,7 @@ class Last(Reduction):
   name = "last"
   ordered = True
 
-  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
+  def add(self, held, value, weight):
     return weighted_mean.select(weighted_mean.counts(weight), value, held)
 
 
@@ -249,12 +203,15 @@ class Stack(Reduction):
   name = "stack"
   collected = True
 
-  def join(self, held: Held, collected: Any, tail: Any) -> Held:
-    return (
-      collected if tail is None else jnp.concatenate([collected, tail[None]])
-    )
+  def start(self, like, dtype):
+    return None
 
-  def only(self, value: jax.Array) -> jax.Array:
+  def join(self, held, collected, tail=None):
+    if tail is None:
+      return collected
+    return jnp.concatenate([collected, tail[None]])
+
+  def only(self, value):
     return value[None]
 
 
@@ -263,113 +220,116 @@ class Concat(Stack):
 
   name = "concat"
 
-  def check(
-    self, name: str, leaf: Leaf, rows: int, dtype: DTypeLike | None
-  ) -> None:
-    if leaf.shape[:1] != (rows,):
+  def check(self, name, like, rows, dtype):
+    if like.shape[:1] != (rows,):
       raise ValueError(
-        f'{name} has shape {leaf.shape}; "concat" needs the {rows} rows of a microbatch as its'
+        f'{name} has shape {like.shape}; "concat" needs the {rows} rows of a microbatch as its'
         ' leading axis: move them there by jnp.moveaxis, or use "stack" for one value per'
         " microbatch."
       )
 
-  def join(self, held: Held, collected: Any, tail: Any) -> Held:
+  def join(self, held, collected, tail=None):
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
     rows = lax.collapse(jnp.moveaxis(collected, 0, 1), 0, 2)
-    return rows if tail is None else jnp.concatenate([rows, tail])
+    if tail is None:
+      return rows
+    return jnp.concatenate([rows, tail])
 
-  def only(self, value: jax.Array) -> jax.Array:
+  def only(self, value):
     return value
 
 
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Merge(Reduction):
   """A function of the user that makes one value of two. A value may be a tree of arrays.
 
   What is held is a value, and whether there is one yet: before, it is zeros, which do not count.
   """
 
+  fun: MergeFn
   ordered = True
 
-  def __init__(self, fun: MergeFn) -> None:
-    super().__init__(over_devices=self._of_devices)
-    self.fun, self.name = fun, getattr(fun, "__qualname__", repr(fun))
+  @classmethod
+  def by(cls, fun: MergeFn) -> "Merge":
+    """The reduction by a function."""
+    return cls(fun=fun, over_devices=functools.partial(_merged_devices, fun))
 
-  def check(
-    self, name: str, leaf: Tree, rows: int, dtype: DTypeLike | None
-  ) -> None:
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), leaf)
+  @property
+  def name(self) -> str:  # type: ignore[override]
+    """What the function is called."""
+    return getattr(self.fun, "__qualname__", repr(self.fun))
+
+  def check(self, name, like, rows, dtype):
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     try:
-      merged = jax.eval_shape(self._of_both, like, like)
+      merged = jax.eval_shape(self.fun, like, like)
     except Exception as error:
       error.add_note(
         f"{name} is reduced by {self.name}(a, b), which was given two of {like}."
       )
       raise
-    _validate.check_alike(
-      f"what {self.name}(a, b) returned", name, merged, like
-    )
+    returned = f"what {self.name}(a, b) returned"
+    _validate.check_alike(returned, name, merged, like)
 
-  def start(self, leaf: Tree, dtype: DTypeLike | None) -> Held:
-    zeros = jax.tree.map(lambda x: across_devices.full_like(x, 0), leaf)
-    return zeros, across_devices.vary_like(
-      jnp.asarray(False), jax.tree.leaves(zeros)[0]
-    )
+  def start(self, like, dtype):
+    zeros = across_devices.zeros_like(like)
+    one = jax.tree.leaves(zeros)[0]
+    return zeros, across_devices.vary_like(jnp.asarray(False), one)
 
-  def add(self, held: Held, value: Tree, weight: Weight) -> Held:
+  def add(self, held, value, weight):
     value = jax.tree.map(_refusing_derivatives, value)
-    return self._of_two(held, (value, weighted_mean.counts(weight)))
+    return _merged(self.fun, held, (value, weighted_mean.counts(weight)))
 
-  def _of_both(self, a: Tree, b: Tree) -> Tree:
-    """One value of two. The function gets containers of its own, which it may change."""
-    return self.fun(*jax.tree.map(lambda x: x, (a, b)))
-
-  def _of_two(self, first: Held, second: Held) -> Held:
-    """What is held of two, of which there may be none yet."""
-    (a, has_a), (b, has_b) = first, second
-    either = _where(has_b, b, a)
-    # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
-    # although they are not selected. Where `vmap` runs both, one value is merged with itself.
-    merged = lax.cond(
-      has_a & has_b,
-      self._of_both,
-      lambda a, b: either,
-      _where(has_a, a, either),
-      either,
-    )
-    return merged, has_a | has_b
-
-  def _of_devices(
-    self, held: Held, axis_name: AxisName, counted: object
-  ) -> Held:
-    # What all devices hold, on a new first axis, in the order of the mesh.
-    own = jnp.arange(
-      lax.axis_size(axis_name), dtype=jnp.int32
-    ) == lax.axis_index(axis_name)
-    places = lambda x: own.reshape(-1, *[1] * x.ndim)  # noqa: E731
-    each = jax.tree.map(
-      lambda x: across_devices.of_one(x[None], axis_name, places(x)), held
-    )
-    first, others = (
-      jax.tree.map(lambda x: x[0], each),
-      jax.tree.map(lambda x: x[1:], each),
-    )
-    return lax.scan(
-      lambda held, other: (self._of_two(held, other), None), first, others
-    )[0]
-
-  def finish(self, held: Held, weight: Weight, like: Leaf) -> Tree:
+  def finish(self, held, weight, like):
     return held[0]
+
+
+def _merged(fun: MergeFn, first: Held, second: Held) -> Held:
+  """What is held of two, of which there may be none yet."""
+  (a, has_a), (b, has_b) = first, second
+  either = _where(has_b, b, a)
+  has_both = has_a & has_b
+  one = _where(has_a, a, either)
+
+  def of_both(a, b):
+    a, b = jax.tree.map(lambda x: x, (a, b))  # containers that it may change
+    return fun(a, b)
+
+  # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
+  # although they are not selected. Where `vmap` runs both, one value is merged with itself.
+  both = lax.cond(has_both, of_both, lambda a, b: either, one, either)
+  return both, has_a | has_b
+
+
+def _merged_devices(
+  fun: MergeFn, held: Held, axis_name: AxisName, counted: object
+) -> Held:
+  """What is held of all devices, in the order of the mesh."""
+  devices = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32)
+  own = devices == lax.axis_index(axis_name)
+
+  def gathered(x):
+    row = x[None]
+    place = own.reshape(-1, *[1] * x.ndim)
+    return across_devices.of_one(row, axis_name, place)
+
+  def add(held, other):
+    return _merged(fun, held, other), None
+
+  each = jax.tree.map(gathered, held)  # on a new first axis
+  first = jax.tree.map(lambda x: x[0], each)
+  others = jax.tree.map(lambda x: x[1:], each)
+  return lax.scan(add, first, others)[0]
 
 
 def _where(flag: bool | jax.Array, value: Tree, other: Tree) -> Tree:
   return jax.tree.map(
-    functools.partial(weighted_mean.select, flag), value, other
+    lambda x, y: weighted_mean.select(flag, x, y), value, other
   )
 
 
-_refusing_derivatives = jax.custom_jvp(
-  lambda x: x
-)  # of what a function of the user reduces
+# Of what a function of the user reduces.
+_refusing_derivatives = jax.custom_jvp(lambda x: x)
 
 
 @functools.partial(_refusing_derivatives.defjvp, symbolic_zeros=True)
@@ -386,10 +346,18 @@ REDUCTIONS: dict[str, Reduction] = {
   "mean": Mean(),
   "sum": Sum(),
   "max": Extreme(
-    jnp.maximum, "min", "max", over_devices=across_devices.largest
+    name="max",
+    choose=jnp.maximum,
+    limit=-jnp.inf,
+    limit_name="min",
+    over_devices=across_devices.largest,
   ),
   "min": Extreme(
-    jnp.minimum, "max", "min", over_devices=across_devices.smallest
+    name="min",
+    choose=jnp.minimum,
+    limit=jnp.inf,
+    limit_name="max",
+    over_devices=across_devices.smallest,
   ),
   "last": Last(over_devices=across_devices.of_last),
   "stack": Stack(),

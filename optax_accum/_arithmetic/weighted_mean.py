@@ -30,22 +30,23 @@ LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
 
 def check_weight(source: str, value: Leaf) -> None:
   """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
-  shape, kind = (
-    getattr(value, "shape", ()),
-    getattr(value, "dtype", type(value)),
+  shape = getattr(value, "shape", ())
+  kind = getattr(value, "dtype", type(value))
+  given = f"the weight {value!r}"
+  if hasattr(value, "dtype"):
+    given = f"a weight of shape {shape} and dtype {kind}"
+  message = (
+    f"{source} gave {given}; it must be a real scalar, such as jnp.sum(mask)."
   )
-  real = any(
-    jnp.issubdtype(kind, of) for of in (jnp.bool_, jnp.integer, jnp.floating)
-  )
-  if not real or shape != ():
-    array = f"a weight of shape {shape} and dtype {kind}"
-    given = array if hasattr(value, "dtype") else f"the weight {value!r}"
-    message = (
-      f"{source} gave {given}; it must be a real scalar, such as jnp.sum(mask)."
-    )
-    raise (ValueError if real else TypeError)(message)
+  is_complex = jnp.issubdtype(kind, jnp.complexfloating)
+  is_number = jnp.issubdtype(kind, jnp.number) and not is_complex
+  if not is_number and not jnp.issubdtype(kind, jnp.bool_):
+    raise TypeError(message)
+  if shape != ():
+    raise ValueError(message)
   if isinstance(value, jax.core.Tracer):
     return
+  # Python compares an int of any size with a float.
   number = value if isinstance(value, (int, float)) else float(value)
   if number and not LEAST <= number <= MOST:
     raise ValueError(
@@ -134,24 +135,24 @@ def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``weight * value`` in `dtype`; taken in float32, as bfloat16 holds few counts above 256."""
   if isinstance(weight, (int, float)) and weight == 1:
     return value.astype(dtype)
-  wide = dtypes.promote(value.dtype, dtypes.promote(dtype, jnp.float32))
-  factor = weight.astype(wide) if isinstance(weight, jax.Array) else weight
-  return (value.astype(wide) * factor).astype(dtype)
+  wide = dtypes.promote(value.dtype, dtype, jnp.float32)
+  if isinstance(weight, jax.Array):
+    weight = weight.astype(wide)
+  return (value.astype(wide) * weight).astype(dtype)
 
 
 def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``weight * value`` in `dtype`, and zero where the weight is zero, even for NaN."""
   # Selected before it is multiplied: 0 * nan is nan, and a loss of padding alone is 0/0.
-  return product(
-    select(counts(weight), value, jnp.zeros_like(value)), weight, dtype
-  )
+  value = select(counts(weight), value, jnp.zeros_like(value))
+  return product(value, weight, dtype)
 
 
 def usable(weight: jax.Array) -> jax.Array:
   """Whether sums of this weight can be divided by it: it is 0, or in range, and no NaN."""
-  return (jnp.abs(weight) >= LEAST) & (jnp.abs(weight) <= MOST_IN_TOTAL) | (
-    weight == 0
-  )
+  is_large = jnp.abs(weight) >= LEAST
+  is_small = jnp.abs(weight) <= MOST_IN_TOTAL
+  return is_large & is_small | (weight == 0)
 
 
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
@@ -164,10 +165,9 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   wide = dtypes.promote(total.dtype, jnp.float32)
   total = total.astype(wide)
   if not isinstance(weight, jax.Array):
-    return (total * (1 / weight if weight else 0.0)).astype(dtype)
+    return (total * (1 / weight)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
   inverse = jnp.where(usable(weight), inverse, jnp.nan)
-  return (total * jnp.where(weight == 0, jnp.zeros((), wide), inverse)).astype(
-    dtype
-  )
+  inverse = jnp.where(weight == 0, jnp.zeros((), wide), inverse)
+  return (total * inverse).astype(dtype)

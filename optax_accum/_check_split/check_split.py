@@ -19,17 +19,16 @@ from optax_accum._check_split.devices import Devices, on, one_device
 from optax_accum._check_split.probes import Call, LEVELS
 from optax_accum._check_split.report import SplitReport
 from optax_accum._check_split.runs import LossFn, Runs
-from optax_accum._mesh.loss import PlacedLoss
+from optax_accum._mesh.loss import LossWithoutMesh, PlacedLoss
 from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.loss import LocalLoss
+from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.options import (
-  find_slots,
-  name_of,
   names_or_positions,
   OTHER_NAMES,
   Slot,
   Split,
 )
+from optax_accum._microbatches.roles import by_slot, RolesOf, Signature
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 _DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
@@ -120,22 +119,18 @@ def _runs_of(
   asked = _asked(loss_fn, given)
   one = {"num_microbatches": 1, "microbatch_size": None, "names": names or {}}
   split = Split.of({**asked, **one}, default_argnum=1)
-  wanted = names_or_positions("argnums", asked["argnums"], int)
-  argnums = [int(i) for i in find_slots("argnums", wanted, loss_fn, args, {})]
-  roles = split.roles(loss_fn, args, kwargs, argnums)
-  for i in argnums:
+  argnums = names_or_positions("argnums", asked["argnums"], int)
+  roles_of = RolesOf(loss_fn, split, argnums)
+  roles = roles_of(args, kwargs)
+  for i in roles.differentiated:
     parameters.check_differentiable(split.name(i), args[i])
-  arguments = dict[Slot, Tree]([*enumerate(args), *kwargs.items()])
-  split.refuse_key(roles, arguments)
-  rows, of = (
-    cut.batch_rows(split, roles.batch, arguments),
-    split.name(*roles.batch),
-  )
+  rows = checked_rows(split, roles, by_slot(args, kwargs))
+  of = split.name(*roles.batch)
   if rows == 1:
     raise ValueError(
       f"The batch ({of}) has 1 row, which cannot be split: give 2 or more."
     )
-  call = Call.of(loss_fn, args, kwargs, roles)
+  call = Call.of(roles_of.signature, args, kwargs, roles)
   for role in drawing:
     call = call.with_noise(role, LEVELS[0])
   sizes = _sizes_of(
@@ -162,8 +157,9 @@ def _check_concrete(
   loss_fn: LossFn, given: Iterable[tuple[Slot, Tree]]
 ) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
+  signature = Signature(loss_fn)
   for slot, tree in given:
-    argument = name_of(loss_fn, slot).replace("...", f"argument {slot}")
+    argument = signature.name(slot).replace("...", f"argument {slot}")
     for name, leaf in _validate.named_leaves(argument, tree):
       if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct)):
         what = (
@@ -186,7 +182,7 @@ def _sizes_of(
   """The rows of a microbatch in each split to run: as asked for, and a ragged one."""
   if number is None and size is None:
     number = next(n for n in range(2, rows + 1) if rows % n == 0)
-  Split(num_microbatches=number, microbatch_size=size)
+  Split.of({"num_microbatches": number, "microbatch_size": size})
   given = cut.microbatch_rows(rows, number, size, of)
   if number is None and given == rows:
     raise ValueError(
@@ -276,7 +272,7 @@ def _of_likely_batches(runs: Runs) -> diagnose.Finding:
 
 
 def check_step(
-  loss: LocalLoss | PlacedLoss,
+  loss: LossWithoutMesh | PlacedLoss,
   args: Args,
   kwargs: Kwargs,
   drawing: Sequence[str] = _DRAWING,
@@ -322,12 +318,15 @@ def check_step(
 
 
 def _sends(
-  loss: LocalLoss | PlacedLoss, devices: Devices, args: Args, kwargs: Kwargs
+  loss: LossWithoutMesh | PlacedLoss,
+  devices: Devices,
+  args: Args,
+  kwargs: Kwargs,
 ) -> bool:
   """Whether devices exchange something in the loss of a step over a mesh. Raises what that does."""
   told: list[bool] = []
   local = dataclasses.replace(loss.local, tell=told.append)
-  own = loss._replace(local=local) if isinstance(loss, PlacedLoss) else local
+  own = loss._replace(local=local)
   run = lambda args, kwargs: own.value_and_grad(None, *args, **kwargs)  # noqa: E731
   with on(devices.mesh):
     jax.eval_shape(run if devices.mesh else devices.on_one(run), args, kwargs)

@@ -64,7 +64,7 @@ class Devices(NamedTuple):
       return self.on_one(functools.partial(call.called, run))
     split = Split.of(dict(options), default_argnum=1)
     loss = self.loss._replace(
-      local=LocalLoss(options["fun"], 0, True, split, options)
+      local=LocalLoss.of(options["fun"], 0, True, split, options)
     )
 
     def value_and_grad(*args: Tree, **kwargs: Tree) -> tuple[Tree, Grads]:

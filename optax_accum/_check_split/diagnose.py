@@ -14,7 +14,11 @@ from optax_accum._check_split import words
 from optax_accum._check_split.report import Verdict
 from optax_accum._check_split.runs import How, Outcome, ROWS, Runs
 from optax_accum._check_split.weights import weights_of
-from optax_accum._microbatches.options import refuse_keys, with_keys, with_rows
+from optax_accum._microbatches.refusals import (
+  refuse_keys,
+  with_keys,
+  with_rows,
+)
 
 _OF_AUX = ("sum", "mean", "max", "min", "concat")
 _EXTREMES = ("max", "min")
@@ -84,11 +88,13 @@ def refused(runs: Runs) -> Finding | None:
     return finding
   try:
     if options["rng_argnums"] is None:
-      refuse_keys(roles)
+      refuse_keys(roles, runs.batch.arguments)
   except ValueError as error:
-    slots = with_keys(roles)
+    slots = with_keys(roles, runs.batch.arguments)
     alone = all(
-      is_key(x) for slot in slots for x in jax.tree.leaves(roles.shared[slot])
+      is_key(x)
+      for slot in slots
+      for x in jax.tree.leaves(runs.batch.arguments[slot])
     )
     return Finding(
       "random",
@@ -109,7 +115,7 @@ def _not_a_function(runs: Runs) -> Finding | None:
 def unsplit(runs: Runs) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   roles, rows = runs.batch.roles, runs.batch.rows
-  more = list(dict.fromkeys(slot for slot, _ in with_rows(roles, (rows,))))
+  more = list(with_rows(roles, runs.batch.arguments, (rows,)))
   return (
     Finding("unsplit", *words.unsplit(roles.batch, more, rows))
     if more

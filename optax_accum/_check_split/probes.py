@@ -19,7 +19,13 @@ from numpy.typing import ArrayLike
 
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Leaves, Tree
-from optax_accum._microbatches.options import name_of, Roles, Slot
+from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.roles import (
+  Arguments,
+  by_slot,
+  Roles,
+  Signature,
+)
 
 # What `jax.random.uniform` draws from a key itself: of the given batch, as other noise, and of the
 # varied batch. Dropout keeps, drops, and keeps what is kept rarely.
@@ -79,6 +85,7 @@ class Call(NamedTuple):
   name: str
   arrays: tuple[Array, ...]
   roles: Roles
+  arguments: Arguments
   called: Callable[
     [Callable[..., Tree], Leaves], Tree
   ]  # a function of the arguments, on arrays
@@ -88,11 +95,13 @@ class Call(NamedTuple):
 
   @classmethod
   def of(
-    cls, fun: Callable[..., Tree], args: Args, kwargs: Kwargs, roles: Roles
+    cls, signature: Signature, args: Args, kwargs: Kwargs, roles: Roles
   ) -> "Call":
     """The given call, in the dtypes of the check. What is no array is a constant."""
     role_of = {
-      slot: role for role in roles._fields for slot in getattr(roles, role)
+      slot: role
+      for role in ("batch", "rng", "carry", "shared")
+      for slot in getattr(roles, role)
     }
     slots: list[Slot] = [*range(len(args)), *kwargs]
     leaves, treedef = jax.tree_util.tree_flatten_with_path(
@@ -101,7 +110,7 @@ class Call(NamedTuple):
     arrays = {}
     for n, (path, leaf) in enumerate(leaves):
       slot = slots[path[0].idx]
-      role, argument = role_of.get(slot, "params"), name_of(fun, slot)
+      role, argument = role_of.get(slot, "params"), signature.name(slot)
       if role in ("params", "batch") or isinstance(
         leaf, (jax.Array, np.ndarray, np.generic)
       ):
@@ -122,7 +131,8 @@ class Call(NamedTuple):
         *trees[:count], **dict(zip(kwargs, trees[count:], strict=True))
       )
 
-    return cls("as given", tuple(arrays.values()), roles, called)
+    arguments = by_slot(args, kwargs)
+    return cls("as given", tuple(arrays.values()), roles, arguments, called)
 
   @property
   def values(self) -> Leaves:

@@ -24,9 +24,9 @@ from optax_accum._check_split.facts import Facts, facts_of
 from optax_accum._check_split.probes import Call, probes_of
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._check_split.words import options_of
-from optax_accum._microbatches.loss import check_loss
-from optax_accum._microbatches.microbatch import whole_batches
+from optax_accum._microbatches.loss_function import check_loss
 from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.whole import whole_batches
 
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0

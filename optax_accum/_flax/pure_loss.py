@@ -7,11 +7,11 @@ from flax import nnx
 import jax
 
 from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.devices import OverAxis
 from optax_accum._arithmetic.trees import Args, Batch, Carry, Params, Tree
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
 from optax_accum._flax.forwarded import forwarded
-from optax_accum._microbatches import keys_and_carry
 
 _LOST = (
   "loss_fn changed {}, so the change would be lost: keep numbers that change in"
@@ -40,12 +40,9 @@ class PureLoss:
   def __call__(
     self, params: Params, batch: Batch, fixed: Tree, carry: Carry
   ) -> Any:
-    if self.axis is not None and across_devices.is_bound(
-      self.axis
-    ):  # `check` has one device
-      fixed = keys_and_carry.on_device(
-        fixed, self.axis
-      )  # with noise of its own, as a carry
+    if self.axis is not None and across_devices.is_bound(self.axis):
+      # `check` has one device. Each of several has noise of its own, as of a carry.
+      fixed = OverAxis(self.axis).with_own_noise(fixed)
     states = params, fixed, carry
     model, before, out, after = self._run(states, batch)
     if self.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):

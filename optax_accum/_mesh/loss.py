@@ -1,4 +1,8 @@
-"""A loss over a mesh: each device runs its own rows in microbatches; then results are reduced."""
+"""The loss of a step: over a mesh, or where its arrays are. Both have the same methods.
+
+`place` puts the arguments of a call where they belong. It returns the loss as it is compiled for
+them, which knows how the gradients come out, and how the optimizer's step is taken beside them.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -8,16 +12,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.reductions import Sum
-from optax_accum._arithmetic.trees import (
-  Args,
-  Kwargs,
-  Leaf,
-  OptState,
-  Params,
-  Tree,
-)
-from optax_accum._mesh.data_parallel import DataParallel, spec_of
+from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
+from optax_accum._mesh.batch import place_batch
+from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.placement import (
   out_shardings,
   place,
@@ -25,18 +22,63 @@ from optax_accum._mesh.placement import (
   sharding_of,
 )
 from optax_accum._mesh.refused import explained, TRACED
-from optax_accum._mesh.shards import Shards
+from optax_accum._mesh.shards import in_loop, Shards
+from optax_accum._mesh.specs import spec_of
 from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
+from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
 from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.roles import by_slot
 
-Held: TypeAlias = tuple[Params, OptState]
-Update: TypeAlias = Callable[[Held], Held]
+ParamsAndState: TypeAlias = tuple[Params, OptState]
+Update: TypeAlias = Callable[[ParamsAndState], ParamsAndState]
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+class LossWithoutMesh(NamedTuple):
+  """A loss where its arrays are: on one device, or as the compiler spreads it."""
+
+  local: LocalLoss
+  parallel: None = None
+  out_shardings: None = (
+    None  # of what a step returns first: left to the compiler
+  )
+
+  def place(
+    self, args: Args, kwargs: Kwargs
+  ) -> tuple["LossWithoutMesh", Args, Kwargs]:
+    """The loss that a step with such arguments runs, and the arguments as it takes them."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes and self.local.split.axis_name is None:
+      raise ValueError(
+        f"The step is called inside pmap or shard_map over {axes} without axis_name, so each device"
+        " would step with its own gradient: pass axis_name=, or call it outside, with mesh=."
+      )
+    return self, args, kwargs
+
+  def beside(self, params: Params, opt_state: Tree) -> "LossWithoutMesh":
+    """The loss whose gradients are sharded as a step with this state needs them."""
+    return self
+
+  def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
+    """The loss alone."""
+    return self.local.value(weights, *args, **kwargs)
+
+  def value_and_grad(
+    self, weights: Tree, /, *args: Tree, **kwargs: Tree
+  ) -> Reduced:
+    """The loss and its gradients."""
+    return self.local.value_and_grad(weights, *args, **kwargs)
+
+  def step_beside(
+    self, update: Update, params: Params, opt_state: OptState
+  ) -> ParamsAndState:
+    """What `update` makes of parameters that are sharded as the gradients meanwhile."""
+    return update((params, opt_state))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class MeshLoss:
   """A loss over the data axis of a mesh."""
 
@@ -44,12 +86,13 @@ class MeshLoss:
   parallel: DataParallel
 
   def __post_init__(self) -> None:
-    if (axis := self.local.split.axis_name) is not None:
+    split = self.local.split
+    if split.axis_name is not None:
       raise ValueError(
-        f"axis_name={axis!r} is for a step that is called inside pmap or shard_map, and mesh= for"
-        " one that is called outside: give one of the two."
+        f"axis_name={split.axis_name!r} is for a step that is called inside pmap or shard_map, and"
+        " mesh= for one that is called outside: give one of the two."
       )
-    if self.local.split.in_place and self.parallel.reduce_in_loop:
+    if split.in_place and self.parallel.reduce_in_loop:
       raise ValueError(
         "in_place=True keeps the full sum of the gradients on each device until the cycle ends, and"
         ' reduce_gradients="per_microbatch" keeps shards: pass in_place=False, or "per_cycle".'
@@ -59,39 +102,38 @@ class MeshLoss:
     self, args: Args, kwargs: Kwargs
   ) -> tuple["PlacedLoss", Args, Kwargs]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
-    parallel = self.parallel
-    if axes := jax.sharding.get_abstract_mesh().manual_axes:
+    mesh, local, split = self.parallel.mesh, self.local, self.local.split
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axes:
       raise ValueError(
         f"The step is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
         " batch over devices a second time: pass axis_name= to make_train_step instead, or call"
         " it outside."
       )
     params, opt_state, *others = args
-    given: dict[Slot, Tree] = dict(
-      [*enumerate((params, *others)), *kwargs.items()]
-    )
-    split = self.local.split
-    roles = split.roles(self.local.fun, (params, *others), kwargs, (0,))
-    axes = roles.batch
-    split.refuse_key(roles, given)
-    rows, of = cut.batch_rows(split, axes, given), split.name(*axes)
-    parallel.check_rows(rows, split.num_microbatches, of)
-
-    def put(slot: Slot, x: Tree) -> Tree:
-      if slot in axes:
-        return parallel.place_batch(split.name(slot), x, axes[slot], split)
-      return place(parallel.mesh, split.name(slot) if slot else "params", x)
-
-    placed = {slot: put(slot, x) for slot, x in given.items()}
-    opt_state = place_state(parallel.mesh, "opt_state", placed[0], opt_state)
-    held = placed[0], opt_state, *(placed[slot] for slot in roles.carry)
-    leaves, treedef = jax.tree.flatten(held)
+    of_loss = (params, *others)
+    roles = local.roles_of(of_loss, kwargs)
+    arguments = by_slot(of_loss, kwargs)
+    rows = checked_rows(split, roles, arguments)
+    of = split.name(*roles.batch)
+    self.parallel.check_rows(rows, split.num_microbatches, of)
+    for slot, x in arguments.items():
+      name = split.name(slot) if slot else "params"
+      if slot in roles.batch:
+        axis = roles.batch[slot]
+        arguments[slot] = place_batch(self.parallel, name, x, axis, split)
+      else:
+        arguments[slot] = place(mesh, name, x)
+    params = arguments[0]
+    opt_state = place_state(mesh, "opt_state", params, opt_state)
+    carry = [arguments[slot] for slot in roles.carry]
+    leaves, treedef = jax.tree.flatten((params, opt_state, *carry))
     shardings = tuple(map(sharding_of, leaves))
-    loss = PlacedLoss(
-      self.local, parallel, tuple(axes.items()), treedef, shardings
-    )
-    named: Kwargs = {name: placed.pop(name) for name in kwargs}
-    return loss, (placed.pop(0), opt_state, *placed.values()), named
+    batch = tuple(roles.batch.items())
+    loss = PlacedLoss(local, self.parallel, batch, treedef, shardings)
+    named = {name: arguments.pop(name) for name in kwargs}
+    _, *others = arguments.values()
+    return loss, (params, opt_state, *others), named
 
 
 class PlacedLoss(NamedTuple):
@@ -115,53 +157,53 @@ class PlacedLoss(NamedTuple):
 
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
     """A function of the sharding of each parameter."""
-    return self.treedef.unflatten(
-      [fun(spec_of(sharding)) for sharding in self.shardings]
-    )[0]
+    each = [fun(spec_of(sharding)) for sharding in self.shardings]
+    return self.treedef.unflatten(each)[0]
 
   @property
   def _shards(self) -> Shards:
-    parallel = self.parallel
-    held, automatic = map(
-      self._of_parameters, (parallel.over_data, parallel.over_automatic)
-    )
-    gradients = jax.tree.map(
-      lambda own, to: parallel.over_data(to or own), held, self.wanted
-    )
+    over_data = self.parallel.over_data
+    held = self._of_parameters(over_data)
+    automatic = self._of_parameters(self.parallel.over_automatic)
+
+    def of_gradient(own, to):
+      return over_data(to or own)
+
+    gradients = jax.tree.map(of_gradient, held, self.wanted)
     return Shards(held, gradients, automatic)
 
   def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
     specs = list(map(spec_of, self.shardings))
     of_states = specs_of_states(params, opt_state, specs)
+    wanted: list[Any] = []
     # Without `strict`: the parameters are the first.
-    wanted = [
-      None
-      if sharding is None or state is None
-      else self.parallel.gradient_spec(own, state)
-      for sharding, own, state in zip(
-        self.shardings, specs, of_states, strict=False
-      )
-    ]
-    return self._replace(
-      wanted=jax.tree.unflatten(jax.tree.structure(params), wanted)
-    )
+    for sharding, own, state in zip(
+      self.shardings, specs, of_states, strict=False
+    ):
+      to = None
+      if sharding is not None and state is not None:
+        to = self.parallel.gradient_spec(own, state)
+      wanted.append(to)
+    tree = jax.tree.structure(params)
+    return self._replace(wanted=jax.tree.unflatten(tree, wanted))
 
-  def stepped(
+  def step_beside(
     self, update: Update, params: Params, opt_state: OptState
-  ) -> Held:
+  ) -> ParamsAndState:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
+    move = self.parallel.move
 
-    def gather(
-      new: Leaf, x: Leaf, own: PartitionSpec, to: PartitionSpec | None
-    ) -> Leaf:
+    def part(x, to):
+      return x if to is None else move(x, to)
+
+    def gather(new, x, own, to):
       if to is None:
         return new
       # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as
       # soon as the program starts, and keeps both.
-      return jax.lax.optimization_barrier((self.parallel.move(new, own), x))[0]
+      return jax.lax.optimization_barrier((move(new, own), x))[0]
 
-    part = lambda x, to: x if to is None else self.parallel.move(x, to)  # noqa: E731
     parts = jax.tree.map(part, params, self.wanted)
     new, new_state = update((parts, opt_state))
     own = self._of_parameters(lambda spec: spec)
@@ -169,9 +211,8 @@ class PlacedLoss(NamedTuple):
 
   def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
     """The loss alone."""
-    return self._on_each_device(
-      LocalLoss.value, PartitionSpec(), weights, args, kwargs
-    )
+    same = PartitionSpec()
+    return self._on_each_device(LocalLoss.value, same, weights, args, kwargs)
 
   def value_and_grad(
     self, weights: Tree, /, *args: Tree, **kwargs: Tree
@@ -179,27 +220,42 @@ class PlacedLoss(NamedTuple):
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
     each = PartitionSpec(self.parallel.axes)
-    kinds = (
-      self.local.aux_reduction
-    )  # one that collects has the parts of the devices in turn
-    aux = jax.tree.map(lambda kind: each if kind.collected else same, kinds)
-    specs = Reduced(
-      same, Outputs(same, aux, self._shards.gradients, same, each), same
-    )
-    out = self._on_each_device(
-      LocalLoss.value_and_grad, specs, weights, args, kwargs
-    )
 
-    def to_place(g: Leaf, x: Leaf, to: PartitionSpec | None) -> Leaf:
-      return (
-        across_devices.sharded_like(g, x)
-        if to is None
-        else self.parallel.move(g, to)
-      )
+    def of_aux(kind):
+      # One that collects has the parts of the devices in turn.
+      return each if kind.collected else same
+
+    aux = jax.tree.map(of_aux, self.local.aux_reduction)
+    outputs = Outputs(same, aux, self._shards.gradients, same, each)
+    specs = Reduced(same, outputs, same)
+    method = LocalLoss.value_and_grad
+    out = self._on_each_device(method, specs, weights, args, kwargs)
+
+    def to_place(g, x, to):
+      if to is None:
+        return across_devices.sharded_like(g, x)
+      return self.parallel.move(g, to)
 
     grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
-
     return out._replace(outputs=out.outputs._replace(grads=grads))
+
+  def _on_device(self, rows: int) -> tuple[LocalLoss, Callable[..., Params]]:
+    """The loss of one device's rows, and what gathers parameters before its loop."""
+    split = self.parallel.local_split(self.local.split, rows)
+    local = dataclasses.replace(self.local, split=split)
+    if self.parallel.devices == 1:
+      return local, lambda params: params
+    shards = self._shards
+    kinds = shards.scattered(local.grad_reduction)
+    if not self.parallel.reduce_in_loop:
+      return dataclasses.replace(local, grad_reduction=kinds), shards.gather
+    axes = self.parallel.axes
+    local = dataclasses.replace(
+      local,
+      grad_reduction=jax.tree.map(lambda kind: in_loop(kind, axes), kinds),
+      gather_in_loop=shards.gather_in_loop,
+    )
+    return local, lambda params: params
 
   def _on_each_device(
     self,
@@ -210,53 +266,36 @@ class PlacedLoss(NamedTuple):
     kwargs: Kwargs,
   ) -> Any:
     """A method of the loss of one device, given that device's part of the batch."""
-    axes, shards = dict(self.batch), self._shards
-    rows = cut.batch_rows(
-      self.local.split, axes, dict([*enumerate(args), *kwargs.items()])
-    )
-    split = self.parallel.local_split(self.local.split, rows)
-    local = dataclasses.replace(self.local, split=split)
-    several, in_loop = self.parallel.devices > 1, self.parallel.reduce_in_loop
-    if several:
-      local.grad_reduction = shards.scattered(self.local.grad_reduction)
-      if in_loop:
+    axes, parallel = dict(self.batch), self.parallel
+    rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
+    local, gather = self._on_device(rows)
 
-        def each(r):
-          return r.in_loop(self.parallel.axes) if isinstance(r, Sum) else r
-
-        local.grad_reduction = jax.tree.map(each, local.grad_reduction)
-        local.gather_in_loop = shards.gather_in_loop
-
-    def spec(slot: Slot, tree: Tree) -> Tree:
+    def spec(slot, tree):
       if slot == 0:
-        return shards.held
+        return self._shards.held
       if slot in axes:
-        return jax.tree.map(
-          lambda x: self.parallel.batch_spec(x, axes[slot]), tree
-        )
+        return jax.tree.map(lambda x: parallel.batch_spec(x, axes[slot]), tree)
       return jax.tree.map(lambda _: PartitionSpec(), tree)
 
+    specs = tuple(spec(i, x) for i, x in enumerate(args))
     named = {name: spec(name, x) for name, x in kwargs.items()}
-    in_specs = tuple(spec(i, x) for i, x in enumerate(args)), named
 
-    def on_device(weights: Tree, args: Args, kwargs: Kwargs) -> Any:
-      params = shards.gather(args[0]) if several and not in_loop else args[0]
-      return method(local, weights, params, *args[1:], **kwargs)
+    def on_device(weights, args, kwargs):
+      params, *others = args
+      return method(local, weights, gather(params), *others, **kwargs)
 
     mapped = jax.shard_map(
       on_device,
-      mesh=self.parallel.mesh,
-      in_specs=(PartitionSpec(self.parallel.axes), *in_specs),
+      mesh=parallel.mesh,
+      in_specs=(PartitionSpec(parallel.axes), specs, named),
       out_specs=out_specs,
-      axis_names=set(
-        self.parallel.axes
-      ),  # other axes of the mesh are left to the compiler
+      # Other axes of the mesh are left to the compiler.
+      axis_names=set(parallel.axes),
       # Types of what varies refuse every loop, branch or derivative rule of a loss that starts from
       # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
       check_vma=False,
     )
-    placed = jax.tree.map(
-      self.parallel.move_over_data, (args, kwargs), in_specs
-    )
-    with explained(TRACED, self.parallel):
+    given, in_specs = (args, kwargs), (specs, named)
+    placed = jax.tree.map(parallel.move_over_data, given, in_specs)
+    with explained(TRACED, parallel):
       return mapped(weights, *placed)

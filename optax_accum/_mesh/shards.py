@@ -1,15 +1,19 @@
 """Parameters that every device holds a part of: gathered for use, their gradients scattered."""
 
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._arithmetic import across_devices, reduction_words
-from optax_accum._arithmetic.reductions import Reduction
+from optax_accum._arithmetic import across_devices, dtypes, reduction_words
+from optax_accum._arithmetic.across_devices import AxisName, names_of
+from optax_accum._arithmetic.reductions import Held, Reduction, Sum
 from optax_accum._arithmetic.trees import Params, Tree
+from optax_accum._mesh.specs import sharded_dims
 
 
 class Shards(NamedTuple):
@@ -21,29 +25,99 @@ class Shards(NamedTuple):
 
   def gather(self, params: Params) -> Params:
     """The full parameters, on each device."""
-    return jax.tree.map(
-      across_devices.gathered, params, self.held, self.automatic
-    )
+    gathered = functools.partial(_on_shards, lax.all_gather, "axis")
+    return jax.tree.map(gathered, params, self.held, self.automatic)
 
   def gather_in_loop(self, params: Params, *others: Tree) -> Params:
     """The same in every microbatch, whose arguments are `others`."""
     # Tied to the microbatch, because a compiler would otherwise move the gathering out of
     # the loop, and keep what should be dropped between microbatches.
-    key = jax.dtypes.prng_key
-    numbers = [
-      x for x in jax.tree.leaves(others) if not jnp.issubdtype(x.dtype, key)
-    ]
+    numbers = [x for x in jax.tree.leaves(others) if not dtypes.is_key(x)]
     return self.gather(lax.optimization_barrier((params, numbers))[0])
 
   def scattered(self, reductions: Tree) -> Tree:
     """The reduction of each gradient, from a prefix tree of them: a device keeps its part."""
 
-    def scatter(
-      kind: Reduction, spec: PartitionSpec, automatic: PartitionSpec
-    ) -> Reduction:
-      return kind.scattered(spec, automatic) if spec else kind
+    def scatter(kind, spec, automatic):
+      if not spec:
+        return kind
+      fun = functools.partial(_scattered, kind, spec, automatic)
+      return dataclasses.replace(kind, over_devices=fun)
 
     each = reduction_words.match(
       "grad_reduction", reductions, self.gradients, "gradients"
     )
     return jax.tree.map(scatter, each, self.gradients, self.automatic)
+
+
+def in_loop(kind: Reduction, axis_name: AxisName) -> Reduction:
+  """The same reduction, but sums over devices are taken in every microbatch."""
+  if not isinstance(kind, Sum):
+    return kind
+
+  def reduced(term):
+    return kind.over_devices(term, axis_name, True)
+
+  return dataclasses.replace(
+    kind, over_devices=lambda held, *_: held, reduce_term=reduced
+  )
+
+
+def _scattered(
+  kind: Reduction,
+  spec: PartitionSpec,
+  automatic: PartitionSpec,
+  held: Held,
+  axis_name: Sequence[str],
+  counted: bool | jax.Array,
+) -> Held:
+  """What `kind` makes of what all devices hold; each keeps its part by `spec`."""
+  # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
+  if not isinstance(kind, Sum) or across_devices.is_explicit(held):
+    return _own_part(kind.over_devices(held, axis_name, counted), spec)
+  held = _on_shards(
+    lax.psum_scatter, "scatter_dimension", held, spec, automatic
+  )
+  scattered = {
+    name for names in sharded_dims(spec).values() for name in names_of(names)
+  }
+  rest = tuple(name for name in axis_name if name not in scattered)
+  return lax.psum(held, rest) if rest else held
+
+
+def _own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+  """The part of a replicated array that a device keeps, as `spec` says."""
+  for dim, names in sharded_dims(spec).items():
+    size = x.shape[dim] // lax.axis_size(names)
+    x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+  return x
+
+
+def _on_shards(
+  send: Callable[..., jax.Array],
+  dimension: str,
+  x: jax.Array,
+  spec: PartitionSpec,
+  automatic: PartitionSpec,
+) -> jax.Array:
+  """`send` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
+  sent = sharded_dims(spec)
+  dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
+  axes = {name for names in dims for name in names_of(names)}
+
+  def send_all(x):
+    for dim, names in sent.items():
+      x = send(x, names, tiled=True, **{dimension: dim})
+    return x
+
+  if not axes or not sent:
+    return send_all(x)
+  shards = PartitionSpec(*dims)
+  on_shards = jax.shard_map(
+    send_all,
+    in_specs=shards,
+    out_specs=shards,
+    axis_names=axes,
+    check_vma=False,
+  )
+  return on_shards(x)

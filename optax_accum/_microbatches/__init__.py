@@ -1,0 +1,14 @@
+"""A function, or a loss and its gradient, on one microbatch of a batch after the other.
+
+1. `options` checks how a batch is to be split, once, in a `Split`. `roles` finds which argument of
+   a call is the batch, a key, a carry, or shared. `refusals` refuses what defaults get wrong.
+2. `call` has the microbatches of one call: `cut` takes their rows; each has its keys and weight.
+3. `loop` runs them. It traces the function, to know the types of its `outputs`, starts a reduction
+   for each of these, adds every microbatch in one scan, and finishes what is held, over all
+   devices. `carry` is what one microbatch hands to the next.
+4. `loss` takes the gradient of a user's `loss_function`: in the loop's body, or `in_place`. Over
+   devices `traced_loss` and `collectives` look first at what they exchange.
+5. `microbatch` and `value_and_grad` are public. `recompute` differentiates the first, and `whole`
+   runs it whole, for `check_split`. `noise_scale` reads the norms of gradients. `parameters` says
+   what can be differentiated.
+"""

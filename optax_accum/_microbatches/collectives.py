@@ -55,15 +55,12 @@ _COUNTED = {
 class Value(NamedTuple):
   """What is known of a value in a loss."""
 
-  differs: frozenset[Any] = (
-    frozenset()
-  )  # the axes over which devices may have different ones
-  reduced: frozenset[Any] = (
-    frozenset()
-  )  # those over which something in it was reduced
-  gathered: frozenset[Any] = (
-    frozenset()
-  )  # of `reduced`, where it is a sum of all devices' values
+  # The axes over which devices may have different ones.
+  differs: frozenset[Any] = frozenset()
+  # Those over which something in it was reduced.
+  reduced: frozenset[Any] = frozenset()
+  # Of `reduced`, where it is a sum of all devices' values.
+  gathered: frozenset[Any] = frozenset()
   # The power of the number of devices that it grows with, if all have the same rows. None: unknown.
   degree: int | None = 0
 
@@ -79,7 +76,8 @@ def axes_sent_over(jaxpr: Any) -> set[Any]:
   for eqn in jaxpr.eqns:
     if eqn.primitive.name not in ("axis_index", *_CASTS):
       axes.update(_axes(eqn))
-    axes = axes.union(*map(axes_sent_over, _versions.inner_jaxprs(eqn)))
+    for inner in _versions.inner_jaxprs(eqn):
+      axes |= axes_sent_over(inner)
   return axes
 
 
@@ -91,8 +89,8 @@ def check_own_loss(
   Its first inputs are so many arrays of parameters, and the others are the device's own.
   """
   axes = frozenset(names_of(axis_name))
-  own = Value(differs=axes)
-  inputs = [*[Value()] * params, *[own] * (len(jaxpr.invars) - params)]
+  others = len(jaxpr.invars) - params
+  inputs = [Value()] * params + [Value(differs=axes)] * others
   loss = _Flow(axes).outputs(jaxpr, inputs)[0]
   same = loss.reduced - loss.differs
   if same:
@@ -115,28 +113,25 @@ class _Flow:
   def __init__(self, axes: frozenset[Any], in_gradient: bool = False) -> None:
     self._axes = axes
     self._devices = math.prod(map(lax.axis_size, axes))
-    self._in_gradient = (
-      in_gradient  # whether they are of a backward pass within the loss
-    )
+    # Whether they are of a backward pass within the loss.
+    self._in_gradient = in_gradient
 
   def outputs(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
     """What is known of the outputs, where this is known of the inputs."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
-    def value(x: Any) -> Value:
-      if not hasattr(x, "val") and x in known:
+    def value(x):
+      is_literal = hasattr(x, "val")
+      if not is_literal and x in known:
         return known[x]
-      return Value(
-        self._axes & varying_axes(x.aval)
-      )  # of a constant, if types tell
+      # Of a constant, if types tell.
+      return Value(self._axes & varying_axes(x.aval))
 
     for eqn in jaxpr.eqns:
-      in_gradient = self._in_gradient or "transpose(" in str(
-        eqn.source_info.name_stack
-      )
-      results = _Flow(self._axes, in_gradient)._results(
-        eqn, list(map(value, eqn.invars))
-      )
+      flow = self
+      if "transpose(" in str(eqn.source_info.name_stack):
+        flow = _Flow(self._axes, in_gradient=True)
+      results = flow._results(eqn, list(map(value, eqn.invars)))
       known.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, jaxpr.outvars))
 
@@ -149,23 +144,19 @@ class _Flow:
     if name == "while":
       return self._while(eqn, values)
     if name == "cond":
-      _check_together(values[0], inner)
-      branches = [self.outputs(branch, values[1:]) for branch in inner]
-      return [
-        _either(*each, chosen=values[:1])
-        for each in zip(*branches, strict=True)
-      ]
+      choice, *operands = values
+      _check_together(choice, inner)
+      branches = [self.outputs(branch, operands) for branch in inner]
+      each = zip(*branches, strict=True)
+      return [_either(results, choice) for results in each]
     if len(inner) == 1 and len(inner[0].invars) == len(values):
       return self.outputs(inner[0], values)
     sent = self._axes.intersection(_axes(eqn))
     if sent and name not in _CASTS:
       return [self._collective(eqn, x, sent) for x in values or [Value()]]
     value = _result(eqn, values)
-    if (
-      value.degree
-      and name in ("mul", "div")
-      and any(map(self._may_count, eqn.invars))
-    ):
+    is_product = value.degree and name in ("mul", "div")
+    if is_product and any(map(self._may_count, eqn.invars)):
       value = value._replace(degree=None)
     return [value] * len(eqn.outvars)
 
@@ -175,7 +166,8 @@ class _Flow:
     if number.shape or number.dtype.kind not in "iuf" or not number:
       return False
     parts = np.array([number, 1 / number]) / self._devices
-    return bool(np.any((parts > 0.5) & np.isclose(parts, np.round(parts))))
+    is_whole = np.isclose(parts, np.round(parts)) & (parts > 0.5)
+    return bool(np.any(is_whole))
 
   def _loop(
     self, body: Any, values: list[Value], consts: int, carried: int
@@ -185,21 +177,20 @@ class _Flow:
     carry = values[consts : consts + carried]
     while True:
       results = self.outputs(body, [*shared, *carry, *rows])
-      after = list(map(_either, carry, results))
+      pairs = zip(carry, results, strict=False)  # results are stacked too
+      after = [_either(pair) for pair in pairs]
       if after == carry:
         return [*carry, *results[carried:]]
       carry = after
 
   def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
     """The same of a loop that runs while a condition holds."""
-    first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    condition, body = (
-      eqn.params[name].jaxpr for name in ("cond_jaxpr", "body_jaxpr")
-    )
-    carry = self._loop(
-      body, values[first:], consts, len(values) - first - consts
-    )
-    goes_on = self.outputs(condition, [*values[:first], *carry])[0]
+    params = eqn.params
+    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    first, consts = params["cond_nconsts"], params["body_nconsts"]
+    of_condition, of_body = values[:first], values[first:]
+    carry = self._loop(body, of_body, consts, len(of_body) - consts)
+    goes_on = self.outputs(condition, [*of_condition, *carry])[0]
     _check_together(goes_on, [condition, body])
     return carry
 
@@ -207,22 +198,26 @@ class _Flow:
     """What is known of the result of a collective over these axes."""
     name, degree = eqn.primitive.name, value.degree
     if name.startswith("psum") or name == "reduce_scatter":
-      degree = None if degree is None else degree + 1
+      if degree is not None:
+        degree += 1
       if self._in_gradient and not axes & value.differs:
         raise ValueError(
           "The loss takes a gradient of what was reduced over the devices of the axes"
           f" {sorted(axes)} (lax.psum, lax.pmean), which is that of the sum over all devices:"
           " within the loss, differentiate the device's own value, and reduce the gradient."
         )
-    if not name.startswith(_REDUCTIONS) or eqn.params.get("axis_index_groups"):
+    in_groups = eqn.params.get("axis_index_groups")
+    if in_groups or not name.startswith(_REDUCTIONS):
       return Value(value.differs | axes, value.reduced, degree=degree)
-    gathered = axes if name.startswith("all_gather") else frozenset[Any]()
+    gathered: frozenset[Any] = frozenset()
+    if name.startswith("all_gather"):
+      gathered = axes
     return Value(value.differs - axes, value.reduced | axes, gathered, degree)
 
 
 def _check_together(choice: Value, inner: Sequence[Any]) -> None:
   """Checks that devices run what sends something together: where its condition is the same."""
-  sent = choice.differs.intersection(set().union(*map(axes_sent_over, inner)))
+  sent = set().union(*map(axes_sent_over, inner)) & choice.differs
   if sent:
     raise ValueError(
       "The loss sends something to other devices within a conditional or a loop whose condition"
@@ -234,61 +229,69 @@ def _check_together(choice: Value, inner: Sequence[Any]) -> None:
 
 def _result(eqn: Any, values: list[Value]) -> Value:
   """What is known of the result of an equation on one device."""
-  name, value = eqn.primitive.name, _union(values)
+  value = _union(values)
+  degree, is_linear = _degree(eqn, values, value)
+  if not is_linear:
+    # Such as a contrastive loss of the rows of all devices: of each device, it is whole.
+    differs = value.differs | value.gathered
+    value = value._replace(differs=differs, gathered=frozenset())
+  return value._replace(degree=degree)
+
+
+def _degree(
+  eqn: Any, values: list[Value], value: Value
+) -> tuple[int | None, bool]:
+  """The degree of such a result, and whether the result is linear in what was gathered."""
+  name = eqn.primitive.name
   counted = values[_COUNTED.get(name, slice(None))]
   degrees = [x.degree for x in counted if x.degree is not None]
-  is_linear = name in _SUMS
   if len(degrees) < len(counted):
-    degree = None
-  elif name in ("mul", "dot_general"):
-    degree = sum(degrees)
-    is_linear = any(x.is_constant for x in values)
-  elif name == "div":
-    is_linear = values[1].is_constant
-    # A sum over devices divided by a constant is taken for a mean over them.
-    degree = 0 if is_linear and degrees[0] > 0 else degrees[0] - degrees[1]
-  elif name == "integer_pow":
-    degree = degrees[0] * eqn.params["y"]
-  elif is_linear:
-    degree = _common_degree(counted)
-    # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
-    if (
-      name == "reduce_sum"
-      and value.gathered
-      and degree == 0
-      and 0 in eqn.params["axes"]
-    ):
-      degree = 1
-  else:
-    degree = None if any(degrees) else 0
-  if not is_linear:  # such as a contrastive loss of the rows of all devices: of each, it is whole
-    value = value._replace(
-      differs=value.differs | value.gathered, gathered=frozenset()
-    )
-  return value._replace(degree=degree)
+    return None, name in _SUMS
+  if name in ("mul", "dot_general"):
+    return sum(degrees), any(x.is_constant for x in values)
+  if name == "div":
+    by_constant = values[1].is_constant
+    if by_constant and degrees[0] > 0:
+      return (
+        0,
+        True,
+      )  # a sum over devices is taken to be divided for a mean over them
+    return degrees[0] - degrees[1], by_constant
+  if name == "integer_pow":
+    return degrees[0] * eqn.params["y"], False
+  if name not in _SUMS:
+    return None if any(degrees) else 0, False
+  degree = _common_degree(counted)
+  # The first sum of what was gathered is taken for one over the devices, as `lax.psum`.
+  is_first = name == "reduce_sum" and value.gathered and degree == 0
+  if is_first and 0 in eqn.params["axes"]:
+    degree = 1
+  return degree, True
 
 
 def _union(values: Sequence[Value]) -> Value:
   """What is known of something that all of these go into, but for the degree."""
-  none = frozenset[Any]()
+  none: frozenset[Any] = frozenset()
   differs = none.union(*(x.differs for x in values))
+  reduced = none.union(*(x.reduced for x in values))
   gathered = none.union(*(x.gathered for x in values))
   # Of what differs anyway, a sum is not one over the devices.
-  return Value(
-    differs, none.union(*(x.reduced for x in values)), gathered - differs
-  )
+  return Value(differs, reduced, gathered - differs)
 
 
-def _either(*values: Value, chosen: Sequence[Value] = ()) -> Value:
-  """What is known of one of these, of which something `chosen` says which."""
-  return _union([*values, *chosen])._replace(degree=_common_degree(values))
+def _either(values: Sequence[Value], *choice: Value) -> Value:
+  """What is known of one of these, of which a `choice` may say which."""
+  degree = _common_degree(values)
+  return _union([*values, *choice])._replace(degree=degree)
 
 
 def _common_degree(values: Sequence[Value]) -> int | None:
   """The degree of a sum, or of one of several: `jnp.maximum(count, 1)` is a count."""
   degrees = {x.degree for x in values if not x.is_constant}
-  if len(degrees) < 2:
-    return degrees.pop() if degrees else 0
+  if not degrees:
+    return 0
+  if len(degrees) == 1:
+    return degrees.pop()
   known = [degree for degree in degrees if degree is not None]
   # A part of a mean beside a whole one is still a part.
   is_part = len(known) == len(degrees) and min(known) < 0
@@ -297,5 +300,6 @@ def _common_degree(values: Sequence[Value]) -> int | None:
 
 def _axes(eqn: Any) -> list[Any]:
   """The axes of devices that an equation names, but those of a mesh within the loss."""
-  axes = names_of(eqn.params.get("axes", eqn.params.get("axis_name", ())))
+  params = eqn.params
+  axes = names_of(params.get("axes", params.get("axis_name", ())))
   return [x for x in axes if not hasattr(x, "__index__") and is_bound(x)]

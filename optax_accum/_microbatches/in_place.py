@@ -13,7 +13,7 @@ the gradient exists before it is added.
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, cast
+from typing import Any, cast, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,10 @@ from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
-# An argument of a linear program: the tangent of parameter i, which has a reference; or another
-_VALUE = -1  # tangent; or None, no tangent
+# An argument of a linear program: the tangent of parameter i, which has a reference; another
+# tangent, _VALUE; or no tangent, None.
+_Kind: TypeAlias = int | None
+_VALUE = -1
 
 # What has a backward pass of its own for references, which is wrong or fails in some version.
 _NOT_TO_PASS = {"slice", "dynamic_slice", "optimization_barrier"}
@@ -60,28 +62,30 @@ class Accumulators:
     argnums: int | Sequence[int],
     reductions: Tree,
     dtype: DTypeLike | None,
-  ):
-    self._positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    self._like_gradients = (
-      (lambda trees: trees[0]) if isinstance(argnums, int) else tuple
-    )
-    for i in self._positions:
-      for name, x in _validate.named_leaves(f"argument {i}", args[i]):
+  ) -> None:
+    self._is_one = isinstance(argnums, int)
+    self._positions = (argnums,) if isinstance(argnums, int) else argnums
+    params = [args[i] for i in self._positions]
+    for i, tree in zip(self._positions, params, strict=True):
+      for name, x in _validate.named_leaves(f"argument {i}", tree):
         _check_dtype(name, x, dtype)
 
-    zeros = lambda x: jax.new_ref(across_devices.full_like(jax.typeof(x), 0))  # noqa: E731
-    refs = self._like_gradients(
-      jax.tree.map(zeros, [args[i] for i in self._positions])
-    )
+    def accumulator(x):
+      return jax.new_ref(across_devices.full_like(jax.typeof(x), 0))
+
+    def added(of, ref):
+      return AddedGradients(of=of, ref=ref, over_devices=of.over_devices)
+
+    refs = self._like_gradients(jax.tree.map(accumulator, params))
     each = reduction_words.match(
       "grad_reduction", reductions, refs, "gradients"
     )
-    self.reductions = jax.tree.map(
-      lambda of, ref: AddedGradients(of, ref, over_devices=of.over_devices),
-      each,
-      refs,
-    )
+    self.reductions = jax.tree.map(added, each, refs)
     self._refs = jax.tree.leaves(refs)
+
+  def _like_gradients(self, trees: list[Tree]) -> Tree:
+    """What `argnums` has one or several of, as `jax.grad` returns it."""
+    return trees[0] if self._is_one else tuple(trees)
 
   def value_and_grad(
     self,
@@ -94,45 +98,47 @@ class Accumulators:
     """As `jax.value_and_grad`, but it adds gradients times `factor`, and returns empty ones."""
     args, kwargs = refuse_transforms((args, kwargs))
     params = [args[i] for i in self._positions]
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
+    treedef: Any = jax.tree.structure(params)
 
-    def of_leaves(*leaves: jax.Array) -> Tree:
+    def of_leaves(*leaves):
       all_args = [*args]
       for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
         all_args[i] = x
       return fun(*all_args, **kwargs)
 
-    loss, backward, aux = cast(Any, jax.vjp(of_leaves, *leaves, has_aux=True))
-    refs: Leaves = [*self._refs]
-    apart = kept_apart(backward.jaxpr, leaves)
+    vjp: Any = jax.vjp  # which JAX does not type with references
+    loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
+    refs, apart = [*self._refs], kept_apart(backward.jaxpr, leaves)
     for i in apart:
       refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
-    loss, aux, cotangent = refuse_transforms(
-      (loss, aux, _cotangent(loss, leaves, factor))
-    )
+    cotangent = _cotangent(loss, leaves, factor)
+    loss, aux, cotangent = refuse_transforms((loss, aux, cotangent))
     grads = backward.with_refs(*refs)(cotangent)
     for i in apart:
       self._refs[i][...] += grads[i]
-    empty = lambda x: across_devices.vary_like(jnp.zeros((0,), x.dtype), x)  # noqa: E731
+
+    def empty(x):
+      return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
+
     return (loss, aux), self._like_gradients(jax.tree.map(empty, params))
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class AddedGradients(Reduction):
   """The sum or mean `of` gradients that the backward pass has added to `ref`."""
 
   of: Reduction
   ref: Any
 
-  def unhoisted(self, held: Leaf, shapes: hoisting.Shapes) -> Leaf:
+  def unhoisted(self, held, shapes):
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
     return held
 
-  def join(self, held: Leaf, collected: Leaf, tail: Leaf) -> Leaf:
+  def join(self, held, collected, tail=None):
     return refuse_transforms(jax.freeze(self.ref))
 
-  def finish(self, held: Leaf, weight: Weight, like: Leaf) -> Leaf:
+  def finish(self, held, weight, like):
     return self.of.finish(held, weight, like)
 
 
@@ -142,7 +148,7 @@ _identity = jax.custom_jvp(_unmapped)
 
 @_identity.defjvp
 @_unmapped.def_vmap
-def _refuse(*args: Args) -> Any:
+def _refuse(*args: Tree) -> Any:
   raise NotImplementedError(
     "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
     " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its batch_size,"
@@ -152,9 +158,11 @@ def _refuse(*args: Args) -> Any:
 
 def refuse_transforms(tree: Tree) -> Tree:
   """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
-  return jax.tree.map(
-    lambda x: _identity(x) if isinstance(x, jax.Array) else x, tree
-  )
+
+  def refusing(x):
+    return _identity(x) if isinstance(x, jax.Array) else x
+
+  return jax.tree.map(refusing, tree)
 
 
 def check_options(split: Split, grad_reduction: Tree) -> None:
@@ -201,52 +209,49 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
 
 def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
-  known = [None] * (
-    len(jaxpr.invars) - len(leaves)
-  )  # residuals, which JAX 0.12 has there too
   apart = {i for i, x in enumerate(leaves) if not x.size}
-  tangents = range(len(leaves))
-  while found := _unfit(
-    jaxpr, [*known, *(_VALUE if i in apart else i for i in tangents)]
-  ):
+  residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
+  while True:
+    kinds: list[_Kind] = [None] * residuals
+    kinds += [_VALUE if i in apart else i for i in range(len(leaves))]
+    found = _unfit(jaxpr, kinds)
+    if not found:
+      return apart
     apart |= found
-  return apart
 
 
-def _unfit(jaxpr: Any, kinds: Sequence[int | None]) -> set[int]:
+def _unfit(jaxpr: Any, kinds: Sequence[_Kind]) -> set[int]:
   """The parameters that a linear program uses where a reference is not known to be right."""
   kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
   unfit: set[int] = set()
   for eqn in jaxpr.eqns:
-    at = [kind.get(id(x)) for x in eqn.invars]
-    if any(x is not None for x in at):
+    operands = [kind.get(id(x)) for x in eqn.invars]
+    if any(x is not None for x in operands):
       kind.update((id(x), _VALUE) for x in eqn.outvars)
-      unfit |= _unfit_in(eqn, at)
+      unfit |= _unfit_in(eqn, operands)
   return unfit
 
 
-def _unfit_in(eqn: Any, at: list[int | None]) -> set[int]:
+def _unfit_in(eqn: Any, operands: list[_Kind]) -> set[int]:
   """The same of an equation, whose operands are of these kinds."""
-  here = {i for i in at if i is not None and i != _VALUE}
+  here = {i for i in operands if i is not None and i != _VALUE}
   name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
   if not inner:
     return here if name in _NOT_TO_PASS else set()
   if name not in _INNER or not here:
     return here
-  unfit = {i for i in here if at.count(i) > 1}
+  unfit = {i for i in here if operands.count(i) > 1}
   if name == "cond":
-    at = at[1:]
+    operands = operands[1:]
   if name == "scan":
     consts, carried = _versions.scan_inputs(eqn)
-    rest = consts + carried
-    for group in (at[:consts], at[rest:]):
+    shared, rows = operands[:consts], operands[consts + carried :]
+    for group in (shared, rows):
       if _VALUE in group:
         unfit |= here.intersection(group[group.index(_VALUE) :])
-    at = [
-      *at[:consts],
-      *[_VALUE] * carried,
-      *at[rest:],
-    ]  # carried cotangents are values
+    # Carried cotangents are values.
+    operands = [*shared, *[_VALUE] * carried, *rows]
   for part in inner:
-    unfit |= _unfit(part, at) if len(part.invars) == len(at) else here
+    fits = len(part.invars) == len(operands)
+    unfit |= _unfit(part, operands) if fits else here
   return unfit

@@ -1,9 +1,15 @@
-"""The loop: runs a function on each microbatch in a scan, and combines the outputs."""
+"""The loop: runs a function on each microbatch in a scan, and combines the outputs.
 
-from collections.abc import Callable, Sequence
+Weights are counted in units of the first of them: see `weighted_mean`. The smaller last microbatch,
+where there is one, runs before the scan or after it.
+
+Known weaknesses: that the scan copies nothing rests on XLA (`Reduction.add` and `hoisting` say
+where). A function is traced before the loop, to know the types of its results, and again in it.
+"""
+
+from collections.abc import Callable
 import dataclasses
 import functools
-import itertools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -11,26 +17,20 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from optax_accum import _validate
-from optax_accum._arithmetic import (
-  across_devices,
-  hoisting,
-  reduction_words,
-  weighted_mean,
-)
+from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.reductions import Concat, Reduction, Sum
-from optax_accum._arithmetic.skip import is_finite, leave_out
-from optax_accum._arithmetic.trees import Args, Carry, Leaf, Leaves, Tree
+from optax_accum._arithmetic.devices import Devices
+from optax_accum._arithmetic.reductions import Held
+from optax_accum._arithmetic.trees import Args, Batch, Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import (
   in_first_units,
   Weight,
   WeightSum,
 )
-from optax_accum._microbatches import keys_and_carry
+from optax_accum._microbatches import carry as carries
+from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.collectives import axes_sent_over
-from optax_accum._microbatches.cut import Microbatches, Take
-from optax_accum._microbatches.options import refuse_aux_rows
+from optax_accum._microbatches.outputs import Reductions
 
 
 class MicrobatchStats(NamedTuple):
@@ -48,9 +48,8 @@ class MicrobatchStats(NamedTuple):
 class Reduced(NamedTuple):
   """The combined results of all microbatches."""
 
-  carry: tuple[
-    Carry, ...
-  ]  # the carried argument at the end; empty where there is none
+  # The carried argument at the end; empty where there is none.
+  carry: tuple[Carry, ...]
   outputs: Tree
   stats: Tree  # a MicrobatchStats, or the specs of one
 
@@ -60,239 +59,225 @@ class Microbatch(NamedTuple):
 
   carry: tuple[Carry, ...]
   outputs: Tree
-  weight: Leaf  # None where it is known when tracing
-  skipped: Leaf  # 1 if it was left out, None where none can be
+  weight: Leaf = None  # None where it is known when tracing
+  skipped: Leaf = None  # 1 if it was left out, None where none can be
 
 
-class _Held(NamedTuple):
-  """What the scan carries from one microbatch to the next."""
-
-  carry: tuple[Carry, ...]
-  outputs: Leaves  # what the reductions hold
-  weights: WeightSum | None  # None where weights are known when tracing
-  unit: Leaf  # what the weights of the outputs are counted in
-  skipped: Leaf  # how many were left out, or None
-
-
-Run: TypeAlias = Callable[..., Microbatch]  # what `runner` makes
+# Runs one microbatch, by its index: the carry, its rows and how many they are, and the unit of
+# weights. Rows are cut by a function, so that they are cut where they are used.
+Take: TypeAlias = Callable[[], tuple[Batch, ...]]
+Run: TypeAlias = Callable[..., Microbatch]
+# What is left of the outputs and the weight of a microbatch that has run, and whether it was
+# skipped.
+Settle: TypeAlias = Callable[[Tree, Leaf], tuple[Tree, Leaf, Leaf]]
 
 
 def runner(
   call: Microbatches,
   run_fn: Callable[..., tuple[Carry, Tree]],
-  sends: bool = False,
+  settle: Settle = lambda outputs, weight: (outputs, weight, None),
+  weighs_loss: bool = False,
 ) -> Run:
-  """Makes the function that runs one microbatch, from ``run_fn(call, factor, *inputs)``.
+  """Makes the function that runs one microbatch, from ``run_fn(factor, *inputs)``.
 
-  That returns ``(new_carry, outputs)``. The factor of gradients is None if they are weighed later.
-  If the function `sends` something to other devices, they skip a microbatch together.
+  That returns ``(new_carry, outputs)``. If it `weighs_loss`, the factor is what gradients are
+  multiplied by; it is None if they are weighed later.
   """
-  split = call.split
-  one: Callable[..., tuple[Carry, Tree]] = functools.partial(run_fn, call)
+  split, one = call.split, run_fn
   if not call.is_whole:  # a factor that is known when tracing is a constant
-    traced = split.weighs and (
-      split.in_place or sends
-    )  # the factor is the microbatch's weight
-    one = jax.jit(one, inline=True, static_argnums=() if traced else 0)
+    is_traced = split.weighs and weighs_loss
+    known = () if is_traced else 0
+    one = jax.jit(run_fn, inline=True, static_argnums=known)
 
-  def run(
-    index: ArrayLike, carry: Args, take: Take, rows: int, unit: Leaf = 1.0
-  ) -> Microbatch:
+  def run(index, carry, take, rows, unit=1.0):
     batch = take()
-    weight: Leaf = call.weight(index, batch, rows) if split.weighs else None
-    factor: Weight | None = None
-    if split.in_place or sends:
-      factor = (
-        rows / call.size if weight is None else in_first_units(unit, weight)[1]
-      )
-    new_carry, outputs = one(factor, *call.inputs(index, batch, carry))
-    new_carry = (new_carry,) if call.carry else ()
-    new_carry, outputs = jax.tree.map(jnp.asarray, (new_carry, outputs))
+    weight, factor = None, None
+    if split.weighs:
+      weight = call.weight(index, batch, rows)
+    if weighs_loss:
+      factor = _in_unit(weight, unit, rows / call.size)[1]
+    new, outputs = one(factor, *call.inputs(index, batch, carry))
+    new_carry = (new,) if call.carry else ()
+    results = jax.tree.map(jnp.asarray, (new_carry, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
-    new_carry, outputs = across_devices.varying(
-      (new_carry, outputs), split.axis_name
-    )
-    keys_and_carry.check(split.name(*call.roles.carry), carry, new_carry)
-    skipped: Leaf = None
-    if split.skip_nonfinite and call.weights is None:
-      finite = is_finite((outputs.loss, outputs.grads))
-      if sends:
-        finite = across_devices.of_all(finite, split.axis_name)
-      weight, skipped = leave_out(weight, finite)
-      outputs = outputs._replace(weights=weight)
-    if sends and weight is not None:
-      outputs = outputs._replace(
-        grads=_unless_empty(outputs.grads, weight, split.axis_name)
-      )
-    return Microbatch(new_carry, outputs, weight, skipped)
+    new_carry, outputs = call.devices.varying(results)
+    for before, after in zip(carry, new_carry, strict=True):
+      carries.check(split.name(*call.roles.carry), before, after)
+    return Microbatch(new_carry, *settle(outputs, weight))
 
   return run
 
 
-def _unless_empty(grads: Tree, weight: jax.Array, axis_name: Any) -> Tree:
-  """Gradients that were weighed; zeros where the microbatch counts on no device, even for NaN."""
-  counted = across_devices.of_any(weighted_mean.counts(weight), axis_name)
-  return jax.tree.map(
-    lambda g: weighted_mean.select(counted, g, jnp.zeros_like(g)), grads
-  )
+def _in_unit(weight: Leaf, unit: Leaf, known: float) -> tuple[Leaf, Weight]:
+  """The unit of weights, and a weight in it: the `known` one where none is traced."""
+  if weight is None:
+    return unit, known
+  return in_first_units(unit, weight)
 
 
 def run_in_microbatches(
-  call: Microbatches, run: Run, reductions: Tree, root: str = "output"
+  call: Microbatches, run: Run, words: Tree, root: str = "output"
 ) -> Reduced:
-  """Runs each microbatch and combines the outputs, which messages call `root`."""
+  """Runs each microbatch and combines the outputs, which messages call `root`.
+
+  `words` is a prefix tree of reductions.
+  """
+  dtype = call.split.accumulator_dtype
   if call.is_whole:
     whole = run(0, call.carry, lambda: call.batch, call.rows)
-    each, structures = _matched(reductions, [whole.outputs], root, call)
-    only = jax.tree.map(
-      lambda r, x: r.only(x), each, _values(structures, whole.outputs)
-    )
-    outputs = jax.tree.unflatten(
-      jax.tree.structure(whole.outputs), jax.tree.leaves(only)
-    )
+    reductions = Reductions(words, whole.outputs, dtype)
+    reductions.check(root, call, whole.outputs)
+    outputs = reductions.only(whole.outputs)
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
-  start = keys_and_carry.on_device(call.carry, call.split.axis_name)
+  start = call.devices.with_own_noise(call.carry)
+  full = _Traced.of(call, run, start, call.size)
+  tail = full
+  if call.tail_rows:
+    tail = _Traced.of(call, run, start, call.tail_rows)
+  reductions = Reductions(words, full.like.outputs, dtype)
+  reductions.check(root, call, tail.like.outputs)
+  loop = _Loop(call, run, reductions, full, tail)
+  return loop.reduced(loop.all(start))
+
+
+class _Traced(NamedTuple):
+  """What is known of a microbatch of one size before it runs."""
+
+  like: Microbatch  # the types of its results
+  jaxpr: Any
+
+  @classmethod
+  def of(
+    cls, call: Microbatches, run: Run, carry: Args, rows: int
+  ) -> "_Traced":
+    one = functools.partial(run, 0, carry, _taken(call, 0, rows), rows)
+    traced = jax.make_jaxpr(one, return_shape=True)()
+    return cls(across_devices.types(traced), traced[0].jaxpr)
+
+
+def _taken(call: Microbatches, index: ArrayLike, rows: int) -> Take:
+  """Cuts the rows of one microbatch."""
   take, tail = call.cut
-  parts = {call.size: lambda: take(0), call.tail_rows: lambda: tail}
-  traced = []
-  for rows in filter(None, parts):
-    one = functools.partial(run, 0, start, parts[rows], rows)
-    traced.append(jax.make_jaxpr(one, return_shape=True)())
-  like = tuple(map(across_devices.types, traced))
-  matched = _matched(reductions, [x.outputs for x in like], root, call)
-  loop = _Loop(call, run, start, *matched, like, traced[0][0].jaxpr)
-  return loop.reduced(loop.all())
+  if rows == call.size:
+    return lambda: take(index)
+  return lambda: tail
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+class _Progress(NamedTuple):
+  """What the loop carries from one microbatch to the next."""
+
+  carry: tuple[Carry, ...]
+  outputs: Held  # what the reductions hold
+  weights: WeightSum | None  # None where weights are known when tracing
+  unit: Leaf  # what the weights of the outputs are counted in
+  skipped: Leaf  # how many were left out, or None
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class _Loop:
-  """The loop over a call's microbatches. Outputs are lists: nodes may be new in every trace."""
+  """The loop over a call's microbatches."""
 
   call: Microbatches
   run: Run
-  start: tuple[Carry, ...]  # the carry of the first
-  reductions: list[Reduction]
-  structures: Sequence[
-    Any
-  ]  # of what each reduces: a leaf, or a tree that a function merges
-  like: Sequence[
-    Microbatch
-  ]  # the types of what a full one gives, and a smaller last one
-  jaxpr: Any  # of a full one
+  reductions: Reductions
+  full: _Traced  # a microbatch of full size
+  tail: _Traced  # the smaller last one, or again one of full size
 
-  def all(self) -> _Held:
-    """What is held after all microbatches."""
-    call, held, (take, tail) = self.call, self._empty(), self.call.cut
-    add = self._add
+  @property
+  def devices(self) -> Devices:
+    """The devices that the rows are spread over."""
+    return self.call.devices
+
+  def all(self, carry: tuple[Carry, ...]) -> _Progress:
+    """What is held after all microbatches, the first of which gets this carry."""
+    call, add = self.call, self._add
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
-    tail_first = not jax.tree.leaves(call.carry) and not any(
-      r.ordered for r in self.reductions
-    )
-    tails: Leaves = [None] * len(self.reductions)
+    is_ordered = bool(jax.tree.leaves(carry)) or self.reductions.are_ordered
+    held, tail = self._empty(carry), None
     with jax.named_scope("microbatches"):
-      if call.tail_rows and tail_first:
-        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
+      if call.tail_rows and not is_ordered:
+        held, tail = add(held, call.full, call.tail_rows)
       held, collected = lax.scan(
-        lambda held, index: add(held, index, lambda: take(index), call.size),
+        lambda held, index: add(held, index, call.size),
         held,
         jnp.arange(call.full, dtype=jnp.int32),
       )
-      if call.tail_rows and not tail_first:
-        held, tails = add(held, call.full, lambda: tail, call.tail_rows)
-    joined = self._each(
-      lambda r, h, c, t: r.join(h, c, t), held.outputs, collected, tails
-    )
+      if call.tail_rows and is_ordered:
+        held, tail = add(held, call.full, call.tail_rows)
+    joined = self.reductions.join(held.outputs, collected, tail)
     return held._replace(outputs=joined)
 
-  def _each(self, fun: Callable[..., Tree], *values: Leaves) -> Leaves:
-    """`fun` of each reduction, and of the values that are its output's."""
-    return jax.tree.map(fun, self.reductions, *values)
-
-  def _empty(self) -> _Held:
+  def _empty(self, carry: tuple[Carry, ...]) -> _Progress:
     """What is held before the first microbatch."""
-    like, split = self.like[0], self.call.split
-    unit = (
-      0 if split.axis_name is None else 1
-    )  # devices that are added up share theirs
-    return _Held(
-      self.start,
-      self._each(
-        lambda r, x: r.start(x, split.accumulator_dtype),
-        _values(self.structures, like.outputs),
-      ),
-      None
-      if like.weight is None
-      else WeightSum(*_zeros((like.weight, like.weight))),
-      None
-      if like.weight is None
-      else across_devices.full_like(like.weight, unit),
-      _zeros(like.skipped),
-    )
+    like, outputs = self.full.like, self.reductions.start()
+    weights, unit = None, None
+    if like.weight is not None:
+      zeros = across_devices.zeros_like((like.weight, like.weight))
+      weights = WeightSum(*zeros)
+      unit = across_devices.full_like(like.weight, self.devices.first_unit)
+    skipped = across_devices.zeros_like(like.skipped)
+    return _Progress(carry, outputs, weights, unit, skipped)
 
   def _add(
-    self, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, Leaves]:
+    self, held: _Progress, index: ArrayLike, rows: int
+  ) -> tuple[_Progress, Tree]:
     """What is held after one more microbatch, and what is collected of this one."""
-    gathered = hoisting.shapes_in(self.jaxpr)
-    held = held._replace(
-      outputs=self._each(lambda r, h: r.unhoisted(h, gathered), held.outputs),
-      carry=hoisting.unhoisted(held.carry, gathered),
-    )
-    new = self.run(index, held.carry, take, rows, held.unit)
-    outputs = _values(self.structures, new.outputs)
+    gathered = hoisting.shapes_in(self.full.jaxpr)
+    outputs = self.reductions.unhoisted(held.outputs, gathered)
+    carry = hoisting.unhoisted(held.carry, gathered)
+    take = _taken(self.call, index, rows)
+    new = self.run(index, carry, take, rows, held.unit)
     with jax.named_scope("accumulate"):
-      weights = held.weights and held.weights.add(new.weight)
-      weight: Weight = rows / self.call.size  # in full microbatches, if known
-      unit = held.unit
-      if new.weight is not None:
-        unit, weight = in_first_units(unit, new.weight)
-      reduced = self._each(
-        lambda r, h, x: r.add(h, x, weight), held.outputs, outputs
-      )
-      keep = functools.partial(
-        weighted_mean.select, weighted_mean.counts(weight)
-      )
-      carry = jax.tree.map(keep, new.carry, held.carry)
+      weights = held.weights
+      if weights is not None:
+        weights = weights.add(new.weight)
+      known = rows / self.call.size  # in full microbatches
+      unit, weight = _in_unit(new.weight, held.unit, known)
+      outputs = self.reductions.add(outputs, new.outputs, weight)
+      counted = weighted_mean.counts(weight)
+      keep = functools.partial(weighted_mean.select, counted)
+      carry = jax.tree.map(keep, new.carry, carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    return _Held(carry, reduced, weights, unit, skipped), self._collected(
-      outputs
-    )
-
-  def _collected(self, outputs: Leaves) -> Leaves:
-    return self._each(lambda r, x: x if r.collected else None, outputs)
+    held = _Progress(carry, outputs, weights, unit, skipped)
+    return held, self.reductions.collected(new.outputs)
 
   def _add_unless_empty(
-    self, agree: bool, held: _Held, index: ArrayLike, take: Take, rows: int
-  ) -> tuple[_Held, Leaves]:
+    self, agree: bool, held: _Progress, index: ArrayLike, rows: int
+  ) -> tuple[_Progress, Tree]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
-    here = counted = weighted_mean.counts(self.call.weight(index, take(), rows))
+    take = _taken(self.call, index, rows)
+    weight = self.call.weight(index, take(), rows)
+    here = runs = weighted_mean.counts(weight)
     if agree:
-      counted = across_devices.of_any(counted, self.call.split.axis_name)
-    like = self.like[0 if rows == self.call.size else 1]
-    zeros = _zeros(self._collected(_values(self.structures, like.outputs)))
-    add = lambda both: self._add(both[0], index, take, rows)  # noqa: E731
-    held, collected = update_if(counted, add, (held, zeros), "skip_empty")
+      runs = self.devices.any(here)
+    of_size = self.full if rows == self.call.size else self.tail
+    collected = self.reductions.collected(of_size.like.outputs)
+    zeros = across_devices.zeros_like(collected)
+
+    def add(both):
+      return self._add(both[0], index, rows)
+
+    held, collected = update_if(runs, add, (held, zeros), "skip_empty")
+    if not agree:
+      return held, collected
     # A device that ran it only because others count collects zeros.
-    keep = functools.partial(weighted_mean.select, here if agree else True)
+    keep = functools.partial(weighted_mean.select, here)
     return held, jax.tree.map(keep, collected, zeros)
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
-    split = self.call.split
-    if split.axis_name is not None and across_devices.shares_mesh():
+    reduces = self.call.split.axis_name is not None
+    if reduces and across_devices.shares_mesh():
       return (
         True  # what the compiler sends may wait for devices that do not run it
       )
-    if not axes_sent_over(self.jaxpr):
-      return any(
-        isinstance(r, Sum) and r.reduce_term is not None
-        for r in self.reductions
-      )
-    if split.axis_name is None:
+    if not axes_sent_over(self.full.jaxpr):
+      return self.reductions.communicate
+    if not reduces:
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
         " with weight_fn, and the function sends something to other devices, which would wait for"
@@ -300,91 +285,34 @@ class _Loop:
       )
     return True
 
-  def reduced(self, held: _Held) -> Reduced:
+  def reduced(self, held: _Progress) -> Reduced:
     """What is held, of all devices together."""
-    call, axis_name = self.call, self.call.split.axis_name
-    carry, outputs, weights, unit, skipped = held
-    weight: Weight = call.rows / call.size if weights is None else weights.total
-    total: Weight = call.rows if weights is None else weight
-    if axis_name is not None:
-      counted, local = weighted_mean.counts(weight), weight
-      if weights is None:
-        weight, total = (x * lax.axis_size(axis_name) for x in (weight, total))
-      else:
-        weight = total = weights.over_devices(axis_name)
-        skipped = jax.tree.map(lambda x: lax.psum(x, axis_name), skipped)
-      name, words = (
-        call.split.name(*call.roles.carry),
-        call.split.carry_reduction,
+    call, devices = self.call, self.devices
+    own: Weight = call.rows / call.size  # in full microbatches
+    weight: Weight = own * devices.size
+    total: Weight = call.rows * devices.size
+    if held.weights is not None:
+      own = held.weights.total
+    counted = devices.has_counted(own)
+    if held.weights is not None:
+      total, weight = devices.total(held.weights, held.unit)
+    skipped = devices.sum(held.skipped)
+    carry, split = held.carry, call.split
+    if split.axis_name is not None:
+      share = carries.Share(split.axis_name, own, weight)
+      over_devices = functools.partial(
+        share.over_devices, split, split.name(*call.roles.carry)
       )
-      carry = tuple(
-        keys_and_carry.over_devices(
-          name, words, x, start, local, weight, axis_name
-        )
-        for x, start in zip(carry, call.carry, strict=True)
-      )
-      outputs = self._each(
-        lambda r, h: r.over_devices(h, axis_name, counted), outputs
-      )
-    elif weights is not None:
-      weight = weighted_mean.in_units(weights.total, unit)
-    like = self.like[0].outputs
-    finished = self._each(
-      lambda r, h, x: r.finish(h, weight, x),
-      outputs,
-      _values(self.structures, like),
-    )
-    outputs = jax.tree.unflatten(
-      jax.tree.structure(like), jax.tree.leaves(finished)
-    )
+      carry = tuple(map(over_devices, carry, call.carry))
+    outputs = self.reductions.over_devices(held.outputs, devices, counted)
+    outputs = self.reductions.finish(outputs, weight)
     return Reduced(carry, outputs, _stats(total, skipped))
 
 
-def _matched(
-  reductions: Tree, like: list[Tree], root: str, call: Microbatches
-) -> tuple[list[Reduction], list[Any]]:
-  """The reductions of the outputs of a microbatch, and the structure of what each of them reduces.
-
-  `like` has these outputs, and those of a smaller last one.
-  """
-  tree = reduction_words.match("reduction", reductions, like[0])
-  named = jax.tree_util.tree_leaves_with_path(tree)
-  structures = jax.tree.leaves(
-    jax.tree.map(lambda _, x: jax.tree.structure(x), tree, like[0])
-  )
-  shapes = functools.partial(jax.tree.map, lambda x: x.shape)
-  for (path, reduction), value, *smaller in zip(
-    named, *(_values(structures, x) for x in like), strict=True
-  ):
-    name = _validate.leaf_name(root, path)
-    if reduction.default and call.count > 1:
-      refuse_aux_rows(call.roles, name, value, call.size)
-    reduction.check(name, value, call.size, call.split.accumulator_dtype)
-    for tail in smaller:
-      if shapes(value) != shapes(tail) and not isinstance(reduction, Concat):
-        raise ValueError(
-          f"{name} has shape {shapes(value)} for a full microbatch and {shapes(tail)} for the"
-          f' smaller last one, so {reduction!r} cannot reduce it: use "concat" for values per row,'
-          " or a microbatch size that divides the batch."
-        )
-  return [reduction for _, reduction in named], structures
-
-
-def _values(structures: Sequence[Any], outputs: Tree) -> Leaves:
-  """The outputs of a microbatch as a list: for each reduction a leaf, or a tree that it merges."""
-  leaves = iter(jax.tree.leaves(outputs))
-  return [
-    kind.unflatten(itertools.islice(leaves, kind.num_leaves))
-    for kind in structures
-  ]
-
-
-def _zeros(like: Tree) -> Tree:
-  return jax.tree.map(lambda x: across_devices.full_like(x, 0), like)
-
-
 def _stats(weight: Weight, skipped: Leaf) -> MicrobatchStats:
+  if skipped is None:
+    skipped = 0
   return MicrobatchStats(
     jnp.asarray(weight, jnp.result_type(float)),
-    jnp.asarray(0 if skipped is None else skipped, jnp.int32),
+    jnp.asarray(skipped, jnp.int32),
   )

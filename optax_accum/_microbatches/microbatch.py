@@ -1,42 +1,26 @@
-"""`microbatch`: any function in microbatches; the backward pass computes each of them again."""
+"""`microbatch`: any function in microbatches."""
 
-from collections.abc import Callable, Iterator, Sequence
-import contextlib
-import contextvars
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, cast, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
-from jax import lax
-from jax.experimental.xla_metadata import set_xla_metadata
-import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import (
-  across_devices,
-  dtypes,
-  hoisting,
-  reduction_words,
-  weighted_mean,
-)
+from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
-from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Leaves, Tree
-from optax_accum._microbatches.cut import Microbatches, Take
-from optax_accum._microbatches.loop import (
-  Microbatch,
-  Run,
-  run_in_microbatches,
-  runner,
-)
+from optax_accum._microbatches.call import Microbatches
+from optax_accum._microbatches.loop import run_in_microbatches, runner
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
+from optax_accum._microbatches.recompute import Recomputed
+from optax_accum._microbatches.roles import RolesOf
+from optax_accum._microbatches.whole import is_whole
 
-Args = ParamSpec("Args")
+P = ParamSpec("P")
 Out = TypeVar("Out")
-
-_is_whole = contextvars.ContextVar("is_whole", default=False)
 
 
 @_validate.hinted(
@@ -45,7 +29,7 @@ _is_whole = contextvars.ContextVar("is_whole", default=False)
   names=OTHER_NAMES,
 )
 def microbatch(
-  fun: Callable[Args, Out],
+  fun: Callable[P, Out],
   *,
   reduction: ReductionTree,
   num_microbatches: int | None = None,
@@ -58,7 +42,7 @@ def microbatch(
   batch_axis: int | tuple[int, ...] = 0,
   batch_argnames: str | Sequence[str] = (),
   rng_argnames: str | Sequence[str] = (),
-) -> Callable[Args, Out]:
+) -> Callable[P, Out]:
   """Makes `fun` run on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
@@ -118,130 +102,26 @@ def microbatch(
     in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be differentiated.
   """
   split = Split.of(locals())
+  roles_of = RolesOf(fun, split)
   reductions = reduction_words.named("reduction", reduction, None)
-
-  def run_fn(call: Microbatches, _: object, *inputs: Tree) -> tuple[None, Tree]:
-    args, kwargs = call.arguments(inputs)
-    return None, fun(*args, **cast(Any, kwargs))
+  keeps_all = any(kind.collected for kind in jax.tree.leaves(reductions))
 
   @functools.wraps(fun)
-  def microbatched(*args: Args.args, **kwargs: Args.kwargs) -> Out:
+  def microbatched(*args: Any, **kwargs: Any) -> Any:
     asked = split
-    if _is_whole.get():
+    if is_whole():
       asked = dataclasses.replace(
         split, num_microbatches=1, microbatch_size=None
       )
-    call = Microbatches(fun, asked, args, kwargs)
+    call = Microbatches(asked, roles_of(args, kwargs), args, kwargs)
+
+    def run_fn(_, *inputs):
+      args, kwargs = call.arguments(inputs)
+      return None, fun(*args, **kwargs)
+
     run = runner(call, run_fn)
     if not call.is_whole:
-      run = Recomputed(
-        call, run, any(r.collected for r in jax.tree.leaves(reductions))
-      )
-    return cast(Out, run_in_microbatches(call, run, reductions).outputs)
+      run = Recomputed(call, run, keeps_all)
+    return run_in_microbatches(call, run, reductions).outputs
 
   return microbatched
-
-
-@contextlib.contextmanager
-def whole_batches() -> Iterator[None]:
-  """Traces what calls `microbatch` as if it did not split: what `check_split` compares with."""
-  token = _is_whole.set(True)
-  try:
-    # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced again.
-    with set_xla_metadata(microbatch="whole"):
-      yield
-  finally:
-    _is_whole.reset(token)
-
-
-class Recomputed:
-  """Runs a microbatch so that the backward pass computes it again, and keeps its arguments only.
-
-  The loop gets a wide copy of each shared array, such as parameters, and casts it back in its body.
-  So JAX adds up the gradients of the copies in the dtype of accumulators, and sums them over the
-  devices of `axis_name` once, after the loop. A microbatch of weight zero adds none, even where it
-  is NaN, unless its outputs are `collected`.
-  """
-
-  def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:
-    self.call, self.split = call, call.split
-    self._guards = self.split.weighs and not collected
-    self._links: dict[int, jax.Array] = {}  # by the id of what it is a copy of
-    call.map_shared(self._varying)
-    take, tail = call.cut
-    self._traced: dict[
-      int, tuple[Any, Any, Leaves]
-    ] = {}  # and copies of what it holds
-    for rows, batch in ((call.size, take(0)), (call.tail_rows, tail)):
-      if rows:
-
-        def one(index, batch, rows=rows):
-          return run(index, (), lambda: batch, rows)
-
-        closed, like = jax.make_jaxpr(one, return_shape=True)(
-          jnp.int32(0), batch
-        )
-        copies = [self._linked(x) for x in closed.consts]
-        self._traced[rows] = closed, jax.tree.structure(like), copies
-
-  def _varying(self, x: Leaf) -> Leaf:
-    """`x`, typed as differing between devices; its copy, to add up in, is reduced over them."""
-    if not _may_have_tangent(x) or self.split.axis_name is None:
-      return x
-    varying = across_devices.varying(x, self.split.axis_name)
-    self._links[id(varying)] = across_devices.varying(
-      self._wide(x), self.split.axis_name
-    )
-    return varying
-
-  def _wide(self, x: jax.Array) -> jax.Array:
-    wide = dtypes.accumulator_dtype(x.dtype, self.split.accumulator_dtype)
-    return x.astype(dtypes.promote(x.dtype, wide))
-
-  def _linked(self, x: Leaf) -> Leaf:
-    """The copy of `x` in a dtype to add up cotangents in; `x` itself if it has none."""
-    if not _may_have_tangent(x):
-      return x
-    return self._links[id(x)] if id(x) in self._links else self._wide(x)
-
-  def __call__(
-    self,
-    index: ArrayLike,
-    carry: Carry,
-    take: Take,
-    rows: int,
-    unit: Leaf = None,
-  ) -> Microbatch:
-    """The function on one microbatch."""
-    call = self.call
-    # What a loop's body computes again cannot be merged with what the loop before it computed.
-    in_loop = rows == call.size and call.rows >= 2 * call.size
-    return jax.checkpoint(
-      lambda: self._run(index, take(), rows), prevent_cse=not in_loop
-    )()
-
-  def _run(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
-    closed, out_tree, copies = self._traced[rows]
-    gathered = hoisting.shapes_in(closed.jaxpr)
-
-    def narrow(x: Leaf, copy: Leaf) -> Leaf:
-      # Cast back in the loop's body, so that the loop adds up what is wide.
-      return (
-        hoisting.unhoisted(copy, gathered).astype(x.dtype)
-        if _may_have_tangent(x)
-        else x
-      )
-
-    held = list(map(narrow, closed.consts, copies))
-    if self._guards:
-      counted = weighted_mean.counts(self.call.weight(index, batch, rows))
-      guard = lambda x: jnp.where(counted, x, lax.stop_gradient(x))  # noqa: E731
-      guarded = lambda x: guard(x) if _may_have_tangent(x) else x  # noqa: E731
-      held, batch = jax.tree.map(guarded, (held, batch))
-    inputs = jnp.int32(index), *jax.tree.leaves(batch)
-    outputs = jax.core.eval_jaxpr(closed.jaxpr, held, *inputs)
-    return cast(Microbatch, out_tree.unflatten(outputs))
-
-
-def _may_have_tangent(x: Leaf) -> bool:
-  return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -12,6 +12,7 @@ import optax
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.reductions import Mean, Sum
 from optax_accum._arithmetic.trees import Grads, Leaf
+from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
 
@@ -138,17 +139,23 @@ def noise_reductions(microbatches: int) -> Noise:
   return Noise(Mean(wide=True), Sum(wide=True))
 
 
-def noise_of(derivatives: Grads) -> Noise:
-  """The values of one microbatch, from its gradient."""
+def noise_of(derivatives: Grads, factor: Weight | None) -> Noise:
+  """The values of one microbatch, from its gradient, which may have been multiplied by `factor`."""
   squared = squared_norm(derivatives)
-  return Noise(
-    squared, jnp.ones_like(squared)
+  one = jnp.ones_like(
+    squared
   )  # the same dtype, so devices reduce them together
+  if factor is not None:
+    squared = squared / factor**2
+  return Noise(squared, one)
 
 
 def squared_norm(derivatives: Grads) -> jax.Array:
   """The square of the global norm of gradients, in float32 or better."""
-  wide = lambda x: x.astype(dtypes.accumulator_dtype(x.dtype))  # noqa: E731
+
+  def wide(x):
+    return x.astype(dtypes.accumulator_dtype(x.dtype))
+
   return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
 
 

@@ -3,8 +3,6 @@
 Flax and Equinox are not imported for it: their objects are told by attributes and class names.
 """
 
-import itertools
-
 import jax
 import optax
 
@@ -17,40 +15,40 @@ def check_step(
   params: Params, opt_state: OptState, /, *others: Tree, **named: Tree
 ) -> None:
   """Checks what a step is given: parameters, which it updates and returns, and their state."""
-  if instead := _instead(params):
-    raise TypeError(f"params is {instead}")
+  _refuse_object("params", params)
   if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
     raise TypeError(
       f"opt_state is a {type(opt_state).__name__}, the transformation itself: pass the state that"
       " tx.init(params) returns."
     )
   check_differentiable("argument 0", params)
-  for name, x in _validate.named_leaves("batch", others[0] if others else ()):
-    if isinstance(x, str):
-      raise TypeError(
-        f"{name} is the string {x!r} and no array: leave it out of the batch."
-      )
   if not others and not named:
     raise TypeError(
       "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
       " step(params, opt_state, batch)."
     )
+  batch = others[0] if others else ()
+  for name, x in _validate.named_leaves("batch", batch):
+    if isinstance(x, str):
+      raise TypeError(
+        f"{name} is the string {x!r} and no array: leave it out of the batch."
+      )
 
 
 def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
-  """Checks, after a step failed, that the second argument is a state of the first one."""
+  """Checks, after a step failed, that its arguments are not in another order."""
 
-  def misfit(params: Params, state: OptState) -> str:
+  def misfit(params, state):
     try:
-      return _validate.difference(
-        "opt_state", state, jax.eval_shape(tx.init, params)
-      )
+      like = jax.eval_shape(tx.init, params)
+      return _validate.difference("opt_state", state, like)
     except Exception:  # no tree of arrays
       return "the optimizer takes no such tree"
 
   why = misfit(*args[:2])
-  for i, j in itertools.permutations(range(len(args)), 2):
-    if why and not misfit(args[i], args[j]):
+  # Two of the three are in each other's place.
+  for i, j in ((1, 0), (0, 2), (2, 1)):
+    if why and len(args) > max(i, j) and not misfit(args[i], args[j]):
       raise TypeError(
         f"opt_state is not a state of the first argument ({why}), but argument {j} is one of"
         f" argument {i}: the order is step(params, opt_state, batch)."
@@ -61,12 +59,11 @@ def check_differentiable(what: str, tree: Params) -> None:
   """Checks that every leaf can be differentiated."""
   for name, leaf in _validate.named_leaves(what, tree):
     if not dtypes.is_inexact(leaf):
-      if instead := _instead(tree):
-        raise TypeError(f"{what} is {instead}")
+      _refuse_object(what, tree)
       kind = getattr(leaf, "dtype", type(leaf))
-      word = (
-        f"type {kind.__name__}" if isinstance(kind, type) else f"dtype {kind}"
-      )
+      word = f"dtype {kind}"
+      if isinstance(kind, type):
+        word = f"type {kind.__name__}"
       raise TypeError(
         f"{name} has {word} and cannot be differentiated: close over what is not a floating or"
         " complex array, or pass it as another argument (in Equinox: eqx.partition(model,"
@@ -74,23 +71,21 @@ def check_differentiable(what: str, tree: Params) -> None:
       )
 
 
-def _instead(tree: Params) -> str:
-  """Of an object that is more than parameters: what it is, and what to pass instead."""
+def _refuse_object(what: str, tree: Params) -> None:
+  """Refuses an object that is more than parameters, and says what to pass instead of it."""
   kind = type(tree)
-  if all(
-    hasattr(tree, field) for field in ("params", "opt_state", "apply_gradients")
-  ):
-    return (
-      f"a {kind.__name__}, which holds more than parameters: optax_accum.flax.linen_train_step"
-      " takes it. Or pass state.params and state.opt_state, and state.replace them by the new ones."
+  fields = ("params", "opt_state", "apply_gradients")
+  if all(hasattr(tree, field) for field in fields):
+    raise TypeError(
+      f"{what} is a {kind.__name__}, which holds more than parameters:"
+      " optax_accum.flax.linen_train_step takes it. Or pass state.params and state.opt_state, and"
+      " state.replace them by the new ones."
     )
-  if any(
-    c.__name__ == "Module" and c.__module__.startswith("flax.nnx")
-    for c in kind.__mro__
-  ):
-    return (
-      f"{kind.__name__}, an nnx module, which holds more than parameters:"
-      " optax_accum.flax.nnx_train_step takes it. Or pass the params of nnx.split(model, nnx.Param,"
-      " ...), have the loss nnx.merge them with copy=True, and nnx.update the model by new ones."
-    )
-  return ""
+  for base in kind.__mro__:
+    if base.__name__ == "Module" and base.__module__.startswith("flax.nnx"):
+      raise TypeError(
+        f"{what} is {kind.__name__}, an nnx module, which holds more than parameters:"
+        " optax_accum.flax.nnx_train_step takes it. Or pass the params of nnx.split(model,"
+        " nnx.Param, ...), have the loss nnx.merge them with copy=True, and nnx.update the model by"
+        " new ones."
+      )

@@ -15,7 +15,7 @@ from optax_accum._arithmetic.reduction_words import (
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
 
-Args = ParamSpec("Args")
+P = ParamSpec("P")
 
 
 @_validate.hinted(
@@ -23,7 +23,7 @@ Args = ParamSpec("Args")
   names=OTHER_NAMES,
 )
 def microbatch_value_and_grad(
-  fun: Callable[Args, Any],
+  fun: Callable[P, Any],
   argnums: int | Sequence[int] = 0,
   has_aux: bool = False,
   *,
@@ -45,7 +45,7 @@ def microbatch_value_and_grad(
   batch_axis: int | tuple[int, ...] = 0,
   batch_argnames: str | Sequence[str] = (),
   rng_argnames: str | Sequence[str] = (),
-) -> Callable[Args, tuple[Any, ...]]:
+) -> Callable[P, tuple[Any, ...]]:
   """`jax.value_and_grad` that runs one microbatch after the other, in one `jax.lax.scan`.
 
   It returns the weighted means ``sum(w * g) / sum(w)`` over the microbatches, where ``w`` is the
@@ -113,24 +113,20 @@ def microbatch_value_and_grad(
     ============================  ======================================================
   """
   asked = locals()
-  loss = LocalLoss(
-    fun, argnums, has_aux, Split.of(asked, default_argnum=1), asked
-  )
+  split = Split.of(asked, default_argnum=1)
+  loss = LocalLoss.of(fun, argnums, has_aux, split, asked)
 
   @functools.wraps(fun)
-  def value_and_grad(
-    *args: Args.args, **kwargs: Args.kwargs
-  ) -> tuple[Any, ...]:
+  def value_and_grad(*args, **kwargs):
     reduced = loss.value_and_grad(None, *args, **kwargs)
-    value, out = reduced.outputs.loss, reduced.outputs
+    out = reduced.outputs
+    value = out.loss
     if reduced.carry:
       value = (value, (*reduced.carry, out.aux))
     elif has_aux:
       value = (value, out.aux)
-    return (
-      (value, out.grads, reduced.stats)
-      if skip_nonfinite
-      else (value, out.grads)
-    )
+    if skip_nonfinite:
+      return value, out.grads, reduced.stats
+    return value, out.grads
 
   return value_and_grad

@@ -19,7 +19,7 @@ from optax_accum._arithmetic.trees import (
   Tree,
 )
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.loss import MeshLoss, PlacedLoss
+from optax_accum._mesh.loss import LossWithoutMesh, MeshLoss, PlacedLoss
 from optax_accum._mesh.placement import out_shardings, sharding_of
 from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
@@ -41,9 +41,9 @@ from optax_accum._train_step.optimizer_step import (
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
 
-Loss: TypeAlias = LocalLoss | MeshLoss
+Loss: TypeAlias = LossWithoutMesh | MeshLoss
 Placed: TypeAlias = (
-  LocalLoss | PlacedLoss
+  LossWithoutMesh | PlacedLoss
 )  # what a call with given shardings steps by
 
 
@@ -232,7 +232,9 @@ class StepProgram:
         update = functools.partial(
           optimizer_step, self.tx, out.grads, extra_args, moves
         )
-        params, (opt_state, stepped) = beside.stepped(update, params, opt_state)
+        params, (opt_state, stepped) = beside.step_beside(
+          update, params, opt_state
+        )
       of_mean = squared_norm(local.derivatives(out.grads))
       metrics = {
         "loss": out.loss,
@@ -279,11 +281,12 @@ def step_loss(
   }
   asked |= dict.fromkeys(("grad_reduction", "aux_reduction")) | options
   split = Split.of(options, default_argnum=1)
-  local = LocalLoss(
+  local = LocalLoss.of(
     loss_fn, 0, asked["has_aux"], split, asked, asked["noise_scale"]
   )
   if mesh is None:
-    return local
+    return LossWithoutMesh(local)
   return MeshLoss(
-    local, DataParallel(mesh, data_axis, reduce_gradients == "per_microbatch")
+    local,
+    DataParallel.of(mesh, data_axis, reduce_gradients == "per_microbatch"),
   )

@@ -25,6 +25,7 @@ from optax_accum._arithmetic.reduction_words import (
 )
 from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
+from optax_accum._microbatches.roles import by_slot
 from optax_accum._train_step.program import (
   Loss,
   PreparedCall,
@@ -69,12 +70,9 @@ class TrainStep(Step, Generic[Params, Args]):
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
-    arguments: dict[Any, Any] = dict(enumerate((args[0], *args[2:])))
-    split = self.loss.local.split
-    roles = split.roles(
-      self.loss.local.fun, tuple(arguments.values()), {}, (0,)
-    )
-    return cut.batch_rows(split, roles.batch, arguments)
+    local, of_loss = self.loss.local, (args[0], *args[2:])
+    roles = local.roles_of(of_loss, {})
+    return cut.batch_rows(local.split, roles.batch, by_slot(of_loss, {}))
 
   def __call__(
     self,

@@ -1,0 +1,143 @@
+"""One call of a function: its microbatches, and the rows, the keys and the weight of each."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from optax_accum import _validate
+from optax_accum._arithmetic import dtypes, weighted_mean
+from optax_accum._arithmetic.keys import fold_in
+from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
+from optax_accum._microbatches import refusals
+from optax_accum._microbatches.cut import (
+  batch_rows,
+  Cut,
+  cut_rows,
+  microbatch_rows,
+)
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.roles import Arguments, by_slot, Roles
+
+
+class Microbatches:
+  """The microbatches of one call; `weights` are theirs, where a call before found them."""
+
+  def __init__(
+    self,
+    split: Split,
+    roles: Roles,
+    args: Args,
+    kwargs: Kwargs,
+    weights: jax.Array | None = None,
+  ) -> None:
+    self.split, self.roles, self.weights = split, roles, weights
+    self.devices = split.devices
+    self._num_args, self._arguments = len(args), by_slot(args, kwargs)
+    self.rows = checked_rows(split, roles, self._arguments)
+    self.size = microbatch_rows(
+      self.rows,
+      split.num_microbatches,
+      split.microbatch_size,
+      split.name(*roles.batch),
+    )
+    self.full, self.tail_rows = divmod(self.rows, self.size)
+    self._on_device = self.full + bool(self.tail_rows)
+    self.count = self._on_device * self.devices.size  # of all devices together
+    self._refuse_defaults()
+    carried = [self._arguments[slot] for slot in roles.carry]
+    self.carry = tuple(jax.tree.map(jnp.asarray, x) for x in carried)
+    self.batch = tuple(self._arguments[slot] for slot in roles.batch)
+
+  def _refuse_defaults(self) -> None:
+    split, roles = self.split, self.roles
+    if split.batch_argnums is None:
+      # All rows of the batch, or those on one device.
+      rows = {self.rows, self.rows * self.devices.size}
+      if split.rows is not None:
+        rows = {split.rows}
+      refusals.refuse_rows(roles, self._arguments, rows)
+    if split.rng_argnums is None:
+      refusals.refuse_keys(roles, self._arguments)
+    for slot in roles.rng:
+      _check_keys(split.name(slot), self._arguments[slot])
+
+  @property
+  def is_whole(self) -> bool:
+    """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
+    if self.split.weighs or self.split.axis_name is not None:
+      return False
+    return self.rows == self.size
+
+  def map_shared(self, fun: Callable[[Leaf], Leaf]) -> None:
+    """Puts ``fun(x)`` in the place of each leaf that all microbatches share."""
+    for slot in self.roles.shared:
+      self._arguments[slot] = jax.tree.map(fun, self._arguments[slot])
+
+  def inputs(
+    self, index: ArrayLike, batch: tuple[Batch, ...], carry: Args
+  ) -> Args:
+    """What one microbatch is given and others are not: its rows, keys and carry."""
+    number = self.devices.number(index, self._on_device)
+    keys = [self._arguments[slot] for slot in self.roles.rng]
+    own = jax.tree.map(lambda x: fold_in(x, number), keys)
+    return *batch, *own, *carry
+
+  def arguments(self, inputs: Args) -> tuple[Args, Any]:
+    """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
+    roles = self.roles
+    slots = (*roles.batch, *roles.rng, *roles.carry)
+    arguments = self._arguments | dict(zip(slots, inputs, strict=True))
+    args = tuple(arguments.pop(i) for i in range(self._num_args))
+    return args, arguments
+
+  def weight(
+    self, index: ArrayLike, batch: tuple[Batch, ...], rows: int
+  ) -> jax.Array:
+    """How much a microbatch counts, before it has run."""
+    if self.weights is not None:
+      return self.weights[index]
+    weight_fn = self.split.weight_fn
+    if weight_fn is None:
+      return weighted_mean.as_weight(float(rows))
+    named: dict[Any, Tree] = dict(zip(self.roles.batch, batch, strict=True))
+    positions = [slot for slot in named if isinstance(slot, int)]
+    args = [named.pop(slot) for slot in positions]
+    why = _validate.why_not(weight_fn, *args, **named)
+    if why:
+      raise TypeError(
+        f"weight_fn gets only the arguments that are split, as in weight_fn(batch): {why}."
+      )
+    value = weight_fn(*args, **named)
+    weighted_mean.check_weight("weight_fn", value)
+    return weighted_mean.as_weight(value)
+
+  @functools.cached_property
+  def cut(self) -> tuple[Cut, tuple[Batch, ...]]:
+    """The microbatches of full size, by index, and the rows left over."""
+    axes = tuple(self.roles.batch.values())
+    return cut_rows(self.batch, axes, self.size, self.full)
+
+
+def checked_rows(split: Split, roles: Roles, arguments: Arguments) -> int:
+  """The rows of the batch of a call, whose roles are right."""
+  refusals.refuse_double_roles(split, roles, arguments)
+  if (
+    split.rows is None
+  ):  # of a device's part of a batch, all has been looked at
+    refusals.refuse_key(split, roles, arguments)
+  return batch_rows(split, roles.batch, arguments)
+
+
+def _check_keys(root: str, keys: Tree) -> None:
+  """Checks that these are random keys, typed or raw."""
+  for name, x in _validate.named_leaves(root, keys):
+    shape, dtype = jnp.shape(x), jnp.result_type(x)
+    is_raw = dtype == jnp.uint32 and bool(shape)
+    if not dtypes.is_key(x) and not is_raw:
+      raise TypeError(
+        f"{name} is {dtype}{list(shape)}: give a key, such as jax.random.key(0)."
+      )

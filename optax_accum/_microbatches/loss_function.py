@@ -1,0 +1,107 @@
+"""The loss function of a user: it is called on one microbatch, and what it returns is checked."""
+
+from collections.abc import Callable
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
+from optax_accum._microbatches.cut import batch_rows
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.roles import Arguments, by_slot, RolesOf
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossFunction:
+  """``fun`` as a function that returns ``(loss, (new_carry, aux))``, whatever it returns itself."""
+
+  fun: Callable[..., Tree]
+  split: Split
+  roles_of: RolesOf
+  has_aux: bool
+
+  @property
+  def carries(self) -> bool:
+    """Whether it takes a carry, and returns a new one."""
+    return self.split.carry_argnum is not None
+
+  def __call__(self, /, *args: Tree, **kwargs: Tree) -> tuple[Leaf, Tree]:
+    """The loss of one microbatch, its new carry and its aux."""
+    try:
+      out = self.fun(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+      for note in self._notes_on(error, args, kwargs):
+        error.add_note(note)
+      raise
+    check_loss(out, self.has_aux or self.carries, self.carries)
+    if self.carries:
+      return out
+    if self.has_aux:
+      loss, aux = out
+      return loss, (None, aux)
+    return out, (None, None)
+
+  def _notes_on(
+    self, error: Exception, args: Args, kwargs: Kwargs
+  ) -> list[str]:
+    """What an error in the function may come from."""
+    notes: list[str] = []
+    arguments, roles = by_slot(args, kwargs), self.roles_of(args, kwargs)
+    if isinstance(error, jax.errors.JAXTypeError):
+      # Python asked for the value of an argument that is traced.
+      scalars = [slot for slot in roles.shared if _has_scalar(arguments, slot)]
+      names = map(self.roles_of.signature.name, scalars)
+      fixed = ", ".join(f"{name}=..." for name in names)
+      if fixed:
+        notes.append(
+          "A step traces all its arguments, so Python cannot branch on them, nor can they be"
+          " static. Fix a setting in the loss, functools.partial(loss_fn,"
+          f" {fixed}), and make a step for each value."
+        )
+    if "shape" in str(error):
+      rows = batch_rows(self.split, roles.batch, arguments)
+      notes.append(
+        f"The loss was given {rows} rows, a microbatch on one device."
+      )
+    return notes
+
+
+def _has_scalar(arguments: Arguments, slot: int | str) -> bool:
+  leaves = jax.tree.leaves(arguments[slot])
+  return any(getattr(x, "shape", ()) == () for x in leaves)
+
+
+def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
+  """Checks what a loss function returned."""
+  if has_aux:
+    wanted = "has_aux=True it must return (loss, aux)"
+    if carries:
+      wanted = "carry_argnum it must return (loss, (new_carry, aux))"
+    if not is_pair(out) or (carries and not is_pair(out[1])):
+      kind = _container(out) or "single value"
+      raise TypeError(f"The function returned a {kind}; with {wanted}.")
+    out = out[0]
+  got = ""
+  if _container(out):
+    got = f"is a {_container(out)}"
+  elif jnp.shape(out) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
+    got = f"has shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"
+  if got:
+    raise TypeError(
+      f"The loss {got}; it must be a real scalar: take the mean or sum over the rows, in a floating"
+      " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True;"
+      " if it is jax.value_and_grad of a loss, give that loss itself."
+    )
+
+
+def is_pair(x: Tree) -> bool:
+  """Whether something is two things, as ``(loss, aux)`` is."""
+  return isinstance(x, (tuple, list)) and len(x) == 2
+
+
+def _container(x: Tree) -> str:
+  """The type of what is no number, or ""."""
+  if x is None or isinstance(x, (tuple, list, dict)):
+    return type(x).__name__
+  return ""

@@ -1,0 +1,184 @@
+"""What the defaults refuse, because it changes no shape and is almost always wrong.
+
+An argument with the rows of the batch that is not split, a key that all microbatches would share,
+and a value for each row that would be averaged over different rows.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum import _validate
+from optax_accum._arithmetic import dtypes
+from optax_accum._arithmetic.trees import Leaf
+from optax_accum._microbatches.options import Slot, Split
+from optax_accum._microbatches.roles import Arguments, Roles
+
+
+def refuse_double_roles(
+  split: Split, roles: Roles, arguments: Arguments
+) -> None:
+  """Refuses an argument of two roles."""
+  named = {
+    "differentiated": roles.differentiated,
+    "split": roles.batch,
+    "a random key": roles.rng,
+    "carried": roles.carry,
+  }
+  taken: dict[Slot, str] = {}
+  for role, slots in named.items():
+    for slot in slots:
+      if slot not in taken:
+        taken[slot] = role
+        continue
+      fix = "name it once"
+      if split.batch_argnums is None and "split" in (role, taken[slot]):
+        fix = _other_batch(roles, arguments)
+      raise ValueError(
+        f"Argument {slot!r} is both {taken[slot]} and {role}: {fix}."
+      )
+
+
+def refuse_rows(
+  roles: Roles, arguments: Arguments, rows: Collection[int]
+) -> None:
+  """Refuses shared arguments with as many rows as the batch."""
+  found = with_rows(roles, arguments, rows)
+  if not found:
+    return
+  both = dict.fromkeys((*roles.batch, *found))
+  first = next(iter(found.values()))
+  raise ValueError(
+    f"{first}, as many as the batch, and batch_argnums=None does not split it. If"
+    f" the rows of both belong together, name both, {_option(both)}; if every microbatch needs all"
+    f" of it, name the batch alone, {_option(roles.batch)}."
+  )
+
+
+def with_rows(
+  roles: Roles, arguments: Arguments, rows: Collection[int]
+) -> dict[Slot, str]:
+  """The shared arguments with as many rows as the batch, and which of their leaves has them."""
+  found: dict[Slot, str] = {}
+  for slot in roles.shared:
+    root = f"argument {slot!r}"
+    named = _validate.named_leaves(root, arguments[slot], dtypes.is_sparse)
+    for name, leaf in named:
+      has = _has_rows(roles.batch.values(), leaf, rows)
+      if has:
+        found.setdefault(slot, f"{name} {has}")
+  return found
+
+
+def refuse_aux_rows(
+  axes: Collection[int], name: str, leaf: Leaf, rows: int
+) -> None:
+  """Refuses an aux with a value for each of the microbatch's `rows`, if it has several."""
+  # Rows of outputs are mostly on the first axis, whatever the batch's are on.
+  has = _has_rows((*axes, 0), leaf, (rows,))
+  if has:
+    raise ValueError(
+      f"{name} {has}, as many as a microbatch, and aux_reduction=None would average different"
+      ' rows: give "concat" for values per row, or "mean" (or "sum") for what has this size by'
+      ' chance; one word, or a tree: aux_reduction={"logits": "concat", "accuracy": "mean"}.'
+    )
+
+
+def _has_rows(axes: Iterable[int], leaf: Leaf, rows: Collection[int]) -> str:
+  """On which axis `leaf` has as many rows as `rows` says. One row cannot be split."""
+  shape = getattr(leaf, "shape", ())
+  if not shape:
+    return ""
+  within = [axis for axis in axes if -len(shape) <= axis < len(shape)]
+  for axis in within or [0]:
+    if shape[axis] in rows and shape[axis] > 1:
+      return f"has {shape[axis]} rows on axis {axis}"
+  return ""
+
+
+def refuse_keys(roles: Roles, arguments: Arguments) -> None:
+  """Refuses shared arguments with a typed key."""
+  for slot in with_keys(roles, arguments):
+    leaves = _validate.named_leaves(f"argument {slot!r}", arguments[slot])
+    keys = [name for name, leaf in leaves if dtypes.is_key(leaf)]
+    fix = f"name it, {_rng_option(slot)}, to fold each microbatch's index in"
+    if len(keys) < len(leaves):
+      fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
+    raise ValueError(
+      f"{keys[0]} is a random key, from which every microbatch would get the same noise: {fix}; or"
+      " share it, rng_argnums=()."
+    )
+
+
+def with_keys(roles: Roles, arguments: Arguments) -> list[Slot]:
+  """The shared arguments with a typed key."""
+
+  def has_key(slot):
+    return any(map(dtypes.is_key, jax.tree.leaves(arguments[slot])))
+
+  return list(filter(has_key, roles.shared))
+
+
+def refuse_key(split: Split, roles: Roles, arguments: Arguments) -> None:
+  """Refuses a random key in the place of the batch, which a raw one could be."""
+  if split.batch_argnums is not None or split.default_argnum is None:
+    return
+  slot = next(iter(roles.batch))
+  named = _validate.named_leaves(split.name(slot), arguments[slot])
+  # Numbers that could be those of a raw key are one if something else can be the batch.
+  may_be_raw = bool(_arrays_in(roles, arguments))
+
+  def seems_key(x):
+    return _is_one_key(x) and (may_be_raw or dtypes.is_key(x))
+
+  if not named or not all(seems_key(x) for _, x in named):
+    return
+  name, key = named[0]
+  raise ValueError(
+    f"{name} is a random key, {_validate.type_of(key)}:"
+    f" {_other_batch(roles, arguments)}, and the key, {_rng_option(slot)}. If it is the batch, say"
+    f" so, {_option([slot])}."
+  )
+
+
+def _is_one_key(x: Leaf) -> bool:
+  """Whether `x` is a random key, typed or raw."""
+  if dtypes.is_key(x):
+    return not x.shape
+  return getattr(x, "dtype", None) == jnp.uint32 and x.shape in ((2,), (4,))
+
+
+def _other_batch(roles: Roles, arguments: Arguments) -> str:
+  """What to write where the argument that is split by default is not the batch."""
+  slots = _arrays_in(roles, arguments)
+  option = _option(slots) if slots else "batch_argnums=..."
+  which = ", or those of these that have its rows" if len(slots) > 1 else ""
+  return f"batch_argnums=None splits it, so name the batch, {option}{which}"
+
+
+def _arrays_in(roles: Roles, arguments: Arguments) -> Sequence[Slot]:
+  """The shared arguments with an array that may be a batch, and is no key."""
+
+  def may_be_batch(slot):
+    leaves = jax.tree.leaves(arguments[slot])
+    return any(getattr(x, "shape", ()) and not _is_one_key(x) for x in leaves)
+
+  return list(filter(may_be_batch, roles.shared))
+
+
+def _rng_option(slot: Slot) -> str:
+  """The option that says that an argument is a random key."""
+  option = "rng_argnums" if isinstance(slot, int) else "rng_argnames"
+  return f"{option}={slot!r}"
+
+
+def _option(slots: Collection[Slot]) -> str:
+  """The options that split these arguments."""
+  argnums = tuple(slot for slot in slots if isinstance(slot, int))
+  argnames = tuple(slot for slot in slots if isinstance(slot, str))
+  shown = argnums[0] if len(argnums) == 1 else argnums
+  option = f"batch_argnums={shown!r}"
+  if argnames:
+    option += f" with batch_argnames={argnames!r}"
+  return option
