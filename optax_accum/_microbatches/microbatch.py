@@ -47,7 +47,17 @@ def microbatch(
 
   Use it for evaluation, encoding and statistics, where the intermediate values of the whole batch
   do not fit. For a loss that is a mean over rows use `microbatch_value_and_grad`.
-  `optax.microbatching.microbatch` has no smaller last microbatch and no weights.
+
+  This differs from `optax.microbatching.microbatch` in:
+
+  1. A batch that does not divide evenly is exact: the last microbatch has fewer rows, and counts
+     less.
+  2. A mean is weighted, by rows or by `weight_fn`, and leaves out what has weight 0, even NaN.
+  3. Sums are taken in float32 or wider, and not in the dtype of the outputs.
+  4. Microbatches draw different noise: a key has the number of the microbatch folded in.
+  5. Differentiated, it keeps the intermediate values of one microbatch, and not of all.
+  6. With `axis_name` the results are those of all devices.
+  7. There is no `num_real_microbatches`: fill up with rows that `weight_fn` counts as 0.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -64,15 +74,20 @@ def microbatch(
     reduction: How the outputs of all microbatches are combined: ``"mean"`` (weighted), ``"sum"``,
       ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (along a new first axis, of microbatches),
       ``"concat"`` (the rows, in their order), a function of your own, or a prefix tree of these.
-    num_microbatches, microbatch_size: As in `microbatch_value_and_grad`.
-    weight_fn: As in `make_train_step`.
+    num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
+    microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts in a mean: 0, or from
+      1e-30 to 1e30. It gets every argument that is split. Default: its rows.
     batch_argnums: The positions of what is split. Default: the only argument that is not a key.
-    rng_argnums: As in `make_train_step`.
+    rng_argnums: The positions of random keys, typed or raw, into which the number of the microbatch
+      is folded. Default: none, which refuses a typed key. With ``()`` all microbatches share it.
     axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over.
 
   Expert options:
     accumulator_dtype: The dtype in which outputs are summed, and gradients of unsplit arguments.
-    batch_axis, batch_argnames, rng_argnames: As in `microbatch_value_and_grad`.
+    batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
+      order of `batch_argnums` and then `batch_argnames`.
+    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:
     A function with `fun`'s arguments that returns `fun`'s outputs, combined.

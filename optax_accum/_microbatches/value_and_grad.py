@@ -65,13 +65,35 @@ def microbatch_value_and_grad(
 
   Args:
     fun: Returns ``loss``, a real scalar; ``(loss, aux)``; or ``(loss, (carry, aux))``.
-    argnums, has_aux: As in `jax.value_and_grad`: what to differentiate, and whether there is aux.
+    argnums: The position or positions of what is differentiated. Default: 0.
+    has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
-    weight_fn, aux_reduction, batch_argnums, reduction: As in `make_train_step`.
-    rng_argnums, carry_argnum, skip_nonfinite, skip_empty: As in `make_train_step`.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
+      tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
+    aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
+      ``"last"``, ``"stack"`` (on a new first axis), ``"concat"`` (the rows, in their order), a
+      function ``merge(a, b)``, or a prefix tree of these. Default: the mean, which refuses an aux
+      with one value per row.
+    batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
+      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
+    reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
     axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
       summed over it once, after the scan. "stack" and "concat" keep the values of each device.
+
+  Randomness and carried state:
+    rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys, into which the
+      number of the microbatch is folded. Default: none, which refuses a typed key. With ``()`` all
+      microbatches share it.
+    carry_argnum: The position of an argument that each microbatch updates for the next, such as
+      batch statistics. `fun` then returns ``(loss, (new_carry, aux))``. Microbatches of weight 0 do
+      not change it.
+
+  Robustness:
+    skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite. They
+      count as weight 0, and the results have a `MicrobatchStats`.
+    skip_empty: Whether not to run microbatches of weight 0, to save time. Needs `weight_fn`, and
+      excludes reverse-mode differentiation.
 
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
