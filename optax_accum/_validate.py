@@ -1,18 +1,14 @@
 """Checks that several modules need. A message gives the value, the requirement and the fix."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-import difflib
+from collections.abc import Callable, Collection
 import functools
 import inspect
 import operator
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def leaf_name(root: str, path: tuple[Any, ...]) -> str:
@@ -35,26 +31,27 @@ def difference(
   got: Any,
   wanted: Any,
   what: str = "shape",
-  of: Callable[[Any], Any] = jnp.shape,
+  of: Callable[..., Any] = jnp.shape,
 ) -> str:
   """Where a tree first differs from another in its leaves, in `what` these have, or in nodes."""
-  gots, wanteds = (
-    {leaf: of(x) for leaf, x in named_leaves(name, tree)}
-    for tree in (got, wanted)
-  )
+
+  def kinds(tree):
+    return {leaf: of(x) for leaf, x in named_leaves(name, tree)}
+
+  gots, wanteds = kinds(got), kinds(wanted)
   for leaf, kind in wanteds.items():
     if leaf not in gots:
       return f"{leaf} is missing"
     if gots[leaf] != kind:
       return f"{leaf} has {what} {gots[leaf]}, not {kind}"
-  if new := [leaf for leaf in gots if leaf not in wanteds]:
-    return f"{new[0]} is not expected"
-  trees: list[Any] = [jax.tree.structure(x) for x in (got, wanted)]
-  return (
-    ""
-    if trees[0] == trees[1]
-    else f"{name} is a {trees[0]} and not a {trees[1]}"
-  )
+  for leaf in gots:
+    if leaf not in wanteds:
+      return f"{leaf} is not expected"
+  nodes: Any = jax.tree.structure(got)
+  expected = jax.tree.structure(wanted)
+  if nodes != expected:
+    return f"{name} is a {nodes} and not a {expected}"
+  return ""
 
 
 def type_of(x: Any) -> str:
@@ -64,7 +61,8 @@ def type_of(x: Any) -> str:
 
 def check_alike(what: str, name: str, got: Any, wanted: Any) -> None:
   """Checks that a tree that a function returned is like the one it was given."""
-  if different := difference(name, got, wanted, "type", type_of):
+  different = difference(name, got, wanted, "type", type_of)
+  if different:
     raise ValueError(
       f"In {what} {different}: return the same structure, shapes and dtypes, e.g. with .astype."
     )
@@ -125,62 +123,6 @@ def transformation(value: Any, name: str = "inner") -> None:
     )
 
 
-def hinted(
-  hint: str = "", names: Mapping[str, str] | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Decorates a function: a call that does not fit its signature fails with a hint.
-
-  That is what `instead` says of the names that the function does not have, or `hint`. `help` shows
-  its arguments without their types, of which the docstring says more in fewer words.
-  """
-
-  def decorate(fun: Callable[P, R]) -> Callable[P, R]:
-    @functools.wraps(fun)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-      try:
-        return fun(*args, **kwargs)
-      except TypeError:
-        if not (why := hint_on(fun, args, kwargs, names or {}, hint)):
-          raise
-      raise TypeError(f"{fun.__qualname__}: {why}")
-
-    typed = inspect.signature(fun)
-    parameters = [
-      p.replace(annotation=p.empty) for p in typed.parameters.values()
-    ]
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return called
-
-  return decorate
-
-
-def hint_on(
-  fun: Callable[..., Any],
-  args: Any,
-  kwargs: Any,
-  names: Mapping[str, str],
-  hint: str = "",
-) -> str:
-  """Why a function cannot be called so and what to write, or "" where it can or nobody knows."""
-  if not (misfit := why_not(fun, *args, **kwargs)):
-    return ""
-  known = inspect.signature(fun).parameters
-  unknown = [name for name in kwargs if name not in known]
-  found = (
-    " ".join(filter(None, (instead(name, known, names) for name in unknown)))
-    or hint
-  )
-  if unknown and not found:
-    found = f"It takes {', '.join(known)}."
-  return f"{misfit}. {found}" if found else ""
-
-
-def instead(name: str, known: Iterable[str], names: Mapping[str, str]) -> str:
-  """What to write for a name that is not `known`, as `names` or one like it say: "" if neither."""
-  near = difflib.get_close_matches(name, known, 1, cutoff=0.78)
-  return names.get(name, f"Did you mean {near[0]}=?" if near else "")
-
-
 def function(loss_fn: Any) -> None:
   """Checks that a loss is a function."""
   if not callable(loss_fn):
@@ -195,37 +137,33 @@ def check_takes(
 ) -> None:
   """Checks, before anything is traced, that a loss takes the positional `arguments`."""
   function(loss_fn)
-  if misfit := why_not(loss_fn, *arguments.split(", ")):
-    fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
-    if isinstance(loss_fn, functools.partial):
-      fix = (
-        "have what functools.partial fixes by name come last, or write a lambda"
-      )
-    raise TypeError(
-      f"loss_fn takes {inspect.signature(loss_fn)}, and {where} calls loss_fn({arguments}):"
-      f" {misfit}. Let it take these by position, and {fix}."
+  misfit = why_not(loss_fn, *arguments.split(", "))
+  if not misfit:
+    return
+  fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
+  if isinstance(loss_fn, functools.partial):
+    fix = (
+      "have what functools.partial fixes by name come last, or write a lambda"
     )
+  raise TypeError(
+    f"loss_fn takes {inspect.signature(loss_fn)}, and {where} calls loss_fn({arguments}):"
+    f" {misfit}. Let it take these by position, and {fix}."
+  )
 
 
 def why_not(fun: Any, /, *args: Any, **kwargs: Any) -> str:
   """Why a function cannot be called so: "" if it, or what it wraps, can, or nobody knows."""
   why = ""
-  while (
-    fun is not None
-  ):  # a decorator may take other arguments than what it wraps
+  while fun is not None:
     try:
       signature = inspect.signature(fun, follow_wrapped=False)
-    except (
-      TypeError,
-      ValueError,
-      NameError,
-    ):  # builtins and some callables have none
-      return ""
+    except (TypeError, ValueError, NameError):
+      return ""  # builtins and some callables have none
     try:
       signature.bind(*args, **kwargs)
+      return ""
     except TypeError as error:
       why = str(error)
-    else:
-      return ""
+    # A decorator may take other arguments than what it wraps.
     fun = getattr(fun, "__wrapped__", None)
   return why

@@ -88,7 +88,7 @@ FLOORS = (
   "_streaming",
   "_microbatches",
   "_arithmetic",
-  "_compiled",
+  "_compiled _spellings",
   "_scopes _validate _versions",
 )
 

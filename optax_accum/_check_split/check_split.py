@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
@@ -24,7 +24,6 @@ from optax_accum._microbatches import cut, parameters
 from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.options import (
   names_or_positions,
-  OTHER_NAMES,
   Slot,
   Split,
 )
@@ -34,7 +33,7 @@ from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 _DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
 _ROWS = 4  # of a step at a time: more take longer, and seldom tell more
 _SIGNATURE = inspect.signature(microbatch_value_and_grad)
-_OTHER_NAMES = OTHER_NAMES | dict.fromkeys(
+_OF_STEPS = dict.fromkeys(
   ("mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"),
   "The check runs the loss on one device: leave it out, or have a step check its own loss,"
   " step.check(params, opt_state, batch).",
@@ -142,7 +141,7 @@ def _runs_of(
 def _asked(loss_fn: LossFn, given: Kwargs) -> Kwargs:
   """All options, checked."""
   plain = inspect.unwrap(microbatch_value_and_grad)
-  if why := _validate.hint_on(plain, (loss_fn,), given, _OTHER_NAMES):
+  if why := _spellings.hint_on(plain, (loss_fn,), given, _OF_STEPS):
     raise TypeError(f"check_split: {why}")
   bound = _SIGNATURE.bind(loss_fn, **given)
   bound.apply_defaults()

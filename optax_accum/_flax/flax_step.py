@@ -16,7 +16,7 @@ import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
@@ -24,7 +24,7 @@ from optax_accum._arithmetic.reduction_words import (
 )
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.options import OTHER_NAMES, Slot, WeightFn
+from optax_accum._microbatches.options import Slot, WeightFn
 from optax_accum._train_step.program import (
   Loss,
   PreparedCall,
@@ -90,10 +90,7 @@ class FlaxStep(Step):
     known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
-        instead = _validate.instead(
-          option, known, {**OTHER_NAMES, **batch, **self.decided}
-        )
-        why = instead or f"It takes {', '.join(known)}."
+        why = _spellings.instead(option, known, {**batch, **self.decided})
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
@@ -175,8 +172,8 @@ def hinted(
   call: str, places: str, decided: Mapping[str, str]
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
   """Decorates the methods of a step that take such a call, to say where else keys and arrays go."""
-  return _validate.hinted(
+  return _spellings.hinted(
     f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
     f" a step for each value. Put arrays with rows into the batch, keys into {places}.",
-    names={**OTHER_NAMES, **decided},
+    **decided,
   )

@@ -7,7 +7,7 @@ from flax.training import train_state
 import jax
 import optax
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
 from optax_accum._flax import flax_step, state_fields
@@ -33,7 +33,7 @@ State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
 
-@_validate.hinted(
+@_spellings.hinted(
   "The loss alone goes by position, and options by name. The optimizer is the state's:"
   " TrainState.create(apply_fn=..., params=params, tx=tx)."
 )

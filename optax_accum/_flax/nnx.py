@@ -5,7 +5,7 @@ from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
 from flax import nnx
 import jax
 
-from optax_accum import _validate
+from optax_accum import _spellings
 from optax_accum._arithmetic.trees import Args, Batch, Tree
 from optax_accum._flax import flax_step, variables
 from optax_accum._flax.flax_step import (
@@ -31,7 +31,7 @@ _DELETED = (
 )
 
 
-@_validate.hinted(
+@_spellings.hinted(
   "The loss alone goes by position, and options by name. Model and optimizer go into the call:"
   " step(model, optimizer, batch)."
 )

@@ -8,13 +8,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from optax_accum import _validate
+from optax_accum import _spellings
 from optax_accum._arithmetic import reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.loop import run_in_microbatches, runner
-from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
+from optax_accum._microbatches.options import Split, WeightFn
 from optax_accum._microbatches.recompute import Recomputed
 from optax_accum._microbatches.roles import RolesOf
 from optax_accum._microbatches.whole import is_whole
@@ -23,10 +23,9 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 
 
-@_validate.hinted(
+@_spellings.hinted(
   "Options go by name, and reduction has no default:"
-  ' microbatch(fun, reduction="mean", num_microbatches=8).',
-  names=OTHER_NAMES,
+  ' microbatch(fun, reduction="mean", num_microbatches=8).'
 )
 def microbatch(
   fun: Callable[P, Out],

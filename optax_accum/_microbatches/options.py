@@ -14,31 +14,6 @@ from optax_accum._arithmetic.trees import Tree
 
 # Where an argument of a call is: its position, or its name where it is passed by name.
 Slot: TypeAlias = int | str
-# What other libraries call the number of microbatches.
-COUNTS = (
-  *(
-    "every_k_schedule",
-    "gradient_accumulation_steps",
-    "accum_steps",
-    "accumulation_steps",
-  ),
-  *("accumulate_grad_batches", "num_micro_batches", "num_minibatches"),
-)
-# What other libraries, and `accumulate`, call an option, or have one for.
-OTHER_NAMES = {
-  **{name: f"{name}= is num_microbatches= here." for name in COUNTS},
-  "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
-  "argnums": "argnums= is for microbatch_value_and_grad: a step differentiates by its parameters.",
-  "rngs": "rngs= is rng_argnums= here, the positions of keys in the arguments of the function.",
-  "mutable": "mutable= is carry_argnum= here, the position of what each microbatch updates.",
-  "unroll": "unroll= is gone: microbatches run in one loop, as it is.",
-  "concat_axis": 'concat_axis= is gone: "concat" joins the first axis of an output. Move the rows'
-  " there in the function by jnp.moveaxis.",
-  "donate_argnums": "donate_argnums= is donate= of make_train_step, a bool.",
-  "flush": "There is nothing to flush: every call runs its whole batch. flush= is an argument of"
-  " update and apply of optax_accum.accumulate.",
-  "weight": "weight= of optax_accum.accumulate is weight_fn= here, a function of the batch.",
-}
 
 # Of a microbatch's part of the batch arguments: how much it counts, a real scalar of 0 or more.
 WeightFn: TypeAlias = Callable[..., ArrayLike]

@@ -6,21 +6,20 @@ from typing import Any, Literal, ParamSpec
 
 from jax.typing import DTypeLike
 
-from optax_accum import _validate
+from optax_accum import _spellings
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.options import OTHER_NAMES, Split, WeightFn
+from optax_accum._microbatches.options import Split, WeightFn
 
 P = ParamSpec("P")
 
 
-@_validate.hinted(
-  "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8).",
-  names=OTHER_NAMES,
+@_spellings.hinted(
+  "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8)."
 )
 def microbatch_value_and_grad(
   fun: Callable[P, Any],

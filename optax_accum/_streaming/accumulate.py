@@ -6,25 +6,16 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 import optax
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
 from optax_accum._arithmetic.trees import Grads, OptState
-from optax_accum._microbatches.options import COUNTS
 from optax_accum._streaming.cycle import Accumulation, Params, Schedule
 from optax_accum._streaming.state import AccumulateState
 
-# What others call the arguments, and the methods of `optax.MultiSteps`.
-_PEERS = {
-  **{
-    name: f"{name}= is every_k= here." for name in (*COUNTS, "num_microbatches")
-  },
-  "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
-  "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
-  "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
-}
+# The methods of `optax.MultiSteps`.
 _METHODS = {
   "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
   "gradient_transformation": "pass it as it is",
@@ -40,7 +31,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       returns ``(updates, state)``: zeros, until a cycle ends.
   """
 
-  @_validate.hinted("The order is apply(updates, state, params).")
+  @_spellings.hinted("The order is apply(updates, state, params).")
   def apply(
     self,
     updates: Grads,
@@ -69,7 +60,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       )
 
 
-@_validate.hinted(names=_PEERS)
+@_spellings.hinted()
 def accumulate(
   inner: optax.GradientTransformation,
   every_k: int | Schedule,

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.trees import Grads, OptState, Tree
@@ -113,7 +113,7 @@ def discard_cycle(opt_state: State) -> State:
   return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
-@_validate.hinted(
+@_spellings.hinted(
   "The weight of a mini step goes by name: from_multi_steps(state, weight=8)."
 )
 def from_multi_steps(

@@ -17,14 +17,14 @@ import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
 from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.options import OTHER_NAMES, WeightFn
+from optax_accum._microbatches.options import WeightFn
 from optax_accum._microbatches.roles import by_slot
 from optax_accum._train_step.program import (
   Loss,
@@ -131,8 +131,8 @@ class TrainStep(Step, Generic[Params, Args]):
       yield self._program.prepare(given, kwargs)
     except Exception:
       fun = self.loss.local.fun
-      if why := _validate.hint_on(
-        fun, (given[0], *given[2:]), kwargs, OTHER_NAMES
+      if why := _spellings.hint_on(
+        fun, (given[0], *given[2:]), kwargs, _spellings.WHOLE_BATCH
       ):
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
@@ -154,9 +154,8 @@ class TrainStep(Step, Generic[Params, Args]):
     )
 
 
-@_validate.hinted(
-  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8).",
-  names=OTHER_NAMES,
+@_spellings.hinted(
+  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8)."
 )
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],
