@@ -551,7 +551,7 @@ def test_which_devices_exchange(written, groups):
       " all-reduce(%p, %q, /*index=2*/%r), channel_id=1, to_apply=%add",
       {"all-reduce": (1, 16 + 12 + 4)},
     ),
-    # Dtypes of less than a byte, dynamic dimensions, no elements, tokens.
+    # Dtypes of less than a byte, dynamic dimensions, no elements.
     (
       "  ROOT %r = s4[3,3]{1,0:T(8,128)(8,1)E(4)} all-gather(%p)",
       {"all-gather": (1, 5)},
@@ -572,10 +572,6 @@ def test_which_devices_exchange(written, groups):
       {"ragged-all-to-all": (1, 128)},
     ),
     ("  ROOT %r = f32[0,5]{1,0} all-gather(%p)", {"all-gather": (1, 0)}),
-    (
-      "  ROOT %r = (f32[2]{0}, token[]) all-reduce(%p), to_apply=%add",
-      {"all-reduce": (1, 8)},
-    ),
     # What may run it: both spellings of a conditional, calls, custom calls. Not a reducer.
     (
       "  ROOT %r = f32[4]{0} conditional(%i, %p, %p), branch_computations={%wrapped, %wrapped}",

@@ -1,10 +1,10 @@
 """How many collectives a compiled program runs per call."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import dataclasses
 import math
 import re
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -18,21 +18,26 @@ _KINDS = [
   "reduce-scatter",
   "all-to-all",
   "ragged-all-to-all",
+  "collective-permute",
+  "collective-broadcast",
 ]
-_KINDS += ["collective-permute", "collective-broadcast"]
-_GROUPS = re.compile(
-  r"replica_groups=(?:\[([\d,]+)\]<=|mesh\[(?P<mesh>.*?)\](?:, device_ids=\()?)"
-  r"(?:\[([\d,]+)\](?:T\(([\d,]+)\))?)?\)?(?(mesh) \{(?P<axes>.*?)\})"
+# The replica groups, as XLA writes them: a list; a range, transposed; or axes of a mesh.
+_LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
+_RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_RANGED = re.compile(rf"replica_groups=\[([\d,]+)\]<={_RANGE}")
+_MESH = re.compile(
+  rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^:]*?)\}}"
 )
+
+
+Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Collective(NamedTuple):
   """One collective operation, as reached from one place: `CollectiveReport` has the words."""
 
   kind: str
-  groups: tuple[
-    tuple[int, ...], ...
-  ]  # the devices that exchange, each by its place in the mesh
+  groups: Groups  # the devices that exchange, each by its place in the mesh
   shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
   bytes: int
   executions: int
@@ -45,14 +50,16 @@ class Collective(NamedTuple):
   def sent(self) -> int:
     """The bytes that a device sends in one execution around a ring of those that exchange."""
     part = 1 - 1 / max(map(len, self.groups), default=math.inf)
-    return round(self.bytes * part * (2 if self.kind == "all-reduce" else 1))
+    if self.kind == "all-reduce":
+      part *= 2
+    return round(self.bytes * part)
 
 
 class CollectiveTotal(NamedTuple):
   """What the collectives of one kind add up to, per call of the program and per device."""
 
-  operations: int
-  bytes: int
+  operations: int = 0
+  bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,24 +151,25 @@ class CollectiveReport:
       )
 
   def __str__(self) -> str:
-    places = self.inside, self.at_cycle_end, self.outside
-    heads = "inside loops", "at a cycle's end", "outside"
+    places = {
+      "inside loops": self.inside,
+      "at a cycle's end": self.at_cycle_end,
+      "outside": self.outside,
+    }
+    heads = "".join(f"{head:>22}" for head in places)
     lines = [
-      f"{'per device and call':<22}" + "".join(f"{head:>22}" for head in heads)
+      f"{'per device and call':<22}{heads}",
+      f"{'':<22}" + f"{'ops':>7}{'bytes':>15}" * 3,
     ]
-    lines.append(" " * 22 + f"{'ops':>7}{'bytes':>15}" * 3)
     found = {c.kind for c in self.operations}
     for kind in filter(found.__contains__, _KINDS):
-      totals = (place.get(kind, (0, 0)) for place in places)
-      lines.append(
-        f"{kind:<22}" + "".join(f"{ops:>7,}{size:>15,}" for ops, size in totals)
-      )
-    if not self.operations:
+      totals = [place.get(kind, CollectiveTotal()) for place in places.values()]
+      numbers = "".join(f"{t.operations:>7,}{t.bytes:>15,}" for t in totals)
+      lines.append(f"{kind:<22}{numbers}")
+    if not found:
       lines = ["no collectives"]
-    lines += [
-      f"counted once, a loop of unknown count: {x}"
-      for x in self.unknown_trip_counts
-    ]
+    for loop in self.unknown_trip_counts:
+      lines.append(f"counted once, a loop of unknown count: {loop}")
     if self.streaming:
       lines.append(
         "a call is one microbatch of accumulate, so what is outside runs in every one"
@@ -209,93 +217,94 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     =====================================  =====================================================
   """
   module = hlo.Module(_text_of(compiled))
-  runs = module.runs(lambda op: op.opcode.removesuffix("-start") in _KINDS)
+  runs = module.runs(_is_collective)
   found = tuple(_collective(run) for run in runs if not _continues(run))
   # A whole cycle's step may end one of `accumulate` too, but its microbatches are in a loop.
-  ends = (
-    run
-    for run in module.runs(hlo.ends_cycle)
-    if _scopes.WHOLE_CYCLE not in run.op_name
+  streaming = any(
+    end.place.loop is None and _scopes.WHOLE_CYCLE not in end.place.op_name
+    for end in module.runs(hlo.ends_cycle)
   )
-  return CollectiveReport(found, any(run.loop is None for run in ends))
+  return CollectiveReport(found, streaming)
+
+
+def _is_collective(op: hlo.Operation) -> bool:
+  return op.opcode.removesuffix("-start") in _KINDS
 
 
 def _continues(run: hlo.Run) -> bool:
   """Whether this is a further part of an asynchronous collective that has been counted."""
   # XLA for TPU spreads one over several fusions, with a copy of the operation in each.
-  return (
-    "async_collective_fusion_config" in run.operation.attributes
-    and not any(
-      '"AsyncCollectiveStart"' in op.attributes
-      for op in run.computation.operations.values()
-    )
-  )
+  if "async_collective_fusion_config" not in run.operation.attributes:
+    return False
+  parts = run.computation.operations.values()
+  return not any('"AsyncCollectiveStart"' in op.attributes for op in parts)
 
 
 def _collective(run: hlo.Run) -> Collective:
-  kind, arrays = (
-    run.operation.opcode.removesuffix("-start"),
-    _counted_arrays(run),
-  )
+  kind = run.operation.opcode.removesuffix("-start")
   # That is how XLA for TPU writes a reduce-scatter: a fusion of an all-reduce and a slice.
   if run.computation.name.startswith("all-reduce-scatter"):
     kind = "reduce-scatter"
-  shape = arrays[0] if len(arrays) == 1 else f"({', '.join(arrays)})"
-  reached = (
-    run.executions,
-    run.loop,
-    run.op_name,
-    run.unknown_trip_counts,
-    run.at_cycle_end,
-  )
-  size = sum(map(hlo.array_bytes, arrays))
+  arrays = _counted_arrays(run)
+  shape = ", ".join(arrays)
+  if len(arrays) != 1:
+    shape = f"({shape})"
   return Collective(
-    kind, _groups(run.operation.attributes), shape, size, *reached
+    kind=kind,
+    groups=_groups(run.operation.attributes),
+    shape=shape,
+    bytes=sum(map(hlo.array_bytes, arrays)),
+    **run.place._asdict(),
   )
 
 
-def _groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-  """The replica groups: XLA lists them, or writes a transposed range, or the axes of a mesh."""
-  if listed := re.search(r"replica_groups=\{(\{.*?\})\}", attributes):
-    return tuple(
-      tuple(map(int, g.split(",")))
-      for g in re.findall(r"\{([\d,]+)\}", listed[1])
-    )
-  written = _GROUPS.search(attributes)
-  if not written or (
-    written["mesh"] and ":" in written["axes"]
-  ):  # a part of an axis
+def _groups(attributes: str) -> Groups:
+  """The devices that exchange; () if that is all of them, or not known."""
+  listed = _LISTED.search(attributes)
+  ranged = _RANGED.search(attributes)
+  of_mesh = _MESH.search(attributes)
+  if listed:
+    return tuple(map(_numbers, re.findall(r"\d[\d,]*", listed[1])))
+  if ranged:
+    devices = _devices(*map(_numbers, ranged.groups()))
+  elif of_mesh:
+    axes = dict(re.findall(r"'(.*?)'=(\d+)", of_mesh[1]))
+    shape = tuple(map(int, axes.values()))
+    devices = _devices(shape, *map(_numbers, of_mesh.group(2, 3)))
+    among = [i for i, name in enumerate(axes) if f"'{name}'" in of_mesh[4]]
+    devices = np.moveaxis(devices, among, range(-len(among), 0))
+    devices = devices.reshape(-1, math.prod(shape[i] for i in among))
+  else:
     return ()
-  shape, dims, order = (
-    [int(n) for n in (written[i] or "").split(",") if n] for i in (1, 3, 4)
-  )
-  sizes = dict(re.findall(r"'(.*?)'=(\d+)", written["mesh"] or ""))
-  shape = shape or [*map(int, sizes.values())]
-  numbers = np.arange(math.prod(shape)).reshape(dims or -1)
-  numbers = numbers.transpose(order or None).reshape(shape)
-  if axes := [
-    i for i, name in enumerate(sizes) if f"'{name}'" in written["axes"]
-  ]:
-    numbers = np.moveaxis(numbers, axes, range(-len(axes), 0))
-    numbers = numbers.reshape(-1, math.prod(numbers.shape[-len(axes) :]))
-  return tuple(map(tuple, numbers.tolist()))
+  return tuple(map(tuple, devices.tolist()))
+
+
+def _devices(
+  shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]
+) -> np.ndarray:
+  """All devices in an array of a shape; or as they come in one of `sizes`, with axes in `order`."""
+  devices = np.arange(math.prod(shape))
+  if order:
+    devices = devices.reshape(sizes).transpose(order)
+  return devices.reshape(shape)
+
+
+def _numbers(text: str | None) -> tuple[int, ...]:
+  return tuple(map(int, re.findall(r"\d+", text or "")))
 
 
 def _counted_arrays(run: hlo.Run) -> list[str]:
   """The arrays whose bytes count, such as ``["f32[8,128]"]``."""
-  op, parts = run.operation, hlo.parts(run.operation.shape)
+  op, shape = run.operation, run.operation.shape
   if op.opcode.startswith("reduce-scatter"):
-    return [
-      a
-      for name in op.operands
-      for a in hlo.arrays(run.computation.operations[name].shape)
-    ]
-  # A start returns its operands, its results and more; but that of an all-reduce only its results.
-  starts = op.opcode.endswith("-start") and len(parts) > 1
-  results = starts and (
-    op.opcode != "all-reduce-start" or parts[0].startswith("(")
-  )
-  return hlo.arrays(parts[1] if results else op.shape)
+    operations = run.computation.operations
+    shape = " ".join(operations[name].shape for name in op.operands)
+  # A start returns its operands, its results and more; but one of an all-reduce may only results.
+  elif op.opcode.endswith("-start") and (
+    op.opcode != "all-reduce-start" or shape.startswith("((")
+  ):
+    shape = hlo.parts(shape)[1]
+  return hlo.arrays(shape)
 
 
 def _text_of(compiled: jax.stages.Compiled | str) -> str:
@@ -305,9 +314,8 @@ def _text_of(compiled: jax.stages.Compiled | str) -> str:
   )
   if isinstance(compiled, str):
     text = compiled
-  elif not hasattr(compiled, "as_text") or hasattr(
-    compiled, "compile"
-  ):  # or lowered only
+  elif not hasattr(compiled, "as_text") or hasattr(compiled, "compile"):
+    # What is lowered only has a text, too.
     raise TypeError(
       f"compiled={compiled!r:.80} must be a compiled program: {fix}"
     )
@@ -323,7 +331,7 @@ def _text_of(compiled: jax.stages.Compiled | str) -> str:
 def _totals(collectives: Iterable[Collective]) -> dict[str, CollectiveTotal]:
   totals: dict[str, CollectiveTotal] = {}
   for c in collectives:
-    ops, size = totals.get(c.kind, (0, 0))
+    ops, size = totals.get(c.kind, CollectiveTotal())
     totals[c.kind] = CollectiveTotal(
       ops + c.executions, size + c.executions * c.bytes
     )

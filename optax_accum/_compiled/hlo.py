@@ -1,11 +1,12 @@
 """The text of an optimized HLO module: its operations, and how often each runs."""
 
 from collections.abc import Callable, Iterator
+import dataclasses
 import functools
 import math
 import operator
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from optax_accum import _scopes
 
@@ -16,21 +17,41 @@ class Operation(NamedTuple):
   name: str
   shape: str
   opcode: str
-  operands: tuple[
-    str, ...
-  ]  # names; of a constant its value, of a parameter its number
+  # Names; of a constant its value, of a parameter its number.
+  operands: list[str]
   attributes: str
-  called: tuple[
-    tuple[str, str], ...
-  ]  # roles and names of the computations that it runs
+
+  def called(self) -> Iterator[tuple[str, str]]:
+    """Roles and names of the computations that it runs."""
+    if self.opcode.endswith(("-done", "-update")):
+      return  # the start has run them
+    for role, names in _CALLED.findall(_QUOTED.sub("", self.attributes)):
+      # What a reduction applies (and an all-reduce is one) is arithmetic on scalars.
+      if role != "to_apply" or self.opcode in ("call", "call-start"):
+        for name in re.findall(r"[\w.\-]+", names):
+          yield role, name
 
 
+@dataclasses.dataclass
 class Computation:
   """A block of operations; the program's, a loop's body, a fusion's, ..."""
 
-  def __init__(self, name: str):
-    self.name, self.root = name, ""
-    self.operations: dict[str, Operation] = {}
+  name: str
+  root: str = ""
+  operations: dict[str, Operation] = dataclasses.field(default_factory=dict)
+
+
+class Place(NamedTuple):
+  """Where a program reaches an operation."""
+
+  # Per call of the program: the product of the loops' trip counts.
+  executions: int = 1
+  loop: str | None = None  # the innermost loop around it
+  # Of its metadata, or of what calls it; "" where neither has one.
+  op_name: str = ""
+  # Loops around it that count once, outermost first.
+  unknown_trip_counts: tuple[str, ...] = ()
+  at_cycle_end: bool = False  # whether what is around it runs once a cycle
 
 
 class Run(NamedTuple):
@@ -38,25 +59,14 @@ class Run(NamedTuple):
 
   operation: Operation
   computation: Computation
-  executions: int = (
-    1  # per call of the program: the product of the loops' trip counts
-  )
-  loop: str | None = None  # the innermost loop around it
-  at_cycle_end: bool = False  # whether what is around it runs once a cycle
-  op_name: str = (
-    ""  # of its metadata, or of what calls it; "" where neither has one
-  )
-  unknown_trip_counts: tuple[
-    str, ...
-  ] = ()  # loops around it that count once, outermost first
+  place: Place
 
 
-class _Scope(NamedTuple):
-  """A computation as called from one place. That of the program, or of a loop, has no caller."""
-
-  computation: Computation
-  arguments: tuple[str, ...] = ()
-  caller: "_Scope | None" = None
+# What is known of a program: an integer; of a tuple, a function from index to value.
+Value: TypeAlias = Any
+# The values of a computation's parameters, or of an operation's operands, by number.
+Arguments: TypeAlias = Callable[[int], Value]
+_UNKNOWN: Arguments = [].__getitem__  # it has none
 
 
 class Module:
@@ -66,13 +76,22 @@ class Module:
     self.computations: dict[str, Computation] = {}
     computation = self.entry = Computation("")
     for line in text.splitlines():
-      if header := _HEADER.match(line):
+      header = _HEADER.match(line)
+      if header:
         computation = self.computations[header[2]] = Computation(header[2])
-        self.entry = computation if header[1] else self.entry
-      elif written := _OPERATION.match(line):
-        computation.operations[written[2]] = _operation(written)
-        if written[1]:
-          computation.root = written[2]
+        if header[1]:
+          self.entry = computation
+        continue
+      written = _OPERATION.match(line)
+      if written:
+        root, name, shape, opcode, inner, attributes = written.groups()
+        operands = re.findall(r"%([\w.\-]+)", inner)
+        operands = operands or re.findall(r"[\w.\-]+", inner)
+        computation.operations[name] = Operation(
+          name, shape, opcode, operands, attributes
+        )
+        if root:
+          computation.root = name
 
   def runs(self, wanted: Callable[[Operation], bool]) -> Iterator[Run]:
     """The operations that are `wanted`, from wherever they are reached.
@@ -80,135 +99,130 @@ class Module:
     All branches of a conditional count, and a loop of unknown trip count counts once.
     """
 
-    def walk(scope: _Scope, around: Run | None) -> Iterator[Run]:
+    def walk(scope, place):
       for op in scope.computation.operations.values():
-        run = (around or Run(op, self.entry))._replace(
-          operation=op, computation=scope.computation
-        )
-        if named := _OP_NAME.search(op.attributes):
-          run = run._replace(op_name=named[1])
+        here = place
+        named = _OP_NAME.search(op.attributes)
+        if named:
+          here = here._replace(op_name=named[1])
         if wanted(op):
-          yield run
-        times: dict[str, int] = {}
-        if op.opcode in ("while", "conditional") and _ONCE_A_CYCLE.search(
-          op.attributes
-        ):
-          run = run._replace(at_cycle_end=True)
+          yield Run(op, scope.computation, here)
+        if _is_named(op, _ONCE_A_CYCLE):
+          here = here._replace(at_cycle_end=True)
+        times = {}
         if op.opcode == "while" and not ends_cycle(op):
-          run = run._replace(loop=op.name)
-          if (trips := self._trip_count(op, scope)) is not None:
-            times = {"body": trips, "condition": trips + 1}
+          here = here._replace(loop=op.name)
+          trips = scope.trip_count(op)
+          if trips is None:
+            unknown = op.name
+            if here.op_name:
+              unknown += f" ({here.op_name})"
+            unknown = (*here.unknown_trip_counts, unknown)
+            here = here._replace(unknown_trip_counts=unknown)
           else:
-            shown = f"{op.name} ({run.op_name})" if run.op_name else op.name
-            run = run._replace(
-              unknown_trip_counts=(*run.unknown_trip_counts, shown)
-            )
-        for role, name in op.called:
-          inner = run._replace(executions=run.executions * times.get(role, 1))
-          yield from walk(self._callee(op, name, scope), inner)
+            times = {"body": trips, "condition": trips + 1}
+        # What a conditional passes to a branch, and a loop to its body, is not known here.
+        arguments = _UNKNOWN
+        if op.opcode in ("fusion", "call"):
+          arguments = scope.operands(op)
+        for role, name in op.called():
+          executions = here.executions * times.get(role, 1)
+          inner = here._replace(executions=executions)
+          yield from walk(scope.inner(name, arguments), inner)
 
-    return walk(_Scope(self.entry), None)
+    return walk(_Scope(self.computations, self.entry, _UNKNOWN), Place())
 
-  def _callee(self, op: Operation, name: str, scope: _Scope) -> _Scope:
-    computation = self.computations[name]
-    # A conditional passes one operand to each branch instead.
-    passes = op.opcode in ("fusion", "call")
-    return (
-      _Scope(computation, op.operands, scope) if passes else _Scope(computation)
-    )
 
-  def _trip_count(self, loop: Operation, scope: _Scope) -> int | None:
+class _Scope(NamedTuple):
+  """A computation as called from one place, with what is known of its arguments.
+
+  XLA for TPU prints no trip counts, so what the condition of a loop compares is computed, as far as
+  it is integers: an error tells that something is not known.
+  """
+
+  computations: dict[str, Computation]
+  computation: Computation
+  arguments: Arguments
+
+  def trip_count(self, loop: Operation) -> int | None:
     """How often the body of a loop runs; None where the program does not fix it."""
-    if known := _TRIP_COUNT.search(loop.attributes):
-      return int(known[1])
-    # XLA for TPU prints no trip counts, so the integers that the condition compares are followed.
-    called = {
-      role: _Scope(self.computations[name]) for role, name in loop.called
-    }
-    condition, body = called["condition"], called["body"]
-    condition, test, _ = self._source(
-      condition, condition.computation.root, None
-    )
-
-    @functools.cache
-    def carried(trip: int, index: int) -> int:
-      if trip == 0:
-        return self._integer(scope, loop.operands[0], index, {}.__getitem__)
-      before = functools.partial(carried, trip - 1)
-      return self._integer(body, body.computation.root, index, before)
-
+    printed = _TRIP_COUNT.search(loop.attributes)
+    if printed:
+      return int(printed[1])
+    called = dict(loop.called())
     try:
-      holds = _OPERATORS[re.findall(r"\bdirection=(\w+)|$", test.attributes)[0]]
+      state = self.operands(loop)(0)
       for trip in range(_MOST_TRIPS):
-        now = functools.partial(carried, trip)
-        if not holds(
-          *(self._integer(condition, name, None, now) for name in test.operands)
-        ):
+        given = [state].__getitem__
+        if not self.inner(called["condition"], given).returned():
           return trip
-    except (KeyError, ValueError):
+        state = functools.cache(self.inner(called["body"], given).returned())
+    except (LookupError, TypeError, ValueError):
       pass
     return None
 
-  def _integer(
-    self, scope: _Scope, name: str, index: Any, carried: Callable[[Any], int]
-  ) -> int:
-    """A number that is constant but for what a loop carries; else a KeyError or a ValueError."""
-    scope, op, index = self._source(scope, name, index)
-    if op.opcode == "constant":
-      return int(op.operands[0])
-    if op.opcode == "parameter":
-      return carried(index)
-    return _OPERATORS[op.opcode](
-      *(self._integer(scope, x, None, carried) for x in op.operands)
-    )
+  def inner(self, name: str, arguments: Arguments) -> "_Scope":
+    """A computation that is called with these arguments."""
+    return _Scope(self.computations, self.computations[name], arguments)
 
-  def _source(
-    self, scope: _Scope, name: str, index: int | None
-  ) -> tuple[_Scope, Operation, int | None]:
-    """The operation whose value (or whose element `index`) this is, behind copies and calls."""
-    while True:
-      op = scope.computation.operations[name]
-      if op.opcode == "get-tuple-element" and index is None:
-        name, index = (
-          op.operands[0],
-          int(re.findall(r"\bindex=(\d+)", op.attributes)[0]),
-        )
-      elif op.opcode == "tuple" and index is not None:
-        name, index = op.operands[index], None
-      elif op.opcode in ("fusion", "call"):
-        scope = self._callee(op, op.called[0][1], scope)
-        name = scope.computation.root
-      elif op.opcode == "parameter" and scope.caller is not None:
-        name, scope = scope.arguments[int(op.operands[0])], scope.caller
-      elif op.opcode in (
-        "copy",
-        "copy-start",
-        "copy-done",
-        "bitcast",
-        "convert",
-        "reshape",
+  def returned(self) -> Value:
+    """The value of the computation."""
+    return self._value(self.computation.root)
+
+  def operands(self, op: Operation) -> Arguments:
+    """The values of an operation's operands, by number."""
+
+    def value(number):
+      return self._value(op.operands[number])
+
+    return value
+
+  def _value(self, name: str) -> Value:
+    op = self.computation.operations[name]
+    operand = self.operands(op)
+    match op.opcode:
+      case "constant":
+        return int(op.operands[0])
+      case "parameter":
+        return self.arguments(int(op.operands[0]))
+      case "tuple":
+        return operand
+      case "get-tuple-element":
+        (index,) = _INDEX.findall(op.attributes)
+        return operand(0)(int(index))
+      case "fusion" | "call":
+        _, called = next(op.called())
+        return self.inner(called, operand).returned()
+      case "compare":
+        (direction,) = _DIRECTION.findall(op.attributes)
+        return _COMPARE[direction](operand(0), operand(1))
+      case "add":
+        return operand(0) + operand(1)
+      case "subtract":
+        return operand(0) - operand(1)
+      case (
+        "copy" | "copy-start" | "copy-done" | "bitcast" | "convert" | "reshape"
       ):
-        name = op.operands[0]
-      else:
-        return scope, op, index
+        return operand(0)
+    raise KeyError(name)
 
 
 def ends_cycle(op: Operation) -> bool:
   """Whether this is the conditional that ends a cycle: `update_if` has a loop for one."""
   # Its own name is all that XLA for GPU leaves: a collective that it combines has none.
-  return op.opcode in ("while", "conditional") and bool(
-    _ENDS_CYCLE.search(op.attributes)
-  )
+  return _is_named(op, _ENDS_CYCLE)
+
+
+def _is_named(op: Operation, names: re.Pattern[str]) -> bool:
+  """Whether this is a loop or a conditional of such a name."""
+  if op.opcode not in ("while", "conditional"):
+    return False
+  return bool(names.search(op.attributes))
 
 
 def parts(shape: str) -> list[str]:
-  """The elements of a tuple's shape, each an array or a tuple of arrays; else nothing."""
-  shape = _LAYOUT.sub("", shape)
-  return (
-    re.findall(rf"\([^()]*\)|{_ARRAY}", shape[1:-1])
-    if shape.startswith("(")
-    else []
-  )
+  """The elements of a tuple's shape, each an array or a tuple of arrays."""
+  return re.findall(rf"\([^()]*\)|{_ARRAY}", _LAYOUT.sub("", shape)[1:-1])
 
 
 def arrays(shape: str) -> list[str]:
@@ -216,21 +230,27 @@ def arrays(shape: str) -> list[str]:
   return re.findall(_ARRAY, _LAYOUT.sub("", shape))
 
 
+def dims(array: str) -> list[int]:
+  """The sizes of ``bf16[8,128]``."""
+  _, _, written = array.partition("[")
+  return [int(n) for n in re.findall(r"\d+", written)]
+
+
 def array_bytes(array: str) -> int:
-  """Bytes of ``bf16[8,128]``; less than a byte an element is packed, and a token has none."""
-  dtype, dims = array.rstrip("]").split("[")
-  bits = re.search(r"\d+", dtype)
-  elements = math.prod(map(int, re.findall(r"\d+", dims)))
-  return -(
-    -elements * (8 if dtype == "pred" else int(bits[0]) if bits else 0) // 8
-  )
+  """Bytes of ``bf16[8,128]``; less than a byte an element is packed."""
+  bits = re.search(r"\d+", array.partition("[")[0])
+  if not bits:
+    return math.prod(dims(array))  # of pred
+  return math.ceil(math.prod(dims(array)) * int(bits[0]) / 8)
 
 
 _MOST_TRIPS = 2**16  # that are followed
-_OPERATORS: dict[str, Any] = {"add": operator.add, "subtract": operator.sub}
-_OPERATORS |= {
-  name.upper(): getattr(operator, name)
-  for name in ("lt", "le", "gt", "ge", "ne")
+_COMPARE = {
+  "LT": operator.lt,
+  "LE": operator.le,
+  "GT": operator.gt,
+  "GE": operator.ge,
+  "NE": operator.ne,
 }
 _HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*)?\{\s*$")
 # Operands end before the first attribute, or with the line: in them and in shapes nothing is named.
@@ -250,29 +270,5 @@ _ENDS_CYCLE = re.compile(
 )  # ends an op_name
 _ONCE_A_CYCLE = re.compile(rf"{_ENDS_CYCLE.pattern}|/{_scopes.WHOLE_CYCLE}/")
 _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
-
-
-def _operation(written: re.Match[str]) -> Operation:
-  name, shape, opcode, inner, attributes = written.groups()[1:]
-  operands = re.findall(r"%([\w.\-]+)", inner) or re.findall(r"[\w.\-]+", inner)
-  return Operation(
-    name,
-    shape,
-    opcode,
-    tuple(operands),
-    attributes,
-    _called(opcode, attributes),
-  )
-
-
-def _called(opcode: str, attributes: str) -> tuple[tuple[str, str], ...]:
-  if opcode.endswith(("-done", "-update")) or not _CALLED.search(attributes):
-    return ()
-  # What a reduction applies (and an all-reduce is one) is arithmetic on scalars.
-  applies = opcode in ("call", "call-start")
-  return tuple(
-    (role, name)
-    for role, names in _CALLED.findall(_QUOTED.sub("", attributes))
-    if role != "to_apply" or applies
-    for name in re.findall(r"[\w.\-]+", names)
-  )
+_INDEX = re.compile(r"\bindex=(\d+)")
+_DIRECTION = re.compile(r"\bdirection=(\w+)")
