@@ -33,10 +33,3 @@ def use() -> None:
       ),
     }
   )
-
-
-def grey(axes) -> None:
-  """Redraws black lines, which cannot be seen on a dark page."""
-  for line in axes.lines:
-    if line.get_color() in ("black", "k"):
-      line.set_color(_GREY)

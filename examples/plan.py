@@ -5,7 +5,7 @@ plan them too:
 
     python -m optax_accum plan examples/plan.py:build --memory 64MiB --choice remat=false,true
 
-Run:      python examples/plan.py [--memory SIZE] [--tpu] [--plot FILE]
+Run:      python examples/plan.py [--memory SIZE] [--tpu]
           On a TPU or GPU omit --memory: the device reports its memory. --tpu also plans a larger
           job for one chip of a v5e with 15 GiB. It needs pip install ".[bench]".
 Expected: within 64 MiB, 8 microbatches of 8 rows. With remat, which recomputes activations in the
@@ -84,22 +84,11 @@ def main() -> None:
   flag(
     "--tpu", action="store_true", help="plan for a TPU v5e too; needs libtpu"
   )
-  flag("--plot", metavar="FILE", help="draw both plans; needs matplotlib")
   args = parser.parse_args()
   jobs = {"this machine": (build, args.memory)}
   if args.tpu:
     jobs["one chip of a TPU v5e"] = build_for_tpu, "15GiB"
-  figure = None
-  if args.plot:
-    try:
-      from matplotlib.figure import Figure
-
-      figure = Figure(figsize=(6 * len(jobs), 4), layout="constrained")
-      figure.savefig(args.plot)  # fails now if it cannot be written
-    except (ImportError, OSError, ValueError) as error:
-      parser.error(f"--plot {args.plot}: {error}")
-
-  for i, (where, (job, memory)) in enumerate(jobs.items(), 1):
+  for where, (job, memory) in jobs.items():
     build_step, step_args, rows = job()
     try:
       plan = optax_accum.plan_microbatches(
@@ -112,11 +101,6 @@ def main() -> None:
     except ValueError as error:  # nothing fits, or --memory is not a size
       parser.error(f"{where}: {error}")
     print(f"{where}: {plan}\n", flush=True)
-    if figure:
-      axes = figure.add_subplot(1, len(jobs), i)
-      plan.plot(axes).set_title(where)
-  if figure:
-    figure.savefig(args.plot)
 
 
 if __name__ == "__main__":

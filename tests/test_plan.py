@@ -18,7 +18,8 @@ import pytest
 from support import devices
 from support.devices import AUTO, EXPLICIT, make_mesh
 
-from optax_accum import make_train_step, plan_microbatches, PlanCandidate
+from optax_accum import make_train_step, plan_microbatches
+from optax_accum._plan.candidate import PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 from optax_accum._plan.search import search
 from optax_accum.flax import linen_train_step, nnx_train_step
@@ -267,7 +268,7 @@ def test_the_cheapest_choice_that_fits():
   )[::-1]
 
 
-def test_it_prints_as_a_table_and_draws_itself(tmp_path):
+def test_it_prints_as_a_table():
   plan = plan_microbatches(
     build_mlp,
     mlp_args(),
@@ -293,17 +294,6 @@ def test_it_prints_as_a_table_and_draws_itself(tmp_path):
   assert lines[-1] == (
     f"best: num_microbatches={plan.num_microbatches} (of {plan.microbatch_size} rows), remat=False"
   )
-  figure = plan.plot().figure
-  figure.savefig(tmp_path / "plan.png")
-  assert (tmp_path / "plan.png").stat().st_size > 5000
-  lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
-  assert list(lines["limit"].get_ydata()) == [1, 1]
-  x, y = lines["remat=False"].get_data()
-  assert dict(zip(x, y, strict=True)) == {
-    c.microbatch_size: c.peak_bytes / 2**20 for c in plan.candidates
-  }
-  ax = plan.plot(figure.axes[0])
-  assert ax is figure.axes[0]
 
 
 def head_of(choice, **numbers):
@@ -679,7 +669,7 @@ def command(tmp_path, capsys):
     del sys.modules[name]
 
 
-def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
+def test_the_command_prints_the_table(command):
   status, out, _ = command(
     "job.py:build",
     *(
@@ -691,7 +681,6 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
       "word=per_cycle",
     ),
     *("--choice", "remat=true"),
-    *("--plot", str(tmp_path / "plan.svg")),
   )
   assert status == 0
   assert (
@@ -700,8 +689,6 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
   assert (
     "best: num_microbatches=1 (of 6 rows), remat=False, word='per_cycle'" in out
   )
-  drawn = (tmp_path / "plan.svg").read_text()
-  assert "<svg" in drawn
   # The arguments may be a function of the choice.
   status, out, _ = command(
     "job.py:by_choice", "--memory", "1GiB", "--choice", "remat=true"
@@ -710,11 +697,6 @@ def test_the_command_prints_the_table_and_writes_the_picture(command, tmp_path):
     0,
     "best: num_microbatches=1 (of 6 rows), remat=True",
   )
-  options = ("--memory", "1KiB", "--plot", str(tmp_path / "plan.svg"))
-  assert command("job.py:build", *options)[0] == 1
-  assert (
-    tmp_path / "plan.svg"
-  ).read_text() == drawn  # what is there stays, if nothing fits
 
 
 @pytest.mark.parametrize(
@@ -780,18 +762,6 @@ def test_where_nothing_fits_the_command_prints_what_takes_the_memory(command):
   named = re.findall(r"compiling build_step\((\d)\)\n", *compiled)
   assert len(named) > 1
   assert len(set(named)) == len(named) == err.count("compiling")
-
-
-@pytest.mark.parametrize(
-  ("file", "message"),
-  [("no/such/x.png", "No such file"), ("x.pgn", "supported formats: .*png")],
-)
-def test_a_picture_that_cannot_be_written_comes_after_the_table(
-  command, capsys, file, message
-):
-  with pytest.raises((OSError, ValueError), match=message):
-    command("job.py:build", "--memory", "1GiB", "--plot", file)
-  assert "best: num_microbatches=1" in capsys.readouterr().out
 
 
 def test_outputs_that_grow_with_the_microbatch():
@@ -1057,7 +1027,6 @@ def test_values_of_choices_of_any_kind():
   )
   assert plan.choice["microbatch"] is jnp.sin
   assert "microbatch=sin, scale=array([1., 1.])" in str(plan)
-  plan.plot()
 
 
 def test_help_has_an_example(monkeypatch, capsys):

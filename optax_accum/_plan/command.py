@@ -30,24 +30,23 @@ arguments of optax_accum.plan_microbatches:
 """
 _EXAMPLE = """\
 example:
-  python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true --plot plan.png
+  python -m optax_accum plan train.py:build --memory 16GiB --choice remat=false,true
 """
 _CHOICE = "NAME=VALUE,..."
-_OF_CHOICE = "an option of build_step, and values to try as in JSON or Python; can be repeated"
+_OF_JSON = {"true": "True", "false": "False", "null": "None"}
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs a command. Returns the exit status: 1 if nothing fits, or for a mistake in the call."""
-  parser = argparse.ArgumentParser(prog="python -m optax_accum")
-  command = parser.add_subparsers(required=True, metavar="plan").add_parser(
-    "plan",
-    help="find the largest microbatch that fits",
+  parser = argparse.ArgumentParser(
+    prog="python -m optax_accum",
     description=_DESCRIPTION,
     epilog=_EXAMPLE,
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
-  flag = command.add_argument
+  flag = parser.add_argument
+  flag("plan", choices=["plan"], help="find the largest microbatch that fits")
   flag(
     "target", metavar="FILE.py:NAME", help="the function that makes the step"
   )
@@ -61,18 +60,16 @@ def main(argv: Sequence[str]) -> int:
     default=[],
     type=_choice,
     metavar=_CHOICE,
-    help=_OF_CHOICE,
+    help="an option of build_step, and values to try as in JSON or Python; can be repeated",
   )
-  flag("--plot", metavar="FILE", help="draw the plan, as PNG, SVG or PDF")
   options = parser.parse_args(argv)
   choices: dict[str, list[Any]] = {}
   for name, values in options.choice:
     choices.setdefault(name, []).extend(values)
   logger = logging.getLogger(_PACKAGE.name)
   logger.setLevel(logging.INFO)
-  logger.propagate = (
-    False  # the file may import what logs everything to the same place
-  )
+  # The file may import what logs everything to the same place.
+  logger.propagate = False
   try:
     build_step, args, batch_size = _built(options.target)
     with logging_redirect_tqdm([logger]):
@@ -84,39 +81,36 @@ def main(argv: Sequence[str]) -> int:
         choices=choices,
       )
   except Exception as error:
-    frame, _ = [*traceback.walk_tb(error.__traceback__)][-1]
-    if not pathlib.Path(frame.f_code.co_filename).is_relative_to(_PACKAGE):
+    raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
+    if not pathlib.Path(raised_in).is_relative_to(_PACKAGE):
       raise  # of the file: where it was raised says more
     print(error, file=sys.stderr)
     return 1
   print(plan)
-  if options.plot:
-    plan.plot().figure.savefig(options.plot)
   return 0
 
 
 def _choice(text: str) -> tuple[str, list[Any]]:
   """``remat=false,true`` as a name and values."""
-  name, equals, values = text.partition("=")
-  if not equals or not name.isidentifier() or not all(values.split(",")):
+  name, _, given = text.partition("=")
+  words = given.split(",")
+  if not name.isidentifier() or "" in words:
     raise argparse.ArgumentTypeError(
       f"{text}: give {_CHOICE}, such as remat=false,true."
     )
-  if not {"yes", "no", "on", "off"}.isdisjoint(values.lower().split(",")):
+  if not {"yes", "no", "on", "off"}.isdisjoint(map(str.lower, words)):
     raise argparse.ArgumentTypeError(f"{text}: write true or false.")
-  return name, [_value(word) for word in values.split(",")]
+  return name, [_value(word) for word in words]
 
 
 def _value(word: str) -> Any:
   try:
-    return ast.literal_eval(
-      {"true": "True", "false": "False", "null": "None"}.get(word, word)
-    )
+    return ast.literal_eval(_OF_JSON.get(word, word))
   except (ValueError, SyntaxError):
     return word
 
 
-def _built(target: str) -> tuple[Any, Any, Any]:
+def _built(target: str) -> Sequence[Any]:
   """What the user's function ``FILE.py:NAME`` returns. The file runs."""
   file, _, function = target.rpartition(":")
   if not file:
@@ -130,12 +124,13 @@ def _built(target: str) -> tuple[Any, Any, Any]:
   sys.modules[module.__name__] = module
   sys.path.insert(0, str(path.parent))  # as `python file.py` has it
   SourceFileLoader(module.__name__, str(path)).exec_module(module)
-  if not callable(made_by := getattr(module, function, None)):
-    functions = [
-      name
-      for name, x in vars(module).items()
-      if isinstance(x, types.FunctionType)
-    ]
+  functions = {
+    name: x
+    for name, x in vars(module).items()
+    if isinstance(x, types.FunctionType)
+  }
+  made_by = getattr(module, function, None)
+  if not callable(made_by):
     raise AttributeError(
       f"{file} has no function {function!r}; it has {', '.join(functions)}."
     )

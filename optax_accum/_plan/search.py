@@ -6,16 +6,9 @@ import functools
 import itertools
 from typing import Any
 
-import tqdm
-
 from optax_accum import _validate
-from optax_accum._plan import sizes
-from optax_accum._plan.candidate import (
-  Builder,
-  BuildStep,
-  GivenArgs,
-  PlanCandidate,
-)
+from optax_accum._plan.builder import Builder, BuildStep, GivenArgs
+from optax_accum._plan.candidate import PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
 
@@ -77,27 +70,29 @@ def plan_microbatches(
     Exception: Any error of compiling, with a note that says which step it was.
   """
   rows = _validate.positive_int("batch_size", batch_size)
-  choices = {} if choices is None else choices
   if hasattr(build_step, "lower"):
     raise TypeError(
       f"build_step={build_step!r:.80} is a step; give a function build_step(num_microbatches,"
       " **choice) that returns one."
     )
+  if choices is None:
+    choices = {}
   if not isinstance(choices, Mapping) or not all(
-    isinstance(values, (list, tuple)) and values for values in choices.values()
+    map(_is_list, choices.values())
   ):
     raise TypeError(
       f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
       ' such as {"remat": [False, True]}.'
     )
-  given = memory_limit is not None and sizes.parse(memory_limit)
-  combined = (
-    dict(zip(choices, each, strict=True))
-    for each in itertools.product(*choices.values())
-  )
-  builders = [Builder(build_step, args, rows, choice) for choice in combined]
-  limit = given or sizes.of_device(builders[0].args, builders[0].first)
+  builders = []
+  for values in itertools.product(*choices.values()):
+    choice = dict(zip(choices, values, strict=True))
+    builders.append(Builder(build_step, args, rows, choice))
+  limit = builders[0].limit(memory_limit)
+  # An error in the batch of any choice comes before anything is compiled.
   possible = [builder.sizes() for builder in builders]
+
+  import tqdm  # training does without
 
   found = []
   with tqdm.tqdm(
@@ -110,6 +105,10 @@ def plan_microbatches(
   if not plan.candidates[0].fits:
     raise ValueError(does_not_fit(plan))
   return plan
+
+
+def _is_list(values: object) -> bool:
+  return isinstance(values, (list, tuple)) and len(values) > 0
 
 
 def search(
@@ -128,29 +127,34 @@ def search(
   """
   known: dict[int, PlanCandidate] = {}  # by rows
 
-  def too_large(size: int) -> bool:
+  def too_large(size):
     known[size] = compile_size(size)
     return not known[size].fits
 
   bisect.bisect_left(possible, True, key=too_large)
   if len(known) < min(len(possible), 2):  # so that two programs are compared
     too_large(possible[0])
-  # XLA writes products of one row in another way, so the smallest size says little of others.
-  scans = [
-    known[size]
-    for size in sorted({*known} - {possible[0], whole})
-    if known[size].analysed
-  ]
-  needed = 0.0
-  if len(scans) > 1:
-    rise = scans[-1].peak_bytes - scans[0].peak_bytes
-    slope = rise / (scans[-1].microbatch_size - scans[0].microbatch_size)
-    needed = scans[-1].fixed_bytes + max(slope, 0) * whole
-  if whole == possible[-1] and whole not in known and needed <= limit:
-    too_large(whole)
-  fits = max((size for size in known if known[size].fits), default=0)
+  if whole == possible[-1] and whole not in known:
+    # XLA writes products of one row in another way, so the smallest size says little of others.
+    scans = [
+      c
+      for size, c in sorted(known.items())
+      if size > possible[0] and c.analysed
+    ]
+    if _needs(whole, scans) <= limit:
+      too_large(whole)
+  fits = max((size for size, c in known.items() if c.fits), default=0)
   larger = min((size for size in known if size > fits), default=whole + 1)
-  bisect.bisect_left(
-    [size for size in uneven if fits < size < larger], True, key=too_large
-  )
+  between = [size for size in uneven if fits < size < larger]
+  bisect.bisect_left(between, True, key=too_large)
   return [*known.values()]
+
+
+def _needs(whole: int, scans: Sequence[PlanCandidate]) -> float:
+  """What the whole batch needs at least, by the line through what several scans need; else 0."""
+  if len(scans) < 2:
+    return 0
+  first, last = scans[0], scans[-1]
+  rise = last.peak_bytes - first.peak_bytes
+  slope = rise / (last.microbatch_size - first.microbatch_size)
+  return last.fixed_bytes + max(slope, 0) * whole

@@ -109,7 +109,7 @@ SUCCEEDS = [
   ),
   (
     "plan.py",
-    ("--plot", "figure.png"),
+    (),
     r"within 64.0 MiB on each device\n(.*\n)+best: num_microbatches=8 \(of 8 rows\), remat=False",
   ),
   (
@@ -283,11 +283,6 @@ FAILS = [
     "plan.py",
     ("--memory", "much"),
     "this machine: memory_limit='much' is not a size: .*",
-  ),
-  (
-    "plan.py",
-    ("--plot", "no/figure.png"),
-    "--plot no/figure.png: .*No such file.*",
   ),
   (
     "noise_scale.py",
