@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 import jax.numpy as jnp
 import numpy as np
 
@@ -165,7 +164,7 @@ class _Equation(NamedTuple):
       yield "regularizer"
 
 
-def facts_of(closed: ClosedJaxpr, twin: ClosedJaxpr, call: Call) -> Facts:
+def facts_of(closed: Any, twin: Any, call: Call) -> Facts:
   """What a loss does by its jaxpr, whose inputs are the arrays of a call.
 
   What differs in `twin`, the jaxpr for twice as many rows, is an axis of rows.
@@ -204,7 +203,7 @@ def facts_of(closed: ClosedJaxpr, twin: ClosedJaxpr, call: Call) -> Facts:
 
 
 def _marks(
-  closed: ClosedJaxpr, equations: Sequence[_Equation], call: Call
+  closed: Any, equations: Sequence[_Equation], call: Call
 ) -> tuple[list[int], list[float]]:
   """Integers and floats that may say that an entry of the batch does not count."""
   numbers = list[Any]()
@@ -221,7 +220,7 @@ def _marks(
       e.eqn
     ):
       literals = [
-        n for x in operands if isinstance(x, Literal) for n in _numbers(x.val)
+        n for x in operands if hasattr(x, "val") for n in _numbers(x.val)
       ]
       numbers += literals
       if e.name in _COMPARES - {"eq", "ne"}:
@@ -241,14 +240,14 @@ def _marks(
 
 
 def _walk(
-  jaxpr: Jaxpr, twin: Jaxpr, given: Sequence[_Sources], found: list[_Equation]
+  jaxpr: Any, twin: Any, given: Sequence[_Sources], found: list[_Equation]
 ) -> list[_Sources]:
   """Adds all equations to `found`, and those within them. Returns where the results come from."""
-  known: dict[Var, _Sources] = dict(zip(jaxpr.invars, given, strict=True))
+  known: dict[Any, _Sources] = dict(zip(jaxpr.invars, given, strict=True))
 
   def sources(variables: Sequence[Any]) -> list[_Sources]:
     return [
-      _Sources() if isinstance(v, Literal) else known.get(v, _Sources())
+      _Sources() if hasattr(v, "val") else known.get(v, _Sources())
       for v in variables
     ]
 

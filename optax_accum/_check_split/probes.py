@@ -9,10 +9,10 @@ row would have the same noise in a microbatch as in the whole batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.random import define_prng_impl
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike
@@ -205,7 +205,7 @@ class Call(NamedTuple):
         return x.value
       shape = x.value.shape if x.kind == "key" else x.value.shape[:-1]
       data = jnp.full((*shape, 1), int(level * 2**32), jnp.uint32)
-      return jax.random.wrap_key_data(data, impl=_ONE_NUMBER)
+      return jax.random.wrap_key_data(data, impl=_one_number())
 
     return self.mapped(role, fixed)
 
@@ -330,12 +330,17 @@ def _random_bits(
   )
 
 
-_ONE_NUMBER = define_prng_impl(
-  key_shape=(1,),
-  seed=lambda seed: jnp.zeros((1,), jnp.uint32),
-  split=_split,
-  random_bits=_random_bits,
-  fold_in=lambda key, data: key,
-  name="fixed",
-  tag="fixed",
-)
+@functools.cache
+def _one_number() -> Any:
+  """The implementation of keys of which every draw is one number."""
+  from jax.extend.random import define_prng_impl  # training does without
+
+  return define_prng_impl(
+    key_shape=(1,),
+    seed=lambda seed: jnp.zeros((1,), jnp.uint32),
+    split=_split,
+    random_bits=_random_bits,
+    fold_in=lambda key, data: key,
+    name="fixed",
+    tag="fixed",
+  )

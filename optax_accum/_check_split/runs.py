@@ -5,14 +5,12 @@ import contextlib
 import functools
 import operator
 import re
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.extend.core import ClosedJaxpr
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 import numpy as np
-import tqdm
 
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words
@@ -252,6 +250,8 @@ class Runs:
   @functools.cached_property
   def outcomes(self) -> list[Outcome]:
     """All batches that tell something. Raises what the loss does."""
+    import tqdm  # training does without
+
     bar = tqdm.tqdm(
       self.calls, "checking", delay=3, unit="batch", leave=False, disable=None
     )
@@ -432,13 +432,11 @@ class Runs:
         where = f"{whole.call.name}; microbatches of {size} rows, of {self.rows}{over}"
         yield where, self.compare(self.how(), whole, given.leaves)
 
-  def traced(self, is_whole: bool = True) -> ClosedJaxpr:
+  def traced(self, is_whole: bool = True) -> Any:
     """The jaxpr of all rows, traced anew: JAX remembers that of a function it knows."""
     return self._trace(self._whole, self.call, is_whole)
 
-  def _trace(
-    self, fun: OfArrays, call: Call, is_whole: bool = True
-  ) -> ClosedJaxpr:
+  def _trace(self, fun: OfArrays, call: Call, is_whole: bool = True) -> Any:
     run = lambda values: fun(values)  # noqa: E731
     with (
       on(self._mesh),
