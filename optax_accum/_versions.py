@@ -29,16 +29,13 @@ def scan_inputs(eqn: Any) -> tuple[int, int]:
 def primitive_name(eqn: Any) -> str:
   """What an equation calls: in a backward pass JAX 0.12 calls some by another name."""
   name: str = eqn.primitive.name
-  return (
-    name.removeprefix("vjp_node[").removesuffix("]")
-    if name.startswith("vjp_node[")
-    else name
-  )
+  if name.startswith("vjp_node["):
+    name = name.removeprefix("vjp_node[").removesuffix("]")
+  return name
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
   """The jaxprs within an equation, such as a scan's body and a conditional's branches."""
   leaves = jax.tree.leaves(list(eqn.params.values()))
-  return [
-    x for x in (getattr(x, "jaxpr", x) for x in leaves) if hasattr(x, "eqns")
-  ]
+  found = [getattr(x, "jaxpr", x) for x in leaves]
+  return [x for x in found if hasattr(x, "eqns")]
