@@ -122,7 +122,7 @@ class CollectiveReport:
       ...   lambda params, x: jnp.mean((x @ params) ** 2),
       ...   optax.sgd(0.1),
       ...   num_microbatches=4,
-      ...   mesh=jax.make_mesh((jax.device_count(),), ("data",)),
+      ...   mesh=jax.sharding.Mesh(jax.devices(), ("data",)),
       ... )
       >>> compiled = step.lower(jnp.ones((16, 16)), optax.sgd(0.1).init(0), jnp.ones((64, 16)))
       >>> optax_accum.count_collectives(compiled.compile()).assert_once_per_cycle()
