@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-import functools
 from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
 
 import jax
@@ -33,10 +32,8 @@ from optax_accum._train_step.donation import (
   distinct,
   Known,
 )
-from optax_accum._train_step.optimizer_step import (
-  loss_elsewhere,
-  optimizer_step,
-)
+from optax_accum._train_step.optimizer_step import OptimizerStep
+from optax_accum._train_step.value_fn import loss_elsewhere
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
@@ -229,9 +226,7 @@ class StepProgram:
 
       with jax.named_scope("optimizer"):
         moves = counted if local.split.weighs else True
-        update = functools.partial(
-          optimizer_step, self.tx, out.grads, extra_args, moves
-        )
+        update = OptimizerStep(self.tx, out.grads, extra_args, moves)
         params, (opt_state, stepped) = beside.step_beside(
           update, params, opt_state
         )
