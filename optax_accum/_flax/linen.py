@@ -10,7 +10,7 @@ import optax
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
-from optax_accum._flax import flax_step, state_fields
+from optax_accum._flax import boxes, flax_step, state_fields
 from optax_accum._flax.flax_step import (
   LossFn,
   Metrics,
@@ -18,11 +18,12 @@ from optax_accum._flax.flax_step import (
   StepOptions,
   Use,
 )
-from optax_accum._flax.state_fields import (
-  Collections,
+from optax_accum._flax.overwritten import (
+  beside_overwritten,
   OVERWRITTEN,
   variables_of,
 )
+from optax_accum._flax.state_fields import Collections
 from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
@@ -208,7 +209,7 @@ class LinenTrainStep(flax_step.FlaxStep):
       _validate.transformation(state.tx, "state.tx")
       tx, loss = state.tx, self.loss
       if overwrites:
-        tx = state_fields.beside_overwritten(optax.with_extra_args_support(tx))
+        tx = beside_overwritten(optax.with_extra_args_support(tx))
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
           reductions = {"params": kept, OVERWRITTEN: "max"}
@@ -245,7 +246,7 @@ class LinenTrainStep(flax_step.FlaxStep):
     has_keys = lambda x: any(map(dtypes.is_key, jax.tree.leaves(x)))  # noqa: E731
     fixed = {name: x for name, x in constant.items() if not has_keys(x)}
     given = {**variables_of(params), **fixed, **mutable}
-    with state_fields.constraining_automatic_axes(given) as variables:
+    with boxes.constraining_automatic_axes(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
     is_pair = lambda x: isinstance(x, (tuple, list)) and len(x) == 2  # noqa: E731
     both = bool(self._mutable) and self.has_aux

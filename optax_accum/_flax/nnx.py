@@ -7,7 +7,7 @@ import jax
 
 from optax_accum import _spellings
 from optax_accum._arithmetic.trees import Args, Batch, Tree
-from optax_accum._flax import flax_step, variables
+from optax_accum._flax import flax_step, nnx_objects, variables
 from optax_accum._flax.flax_step import (
   LossFn,
   Metrics,
@@ -138,7 +138,7 @@ class NnxTrainStep(flax_step.FlaxStep):
   def __init__(
     self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions
   ):
-    super().__init__(loss_fn, has_aux, options, wrt=variables.shown(wrt))
+    super().__init__(loss_fn, has_aux, options, wrt=nnx_objects.shown(wrt))
     self._wrt = wrt
     self.loss = self._step_loss(loss_fn, rng_argnums=())
 
@@ -182,7 +182,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     self, use: Use[Result], model: Any, optimizer: Any, batch: Batch
   ) -> Result:
     """What `use` makes of a call with what these objects hold, and of the Variables of it."""
-    variables.check_objects(model, optimizer)
+    nnx_objects.check_objects(model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
     parts: Args = nnx.split(model, self._wrt, ...)
@@ -190,7 +190,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     key = graphdef, optimizer.tx
     program = self._programs.get(key)
     if program is None:
-      variables.check_model(self._wrt, params, model, optimizer)
+      nnx_objects.check_model(self._wrt, params, model, optimizer)
       program = self._program_of(*key, frozenset())
     while True:
       pure: Any = program.local.fun

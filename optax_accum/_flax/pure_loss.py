@@ -1,17 +1,26 @@
 """A loss of an nnx model, as a function of the arrays that the model holds."""
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax import nnx
 import jax
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.devices import OverAxis
-from optax_accum._arithmetic.trees import Args, Batch, Carry, Params, Tree
+from optax_accum._arithmetic.trees import (
+  Args,
+  Batch,
+  Carry,
+  Leaves,
+  Params,
+  Tree,
+)
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
 from optax_accum._flax.forwarded import forwarded
+
+Held: TypeAlias = dict[str, Leaves]  # the arrays of Variables, by name
 
 _LOST = (
   "loss_fn changed {}, so the change would be lost: keep numbers that change in"
@@ -33,10 +42,6 @@ class PureLoss:
   changed: frozenset[str]  # the names of the Variables in the carry
   axis: Any  # of the devices, which each draw their own noise
 
-  @property
-  def __name__(self) -> str:
-    return getattr(self.fun, "__name__", repr(self.fun))
-
   def __call__(
     self, params: Params, batch: Batch, fixed: Tree, carry: Carry
   ) -> Any:
@@ -44,24 +49,21 @@ class PureLoss:
       # `check` has one device. Each of several has noise of its own, as of a carry.
       fixed = OverAxis(self.axis).with_own_noise(fixed)
     states = params, fixed, carry
-    model, before, out, after = self._run(states, batch)
-    if self.has_aux and not (isinstance(out, (tuple, list)) and len(out) == 2):
-      raise TypeError(
-        f"loss_fn returned a {type(out).__name__}; with has_aux=True it must return (loss, aux)."
-      )
+    model, before, loss, after = self._run(states, batch)
+    aux = None
+    if self.has_aux:
+      if not isinstance(loss, (tuple, list)) or len(loss) != 2:
+        raise TypeError(
+          f"loss_fn returned a {type(loss).__name__}; with has_aux=True it must return (loss, aux)."
+        )
+      loss, aux = loss
     self._check_structure(before, after, model)
-    changed = {
-      name for name, x in after.items() if _ids(x) != _ids(before[name])
-    }
+    changed = _changed(before, after)
     if not changed <= self.changed:
-      self._check_changed(
-        changed & self._computed(states, batch), params, model
-      )
-    loss, aux = out if self.has_aux else (out, None)
-    return loss, (
-      variables.values(nnx.state(model, variables.among(self.changed))),
-      aux,
-    )
+      changed &= self._computed(states, batch)
+      self._check_changed(changed, params, model)
+    carried = nnx.state(model, variables.among(self.changed))
+    return loss, (variables.values(carried), aux)
 
   def _run(self, states: Args, batch: Batch) -> Args:
     """The model, what it held before, what the loss returned, and what the model held then."""
@@ -71,45 +73,44 @@ class PureLoss:
 
   def _computed(self, states: Args, batch: Batch) -> set[str]:
     """The names of what the loss computes, and does not only pass through."""
-    run = lambda states: self._run(states, batch)[1::2]  # noqa: E731
+
+    def run(states):
+      _, before, _, after = self._run(states, batch)
+      return before, after
+
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
-    given = [-1 if i is None else i for i in forwarded(program.jaxpr)]
-    before, after = jax.tree.unflatten(jax.tree.structure(shapes), given)
-    return {
-      n
-      for n, x in after.items()
-      if jax.tree.leaves(x) != jax.tree.leaves(before[n])
-    }
+    results = forwarded(program.jaxpr)
+    before, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    return _changed(before, after)
 
   def _check_changed(
     self, changed: set[str], params: Params, model: nnx.Module
   ) -> None:
     """Checks that only the carry changed."""
-    if of_params := sorted(changed & variables.named(params).keys()):
+    for name in sorted(changed & variables.named(params).keys()):
       raise ValueError(
-        f"loss_fn changed model.{of_params[0]}, which wrt selects: only the optimizer may. Keep it"
-        " in a Variable of another type, or change it before the step. (A transform may also return"
-        " it unchanged, in a way that the traced program does not show.)"
+        f"loss_fn changed model.{name}, which wrt selects: only the optimizer may. Keep it in a"
+        " Variable of another type, or change it before the step. (A transform may also return it"
+        " unchanged, in a way that the traced program does not show.)"
       )
     held = variables.named(nnx.state(model))
-    if lost := sorted(
-      name for name in changed if not variables.is_variable(held[name])
-    ):
-      raise ValueError(
-        _LOST.format(f"model.{lost[0]}, an array that is not a Variable")
-      )
+    for name in sorted(changed):
+      if not variables.is_variable(held[name]):
+        lost = f"model.{name}, an array that is not a Variable"
+        raise ValueError(_LOST.format(lost))
     if not changed <= self.changed:
       raise ChangedByLossError(*changed)
 
   def _check_structure(
-    self, before: dict[str, Tree], after: dict[str, Tree], model: nnx.Module
+    self, before: Held, after: Held, model: nnx.Module
   ) -> None:
     """Checks that the loss left all as it was but values of Variables."""
     for name in sorted(before.keys() ^ after.keys()):
+      did = "added" if name in after else "removed"
       raise ValueError(
-        f"loss_fn {'added' if name in after else 'removed'} model.{name}, and all microbatches need"
-        " the same model: create Variables when you make the model. Take out what nnx.Module.sow"
-        " added, nnx.pop(model, nnx.Intermediate), and return it as aux, with has_aux=True."
+        f"loss_fn {did} model.{name}, and all microbatches need the same model: create Variables"
+        " when you make the model. Take out what nnx.Module.sow added,"
+        " nnx.pop(model, nnx.Intermediate), and return it as aux, with has_aux=True."
       )
     if nnx.graphdef(model) != self.graphdef:
       raise ValueError(
@@ -117,14 +118,16 @@ class PureLoss:
       )
 
 
-def _held(model: nnx.Module) -> dict[str, Tree]:
-  """What the Variables of a model hold, by name."""
-  return {
-    name: variables.value(x)
-    for name, x in variables.named(nnx.state(model)).items()
-  }
+def _held(model: nnx.Module) -> Held:
+  """The arrays of the Variables of a model, by name."""
+  named = variables.named(nnx.state(model)).items()
+  return {name: jax.tree.leaves(variables.value(x)) for name, x in named}
 
 
-def _ids(value: Tree) -> list[int]:
-  """The arrays of a value, which may be a tree: the same unless something was computed."""
-  return list(map(id, jax.tree.leaves(value)))
+def _changed(before: Held, after: Held) -> set[str]:
+  """The names of what has other arrays than before, as where something was computed."""
+
+  def ids(held):
+    return {(name, *map(id, leaves)) for name, leaves in held.items()}
+
+  return {name for name, *_ in ids(after) - ids(before)}

@@ -2,14 +2,13 @@
 
 from typing import Any, Self
 
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import train_state
 import jax
 import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Grads, Params
-from optax_accum._flax.state_fields import variables_of
+from optax_accum._flax.overwritten import OVERWRITTEN, variables_of
 from optax_accum._streaming.accumulate import AccumulateTransformation
 from optax_accum._streaming.state import states_in
 
@@ -68,19 +67,14 @@ class TrainState(train_state.TrainState):
         f"{_NOT_ACCUMULATING}, so it would ignore weight={weight!r} and flush={flush!r}: wrap it,"
         " accumulate(tx, every_k), or leave them out."
       )
-    params, own = (
-      variables_of(self.params)["params"],
-      variables_of(grads)["params"],
-    )
+    own = variables_of(grads)["params"]
+    params = variables_of(self.params)["params"]
+    given = {"weight": weight, "flush": flush}
     if accumulates:
-      params, state = self.tx.apply(
-        own, self.opt_state, params, weight=weight, flush=flush
-      )
+      params, state = self.tx.apply(own, self.opt_state, params, **given)
     else:
       tx = optax.with_extra_args_support(self.tx)
-      updates, state = tx.update(
-        own, self.opt_state, params, weight=weight, flush=flush
-      )
+      updates, state = tx.update(own, self.opt_state, params, **given)
       params = optax.apply_updates(params, updates)
     if own is not grads:
       params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}

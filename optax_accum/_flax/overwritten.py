@@ -1,0 +1,44 @@
+"""What flax keeps next to the parameters, to be overwritten by its "gradients" and not stepped."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum._arithmetic.trees import Params, Tree
+from optax_accum._streaming.cycle import ValueOfOneCall
+
+
+def variables_of(params: Params) -> dict[str, Tree]:
+  """What a model is applied to, of what a state has for its parameters."""
+  if isinstance(params, Mapping) and OVERWRITTEN in params:
+    return dict(params)
+  return {"params": params}
+
+
+def beside_overwritten(
+  tx: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+  """`tx`, for parameters that have it beside them."""
+
+  def init(params):
+    return tx.init(params["params"])
+
+  def update(grads, state, params=None, **extra_args):
+    own, overwritten = grads["params"], params[OVERWRITTEN]
+    elsewhere: Any = extra_args.get("value_fn")
+
+    def value_fn(params):
+      return elsewhere({"params": params, OVERWRITTEN: overwritten})
+
+    # Each is left out if a transformation in `tx` refuses it.
+    instead = {"grad": own, "value_fn": ValueOfOneCall(value_fn)}
+    extra_args = {name: instead.get(name, x) for name, x in extra_args.items()}
+    updates, state = tx.update(own, state, params["params"], **extra_args)
+    changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
+    return {"params": updates, OVERWRITTEN: changes}, state
+
+  return optax.GradientTransformationExtraArgs(init, update)
