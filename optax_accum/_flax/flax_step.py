@@ -1,12 +1,12 @@
-"""What the steps of linen and nnx share: options, and a count of the optimizer's steps."""
+"""What the steps of linen and nnx share: options, a layout of programs, and a count of steps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import (
   Any,
   ClassVar,
   Literal,
+  NamedTuple,
   ParamSpec,
-  TYPE_CHECKING,
   TypeAlias,
   TypedDict,
   TypeVar,
@@ -22,10 +22,11 @@ from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
-from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Batch, OptState, Params, Tree
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.options import Slot, WeightFn
+from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import (
+  Function,
   Loss,
   PreparedCall,
   Step,
@@ -33,15 +34,31 @@ from optax_accum._train_step.program import (
   StepProgram,
 )
 
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
-
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
 P = ParamSpec("P")
-Result = TypeVar("Result")
-# Of a call of a program, and the state or the Variables that hold its arguments.
-Use: TypeAlias = Callable[[PreparedCall, Any], Result]
+R = TypeVar("R")
+
+
+class Arguments(NamedTuple):
+  """The arguments of a program, or what stands for each of them."""
+
+  params: Params = None
+  opt_state: OptState = None
+  batch: Batch = None
+  constant: Tree = None  # what the loss leaves alone
+  carried: Tree = None  # what each microbatch changes for the next, if anything
+  rngs: Tree = None  # keys, if any
+  count: Any = None  # of the optimizer's steps
+
+  def of_loss(self) -> Args:
+    """Those of the loss, in its order."""
+    return self.params, self.batch, self.constant, self.carried, self.rngs
+
+
+_SLOT = Arguments(*Arguments._fields).of_loss().index  # in the loss, of a name
+# What a program returns, before the metrics.
+_UPDATED = "params", "opt_state", "carried", "count"
 
 
 class StepOptions(TypedDict, total=False):
@@ -67,89 +84,96 @@ class StepOptions(TypedDict, total=False):
   batch_axis: int | tuple[int, ...]
 
 
+# Options that the steps have not, and why.
+DECIDED = {
+  "batch_argnums": "The batch is the second argument.",
+  "batch_argnames": "The batch is the second argument.",
+}
+
+
 class FlaxStep(Step):
   """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
 
-  further_results = 2  # the count and the metrics
   name: ClassVar[str]
   takes: ClassVar[str]  # the arguments of the loss
-  slot_names: ClassVar[
-    Mapping[Slot, str]
-  ]  # of the arguments of the loss of a program, in messages
-  decided: ClassVar[
-    Mapping[str, str]
-  ]  # options of `make_train_step` that it has not, and why
+  names: ClassVar[Arguments]  # of the arguments of a program, in messages
+  decided: ClassVar[Mapping[str, str]]  # options that it has not, and why
   fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
 
   def __init__(
     self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any
   ):
-    batch = dict.fromkeys(
-      ("batch_argnums", "batch_argnames"), "The batch is the second argument."
-    )
     known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
-        why = _spellings.instead(option, known, {**batch, **self.decided})
+        why = _spellings.instead(option, known, self.decided)
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
-    self._options: Kwargs = dict(options)
+    self._options: dict[str, Any] = dict(options)
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
-    self._programs: dict[object, StepProgram] = {}
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
-    named = [
-      f"{name}={value!r}"
-      for name, value in self._shown.items()
-      if value is not None
-    ]
-    return f"{self.name}({', '.join([loss, *named])})"
+    shown = [f"{k}={x!r}" for k, x in self._shown.items() if x is not None]
+    return f"{self.name}({', '.join([loss, *shown])})"
+
+  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
+    """The loss of a program, which returns ``(loss, (carried, aux))``."""
+    return step_loss(
+      loss_fn,
+      has_aux=True,
+      batch_argnums=_SLOT("batch"),
+      carry_argnum=_SLOT("carried"),
+      rng_argnums=_SLOT("rngs"),
+      names=dict(enumerate(self.names.of_loss())),
+      **self._options | decided,
+    )
 
   def _program(
     self, loss: Loss, tx: optax.GradientTransformation
   ) -> StepProgram:
+    tx, donate = optax.with_extra_args_support(tx), self._donate
+    updated = tuple(map(Arguments._fields.index, _UPDATED))
+    results = len(updated) + 1
     return StepProgram(
-      self, loss, optax.with_extra_args_support(tx), self._donate
+      loss, tx, donate, self._counting, results, updated, self.names
     )
 
-  def _check_arguments(self, params: Params, *others: Tree, **_: Tree) -> None:
-    parameters.check_differentiable(self.slot_names[0], params)
+  def _counting(self, run: Function) -> Function:
+    """What is compiled: it also counts how many steps the optimizer took."""
 
-  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What is compiled: it also counts how many steps the optimizer took.
-
-    Its arguments are the parameters, the optimizer state, the batch, what the loss leaves alone,
-    what it changes (without arrays where it changes nothing), keys if any, and the count.
-    """
-
-    def counting(params: Params, opt_state: OptState, /, *args: Any) -> Args:
-      *others, count = args
-      *new, metrics = run(params, opt_state, *others)
+    def counting(*args):
+      *given, count = args
+      params = Arguments(*args).params
+      parameters.check_differentiable(self.names.params, params)
+      *new, metrics = run(*given)
       if not self.has_aux:
         del metrics["aux"]
-      return *new, count + metrics["stepped"].astype(count.dtype), metrics
+      count += metrics["stepped"].astype(count.dtype)
+      return *new, count, metrics
 
     counting.__name__ = self.name
     return counting
 
-  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
-    """The loss of a `StepProgram`, which returns ``(loss, (new_carry, aux))``."""
-    options = {**self._options, **decided, "names": self.slot_names}
-    return step_loss(
-      loss_fn, has_aux=True, batch_argnums=1, carry_argnum=3, **options
-    )
+  def _of_loss(self, args: Sequence[Any]) -> Args:
+    batch = args[self.batch_position]
+    return Arguments(batch=batch).of_loss()
 
-  def _checked(self, call: PreparedCall, _: Any) -> "SplitReport":
-    drawing, args = ("rng", "carry", "shared"), (call.args[0], *call.args[2:-1])
-    return self._report(call, args, drawing=drawing, fixes=self.fixes)
+  def _checked(self, call: PreparedCall) -> Any:
+    """The report of `check` on a call."""
+    args = Arguments(*call.args).of_loss()
+    drawing = "rng", "carry", "shared"
+    return call.check(args, drawing=drawing, fixes=self.fixes)
 
-  def _traced(self, call: PreparedCall, _: Any) -> jax.stages.Traced:
-    traced: jax.stages.Traced = call.jitted.trace(*call.args)
-    return traced
+
+def after(call: PreparedCall, results: Args) -> tuple[Arguments, Metrics]:
+  """The arguments of a call as a step leaves them, and the metrics."""
+  *new, metrics = results
+  updated = dict(zip(_UPDATED, new, strict=True))
+  return Arguments(*call.args)._replace(**updated), metrics
 
 
 def check_calls(step: str, value: object, method: str) -> None:
@@ -169,11 +193,11 @@ def check_calls(step: str, value: object, method: str) -> None:
 
 
 def hinted(
-  call: str, places: str, decided: Mapping[str, str]
-) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+  call: str, places: str, names: Mapping[str, str]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
   """Decorates the methods of a step that take such a call, to say where else keys and arrays go."""
   return _spellings.hinted(
     f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
     f" a step for each value. Put arrays with rows into the batch, keys into {places}.",
-    **decided,
+    **names,
   )

@@ -9,22 +9,15 @@ import optax
 
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Args, Batch, Params, Tree
+from optax_accum._arithmetic.trees import Args, Batch, Params
 from optax_accum._flax import boxes, flax_step, state_fields
-from optax_accum._flax.flax_step import (
-  LossFn,
-  Metrics,
-  Result,
-  StepOptions,
-  Use,
-)
+from optax_accum._flax.flax_step import Arguments, LossFn, Metrics, StepOptions
 from optax_accum._flax.overwritten import (
   beside_overwritten,
   OVERWRITTEN,
   variables_of,
 )
 from optax_accum._flax.state_fields import Collections
-from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
@@ -32,6 +25,14 @@ if TYPE_CHECKING:
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
+
+# What the loss returns, by whether there is something mutable, and has_aux.
+_RETURNS = {
+  (False, False): "loss",
+  (True, False): "(loss, updates)",
+  (False, True): "(loss, aux)",
+  (True, True): "(loss, (updates, aux))",
+}
 
 
 @_spellings.hinted(
@@ -97,14 +98,15 @@ class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
   name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
-  updated = (0, 1, 4, 6)
-  slot_names: ClassVar[dict[Slot, str]] = {
-    0: "state.params",
-    1: "batch",
-    2: "state.",
-    3: "state.",
-    4: "rngs",
-  }
+  names = Arguments(
+    params="state.params",
+    opt_state="state.opt_state",
+    batch="batch",
+    constant="state.",
+    carried="state.",
+    rngs="rngs",
+    count="state.step",
+  )
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or accept that each microbatch is"
     " normalized by its own rows (its statistics go into mutable). See the guide Flax linen.",
@@ -112,15 +114,14 @@ class LinenTrainStep(flax_step.FlaxStep):
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
   }
-  decided: ClassVar[dict[str, str]] = {
-    **dict.fromkeys(("tx", "optimizer"), "It is the state's."),
-    **dict.fromkeys(
-      ("rng_argnums", "rng_argnames", "rngs"), "Pass keys to the step, as rngs."
-    ),
-    **dict.fromkeys(
-      ("wrt", "argnums"),
-      "All of state.params is. Freeze some by optax.partition.",
-    ),
+  decided = flax_step.DECIDED | {
+    "tx": "It is the state's.",
+    "optimizer": "It is the state's.",
+    "rng_argnums": "Pass keys to the step, as rngs.",
+    "rng_argnames": "Pass keys to the step, as rngs.",
+    "rngs": "Pass keys to the step, as rngs.",
+    "wrt": "All of state.params is. Freeze some by optax.partition.",
+    "argnums": "All of state.params is. Freeze some by optax.partition.",
     "carry_argnum": "Name collections in mutable.",
     "mutable": "It goes into linen_train_step.",
   }
@@ -144,22 +145,23 @@ class LinenTrainStep(flax_step.FlaxStep):
         "carry_reduction combines what mutable names, and that is empty."
       )
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
-    self.loss = self._step_loss(self._loss, rng_argnums=4)
+    self.loss = self._step_loss(self._loss)
+    self._programs: dict[object, StepProgram] = {}
 
   @_hinted
   def __call__(
     self, state: State, batch: Batch, rngs: Rngs = None
   ) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
-    run = lambda call, state: _replaced(state, call, call.program.run(call))  # noqa: E731
-    return self._with_call(run, state, batch, rngs)
+    call = self._prepared(state, batch, rngs)
+    return _replaced(state, call, call.run())
 
   @_hinted
   def check(
     self, state: State, batch: Batch, rngs: Rngs = None
   ) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-    return self._with_call(self._checked, state, batch, rngs)
+    return self._checked(self._prepared(state, batch, rngs))
 
   @_hinted
   def lower(
@@ -173,33 +175,30 @@ class LinenTrainStep(flax_step.FlaxStep):
     self, state: State, batch: Batch, rngs: Rngs = None
   ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    return self._with_call(self._traced, state, batch, rngs)
+    return self._prepared(state, batch, rngs).trace()
 
   @_hinted
   def eval_shape(
     self, state: State, batch: Batch, rngs: Rngs = None
   ) -> tuple[State, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
+    call = self._prepared(state, batch, rngs)
+    return _replaced(state, call, call.eval_shape())
 
-    def shape(call, state):
-      return _replaced(state, call, call.jitted.eval_shape(*call.args))
-
-    return self._with_call(shape, state, batch, rngs)
-
-  def _with_call(
-    self, use: Use[Result], state: Any, batch: Batch, rngs: Rngs = None
-  ) -> Result:
-    """What `use` makes of the program for such a call, and of the call."""
+  def _prepared(self, state: Any, batch: Batch, rngs: Rngs) -> PreparedCall:
+    """The call of the program for such a state."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
         " parameters and an optimizer state use make_train_step."
       )
     flax_step.check_calls(self.name, state, "apply_gradients")
-    mutable, constant, others = state_fields.fields_of(state, self._mutable)
-    program, count = self._program_of(state), state_fields.counted(state.step)
-    args = state.params, state.opt_state, batch, constant, mutable, rngs, count
-    return use(program.prepare(args, {}, others), state)
+    carried, constant, others = state_fields.fields_of(state, self._mutable)
+    count = state_fields.counted(state.step)
+    args = Arguments(
+      state.params, state.opt_state, batch, constant, carried, rngs, count
+    )
+    return self._program_of(state).prepare(args, {}, others)
 
   def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""
@@ -213,69 +212,60 @@ class LinenTrainStep(flax_step.FlaxStep):
         if self._options.get("grad_reduction") is None:
           kept = self._options.get("reduction", "mean")
           reductions = {"params": kept, OVERWRITTEN: "max"}
-          loss = self._step_loss(
-            self._loss, rng_argnums=4, grad_reduction=reductions
-          )
+          loss = self._step_loss(self._loss, grad_reduction=reductions)
       self._programs[key] = self._program(loss, tx)
     return self._programs[key]
-
-  def _names(self, *args: Any) -> dict[str, Tree]:
-    params, opt_state, batch, constant, mutable, rngs, count = args
-    state = {
-      "params": params,
-      "opt_state": opt_state,
-      "step": count,
-      **constant,
-      **mutable,
-    }
-    return {f"state.{name}": x for name, x in state.items()} | {
-      "batch": batch,
-      "rngs": rngs,
-    }
 
   def _loss(
     self,
     params: Params,
     batch: Batch,
     constant: Collections,
-    mutable: Collections,
+    carried: Collections,
     rngs: Rngs,
   ) -> Any:
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
-    has_keys = lambda x: any(map(dtypes.is_key, jax.tree.leaves(x)))  # noqa: E731
-    fixed = {name: x for name, x in constant.items() if not has_keys(x)}
-    given = {**variables_of(params), **fixed, **mutable}
+    fixed = {
+      name: x
+      for name, x in constant.items()
+      if not any(map(dtypes.is_key, jax.tree.leaves(x)))
+    }
+    given = {**variables_of(params), **fixed, **carried}
     with boxes.constraining_automatic_axes(given) as variables:
       out = self._loss_fn(variables, batch, rngs)
-    is_pair = lambda x: isinstance(x, (tuple, list)) and len(x) == 2  # noqa: E731
-    both = bool(self._mutable) and self.has_aux
-    rest = "(updates, aux)" if both else "updates" if self._mutable else "aux"
-    alone = not self._mutable and not self.has_aux
-    fits = not isinstance(out, (tuple, list)) if alone else is_pair(out)
-    if not fits or (both and not is_pair(out[1])):
-      raise TypeError(
-        f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
-        f" has_aux={self.has_aux} it must return {'loss' if alone else f'(loss, {rest})'}. Name"
-        " updates of collections, as model.apply(..., mutable=...) gives them, in mutable; and for"
-        " what else is returned pass has_aux=True."
-      )
-    loss, others = out if not alone else (out, {})
-    updates, aux = (
-      others if both else (others, None) if self._mutable else ({}, others)
-    )
-    return loss, (state_fields.as_held(updates, mutable), aux)
+    asked = bool(self._mutable), bool(self.has_aux)
+    updates: Collections = {}
+    aux = None
+    match (*asked, out):
+      case True, True, [loss, [updates, aux]]:
+        pass
+      case True, False, [loss, updates]:
+        pass
+      case False, True, [loss, aux]:
+        pass
+      case False, False, loss if not isinstance(loss, (tuple, list)):
+        pass
+      case _:
+        raise TypeError(
+          f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
+          f" has_aux={self.has_aux} it must return {_RETURNS[asked]}. Name updates of collections,"
+          " as model.apply(..., mutable=...) gives them, in mutable; and for what else is returned"
+          " pass has_aux=True."
+        )
+    return loss, (state_fields.as_held(updates, carried), aux)
 
 
 def _replaced(
-  state: State, call: PreparedCall, out: Args
+  state: State, call: PreparedCall, results: Args
 ) -> tuple[State, Metrics]:
   """The state after a step, and the metrics."""
-  params, opt_state, mutable, count, metrics = out
-  collections = {
-    **call.args[3],
-    **mutable,
-  }  # the constant ones where the step put them
-  return state.replace(
-    step=count, params=params, opt_state=opt_state, **collections
-  ), metrics
+  new, metrics = flax_step.after(call, results)
+  state = state.replace(
+    step=new.count,
+    params=new.params,
+    opt_state=new.opt_state,
+    **new.constant,  # where the step put it
+    **new.carried,
+  )
+  return state, metrics

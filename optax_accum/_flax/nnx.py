@@ -1,28 +1,28 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
 
 from flax import nnx
 import jax
 
 from optax_accum import _spellings
-from optax_accum._arithmetic.trees import Args, Batch, Tree
+from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import flax_step, nnx_objects, variables
 from optax_accum._flax.flax_step import (
+  Arguments,
   LossFn,
   Metrics,
-  Result,
   StepOptions,
-  Use,
 )
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._microbatches.options import Slot
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 if TYPE_CHECKING:
   from optax_accum._check_split.report import SplitReport
 
 Optimizer: TypeAlias = nnx.Optimizer[Any]
+Use: TypeAlias = Callable[[PreparedCall], Any]
 
 _DELETED = (
   "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
@@ -99,33 +99,30 @@ class NnxTrainStep(flax_step.FlaxStep):
   microbatch to the next; if `ChangedByLossError` names some, the loss is traced again with these.
   """
 
-  name, takes, batch_position = "nnx_train_step", "model, batch", 2
-  updated = (0, 1, 4, 5)
-  slot_names: ClassVar[dict[Slot, str]] = {
-    0: "model",
-    1: "batch",
-    2: "model.",
-    3: "model.",
-  }
+  name, takes = "nnx_train_step", "model, batch"
+  names = Arguments(
+    params="model",
+    opt_state="optimizer['opt_state']",
+    batch="batch",
+    constant="model.",
+    carried="model.",
+    rngs="rngs",
+    count="optimizer['step']",
+  )
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or the running statistics"
     " (model.eval()), or accept that each microbatch is normalized by its own rows.",
     "unsplit": "Put what has the batch's rows into the batch.",
     "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
-  decided: ClassVar[dict[str, str]] = {
-    **dict.fromkeys(
-      ("tx", "optimizer"),
-      "It goes into the call: step(model, optimizer, batch).",
-    ),
-    **dict.fromkeys(
-      ("rng_argnums", "rng_argnames", "rngs"),
-      "Random streams are in the model.",
-    ),
-    **dict.fromkeys(
-      ("carry_argnum", "mutable"),
-      "What the loss changes in the model is carried.",
-    ),
+  decided = flax_step.DECIDED | {
+    "tx": "It goes into the call: step(model, optimizer, batch).",
+    "optimizer": "It goes into the call: step(model, optimizer, batch).",
+    "rng_argnums": "Random streams are in the model.",
+    "rng_argnames": "Random streams are in the model.",
+    "rngs": "Random streams are in the model.",
+    "carry_argnum": "What the loss changes in the model is carried.",
+    "mutable": "What the loss changes in the model is carried.",
     "argnums": "wrt selects what is differentiated.",
   }
 
@@ -138,9 +135,12 @@ class NnxTrainStep(flax_step.FlaxStep):
   def __init__(
     self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions
   ):
-    super().__init__(loss_fn, has_aux, options, wrt=nnx_objects.shown(wrt))
+    shown = nnx_objects.shown(wrt)
+    super().__init__(loss_fn, has_aux, options, wrt=shown)
     self._wrt = wrt
-    self.loss = self._step_loss(loss_fn, rng_argnums=())
+    self.loss = self._step_loss(loss_fn)
+    # Of models of each structure, and optimizers: what the loss changes, and the program.
+    self._found: dict[object, tuple[frozenset[str], StepProgram]] = {}
 
   @_hinted
   def __call__(
@@ -148,21 +148,20 @@ class NnxTrainStep(flax_step.FlaxStep):
   ) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
 
-    def run(call: PreparedCall, held: Tree) -> Metrics:
-      *new, metrics = call.program.run(call)
-      variables.write(
-        held, (*new, call.args[3])
-      )  # the rest where the step put it
-      return metrics
+    def run(call):
+      return flax_step.after(call, call.run())
 
-    return self._with_call(run, model, optimizer, batch)
+    held, (new, metrics) = self._with_call(run, model, optimizer, batch)
+    variables.write(held, new._replace(batch=None))
+    return metrics
 
   @_hinted
   def check(
     self, model: nnx.Module, optimizer: Optimizer, batch: Batch
   ) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-    return self._with_call(self._checked, model, optimizer, batch)
+    _, report = self._with_call(self._checked, model, optimizer, batch)
+    return report
 
   @_hinted
   def lower(
@@ -176,57 +175,51 @@ class NnxTrainStep(flax_step.FlaxStep):
     self, model: nnx.Module, optimizer: Optimizer, batch: Batch
   ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    return self._with_call(self._traced, model, optimizer, batch)
+    _, traced = self._with_call(PreparedCall.trace, model, optimizer, batch)
+    return traced
 
   def _with_call(
-    self, use: Use[Result], model: Any, optimizer: Any, batch: Batch
-  ) -> Result:
-    """What `use` makes of a call with what these objects hold, and of the Variables of it."""
+    self, use: Use, model: Any, optimizer: Any, batch: Batch
+  ) -> tuple[Arguments, Any]:
+    """The Variables of a call with what these objects hold, and what `use` makes of the call."""
     nnx_objects.check_objects(model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
-    parts: Args = nnx.split(model, self._wrt, ...)
+    parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
     key = graphdef, optimizer.tx
-    program = self._programs.get(key)
-    if program is None:
+    found = self._found.get(key)
+    if found is None:
       nnx_objects.check_model(self._wrt, params, model, optimizer)
-      program = self._program_of(*key, frozenset())
+      found = self._find(key, frozenset())
     while True:
-      pure: Any = program.local.fun
-      changed: frozenset[str] = pure.changed
-      carry, fixed = nnx.split_state(rest, variables.among(changed), ...)
-      held = params, optimizer.opt_state, carry, optimizer.step, fixed
-      *stepped, carried, count, constant = variables.values(held)
+      changed, program = found
+      carried, constant = nnx.split_state(rest, variables.among(changed), ...)
+      held = Arguments(
+        params,
+        optimizer.opt_state,
+        constant=constant,
+        carried=carried,
+        count=optimizer.step,
+      )
+      args = variables.values(held)._replace(batch=batch)
       try:
-        return use(
-          program.prepare((*stepped, batch, constant, carried, count), {}), held
-        )
-      except (
-        ChangedByLossError
-      ) as found:  # while the loss was traced, before anything ran
-        program = self._program_of(*key, changed.union(found.args))
+        return held, use(program.prepare(args, {}))
+      except ChangedByLossError as error:
+        # While the loss was traced, before anything ran.
+        found = self._find(key, changed.union(error.args))
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _program_of(
-    self, graphdef: Any, tx: Any, changed: frozenset[str]
-  ) -> StepProgram:
-    """The program for models of this structure, of which the loss changes these Variables."""
-    parallel = self.loss.parallel
-    axis = parallel.axes if parallel else self._options.get("axis_name")
+  def _find(self, key: Any, changed: frozenset[str]) -> Any:
+    """The program for models of a structure, and for what of them the loss changes."""
+    graphdef, tx = key
+    axis = self._options.get("axis_name")
+    if self.loss.parallel is not None:
+      axis = self.loss.parallel.axes
     pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-    program = self._program(self._step_loss(pure, rng_argnums=()), tx)
-    self._programs[graphdef, tx] = program
-    return program
-
-  def _names(self, *args: Any) -> dict[str, Tree]:
-    params, opt_state, batch, *states, count = args
-    optimizer = {"opt_state": opt_state, "step": count}
-    return {
-      "model": nnx.merge_state(params, *states),
-      "optimizer": optimizer,
-      "batch": batch,
-    }
+    found = changed, self._program(self._step_loss(pure), tx)
+    self._found[key] = found
+    return found

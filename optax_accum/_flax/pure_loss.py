@@ -34,7 +34,7 @@ class ChangedByLossError(Exception):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PureLoss:
-  """``loss(params, batch, fixed, carry)``, which returns ``(loss, (new_carry, aux))``."""
+  """``loss(params, batch, fixed, carry, rngs)``, which returns ``(loss, (new_carry, aux))``."""
 
   fun: LossFn
   has_aux: bool
@@ -43,7 +43,7 @@ class PureLoss:
   axis: Any  # of the devices, which each draw their own noise
 
   def __call__(
-    self, params: Params, batch: Batch, fixed: Tree, carry: Carry
+    self, params: Params, batch: Batch, fixed: Tree, carry: Carry, rngs: None
   ) -> Any:
     if self.axis is not None and across_devices.is_bound(self.axis):
       # `check` has one device. Each of several has noise of its own, as of a carry.

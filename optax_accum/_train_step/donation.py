@@ -1,15 +1,15 @@
 """Which arrays a step can donate: those not deleted, and whose buffers nothing else holds."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Sequence
 import operator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 import weakref
 
 import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 
 Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
@@ -25,11 +25,8 @@ class Known:
     known = list(map(operator.call, self._references))
     if len(leaves) != len(known):
       return leaves
-    if all(map(operator.is_, leaves, known)):
-      return []
-    return [
-      x for x, before in zip(leaves, known, strict=True) if x is not before
-    ]
+    pairs = zip(leaves, known, strict=True)
+    return [x for x, before in pairs if x is not before]
 
 
 def arrays(tree: Tree) -> Leaves:
@@ -38,21 +35,25 @@ def arrays(tree: Tree) -> Leaves:
   # Asked of types, of which there are few. Tracers are copied by the compiler where they must be.
   kinds = set(map(type, leaves))
   others = {
-    x
-    for x in kinds
-    if not issubclass(x, jax.Array) or issubclass(x, jax.core.Tracer)
+    kind
+    for kind in kinds
+    if not issubclass(kind, jax.Array) or issubclass(kind, jax.core.Tracer)
   }
-  return [x for x in leaves if type(x) not in others] if others else leaves
+  if others:
+    leaves = [x for x in leaves if type(x) not in others]
+  return leaves
 
 
 def check_alive(
-  leaves: Leaves, arguments: Callable[[], Mapping[str, Tree]]
+  leaves: Leaves, names: Sequence[str], args: Args, kwargs: Kwargs
 ) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
   if not any(x.is_deleted() for x in leaves):
     return
-  for argument, tree in arguments().items():
-    for name, x in _validate.named_leaves(argument, tree):
+  roots = dict[Any, str](enumerate(names))
+  for slot, tree in (*enumerate(args), *kwargs.items()):
+    root = roots.get(slot, f"argument {slot!r}")
+    for name, x in _validate.named_leaves(root, tree):
       if arrays(x) and x.is_deleted():
         raise RuntimeError(
           f"{name} has been deleted: an earlier step updated parameters and state in place. Use"
@@ -71,36 +72,42 @@ def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
   only where they are like an array that is `new`: not of the last call.
   """
   shards = _shards(new)
-
-  def holds(aval: jax.core.ShapedArray) -> bool:
-    """Whether an array of this type could be cut into such a shard."""
-    like = (
-      shape
-      for shape, dtype in shards
-      if (len(shape), dtype) == (aval.ndim, aval.dtype)
-    )
-    return any(all(map(operator.ge, aval.shape, shape)) for shape in like)
-
   # Told from the few types that there are: asking each array for its shard takes longer.
-  alike = set(filter(holds, {x.aval for x in held}))
-  suspects = (
-    shards & _shards(x for x in held if x.aval in alike) if alike else set()
-  )
+  alike = {
+    aval
+    for aval in {x.aval for x in held}
+    if any(_may_have(aval, shard) for shard in shards)
+  }
+  if not alike:
+    return donated
+  suspects = shards & _shards(x for x in held if x.aval in alike)
   if not suspects:
     return donated
 
-  def buffers(x: Leaf) -> set[int]:
-    return _buffers(x) if _shards(arrays(x)) & suspects else set()
+  def is_suspect(x):
+    return not suspects.isdisjoint(_shards(arrays(x)))
 
-  used = set[int]().union(*map(buffers, others))
+  used = set()
+  for x in filter(is_suspect, others):
+    used |= _buffers(x)
 
-  def once(x: Leaf) -> Leaf:
-    mine = buffers(x)
-    copy = not used.isdisjoint(mine)
+  def once(x):
+    if not is_suspect(x):
+      return x
+    mine = _buffers(x)
+    if used & mine:
+      return _copied(x)
     used.update(mine)
-    return _copied(x) if copy else x
+    return x
 
   return jax.tree.map(once, donated)
+
+
+def _may_have(aval: jax.core.ShapedArray, shard: Shard) -> bool:
+  """Whether an array of this type could be cut into such a shard."""
+  shape, dtype = shard
+  same_kind = aval.dtype == dtype and aval.ndim == len(shape)
+  return same_kind and all(map(operator.ge, aval.shape, shape))
 
 
 def _shards(leaves: Iterable[jax.Array]) -> set[Shard]:

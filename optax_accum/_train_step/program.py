@@ -2,106 +2,73 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeAlias
+import functools
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import (
-  Args,
-  Kwargs,
-  Leaves,
-  OptState,
-  Params,
-  Tree,
-)
+from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import LossWithoutMesh, MeshLoss, PlacedLoss
 from optax_accum._mesh.placement import out_shardings, sharding_of
 from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
+from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._microbatches.options import Split
 from optax_accum._streaming.cycle import ValueOfOneCall
-from optax_accum._train_step.donation import (
-  arrays,
-  check_alive,
-  distinct,
-  Known,
-)
+from optax_accum._train_step import donation
 from optax_accum._train_step.optimizer_step import OptimizerStep
 from optax_accum._train_step.value_fn import loss_elsewhere
 
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
-
 Loss: TypeAlias = LossWithoutMesh | MeshLoss
-Placed: TypeAlias = (
-  LossWithoutMesh | PlacedLoss
-)  # what a call with given shardings steps by
+# What a call with given shardings steps by.
+Placed: TypeAlias = LossWithoutMesh | PlacedLoss
+Function: TypeAlias = Callable[..., Args]
 
 
 class Step:
-  """What every training step of the library has: a loss, compiled programs, and no pickle."""
+  """What every training step of the library has: a loss of rows on devices, and no pickle."""
 
   loss: Loss  # that it steps by the gradient of
-  batch_position: int  # in a call
-  updated: tuple[
-    int, ...
-  ]  # the arguments of a program that its first results replace
-  further_results: int  # how many results follow parameters, state and carry
-  _names: Callable[
-    ..., dict[str, Tree]
-  ]  # arguments of a program, as messages call them
-  _check_arguments: Callable[..., None]  # of a program, while it is traced
-
-  def _finished(self, run: Callable[..., Any]) -> Callable[..., Any]:
-    """What is compiled, of the function that takes one step."""
-    return run
+  batch_position = 2  # in a call
 
   @property
   def devices(self) -> list[jax.Device]:
     """Those of its mesh, if any."""
-    return (
-      []
-      if self.loss.parallel is None
-      else [*self.loss.parallel.mesh.devices.flat]
-    )
+    parallel = self.loss.parallel
+    if parallel is None:
+      return []
+    return list(parallel.mesh.devices.flat)
 
   def rows(self, args: Sequence[Any]) -> int | None:
     """The rows of the batch that a call is given, on all devices."""
     if len(args) <= self.batch_position:
       return None
-    split = self.loss.local.split
-    return cut.batch_rows(
-      split, {1: split.batch_axis[0]}, {1: args[self.batch_position]}
-    )
+    local, given = self.loss.local, self._of_loss(args)
+    axes = local.roles_of(given, {}).batch
+    return cut.batch_rows(local.split, axes, dict(enumerate(given)))
+
+  def _of_loss(self, args: Sequence[Any]) -> Args:
+    """The arguments of the loss that are in a call."""
+    params, _, *others = args
+    return params, *others
 
   def sizes(self, rows: int, uneven: bool) -> list[int]:
     """The sizes of a microbatch of so many rows, on all devices together: see `cut.sizes`."""
-    devices = 1
-    if (parallel := self.loss.parallel) is not None:
+    parallel = self.loss.parallel
+    devices = fewest = 1
+    if parallel is not None:
       parallel.check_rows(rows)
       devices = parallel.devices
-    fewest = 2 if self.loss.local.noise_scale and devices == 1 else 1
-    return [
-      devices * size for size in cut.sizes(rows // devices, uneven, fewest)
-    ]
-
-  def _report(
-    self, call: "PreparedCall", args: Args, **of_flax: Any
-  ) -> "SplitReport":
-    """That of `check` on a call, with such positional arguments of the loss."""
-    from optax_accum._check_split.check_split import (
-      check_step,
-    )  # training does without
-
-    return check_step(
-      call.loss.beside(*call.args[:2]), args, call.kwargs, **of_flax
-    )
+    if self.loss.local.noise_scale and devices == 1:
+      fewest = 2
+    sizes = cut.sizes(rows // devices, uneven, fewest)
+    return [devices * size for size in sizes]
 
   def __reduce__(self) -> Any:
     raise TypeError(
@@ -125,6 +92,30 @@ class PreparedCall(NamedTuple):
   kwargs: Kwargs
   others: Leaves  # the arrays of what is not updated, as they were passed
 
+  def run(self) -> Args:
+    """Takes one step."""
+    with explained(LOWERED, self.loss.parallel):
+      out = self.jitted(*self.args, **self.kwargs)
+    self.program.remember(out, self.others)
+    return out
+
+  def trace(self) -> jax.stages.Traced:
+    """The program, traced."""
+    return self.jitted.trace(*self.args, **self.kwargs)
+
+  def eval_shape(self) -> Args:
+    """Shapes and dtypes of what `run` returns."""
+    return self.jitted.eval_shape(*self.args, **self.kwargs)
+
+  def check(self, args: Args, **of_flax: Any) -> Any:
+    """The report of `check` on the loss, with such positional arguments."""
+    # Training does without.
+    from optax_accum._check_split.check_split import check_step
+
+    params, opt_state, *_ = self.args
+    loss = self.loss.beside(params, opt_state)
+    return check_step(loss, args, self.kwargs, **of_flax)
+
 
 @dataclasses.dataclass(eq=False, repr=False)
 class StepProgram:
@@ -134,127 +125,124 @@ class StepProgram:
   ones of the first two, the carry if there is one, and the metrics.
   """
 
-  step: Step  # whose program it is
   loss: Loss
   tx: optax.GradientTransformationExtraArgs
   donate: bool  # whether what is updated is donated
+  # Makes what is jitted, of the function that takes one step.
+  compiled: Callable[[Function], Function]
+  results: int  # how many that returns
+  # The arguments that the first results replace.
+  updated: tuple[int, ...] = (0, 1)
+  names: tuple[str, ...] = ()  # of the arguments, in messages
 
   def __post_init__(self) -> None:
-    self.local = self.loss.local
-    self._jitted: dict[tuple[Placed, Any], Any] = {}
-    self._returned, self._passed = Known([]), Known([])  # in the last call
+    self._jitted = functools.cache(self._jit)
+    self._last = donation.Known([])  # of the last call
 
   def prepare(
     self, args: Args, kwargs: Kwargs, kept: Tree = ()
   ) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
-    held = arrays(self._updated_of(args))
-    others = arrays(
-      (
-        [x for i, x in enumerate(args) if i not in self.step.updated],
-        kwargs,
-        kept,
-      )
-    )
-    check_alive([*held, *others], lambda: self.step._names(*args, **kwargs))
+    held = donation.arrays([args[i] for i in self.updated])
+    rest = [x for i, x in enumerate(args) if i not in self.updated]
+    others = donation.arrays((rest, kwargs, kept))
+    given = [*held, *others]
+    donation.check_alive(given, self.names, args, kwargs)
     loss, placed, named = self.loss.place(args, kwargs)
+    updated = {i: placed[i] for i in self.updated}
+    if placed is not args:
+      held = donation.arrays(updated)
     if self.donate:
-      new = [*self._returned.new(held), *self._passed.new(others)]
-      there = self._updated_of(placed)
-      once = distinct(
-        there, held if placed is args else arrays(there), others, new
-      )
-      if once is not there:
-        copied = dict(zip(self.step.updated, once, strict=True))
-        placed = tuple(copied.get(i, x) for i, x in enumerate(placed))
-    key = (
-      loss,
-      None if loss.parallel else _shardings(self._updated_of(placed), held),
-    )
-    if key not in self._jitted:
-      self._jitted[key] = self._compiled(*key)
-    return PreparedCall(self, loss, self._jitted[key], placed, named, others)
+      new = self._last.new(given)
+      updated = donation.distinct(updated, held, others, new)
+      placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
+    jitted = self._jitted(loss, _shardings(loss, updated, held))
+    return PreparedCall(self, loss, jitted, placed, named, others)
 
-  def run(self, call: PreparedCall) -> tuple[Any, ...]:
-    """One step."""
-    with explained(LOWERED, self.loss.parallel):
-      out = call.jitted(*call.args, **call.kwargs)
+  def remember(self, results: Args, others: Leaves) -> None:
+    """Tells the next call which arrays are of this one, whose buffers are known."""
     if self.donate:
-      updated = out[: len(self.step.updated)]
-      self._returned, self._passed = Known(arrays(updated)), Known(call.others)
-    return out
+      updated = donation.arrays(results[: len(self.updated)])
+      self._last = donation.Known([*updated, *others])
 
-  def _updated_of(self, args: Args) -> Args:
-    return tuple(args[i] for i in self.step.updated)
-
-  def _compiled(self, loss: Placed, kept: Any) -> Any:
-    """The jitted function for a loss, and for the shardings that results keep without a mesh."""
-    known = loss.out_shardings or (kept and kept[0].unflatten(kept[1]))
-    results = (
-      2
-      + (self.local.split.carry_argnum is not None)
-      + self.step.further_results
-    )
-    shardings = (*known, *[None] * (results - len(known))) if known else None
-    donated = self.step.updated if self.donate else ()
-    run = self.step._finished(self.function(loss))
+  def _jit(self, loss: Placed, kept: Any) -> Any:
+    """The jitted function for a loss, and for the shardings that results keep without `mesh`."""
+    shardings, donated = loss.out_shardings, self.updated
+    if kept is not None:
+      treedef, known = kept
+      shardings = treedef.unflatten(known).values()
+    if shardings is not None:
+      unknown = self.results - len(shardings)
+      shardings = (*shardings, *[None] * unknown)
+    if not self.donate:
+      donated = ()
+    run = self.compiled(self._step_by(loss))
     return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
 
-  def function(self, loss: Placed) -> Callable[..., Any]:
+  def _step_by(self, loss: Placed) -> Function:
     """One step of `tx` by the gradient of `loss`."""
-    local = self.local
+    local = self.loss.local
 
-    def train_step(
-      params: Params, opt_state: OptState, /, *args: Any, **kwargs: Any
-    ) -> Args:
-      self.step._check_arguments(params, opt_state, *args, **kwargs)
+    def step(params, opt_state, /, *args, **kwargs):
       beside = loss.beside(params, opt_state)
       reduced = beside.value_and_grad(None, params, *args, **kwargs)
-      out, stats = reduced.outputs, reduced.stats
-      weight, counted = stats.total_weight, stats.total_weight != 0
-      if local.reduction.name != "mean":  # a sum is not to be weighed again
-        weight = counted.astype(weight.dtype) if local.split.weighs else 1.0
-      value_fn = ValueOfOneCall(
-        loss_elsewhere, beside, out.weights, args, kwargs
-      )
+      out, total = reduced.outputs, reduced.stats.total_weight
+      counted = total != 0
+      if local.reduction.name == "mean":
+        weight = total
+      elif local.split.weighs:
+        weight = counted.astype(total.dtype)  # a sum is not to be weighed again
+      else:
+        weight = 1.0
+      if not local.split.weighs:
+        counted = True
       extra_args = {
         "value": out.loss,
         "grad": out.grads,
-        "value_fn": value_fn,
+        "value_fn": ValueOfOneCall(
+          loss_elsewhere, beside, out.weights, args, kwargs
+        ),
         "weight": weight,
       }
-
+      update = OptimizerStep(self.tx, out.grads, extra_args, counted)
       with jax.named_scope("optimizer"):
-        moves = counted if local.split.weighs else True
-        update = OptimizerStep(self.tx, out.grads, extra_args, moves)
         params, (opt_state, stepped) = beside.step_beside(
           update, params, opt_state
         )
-      of_mean = squared_norm(local.derivatives(out.grads))
-      metrics = {
-        "loss": out.loss,
-        "grad_norm": jnp.sqrt(of_mean),
-        **stats._asdict(),
-      }
-      metrics["stepped"] = stepped
-      if local.noise_scale:
-        metrics["noise_scale"] = noise_terms(
-          out.noise, of_mean, stats.total_weight
-        )
-      if local.has_aux or reduced.carry:
-        metrics["aux"] = out.aux
+      metrics = self._metrics(reduced) | {"stepped": stepped}
       return params, opt_state, *reduced.carry, metrics
 
-    return train_step
+    return step
+
+  def _metrics(self, reduced: Reduced) -> dict[str, Tree]:
+    """What a step returns about a batch."""
+    local, out, stats = self.loss.local, reduced.outputs, reduced.stats
+    of_mean = squared_norm(local.derivatives(out.grads))
+    metrics = {
+      "loss": out.loss,
+      "grad_norm": jnp.sqrt(of_mean),
+      **stats._asdict(),
+    }
+    if local.noise_scale:
+      metrics["noise_scale"] = noise_terms(
+        out.noise, of_mean, stats.total_weight
+      )
+    if local.has_aux or reduced.carry:
+      metrics["aux"] = out.aux
+    return metrics
 
 
-def _shardings(updated: Args, held: Leaves) -> Any:
-  """Those of the leaves of what is updated, with their tree; None where none is on a mesh."""
+def _shardings(loss: Placed, updated: Tree, held: Leaves) -> Any:
+  """Without `mesh`: those of the leaves of what is updated, with their tree; None on one device."""
+  if loss.parallel is not None:
+    return None
   if held and isinstance(held[0].sharding, jax.sharding.SingleDeviceSharding):
     return None  # asking each array would take longer
   leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))
-  return (treedef, known) if any(known) else None
+  if not any(known):
+    return None
+  return treedef, known
 
 
 def step_loss(
@@ -269,19 +257,19 @@ def step_loss(
   _validate.one_of(
     "reduce_gradients", reduce_gradients, ("per_cycle", "per_microbatch")
   )
-  asked: dict[str, Any] = {
+  asked = {
     "reduction": "mean",
     "has_aux": False,
     "noise_scale": False,
+    "grad_reduction": None,
+    "aux_reduction": None,
+    **options,
   }
-  asked |= dict.fromkeys(("grad_reduction", "aux_reduction")) | options
   split = Split.of(options, default_argnum=1)
   local = LocalLoss.of(
     loss_fn, 0, asked["has_aux"], split, asked, asked["noise_scale"]
   )
   if mesh is None:
     return LossWithoutMesh(local)
-  return MeshLoss(
-    local,
-    DataParallel.of(mesh, data_axis, reduce_gradients == "per_microbatch"),
-  )
+  in_loop = reduce_gradients == "per_microbatch"
+  return MeshLoss(local, DataParallel.of(mesh, data_axis, in_loop))

@@ -23,10 +23,10 @@ from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
-from optax_accum._microbatches import cut, parameters
+from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import WeightFn
-from optax_accum._microbatches.roles import by_slot
 from optax_accum._train_step.program import (
+  Function,
   Loss,
   PreparedCall,
   Step,
@@ -53,26 +53,17 @@ class TrainStep(Step, Generic[Params, Args]):
   loss function from the batch on, by position or by name.
   """
 
-  updated, further_results = (0, 1), 1
-
   def __init__(
     self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool
   ):
-    self.loss, self._program = loss, StepProgram(self, loss, tx, donate)
-    self.__name__, self.__signature__ = "train_step", _signature(loss.local.fun)
-
-  def _names(self, /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {
-      f"argument {slot!r}": x for slot, x in (*enumerate(args), *kwargs.items())
-    }
-
-  _check_arguments = staticmethod(parameters.check_step)
-
-  def rows(self, args: Sequence[Any]) -> int | None:
-    """The rows of the batch that a call is given, on all devices."""
-    local, of_loss = self.loss.local, (args[0], *args[2:])
-    roles = local.roles_of(of_loss, {})
-    return cut.batch_rows(local.split, roles.batch, by_slot(of_loss, {}))
+    results = 3  # parameters, state and metrics, and perhaps the carry
+    if loss.local.split.carry_argnum is not None:
+      results += 1
+    self.loss, self.__name__ = loss, "train_step"
+    self._program = StepProgram(loss, tx, donate, _checked, results)
+    # One whose names do not go with these two has that of `__call__`.
+    with contextlib.suppress(TypeError, ValueError):
+      self.__signature__ = _signature(loss.local.fun)
 
   def __call__(
     self,
@@ -83,8 +74,8 @@ class TrainStep(Step, Generic[Params, Args]):
     **kwargs: Args.kwargs,
   ) -> tuple[Params, OptState, *tuple[Any, ...]]:
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return self._program.run(call)
+    with self._prepared(params, opt_state, *args, **kwargs) as call:
+      return call.run()
 
   def check(
     self,
@@ -101,8 +92,8 @@ class TrainStep(Step, Generic[Params, Args]):
     donated. Raises what the call does, and an error inside `jax.jit`, for one row, or without room
     on one device. With `axis_name` it knows one device, and says so.
     """
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return self._report(call, (call.args[0], *call.args[2:]))
+    with self._prepared(params, opt_state, *args, **kwargs) as call:
+      return call.check(self._of_loss(call.args))
 
   def lower(
     self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
@@ -114,44 +105,66 @@ class TrainStep(Step, Generic[Params, Args]):
     self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
   ) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return call.jitted.trace(*call.args, **call.kwargs)
+    with self._prepared(params, opt_state, *args, **kwargs) as call:
+      return call.trace()
 
   def eval_shape(
     self, params: Any, opt_state: Any, *args: Any, **kwargs: Any
   ) -> Any:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    with self._prepared((params, opt_state, *args), kwargs) as call:
-      return call.jitted.eval_shape(*call.args, **call.kwargs)
+    with self._prepared(params, opt_state, *args, **kwargs) as call:
+      return call.eval_shape()
 
   @contextlib.contextmanager
-  def _prepared(self, given: Any, kwargs: Any) -> Iterator[PreparedCall]:
+  def _prepared(
+    self, params: Any, opt_state: Any, /, *others: Any, **named: Any
+  ) -> Iterator[PreparedCall]:
     """The call. An error in it says first what was passed wrongly."""
+    given = params, opt_state, *others
     try:
-      yield self._program.prepare(given, kwargs)
+      yield self._program.prepare(given, named)
     except Exception:
       fun = self.loss.local.fun
-      if why := _spellings.hint_on(
-        fun, (given[0], *given[2:]), kwargs, _spellings.WHOLE_BATCH
-      ):
+      of_loss = self._of_loss(given)
+      why = _spellings.hint_on(fun, of_loss, named, _spellings.WHOLE_BATCH)
+      if why:
         raise TypeError(f"step: {why}") from None
       parameters.check_order(self._program.tx, *given)
-      self._check_arguments(*given, **kwargs)
+      parameters.check_step(*given, **named)
       raise
 
   def __repr__(self) -> str:
     split, parallel = self.loss.local.split, self.loss.parallel
-    size = (
-      "microbatch_size"
-      if split.num_microbatches is None
-      else "num_microbatches"
-    )
-    mesh = f", mesh={parallel.mesh}" if parallel else ""
-    name = getattr(self.loss.local.fun, "__name__", repr(self.loss.local.fun))
-    donate = self._program.donate
-    return (
-      f"TrainStep({name}, {size}={getattr(split, size)}{mesh}, donate={donate})"
-    )
+    fun, size = self.loss.local.fun, "num_microbatches"
+    if split.num_microbatches is None:
+      size = "microbatch_size"
+    name = getattr(fun, "__name__", repr(fun))
+    shown = [name, f"{size}={getattr(split, size)}"]
+    if parallel is not None:
+      shown.append(f"mesh={parallel.mesh}")
+    shown.append(f"donate={self._program.donate}")
+    return f"TrainStep({', '.join(shown)})"
+
+
+def _checked(run: Function) -> Function:
+  """What is compiled: a step, whose arguments are checked while it is traced."""
+
+  def train_step(params, opt_state, /, *args, **kwargs):
+    parameters.check_step(params, opt_state, *args, **kwargs)
+    return run(params, opt_state, *args, **kwargs)
+
+  return train_step
+
+
+def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
+  """The signature of a step, with the names that `loss_fn` gives to what follows the parameters."""
+  kind = inspect.Parameter
+  named = kind.POSITIONAL_OR_KEYWORD
+  first = [kind("params", named), kind("opt_state", named)]
+  rest = list(inspect.signature(loss_fn).parameters.values())
+  if rest and rest[0].kind in (named, kind.POSITIONAL_ONLY):
+    del rest[0]  # the parameters
+  return inspect.Signature([*first, *rest])
 
 
 @_spellings.hinted(
@@ -307,34 +320,12 @@ def make_train_step(
   options = {
     k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
   }
-  optimizers = optax.GradientTransformation, optax.MultiSteps
-  module = str(getattr(loss_fn, "__module__", "")).partition(".")[0]
-  if callable(tx) and (module == "optax" or isinstance(loss_fn, optimizers)):
+  of_loss = str(getattr(loss_fn, "__module__", ""))
+  if callable(tx) and of_loss.startswith("optax"):
     raise TypeError(
       "The loss comes before the optimizer: make_train_step(loss_fn, tx, ...)."
     )
   _validate.transformation(tx, "tx")
   _validate.booleans(donate=donate)
-  return TrainStep(
-    step_loss(loss_fn, **options), optax.with_extra_args_support(tx), donate
-  )
-
-
-def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
-  """The signature of a step, with the names that `loss_fn` gives to what follows the parameters."""
-  kind = inspect.Parameter
-  first = [
-    kind(name, kind.POSITIONAL_OR_KEYWORD) for name in ("params", "opt_state")
-  ]
-  try:
-    parameters = list(inspect.signature(loss_fn).parameters.values())
-    named = parameters and parameters[0].kind in (
-      kind.POSITIONAL_ONLY,
-      kind.POSITIONAL_OR_KEYWORD,
-    )
-    return inspect.Signature([*first, *parameters[bool(named) :]])
-  except (
-    TypeError,
-    ValueError,
-  ):  # it has none, or one that these two names do not go with
-    return inspect.signature(lambda params, opt_state, *args, **kwargs: None)
+  tx = optax.with_extra_args_support(tx)
+  return TrainStep(step_loss(loss_fn, **options), tx, donate)
