@@ -71,12 +71,19 @@ def linen_train_step(
     mutable: The collections that each microbatch updates for the next, the carry: fields of the
       state, such as ``["batch_stats"]``. `carry_reduction` is a prefix tree over a dict of these.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
-    **options: Those of `make_train_step`, except the positions of arguments.
+    **options: Those of `make_train_step`, such as `num_microbatches`, `weight_fn` and `mesh`, but
+      not the positions of arguments: the batch, the keys and what is carried are known. ``donate``
+      (default) covers parameters, optimizer state, `mutable` and ``step``.
 
   Returns:
-    A `LinenTrainStep`, ``step(state, batch, rngs=None) -> (state, metrics)``, with the metrics and
-    methods of a `TrainStep`. ``donate`` covers parameters, optimizer state, `mutable` and ``step``.
-    ``state.step`` counts optimizer steps. Give new ``rngs`` in each call; indices are folded in.
+    A `LinenTrainStep`, ``step(state, batch, rngs=None) -> (state, metrics)``.
+
+    In the new state parameters, optimizer state and `mutable` are updated, and ``state.step`` is
+    greater by one if the optimizer took a step. ``metrics`` is the dict of a `TrainStep`: ``loss``,
+    ``grad_norm``, ``total_weight``, ``skipped_microbatches``, ``stepped``, and what was asked for
+    of ``aux`` and ``noise_scale``. Give new ``rngs`` in each call: each microbatch gets them with
+    its index folded in. The step has ``check``, ``lower``, ``trace`` and ``eval_shape`` too, which
+    are called as the step is.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax

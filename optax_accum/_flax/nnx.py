@@ -67,12 +67,18 @@ def nnx_train_step(
     wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
       optimizer the same, and make it after adapters are added.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
-    **options: Those of `make_train_step`, except the positions of arguments. With ``donate``
-      (default) a step deletes the arrays of parameters and optimizer. `nnx.clone` and `nnx.state`
-      share these: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
+    **options: Those of `make_train_step`, such as `num_microbatches`, `weight_fn` and `mesh`, but
+      not the positions of arguments: the batch is known, and keys and what is carried are in the
+      model. With ``donate`` (default) a step deletes the arrays of parameters and optimizer.
+      `nnx.clone` and `nnx.state` share these: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
 
   Returns:
-    An `NnxTrainStep`, with metrics and methods of a `TrainStep`. ``optimizer.step`` counts steps.
+    An `NnxTrainStep`, ``step(model, optimizer, batch) -> metrics``.
+
+    ``metrics`` is the dict of a `TrainStep`: ``loss``, ``grad_norm``, ``total_weight``,
+    ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux`` and ``noise_scale``.
+    ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``
+    and ``trace`` too, which are called as the step is.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and

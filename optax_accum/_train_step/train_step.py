@@ -226,9 +226,13 @@ def make_train_step(
       their number. The last microbatch may have fewer rows, and then counts less.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
       tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
-    has_aux: Whether `loss_fn` returns ``(loss, aux)``.
-    aux_reduction: How aux is combined: as `reduction` of `microbatch`. Default: the weighted mean,
-      which refuses an aux with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
+    has_aux: Whether `loss_fn` returns ``(loss, aux)``, with further results in a pytree. They are
+      combined over the microbatches, and are then ``metrics["aux"]``.
+    aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
+      ``"last"``, ``"stack"`` (along a new first axis, of microbatches), ``"concat"`` (values per
+      row, in the order of the batch), a function ``merge(a, b)``, or a prefix tree of these, as in
+      ``{"logits": "concat", "correct": "sum"}``. Default: the weighted mean, which refuses an aux
+      with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
     batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
       which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
@@ -263,30 +267,58 @@ def make_train_step(
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
       ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over it.
       Over further axes they are summed in every microbatch.
-    axis_name: Instead of `mesh`, inside `pmap` or `shard_map`. As in `microbatch_value_and_grad`.
+    axis_name: Instead of `mesh`, for a step that is called inside `pmap` or `shard_map`: the axis
+      that rows are sharded over, or several. Gradients are summed over it once per step, and every
+      device takes the same step. "stack" and "concat" keep the values of each device.
 
   Expert options:
-    in_place, accumulator_dtype, grad_reduction, carry_reduction, batch_axis: As in
-      `microbatch_value_and_grad`.
-    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
+    in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
+      which saves memory if layers are scanned ("Sharp edges" has measurements). Needs JAX 0.10, and
+      parameters in the dtype of their accumulators. Excludes `skip_nonfinite`, `noise_scale`,
+      `grad_reduction` and ``reduce_gradients="per_microbatch"``.
+    accumulator_dtype: The dtype to add losses and gradients up in. Default: that of each gradient,
+      but float32 at least. The optimizer gets gradients in their own dtypes again.
+    grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
+      ``"last"``, or a prefix tree of these over the parameters. For parameters that are overwritten
+      with their "gradient", such as fp8 statistics: `tx` must overwrite them too. Default:
+      `reduction`.
+    carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
+      default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
+      all increments. Each device folds its index into keys; the first device's come out.
+    batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
+      order of `batch_argnums` and then `batch_argnames`.
+    batch_argnames: The names of keyword arguments that are split, in addition to `batch_argnums`.
+    rng_argnames: The names of keyword arguments that are random keys, as those of `rng_argnums`.
 
   Returns:
     A `TrainStep`. Further arguments of `loss_fn` follow the batch. All are traced, so fix a setting
-    with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays: ``loss``;
-    ``grad_norm``, the global norm of the gradients in float32 or wider, without leaves whose
-    `grad_reduction` differs from `reduction`; ``total_weight``; ``skipped_microbatches`` (int32);
-    ``aux``, with `has_aux` or `carry_argnum`; ``noise_scale``, if asked for; and ``stepped``
-    (bool), whether `tx` took a step. That is False within the cycle of a `tx` that accumulates (of
-    the part that does, as in `optax.partition`), where `optax.apply_if_finite` rejects gradients
-    and nothing else moves, and if all microbatches were skipped or weigh 0: nothing is updated
-    then, except that an `accumulate` counts a mini step and ends no cycle.
+    with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays:
+
+    ========================  ======================================================================
+    ``loss``                  of the whole batch
+    ``grad_norm``             the global norm of the gradients, in float32 or wider, without leaves
+                              whose `grad_reduction` differs from `reduction`
+    ``total_weight``          the sum of the weights
+    ``skipped_microbatches``  int32, how many were not finite, with `skip_nonfinite`
+    ``stepped``               bool, whether `tx` took a step
+    ``aux``                   with `has_aux` or `carry_argnum`
+    ``noise_scale``           if asked for
+    ========================  ======================================================================
+
+    ``stepped`` is False within the cycle of a `tx` that accumulates (of the part that does, as in
+    `optax.partition`), where `optax.apply_if_finite` rejects gradients and nothing else moves, and
+    if all microbatches were skipped or weigh 0: nothing is updated then, except that an
+    `accumulate` counts a mini step and ends no cycle.
 
   Raises:
-    ValueError, TypeError, NotImplementedError: As `microbatch_value_and_grad`; also if `tx` is not
-      an optax transformation, or changes the tree or the shapes of its state; parameters are a flax
-      `TrainState` or an nnx module; arguments are missing, out of order or on another mesh; the
-      state is of other parameters or optimizers; or the loss was already reduced over the mesh,
-      or divides by a sum over it, or sends something under a condition that devices do not share.
+    ValueError: A count, a name, an argument or a shape cannot work; arguments are missing, out of
+      order or on another mesh; the state is of other parameters or optimizers, or `tx` changes its
+      tree or shapes; or the loss was already reduced over the mesh, or divides by a sum over it, or
+      sends something under a condition that devices do not share.
+    TypeError: A value has the wrong type: the loss is not a real scalar, `tx` is not an optax
+      transformation, or parameters are a flax `TrainState` or an nnx module.
+    NotImplementedError: ``in_place=True`` with JAX before 0.10, in `jax.vmap`, or differentiated;
+      or what is within an `accumulate` calls ``value_fn``.
     RuntimeError: An array was donated to an earlier step, which deleted it.
 
   The loss:
@@ -297,17 +329,22 @@ def make_train_step(
   Over a mesh:
     `loss_fn` runs in `jax.shard_map` over `data_axis` and returns the loss of one device's rows
     (with further axes, of the rows that the devices along these share); the step averages over the
-    global batch. A loss that was reduced over devices (``lax.pmean``), or divided by
-    ``lax.psum(count, axis)``, raises an error: return ``l.sum() / count``, and let `weight_fn`
-    count. Where ``count`` is a Python number, only ``step.check`` finds the division. Collectives
-    over `data_axis` within the loss have the gradient of the whole batch, with weights too. If
-    gradients go through them, the loss is multiplied by its weight before it is differentiated:
-    return it in float32, and finite on a device whose weight is 0 (``/ jnp.maximum(count, 1)``);
-    with `skip_nonfinite` all devices skip together. Batch statistics are those of the device's own
-    rows in one microbatch. "stack" and "concat" join the values of all devices, "concat" in the
-    order of the batch. The compiler decides about other axes: write a sharding constraint as a bare
-    `PartitionSpec` of these. Parameters, state and carry keep their shardings: see the guide "Which
-    way to shard".
+    global batch. Batch statistics are those of the device's own rows in one microbatch. "stack" and
+    "concat" join the values of all devices, "concat" in the order of the batch. Parameters, state
+    and carry keep their shardings: see the guide "Which way to shard".
+
+    A loss that was reduced over devices (``lax.pmean``), or divided by ``lax.psum(count, axis)``,
+    raises an error: return ``l.sum() / count``, and let `weight_fn` count. Where ``count`` is a
+    Python number, only ``step.check`` finds the division.
+
+    Other collectives over `data_axis` within the loss have the gradient of the whole batch, with
+    weights too. If gradients go through them, the loss is multiplied by its weight before it is
+    differentiated: return it in float32, and finite on a device whose weight is 0
+    (``/ jnp.maximum(count, 1)``). With `skip_nonfinite` all devices then skip together, and with
+    `in_place` a microbatch that is empty on one device runs if it counts on another.
+
+    The compiler decides about other axes: write a sharding constraint as a bare `PartitionSpec` of
+    these.
 
   The optimizer:
     ``tx.update`` gets ``value``, the loss; ``grad``, the gradients; ``weight``, the total weight (1
