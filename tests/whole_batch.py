@@ -7,7 +7,7 @@ alone:
 
   python tests/whole_batch.py --draw "entry=update devices=4 weights=floats"
 
-`tests/test_whole_batch.py` has the draws of CI, and what a draw is made of is `support.draws`.
+`tests/package/test_whole_batch.py` has the draws of CI, and what a draw is made of is `support.draws`.
 """
 
 import argparse

@@ -32,7 +32,7 @@ from optax_accum import (
 )
 import optax_accum.flax
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PARAMS = {"b": jnp.ones(3), "w": jnp.zeros((8, 3))}
 K = 3
 INNER = optax.chain(optax.clip_by_global_norm(2.0), relaxed(optax.adam(0.1)))

@@ -24,7 +24,7 @@ from optax_accum._flax.nnx import NnxTrainStep
 from optax_accum._microbatches.options import Split
 import optax_accum.flax
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PUBLIC = {
   name: value
   for module in (optax_accum, optax_accum.flax)

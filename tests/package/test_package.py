@@ -13,7 +13,7 @@ import yaml
 
 import optax_accum
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_version_is_told_once():
