@@ -11,141 +11,189 @@ from optax_accum import accumulate, has_updated
 
 SGD = optax.sgd(1.0)
 PARAMS = {"w": jnp.zeros((2, 3)), "b": jnp.zeros(3)}
-
-
-@pytest.mark.parametrize(
-  ("every_k", "error", "message"),
-  [
-    (0, ValueError, r"every_k=0 must be at least 1"),
-    (-2, ValueError, r"every_k=-2 must be at least 1"),
-    (2.0, TypeError, r"every_k=2\.0 must be an int of at least 1"),
-    (True, TypeError, r"every_k=True must be an int of at least 1"),
-    ("4", TypeError, r"every_k='4' must be an int of at least 1"),
-    (None, TypeError, r"every_k=None must be an int of at least 1"),
-    (
-      np.ones(2, int),
-      TypeError,
-      r"every_k=array.* must be an int of at least 1",
-    ),
-  ],
-)
-def test_every_k(every_k, error, message):
-  with pytest.raises(error, match=message):
-    accumulate(SGD, every_k)
-
-
-@pytest.mark.parametrize("one", [np.int64(1), jnp.int32(1)])
-def test_every_k_takes_integers_of_arrays(one):
-  assert accumulate(SGD, one).init(PARAMS).acc_grads == ()
-
-
-@pytest.mark.parametrize(
-  ("schedule", "error", "message"),
-  [
-    (
-      lambda _: 2.0,
-      TypeError,
-      r"shape \(\) and dtype float32; .* integer scalar: cast it",
-    ),
-    (
-      lambda s: jnp.stack([s, s]),
-      TypeError,
-      r"shape \(2,\) and dtype int32; .* integer scalar",
-    ),
-    (lambda _: True, TypeError, r"dtype bool; it must be an integer"),
-    (
-      lambda _: 0,
-      ValueError,
-      r"The schedule every_k returned 0; it must return 1 or more",
-    ),
-  ],
-)
-def test_schedules(schedule, error, message):
-  tx = accumulate(SGD, schedule)
-  with pytest.raises(error, match=message):
-    jax.eval_shape(tx.update, PARAMS, tx.init(PARAMS))
+COMPLEX = {"z": jnp.zeros(2, jnp.complex64)}
 
 
 class Optimizer:
   """A class where its instance, or a transformation, is wanted."""
 
 
-@pytest.mark.parametrize(
-  ("inner", "message"),
-  [
-    (
-      optax.adam,
-      r"something that may make one: call it first, as in adam\(\.\.\.\)",
-    ),
-    (
-      Optimizer,
-      r"something that may make one: call it first, as in Optimizer\(\.\.\.\)",
-    ),
-    (
-      optax.MultiSteps(SGD, 2),
-      r"a optax\.MultiSteps|an optax\.MultiSteps object.*it wraps",
-    ),
-    (
-      0.1,
-      r"inner=0\.1 is not an optax\.GradientTransformation: give an optax optimizer",
-    ),
-    (
-      (SGD.init, SGD.update),
-      r"build one with optax\.GradientTransformation\(init_fn",
-    ),
-  ],
-)
-def test_inner(inner, message):
-  with pytest.raises(TypeError, match=message):
-    accumulate(inner, 2)
+def built(**options):
+  """A call of `accumulate`."""
+  return lambda: accumulate(**{"inner": SGD, "every_k": 2, **options})
 
 
-def test_reduction():
-  with pytest.raises(
-    ValueError, match=r"reduction='max' must be one of 'mean', 'sum'"
-  ):
-    accumulate(SGD, 2, reduction="max")
+def started(params=PARAMS, **options):
+  """A call of `init`."""
+  return lambda: built(**options)().init(params)
 
 
-@pytest.mark.parametrize("method", ["update", "apply"])
-@pytest.mark.parametrize(
-  ("grads", "error", "message"),
-  [
-    ({"w": PARAMS["w"]}, ValueError, r"updates\['b'\] is missing"),
+def called(every_k=2, method="update", grads=PARAMS, options=(), **keywords):
+  """A call of `update` or `apply`, traced: keywords are known to the program."""
+
+  def call():
+    tx = accumulate(SGD, every_k, **dict(options))
+    state = tx.init(PARAMS)
+    run = getattr(tx, method)
+    jax.eval_shape(lambda grads: run(grads, state, PARAMS, **keywords), grads)
+
+  return call
+
+
+def returns(*result):
+  """A `skip_fn` that returns this."""
+  return started(skip_fn=lambda *_: result)
+
+
+NO_INT = "must be an int of at least 1"
+CALL_IT = "something that may make one: call it first, as in"
+NO_SCALAR = "must be a real scalar"
+NO_WEIGHT = "it must be 0, or from"
+NO_BOOL = "must be a bool, or a bool scalar array"
+UNLIKE_THE_STATE = [
+  ({"w": PARAMS["w"]}, ValueError, r"updates\['b'\] is missing"),
+  ({**PARAMS, "c": PARAMS["b"]}, ValueError, r"\['c'\] is not expected"),
+  (
+    {**PARAMS, "b": jnp.zeros(4)},
+    ValueError,
+    r"updates\['b'\] has shape \(4,\), not \(3,\)",
+  ),
+  (
+    {**PARAMS, "b": jnp.zeros(3, int)},
+    TypeError,
+    r"updates\['b'\] is int32\[3\]; gradients",
+  ),
+  (
+    {**PARAMS, "b": jnp.zeros(3, complex)},
+    TypeError,
+    r"updates\['b'\].*imaginary part",
+  ),
+  (
+    tuple(PARAMS.values()),
+    ValueError,
+    r"updates\['\w'\] is missing.*parameters that init was",
+  ),
+]
+KEYWORDS = [
+  (
+    "weight",
+    jnp.ones(2),
+    ValueError,
+    rf"a weight of shape \(2,\).*{NO_SCALAR}",
+  ),
+  ("weight", -1.0, ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
+  ("weight", jnp.float32(-1), ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
+  ("weight", float("nan"), ValueError, rf"the weight nan; {NO_WEIGHT}"),
+  ("weight", 1j, TypeError, NO_SCALAR),
+  ("flush", 1, TypeError, f"flush=1 {NO_BOOL}"),
+  ("flush", jnp.ones(2, bool), TypeError, f"flush=.* {NO_BOOL}"),
+  ("flush", jnp.int32(1), TypeError, f"flush=.* {NO_BOOL}"),
+]
+REFUSED = [
+  (built(every_k=0), ValueError, "every_k=0 must be at least 1"),
+  (built(every_k=-2), ValueError, "every_k=-2 must be at least 1"),
+  (built(every_k=2.0), TypeError, rf"every_k=2\.0 {NO_INT}"),
+  (built(every_k=True), TypeError, f"every_k=True {NO_INT}"),
+  (built(every_k="4"), TypeError, f"every_k='4' {NO_INT}"),
+  (built(every_k=None), TypeError, f"every_k=None {NO_INT}"),
+  (built(every_k=np.ones(2, int)), TypeError, f"every_k=array.* {NO_INT}"),
+  (
+    called(lambda _: 2.0),
+    TypeError,
+    r"shape \(\) and dtype float32; .* integer scalar: cast it",
+  ),
+  (
+    called(lambda step: jnp.stack([step, step])),
+    TypeError,
+    r"shape \(2,\) and dtype int32; .* integer scalar",
+  ),
+  (called(lambda _: True), TypeError, "dtype bool; it must be an integer"),
+  (
+    called(lambda _: 0),
+    ValueError,
+    "The schedule every_k returned 0; it must return 1 or more",
+  ),
+  (built(inner=optax.adam), TypeError, rf"{CALL_IT} adam\(\.\.\.\)"),
+  (built(inner=Optimizer), TypeError, rf"{CALL_IT} Optimizer\(\.\.\.\)"),
+  (
+    built(inner=optax.MultiSteps(SGD, 2)),
+    TypeError,
+    r"an optax\.MultiSteps object.*it wraps",
+  ),
+  (
+    built(inner=0.1),
+    TypeError,
+    r"inner=0\.1 is not an optax\.GradientTransformation: give an optax optimizer",
+  ),
+  (
+    built(inner=(SGD.init, SGD.update)),
+    TypeError,
+    r"build one with optax\.GradientTransformation\(init_fn",
+  ),
+  (
+    built(reduction="max"),
+    ValueError,
+    "reduction='max' must be one of 'mean', 'sum'",
+  ),
+  (built(skip_fn=3), TypeError, "skip_fn=3 must be a function"),
+  (
+    started(skip_fn=lambda *_: jnp.bool_(True)),
+    TypeError,
+    r"skip_fn returned .*; it must return the pair \(should_skip, info\)",
+  ),
+  (
+    returns(jnp.int32(1), ()),
+    TypeError,
+    "should_skip=.*; it must be a bool scalar",
+  ),
+  (
+    returns(jnp.ones(2, bool), ()),
+    TypeError,
+    "should_skip=.*; it must be a bool scalar",
+  ),
+  (
+    started(COMPLEX, accumulator_dtype=jnp.int32),
+    TypeError,
+    "accumulator_dtype=int32 cannot hold a mean",
+  ),
+  (
+    started(COMPLEX, accumulator_dtype=jnp.float32),
+    TypeError,
+    r"accumulator_dtype=float32 would lose the imaginary part of params\['z'\]",
+  ),
+  (
+    lambda: has_updated(SGD.init(PARAMS)),
+    ValueError,
+    "got a tuple without an AccumulateState in it",
+  ),
+  *(
     (
-      {**PARAMS, "c": PARAMS["b"]},
+      called(every_k, options={"axis_name": "batch"}),
       ValueError,
-      r"updates\['c'\] is not expected",
-    ),
-    (
-      {**PARAMS, "b": jnp.zeros(4)},
-      ValueError,
-      r"updates\['b'\] has shape \(4,\), not \(3,\)",
-    ),
-    (
-      {**PARAMS, "b": jnp.zeros(3, int)},
-      TypeError,
-      r"updates\['b'\] is int32\[3\]; gradients",
-    ),
-    (
-      {**PARAMS, "b": jnp.zeros(3, complex)},
-      TypeError,
-      r"updates\['b'\].*imaginary part",
-    ),
-    (
-      tuple(PARAMS.values()),
-      ValueError,
-      r"updates\['\w'\] is missing.*parameters that init was",
-    ),
-  ],
-)
-def test_gradients_unlike_the_state(grads, error, message, method):
-  tx = accumulate(SGD, 2)
+      r"axis_name='batch' is not bound here.*jax\.pmap",
+    )
+    for every_k in (1, 2)
+  ),
+  *(
+    (called(method=method, grads=grads), error, message)
+    for method in ("update", "apply")
+    for grads, error, message in UNLIKE_THE_STATE
+  ),
+  *(
+    (called(every_k, **{name: value}), error, message)
+    for every_k in (1, 2)
+    for name, value, error, message in KEYWORDS
+  ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_an_error_names_the_value_and_what_it_must_be(call, error, message):
   with pytest.raises(error, match=message):
-    jax.eval_shape(getattr(tx, method), grads, tx.init(PARAMS), PARAMS)
+    call()
 
 
-def test_a_tree_of_another_kind_with_the_same_leaves():
+def test_an_error_names_the_kind_of_tree_where_the_leaves_are_the_same():
   tx = accumulate(SGD, 2)
   with pytest.raises(
     ValueError, match=r"updates is a PyTreeDef.* and not a PyTreeDef"
@@ -153,7 +201,12 @@ def test_a_tree_of_another_kind_with_the_same_leaves():
     tx.update([jnp.zeros(2)], tx.init((jnp.zeros(2),)))
 
 
-def test_float64_gradients_for_a_float32_accumulator():
+@pytest.mark.parametrize("one", [np.int64(1), jnp.int32(1)])
+def test_every_k_takes_integers_of_arrays(one):
+  assert accumulate(SGD, one).init(PARAMS).acc_grads == ()
+
+
+def test_float64_gradients_are_not_rounded_to_a_float32_accumulator():
   tx = accumulate(SGD, 2)
   state = tx.init(PARAMS)
   with jax.enable_x64(True):
@@ -167,7 +220,7 @@ def test_float64_gradients_for_a_float32_accumulator():
     jax.eval_shape(tx.update, grads, state)
 
 
-def test_an_accumulator_that_is_restored_in_another_dtype():
+def test_an_accumulator_that_is_restored_in_another_dtype_is_refused():
   tx = accumulate(SGD, 2)
   for dtype in (jnp.bfloat16, jnp.int32):
     state = tx.init(PARAMS)
@@ -178,7 +231,7 @@ def test_an_accumulator_that_is_restored_in_another_dtype():
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
-def test_the_gradient_of_an_integer(every_k):
+def test_the_gradient_of_an_integer_is_refused_with_what_to_write(every_k):
   tx = accumulate(relaxed(optax.adam(0.1)), every_k)
   fixed, params = {"q": jnp.arange(3, dtype=jnp.int8)}, {"a": jnp.ones(3)}
 
@@ -206,24 +259,7 @@ def test_the_gradient_of_an_integer(every_k):
   )
 
 
-@pytest.mark.parametrize(
-  ("dtype", "message"),
-  [
-    (jnp.int32, r"accumulator_dtype=int32 cannot hold a mean"),
-    (
-      jnp.float32,
-      r"accumulator_dtype=float32 would lose the imaginary part of params\['z'\]",
-    ),
-  ],
-)
-def test_accumulator_dtype(dtype, message):
-  with pytest.raises(TypeError, match=message):
-    accumulate(SGD, 2, accumulator_dtype=dtype).init(
-      {"z": jnp.zeros(2, jnp.complex64)}
-    )
-
-
-def test_missing_parameters():
+def test_parameters_that_are_missing_are_asked_for():
   tx = accumulate(optax.adamw(0.1), 2)
   state = tx.init(PARAMS)
   with (
@@ -237,84 +273,10 @@ def test_missing_parameters():
     tx.apply(PARAMS, state, None)
 
 
-@pytest.mark.parametrize("every_k", [1, 2])
-@pytest.mark.parametrize(
-  ("kwargs", "error", "message"),
-  [
-    (
-      {"weight": jnp.ones(2)},
-      ValueError,
-      r"a weight of shape \(2,\).*must be a real scalar",
-    ),
-    ({"weight": -1.0}, ValueError, r"the weight -1\.0; it must be 0, or from"),
-    (
-      {"weight": jnp.float32(-1)},
-      ValueError,
-      r"the weight -1\.0; it must be 0, or from",
-    ),
-    (
-      {"weight": float("nan")},
-      ValueError,
-      r"the weight nan; it must be 0, or from",
-    ),
-    ({"weight": 1j}, TypeError, r"must be a real scalar"),
-    (
-      {"flush": 1},
-      TypeError,
-      r"flush=1 must be a bool, or a bool scalar array",
-    ),
-    (
-      {"flush": jnp.ones(2, bool)},
-      TypeError,
-      r"flush=.* must be a bool, or a bool scalar array",
-    ),
-    (
-      {"flush": jnp.int32(1)},
-      TypeError,
-      r"flush=.* must be a bool, or a bool scalar array",
-    ),
-  ],
-)
-def test_weight_and_flush(kwargs, error, message, every_k):
-  tx = accumulate(SGD, every_k)
-  with pytest.raises(error, match=message):
-    tx.update(PARAMS, tx.init(PARAMS), **kwargs)
-
-
-@pytest.mark.parametrize(
-  ("returned", "message"),
-  [
-    (
-      jnp.bool_(True),
-      r"skip_fn returned .*; it must return the pair \(should_skip, info\)",
-    ),
-    ((jnp.int32(1), ()), r"should_skip=.*; it must be a bool scalar"),
-    ((jnp.ones(2, bool), ()), r"should_skip=.*; it must be a bool scalar"),
-  ],
-)
-def test_skip_fn(returned, message):
-  with pytest.raises(TypeError, match=message):
-    accumulate(SGD, 2, skip_fn=lambda *_: returned).init(PARAMS)
-
-
-@pytest.mark.parametrize("every_k", [1, 2])
-def test_an_axis_name_that_is_not_bound(every_k):
-  tx = accumulate(SGD, every_k, axis_name="batch")
-  with pytest.raises(
-    ValueError, match=r"axis_name='batch' is not bound here.*jax\.pmap"
-  ):
-    tx.update(PARAMS, tx.init(PARAMS))
-
-
-def test_has_updated_without_a_state():
-  with pytest.raises(
-    ValueError, match=r"got a tuple without an AccumulateState in it"
-  ):
-    has_updated(SGD.init(PARAMS))
-
-
 @pytest.mark.parametrize(("before", "now"), [(8, 1), (1, 3)])
-def test_a_state_of_another_kind_of_every_k(before, now):
+def test_a_state_with_or_without_an_accumulator_is_told_from_the_other(
+  before, now
+):
   params = jnp.ones(2)
   state = accumulate(optax.sgd(0.1), before).init(params)
   with pytest.raises(
@@ -322,8 +284,3 @@ def test_a_state_of_another_kind_of_every_k(before, now):
     match=rf"every_k={now}, and the state (has|lacks) an accumulator",
   ):
     accumulate(optax.sgd(0.1), now).update(params, state, params)
-
-
-def test_a_skip_fn_that_is_no_function():
-  with pytest.raises(TypeError, match="skip_fn=3 must be a function"):
-    accumulate(optax.sgd(0.1), 2, skip_fn=3)
