@@ -147,10 +147,9 @@ def test_three_steps_are_those_of_the_whole_batch(shape):
     params, _, metrics = three_steps(shape, loss_of, **TIMES)
     trees.assert_close(params, expected, 1e-10)
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-10)
-    naive, _, _ = three_steps(shape, loss_of, num_microbatches=4)
-    assert (
-      np.abs(naive["head"] - expected["head"]).max() > 1e-4
-    )  # a mean of means
+    if shape == SHAPES[0]:  # a mean of means is another step
+      naive, _, _ = three_steps(shape, loss_of, num_microbatches=4)
+      assert np.abs(naive["head"] - expected["head"]).max() > 1e-4
 
 
 EMPTY = range(1, ROWS // 2, 4)  # of 4 microbatches one, on half of the replicas
@@ -166,12 +165,13 @@ if _versions.ADDS_TO_REFERENCES:
   WAYS["in_place"] = {"in_place": True, "batch": make_batch(EMPTY)}
 
 
-# Each way on two meshes, each mesh with three ways or four.
+# Each way on a mesh, each mesh with a way or two.
 @pytest.mark.parametrize(
-  ("way", "shape"),
-  [(way, SHAPES[(i + j) % 4]) for i, way in enumerate(WAYS) for j in (0, 2)],
+  ("way", "shape"), [(way, SHAPES[i % 4]) for i, way in enumerate(WAYS)]
 )
-def test_ways_to_hold_and_to_send(way, shape):
+def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
+  way, shape
+):
   with jax.enable_x64(True):
     loss_of = loss_fn if len(shape) == 2 else without_gathers
     if (
@@ -188,7 +188,7 @@ def test_ways_to_hold_and_to_send(way, shape):
   [{"words": BOTH, "mask": P("replica")}, {"words": P(), "mask": BOTH}],
   ids=["one over one", "one whole"],
 )
-def test_leaves_of_a_batch_that_are_not_sharded_alike(rows):
+def test_leaves_of_a_batch_need_not_be_sharded_alike(rows):
   with jax.enable_x64(True):
     params, _, _ = three_steps((2, 4), loss_fn, rows=rows, **TIMES)
     trees.assert_close(params, whole_batch()[0], 1e-10)
@@ -208,7 +208,7 @@ WITHIN = {
   ("shape", "when"),
   [((2, 4), "per_cycle"), ((2, 2, 2), "per_cycle"), ((2, 4), "per_microbatch")],
 )
-def test_how_often_replicas_reduce(shape, when):
+def test_replicas_reduce_once_a_cycle_or_in_every_microbatch(shape, when):
   mesh, tx = devices.make_mesh(*shape, axes=AXES), optax.sgd(0.1)
   params = jax.tree.map(np.float32, init_params())
   specs = over_fsdp(params, mesh)
@@ -258,20 +258,13 @@ EVERYTHING = {
 }
 
 
-@functools.cache
-def without_further_axes(replicas):
-  return three_steps(
-    (replicas,), with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING
-  )
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_everything_at_once_is_that_without_further_axes(shape):
+def test_everything_at_once_is_that_without_further_axes():
   with jax.enable_x64(True):
-    here = three_steps(
-      shape, with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING
+    here, without = (
+      three_steps(shape, with_aux, tx=accumulate(optimizer(), 2), **EVERYTHING)
+      for shape in ((2, 2, 2), (2,))
     )
-    trees.assert_close(here, without_further_axes(shape[0]), 1e-10)
+    trees.assert_close(here, without, 1e-10)
     metrics = here[2]
     assert metrics["aux"]["rows"].shape == (ROWS,)
     assert metrics["skipped_microbatches"] == 1
@@ -315,7 +308,7 @@ FLAX = {"num_microbatches": 4, "weight_fn": total}
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_a_linen_model_with_logical_axes():
+def test_a_linen_model_with_logical_axes_keeps_its_shardings():
   mesh, rules = devices.make_mesh(2, 4, axes=AXES), [("embed", "fsdp")]
   model, tx = Linen(), optax.adamw(1e-2)
   with jax.enable_x64(True), nn.logical_axis_rules(rules):
@@ -347,7 +340,7 @@ def test_a_linen_model_with_logical_axes():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_an_nnx_model_that_is_sharded():
+def test_an_nnx_model_that_is_sharded_stays_so():
   mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.adamw(1e-2)
   loss = lambda model, batch: weighted(model(batch["x"]), batch)  # noqa: E731
   with jax.enable_x64(True):
@@ -370,7 +363,7 @@ def test_an_nnx_model_that_is_sharded():
     )
 
 
-def test_the_users_own_map_over_the_data_axis_alone():
+def test_in_the_users_own_map_over_the_data_axis_alone_it_is_the_same_step():
   """Microbatches one by one, and all at once: the further axis is the compiler's there too."""
   mesh = devices.make_mesh(2, 4, axes=AXES[:2])
   mapped = functools.partial(jax.shard_map, mesh=mesh, axis_names={"replica"})

@@ -576,12 +576,11 @@ def fft(params, batch):
 
 def linen_rnn(layer):
   module = nn.RNN(layer(WIDTH, param_dtype=np.float64))
-  params = module.init(jax.random.key(0), jnp.zeros((1, TIMES, WIDTH)))
+  params = jax.jit(module.init)(jax.random.key(0), jnp.zeros((1, TIMES, WIDTH)))
   return params, lambda params, x: module.apply(params, x)[:, -1]
 
 
 add_module("linen LSTM")(functools.partial(linen_rnn, nn.OptimizedLSTMCell))
-add_module("linen GRU")(functools.partial(linen_rnn, nn.GRUCell))
 
 
 class Layer(nn.Module):
@@ -601,7 +600,9 @@ def linen_layers():
     length=3,
   )
   module = scanned()
-  params = module.init(jax.random.key(0), jnp.zeros((1, WIDTH)), None)
+  params = jax.jit(module.init, static_argnums=2)(
+    jax.random.key(0), jnp.zeros((1, WIDTH)), None
+  )
   return params, lambda params, x: module.apply(params, jnp.mean(x, 1), None)[0]
 
 
@@ -628,9 +629,10 @@ def haiku_rnn():
     )[0][-1]
 
   transformed = hk.without_apply_rng(hk.transform(fun))
-  return transformed.init(
+  params = jax.jit(transformed.init)(
     jax.random.key(0), jnp.zeros((1, TIMES, WIDTH))
-  ), transformed.apply
+  )
+  return params, transformed.apply
 
 
 @add_module("Equinox GRU")
