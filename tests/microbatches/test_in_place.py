@@ -116,7 +116,6 @@ def whole(loss_fn, padded=False):
 
 CASES = [
   (scanned, True, {"num_microbatches": 1}),
-  (scanned, False, {"num_microbatches": 4}),
   (scanned, False, {"microbatch_size": 5}),
   (scanned, True, {"microbatch_size": 5}),
   (convolution, True, {"microbatch_size": 7}),
@@ -124,7 +123,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("loss_fn", "padded", "split"), CASES)
-def test_the_whole_batch(loss_fn, padded, split):
+def test_the_gradient_is_that_of_the_whole_batch(loss_fn, padded, split):
   params, batch = params_of(loss_fn), make_batch(padded=padded)
   options = split | ({"weight_fn": tokens_in} if padded else {})
   run = jax.jit(microbatch_value_and_grad(loss_fn, in_place=True, **options))
@@ -132,38 +131,38 @@ def test_the_whole_batch(loss_fn, padded, split):
 
 
 def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
-  for loss, reduction in ((scanned, "mean"), (convolution, "sum")):
-
-    def loss_fn(params, batch, seen, key, loss=loss):
-      noise = jax.random.uniform(key, batch["tokens"].shape)
-      scaled = (
-        loss(params, batch) * (1 + 0.1 * jnp.sum(noise)) + seen["rows"] * 1e-3
-      )
-      return scaled, (
-        {"rows": seen["rows"] + len(noise)},
-        {"first": batch["tokens"][:, 0]},
-      )
-
-    args = (
-      params_of(loss),
-      make_batch(10),
-      {"rows": np.zeros(())},
-      jax.random.key(3),
+  def loss_fn(params, batch, seen, key):
+    noise = jax.random.uniform(key, batch["tokens"].shape)
+    scaled = (
+      convolution(params, batch) * (1 + 0.1 * jnp.sum(noise))
+      + seen["rows"] * 1e-3
     )
-    options = {
-      "microbatch_size": 4,
-      "reduction": reduction,
-      "aux_reduction": "concat",
-    }
-    options |= {"carry_argnum": 2, "rng_argnums": 3}
-    ours, plain = (
-      jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
-      for x in (True, False)
+    return scaled, (
+      {"rows": seen["rows"] + len(noise)},
+      {"first": batch["tokens"][:, 0]},
     )
-    trees.assert_close(ours, plain, 1e-12)
+
+  args = (
+    params_of(convolution),
+    make_batch(10),
+    {"rows": np.zeros(())},
+    jax.random.key(3),
+  )
+  options = {
+    "microbatch_size": 4,
+    "reduction": "sum",
+    "aux_reduction": "concat",
+    "carry_argnum": 2,
+    "rng_argnums": 3,
+  }
+  ours, plain = (
+    jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
+    for x in (True, False)
+  )
+  trees.assert_close(ours, plain, 1e-12)
 
 
-def test_outside_jit_and_by_several_arguments():
+def test_outside_jit_and_by_several_arguments_it_is_the_same_gradient():
   def loss_fn(scale, batch, params):
     return scale * scanned(params, batch)
 
@@ -227,7 +226,7 @@ def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
   assert not count_collectives(compiled).inside
 
 
-def test_optimizers_that_accumulate_or_search_a_line():
+def test_optimizers_may_accumulate_or_search_a_line():
   params, batch = params_of(scanned), jax.device_get(make_batch(12))
   adam = relaxed(optax.adam(0.1))
   line_search = optax.scale_by_backtracking_linesearch(5, store_grad=True)
@@ -267,11 +266,11 @@ class Block(nn.Module):
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_flax():
+def test_steps_of_flax_take_it_too():
   rng = np.random.default_rng(0)
   batch = {k: jnp.asarray(rng.normal(size=(12, WIDTH))) for k in "xy"}
   model = Scanned()
-  variables = model.init(jax.random.key(0), batch["x"])
+  variables = jax.jit(model.init)(jax.random.key(0), batch["x"])
 
   def linen_loss(variables, batch, rngs):
     return jnp.mean((model.apply(variables, batch["x"]) - batch["y"]) ** 2)
@@ -295,7 +294,7 @@ def test_flax():
   trees.assert_close(*results, 1e-10)
 
 
-def test_memory():
+def test_it_takes_less_memory_than_the_plain_scan():
   """Layers that are scanned and rematerialised: at most 0.75 of the plain scan's temp."""
   like = jax.eval_shape(lambda: params_of(scanned))
   like["layers"] = {
@@ -319,7 +318,7 @@ def test_memory():
   assert temp[0] < 0.75 * temp[1]
 
 
-def test_the_loss_is_traced_once():
+def test_the_loss_is_traced_once_for_each_size():
   rows = []
 
   def counted(params, batch):
@@ -352,7 +351,7 @@ def beside_a_value(params, batch):
   return jnp.mean(x**2)
 
 
-def test_a_scan_that_some_versions_mix_up():
+def test_a_scan_that_some_versions_mix_up_is_right():
   params, batch = (
     params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)},
     make_batch(8),
@@ -419,7 +418,7 @@ def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
     assert not np.allclose(grads()["embedding"], expected["embedding"])
 
 
-def test_which_parameters_are_kept_apart():
+def test_parameters_are_kept_apart_where_references_are_known_to_be_right():
   x = jnp.ones((2, 3))
 
   def cond(a, b):
@@ -460,7 +459,7 @@ def test_which_parameters_are_kept_apart():
   assert in_place_module.kept_apart(jaxpr, [x, none]) == {1}
 
 
-def test_a_loss_narrower_than_parameters_where_nothing_is_weighed():
+def test_a_loss_may_be_narrower_than_parameters_where_nothing_is_weighed():
   def loss_fn(params, batch):
     return jnp.mean(batch @ params).astype(jnp.bfloat16)
 
@@ -471,7 +470,7 @@ def test_a_loss_narrower_than_parameters_where_nothing_is_weighed():
   trees.assert_close(run(*args), jitted_value_and_grad(loss_fn)(*args), 1e-2)
 
 
-def test_python_floats_as_parameters():
+def test_parameters_may_be_python_floats():
   loss_fn = lambda p, x: jnp.mean((x * p["w"] + p["b"]) ** 2)  # noqa: E731
   args = {"w": 2.0, "b": 0.5}, np.arange(6.0)
   run = microbatch_value_and_grad(loss_fn, num_microbatches=3, in_place=True)
@@ -533,37 +532,27 @@ def test_derivatives_of_a_step_are_refused():
     jax.grad(lambda params: optax.tree.norm(run(params, batch)[1]))(params)
 
 
-def printing(params, x, seen):
-  jax.debug.callback(seen.append, x[0, 0], ordered=True)
-
-
-def checking(params, x, seen):
-  checkify.debug_check(jnp.all(x < 10), "too large")
-
-
-@pytest.mark.parametrize("effect", [printing, checking])
-def test_a_loss_with_effects(effect):
+def test_a_loss_has_its_effects_in_every_microbatch():
   seen, x, params = [], np.arange(12.0).reshape(6, 2), np.ones(2)
 
   def fun(params, x):
-    effect(params, x, seen)
+    jax.debug.callback(seen.append, x[0, 0], ordered=True)
+    checkify.debug_check(jnp.all(x < 10), "too large")
     return jnp.mean((x @ params) ** 2)
 
   run = jax.jit(
     microbatch_value_and_grad(fun, num_microbatches=3, in_place=True)
   )
   with jax.checking_leaks():
-    jax.make_jaxpr(run)(params, x)
+    jax.make_jaxpr(checkify.checkify(run))(params, x)
   error, (_, grads) = checkify.checkify(run)(params, x)
   jax.effects_barrier()
-  assert (len(seen), error.get() is None) == (
-    3 * (effect is printing),
-    effect is not checking,
-  )
+  assert len(seen) == 3
+  assert "too large" in error.get()
   np.testing.assert_allclose(grads, 2 * x.T @ (x @ params) / 6)
 
 
-def test_a_loss_that_changes_a_reference():
+def test_a_loss_may_change_a_reference_in_every_microbatch():
   count = jax.new_ref(jnp.zeros(()))
 
   def fun(params, x):

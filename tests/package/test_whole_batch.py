@@ -8,10 +8,8 @@ from support import cycles, draws, plain
 from support.draws import CHOICES, Draw, drawn, parsed, shrunk
 import whole_batch
 
-SEED, DRAWS = (
-  93,
-  60,
-)  # of 150 seeds, the one whose draws have the most pairs of choices
+# Of 150 seeds, the one whose draws have the most pairs of choices.
+SEED, DRAWS = 60, 40
 
 
 # CI runs on several versions of JAX: half of the draws on one, half on another.
@@ -118,7 +116,7 @@ def test_the_gradient_that_is_written_out_is_that_of_the_loss(line):
 # What draws are made of.
 
 
-def test_every_choice_is_drawn(monkeypatch):
+def test_draws_have_every_choice(monkeypatch):
   monkeypatch.setattr(draws, "KNOWN", {})
   many = [drawn(1, index) for index in range(1500)]
   for name, of in CHOICES.items():
@@ -126,7 +124,7 @@ def test_every_choice_is_drawn(monkeypatch):
   assert drawn(1, 7) == many[7] != drawn(2, 7)
 
 
-def test_a_draw_is_a_line():
+def test_a_draw_is_a_line_that_can_be_read_back():
   assert str(Draw()) == ""
   for index in range(200):
     assert parsed(str(drawn(3, index))) == drawn(3, index)
