@@ -59,7 +59,7 @@ LARGE = [
 
 
 @forms
-def test_numbers_beyond_int32_and_far_from_one(form):
+def test_weights_may_be_beyond_int32_and_far_from_one(form):
   every = jax.jit(lambda: [step_of(weights, form) for weights in LARGE])()
   for weights, step in zip(LARGE, every, strict=True):
     np.testing.assert_allclose(
@@ -91,7 +91,7 @@ def loss_of(weight_of):
   )
 
 
-def test_weights_of_a_weight_fn():
+def test_a_weight_fn_may_return_weights_of_any_size():
   cycles = [
     loss_of(lambda batch, w=w: w) for w in (2**33, np.int64(2**33), 1e-30)
   ]
@@ -103,7 +103,7 @@ def test_weights_of_a_weight_fn():
 @pytest.mark.parametrize(
   "weight", [1e-31, 1e-40, 2e38, np.float32(1e-38), jnp.float32(1e31), 10**400]
 )
-def test_weights_that_float32_cannot_divide_by(weight):
+def test_weights_that_float32_cannot_divide_by_are_refused(weight):
   message = (
     r"weight .*; it must be 0, or from 1e-30 to 1e\+30, .* can be rescaled"
   )
@@ -144,7 +144,7 @@ def test_no_nan_is_made_where_none_is_asked_for():
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_the_derivative_with_respect_to_a_weight(reduction):
+def test_a_weight_has_a_derivative(reduction):
   def moved(weight):
     weights = [weight, jnp.float32(1)]
     return jnp.sum(step_of(weights, reduction=reduction, differentiable=True))
@@ -338,7 +338,7 @@ def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
 
 
 @forms
-def test_a_traced_weight_where_every_call_steps(form):
+def test_where_every_call_steps_a_traced_weight_divides_by_itself(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
   run = mini_step(tx, form)
   step = jax.jit(
@@ -476,7 +476,7 @@ LOSES_IT = {
 
 
 @pytest.mark.parametrize("loses", LOSES_IT.values(), ids=LOSES_IT)
-def test_a_weight_that_is_lost_on_the_way(loses):
+def test_a_weight_that_is_lost_on_the_way_is_noticed(loses):
   def loss_fn(p, x):
     return jnp.mean((p - x) ** 2)
 

@@ -53,7 +53,7 @@ def repeated(fun, times, **kwargs):
 
 
 @on_cpu_and_tpu
-def test_outside_and_inside_a_loop(platform):
+def test_what_is_in_a_loop_is_told_from_what_is_not(platform):
   report = count(compiled(reduced, X, platform=platform))
   assert report.outside == {"all-reduce": (1, BYTES)}
   assert report.inside == {}
@@ -123,7 +123,7 @@ def counting(start, test, step):
   ],
 )
 @on_cpu_and_tpu
-def test_loops_that_the_program_fixes(fun, times, platform):
+def test_loops_that_the_program_fixes_are_counted(fun, times, platform):
   report = count(compiled(fun, X, platform=platform))
   assert sum(c.executions for c in report.operations) == times
   assert report.unknown_trip_counts == ()
@@ -253,7 +253,7 @@ def test_every_branch_of_a_conditional_counts():
     ("all-reduce", 2**17, lambda x: lax.psum(x.astype(jnp.int8), "data")),
   ],
 )
-def test_kinds_and_bytes(kind, nbytes, fun, platform):
+def test_each_kind_is_counted_with_its_bytes(kind, nbytes, fun, platform):
   x = jax.ShapeDtypeStruct((8 * 128, 1024), jnp.float32)
   report = count(compiled(lambda x: fun(x * 2.0), x, platform=platform))
   assert report.outside == {kind: (1, nbytes)}
@@ -451,7 +451,7 @@ def test_small_collectives_can_be_left_out():
   assert report.at_least(BYTES + 1).operations == ()
 
 
-def test_one_device_has_none():
+def test_a_program_of_one_device_has_none():
   report = count(jax.jit(jnp.sin).lower(1.0).compile())
   assert (report.operations, report.inside, report.outside) == ((), {}, {})
   assert str(report) == "no collectives"
@@ -494,7 +494,7 @@ ADD = """
     ("mesh['a'=4], device_ids=(0,2,1,3) {'a'}", ()),
   ],
 )
-def test_which_devices_exchange(written, groups):
+def test_the_devices_that_exchange_are_named(written, groups):
   line = (
     f"ROOT %r = f32[4] all-reduce(%p), replica_groups={written}, to_apply=%add"
   )
@@ -615,7 +615,7 @@ def test_which_devices_exchange(written, groups):
     ),
   ],
 )
-def test_forms_of_the_text(entry, expected):
+def test_each_form_of_the_text_is_read(entry, expected):
   wrapped = """
 %wrapped (x: f32[4]) -> f32[4] {
   %x = f32[4]{0} parameter(0)
@@ -656,7 +656,7 @@ backend_config={{"async_collective_fusion_config":{{"flag_start":"2","flag_end":
   assert count(module(entry, parts)).outside == {"all-gather": (1, 128)}
 
 
-def test_a_reduce_scatter_that_is_a_fusion_of_an_all_reduce():
+def test_a_fusion_of_an_all_reduce_may_be_a_reduce_scatter():
   fused = """
 %all-reduce-scatter.1 (x: f32[64]) -> f32[8] {
   %x = f32[64]{0} parameter(0)
@@ -756,7 +756,7 @@ def test_a_loop_of_no_trips_runs_its_condition_only(text):
   assert report.unknown_trip_counts == ()
 
 
-def test_a_condition_that_is_called():
+def test_a_condition_may_be_called():
   called = """
 %less (i: s32[], limit: s32[]) -> pred[] {
   %i = s32[] parameter(0)
@@ -781,9 +781,7 @@ COMPARE = {
   "limit_on_the_left", [False, True], ids=["right", "left"]
 )
 @pytest.mark.parametrize("direction", COMPARE)
-def test_trip_counts_of_counters_that_count_up_or_down(
-  direction, limit_on_the_left
-):
+def test_counters_may_count_up_or_down(direction, limit_on_the_left):
   ordered = direction != "NE"
   up = (direction in ("LT", "LE")) != limit_on_the_left  # the way to the limit
   steps = [step for step in (1, 3, -1, -2) if not ordered or (step > 0) == up]
@@ -817,15 +815,13 @@ def test_trip_counts_of_counters_that_count_up_or_down(
 @pytest.mark.parametrize(
   "text",
   [
-    counting_text(0, "GT", -1, 1),  # until it wraps
     counting_text(0, "NE", 5, 2),
-    counting_text(0, "NE", -4, 2),
     counting_text(0, "LT", 5, 0),
     counting_text(0, "LT", 2**16 + 1, 1),
   ],
-  ids=["away", "steps_over", "NE_away", "still", "more_than_are_followed"],
+  ids=["steps_over", "still", "more_than_are_followed"],
 )
-def test_counters_that_fix_no_trip_count(text):
+def test_counters_that_fix_no_trip_count_count_once_and_are_named(text):
   report = count(text)
   assert trips_of(report) == 1
   assert report.unknown_trip_counts == ("loop",)

@@ -43,7 +43,7 @@ def sharding(request):
   return jax.sharding.SingleDeviceSharding(devices.tpu_topology().devices[0])
 
 
-def test_products_in_and_out_of_loops(sharding):
+def test_products_are_counted_as_often_as_their_loop_runs(sharding):
   assert (
     flops(jnp.dot, (128, 256), (256, 384), sharding=sharding)
     == 2 * 128 * 256 * 384
@@ -85,7 +85,7 @@ CONVOLUTIONS = {
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_convolutions(name):
+def test_convolutions_are_counted_by_what_their_window_covers(name):
   options = CONVOLUTIONS[name]
   x, kernel = (
     (2, 9, 9, 8),
@@ -127,7 +127,7 @@ custom_call_target="__cudnn${kind}"
 """
 
 
-def test_kernels_of_gpus():
+def test_kernels_of_gpus_are_counted():
   assert matrix_flops(GEMM) == 2 * 128 * 256 * 384
   x, kernel, out = "2,8,9,9", "16,8,3,3", "2,16,9,9"
   forward = matrix_flops(CUDNN.format(a=x, b=kernel, c=out, kind="convForward"))
@@ -156,13 +156,13 @@ dim_labels=b01f_01io->b01f, batch_group_count=4
 """
 
 
-def test_groups_of_the_batch():
+def test_groups_of_the_batch_are_counted_apart():
   options = {**CONVOLUTIONS["same"], "batch_group_count": 4}
   once = multiplications((8, 9, 9, 5), (3, 3, 5, 16), **options)
   assert matrix_flops(BATCH_GROUPS) == 2 * once
 
 
-def test_nothing_to_multiply():
+def test_a_program_without_products_does_no_work():
   assert flops(jnp.sin, (8, 8)) == 0
   assert (
     flops(jnp.outer, (8,), (8,)) == 0

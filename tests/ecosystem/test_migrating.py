@@ -23,7 +23,7 @@ def linear(params, x):
   return x @ w + b
 
 
-def test_multi_steps():
+def test_the_loop_of_multi_steps_has_the_same_steps():
   trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
   pair = Pair("`optax.MultiSteps`", trained, linear, optax.adam(0.01))
   migrating.assert_a_pair(pair, "uneven", "cut short")
@@ -47,7 +47,7 @@ def test_multi_steps_goes_on_in_mid_cycle():
 
 if hasattr(optax, "microbatching"):  # since optax 0.2.7
 
-  def test_optax_microbatching():
+  def test_the_loop_of_optax_microbatching_has_the_same_steps():
     trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
     pair = Pair("`optax.microbatching`", trained, linear, optax.adam(0.01))
     migrating.assert_a_pair(pair, "uneven", "cut short")
@@ -58,7 +58,7 @@ def linen_weights(names):
   return [params["w"], params["b"]]
 
 
-def test_a_linen_train_state():
+def test_the_loop_of_a_linen_train_state_has_the_same_steps():
   pair = Pair("A linen `TrainState`", linen_weights, linear, optax.adam(0.01))
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
@@ -80,7 +80,7 @@ def test_a_linen_train_state_goes_on_in_mid_cycle():
   trees.assert_close(linen_weights(names), expected, 1e-6)
 
 
-def test_flax():
+def test_the_loops_of_flax_have_the_same_steps():
   trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
   pair = Pair("Flax's cookbook", trained, linear, optax.adam(0.01))
   migrating.assert_a_pair(pair, "uneven", "cut short")
@@ -113,7 +113,7 @@ def keras_weights(names):
   return [variable.value for variable in names["model"].trainable_variables]
 
 
-def test_keras():
+def test_the_loop_of_keras_has_the_same_steps():
   def logits(params, x):
     w1, b1, w2, b2 = params
     return jnp.tanh(x @ w1 + b1) @ w2 + b2
@@ -130,7 +130,9 @@ def test_keras():
     ("Adam(0.01", "adam(0.01, eps=1e-7", False),
   ],
 )
-def test_keras_with_other_optimizers(in_keras, in_optax, same):
+def test_the_loop_of_keras_has_the_same_steps_with_other_optimizers(
+  in_keras, in_optax, same
+):
   *shared, before, after = migrating.PAGE.blocks("Keras")
   assert "SGD(\n  0.5, momentum=0.9" in before
   assert "sgd(0.5, momentum=0.9" in after

@@ -48,7 +48,7 @@ class MultiSteps:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_multi_steps_of_optax(name, monkeypatch):
+def test_optaxs_own_tests_of_multi_steps_hold_of_accumulate(name, monkeypatch):
   monkeypatch.setattr(_accumulation, "MultiSteps", MultiSteps)
   result = unittest.TestResult()
   _accumulation_test.AccumulationTest(name).run(result)

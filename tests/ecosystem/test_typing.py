@@ -42,7 +42,7 @@ def assert_mistakes_alone(found):
   ]
 
 
-def test_mypy():
+def test_mypy_knows_the_types_of_what_is_public():
   # The library's own errors are not shown, as of an installed package.
   options = ("--config-file", "mypy.ini", "--follow-imports", "silent")
   cache = str(HERE.parents[2] / ".mypy_cache")
@@ -53,7 +53,7 @@ def test_mypy():
   )
 
 
-def test_pyright(tmp_path):
+def test_pyright_knows_the_types_of_what_is_public(tmp_path):
   # Its package holds only what fetches it: the first run on a machine needs the network.
   folder = shutil.copytree(HERE, tmp_path / "typing")
   config = folder / "pyrightconfig.json"

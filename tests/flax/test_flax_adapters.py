@@ -86,9 +86,14 @@ def test_a_base_in_a_field_has_no_gradient_and_is_stepped_by_none(mesh):
   for _ in range(2):
     state, _ = step(state, batch)
   whole = train_state.TrainState.create(apply_fn=None, params=adapters, tx=tx)
+
+  @jax.jit
+  def whole_step(state):
+    grads = jax.grad(lambda p: apply(base, p, batch))(state.params)
+    return state.apply_gradients(grads=grads)
+
   for _ in range(2):
-    grads = jax.grad(lambda p: apply(base, p, batch))(whole.params)
-    whole = whole.apply_gradients(grads=grads)
+    whole = whole_step(whole)
   trees.assert_close(jax.device_get(state.params), whole.params, 1e-4)
   trees.assert_close(jax.device_get(state.base), jax.device_get(base), 0)
 
@@ -137,11 +142,16 @@ def test_the_accumulator_of_a_stream_is_that_of_the_adapters(how):
     )
     accumulated = size(optax.tree.get(state.opt_state, "acc_grads"))
     assert accumulated == size(params if transform is outside else adapters)
-    for part in trees.strided(batch, 2):
-      grads = jax.grad(lambda p: apply(p["base"], p["adapters"], part))(  # noqa: B023
+
+    @jax.jit
+    def mini_step(state, part):
+      grads = jax.grad(lambda p: apply(p["base"], p["adapters"], part))(
         state.params
       )
-      state = state.apply_gradients(grads=grads, weight=len(part["x"]))
+      return state.apply_gradients(grads=grads, weight=len(part["x"]))
+
+    for part in trees.strided(batch, 2):
+      state = mini_step(state, part)
     assert int(state.gradient_step) == 1
     trees.assert_close(state.params["base"], base, 0)
     results.append(state.params["adapters"])

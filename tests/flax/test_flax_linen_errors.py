@@ -84,7 +84,7 @@ GOOD = {"batch_stats": STATS}
     ({"num_microbatches": None}, ValueError, "give exactly one of the two"),
   ],
 )
-def test_options(options, error, match):
+def test_options_that_cannot_work_are_refused(options, error, match):
   with pytest.raises(error, match=match):
     linen_train_step(returning(), **{"num_microbatches": 2, **options})
 
@@ -178,7 +178,9 @@ def test_options(options, error, match):
     ),
   ],
 )
-def test_what_the_loss_returned(returned, options, error, match):
+def test_what_the_loss_must_not_return_is_named(
+  returned, options, error, match
+):
   step = linen_train_step(returning(*returned), num_microbatches=2, **options)
   with pytest.raises(error, match=match):
     step(make_state(), make_batch(np.float32))
@@ -241,7 +243,7 @@ class Scaled(train_state.TrainState):
     ),
   ],
 )
-def test_states(make, options, error, match):
+def test_states_that_cannot_be_stepped_are_named(make, options, error, match):
   step = linen_train_step(returning(), num_microbatches=2, **options)
   with pytest.raises(error, match=match):
     step(make(), make_batch(np.float32))
@@ -255,7 +257,7 @@ def test_states(make, options, error, match):
     ({"mean": jnp.ones(8)}, r"^rngs\['mean'\] is float32\[8\]: "),
   ],
 )
-def test_rngs_that_are_no_keys(rngs, match):
+def test_rngs_that_are_no_keys_are_refused(rngs, match):
   step = linen_train_step(returning(), num_microbatches=2)
   with pytest.raises(
     TypeError, match=match + r"give a key, such as jax\.random\.key\(0\)"
@@ -286,7 +288,7 @@ def test_a_batch_and_statistics_are_named_as_in_the_call():
     step(make_state(batch_stats=raw), batch)
 
 
-def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer():
+def test_a_batch_that_does_not_divide_and_a_state_of_another_optimizer_are_refused():
   step = linen_train_step(returning(), num_microbatches=5)
   with pytest.raises(
     ValueError, match=r"num_microbatches=5 does not divide .*24 rows"

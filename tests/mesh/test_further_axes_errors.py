@@ -40,7 +40,7 @@ def refused(match, *, kind=AUTO, spec=BOTH, **options):
     step(params, optimizer().init(params), batch)
 
 
-def test_rows_that_the_further_axis_does_not_divide():
+def test_rows_that_the_further_axis_does_not_divide_are_refused():
   fit = r"num_microbatches= one of \[1, 2, 4\], or microbatch_size=, a multiple of 8"
   refused(
     rf"Microbatches of 4 rows are not divided by the 8 devices .*{fit}",
@@ -53,7 +53,7 @@ def test_rows_that_the_further_axis_does_not_divide():
   refused(r"\(the last 12\)", microbatch_size=20)
 
 
-def test_axes_that_rows_cannot_be_over():
+def test_axes_that_rows_cannot_be_over_are_refused():
   first = r"rows sharded over .*: shard them over data_axis='replica' first"
   refused(f"words'.*{first}|mask'.*{first}", spec=P("fsdp"), num_microbatches=4)
   refused(first, spec=P(("fsdp", "replica")), num_microbatches=4)
@@ -93,7 +93,7 @@ def gathering(params, batch):
   ],
   ids=["explicit", "automatic and explicit"],
 )
-def test_a_loss_that_gathers_over_an_explicit_axis(kinds, sizes):
+def test_a_loss_that_gathers_over_an_explicit_axis_gets_a_note(kinds, sizes):
   mesh = Mesh(np.array(jax.devices()).reshape(2, 4), AXES, axis_types=kinds)
   with jax.enable_x64(True):
     tx, params = optimizer(), init_params()
@@ -139,7 +139,7 @@ def test_a_loss_that_does_not_gather_is_told_where_by_jax():
       )
 
 
-def test_axes_and_meshes_that_are_not_these():
+def test_axes_and_meshes_that_are_not_these_are_refused():
   mesh, other = (
     devices.make_mesh(2, 4, axes=axes) for axes in (AXES, ("replica", "model"))
   )
@@ -168,7 +168,7 @@ def test_axes_and_meshes_that_are_not_these():
 
 
 @pytest.mark.parametrize("axis_name", AXES)
-def test_an_optimizer_that_reduces_by_itself(axis_name):
+def test_an_optimizer_that_reduces_by_itself_is_refused(axis_name):
   tx = accumulate(optimizer(), 2, axis_name=axis_name)
   mesh = devices.make_mesh(2, 4, axes=AXES)
   step = make_train_step(loss_fn, tx, mesh=mesh, data_axis="replica", **TIMES)

@@ -246,12 +246,10 @@ def test_one_step_takes_replicated_and_sharded_parameters(
   ("specs", "kind", "reduce_gradients"),
   [
     (SHARDED_2D, AUTO, "per_cycle"),
-    (SHARDED_2D, EXPLICIT, "per_microbatch"),
-    (TENSOR_PARALLEL, AUTO, "per_microbatch"),
-    (TENSOR_PARALLEL, EXPLICIT, "per_cycle"),
+    (TENSOR_PARALLEL, EXPLICIT, "per_microbatch"),
   ],
 )
-def test_parameters_sharded_over_two_axes(specs, kind, reduce_gradients):
+def test_parameters_may_be_sharded_over_two_axes(specs, kind, reduce_gradients):
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
@@ -278,7 +276,7 @@ def columns_loss(params, x, y):
   ("kind", "options"),
   [(AUTO, {"num_microbatches": 2}), (EXPLICIT, {"microbatch_size": 24})],
 )
-def test_rows_on_the_last_axis(kind, options):
+def test_rows_may_be_on_the_last_axis(kind, options):
   rng = np.random.default_rng(4)
   params, x, y = (
     rng.normal(size=3),
@@ -301,7 +299,7 @@ def test_rows_on_the_last_axis(kind, options):
     np.testing.assert_allclose(new, params - grad, rtol=1e-12)
 
 
-def test_rows_of_an_explicit_mesh_that_do_not_divide():
+def test_rows_of_an_explicit_mesh_need_not_divide():
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
     step = make_train_step(
@@ -320,11 +318,9 @@ def test_rows_of_an_explicit_mesh_that_do_not_divide():
 @pytest.mark.parametrize(
   ("size", "on_each", "kind"),
   [
-    (8, [1] * 6, AUTO),
     (16, [2, 2, 2], EXPLICIT),
     (32, [4, 2], AUTO),
     (40, [5, 1], EXPLICIT),
-    (48, [6], EXPLICIT),
     (96, [6], AUTO),
   ],
 )
@@ -553,7 +549,7 @@ def scale_of(gradient_fn, params, batch, **options):
   return float(actual / np.mean(batch))
 
 
-def test_scale_in_shard_map_and_the_errors_that_people_make():
+def test_in_shard_map_the_scale_is_right_and_that_of_known_errors_is_not():
   batch, w = jnp.arange(1.0, 65.0), jnp.asarray(2.0)
 
   def mean(w, x):
@@ -582,7 +578,9 @@ def test_scale_in_shard_map_and_the_errors_that_people_make():
 @pytest.mark.parametrize(
   ("axis_name", "check_vma"), [("data", False), (("data", "model"), True)]
 )
-def test_axis_name_in_shard_map(axis_name, check_vma):
+def test_in_shard_map_axis_name_gives_the_whole_batchs_gradient_reduced_once(
+  axis_name, check_vma
+):
   with jax.enable_x64(True):
     mesh = make_mesh(8) if axis_name == "data" else make_mesh(4, 2)
     cycle = microbatch_value_and_grad(
@@ -634,7 +632,7 @@ def test_rows_weigh_the_same_over_devices_and_microbatches(
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_max_and_min_over_devices(check_vma):
+def test_extremes_are_those_of_all_devices(check_vma):
   def fun(x):
     scale = jnp.max(x).astype(jnp.float8_e8m0fnu)  # which has no zero
     bools = {"all": jnp.all(x > 0), "any": jnp.any(x > 8)}
@@ -693,7 +691,7 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
   )  # 12, 13, 11 and 12 on the devices
 
 
-def test_axis_name_in_pmap_with_everything():
+def test_in_pmap_axis_name_goes_with_keys_carry_aux_and_weights():
   def fun(params, batch, carry, key):
     noise = jax.random.uniform(key)
     aux = {
@@ -736,7 +734,7 @@ def test_axis_name_in_pmap_with_everything():
 
 
 @kinds
-def test_aux_carry_keys_and_skips_over_a_mesh(kind):
+def test_over_a_mesh_aux_carry_keys_and_skips_are_as_on_one_device(kind):
   def fun(params, x, carry, key):
     aux = {
       "row": x,
@@ -850,7 +848,7 @@ def test_accumulators_take_the_shardings_of_the_parameters():
   )
 
 
-def test_meshes_that_cannot_work():
+def test_meshes_that_cannot_work_are_refused():
   make = functools.partial(
     make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4
   )
@@ -884,14 +882,16 @@ def test_meshes_that_cannot_work():
     (64, {"microbatch_size": 12}, r"microbatch_size=12 .* use 8 or 16"),
   ],
 )
-def test_rows_that_the_devices_do_not_divide(rows, options, match):
+def test_rows_that_the_devices_do_not_divide_are_refused_with_those_that_they_do(
+  rows, options, match
+):
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=make_mesh(8), **options)
   params = init_params(np.float32)
   with pytest.raises(ValueError, match=match):
     step(params, optax.sgd(0.1).init(params), make_batch(rows, np.float32))
 
 
-def test_arrays_that_are_elsewhere():
+def test_arrays_that_are_on_another_mesh_are_refused_with_where_they_are():
   mesh = make_mesh(4, 2)
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
   params, batch = init_params(np.float32), make_batch(dtype=np.float32)
@@ -945,7 +945,7 @@ def test_rows_on_the_last_axis_are_where_they_must_be():
   np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
-def test_a_step_that_every_device_would_take_for_itself():
+def test_a_step_that_every_device_would_take_for_itself_is_refused():
   step = make_train_step(
     loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False
   )
@@ -970,7 +970,7 @@ def test_a_step_that_every_device_would_take_for_itself():
 @pytest.mark.parametrize(
   "size", [12, 20, 32]
 )  # no multiple of 8, no divisor of 48
-def test_microbatches_that_an_explicit_sharding_cannot_follow(size):
+def test_microbatches_that_an_explicit_sharding_cannot_follow_are_refused(size):
   mesh = make_mesh(8, kind=EXPLICIT)
   x = devices.put(np.ones(48, np.float32), mesh, P("data"))
   cycle = microbatch_value_and_grad(

@@ -170,6 +170,8 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
       jax.NamedSharding(mesh, COLUMNS), 3
     )
     trees.assert_close(jax.device_get(parameters()), whole_batch(), 1e-10)
+  if way in (of_linen, of_nnx):  # whose program is that of a step
+    return
 
   width = (
     256  # so that layers are larger than what a microbatch computes of them
@@ -196,8 +198,10 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
 
 
 @pytest.mark.usefixtures("usual_promotion")
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT, "two meshes"], ids=str)
+@pytest.mark.parametrize(
+  ("kind", "donate"),
+  [(AUTO, False), (EXPLICIT, True), ("two meshes", True)],
+)
 def test_what_is_updated_comes_back_sharded_as_it_went_in(kind, donate):
   """Else XLA shards the parameters as their state, and the second call compiles again."""
   over_rows = devices.make_mesh(

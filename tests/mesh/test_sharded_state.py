@@ -131,20 +131,29 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-@kinds
-def test_parameters_alone_are_gathered(kind):
+@pytest.mark.parametrize(
+  ("kind", "reduce_gradients"),
+  [(EXPLICIT, "per_cycle"), (AUTO, "per_microbatch")],
+)
+def test_parameters_alone_are_gathered(kind, reduce_gradients):
   mesh, tx = make_mesh(8, kind=kind), optimizer()
   step = make_train_step(
-    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
+    loss_fn,
+    tx,
+    mesh=mesh,
+    num_microbatches=2,
+    weight_fn=valid,
+    reduce_gradients=reduce_gradients,
   )
   params = devices.put(init_params(np.float32), mesh)
   args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
   report = count_collectives(step.lower(*args).compile())
-  assert report.outside["all-gather"] == report.outside["reduce-scatter"]
-  assert (
-    report.outside["all-gather"].bytes
-    == params["w"].nbytes + params["b"].nbytes
-  )
+  size = params["w"].nbytes + params["b"].nbytes
+  assert report.outside["all-gather"].bytes == size
+  if reduce_gradients == "per_cycle":
+    assert report.outside["reduce-scatter"].bytes == size
+  else:
+    assert report.inside["reduce-scatter"].bytes == 2 * size
 
 
 # On meshes of two axes: of the parameters, of the state, and of how many the state decides.
@@ -173,15 +182,12 @@ BESIDE = {
     ("not told to be", (AUTO, EXPLICIT)),
     ("one dimension over both", (EXPLICIT, EXPLICIT)),
     ("along another dimension", (AUTO, AUTO)),
-    ("a dimension divided further", (EXPLICIT, EXPLICIT)),
     ("a dimension divided further", (AUTO, AUTO)),
-    ("one dimension over another axis", (EXPLICIT, EXPLICIT)),
     ("one dimension over another axis", (AUTO, AUTO)),
     ("an axis on another dimension", (EXPLICIT, EXPLICIT)),
-    ("an axis on another dimension", (AUTO, AUTO)),
   ],
 )
-def test_beside_a_second_axis(types, case):
+def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
   specs, state_specs, count = BESIDE[case]
 
   def fun(params, batch):
@@ -255,7 +261,9 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
     (EXPLICIT, (1, 8), "per_microbatch"),
   ],
 )
-def test_a_data_axis_of_one_device(kind, shape, reduce_gradients):
+def test_over_a_data_axis_of_one_device_nothing_is_reduced(
+  kind, shape, reduce_gradients
+):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
   specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
 
@@ -279,9 +287,9 @@ def test_a_data_axis_of_one_device(kind, shape, reduce_gradients):
     state = sharded(
       tx, params, mesh, specs | {"three": P("data")}
     )  # one part, of three numbers
-    held = jax.jit(step)(
-      params, state, make_batch()
-    )  # where the shardings are not known
+    # Under a jit the shardings are not known.
+    first = jax.jit(step) if reduce_gradients == "per_microbatch" else step
+    held = first(params, state, make_batch())
     for _ in range(2):
       params, state, metrics = held = step(*held[:2], make_batch())
     held = jax.device_get((params, state, metrics["loss"]))
@@ -292,7 +300,7 @@ def test_a_data_axis_of_one_device(kind, shape, reduce_gradients):
 
 
 @kinds
-def test_a_mesh_of_one_device_that_has_two_axes(kind):
+def test_a_mesh_of_one_device_may_have_two_axes(kind):
   mesh, tx = make_mesh(1, 1, kind=kind), optax.sgd(0.1, momentum=0.9)
   fun = lambda p, x: jnp.mean((x @ jnp.ones((8, 16), p.dtype) * p[None]) ** 2)  # noqa: E731
   x, start = make_batch(np.float32)["x"][:, :8], np.ones(16, np.float32)
@@ -305,7 +313,7 @@ def test_a_mesh_of_one_device_that_has_two_axes(kind):
   trees.assert_close(jax.device_get(actual), jax.device_get(expected), 1e-5)
 
 
-def test_over_two_data_axes():
+def test_over_two_data_axes_three_steps_equal_the_whole_batch():
   with jax.enable_x64(True):
     mesh = make_mesh(4, 2, axes=("data", "fsdp"), kind=EXPLICIT)
     tx, axes = optimizer(), ("data", "fsdp")
@@ -400,8 +408,12 @@ OPTIMIZERS = {
 }
 
 
+# Of each kind of state one is compared with the whole batch.
+COMPARED = ("of another shape, and numbers", "some have moments", "accumulate")
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_which_gradients_are_scattered(name):
+def test_the_gradients_are_scattered_whose_moments_are_sharded_alike(name):
   tx, make_state, count = OPTIMIZERS[name]
   tx = relaxed(tx)
   with jax.enable_x64(True):
@@ -412,6 +424,8 @@ def test_which_gradients_are_scattered(name):
     params = devices.put(init_params(), mesh)
     state = make_state(params, mesh, tx)
     assert scatters(step, params, state, make_batch()) == count
+    if name not in COMPARED:
+      return
     shardings = jax.tree.map(lambda x: x.sharding, state)
     for _ in range(2):
       params, state, metrics = step(params, state, make_batch())
@@ -428,7 +442,7 @@ def test_which_gradients_are_scattered(name):
     trees.assert_close(held, expected, 1e-8)
 
 
-def test_names_that_end_alike_and_parameters_without_a_name():
+def test_names_that_end_alike_are_not_mixed_up():
   def fun(params, batch):
     return jnp.mean(
       sum(jnp.sum(x) ** 2 for x in jax.tree.leaves(params)) * batch
@@ -462,7 +476,7 @@ def test_a_batch_of_padding_moves_nothing():
   assert int(state[0].count) == 0
 
 
-def test_in_a_scan_over_steps_of_an_explicit_mesh():
+def test_in_a_scan_over_steps_of_an_explicit_mesh_gradients_are_scattered():
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()
     step = make_train_step(
@@ -536,7 +550,7 @@ def test_explicit_shardings_come_out_as_they_came(specs):
       trees.assert_close(jax.device_get(new), expected[:2], 1e-12)
 
 
-def test_traced_parameters_of_which_no_sharding_is_known():
+def test_where_no_sharding_is_known_nothing_is_scattered():
   mesh, tx = make_mesh(8), relaxed(optax.adam(0.1))
   step = make_train_step(
     loss_fn, tx, mesh=mesh, num_microbatches=2, donate=False
@@ -554,7 +568,7 @@ def squares(params, batch):
   return jnp.mean((batch @ params["w"] @ params["v"]) ** 2)
 
 
-def compiled_for_tpus(reduce_gradients):
+def compiled_for_tpus():
   """A step of 8 chips, of parameters that do not fit in the memory on a chip."""
   mesh, tx = make_mesh(8, platform="tpu"), optimizer()
   shapes = {
@@ -564,33 +578,20 @@ def compiled_for_tpus(reduce_gradients):
     lambda x: devices.abstract(x, mesh, P("data") if x.ndim else P()),
     jax.eval_shape(tx.init, shapes),
   )
-  step = make_train_step(
-    squares,
-    tx,
-    mesh=mesh,
-    num_microbatches=4,
-    reduce_gradients=reduce_gradients,
-  )
+  step = make_train_step(squares, tx, mesh=mesh, num_microbatches=4)
   batch = jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
   return step.lower(devices.abstract(shapes, mesh), state, batch).compile()
 
 
 def test_tpus_scatter_the_gradients_and_gather_the_parameters_once():
   size = 2 * 4 * WIDTH**2
-  program = compiled_for_tpus("per_cycle")
+  program = compiled_for_tpus()
   report = count_collectives(program).at_least(1024)
   assert report.inside == {}
   once = {"reduce-scatter": size, "all-gather": size}
   assert {kind: x.bytes for kind, x in report.outside.items()} == once
   # Without the tie to what they take the place of, it is 2.5 times the parameters.
   assert program.memory_analysis().temp_size_in_bytes < 1.6 * size
-  report = count_collectives(compiled_for_tpus("per_microbatch")).at_least(1024)
-  assert {kind: x.bytes for kind, x in report.inside.items()} == {
-    "reduce-scatter": 4 * size
-  }
-  assert {kind: x.bytes for kind, x in report.outside.items()} == {
-    "all-gather": size
-  }
 
 
 def shard_state(optimizer, mesh):
@@ -605,7 +606,6 @@ def shard_state(optimizer, mesh):
   ("made", "kind"),
   [
     ("jitted", AUTO),
-    ("jitted", EXPLICIT),
     ("in a file", AUTO),
     ("in part", EXPLICIT),
   ],
@@ -637,7 +637,7 @@ def test_a_state_that_is_on_no_mesh_goes_where_its_parameters_are(made, kind):
         whole = made == "in part" and tree is new.acc_grads and name == "w"
         sharding = NamedSharding(mesh, P() if whole else specs[name])
         assert x.sharding.is_equivalent_to(sharding, x.ndim), (name, x.sharding)
-    if made == "jitted" and kind == AUTO:  # shapes are placed as arrays are
+    if made == "jitted":  # shapes are placed as arrays are
       states = (jax.eval_shape(tx.init, init_params()), new)
       sizes = [argument_bytes(step, placed, x, batch) for x in states]
       assert sizes[0] == sizes[1]
@@ -665,7 +665,7 @@ def test_a_leaf_of_another_shape_than_its_parameter_is_held_whole():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_nnx_with_a_sharded_state():
+def test_a_sharded_state_of_nnx_is_scattered_to():
   def fun(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -696,7 +696,7 @@ def test_nnx_with_a_sharded_state():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
+def test_a_state_of_nnx_goes_where_its_parameters_are():
   def fun(model, batch):
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
@@ -717,7 +717,7 @@ def test_nnx_with_sharded_parameters_and_a_state_on_one_device():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_an_optimizer_that_cannot_compute_over_explicit_axes():
+def test_an_optimizer_that_cannot_compute_over_explicit_axes_gets_a_note():
   mesh, tx = make_mesh(4, kind=EXPLICIT), accumulate(optax.contrib.muon(0.1), 1)
   placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
   step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)

@@ -144,7 +144,7 @@ def whole_time_major(rows):
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_gradients_with_an_axis_for_each_argument(size):
+def test_each_argument_may_have_an_axis_of_its_own(size):
   with in_64_bits():
     w, x, y, mask = time_major_batch(8)
     run = microbatch_value_and_grad(
@@ -164,7 +164,7 @@ def test_gradients_with_an_axis_for_each_argument(size):
 @pytest.mark.parametrize(
   ("kind", "size"), [(AUTO, 8), (EXPLICIT, 16), (AUTO, 24), (EXPLICIT, 24)]
 )
-def test_a_step_over_a_mesh_with_an_axis_for_each_argument(kind, size):
+def test_over_a_mesh_each_argument_may_have_an_axis_of_its_own(kind, size):
   with in_64_bits():
     w, x, y, mask = map(jnp.asarray, time_major_batch(32))
     tx = optax.sgd(1.0)
@@ -228,7 +228,7 @@ def test_concat_joins_the_first_axis_in_the_order_of_the_batch(axis):
     np.testing.assert_array_equal(actual, np.moveaxis(2 * x, axis, 0))
 
 
-def test_rows_that_concat_does_not_find_first():
+def test_concat_refuses_what_has_no_rows_first():
   run = microbatch(
     lambda x: {"y": x}, reduction="concat", batch_axis=1, num_microbatches=2
   )
@@ -302,7 +302,7 @@ MAKERS = pytest.mark.parametrize(
     ({"unroll": 2}, TypeError, "unroll= is gone"),
   ],
 )
-def test_axes_that_cannot_be(make, options, error, match):
+def test_axes_that_cannot_be_are_refused(make, options, error, match):
   reduction = "reduction" if make.func is microbatch else "aux_reduction"
   with pytest.raises(error, match=match):
     make(**{reduction: "last"}, **options)

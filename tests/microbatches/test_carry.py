@@ -136,7 +136,9 @@ def test_where_nothing_counted_the_carry_stays(kind):
 @pytest.mark.parametrize(
   ("kind", "microbatches"), [(devices.AUTO, 2), (devices.EXPLICIT, 1)]
 )
-def test_constants_python_numbers_and_every_dtype(kind, microbatches):
+def test_a_carry_may_be_constants_python_numbers_and_of_every_dtype(
+  kind, microbatches
+):
   def fun(p, x, carry):
     new = {
       "zeros": jnp.zeros(2),
@@ -255,7 +257,7 @@ def test_a_carry_that_differs_over_another_axis_is_reduced_over_its_own_alone():
   assert count_collectives(compiled).outside["all-reduce"].operations == 1
 
 
-def test_in_a_users_shard_map_and_in_pmap():
+def test_in_a_users_shard_map_and_in_pmap_a_carry_is_reduced_alike():
   def fun(p, x, c):
     return p * jnp.mean(x), (
       {"sum": c["sum"] + jnp.sum(x), "mean": jnp.mean(x)},
@@ -310,7 +312,7 @@ def test_in_a_users_shard_map_and_in_pmap():
 
 
 @kinds
-def test_an_aux_that_depends_on_no_batch(kind):
+def test_an_aux_may_depend_on_no_batch(kind):
   def fun(p, batch, lr):
     aux = {"lr": lr, "n": 1, "key": jax.random.key(7)}
     return p * jnp.sum(batch["x"] * batch["valid"]) / jnp.sum(
@@ -339,7 +341,7 @@ def test_an_aux_that_depends_on_no_batch(kind):
     )
 
 
-def test_words_that_cannot_be_kept():
+def test_words_that_cannot_be_kept_are_refused():
   def fun(p, x, c):
     return p * jnp.mean(x), (c, None)
 

@@ -187,7 +187,9 @@ def by_router(params, batch):
 
 
 @devices
-def test_a_router_beside_a_token_mean(count, params, batch, by_router):
+def test_a_router_beside_a_token_mean_takes_the_whole_batchs_step(
+  count, params, batch, by_router
+):
   """All sums of the whole batch are taken first, also over devices: the loss is then a mean."""
   options = {
     "reduction": "sum",

@@ -45,7 +45,7 @@ def supported(monkeypatch):
     ),
   ],
 )
-def test_options_that_it_does_not_go_with(options, message):
+def test_options_that_it_does_not_go_with_are_named(options, message):
   with pytest.raises(ValueError, match=message):
     make_train_step(
       loss_fn, optax.sgd(0.1), num_microbatches=2, in_place=True, **options
@@ -53,7 +53,7 @@ def test_options_that_it_does_not_go_with(options, message):
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
-def test_what_is_no_bool(value):
+def test_what_is_no_bool_is_refused(value):
   with pytest.raises(
     TypeError, match=rf"in_place={value!r} must be True or False\."
   ):
@@ -69,7 +69,7 @@ def test_a_jax_that_cannot_is_refused(monkeypatch):
 
 @pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_parameters_whose_accumulators_have_another_dtype(dtype):
+def test_parameters_whose_accumulators_have_another_dtype_are_refused(dtype):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = rf"argument 0 has dtype {jnp.dtype(dtype)}, and its gradients .* added up in float32;"
   with pytest.raises(
@@ -85,7 +85,7 @@ def test_parameters_whose_accumulators_have_another_dtype(dtype):
 
 
 @pytest.mark.usefixtures("supported")
-def test_a_narrow_loss_that_is_weighed():
+def test_a_narrow_loss_that_is_weighed_is_refused():
   def run(dtype, *params):
     def narrow(params, batch):
       return sum(
@@ -108,7 +108,7 @@ def test_a_narrow_loss_that_is_weighed():
 
 @pytest.mark.usefixtures("supported")
 @pytest.mark.parametrize("jit", [True, False])
-def test_vmap(jit):
+def test_under_vmap_it_is_refused(jit):
   run = microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=True)
   message = r"jax\.vmap cannot give a further axis: .* or take jax\.lax\.map \(without its batch"
   with pytest.raises(NotImplementedError, match=message):
@@ -118,7 +118,7 @@ def test_vmap(jit):
 
 
 @pytest.mark.usefixtures("supported")
-def test_weights_and_a_loss_that_communicates_outside_of_the_step():
+def test_outside_of_a_step_weights_and_a_loss_that_communicates_are_refused():
   def together(params, batch):
     return loss_fn(params, batch) + 0 * jax.lax.psum(jnp.sum(batch), "data")
 

@@ -77,10 +77,14 @@ def mean_of_means(params, batch, size):
 
 
 # Whole, even, ragged by one and by more, and too large.
-@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
-  ("rows", "sizes"),
-  [(1, [1, 13]), (6, [1, 2, 6]), (7, [2, 3, 5, 6]), (12, [1, 5, 7, 13])],
+  ("rows", "sizes", "masked"),
+  [
+    (1, [1, 13], False),
+    (6, [1, 2, 6], True),
+    (7, [2, 3, 5, 6], False),
+    (12, [1, 5, 7, 13], True),
+  ],
 )
 def test_every_split_equals_the_whole_batch(rows, sizes, masked):
   with jax.enable_x64(True):
@@ -121,7 +125,7 @@ def _weighs_unevenly(rows, size, batch):
   return len({valid[i : i + size].sum() for i in range(0, rows, size)}) > 1
 
 
-def test_num_microbatches():
+def test_any_number_of_microbatches_equals_the_whole_batch():
   numbers = [1, 3, 4, 12]
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch(12)
@@ -145,7 +149,7 @@ def two_batches(params, x, scale, *, y):
   )
 
 
-def test_batch_arguments_by_position_and_name_on_any_axis():
+def test_batch_arguments_may_come_by_position_and_name_on_any_axis():
   with jax.enable_x64(True):
     rng = np.random.default_rng(1)
     params = (jnp.asarray(rng.normal(size=(3, 4))), jnp.asarray(2.0))
@@ -209,7 +213,7 @@ def test_arguments_are_found_by_position_or_name():
     np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
-def test_arguments_that_are_positional_only():
+def test_arguments_may_be_positional_only():
   def product(x, /, batch, offset):
     return x * jnp.sum(batch) + offset
 
@@ -245,7 +249,7 @@ def test_weight_fn_is_given_every_batch_argument():
   assert (float(loss), float(grad)) == (3.0, 1.0)
 
 
-def test_sum_is_the_plain_sum():
+def test_a_sum_is_the_plain_sum_of_the_microbatches():
   def loss_fn(params, x):
     return jnp.sum(x) * params
 
@@ -264,7 +268,7 @@ def test_sum_is_the_plain_sum():
     assert (float(loss), float(grad)) == (42.0, 21.0)
 
 
-def test_all_padding_gives_zero_and_not_nan():
+def test_a_batch_that_is_all_padding_gives_zero_and_not_nan():
   params, batch = init_params(np.float32), make_batch(6, dtype=np.float32)
   batch["valid"] = np.zeros_like(batch["valid"])
   cycle = optax_accum.microbatch_value_and_grad(
@@ -355,7 +359,7 @@ def test_padding_is_not_counted_as_skipped():
   )
 
 
-def test_skip_nonfinite_with_one_microbatch_and_with_all_skipped():
+def test_where_all_are_skipped_or_there_is_one_nothing_is_not_finite():
   cycle = optax_accum.microbatch_value_and_grad(
     lambda p, x: jnp.mean(p * x), num_microbatches=1, skip_nonfinite=True
   )
@@ -383,7 +387,7 @@ def statistics(x):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 9])
-def test_reductions_by_prefix_tree(size):
+def test_a_prefix_tree_gives_each_output_its_reduction(size):
   x = np.float32([3, 1, 4, 1, 5, 9, 2])
   run = optax_accum.microbatch(
     statistics,
@@ -408,7 +412,7 @@ def test_reductions_by_prefix_tree(size):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
-def test_max_and_min_of_integers(dtype):
+def test_integers_have_a_max_and_a_min(dtype):
   run = jax.jit(
     optax_accum.microbatch(
       lambda x: (jnp.max(x), jnp.min(x)),
@@ -521,8 +525,10 @@ def test_keys_are_folded_with_the_index(make_key, n):
   chex.assert_trees_all_close(grad, sum(p[1] for p in parts) / n, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", [None, 8])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize(
+  ("impl", "mesh"),
+  [("threefry2x32", 8), ("rbg", None), ("unsafe_rbg", None), ("unsafe_rbg", 8)],
+)
 def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
   """A fold of "unsafe_rbg" by a step and one by a microbatch commute."""
   tx = optax.sgd(0.1)
@@ -550,7 +556,7 @@ def test_no_two_microbatches_of_all_steps_share_noise(impl, mesh):
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_keys_alone_by_name_and_in_arrays(make_key):
+def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
   def draw(x, *, key, keys):
     return jax.random.uniform(key), jax.vmap(jax.random.uniform)(keys)
 
@@ -608,7 +614,7 @@ def with_statistics(params, batch, stats, momentum=0.9):
 
 
 @pytest.mark.parametrize("size", [6, 2, 4])
-def test_carry_is_threaded(size):
+def test_a_carry_goes_from_each_microbatch_to_the_next(size):
   params, batch = jnp.asarray(1.5), np.arange(6, dtype=np.float32)
   parts = {
     6: [batch],
@@ -649,7 +655,7 @@ def test_n_updates_with_momentum_m_weigh_as_one_with_m_to_the_n():
   chex.assert_trees_all_close(new["mean"], once["mean"], rtol=1e-6)
 
 
-def test_carry_passes_over_a_skipped_microbatch():
+def test_a_carry_passes_over_a_skipped_microbatch():
   def loss_fn(params, batch, carry):
     return jnp.mean(params * batch), (carry + jnp.sum(batch), None)
 
@@ -845,7 +851,7 @@ def test_integers_keep_their_dtype_and_small_ones_are_widened():
       assert (total.dtype, int(total)) == (summed, 200 * n)
 
 
-def test_float8():
+def test_float8_outputs_keep_their_dtype():
   x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
   run = optax_accum.microbatch(
     lambda x: (x[0], x[0], x[0]),
@@ -876,7 +882,7 @@ def test_one_microbatch_is_the_program_of_value_and_grad():
       assert jax.jit(cycle).lower(params, batch).as_text() == plain
 
 
-def test_program_does_not_grow_with_the_number_of_microbatches():
+def test_the_program_does_not_grow_with_the_number_of_microbatches():
   params, batch = init_params(np.float32), make_batch(64, dtype=np.float32)
 
   def lines(n):
@@ -985,7 +991,7 @@ class VariantsTest(chex.TestCase):
   @chex.variants(
     with_jit=True, without_jit=True, with_device=True, without_device=True
   )
-  def test_every_way_to_call(self):
+  def test_it_is_called_by_name_under_jit_and_without(self):
     params, batch = init_params(np.float32), make_batch(7, dtype=np.float32)
     cycle = optax_accum.microbatch_value_and_grad(
       masked_mean_loss, microbatch_size=3
@@ -996,7 +1002,7 @@ class VariantsTest(chex.TestCase):
     )
 
 
-def test_inside_vmap_and_under_an_outer_grad():
+def test_it_works_inside_vmap_and_under_an_outer_grad():
   with jax.enable_x64(True):
     params, batch = init_params(), make_batch(6, masked=True)
     cycle = optax_accum.microbatch_value_and_grad(
@@ -1030,7 +1036,7 @@ def test_inside_vmap_and_under_an_outer_grad():
       trees.assert_close(actual, expected, 1e-10)
 
 
-def test_axis_name_of_vmap():
+def test_axis_name_may_be_that_of_a_vmap():
   params, batch = init_params(np.float32), make_batch(8, dtype=np.float32)
   split = trees.blocks(batch, 2)
   cycle = optax_accum.microbatch_value_and_grad(
@@ -1044,7 +1050,7 @@ def test_axis_name_of_vmap():
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_models_with_scanned_layers_and_checkpointing(remat):
+def test_models_may_have_scanned_layers_and_checkpointing(remat):
   def loss_fn(params, batch):
     def layer(hidden, w):
       return jnp.tanh(hidden @ w), None
@@ -1072,7 +1078,7 @@ def test_models_with_scanned_layers_and_checkpointing(remat):
     trees.assert_close(cycle(params, batch), expected, 1e-10)
 
 
-def test_equinox_modules_filtered_to_arrays():
+def test_equinox_modules_may_be_filtered_to_arrays():
   model = eqx.nn.MLP(3, 1, 8, 2, key=jax.random.key(0))
   params, static = eqx.partition(model, eqx.is_inexact_array)
 

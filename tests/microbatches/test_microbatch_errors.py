@@ -579,14 +579,23 @@ def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
   jax.eval_shape(run(batch_argnums=1), *args)
 
 
-def test_sparse_rows_that_are_not_split():
+def sparse_of(dense, n_batch=0):
+  """All entries, in numbers for the whole or for each row; as `fromdense`, without compiling."""
+  rows, columns = dense.shape
+  data, indices = dense.ravel(), np.indices(dense.shape).reshape(2, -1).T
+  if n_batch:
+    data, indices = dense, np.tile(np.arange(columns)[:, None], (rows, 1, 1))
+  return sparse.BCOO((data, np.int32(indices)), shape=dense.shape)
+
+
+def test_sparse_rows_that_are_not_split_are_refused():
   dense = np.eye(8, 5, dtype=np.float32)
   loss = lambda p, y, rows: jnp.mean((rows @ p - y) ** 2)  # noqa: E731
   run = optax_accum.microbatch_value_and_grad(loss, num_microbatches=8)
   with pytest.raises(
     ValueError, match=r"argument 2 has 8 rows on axis 0, as many as the batch"
   ):
-    run(jnp.ones(5), jnp.ones(8), sparse.BCOO.fromdense(dense))
+    run(jnp.ones(5), jnp.ones(8), sparse_of(dense))
 
 
 def test_a_key_among_the_rows():
@@ -610,7 +619,7 @@ def sparse_loss(params, batch):
 )
 def test_sparse_rows(n_batch, mesh):
   dense = np.arange(48, dtype=np.float32).reshape(8, 6) % 3
-  batch = {"rows": sparse.BCOO.fromdense(dense, n_batch=n_batch)}
+  batch = {"rows": sparse_of(dense, n_batch)}
   params, tx = jnp.arange(6.0), optax.sgd(0.1)
   options = {"num_microbatches": 2, **mesh}
   step = optax_accum.make_train_step(sparse_loss, tx, donate=False, **options)
@@ -645,7 +654,7 @@ def test_sparse_rows(n_batch, mesh):
     rows = sparse.BCOO((data, indices), shape=(len(data), 6))
     return sparse_loss(params, {"rows": rows})
 
-  x = sparse.BCOO.fromdense(batch["rows"].todense(), n_batch=1)
+  x = sparse_of(dense, n_batch=1)
   step = optax_accum.make_train_step(packed_loss, tx, donate=False, **options)
   _, _, metrics = step(params, tx.init(params), (x.data, x.indices))
   np.testing.assert_allclose(

@@ -68,8 +68,6 @@ def uneven():
 
 CASES = {
   "2": ({"num_microbatches": 2}, None, None),
-  "16": ({"num_microbatches": 16}, None, None),
-  "weighed 2": ({"num_microbatches": 2}, None, uneven()),
   "weighed 16": ({"num_microbatches": 16}, None, uneven()),
   "ragged": ({"microbatch_size": 9}, None, None),
   # Of several each, the terms are compared with those written out below.
@@ -78,7 +76,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_right_on_average(case):
+def test_the_estimates_are_right_on_average(case):
   options, kind, mask = CASES[case]
   if mask is not None:
     options = {**options, "weight_fn": masked}
@@ -148,10 +146,10 @@ def of_devices(batch):
 
 @pytest.mark.parametrize(
   ("kind", "skip_empty"),
-  [(None, False), (None, True), (AUTO, True), (EXPLICIT, False)],
+  [(None, False), (AUTO, True)],
   ids=str,
 )
-def test_a_step_s_terms_to_rounding(kind, skip_empty):
+def test_the_terms_of_a_step_are_right_to_rounding(kind, skip_empty):
   with jax.enable_x64(True):
     params, batch = make_data()
     batch["mask"][24:] = True
@@ -176,7 +174,7 @@ def test_a_step_s_terms_to_rounding(kind, skip_empty):
     assert abs(terms.trace / expected_terms(params, even)[1] - 1) > 0.01
 
 
-def test_what_does_not_count_is_not_there():
+def test_what_does_not_count_changes_no_term():
   params, batch = make_data(np.float32)
   batch["mask"][:] = True
   tx = optax.sgd(0.1)
@@ -221,16 +219,13 @@ def test_gradients_that_are_no_derivatives_are_left_out():
 
 
 OPTIONS = {
-  "plain": {},
   "weights, ragged": {
     "num_microbatches": None,
     "microbatch_size": 48,
     "weight_fn": masked,
   },
-  "skips": {"skip_nonfinite": True},
   "skips empty": {"weight_fn": masked, "skip_empty": True},
   "explicit, weights": {"kind": EXPLICIT, "weight_fn": masked},
-  "sharded": {"kind": AUTO, "spec": "data"},
   "sharded, per microbatch": {
     "kind": AUTO,
     "spec": "data",
@@ -259,7 +254,9 @@ def big_data():
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_parameters_to_the_bit_and_no_further_collective(name):
+def test_the_parameters_stay_the_same_to_the_bit_without_a_further_collective(
+  name,
+):
   options = {"num_microbatches": 2, **OPTIONS[name]}
   kind, spec = options.pop("kind", None), options.pop("spec", None)
   params, batch = big_data()
@@ -297,7 +294,7 @@ def test_parameters_to_the_bit_and_no_further_collective(name):
     assert report.outside["all-reduce"].operations >= 1
 
 
-def test_inside_shard_map_with_axis_name():
+def test_inside_shard_map_the_terms_are_those_of_all_devices():
   params, batch = make_data(np.float32)
   tx, mesh = optax.sgd(0.1), make_mesh(4)
   options = {
@@ -322,7 +319,7 @@ def test_inside_shard_map_with_axis_name():
   )
 
 
-def test_smoothed_apart_and_then_divided():
+def test_the_terms_are_smoothed_apart_and_then_divided():
   estimate = gradient_noise_scale(decay=0.5)
   state = estimate.init()
   scale, state = estimate.update(
@@ -358,7 +355,7 @@ def test_smoothed_apart_and_then_divided():
 
 
 @pytest.mark.parametrize("grows", [1, 10])
-def test_the_default_follows_within_a_few_steps(grows):
+def test_by_default_the_smoothed_scale_follows_within_a_few_steps(grows):
   """The noise scale of training grows: an average over 100 steps says a quarter of it or less."""
 
   def after(*decay):
@@ -380,7 +377,7 @@ def test_the_default_follows_within_a_few_steps(grows):
   assert (after(0.99) < 0.25 * 100 * grows) == (grows > 1)
 
 
-def test_bad_input():
+def test_bad_input_is_refused():
   make = functools.partial(
     make_train_step, loss_fn, optax.sgd(0.1), noise_scale=True
   )
@@ -468,7 +465,7 @@ def test_terms_are_added_up_in_full(dtype):
   np.testing.assert_allclose(terms.trace, np.var(x, 0, ddof=1).sum(), rtol=0.02)
 
 
-def test_forward_derivatives_where_a_gradient_is_zero():
+def test_where_a_gradient_is_zero_forward_derivatives_are_finite():
   params, batch = make_data(np.float32)
   batch["mask"] = np.ones(32, bool)
   batch["mask"][1::4] = False
@@ -504,6 +501,6 @@ def test_in_place_is_refused():
     )
 
 
-def test_names_are_public():
+def test_the_types_of_the_noise_scale_are_public():
   assert optax_accum.gradient_noise_scale().init is not None
   assert NoiseScaleTerms._fields == ("squared_norm", "trace")

@@ -53,7 +53,7 @@ def in_parts(fun, **options):
 
 
 @pytest.mark.parametrize(
-  ("rows", "size", "shared"), [(2, 1, True), (5, 3, True), (17, 8, False)]
+  ("rows", "size", "shared"), [(5, 3, True), (17, 8, False)]
 )
 def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
   def loss_fn(encoder, params, other, views):
@@ -103,7 +103,7 @@ def hessian_product(fun, params, x):
   return jax.jvp(jax.grad(total), (params,), (params,))[1]
 
 
-@pytest.mark.parametrize("derivative", [jax.jacrev, jax.jacfwd, "hessian"])
+@pytest.mark.parametrize("derivative", [jax.jacrev, "hessian"])
 def test_every_reduction_has_its_derivative(derivative):
   """Of all outputs at once, to the parameters and to the batch."""
 
@@ -250,23 +250,8 @@ def test_padding_that_is_not_finite_adds_nothing():
     trees.assert_close(actual, expected, 1e-10)
 
 
-def hessian_of(fun):
-  """Its product with the parameters, by reverse mode of reverse mode."""
-
-  def product(params, x):
-    _, pullback = jax.vjp(lambda p: jax.grad(fun)(p, x), params)
-    return pullback(params)
-
-  return product
-
-
-@pytest.mark.parametrize(
-  ("derivative", "steps"),
-  [(hessian_of, 1), (jax.grad, 2)],
-  ids=["once", "in a loop"],
-)
-def test_second_derivatives(derivative, steps):
-  """Of a step, and of steps in a loop, as in meta-learning."""
+def test_steps_in_a_loop_have_a_derivative():
+  """As in meta-learning: a second derivative, by reverse mode of reverse mode."""
   weight_fn = lambda x: jnp.sum(x[:, 0] ** 2)  # noqa: E731
 
   def mean_of(params, x):
@@ -290,17 +275,13 @@ def test_second_derivatives(derivative, steps):
       grads = jax.grad(lambda p: jnp.sum(run(p, x) ** 2))(params)
       return jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), None
 
-    moved = (
-      lax.scan(step, params, length=steps)[0]
-      if steps > 1
-      else step(params, None)[0]
-    )
+    moved, _ = lax.scan(step, params, length=2)
     return jnp.sum(run(moved, x) ** 2)
 
   with jax.enable_x64(True):
     params, x = init_params(), two_views(9)[0]
     expected, actual = (
-      jax.jit(derivative(functools.partial(trained, run)))(params, x)
+      jax.jit(jax.grad(functools.partial(trained, run)))(params, x)
       for run in (whole, split)
     )
     trees.assert_close(actual, expected, 1e-10)
@@ -401,7 +382,7 @@ def loss_around(encoder):
 # At most so much of the whole batch's; of 60 rows there is a smaller one at the end.
 @pytest.mark.parametrize(
   ("by", "most"),
-  [(0, {256: 0.5, 64: 0.4, 60: 0.5}), ((0, 1), {64: 0.4, 60: 0.5})],
+  [(0, {256: 0.5, 60: 0.5}), ((0, 1), {64: 0.4})],
   ids=["params", "params and batch"],
 )
 def test_memory_is_that_of_one_microbatch(by, most):
@@ -498,7 +479,7 @@ def test_what_is_no_array_reaches_the_function_as_it_is():
 
 @pytest.mark.parametrize(
   ("kind", "platform"),
-  [(devices.AUTO, "cpu"), (devices.EXPLICIT, "cpu"), (devices.EXPLICIT, "tpu")],
+  [(devices.AUTO, "cpu"), (devices.EXPLICIT, "tpu")],
 )
 def test_a_step_over_a_mesh_reduces_once(kind, platform):
   """Every device encodes its rows in microbatches, and holds them against all devices' rows."""
@@ -618,7 +599,7 @@ def derivatives_of(fun):
 
 
 @pytest.mark.parametrize("how", ["axis_name", "pcast", "neither"])
-def test_in_a_users_shard_map(how):
+def test_in_a_users_shard_map_the_gradient_is_that_of_all_devices(how):
   mesh = make_mesh(8)
   option = {"axis_name": "data"} if how == "axis_name" else {}
   split = in_parts(deep, num_microbatches=4, **option)

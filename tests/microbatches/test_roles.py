@@ -440,7 +440,7 @@ def test_keys_that_are_split_or_carried_are_not_refused():
   assert noise[0] != noise[1]
 
 
-def test_raw_keys_cannot_be_told_from_numbers():
+def test_raw_keys_are_taken_for_numbers():
   run = microbatch_value_and_grad(
     lambda w, x, key: jnp.mean(w * x) + 0 * jax.random.uniform(key),
     num_microbatches=2,
@@ -453,7 +453,7 @@ def test_raw_keys_cannot_be_told_from_numbers():
 @pytest.mark.parametrize(
   "fun", [microbatch, microbatch_value_and_grad, make_train_step]
 )
-def test_none_is_the_default(fun):
+def test_none_as_batch_argnums_is_the_default(fun):
   parameters = inspect.signature(fun).parameters
   assert parameters["batch_argnums"].default is None
   assert parameters["rng_argnums"].default is None

@@ -208,7 +208,7 @@ def test_devices_may_differ_in_what_they_skip(kind, spec, reduce_gradients):
 
 
 @pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
-def test_beside_an_axis_of_tensor_parallelism(kind):
+def test_beside_an_axis_of_tensor_parallelism_it_changes_no_step(kind):
   mesh, tx = make_mesh(4, 2, kind=kind), optax.sgd(0.1)
   params, batch = (
     init_params(np.float32),

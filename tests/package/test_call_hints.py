@@ -59,7 +59,7 @@ def nnx_loss(model, batch):
     ({"num_microbatches": 4}, "num_microbatches= is every_k= here"),
   ],
 )
-def test_names_of_multisteps(arguments, match):
+def test_names_of_multisteps_get_our_names(arguments, match):
   with pytest.raises(TypeError, match=match) as caught:
     accumulate(SGD, **arguments)
   assert caught.value.__cause__ is caught.value.__context__ is None
@@ -76,7 +76,7 @@ def test_names_of_multisteps(arguments, match):
     ("accum_dtype", r"Did you mean accumulator_dtype=\?$"),
   ],
 )
-def test_a_name_that_nobody_has(name, match):
+def test_a_name_that_nobody_has_gets_no_hint(name, match):
   with pytest.raises(
     TypeError, match=rf"^accumulate: got an unexpected .* '{name}'\. {match}"
   ):
@@ -95,7 +95,7 @@ def test_an_error_within_a_call_that_fits_is_left_as_it_is():
     accumulate(SGD, 2.5)
 
 
-def test_methods_of_multisteps():
+def test_methods_of_multisteps_get_what_to_write():
   tx = accumulate(SGD, 2)
   with pytest.raises(
     AttributeError,
@@ -270,7 +270,7 @@ def test_methods_of_multisteps():
     ),
   ],
 )
-def test_steps(make, match):
+def test_each_wrong_call_of_a_step_gets_the_right_one(make, match):
   with pytest.raises(TypeError, match=match):
     make()
 
@@ -282,7 +282,7 @@ def mean_loss(params, batch):
 PARAMS = {"w": jnp.ones((2, 1))}
 
 
-def test_a_number_of_microbatches_by_position():
+def test_a_number_of_microbatches_by_position_gets_its_name():
   for positional in (
     (4,),
     (0, 4),
@@ -322,12 +322,12 @@ def test_a_number_of_microbatches_by_position():
     ),
   ],
 )
-def test_functions(call, match):
+def test_each_wrong_call_of_a_function_gets_the_right_one(call, match):
   with pytest.raises(TypeError, match=match):
     call()
 
 
-def test_what_the_functions_of_a_user_take_and_return():
+def test_functions_of_the_user_that_do_not_fit_are_named():
   step = make_train_step(
     mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0
   )
@@ -343,7 +343,7 @@ def test_what_the_functions_of_a_user_take_and_return():
     step(PARAMS, SGD.init(PARAMS), BATCH)
 
 
-def test_a_batch_of_strings_or_lists():
+def test_a_batch_of_strings_or_lists_gets_what_to_write():
   step = make_train_step(mean_loss, SGD, num_microbatches=2)
   with pytest.raises(
     TypeError,
@@ -372,7 +372,7 @@ def test_a_decorated_loss_has_its_own_errors(decorate):
     step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
 
 
-def test_a_misspelt_argument_of_the_loss():
+def test_a_misspelt_argument_of_the_loss_gets_its_name():
   def masked(params, batch, mask=1.0):
     return mask * mean_loss(params, batch)
 
@@ -387,7 +387,7 @@ def test_a_misspelt_argument_of_the_loss():
       step(PARAMS, SGD.init(PARAMS), BATCH, **{name: 1})
 
 
-def test_options_of_accumulate_in_a_step():
+def test_options_of_accumulate_get_those_of_a_step():
   step = make_train_step(mean_loss, SGD, num_microbatches=2, donate=False)
   for call in (step, step.check, step.lower):
     with pytest.raises(
@@ -412,7 +412,7 @@ def test_options_of_accumulate_in_a_step():
 @pytest.mark.parametrize(
   "tx", [optax.adam(0.1), optax.sgd(0.1, momentum=0.9)], ids=["adam", "sgd"]
 )
-def test_parameters_and_batch_swapped(tx):
+def test_parameters_and_batch_that_are_swapped_get_the_order(tx):
   state = tx.init(PARAMS)
   step = make_train_step(mean_loss, tx, num_microbatches=2, donate=False)
   match = (
@@ -433,7 +433,7 @@ def test_parameters_and_batch_swapped(tx):
 METHODS = ("__call__", "check", "lower", "trace")
 
 
-def test_calls_of_steps_of_flax():
+def test_each_wrong_call_of_a_step_of_flax_gets_the_right_one():
   state = TrainState.create(
     apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD
   )
@@ -488,7 +488,7 @@ def test_calls_of_steps_of_flax():
       getattr(step, name)(model, optimizer, BATCH, weight=3)
 
 
-def test_losses_that_fit_or_cannot_be_asked():
+def test_losses_that_fit_or_cannot_be_asked_get_no_hint():
   def with_default(variables, batch, rngs=None, train=False):
     return linen_loss(variables, batch, rngs)
 

@@ -25,12 +25,12 @@ def trained(names):
   return [model.weight.detach().numpy().T, model.bias.detach().numpy()]
 
 
-def test_pytorch():
+def test_the_loop_of_pytorch_has_the_same_steps():
   pair = Pair("PyTorch", trained, linear, TX)
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
-def test_accelerate():
+def test_the_loop_of_accelerate_has_the_same_steps():
   pair = Pair(
     "`accelerate`",
     trained,

@@ -132,7 +132,7 @@ def written_down(temp, asked=None):
   return build_step
 
 
-def test_the_answer_of_exhaustive_compilation():
+def test_the_answer_is_that_of_exhaustive_compilation():
   args = arguments([shape(64, 64)] * 4, shape(ROWS, 16, 64))
   steps = Compilations(mlp_loss, args)
   memory = {n: steps.memory(n) for n in COUNTS}
@@ -217,7 +217,7 @@ def mlp_args(width=64, rows=ROWS * 8):
   return arguments([shape(width, width)] * 2, shape(rows, width))
 
 
-def test_the_cheapest_choice_that_fits():
+def test_the_cheapest_choice_that_fits_is_planned():
   args, rows = arguments(shape(8, 64, 64), shape(ROWS * 8, 64)), ROWS * 8
 
   def build_step(num_microbatches, layers_kept):
@@ -396,7 +396,7 @@ def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
     plan_microbatches(build_step, odd, batch_size=500, memory_limit="1GiB")
 
 
-def test_chips_that_are_not_there():
+def test_chips_need_not_be_there():
   one = SingleDeviceSharding(devices.tpu_topology().devices[0])
   args = arguments([shape(128, 128)] * 3, shape(4096, 128))
   args = jax.tree.map(lambda x: x.update(sharding=one), args)
@@ -416,7 +416,7 @@ def test_chips_that_are_not_there():
     assert plan.candidates[0].code_bytes > 0
 
 
-def test_steps_of_flax():
+def test_steps_of_flax_are_planned_too():
   model = linen.Dense(8)
   params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8)))[
     "params"
@@ -467,7 +467,7 @@ def test_steps_of_flax():
       )
 
 
-def test_nothing_fits():
+def test_where_nothing_fits_the_least_need_is_named():
   with pytest.raises(ValueError, match="Nothing fits") as caught:
     plan_microbatches(
       build_mlp, mlp_args(rows=64), batch_size=64, memory_limit="10KiB"
@@ -492,7 +492,7 @@ ADVICE = (
 )
 
 
-def test_the_words_of_nothing_fits():
+def test_where_nothing_fits_the_words_say_what_takes_the_memory():
   def words(*found):
     plan = MicrobatchPlan.of([found], 16, 2**10)
     return does_not_fit(plan).removesuffix(f"\n{plan}")
@@ -526,13 +526,13 @@ def test_the_words_of_nothing_fits():
   "limit",
   [0, -1, 0.5, "0GiB", "GiB", "16 giga", "", "1e3GiB", True, [1], "16GiB 1"],
 )
-def test_limits_that_are_no_size(limit):
+def test_limits_that_are_no_size_are_refused(limit):
   match = rf"memory_limit={re.escape(repr(limit))} is not a size: give bytes, .*\"16GiB\""
   with pytest.raises(ValueError, match=match):
     plan_microbatches(build_mlp, mlp_args(), batch_size=768, memory_limit=limit)
 
 
-def test_sizes():
+def test_sizes_are_read_with_their_units():
   def limit(size):
     build_step = written_down(lambda n: 0)
     return plan_microbatches(
@@ -560,7 +560,7 @@ def test_a_twentieth_of_a_devices_memory_is_left_free():
   assert plan(written_down(lambda n: 950 - FIXED)).limit_bytes == 950
 
 
-def test_bad_input():
+def test_bad_input_is_refused():
   plan = functools.partial(
     plan_microbatches, args=mlp_args(), batch_size=768, memory_limit="1GiB"
   )
@@ -744,7 +744,7 @@ def test_an_error_of_the_file_says_where_it_was_raised(command):
     (["--choice", "remat=no"], r"remat=no: write true or false"),
   ],
 )
-def test_options_of_the_command_that_do_not_parse(
+def test_options_of_the_command_that_do_not_parse_are_named(
   command, capsys, options, message
 ):
   with pytest.raises(SystemExit) as caught:
@@ -764,7 +764,7 @@ def test_where_nothing_fits_the_command_prints_what_takes_the_memory(command):
   assert len(set(named)) == len(named) == err.count("compiling")
 
 
-def test_outputs_that_grow_with_the_microbatch():
+def test_outputs_may_grow_with_the_microbatch():
   """What does not depend on rows is not the same in all programs."""
 
   def build_step(num_microbatches):
@@ -818,7 +818,7 @@ def test_one_row_on_a_device_is_not_taken_for_less_work():
   ) == (0, 1)
 
 
-def test_a_step_that_needs_two_microbatches():
+def test_a_step_that_needs_two_microbatches_gets_them():
   def build_step(num_microbatches):
     return make_train_step(
       mlp_loss, TX, num_microbatches=num_microbatches, noise_scale=True
@@ -846,7 +846,7 @@ def by_size(temp, asked=None):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 96, 241])
-def test_sizes_that_do_not_divide_the_batch(rows):
+def test_sizes_need_not_divide_the_batch(rows):
   # Of two sizes that make as many microbatches, the smaller one.
   possible = sorted({-(-rows // n) for n in range(1, rows + 1)})
   for limit in range(1, rows + 1, 3):
@@ -975,10 +975,9 @@ def test_the_whole_batch_may_fit_where_half_of_it_does_not():
   assert 1 not in asked
 
 
-@pytest.mark.parametrize("rows", [4, 96])
-def test_one_row_does_not_tell_what_the_whole_batch_needs(rows):
+def test_one_row_does_not_tell_what_the_whole_batch_needs():
   """With bfloat16 parameters scans need float32 accumulators, and XLA writes one row otherwise."""
-  params = [shape(256, 256, dtype=jnp.bfloat16)] * 4
+  params, rows = [shape(256, 256, dtype=jnp.bfloat16)] * 4, 96
   args = arguments(params, shape(rows, 256, dtype=jnp.bfloat16))
   steps = Compilations(mlp_loss, args)
   whole, scan = steps.memory(1), min(steps.memory(rows), steps.memory(2))
@@ -1000,7 +999,7 @@ def test_two_rows_may_fit_where_one_nearly_does():
   assert plan(memory_limit=FIXED + 1000).num_microbatches == 8
 
 
-def test_after_a_step_that_deleted_its_arguments():
+def test_arguments_that_a_step_deleted_are_named():
   shapes = mlp_args(rows=2)
   params, state, batch = jax.tree.map(
     lambda x: jnp.ones(x.shape, x.dtype), shapes
@@ -1014,7 +1013,7 @@ def test_after_a_step_that_deleted_its_arguments():
     )
 
 
-def test_values_of_choices_of_any_kind():
+def test_values_of_choices_may_be_of_any_kind():
   plan = plan_microbatches(
     written_down(lambda n, microbatch, scale: 8 // n),
     (shape(8),),

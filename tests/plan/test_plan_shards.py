@@ -123,7 +123,7 @@ def test_first_the_work_then_what_is_sent_and_then_the_number_of_microbatches():
   assert planned((1, 2000, 100), (8, 1000, 500), (16, 1000, 504)) == 2
 
 
-def test_a_column_of_bytes_sent_where_there_are_collectives():
+def test_there_is_a_column_of_bytes_sent_where_there_are_collectives():
   def head(**numbers):
     return str(
       MicrobatchPlan.of([[candidate(16, **numbers)]], 16, 1)
@@ -135,7 +135,7 @@ def test_a_column_of_bytes_sent_where_there_are_collectives():
   assert values.split()[5:7] == ["3.5", "KiB"]
 
 
-def test_arguments_that_depend_on_the_choice():
+def test_arguments_may_depend_on_the_choice():
   asked = []
 
   def args(dtype):
@@ -183,7 +183,7 @@ def test_arguments_that_depend_on_the_choice():
     ),
   ],
 )
-def test_functions_that_are_no_arguments(args, error, message):
+def test_functions_that_return_no_arguments_are_refused(args, error, message):
   asked = []
   build_step = written_down(lambda n, shard: 8 // n, asked)
   choices = {"shard": ["a", "b"]}
@@ -194,7 +194,7 @@ def test_functions_that_are_no_arguments(args, error, message):
   assert not asked  # nothing is compiled before all choices are looked at
 
 
-def test_batches_that_differ_between_choices():
+def test_batches_that_differ_between_choices_are_refused():
   def args(rows):
     return mlp_args(rows=rows)
 
@@ -225,7 +225,7 @@ def sizes_that_fit_nothing(loss, args, rows, **options):
   return {*asked}
 
 
-def test_sizes_that_all_devices_with_rows_divide():
+def test_sizes_are_those_that_all_devices_with_rows_divide():
   mesh = make_mesh(2, 4, axes=AXES)
   square = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731
   columns = lambda w, batch: jnp.mean((w @ batch) ** 2)  # noqa: E731

@@ -83,7 +83,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-def test_around_another_wrapper(name):
+def test_around_another_wrapper_a_cycle_is_its_step(name):
   actual, state = stream(accumulate(INSIDE[name], K))
   expected, inner_state = whole(INSIDE[name])
   trees.assert_close(actual, expected, 1e-5)
@@ -115,14 +115,14 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_inside_another_wrapper(name):
+def test_inside_another_wrapper_a_cycle_is_its_step(name):
   actual, state = stream(OUTSIDE[name](accumulated))
   expected, _ = whole(OUTSIDE[name](lambda inner: inner))
   trees.assert_close(actual, expected, 1e-5)
   assert has_updated(state)
 
 
-def test_around_lookahead():
+def test_around_lookahead_a_cycle_is_its_step():
   tx = optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5)
   params = optax.LookaheadParams.init_synced(PARAMS)
   actual, state = stream(accumulate(tx, K), params, of=lambda p: p.fast)
@@ -178,7 +178,7 @@ def test_apply_is_update():
   trees.assert_close(actual, expected, 1e-6)
 
 
-def test_extra_arguments_through_an_outer_chain():
+def test_extra_arguments_come_through_an_outer_chain():
   inner = optax.chain(
     optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)
   )
@@ -220,7 +220,7 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
   ],
   ids=["update", "apply"],
 )
-def test_lbfgs_with_its_line_search(form, search):
+def test_lbfgs_searches_its_line_once_a_cycle(form, search):
   rng = np.random.default_rng(0)
   batch = {"rows": rng.normal(size=(8, 3)), "targets": rng.normal(size=8)}
   batch = jax.tree.map(jnp.float32, batch)

@@ -89,7 +89,9 @@ CALLS = st.lists(
   max_examples=25, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(calls=CALLS)
-def test_any_sequence_of_calls(every_k, reduction, form, calls):
+def test_any_sequence_of_calls_is_what_numpy_says(
+  every_k, reduction, form, calls
+):
   k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
   given = np.zeros(
     (3, MOST), np.float32

@@ -84,7 +84,9 @@ class Begun:
 @pytest.mark.parametrize(
   ("before", "jitted"), [(0, True), (1, True), (3, False), (4, True), (6, True)]
 )
-def test_a_cycle_begun_under_multisteps(before, jitted, use_grad_mean, form):
+def test_a_cycle_begun_under_multisteps_goes_on(
+  before, jitted, use_grad_mean, form
+):
   calls, made = gradients(2 * K), Begun.of(use_grad_mean)
   params, held = begun(made.theirs, calls[:before])
   state = (made.jitted_convert if jitted else made.convert)(held)
@@ -114,7 +116,7 @@ def test_taking_the_fields_as_they_are_is_wrong():
 
 
 @pytest.mark.parametrize("weight", [16, 16.0, np.int64(16), jnp.float32(16)])
-def test_a_cycle_that_goes_on_with_rows(weight):
+def test_a_cycle_may_go_on_with_rows(weight):
   calls, inner, rows = gradients(K), optax.sgd(1.0), [16, 16, 16, 5]
   params, held = begun(optax.MultiSteps(inner, K), calls[:2])
   tx = accumulate(inner, K)
@@ -154,7 +156,7 @@ def test_what_came_before_can_weigh_nothing():
     )
 
 
-def test_a_sum_that_goes_on_with_weights():
+def test_a_sum_may_go_on_with_weights():
   calls, inner = gradients(3), optax.sgd(1.0)
   params, held = begun(
     optax.MultiSteps(inner, 3, use_grad_mean=False), calls[:2]
@@ -179,7 +181,7 @@ def test_a_sum_that_goes_on_with_weights():
     ("rows", TypeError, "gave the weight 'rows'; it must be a real scalar"),
   ],
 )
-def test_weights_of_a_converted_state_that_are_none(weight, error, match):
+def test_weights_that_are_none_are_refused(weight, error, match):
   held = optax.MultiSteps(optax.sgd(1.0), 2).init(PARAMS)
   with pytest.raises(error, match=match):
     from_multi_steps(held, weight=weight)
@@ -194,7 +196,7 @@ def test_in_mid_cycle_the_weight_must_be_said(jitted):
     (jax.jit(from_multi_steps) if jitted else from_multi_steps)(held)
 
 
-def test_what_else_a_converted_state_holds():
+def test_a_converted_state_has_the_types_and_flags_of_ours():
   skip_fn = optax.skip_not_finite
   theirs = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=skip_fn)
   tx = accumulate(optax.sgd(1.0), 2, skip_fn=skip_fn)
@@ -306,12 +308,14 @@ NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint 
     (list(STATE), f"is a list {NOT_OURS}"),
   ],
 )
-def test_states_of_others(form, every_k, state, message):
+def test_states_of_others_are_refused_with_what_to_do(
+  form, every_k, state, message
+):
   with pytest.raises(ValueError, match=message):
     getattr(accumulate(SGD, every_k), form)(PARAMS, state, PARAMS)
 
 
-def test_a_chains_state_that_was_restored_as_a_dict():
+def test_a_chains_state_that_was_restored_as_a_dict_is_refused():
   tx = optax.chain(TX, optax.scale(1.0))
   state = serialization.to_state_dict(tx.init(PARAMS))
   with pytest.raises(ValueError, match=NOT_OURS):
@@ -327,7 +331,7 @@ def test_a_restored_state_goes_on_as_the_message_says():
 
 
 @forms
-def test_a_state_made_with_or_without_skip_fn(form):
+def test_a_state_made_with_or_without_skip_fn_is_told_from_the_other(form):
   with pytest.raises(
     ValueError, match=r"made with a skip_fn, and this accumulate has none"
   ):
@@ -368,7 +372,9 @@ def test_a_state_made_with_or_without_skip_fn(form):
     ),
   ],
 )
-def test_arguments_in_another_order(form, arguments, message, every_k):
+def test_arguments_in_another_order_are_refused_with_the_right_one(
+  form, arguments, message, every_k
+):
   with pytest.raises(ValueError, match=message):
     getattr(accumulate(SGD, every_k), form)(*arguments)
 
@@ -376,7 +382,7 @@ def test_arguments_in_another_order(form, arguments, message, every_k):
 @forms
 @pytest.mark.parametrize("every_k", [1, 2])
 @pytest.mark.parametrize("number", [float, np.float32])
-def test_gradients_that_are_numbers(form, every_k, number):
+def test_gradients_may_be_numbers(form, every_k, number):
   tx, params = accumulate(SGD, every_k), {"a": jnp.zeros(()), "b": jnp.zeros(2)}
   state = tx.init(params)
   for value in (1.0, 4.0):
@@ -389,7 +395,7 @@ def test_gradients_that_are_numbers(form, every_k, number):
 
 
 @forms
-def test_gradients_that_are_nothing(form):
+def test_gradients_that_are_nothing_are_refused(form):
   for every_k in (1, 2):
     tx = accumulate(SGD, every_k)
     with pytest.raises(
@@ -416,7 +422,7 @@ def test_gradients_that_are_nothing(form):
     ("flsh", "flush"),
   ],
 )
-def test_misspelt_keywords(form, every_k, misspelt, meant):
+def test_misspelt_keywords_get_what_was_meant(form, every_k, misspelt, meant):
   tx = accumulate(SGD, every_k)
   with pytest.raises(
     TypeError, match=rf"{form} got .* '{misspelt}': did you mean {meant}=\?"

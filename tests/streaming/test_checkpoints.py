@@ -138,7 +138,6 @@ LOOPS = {
     streaming, skip_fn=optax.skip_not_finite
   ),
   "accumulate over devices": streaming_over_devices,
-  "make_train_step": whole_cycles,
   "make_train_step of accumulate": functools.partial(whole_cycles, every_k=K),
   "TrainState": streaming_train_state,
   "linen_train_step": linen_train_state,
@@ -211,7 +210,7 @@ def test_restored_under_another_k_nothing_is_lost(
   assert (int(state.mini_step), int(state.gradient_step)) == (0, 1)
 
 
-def test_k_of_1_and_more_as_the_message_says():
+def test_between_k_of_1_and_more_a_state_goes_on_as_the_message_says():
   params, one = jnp.float32(0), accumulate(SGD, 1)
   four = accumulate(SGD, 4)
   state = one.init(params)
@@ -233,7 +232,7 @@ def test_k_of_1_and_more_as_the_message_says():
   assert after(one, [5], state=state)[0] == -5
 
 
-def test_restored_with_and_without_skip_fn(tmp_path):
+def test_with_and_without_skip_fn_a_state_goes_on_as_the_message_says(tmp_path):
   plain, skips = (
     accumulate(SGD, 2),
     accumulate(SGD, 2, skip_fn=optax.skip_not_finite),
@@ -257,7 +256,7 @@ def test_restored_with_and_without_skip_fn(tmp_path):
     assert after(new, [3], state=restored)[0] == -2
 
 
-def test_another_accumulator_dtype(tmp_path):
+def test_another_accumulator_dtype_is_refused_until_it_is_cast(tmp_path):
   wide, narrow = (
     accumulate(SGD, 2),
     accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16),
@@ -281,7 +280,7 @@ def test_another_accumulator_dtype(tmp_path):
     wide.apply(jnp.float32(1), cast, jnp.float32(0))
 
 
-def test_a_checkpoint_of_multisteps(tmp_path):
+def test_a_checkpoint_of_multisteps_is_converted(tmp_path):
   theirs, ours = optax.MultiSteps(SGD, 3), accumulate(SGD, 3)
   params, state = jnp.zeros(2), theirs.init(jnp.zeros(2))
   for g in (1.0, 2.0):
@@ -314,7 +313,7 @@ def code_of_docs():
   return [imports + code for code in (rows_and_key + save, of_nnx, onto)]
 
 
-def test_the_docs_save_and_restore(resume, tmp_path):
+def test_what_the_docs_save_and_restore_goes_on(resume, tmp_path):
   (params, opt_state), step = streaming()
   params, opt_state = step((params, opt_state), ROWS[0])
   names = {
@@ -351,7 +350,7 @@ def test_the_docs_save_and_restore(resume, tmp_path):
       resume.check_shapes(stored, like)
 
 
-def test_the_docs_save_and_restore_nnx(tmp_path):
+def test_what_the_docs_save_and_restore_of_nnx_goes_on(tmp_path):
   @nnx.jit
   def step(model, optimizer, x):
     optimizer.update(
@@ -412,8 +411,9 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
   return jax.jit(init)(jnp.float32(0)), step
 
 
-@pytest.mark.parametrize("rows_weigh", [True, False])
-@pytest.mark.parametrize(("before", "now"), [(8, 2), (1, 8)])
+@pytest.mark.parametrize(
+  ("before", "now", "rows_weigh"), [(8, 2, True), (1, 8, False), (1, 8, True)]
+)
 def test_restored_on_other_devices_as_the_docs_say(
   before, now, rows_weigh, tmp_path
 ):
@@ -451,7 +451,7 @@ def test_restored_on_other_devices_as_the_docs_say(
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
-def test_restored_on_devices_with_another_skip_fn():
+def test_on_devices_with_another_skip_fn_a_state_is_refused():
   (old, plain), (new, skips) = (
     begun_and_stepped(2, skip_fn=f) for f in (None, optax.skip_not_finite)
   )
@@ -478,7 +478,7 @@ def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
 
 
 @pytest.mark.parametrize("jitted", [True, False])
-def test_discard_cycle(jitted):
+def test_discard_cycle_gives_up_what_was_accumulated(jitted):
   tx = optax.chain(
     accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0)
   )
@@ -529,7 +529,9 @@ OF_OTHERS = r"the state is not as init makes it for these parameters\. Restore"
     ),
   ],
 )
-def test_a_streaming_state_of_another_model(form, every_k, message):
+def test_a_streaming_state_of_another_model_is_refused_by_name(
+  form, every_k, message
+):
   tx = accumulate(ADAM, every_k)
   with pytest.raises(ValueError, match=message):
     jax.jit(mini_step(tx, form))(PARAMS, tx.init(OTHER), PARAMS)
@@ -566,7 +568,9 @@ def other_inner(change):
     ),
   ],
 )
-def test_an_inner_state_of_another_model(form, inner_state, message):
+def test_an_inner_state_of_another_model_is_refused_by_name(
+  form, inner_state, message
+):
   tx, step = (
     accumulate(ADAM, 2),
     make_train_step(loss_fn, ADAM, num_microbatches=2),
@@ -584,7 +588,7 @@ def test_an_inner_state_of_another_model(form, inner_state, message):
       step.eval_shape(PARAMS, inner_state, ROWS[0])
 
 
-def test_train_states_of_another_model():
+def test_train_states_of_another_model_are_refused_by_name():
   grads = PARAMS
   for tx, message in [
     (accumulate(ADAM, 1), "inner_opt_state"),
@@ -621,7 +625,7 @@ def test_an_accumulation_in_a_chain_speaks_for_itself():
     step(PARAMS, state, ROWS[0])
 
 
-def test_a_state_that_the_first_update_fills():
+def test_a_state_may_be_filled_by_the_first_update():
   updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
   filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
   tx = optax.GradientTransformation(lambda _: None, filled)

@@ -81,7 +81,7 @@ STEPS = pytest.mark.parametrize("made", [train_step, linen_step])
 
 @MESHES
 @STEPS
-def test_nothing_is_moved(made, mesh):
+def test_nothing_is_moved_to_the_host_or_back(made, mesh):
   mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
   step, args = made(mesh)
   batch = placed(host_batch(), mesh, P("data"))

@@ -78,9 +78,7 @@ def whole_padded_steps():
 @pytest.mark.parametrize(
   ("options", "mesh"),
   [
-    ({"num_microbatches": 1}, None),
     ({"microbatch_size": 3}, None),
-    ({"num_microbatches": 2}, (8, devices.AUTO)),
     ({"microbatch_size": 6}, (2, devices.EXPLICIT)),
   ],
 )
@@ -154,20 +152,16 @@ def test_complex_and_bfloat16_parameters_have_derivatives_of_their_dtypes():
   )
 
 
-@pytest.mark.parametrize(
-  ("options", "mesh_size"),
-  [({"num_microbatches": 2}, None), ({"microbatch_size": 6}, 2)],
-)
-def test_a_line_search_does_not_leave_out_what_diverges(options, mesh_size):
+def test_a_line_search_does_not_leave_out_what_diverges():
   def barrier(p, x):  # infinite at p = 1, and NaN beyond
     return jnp.mean(-jnp.log(1 - p * x) - 3 * p * x) + 5
 
   search = optax.scale_by_backtracking_linesearch(max_backtracking_steps=20)
   tx, x, paths = optax.chain(optax.sgd(4.0), search), jnp.ones(8), []
-  mesh = None if mesh_size is None else make_mesh(mesh_size)
+  options = {"microbatch_size": 6, "mesh": make_mesh(2), "donate": False}
   for skip in (False, True):
     step = optax_accum.make_train_step(
-      barrier, tx, donate=False, skip_nonfinite=skip, mesh=mesh, **options
+      barrier, tx, skip_nonfinite=skip, **options
     )
     paths.append(oracle.take_steps(step, tx, jnp.float32(0.0), [x] * 3)[0])
   assert paths[0] == paths[1] < 1
@@ -213,9 +207,9 @@ def test_the_memory_of_lbfgs_falls_with_the_microbatches():
       state,
       batch,
     )
-    for n in (1, 4, 64)
+    for n in (1, 16)
   ]
-  assert temp[0] > 2 * temp[1] > 2 * temp[2]
+  assert temp[0] > 4 * temp[1]
 
 
 def scaled_by_value():
@@ -267,12 +261,8 @@ def derivative_of_the_whole_step(derivative, by):
 
 
 # Each way by the batch, by parameters and by both: half of them alone, half over a mesh.
-ALONE = [(jax.jacfwd, "batch"), (jax.jacfwd, "params"), (jax.jacrev, "both")]
-OVER_A_MESH = [
-  (jax.jacfwd, "both"),
-  (jax.jacrev, "batch"),
-  (jax.jacrev, "params"),
-]
+ALONE = [(jax.jacfwd, "batch"), (jax.jacrev, "both")]
+OVER_A_MESH = [(jax.jacfwd, "both"), (jax.jacrev, "params")]
 
 
 @pytest.mark.parametrize(

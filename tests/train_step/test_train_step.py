@@ -68,13 +68,13 @@ def three_steps_of_32_rows(tx):
 
 
 @pytest.mark.parametrize(
-  "options", [{"num_microbatches": 4}, {"microbatch_size": 5}]
-)
-@pytest.mark.parametrize(
-  "tx",
+  ("tx", "options"),
   [
-    optax.sgd(0.1, momentum=0.9),
-    relaxed(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+    (optax.sgd(0.1, momentum=0.9), {"num_microbatches": 4}),
+    (
+      relaxed(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))),
+      {"microbatch_size": 5},
+    ),
   ],
   ids=["sgd", "clip+adamw"],
 )
@@ -256,7 +256,7 @@ def gradient_elsewhere():
   ],
   ids=["number", "dict"],
 )
-def test_line_search_with_aux(tx, aux):
+def test_a_line_search_goes_with_aux(tx, aux):
   params, batch = init_params(hidden=4), digits(12)
   step = optax_accum.make_train_step(
     lambda p, b: (loss_fn(p, b), jax.tree.map(jnp.asarray, aux)),
@@ -311,7 +311,6 @@ POLYAK, MAX = (
 @pytest.mark.parametrize(
   ("tx", "mesh"),
   [
-    (optax_accum.accumulate(POLYAK, 2), None),
     (optax_accum.accumulate(POLYAK, 2), devices.AUTO),
     (
       optax.partition(
@@ -361,7 +360,7 @@ def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(
   new, state = params, tx.init(params)
   for part in (slice(0, 8), slice(8, 24)):
     new, state, metrics = step(new, state, trees.index(batch, part))
-  loss, grads = jax.value_and_grad(masked)(params, batch)
+  loss, grads = jax.jit(jax.value_and_grad(masked))(params, batch)
   updates, _ = POLYAK.update(grads, POLYAK.init(params), params, value=loss)
   assert abs(metrics["loss"] - loss) > 0.1
   trees.assert_close(new, updates, 1e-5)
@@ -543,7 +542,7 @@ def takes_value_alone():
   ],
   ids=["alone", "chain", "jitted", "accumulate", "weighted"],
 )
-def test_transformations_that_refuse_what_they_do_not_know(around, weight_fn):
+def test_transformations_may_refuse_what_they_do_not_know(around, weight_fn):
   tx, start = around(takes_value_alone()), init_params()
   options = {"num_microbatches": 2, "weight_fn": weight_fn, "donate": False}
   step = optax_accum.make_train_step(loss_fn, tx, **options)
