@@ -230,16 +230,6 @@ def test_what_rounding_took_ends_with_its_cycle(form):
   assert (state.acc_weight, state.weight_rest) == (0, 0)
 
 
-def test_what_a_train_step_says_of_its_weight_ends_with_it():
-  tx, params, batch = optax.sgd(1.0), jnp.float32(1), jnp.ones(2)
-  loss_fn = lambda p, batch: p * jnp.mean(batch)  # noqa: E731
-  make_train_step(
-    loss_fn, tx, num_microbatches=2, weight_fn=jnp.sum, donate=False
-  )(params, tx.init(params), batch)
-  accumulated = accumulate(tx, 2)
-  accumulated.update(params, accumulated.init(params), params)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 def test_weights_that_are_all_alike_round_as_none(padding):
   n = 1 << 16

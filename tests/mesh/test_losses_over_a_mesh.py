@@ -58,7 +58,7 @@ def groups_of(size):
       yield names[start : start + size]
 
 
-@pytest.mark.parametrize("names", groups_of(6), ids=", ".join)
+@pytest.mark.parametrize("names", list(groups_of(6)), ids=", ".join)
 def test_losses_over_eight_devices_are_those_of_the_whole_batch(names):
   """The sum of several, each of its own parameters: their gradients are compared one by one."""
 

@@ -272,33 +272,6 @@ def columns_loss(params, x, y):
   return jnp.mean((jnp.einsum("ib,i->b", x, params) - y) ** 2)
 
 
-@pytest.mark.parametrize(
-  ("kind", "options"),
-  [(AUTO, {"num_microbatches": 2}), (EXPLICIT, {"microbatch_size": 24})],
-)
-def test_rows_may_be_on_the_last_axis(kind, options):
-  rng = np.random.default_rng(4)
-  params, x, y = (
-    rng.normal(size=3),
-    rng.normal(size=(3, 64)),
-    rng.normal(size=64),
-  )
-  with jax.enable_x64(True):
-    tx = optax.sgd(1.0)
-    step = make_train_step(
-      columns_loss,
-      tx,
-      mesh=make_mesh(8, kind=kind),
-      batch_argnums=(1, 2),
-      batch_axis=-1,
-      **options,
-    )
-    new, _, metrics = step(params, tx.init(params), x, y)
-    loss, grad = jax.jit(jax.value_and_grad(columns_loss))(params, x, y)
-    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-12)
-    np.testing.assert_allclose(new, params - grad, rtol=1e-12)
-
-
 def test_rows_of_an_explicit_mesh_need_not_divide():
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=EXPLICIT), optimizer()

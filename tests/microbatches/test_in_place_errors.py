@@ -52,14 +52,6 @@ def test_options_that_it_does_not_go_with_are_named(options, message):
     )
 
 
-@pytest.mark.parametrize("value", [1, "yes", None])
-def test_what_is_no_bool_is_refused(value):
-  with pytest.raises(
-    TypeError, match=rf"in_place={value!r} must be True or False\."
-  ):
-    microbatch_value_and_grad(loss_fn, num_microbatches=2, in_place=value)
-
-
 def test_a_jax_that_cannot_is_refused(monkeypatch):
   monkeypatch.setattr(_versions, "ADDS_TO_REFERENCES", False)
   message = rf"needs JAX 0\.10 or newer, and this is {jax.__version__}: pass in_place=False"

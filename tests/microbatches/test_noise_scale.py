@@ -12,7 +12,6 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-import optax_accum
 from optax_accum import (
   count_collectives,
   gradient_noise_scale,
@@ -499,8 +498,3 @@ def test_in_place_is_refused():
       noise_scale=True,
       in_place=True,
     )
-
-
-def test_the_types_of_the_noise_scale_are_public():
-  assert optax_accum.gradient_noise_scale().init is not None
-  assert NoiseScaleTerms._fields == ("squared_norm", "trace")
