@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-import test_plan
+from support import planned
 
 from optax_accum import plan_microbatches
 
@@ -17,7 +17,7 @@ LARGE = (
 ALLOCATION = """
 import sys
 import jax, jax.numpy as jnp
-from test_plan import build_mlp, mlp_args
+from support.planned import build_mlp, mlp_args
 
 def status(name):
   lines = open("/proc/self/status").read().splitlines()
@@ -38,8 +38,8 @@ for count in map(int, sys.argv[2:]):
 
 
 def test_what_is_allocated_is_within_the_limit():
-  args, rows = test_plan.mlp_args(64, LARGE), LARGE
-  steps = test_plan.Compilations(test_plan.mlp_loss, args)
+  args, rows = planned.mlp_args(64, LARGE), LARGE
+  steps = planned.Compilations(planned.mlp_loss, args)
   limit = (steps.memory(8) + steps.memory(4)) // 2
   plan = plan_microbatches(
     steps.build_step, args, batch_size=rows, memory_limit=limit

@@ -16,6 +16,7 @@ import typing
 
 import jax
 import pytest
+from support.public import FUNCTIONS, PUBLIC
 
 import optax_accum
 from optax_accum._flax.flax_step import StepOptions
@@ -25,13 +26,6 @@ from optax_accum._microbatches.options import Split
 import optax_accum.flax
 
 ROOT = pathlib.Path(__file__).parents[2]
-PUBLIC = {
-  name: value
-  for module in (optax_accum, optax_accum.flax)
-  for name, value in inspect.getmembers(module)
-  if not name.startswith("_") and not inspect.ismodule(value)
-}
-FUNCTIONS = [value for value in PUBLIC.values() if inspect.isfunction(value)]
 MODULES = ["optax_accum"] + [
   module.name
   for module in pkgutil.walk_packages(optax_accum.__path__, "optax_accum.")

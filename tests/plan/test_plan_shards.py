@@ -9,7 +9,13 @@ import optax
 import pytest
 from support import devices
 from support.devices import make_mesh
-from test_plan import candidate, compiled_once, mlp_args, shape, written_down
+from support.planned import (
+  candidate,
+  compiled_once,
+  mlp_args,
+  shape,
+  written_down,
+)
 
 from optax_accum import make_train_step, plan_microbatches
 from optax_accum._plan.report import MicrobatchPlan

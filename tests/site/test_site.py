@@ -12,7 +12,7 @@ from urllib.parse import unquote, urldefrag, urlsplit
 
 from bs4 import BeautifulSoup
 import pytest
-from test_public_api import FUNCTIONS, PUBLIC
+from support.public import FUNCTIONS, PUBLIC
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SITE = DOCS / "_build"

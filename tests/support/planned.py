@@ -1,0 +1,133 @@
+"""Steps to plan: some that are compiled, each once, and some of which all is written down."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import make_train_step, PlanCandidate
+
+ROWS = 96  # with 12 divisors
+COUNTS = [n for n in range(1, ROWS + 1) if ROWS % n == 0]
+TX = optax.adamw(1e-3)
+
+
+def mlp_loss(params, batch):
+  for w in params:
+    batch = jnp.tanh(batch @ w)
+  return jnp.mean(batch**2)
+
+
+def shape(*dims, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def arguments(params, batch):
+  return params, jax.eval_shape(TX.init, params), batch
+
+
+class Compilations:
+  """Steps that are compiled once, however often they are asked for, and that say which were."""
+
+  def __init__(self, loss_fn, args):
+    self._loss_fn, self._args, self.asked = loss_fn, args, []
+    self._compiled = functools.cache(self._compile)
+
+  def _compile(self, count):
+    step = make_train_step(self._loss_fn, TX, num_microbatches=count)
+    return step.lower(*self._args).compile()
+
+  def memory(self, count):
+    stats = self._compiled(count).memory_analysis()
+    given = stats.argument_size_in_bytes + stats.generated_code_size_in_bytes
+    out = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return given + out + stats.temp_size_in_bytes
+
+  def build_step(self, count):
+    def stats():
+      self.asked.append(count)
+      return self._compiled(count).memory_analysis()
+
+    return lowers_to(count, stats)
+
+
+class Made:
+  def __init__(self, **attributes):
+    self.__dict__.update(attributes)
+
+
+def lowers_to(count, stats):
+  """A step whose program has the memory that `stats()` says, and no text to be read."""
+  compiled = Made(memory_analysis=stats, as_text=lambda: "ENTRY main {\n}\n")
+  lowered = Made(as_text=lambda: str(count), compile=lambda: compiled)
+  return Made(lower=lambda *args: lowered)
+
+
+def compiled_once(build_step, args):
+  """`build_step` for several plans of these arguments, which together compile each step once.
+
+  The arguments may be a function of the choice, as the planner takes them.
+  """
+
+  @functools.cache
+  def build(num_microbatches, **choice):
+    step = build_step(num_microbatches, **choice)
+    lower = step.lower
+
+    @functools.cache
+    def lowered():
+      made = lower(*(args(**choice) if callable(args) else args))
+      return Made(as_text=made.as_text, compile=functools.cache(made.compile))
+
+    step.lower = lambda *args: lowered()
+    return step
+
+  return build
+
+
+class Memory(NamedTuple):
+  """What `memory_analysis` returns."""
+
+  temp_size_in_bytes: int
+  argument_size_in_bytes: int = 1000
+  output_size_in_bytes: int = 600
+  alias_size_in_bytes: int = 500
+  generated_code_size_in_bytes: int = 0
+
+
+FIXED = 1100  # of these, what is reserved but for temporary buffers
+NO_CHOICE = {}  # a plan tells choices by their identity
+
+
+def written_down(temp, asked=None):
+  """A `build_step` that compiles nothing: `temp(num_microbatches, **choice)` is the memory."""
+
+  def build_step(num_microbatches, **choice):
+    def stats():
+      if asked is not None:
+        asked.append(num_microbatches)
+      return Memory(temp(num_microbatches, **choice))
+
+    return lowers_to(num_microbatches, stats)
+
+  return build_step
+
+
+def build_mlp(
+  num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"
+):
+  loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
+  options = {"mesh": mesh, "reduce_gradients": reduce_gradients}
+  return make_train_step(
+    loss_fn, TX, num_microbatches=num_microbatches, **options
+  )
+
+
+def mlp_args(width=64, rows=ROWS * 8):
+  return arguments([shape(width, width)] * 2, shape(rows, width))
+
+
+def candidate(size, temp=0, rows=16, choice=NO_CHOICE, **numbers):
+  return PlanCandidate(rows // size, size, choice, temp_bytes=temp, **numbers)
