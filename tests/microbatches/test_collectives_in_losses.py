@@ -69,24 +69,16 @@ def assert_right(name, entry, valids, **options):
     ), valid
 
 
-def entries_of(names):
-  # With types, steps differ in casts alone.
-  typed = [name for name in names if TABLE[name].typed][::6]
-  return [(name, "mesh") for name in names] + [
-    (name, "shard_map, typed") for name in typed
-  ]
-
-
-@pytest.mark.parametrize(("name", "entry"), entries_of(named(RIGHT)))
-def test_the_gradient_is_that_of_the_weighted_mean_over_devices(name, entry):
+@pytest.mark.parametrize("name", named(RIGHT))
+def test_the_gradient_is_that_of_the_weighted_mean_over_devices(name):
   """On one device, by `jax.vmap`. Weights differ between devices and between microbatches."""
-  assert_right(name, entry, (EQUAL, UNEVEN, EMPTY), **FOUR)
+  assert_right(name, "mesh", (EQUAL, UNEVEN, EMPTY), **FOUR)
 
 
-@pytest.mark.parametrize(("name", "entry"), entries_of(named(EITHER)))
-def test_what_may_be_refused_is_right_where_it_is_not(name, entry):
+@pytest.mark.parametrize("name", named(EITHER))
+def test_what_may_be_refused_is_right_where_it_is_not(name):
   try:
-    assert_right(name, entry, (EQUAL, UNEVEN, EMPTY), **FOUR)
+    assert_right(name, "mesh", (EQUAL, UNEVEN, EMPTY), **FOUR)
   except ValueError as error:
     pattern = "|".join(MESSAGES.values())
     with pytest.raises(ValueError, match=pattern):

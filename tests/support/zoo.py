@@ -319,12 +319,6 @@ def drawn_tokens(params, batch, key):
   return mean_where(each, drawn, least=1)
 
 
-def drawn_weights(params, batch, key):
-  """A mean whose weights are of times that are drawn."""
-  times = jax.random.uniform(key, batch["y"].shape, batch["y"].dtype)
-  return jnp.sum(per_row(params, batch) * times) / jnp.sum(times)
-
-
 def mixup(params, batch, key):
   partner = jax.random.permutation(key, batch["x"].shape[0])
   return mean(params, jax.tree.map(lambda x: 0.3 * x[partner] + 0.7 * x, batch))
@@ -657,7 +651,6 @@ ZOO = {
   "over batch, then time": Specimen(
     over_batch_then_time, TOKENS, "coupled", "totals", fixed=_TIMES
   ),
-  "over batch, then time, fixed": _TIMES,
   "contrastive": Specimen(
     contrastive, ("x",), "coupled", "microbatch(encode", fixed=_ENCODED
   ),
@@ -717,7 +710,6 @@ ZOO = {
   "noise of rows": Specimen(noise_of_rows, XY, **NOISY),
   # Rows meet in these two, and in those with BENDS below: the report says that it did not look.
   "tokens drawn": Specimen(drawn_tokens, TOKENS, **NOISY),
-  "weights drawn": Specimen(drawn_weights, XY, **NOISY),
   "order for a log": Specimen(
     order_for_a_log,
     XY,
@@ -763,9 +755,6 @@ ZOO = {
   ),
   "free bits": Specimen(free_bits, XY, not_checked=BENDS),
   "capacity": Specimen(capacity, XY, not_checked=BENDS),
-  "free bits of latents": Specimen(
-    free_bits_by(lambda x: jnp.sum(jnp.maximum(x, 0.01))), XY, not_checked=BENDS
-  ),
   "free bits by where": Specimen(
     free_bits_by(lambda x: jnp.where(jnp.sum(x) > 0.01, jnp.sum(x), 0.01)),
     XY,
