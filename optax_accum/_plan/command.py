@@ -124,13 +124,12 @@ def _built(target: str) -> Sequence[Any]:
   sys.modules[module.__name__] = module
   sys.path.insert(0, str(path.parent))  # as `python file.py` has it
   SourceFileLoader(module.__name__, str(path)).exec_module(module)
-  functions = {
-    name: x
-    for name, x in vars(module).items()
-    if isinstance(x, types.FunctionType)
-  }
   made_by = getattr(module, function, None)
   if not callable(made_by):
+    of_file = vars(module).items()
+    functions = [
+      name for name, x in of_file if isinstance(x, types.FunctionType)
+    ]
     raise AttributeError(
       f"{file} has no function {function!r}; it has {', '.join(functions)}."
     )

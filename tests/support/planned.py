@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import make_train_step, PlanCandidate
+from optax_accum import make_train_step
+from optax_accum._plan.candidate import PlanCandidate
 
 ROWS = 96  # with 12 divisors
 COUNTS = [n for n in range(1, ROWS + 1) if ROWS % n == 0]

@@ -41,19 +41,12 @@ ALL, BY_ROWS = P(), P("data")  # type: ignore[no-untyped-call]
 
 
 def init_params(key: jax.Array) -> Params:
-  return {
-    "w": 0.1 * jax.random.normal(key, (FEATURES, CLASSES)),
-    "b": jnp.zeros(CLASSES),
-  }
+  return {"w": 0.1 * jax.random.normal(key, (FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)}
 
 
 def make_batch(key: jax.Array, rows: int = ROWS) -> Batch:
   x = jax.random.normal(key, (rows, FEATURES))
-  return {
-    "x": x,
-    "label": jnp.argmax(x[:, :CLASSES], axis=-1),
-    "mask": jnp.ones(rows),
-  }
+  return {"x": x, "label": jnp.argmax(x[:, :CLASSES], axis=-1), "mask": jnp.ones(rows)}
 
 
 def predict(params: Params, batch: Batch) -> jax.Array:
@@ -66,17 +59,13 @@ def loss_fn(params: Params, batch: Batch) -> jax.Array:
   return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
 
 
-def loss_and_logits(
-  params: Params, batch: Batch
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+def loss_and_logits(params: Params, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
   logits = predict(params, batch)
   correct = jnp.sum(jnp.argmax(logits, axis=-1) == batch["label"])
   return loss_fn(params, batch), {"logits": logits, "correct": correct}
 
 
-def noisy_loss(
-  params: Params, batch: Batch, key: jax.Array, *, rate: float = 0.1
-) -> jax.Array:
+def noisy_loss(params: Params, batch: Batch, key: jax.Array, *, rate: float = 0.1) -> jax.Array:
   keep = jax.random.bernoulli(key, 1 - rate, batch["x"].shape)
   return loss_fn(params, {**batch, "x": jnp.where(keep, batch["x"], 0.0)})
 
@@ -94,9 +83,7 @@ def valid_tokens(batch: Batch) -> jax.Array:
 
 def train(params: Params, batch: Batch) -> Params:
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=8, weight_fn=valid_tokens
-  )
+  step = make_train_step(loss_fn, tx, num_microbatches=8, weight_fn=valid_tokens)
   opt_state = tx.init(params)
 
   # Memory before anything runs, from shapes alone.
@@ -105,20 +92,14 @@ def train(params: Params, batch: Batch) -> Params:
   report = count_collectives(compiled)
   assert_type(report, CollectiveReport)
   report.assert_once_per_cycle(nbytes=4096)
-  reductions = report.inside.get("all-reduce") or report.at_cycle_end.get(
-    "all-reduce"
-  )
-  print(
-    report, reductions.bytes if reductions else 0, compiled.memory_analysis()
-  )
+  reductions = report.inside.get("all-reduce") or report.at_cycle_end.get("all-reduce")
+  print(report, reductions.bytes if reductions else 0, compiled.memory_analysis())
   step.trace(params, opt_state, batch)
   step.eval_shape(params, opt_state, batch)
 
   for _ in range(3):
     params, opt_state, metrics = step(params, opt_state, batch)
-    print(
-      f"loss {float(metrics['loss']):.4f}, skipped {int(metrics['skipped_microbatches'])}"
-    )
+    print(f"loss {float(metrics['loss']):.4f}, skipped {int(metrics['skipped_microbatches'])}")
   stepped = step(params, opt_state, batch)
   assert_type(stepped[0], Params)
   return stepped[0]
@@ -127,11 +108,7 @@ def train(params: Params, batch: Batch) -> Params:
 def splits_well(params: Params, batch: Batch) -> bool:
   report = check_split(loss_fn, params, batch, weight_fn=valid_tokens)
   assert_type(report, SplitReport)
-  print(
-    report,
-    report.verdict,
-    [leaf.name for leaf in report.leaves if not leaf.agrees],
-  )
+  print(report, report.verdict, [leaf.name for leaf in report.leaves if not leaf.agrees])
   return report.ok
 
 
@@ -150,9 +127,7 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
   )
 
 
-def run(
-  step: TrainStep, params: Params, opt_state: optax.OptState, batch: Batch
-) -> Params:
+def run(step: TrainStep, params: Params, opt_state: optax.OptState, batch: Batch) -> Params:
   """A step of whatever parameters and arguments."""
   params, opt_state, metrics = step(params, opt_state, batch)
   print(metrics["loss"])
@@ -171,9 +146,7 @@ def train_with_noise(params: Params, batch: Batch, key: jax.Array) -> Params:
 
 def train_with_statistics(params: Params, batch: Batch) -> Params:
   tx, mean = optax.sgd(0.1), jnp.zeros(FEATURES)
-  step = make_train_step(
-    loss_with_statistics, tx, num_microbatches=4, carry_argnum=2
-  )
+  step = make_train_step(loss_with_statistics, tx, num_microbatches=4, carry_argnum=2)
   opt_state = tx.init(params)
   params, opt_state, mean, metrics = step(params, opt_state, batch, mean)
   print(f"with statistics {float(metrics['loss']):.4f}, mean {mean.shape}")
@@ -193,12 +166,7 @@ def steps_of_flax() -> None:
     mesh=jax.make_mesh((jax.device_count(),), ("data",)),
     grad_reduction={"params": "mean"},
   )
-  nnx_train_step(
-    flax_loss,
-    microbatch_size=8,
-    donate=False,
-    reduce_gradients="per_microbatch",
-  )
+  nnx_train_step(flax_loss, microbatch_size=8, donate=False, reduce_gradients="per_microbatch")
 
 
 def train_on_a_mesh(params: Params, batch: Batch) -> Params:
@@ -225,20 +193,12 @@ def gradients(params: Params, batch: Batch) -> tuple[jax.Array, Params]:
   return loss, grads
 
 
-def gradients_and_skips(
-  params: Params, batch: Batch
-) -> tuple[Params, MicrobatchStats]:
+def gradients_and_skips(params: Params, batch: Batch) -> tuple[Params, MicrobatchStats]:
   careful = microbatch_value_and_grad(
-    loss_and_logits,
-    has_aux=True,
-    num_microbatches=8,
-    aux_reduction="last",
-    skip_nonfinite=True,
+    loss_and_logits, has_aux=True, num_microbatches=8, aux_reduction="last", skip_nonfinite=True
   )
   (loss, aux), grads, stats = careful(params, batch)
-  print(
-    f"loss {float(loss):.4f}, {sorted(aux)}, skipped {int(stats.skipped_microbatches)}"
-  )
+  print(f"loss {float(loss):.4f}, {sorted(aux)}, skipped {int(stats.skipped_microbatches)}")
   return grads, stats
 
 
@@ -247,50 +207,34 @@ def evaluate(params: Params, batch: Batch) -> dict[str, jax.Array]:
     return {"loss": loss_fn(params, batch), "logits": predict(params, batch)}
 
   in_parts = microbatch(
-    outputs,
-    reduction={"loss": "mean", "logits": "concat"},
-    batch_argnums=1,
-    microbatch_size=24,
+    outputs, reduction={"loss": "mean", "logits": "concat"}, batch_argnums=1, microbatch_size=24
   )
   out = in_parts(params, batch)
   assert_type(out, dict[str, jax.Array])
-  encode = microbatch(
-    predict, reduction="concat", batch_argnums=1, num_microbatches=4
-  )
+  encode = microbatch(predict, reduction="concat", batch_argnums=1, num_microbatches=4)
   assert_type(encode(params, batch), jax.Array)
   assert_type(encode(params, batch=batch), jax.Array)
   return out
 
 
 def stream(params: Params, batches: list[Batch]) -> Params:
-  tx = accumulate(
-    optax.adamw(1e-2),
-    every_k=4,
-    reduction="mean",
-    skip_fn=optax.skip_not_finite,
-  )
+  tx = accumulate(optax.adamw(1e-2), every_k=4, reduction="mean", skip_fn=optax.skip_not_finite)
   assert_type(tx, AccumulateTransformation)
   state = tx.init(params)
   for i, batch in enumerate(batches):
     grads: Params = jax.grad(loss_fn)(params, batch)
     last = i == len(batches) - 1
-    applied = tx.apply(
-      grads, state, params, weight=valid_tokens(batch), flush=last
-    )
+    applied = tx.apply(grads, state, params, weight=valid_tokens(batch), flush=last)
     assert_type(applied, tuple[Params, AccumulateState])
     assert_type(discard_cycle(applied[1]), AccumulateState)
     params, state = applied
     assert_type(has_updated(state), jax.Array)
-    print(
-      f"mini step {int(state.mini_step)}, updated {bool(has_updated(state))}"
-    )
+    print(f"mini step {int(state.mini_step)}, updated {bool(has_updated(state))}")
   return params
 
 
 def stream_under_jit(params: Params, batches: list[Batch]) -> Params:
-  tx = accumulate(
-    optax.adamw(1e-2), every_k=lambda step: jnp.where(step < 100, 2, 4)
-  )
+  tx = accumulate(optax.adamw(1e-2), every_k=lambda step: jnp.where(step < 100, 2, 4))
 
   @functools.partial(jax.jit, donate_argnums=(0, 1))
   def mini_step(
@@ -311,9 +255,7 @@ def stream_in_a_chain(params: Params, batch: Batch) -> Params:
   grads = jax.grad(loss_fn)(params, batch)
   updates, state = tx.update(grads, state, params)
   assert_type(has_updated(state), jax.Array)
-  return cast(
-    Params, optax.apply_updates(params, updates)
-  )  # for pyright: optax forgets the type
+  return cast(Params, optax.apply_updates(params, updates))  # for pyright: optax forgets the type
 
 
 def stream_over_devices(params: Params, batch: Batch) -> Params:
@@ -324,19 +266,12 @@ def stream_over_devices(params: Params, batch: Batch) -> Params:
   def local_step(
     params: Params, state: AccumulateState, batch: Batch
   ) -> tuple[Params, AccumulateState]:
-    grads = jax.grad(loss_fn)(
-      jax.lax.pcast(params, "data", to="varying"), batch
-    )
+    grads = jax.grad(loss_fn)(jax.lax.pcast(params, "data", to="varying"), batch)
     return tx.apply(grads, state, params, weight=valid_tokens(batch))
 
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=ALL, out_specs=specs)
   step = jax.jit(
-    jax.shard_map(
-      local_step,
-      mesh=mesh,
-      in_specs=(ALL, specs, BY_ROWS),
-      out_specs=(ALL, specs),
-    )
+    jax.shard_map(local_step, mesh=mesh, in_specs=(ALL, specs, BY_ROWS), out_specs=(ALL, specs))
   )
   state = init(params)
   for _ in range(2):

@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import (
-  accumulate,
-  make_train_step,
-  microbatch,
-  microbatch_value_and_grad,
-)
+from optax_accum import accumulate, make_train_step, microbatch, microbatch_value_and_grad
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 Params = dict[str, jax.Array]
@@ -36,22 +31,12 @@ def wrong(params: Params, batch: Batch) -> None:
 
   # A reduction that there is not.
   accumulate(tx, every_k=8, reduction="avg")  # MISTAKE 1
-  microbatch_value_and_grad(
-    loss_fn, num_microbatches=8, reduction="avg"
-  )  # MISTAKE 1
+  microbatch_value_and_grad(loss_fn, num_microbatches=8, reduction="avg")  # MISTAKE 1
   make_train_step(loss_fn, tx, num_microbatches=8, reduction="avg")  # MISTAKE 1
-  microbatch(
-    predict, reduction="cat", batch_argnums=1, num_microbatches=8
-  )  # MISTAKE 1
-  make_train_step(
-    loss_fn, tx, num_microbatches=8, has_aux=True, aux_reduction="avg"
-  )  # MISTAKE 1
-  microbatch_value_and_grad(
-    loss_fn, num_microbatches=8, grad_reduction="concat"
-  )  # MISTAKE 1
-  make_train_step(
-    loss_fn, tx, num_microbatches=8, grad_reduction="stack"
-  )  # MISTAKE 1
+  microbatch(predict, reduction="cat", batch_argnums=1, num_microbatches=8)  # MISTAKE 1
+  make_train_step(loss_fn, tx, num_microbatches=8, has_aux=True, aux_reduction="avg")  # MISTAKE 1
+  microbatch_value_and_grad(loss_fn, num_microbatches=8, grad_reduction="concat")  # MISTAKE 1
+  make_train_step(loss_fn, tx, num_microbatches=8, grad_reduction="stack")  # MISTAKE 1
 
   # A number that is text.
   make_train_step(loss_fn, tx, num_microbatches="8")  # MISTAKE 2
@@ -70,9 +55,7 @@ def wrong(params: Params, batch: Batch) -> None:
   linen_train_step(flax_loss, num_microbatches=8, rng_argnums=2)  # MISTAKE 3
 
   # What a function that runs in microbatches is called with.
-  encode = microbatch(
-    predict, reduction="concat", batch_argnums=1, num_microbatches=8
-  )
+  encode = microbatch(predict, reduction="concat", batch_argnums=1, num_microbatches=8)
   encode(params)  # MISTAKE 4
   encode(params, batch["x"])  # MISTAKE 4
   encode(params, batch, batch)  # MISTAKE 4
@@ -82,9 +65,7 @@ def wrong(params: Params, batch: Batch) -> None:
   step(batch["x"], tx.init(params), batch)  # MISTAKE 4
 
   # When gradients are reduced; what `apply` returns.
-  make_train_step(
-    loss_fn, tx, num_microbatches=8, reduce_gradients="per_step"
-  )  # MISTAKE 5
+  make_train_step(loss_fn, tx, num_microbatches=8, reduce_gradients="per_step")  # MISTAKE 5
   streaming = accumulate(tx, every_k=8)
   state = streaming.init(params)
   applied: Params = streaming.apply(params, state, params)  # MISTAKE 5
