@@ -6,13 +6,13 @@ from typing import TypeAlias
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.keys import fold_in
 from optax_accum._arithmetic.reductions import Held, Reduction
-from optax_accum._arithmetic.trees import Tree
+from optax_accum._arithmetic.trees import Leaves, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 
 
@@ -62,6 +62,24 @@ class OneDevice:
   ) -> tuple[jax.Array, jax.Array]:
     """The sum of the weights of all devices, and that sum in the unit of the outputs."""
     return weights.total, weighted_mean.in_units(weights.total, unit)
+
+  def agreed(self, flags: Leaves, numbers: Leaves, dtype: DTypeLike) -> Leaves:
+    """Which flags are true on some device, and the sums of numbers, by one reduction in `dtype`."""
+    return [*flags, *numbers]
+
+  def sum_dtype(
+    self, dtype: DTypeLike, requested: DTypeLike | None
+  ) -> DTypeLike:
+    """The dtype that what devices have is summed in: a term of `dtype` each."""
+    return dtype
+
+  def stored(self, tree: Tree) -> Tree:
+    """What is a device's own, as it is kept between calls."""
+    return tree
+
+  def own(self, tree: Tree) -> Tree:
+    """What is a device's own, of what is `stored`."""
+    return tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +139,39 @@ class OverAxis:
     """The sum of the weights of all devices, and that sum in the unit of the outputs."""
     total = weights.over_devices(self.axis_name)
     return total, total
+
+  def agreed(self, flags: Leaves, numbers: Leaves, dtype: DTypeLike) -> Leaves:
+    """Which flags are true on some device, and the sums of numbers, by one reduction in `dtype`.
+
+    What is known when tracing is the same on all devices.
+    """
+    scalars = [*flags, *numbers]
+    traced = [x.astype(dtype) for x in scalars if isinstance(x, jax.Array)]
+    if traced:
+      traced = list(self.sum(self.varying(jnp.stack(traced))))
+    for i, x in enumerate(scalars):
+      if isinstance(x, jax.Array):
+        scalars[i] = traced.pop(0)
+      else:
+        scalars[i] = x * self.size
+    return [x > 0 for x in scalars[: len(flags)]] + scalars[len(flags) :]
+
+  def sum_dtype(
+    self, dtype: DTypeLike, requested: DTypeLike | None
+  ) -> DTypeLike:
+    """The dtype that what devices have is summed in: a term of `dtype` each."""
+    return dtypes.accumulator_dtype(dtype, requested)
+
+  def stored(self, tree: Tree) -> Tree:
+    """What is a device's own, as it is kept between calls: with an axis of devices in front."""
+    tree = jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+    if across_devices.is_bound(self.axis_name):
+      tree = self.varying(tree)
+    return tree
+
+  def own(self, tree: Tree) -> Tree:
+    """What is a device's own, of what is `stored`."""
+    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 Devices: TypeAlias = OneDevice | OverAxis
