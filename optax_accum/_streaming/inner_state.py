@@ -12,15 +12,10 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
-from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path, Tree
+from optax_accum._arithmetic.trees import OptState, Params, Tree
 from optax_accum._streaming.state import is_state, states_in
 
 Held = TypeVar("Held")
-
-FIX = (
-  "the state is not as init makes it for these parameters. Restore both from a checkpoint of this"
-  " model and optimizer, or begin with what init(params) returns."
-)
 
 _EXPLICIT = (
   "The optimizer cannot compute over explicit axes of a mesh. Over automatic axes it works:"
@@ -30,37 +25,36 @@ _EXPLICIT = (
 
 def same_types(name: str, new: Tree, old: Tree) -> Tree:
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
-  if different := _validate.difference(name, new, old):
+  different = _validate.difference(name, new, old)
+  if different:
     raise ValueError(
       f"After an update {different}: the optimizer's init and update must return states of one tree"
       " and the same shapes. (optax.monitor's do not: use optax.snapshot.)"
     )
 
-  def cast(path: Path, x: Leaf, before: Leaf) -> Leaf:
+  def cast(path, x, before):
     was, now = jnp.result_type(before), jnp.result_type(x)
     if was != now:
-      if any(
-        jnp.issubdtype(dtype, jax.dtypes.extended) for dtype in (was, now)
-      ):
+      extended = jax.dtypes.extended
+      if jnp.issubdtype(was, extended) or jnp.issubdtype(now, extended):
         raise TypeError(
-          f"{_validate.leaf_name(name, path)} has dtype {was}, and"
-          f" {now} after an update: have the optimizer's init return that there."
+          f"{_validate.leaf_name(name, path)} has dtype {was}, and {now} after an update: have the"
+          " optimizer's init return that there."
         )
       x = jnp.asarray(x).astype(dtypes.promote(was, now))
     return across_devices.sharded_like(x, before)
 
-  return jax.tree_util.tree_map_with_path(cast, new, old)
+  return jax.tree.map_with_path(cast, new, old)
 
 
 def widened(update: Callable[[Held], Held], held: Held) -> Held:
   """`held` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
   # Cast before the conditional: rounding its results would lose bits in each step.
   wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
-  if all(map(operator.is_, *map(jax.tree.leaves, (held, wide)))):
+  if jax.tree.all(jax.tree.map(operator.is_, held, wide)):
     return held
-  return widened(
-    update, wide
-  )  # what the next update makes may be wider: the widest ends it
+  # What the next update makes may be wider: the widest ends it.
+  return widened(update, wide)
 
 
 def updated(
@@ -77,45 +71,44 @@ def updated(
   Raises if moments of other parameters were broadcast to the shapes of these. If `update` raises,
   and `state` is not as `init` makes it, the error says so.
   """
+
+  def check_made(error=None):
+    """Checks that `state` is as `init` makes it, where that may have caused an `error`."""
+    try:
+      made = jax.eval_shape(init, params)
+    except Exception:  # it fails by itself, or wants values
+      return
+    different = _difference(name, state, made)
+    if different and len(states_in(made)) <= len(states_in(state)):
+      raise ValueError(
+        f"{different}: the state is not as init makes it for these parameters. Restore both from a"
+        " checkpoint of this model and optimizer, or begin with what init(params) returns."
+      ) from error
+
   try:
     new, new_state = update()
   except Exception as error:
-    if (
-      type(error).__name__ == "ShardingTypeError"
-    ):  # JAX has no public name for it
-      if _EXPLICIT not in getattr(error, "__notes__", ()):
-        error.add_note(_EXPLICIT)
-    elif different := _difference(name, state, _made(init, params, state)):
-      raise ValueError(f"{different}: {FIX}") from error
+    # JAX has no public name for it.
+    if type(error).__name__ != "ShardingTypeError":
+      check_made(error)
+    elif _EXPLICIT not in getattr(error, "__notes__", ()):
+      error.add_note(_EXPLICIT)
     raise
-  changed = _difference(name, new, params) or _difference(
-    name, new_state, state
-  )
-  if changed and (
-    different := _difference(name, state, _made(init, params, state))
-  ):
-    raise ValueError(f"{different}: {FIX}")
-  grows = may_grow and _validate.difference(name, new_state, state)
-  return new, new_state if grows else same_types(name, new_state, state)
-
-
-def _made(
-  init: Callable[[Params], OptState], params: Params, state: OptState
-) -> OptState:
-  """What `init` makes, or `state` where there is nothing to compare it with."""
-  try:
-    made = jax.eval_shape(init, params)
-  except Exception:  # it fails by itself, or wants values
-    return state
-  return state if len(states_in(made)) > len(states_in(state)) else made
+  if _difference(name, new, params) or _difference(name, new_state, state):
+    check_made()
+  if may_grow and _validate.difference(name, new_state, state):
+    return new, new_state
+  return new, same_types(name, new_state, state)
 
 
 def _difference(name: str, got: Tree, wanted: Tree) -> str:
   """Where trees differ, without the states of `accumulate` in them, which checks its own."""
-  return _validate.difference(name, _without_own(got), _without_own(wanted))
 
+  def without(x):
+    if is_state(x):
+      return None
+    return x
 
-def _without_own(tree: Tree) -> Tree:
-  return jax.tree.map(
-    lambda x: None if is_state(x) else x, tree, is_leaf=is_state
-  )
+  got = jax.tree.map(without, got, is_leaf=is_state)
+  wanted = jax.tree.map(without, wanted, is_leaf=is_state)
+  return _validate.difference(name, got, wanted)
