@@ -26,15 +26,17 @@ from optax_accum._microbatches.value_and_grad import (
 )
 from optax_accum._plan.report import MicrobatchPlan as MicrobatchPlan
 from optax_accum._plan.search import plan_microbatches as plan_microbatches
-from optax_accum._streaming.accumulate import (
-  accumulate as accumulate,
+from optax_accum._streaming.accumulate import accumulate as accumulate
+from optax_accum._streaming.accumulation import (
   AccumulateTransformation as AccumulateTransformation,
+)
+from optax_accum._streaming.multi_steps import (
+  from_multi_steps as from_multi_steps,
 )
 from optax_accum._streaming.state import (
   accumulate_specs as accumulate_specs,
   AccumulateState as AccumulateState,
   discard_cycle as discard_cycle,
-  from_multi_steps as from_multi_steps,
   has_updated as has_updated,
 )
 from optax_accum._train_step.train_step import (

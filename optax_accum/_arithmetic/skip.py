@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.trees import Grads, Params, Tree
+from optax_accum._arithmetic.weighted_mean import Weight
 
 
 class SkipFn(Protocol):
@@ -24,12 +25,15 @@ class SkipFn(Protocol):
 
 
 def asks_to_skip(
-  skip_fn: SkipFn,
+  skip_fn: SkipFn | None,
   updates: Grads,
   gradient_step: jax.Array,
   params: Params | None,
-) -> tuple[jax.Array, Tree]:
-  """What `skip_fn` says of these gradients, checked."""
+  weight: Weight,
+) -> tuple[bool | jax.Array, Tree]:
+  """What `skip_fn` says of gradients of this weight, checked; without one they are not skipped."""
+  if skip_fn is None:
+    return False, ()
   result = skip_fn(updates, gradient_step, params)
   if not isinstance(result, tuple) or len(result) != 2:
     raise TypeError(
@@ -40,7 +44,11 @@ def asks_to_skip(
     raise TypeError(
       f"skip_fn returned should_skip={should_skip!r}; it must be a bool scalar, e.g. jnp.any(...)."
     )
-  return jnp.asarray(should_skip), jax.tree.map(jnp.asarray, info)
+  should_skip = jnp.asarray(should_skip)
+  if isinstance(weight, jax.Array):
+    # What has no weight may be NaN, and is no cause to skip.
+    should_skip = should_skip & weighted_mean.counts(weight)
+  return should_skip, jax.tree.map(jnp.asarray, info)
 
 
 def is_finite(tree: Tree) -> jax.Array:

@@ -1,63 +1,26 @@
 """`accumulate`: microbatches arrive one per call, and the k-th call steps."""
 
-from typing import Any, Literal, TYPE_CHECKING
+from typing import Literal
 
-import jax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 import optax
 
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.devices import devices_of
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.skip import SkipFn
-from optax_accum._arithmetic.trees import Grads, OptState
-from optax_accum._streaming.cycle import Accumulation, Params, Schedule
-from optax_accum._streaming.state import AccumulateState
-
-# The methods of `optax.MultiSteps`.
-_METHODS = {
-  "has_updated": "write optax_accum.has_updated(opt_state), a function of the state",
-  "gradient_transformation": "pass it as it is",
-}
-
-
-class AccumulateTransformation(optax.GradientTransformationExtraArgs):
-  """An `optax.GradientTransformationExtraArgs`, the pair ``(init, update)``, with `apply`.
-
-  Attributes:
-    init: ``init(params) -> AccumulateState``.
-    update: ``update(updates, state, params, *, weight=1.0, flush=False, **extra_args)``, which
-      returns ``(updates, state)``: zeros, until a cycle ends.
-  """
-
-  @_spellings.hinted("The order is apply(updates, state, params).")
-  def apply(
-    self,
-    updates: Grads,
-    state: OptState,
-    params: Params,
-    *,
-    weight: ArrayLike = 1.0,
-    flush: bool | jax.Array = False,
-    **extra_args: Any,
-  ) -> tuple[Params, AccumulateState]:
-    """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-    if not isinstance(self.update, Accumulation):
-      raise AttributeError(
-        "The `update` of this transformation was replaced, and `apply` would ignore that: use"
-        " `update` and optax.apply_updates."
-      )
-    return self.update.apply(updates, state, params, weight, flush, extra_args)
-
-  if not TYPE_CHECKING:  # to which every name would be one that there is
-
-    def __getattr__(self, name: str) -> Any:
-      """Says what to write for a name of `optax.MultiSteps`."""
-      instead = f": {_METHODS[name]}" if name in _METHODS else ""
-      raise AttributeError(
-        f"This {type(self).__name__} has no {name!r}{instead}."
-      )
+from optax_accum._streaming.accumulation import (
+  AccumulateTransformation,
+  Accumulation,
+)
+from optax_accum._streaming.cycle import (
+  Cycle,
+  MeanOfOne,
+  Schedule,
+  SeveralCalls,
+)
 
 
 @_spellings.hinted()
@@ -163,13 +126,21 @@ def accumulate(
     raise TypeError(
       f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None."
     )
-  every_k = (
-    every_k if callable(every_k) else _validate.positive_int("every_k", every_k)
-  )
+  if not callable(every_k):
+    every_k = _validate.positive_int("every_k", every_k)
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
-  inner = optax.with_extra_args_support(inner)
+  devices = devices_of(axis_name)
+  cycle: type[Cycle] = SeveralCalls
+  if every_k == 1:
+    cycle = Cycle
+    if reduction == "mean" and axis_name is None:
+      cycle = MeanOfOne
   accumulation = Accumulation(
-    inner, every_k, kind, dtype, skip_fn, axis_name, differentiable
+    optax.with_extra_args_support(inner),
+    cycle(every_k, kind, dtype, devices),
+    skip_fn,
+    devices,
+    differentiable,
   )
   return AccumulateTransformation(accumulation.init, accumulation)

@@ -6,16 +6,20 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 import numpy as np
 import optax
 
-from optax_accum import _spellings, _validate
-from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
+from optax_accum import _validate
+from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.trees import Grads, OptState, Tree
 
 State = TypeVar("State")
+
+_ZERO: Any = np.zeros(
+  (), np.float32
+)  # in states that are made without such fields
 
 
 class AccumulateState(NamedTuple):
@@ -47,9 +51,13 @@ class AccumulateState(NamedTuple):
   skip_state: Tree
   acc_weight: jax.Array
   has_updated: jax.Array
-  weight_rest: jax.Array | np.ndarray = np.zeros((), np.float32)
-  acc_value: jax.Array | np.ndarray = np.zeros((), np.float32)
-  value_weight: jax.Array | np.ndarray = np.zeros((), np.float32)
+  weight_rest: jax.Array = _ZERO
+  acc_value: jax.Array = _ZERO
+  value_weight: jax.Array = _ZERO
+
+
+# The float scalars, which are zero between cycles.
+SUMS = ("acc_weight", "weight_rest", "acc_value", "value_weight")
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -72,10 +80,8 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.
   """
-  flags = [
-    jnp.asarray(state.has_updated)
-    for state in required("has_updated", opt_state)
-  ]
+  states = required("has_updated", opt_state)
+  flags = [jnp.asarray(state.has_updated) for state in states]
   return functools.reduce(jnp.logical_or, flags)
 
 
@@ -101,109 +107,15 @@ def discard_cycle(opt_state: State) -> State:
     ValueError: `opt_state` holds no `AccumulateState`.
   """
 
-  def begun_anew(x: Any) -> Any:
+  def begun_anew(x):
     if not is_state(x):
       return x
     names = ("mini_step", "acc_weight", "weight_rest")
-    return x._replace(
-      **{name: jax.tree.map(jnp.zeros_like, getattr(x, name)) for name in names}
-    )
+    held = {name: getattr(x, name) for name in names}
+    return x._replace(**jax.tree.map(jnp.zeros_like, held))
 
   required("discard_cycle", opt_state)
   return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
-
-
-@_spellings.hinted(
-  "The weight of a mini step goes by name: from_multi_steps(state, weight=8)."
-)
-def from_multi_steps(
-  state: optax.MultiStepsState,
-  *,
-  use_grad_mean: bool = True,
-  weight: ArrayLike | None = None,
-) -> AccumulateState:
-  """Converts a state of `optax.MultiSteps` to one of `accumulate`, also in the middle of a cycle.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_accum
-    >>> old, new = optax.MultiSteps(optax.sgd(1.0), 2), optax_accum.accumulate(optax.sgd(1.0), 2)
-    >>> params = jnp.zeros(2)
-    >>> _, state = old.update(jnp.array([4.0, 0.0]), old.init(params), params)  # of 16 rows
-    >>> state = optax_accum.from_multi_steps(state, weight=16)
-    >>> params, state = new.apply(jnp.array([0.0, 4.0]), state, params, weight=48)
-    >>> print(params)
-    [-1. -3.]
-
-  Args:
-    state: What `optax.MultiSteps` returned, or the ``opt_state`` of an `nnx.Optimizer` around it.
-      May be traced. The result shares its arrays, so donating one deletes those of the other.
-    use_grad_mean: As in `optax.MultiSteps`. False needs an ``accumulate(..., reduction="sum")``.
-    weight: How much each earlier call of the cycle counts: a real scalar, possibly traced. Give the
-      rows (or tokens) of one if later calls have such weights, else 1. Needed unless it is known
-      that there were none. If their rows differed, repeat them, after `discard_cycle`.
-
-  Returns:
-    An `AccumulateState` for an `accumulate` of the same `inner` and `skip_fn`, with ``acc_grads``
-    in float32 or wider (optax 0.2.8 holds those of float64 parameters in float32: cast them by
-    `optax.tree.cast`). ``has_updated`` is True if a cycle has just ended. `optax.MultiSteps` keeps
-    no ``value=``, so at the end of a cycle that began there `inner` gets that of the rest. With
-    ``every_k=1`` replace ``acc_grads`` by ``()``. With `axis_name`, at the end of a cycle, make a
-    new state by init, and copy ``gradient_step`` and ``inner_opt_state`` into it.
-
-  Raises:
-    TypeError: `state` is not an `optax.MultiStepsState`, or `weight` is not a number.
-    ValueError: `weight` is out of range, not a real scalar, or missing in the middle of a cycle.
-  """
-  if not isinstance(state, optax.MultiStepsState):
-    is_one = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
-    within = [
-      name
-      for name, x in _validate.named_leaves("state", state, is_one)
-      if is_one(x)
-    ]
-    fix = "Restore a checkpoint into the tree that optax.MultiSteps(...).init(params) returns."
-    if within:
-      fix = f"That is {within[0]}: convert it, and put the result in its place."
-    raise TypeError(
-      f"from_multi_steps got a {type(state).__name__}; it takes the optax.MultiStepsState itself."
-      f" {fix}"
-    )
-  # The leaves may be boxed, in an nnx.Variable for one: so is what stands in their place.
-  own = ("mini_step", "gradient_step", "acc_grads")
-  state = state._replace(
-    **{x: jax.tree.map(jnp.asarray, getattr(state, x)) for x in own}
-  )
-  [mini_step], [gradient_step] = map(
-    jax.tree.leaves, (state.mini_step, state.gradient_step)
-  )
-  boxed = functools.partial(
-    jax.tree.unflatten, jax.tree.structure(state.mini_step)
-  )
-  if weight is None:
-    traced = isinstance(mini_step, jax.core.Tracer)
-    if traced or jnp.any(mini_step != 0):
-      raise ValueError(
-        f"state.mini_step is {'traced' if traced else mini_step}, so from_multi_steps must know how"
-        " much each mini step of the cycle counts: pass weight=rows, the rows (or tokens) of each,"
-        " if those that follow are weighed so, and weight=1 if they have no weights."
-      )
-    weight = 1.0  # of none
-  weighted_mean.check_weight("The caller of from_multi_steps", weight)
-  each = weighted_mean.as_weight(weight)
-  total = mini_step.astype(each.dtype) * each
-  counted = total if use_grad_mean else each
-
-  def summed(x: jax.Array) -> jax.Array:
-    return weighted_mean.weigh(x, counted, dtypes.accumulator_dtype(x.dtype))
-
-  return AccumulateState(
-    **state._replace(acc_grads=jax.tree.map(summed, state.acc_grads))._asdict(),
-    acc_weight=boxed([total]),
-    has_updated=boxed([(mini_step == 0) & (gradient_step > 0)]),
-    weight_rest=boxed([jnp.zeros((), jnp.result_type(float))]),
-    acc_value=boxed([jnp.zeros((), jnp.result_type(float))]),
-    value_weight=boxed([jnp.zeros((), jnp.result_type(float))]),
-  )
 
 
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
@@ -240,73 +152,58 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`, or one that was made without `axis_name`.
   """
-  spec = PartitionSpec(
-    tuple(axis_name) if isinstance(axis_name, list) else axis_name
-  )
+  devices = PartitionSpec(across_devices.names_of(axis_name))
 
-  def specs(x: Any) -> Any:
+  def specs(x):
     if not is_state(x):
       return PartitionSpec()
-    local = {"acc_grads": x.acc_grads, "skip_state": x.skip_state}
-    if shapes := [
-      leaf.shape for leaf in jax.tree.leaves(local) if leaf.shape[:1] != (1,)
-    ]:
+    of_device = _of_device(x)
+    leaves = jax.tree.leaves(of_device)
+    shapes = [x.shape for x in leaves if x.shape[:1] != (1,)]
+    if shapes:
       raise ValueError(
         f"accumulate_specs got accumulators of shapes {shapes}, without an axis of length 1 in"
         " front: pass jax.eval_shape(tx.init, params) of an accumulate with axis_name."
       )
-    own = jax.tree.map(lambda _: spec, local)
-    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**own)
+    of_device = jax.tree.map(lambda _: devices, of_device)
+    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**of_device)
 
   required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)
 
 
-def stored(
-  state: AccumulateState, axis_name: AxisName | None
-) -> AccumulateState:
-  """A device's state as it is kept between calls: an axis of devices before what is its own."""
-  acc_grads, skip_state = with_device_axis(
-    (state.acc_grads, state.skip_state), axis_name
-  )
-  if axis_name is not None and across_devices.is_bound(axis_name):
-    acc_grads, skip_state = across_devices.varying(
-      (acc_grads, skip_state), axis_name
-    )
-  return state._replace(acc_grads=acc_grads, skip_state=skip_state)
+def _of_device(state: AccumulateState) -> dict[str, Tree]:
+  """What each device has for itself."""
+  return {"acc_grads": state.acc_grads, "skip_state": state.skip_state}
 
 
-def with_device_axis(tree: Tree, axis_name: AxisName | None) -> Tree:
-  """What is a device's own, as it is stored."""
-  return (
-    tree
-    if axis_name is None
-    else jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-  )
+def stored(state: AccumulateState, devices: Devices) -> AccumulateState:
+  """A device's state as it is kept between calls."""
+  return state._replace(**devices.stored(_of_device(state)))
 
 
-def without_device_axis(
-  tree: Tree, axis_name: AxisName | None, name: str = "acc_grads"
-) -> Tree:
-  """What is a device's own, from what was stored."""
-  if axis_name is None:
-    return tree
-  for leaf, x in _validate.named_leaves(name, tree):
-    if jnp.shape(x)[:1] != (1,):
+def own(state: AccumulateState, devices: Devices) -> AccumulateState:
+  """A device's state, of what is kept between calls."""
+
+  def of_device(path, x):
+    try:
+      return devices.own(x)
+    except ValueError:
       raise ValueError(
-        f"{leaf} has shape {jnp.shape(x)} on a device; with axis_name it starts with an axis of"
-        " devices, of length 1 on each. In jax.shard_map, run init and update with the specs of"
-        " optax_accum.accumulate_specs. Save a state whole, by jax.device_get(state) and not by"
-        " flax's unreplicate, and restore it on as many devices."
-      )
-  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+        f"{_validate.leaf_name('.', path)} has shape {jnp.shape(x)} on a device; with axis_name it"
+        " starts with an axis of devices, of length 1 on each. In jax.shard_map, run init and"
+        " update with the specs of optax_accum.accumulate_specs. Save a state whole, by"
+        " jax.device_get(state) and not by flax's unreplicate, and restore it on as many devices."
+      ) from None
+
+  kept = jax.tree.map_with_path(of_device, _of_device(state))
+  return state._replace(**kept)
 
 
 def states_in(opt_state: OptState) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
-  return [
-    x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)
-  ]
+  states = jax.tree.leaves(opt_state, is_leaf=is_state)
+  return list(filter(is_state, states))
 
 
 def required(name: str, opt_state: OptState) -> list[AccumulateState]:

@@ -16,7 +16,7 @@ from optax_accum import _scopes
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._arithmetic.trees import Args, Grads, Kwargs, OptState, Params
-from optax_accum._streaming.cycle import sending
+from optax_accum._streaming.checks import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
 from optax_accum._train_step.stepped import has_stepped
