@@ -51,19 +51,28 @@ def accumulate(
     [-1. -3.]
 
   Args:
-    inner: Any optax transformation. Put what must see the mean into it: ``chain(clip, adam)``.
+    inner: Any optax transformation. It sees the mean of a cycle, and what stands outside of
+      `accumulate` sees every microbatch. So clip inside: ``accumulate(chain(clip, adam), k)``.
+
     every_k: The calls in a cycle: an int of at least 1, or a schedule from the int32 gradient step
       to an integer, evaluated under jit. With 1 every call is a step, without an accumulator.
+
     reduction: ``"mean"``, or ``"sum"`` for the weighted sum ``sum(w * g)``.
+
     skip_fn: ``skip_fn(updates, gradient_step, params) -> (should_skip, info)``, such as
       `optax.skip_not_finite`. True leaves out this call's gradients. The state keeps ``info``.
+
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
-      device accumulates its own gradients until the cycle ends. If one skips or flushes, all do.
-      The state needs `accumulate_specs`. Every device needs whole parameters: for shards (FSDP) use
-      ``make_train_step(mesh=...)``. Here they are an error, but with ``check_vma=False`` they raise
-      none, and the steps are wrong. Without `axis_name` reduce gradients yourself: else each device
-      takes steps of its own.
+      device accumulates its own gradients until the cycle ends. They are then summed over the axis,
+      once. If one device skips or flushes, all do. The state needs `accumulate_specs`.
+
+      Every device needs whole parameters: for shards (FSDP) use ``make_train_step(mesh=...)``. Here
+      they are an error, but with ``check_vma=False`` they raise none, and the steps are wrong.
+
+      Without `axis_name` reduce gradients yourself: else each device takes steps of its own.
+
     accumulator_dtype: The dtype to add up in. Default: each parameter's, promoted with float32.
+
     differentiable: Whether to allow reverse-mode differentiation, which costs copies on GPUs.
 
   Returns:
@@ -78,16 +87,25 @@ def accumulate(
     NotImplementedError: `inner` calls the ``value_fn`` of a `make_train_step`.
 
   Calls:
-    ``params, state = tx.apply(grads, state, params)`` is ``update`` and `optax.apply_updates`, but
-    inside a cycle it neither reads nor writes parameters and inner state. Donate both to the jitted
-    function around it, and return them first and in the same order, or JAX copies them. Leaves that
-    are no floating or complex numbers stay as they are; their gradients are None. Two scalars may
-    be traced:
+    There are two ways to call it, of the same result:
 
-    - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give 0, or
-      1e-30 to 1e30 such that its product with the gradients is in the range of the accumulators.
-      Give it in every call of a cycle, or in none. The step is NaN if a traced weight is below 0,
-      or the total below 1e-30 or above 1e36. The derivative by a weight of 0 is 0.
+    - ``updates, state = tx.update(grads, state, params)``, as of any optax transformation. Updates
+      are zeros until the cycle ends.
+    - ``params, state = tx.apply(grads, state, params)``, which is ``update`` and
+      `optax.apply_updates`. Inside a cycle it neither reads nor writes parameters and the state of
+      `inner`. Donate both to the jitted function around it, and return them first and in the same
+      order, or JAX copies them.
+
+    Leaves that are no floating or complex numbers stay as they are; their gradients are None.
+
+    Two further scalars may be traced:
+
+    - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give it in
+      every call of a cycle, or in none.
+
+      Give 0, or 1e-30 to 1e30 such that its product with the gradients is in the range of the
+      accumulators. The step is NaN if a traced weight is below 0, or the total below 1e-30 or above
+      1e36. The derivative by a weight of 0 is 0.
     - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
       mean is over what was accumulated. With gradients of zero and ``weight=0.0`` it adds nothing.
 
@@ -116,6 +134,34 @@ def accumulate(
 
     Where updates are zeros, `inner` does not run. An inf or NaN that is not skipped cannot reach
     the next cycle. The mean of fp8 statistics is silently wrong: see "Sharp edges".
+
+  This differs from `optax.MultiSteps` (as of Optax 0.2.8) in:
+
+  1. Weights. There each call of a cycle counts the same. Here each has its ``weight``, and a cycle
+     in which nothing counts takes no step.
+  2. One division. There a running mean is rounded in every call. Here a sum is divided at the end.
+  3. Dtypes. Here sums are in float32 or wider, as the parameters are: float64 and complex ones too.
+     There all are in its `accumulator_dtype`, by default float32 (before Optax 0.2.8, in the dtype
+     of the gradients).
+  4. Flush. Here a cycle that is cut short, as by the end of an epoch, can take its step.
+  5. When `inner` runs. There in every call that is not skipped, and most results are thrown away.
+     Here in those that end a cycle. Other calls neither read nor write its state.
+  6. Parameters. There updates of zero are added to them. ``apply`` leaves them alone.
+  7. inf and NaN. There zeros are made by multiplication, so that what is not finite stays in the
+     accumulators forever. Here they are selected, and the next cycle is clean.
+  8. Skipping. Both leave out the gradients. Here `has_updated` is then False, and there it is what
+     it was before that call.
+  9. Schedules. Both ask `every_k` with the gradient step. Here it must return an integer scalar, an
+     int may be one of NumPy or JAX, and with ``every_k=1`` there are no accumulators.
+  10. Devices. With `axis_name` gradients are summed over devices once a cycle. There, in each call.
+  11. Arguments for `inner`. Here they arrive through an outer `optax.chain`, and ``value`` is that
+      of the cycle. There a chain refuses them, and ``value`` is that of the last call.
+  12. Types of the state of `inner`. If an update widens them (by float32 gradients of bfloat16
+      parameters), they stay wide, as in plain optax. There they are rounded back.
+  13. The state. The first five fields have the names of `optax.MultiStepsState`, but ``acc_grads``
+      has a weighted sum, where that has a mean. `from_multi_steps` converts one.
+  14. The form. This is a transformation, without a ``gradient_transformation()``, and `has_updated`
+      is a function, of any state that holds one of `accumulate`.
   """
   if isinstance(every_k, optax.GradientTransformation):
     raise TypeError(
