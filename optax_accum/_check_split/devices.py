@@ -3,31 +3,16 @@
 from collections.abc import Callable
 import contextlib
 import dataclasses
-import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax import lax
-import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 
-from optax_accum._arithmetic.trees import (
-  Grads,
-  Kwargs,
-  Leaf,
-  Leaves,
-  Params,
-  Tree,
-)
-from optax_accum._check_split.probes import Array, Call
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 
 Run: TypeAlias = Callable[..., Tree]
-OfArrays: TypeAlias = Callable[[Leaves], Tree]
-EVERY = PartitionSpec()  # of what every device has in whole
 
 
 class Devices(NamedTuple):
@@ -36,90 +21,77 @@ class Devices(NamedTuple):
   axes: tuple[Any, ...] = ()  # which the loss may name
   loss: Any = None  # the `PlacedLoss` of the step, over its mesh
   sends: bool = False  # whether devices exchange something in it
-  size: int = 0  # the rows of one of its microbatches, on all devices
   is_alone: bool = True  # whether the whole batch runs on one device
 
   @property
   def mesh(self) -> Any:
     return self.loss and self.loss.parallel.mesh
 
-  def on_one(self, run: Run) -> Run:
-    """`run` on the first device, where the axes have size one."""
-    return self._mapped(run, EVERY, EVERY) if self.axes else run
+  @property
+  def where(self) -> str:
+    """Where the whole batch runs, in words."""
+    if not self.is_alone:
+      return "its mesh"
+    if self.axes:
+      return "one device, where its axes have size 1"
+    return "one device, without named axes"
 
-  def _mapped(self, run: Run, in_specs: Tree, out_specs: Tree) -> Run:
-    """`run` on each device of the mesh that is set."""
+  @property
+  def first(self) -> "Devices":
+    """The first device, where the axes have size one."""
+    return self._replace(loss=None)
+
+  @property
+  def few(self) -> "Devices":
+    """As few as divide those of each axis of the mesh, unless the loss asks for all."""
+    mesh = self.mesh
+    some = []
+    for name, size in mesh.shape.items():
+      count = 1
+      if name in self.axes:
+        divisors = [
+          n for n in range(2, size) if size % n == 0 and self.is_alone
+        ]
+        count = min(divisors, default=size)
+      some.append(slice(count))
+    mesh = Mesh(
+      mesh.devices[tuple(some)], mesh.axis_names, axis_types=mesh.axis_types
+    )
+    parallel = dataclasses.replace(self.loss.parallel, mesh=mesh)
+    return self._replace(loss=self.loss._replace(parallel=parallel))
+
+  def loss_of(self, local: LocalLoss) -> Any:
+    """A loss, over the mesh if there is one."""
+    return self.loss._replace(local=local) if self.loss else local
+
+  def mapped(self, run: Run) -> Run:
+    """`run`, in which a loss may name the axes: over a mesh it may anyway."""
+    if self.loss or not self.axes:
+      return run
     return jax.shard_map(
       run,
-      in_specs=in_specs,
-      out_specs=out_specs,
+      in_specs=PartitionSpec(),
+      out_specs=PartitionSpec(),
       axis_names=set(self.axes),
       check_vma=False,
     )
 
-  def step(self, call: Call, options: Kwargs) -> OfArrays:
-    """What a step of these options computes, over its mesh if it has one."""
-    run: Run = microbatch_value_and_grad(**options)
-    if self.loss is None:
-      return self.on_one(functools.partial(call.called, run))
-    split = Split.of(dict(options), default_argnum=1)
-    loss = self.loss._replace(
-      local=LocalLoss.of(options["fun"], 0, True, split, options)
-    )
+  def compiled(self, run: Run) -> Run:
+    """A program of it, compiled fast: it runs some hundred times on few rows."""
+    options = {}
+    if jax.default_backend() == "cpu":
+      options = {"xla_backend_optimization_level": 0}
+    program = jax.jit(self.mapped(run), compiler_options=options)
 
-    def value_and_grad(*args: Tree, **kwargs: Tree) -> tuple[Tree, Grads]:
-      out = loss.value_and_grad(None, *args, **kwargs).outputs
-      return (out.loss, out.aux), out.grads
+    if not self.loss:
+      return program
 
-    return functools.partial(call.called, value_and_grad)
+    def over_mesh(*args):
+      with on(self.mesh):  # where keys are not yet
+        placed = NamedSharding(self.mesh, PartitionSpec())
+        return program(*jax.device_put(args, placed))
 
-  @property
-  def few(self) -> Mesh:
-    """As few devices as divide those of each axis of the mesh, unless the loss asks for all."""
-
-    def number(name: str, n: int) -> int:
-      divisors = (k for k in range(2, n) if n % k == 0 and self.is_alone)
-      return next(divisors, n) if name in self.axes else 1
-
-    some = tuple(slice(number(*axis)) for axis in self.mesh.shape.items())
-    return Mesh(
-      self.mesh.devices[some],
-      self.mesh.axis_names,
-      axis_types=self.mesh.axis_types,
-    )
-
-  def of_each(self, fun: Run, call: Call) -> OfArrays:
-    """``(loss, aux), gradients`` of each of few devices, one after another."""
-    parallel = dataclasses.replace(self.loss.parallel, mesh=self.few)
-
-    def own(
-      params: Params, /, *args: Tree, **kwargs: Tree
-    ) -> tuple[Tree, Grads]:
-      run = lambda params: fun(params, *args, **kwargs)  # noqa: E731
-      loss, back, aux = jax.vjp(run, params, has_aux=True)
-      index = lax.axis_index(self.axes)
-
-      def of_one(
-        i: Leaf,
-      ) -> Grads:  # some of it is what others made of what it sent
-        return lax.psum(back((index == i).astype(loss.dtype))[0], self.axes)
-
-      grads = lax.map(of_one, jnp.arange(parallel.devices))
-      return jax.tree.map(lambda x: jnp.asarray(x)[None], (loss, aux)), grads
-
-    def spec(x: Array) -> PartitionSpec:
-      return (
-        parallel.batch_spec(x.value, x.axis) if x.role == "batch" else EVERY
-      )
-
-    specs = list(map(spec, call.arrays))
-    out_specs = PartitionSpec(self.axes), EVERY
-    mapped = self._mapped(
-      functools.partial(call.called, own), (specs,), out_specs
-    )
-    return lambda values: mapped(
-      list(map(parallel.move_over_data, values, specs))
-    )
+    return over_mesh
 
 
 def on(mesh: Mesh | None) -> contextlib.AbstractContextManager[object]:
@@ -134,8 +106,5 @@ def one_device(mesh: Mesh | None, axes: tuple[Any, ...]) -> Mesh | None:
   if not names:
     return None
   devices = jax.local_devices() if mesh.empty else mesh.local_devices
-  return Mesh(
-    np.reshape(devices[:1], (1,) * len(names)),
-    names,
-    axis_types=mesh.axis_types or None,
-  )
+  first = np.reshape(devices[:1], (1,) * len(names))
+  return Mesh(first, names, axis_types=mesh.axis_types or None)

@@ -4,23 +4,26 @@ Most are other ways to make one of what the microbatches gave.
 """
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._check_split import words
-from optax_accum._check_split.report import Verdict
-from optax_accum._check_split.runs import How, Outcome, ROWS, Runs
-from optax_accum._check_split.weights import weights_of
+from optax_accum._check_split.call import Call
+from optax_accum._check_split.devices import Devices
+from optax_accum._check_split.evidence import Evidence, How, WORDS
+from optax_accum._check_split.programs import Programs
+from optax_accum._check_split.report import SplitReport, Verdict
+from optax_accum._check_split.weights import ROWS, weights_of
 from optax_accum._microbatches.refusals import (
   refuse_keys,
   with_keys,
   with_rows,
 )
 
-_OF_AUX = ("sum", "mean", "max", "min", "concat")
 _EXTREMES = ("max", "min")
 _KEY = "_overwrite_with_gradient"  # flax names such a collection so
 
@@ -33,249 +36,293 @@ class Finding(NamedTuple):
   fix: str
   how: How | None = None  # with which all agrees
 
+  def report(self, **fields: Any) -> SplitReport:
+    return SplitReport(self.verdict, self.reason, self.fix, **fields)
 
-def explain(runs: Runs) -> Finding:
+
+def refused(programs: Programs) -> Finding | None:
+  """What the defaults refuse: a second batch argument, or a key, that all microbatches share."""
+  split, call = programs.local.split, programs.batch
+  if split.batch_argnums is None:
+    finding = unsplit(programs)
+    if finding:
+      return finding
+  if split.rng_argnums is not None:
+    return None
+  try:
+    refuse_keys(call.roles, call.arguments)
+  except ValueError as error:
+    slots = with_keys(call.roles, call.arguments)
+    fix = words.PASS_A_KEY
+    if all(map(is_key, jax.tree.leaves([call.arguments[x] for x in slots]))):
+      fix = words.naming("rng", slots)
+    return Finding("random", str(error), fix)
+  return None
+
+
+def of_step(devices: Devices) -> Finding:
+  """A step that differs, although its microbatches agree."""
+  if devices.loss:
+    return Finding("unknown", words.OVER_MESH, words.OWN_MEAN)
+  return Finding("unknown", words.AS_CALLED, words.PLAIN)
+
+
+def explain(evidence: Evidence) -> tuple[Finding, Evidence]:
+  """What is wrong, and on which batches. Odd ones count if a fix explains them: no length is -1."""
+  finding = _of_all(evidence)
+  for most in (1, 0):
+    likely = [x for x in evidence.tried if x.whole.call.oddity <= most]
+    if finding.how or len(likely) in (0, len(evidence.tried)):
+      continue
+    without = evidence._replace(tried=likely)
+    found = _of_all(without)
+    if most == 0 and found.verdict == "ok":
+      break  # what no row has may come
+    finding, evidence = found, without
+  return finding, evidence
+
+
+def _of_all(evidence: Evidence) -> Finding:
   """What is wrong: of what agrees on all batches, what these cannot show."""
-  finding = _of_outcomes(runs)
+  finding = _of_batches(evidence)
   if finding.verdict not in ("ok", "sum", "weighted"):
     return finding
-  if runs.facts.mixes:
+  if evidence.programs.facts.mixes:
     return Finding("coupled", words.MIXED, words.MENDS["mixed"])
-  if names := runs.read_carry():
-    reason = words.CARRIED.format(names=" and ".join(names))
+  names = " and ".join(_read_carry(evidence.programs))
+  if names:
+    reason = words.CARRIED.format(names=names)
     return Finding("coupled", reason, words.READ_THE_OLD)
   return finding
 
 
-def _of_outcomes(runs: Runs) -> Finding:
+def _of_batches(evidence: Evidence) -> Finding:
   """The first hypothesis that fits, and what is wrong with aux once it is fixed."""
-  how = runs.how()
-  ok = Finding("ok", "", "", how)
-  if not runs.wrong(how):
-    return ok
-  seen = [words.MENDS[x] for x in runs.facts.couplings]
-  unseen = [text for kind, text in words.MENDS.items() if kind != "mixed"]
-  last = Finding(
-    "coupled",
-    words.COUPLED,
-    "\n".join([*seen, words.OTHERS] if seen else unseen),
-  )
-  if runs.facts.is_half:
-    last = Finding("unknown", words.HALF, words.USE_FLOAT32)
-  agrees = lambda runs: ok if runs.agree(how) else None  # noqa: E731
-  hypotheses = (
-    _not_a_function,
-    agrees,
-    _gradients,
-    _shared_noise,
-    _weighted,
-    unsplit,
-  )
-  first = next(
-    (x for hypothesis in hypotheses if (x := hypothesis(runs))), last
-  )
-  then = _aux(runs, first.how) if first.how else None
-  if not then or first.verdict == "ok":
-    return then or first
+  how = How.of(evidence.programs)
+  if evidence.agree(how):
+    return _aux(evidence, how) or Finding("ok", "", "", how)
+  first = next(filter(None, (fits(evidence) for fits in _HYPOTHESES)))
+  then = None
+  if first.how:
+    then = _aux(evidence, first.how)
+  if then is None:
+    return first
   reason, fix = f"{first.reason}\n{then.reason}", f"{first.fix}\n{then.fix}"
   return Finding(first.verdict, reason, fix, then.how)
 
 
-def refused(runs: Runs) -> Finding | None:
-  """What the defaults refuse: a second batch argument, or a key, that all microbatches share."""
-  roles, options = runs.batch.roles, runs.options
-  if options["batch_argnums"] is None and (finding := unsplit(runs)):
-    return finding
-  try:
-    if options["rng_argnums"] is None:
-      refuse_keys(roles, runs.batch.arguments)
-  except ValueError as error:
-    slots = with_keys(roles, runs.batch.arguments)
-    alone = all(
-      is_key(x)
-      for slot in slots
-      for x in jax.tree.leaves(runs.batch.arguments[slot])
-    )
-    return Finding(
-      "random",
-      str(error),
-      words.naming("rng", slots) if alone else words.PASS_A_KEY,
-    )
-  return None
-
-
-def _not_a_function(runs: Runs) -> Finding | None:
-  if runs.fingerprint() == runs.fingerprint() and runs.given.fits(
-    runs.whole(runs.call).leaves
-  ):
+def _not_a_function(evidence: Evidence) -> Finding | None:
+  programs = evidence.programs
+  again = programs.whole(programs.call)
+  is_same = programs.fingerprint() == programs.fingerprint()
+  if is_same and programs.given.fits(again.arrays):
     return None
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
 
 
-def unsplit(runs: Runs) -> Finding | None:
-  """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
-  roles, rows = runs.batch.roles, runs.batch.rows
-  more = list(with_rows(roles, runs.batch.arguments, (rows,)))
-  return (
-    Finding("unsplit", *words.unsplit(roles.batch, more, rows))
-    if more
-    else None
-  )
-
-
-def _aux(runs: Runs, how: How) -> Finding | None:
-  """Which words reduce the aux that differs."""
-  wrong = {name for name in runs.wrong(how) if name.startswith("aux")}
-  if not wrong:
-    return None
-  found = _words_for(runs, how, _OF_AUX, wrong)
-  if len(found) < len(wrong):
-    return Finding("unknown", words.AUX, words.RATIO)
-  fixed = how.reworded(runs.names, found)
-  new = fixed.words[len(runs.given.main) :]
-  tree = jax.tree.unflatten(jax.tree.structure(runs.given.trees[1]), new)
-  fix = words.option("aux_reduction", tree)
-  return Finding(
-    "sum" if {*found.values()} == {"sum"} else "unknown", words.AUX, fix, fixed
-  )
-
-
-def _words_for(
-  runs: Runs, how: How, choices: Sequence[str], leaves: Collection[str]
-) -> dict[str, str]:
-  """The first word that makes each leaf that of the whole batch, where any does."""
-  found: dict[str, str] = {}
-  for choice in choices:
-    wrong = runs.wrong(how.reworded(runs.names, dict.fromkeys(leaves, choice)))
-    found = dict.fromkeys(set(leaves) - wrong, choice) | found
-  return found
-
-
-def _gradients(runs: Runs) -> Finding | None:
+def _gradients(evidence: Evidence) -> Finding | None:
   """Whether the loss agrees, and gradients would, reduced by another `grad_reduction`.
 
   A layer in 8 bits records its largest cotangent as a "gradient", by which it rounds the others.
   """
-  how, default = runs.how(), runs.options["reduction"]
-  leaves = runs.names[1 : len(runs.given.main)]
-  if "loss" in runs.wrong(how):
+  programs = evidence.programs
+  how, default = How.of(programs), programs.local.reduction.name
+  if "loss" in evidence.wrong(how):
     return None
-  found = _words_for(runs, how, (default, *_EXTREMES), leaves)
-  named = [name for name in leaves if _KEY in name and runs.facts.is_half]
-  found |= {name: "max" for name in named if found.get(name) not in _EXTREMES}
-  new = [found.get(name, default) for name in leaves]
-  explains = len(found) == len(leaves) or named
-  if new == how.words[1 : len(runs.given.main)] or not explains:
+  tree, _ = programs.given.names
+  names = jax.tree.leaves(tree)
+  found = _words_for(evidence, how, (default, *_EXTREMES), names)
+  recorded = []
+  if programs.facts.is_half:
+    recorded = [name for name in names if _KEY in name]
+  for name in recorded:
+    if found.get(name) not in _EXTREMES:
+      found[name] = "max"
+  fixed = how.reworded({name: found.get(name, default) for name in names})
+  is_known = recorded or len(found) == len(names)
+  if fixed == how or not is_known:
     return None
-  overwritten = [name for name, word in found.items() if word in _EXTREMES]
-  tree = (
-    jax.tree.unflatten(jax.tree.structure(runs.given.trees[0]), new)
-    if overwritten
-    else None
-  )
-  fix, fixed = (
-    words.option("grad_reduction", tree),
-    runs.how(grad_reduction=tree),
-  )
+  overwritten = sorted(x for x in names if fixed.words[x] in _EXTREMES)
   if not overwritten:
-    return Finding("unknown", words.GRADIENTS, fix, fixed)
-  reason = words.OVERWRITTEN.format(names=", ".join(sorted(overwritten)))
-  if not runs.agree(fixed):
-    return Finding(
-      "overwritten", f"{reason}\n{words.HALF}", f"{fix}\n{words.USE_FLOAT32}"
-    )
-  return Finding("overwritten", reason, fix, fixed)
+    return Finding("unknown", words.GRADIENTS, "grad_reduction=None", fixed)
+  reason = words.OVERWRITTEN.format(names=", ".join(overwritten))
+  fix = words.tree_option("grad_reduction", jax.tree.map(fixed.words.get, tree))
+  if evidence.agree(fixed):
+    return Finding("overwritten", reason, fix, fixed)
+  reason, fix = f"{reason}\n{words.HALF}", f"{fix}\n{words.USE_FLOAT32}"
+  return Finding("overwritten", reason, fix)
 
 
-def groups(runs: Runs) -> Finding | None:
-  """Whether a loss runs on some numbers of rows, and not on others."""
-  most = -(-2 * runs.rows // 3)
-  sizes = {
-    most,
-    runs.rows - most,
-    *(len(x) for rows in runs.cuts for x in rows),
-  } - {0}
-  failed = {}
-  for size in sorted(sizes):
-    try:
-      runs.parts(runs.call, [np.arange(size)])
-    except Exception as error:
-      failed[str(size)] = (
-        f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-      )
-  if len(failed) == len(sizes):
-    return None
-  which, first = " or ".join(failed), next(iter(failed.values()))
-  reason = words.UNEVEN.format(rows=runs.rows, failed=which, error=first)
-  return Finding("coupled", reason, words.GROUPS)
-
-
-def _shared_noise(runs: Runs) -> Finding | None:
+def _shared_noise(evidence: Evidence) -> Finding | None:
   """Whether a loss that draws changes with the places of the rows: its noise is that of a place."""
-  backwards = np.arange(runs.rows)[::-1]
+  programs = evidence.programs
+  backwards = np.arange(programs.rows)[::-1]
   if all(
-    x.fits(runs.whole(x.call.take(backwards)).leaves) for x in runs.outcomes
+    x.whole.fits(programs.whole(x.whole.call.take(backwards)).arrays)
+    for x in evidence.tried
   ):
     return None
-  shared = [
-    x.slot for x in runs.call.arrays if x.role == "shared" and x.may_be_key
-  ]
-  if shared:
-    named = [*runs.batch.roles.rng, *dict.fromkeys(shared)]
-    return Finding("random", words.SHARED_KEY, words.naming("rng", named))
-  if runs.facts.draws_from_others:
+  shared = [x for x in programs.call.arrays if x.role == "shared"]
+  keys = dict.fromkeys(x.slot for x in shared if x.may_be_key)
+  if keys:
+    fix = words.naming("rng", [*programs.batch.roles.rng, *keys])
+    return Finding("random", words.SHARED_KEY, fix)
+  if programs.facts.draws_from_others:
     return Finding("random", words.SHARED_KEY, words.PASS_A_KEY)
   return None
 
 
-def _weighted(runs: Runs) -> Finding | None:
-  """Whether it is a sum, a mean over something that can be counted, or over something unknown."""
-  how = runs.how(reduction="sum", weight=ROWS)
-  if runs.agree(how):
+def _sum(evidence: Evidence) -> Finding | None:
+  how = How.of(evidence.programs, "sum")._replace(weight=ROWS)
+  if evidence.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)
-  mean = ', reduction="mean"' if runs.options["reduction"] != "mean" else ""
-  names = ", ".join(dict.fromkeys(x.argument for x in runs.call.batch))
-  given = runs.outcomes[: 1 + len(runs.others)]
-  parts = [part for tried in given for split in tried.splits for part in split]
-  for code, weight in [("", ROWS), *weights_of(runs.call, runs.facts)]:
-    how = runs.how(weight=weight, reduction="mean")
-    if runs.agree(how) and all(weight(part.call) >= 0 for part in parts):
-      reason = words.WEIGHTED.format(what=code or "the number of rows")
-      weight_fn = f"lambda {names}: {code}" if code else "None"
-      return Finding("weighted", reason, f"weight_fn={weight_fn}{mean}", how)
-  if not all(
-    _some_weight_explains(runs, x, cut)
-    for x in runs.outcomes
-    for cut in runs.cuts
-  ):
+  return None
+
+
+def _weighted(evidence: Evidence) -> Finding | None:
+  """Whether it is a mean over rows, or over something that can be counted."""
+  programs = evidence.programs
+  _, splits = evidence.tried[0]
+  given = [part.call for _, parts in splits for part in parts]
+  mean = How.of(programs, "mean")
+  for what, weight_fn, weight in weights_of(programs.call, programs.facts):
+    how = mean._replace(weight=weight)
+    if evidence.agree(how) and all(weight(call) >= 0 for call in given):
+      fix = f"weight_fn={weight_fn}"
+      if programs.local.reduction.name != "mean":
+        fix += ', reduction="mean"'
+      return Finding("weighted", words.WEIGHTED.format(what=what), fix, how)
+  return None
+
+
+def _weighted_by_something(evidence: Evidence) -> Finding | None:
+  """Whether it is a mean over something unknown, as far as splits in two tell."""
+  programs = evidence.programs
+  in_two = [rows for _, rows in programs.cuts if len(rows) == 2]
+  if programs.devices.sends or not in_two:
     return None
-  return Finding(
-    "weighted", words.SOME_WEIGHT, words.DENOMINATOR.format(batch=names)
-  )
+  for x, rows in itertools.product(evidence.tried, in_two):
+    if not _has_share(programs, x.whole.call, rows):
+      return None
+  names = ", ".join(dict.fromkeys(x.argument for x in programs.call.batch))
+  fix = words.DENOMINATOR.format(batch=names)
+  return Finding("weighted", words.SOME_WEIGHT, fix)
 
 
-def _some_weight_explains(
-  runs: Runs, whole: Outcome, rows: Sequence[np.ndarray]
+def _has_share(
+  programs: Programs, call: Call, rows: Sequence[np.ndarray]
 ) -> bool:
-  """Whether the whole is a mean of its parts by the same shares at several parameters."""
+  """Whether all is share * a + (1 - share) * b of two parts, with one share for all parameters."""
   points = []
-  for point in [
-    whole.call,
-    *(whole.call.moved(n, size=0.5) for n in (1, 2, 3)),
-  ]:
-    given = runs.whole(point)
-    if given.is_finite:
-      parts = runs.parts(point, rows)
-      points.append([given.in_roundings(x.main) for x in (given, *parts)])
-  all_rows, *each = map(np.concatenate, zip(*points, strict=True))
-  # What has no share may be 0/0, or zero.
-  columns = [x for x in each if np.all(np.isfinite(x)) and np.any(x)]
-  if not columns:
+  for point in (call, *(call.moved(n, size=0.5) for n in (1, 2, 3))):
+    whole = programs.whole(point)
+    if whole.is_finite:
+      outcomes = (whole, *programs.parts(point, rows))
+      points.append([x.in_times_of(whole.allowed) for x in outcomes])
+  all_rows, a, b = map(np.concatenate, zip(*points, strict=True))
+  most = np.argmax(np.abs(a - b))
+  share = (all_rows - b)[most] / (a - b)[most]
+  if not 1e-3 < share < 1 - 1e-3:
     return False
-  shares = np.linalg.lstsq(np.stack(columns, 1), all_rows)[0]
-  # They add up to more than one by what each part adds to its count, to divide by no zero.
-  is_mean = abs(sum(shares) - 1) < 1e-4 and (
-    len(shares) == 1 or min(shares) > 1e-3
+  # A tenth of what is allowed elsewhere: a share that is free hides most of a small term.
+  differences = all_rows - share * a - (1 - share) * b
+  return bool(np.max(np.abs(differences)) <= 0.1)
+
+
+def unsplit(programs: Programs) -> Finding | None:
+  """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
+  call = programs.batch
+  more = [*with_rows(call.roles, call.arguments, (call.rows,))]
+  if not more:
+    return None
+  reason, fix = words.unsplit(call.roles.batch, more, call.rows)
+  return Finding("unsplit", reason, fix)
+
+
+def _unsplit_or_coupled(evidence: Evidence) -> Finding:
+  """What remains, with the mends of what was seen in the loss, or with all."""
+  finding, facts = unsplit(evidence.programs), evidence.programs.facts
+  if finding:
+    return finding
+  if facts.is_half:
+    return Finding("unknown", words.HALF, words.USE_FLOAT32)
+  kinds = facts.couplings or words.MENDS.keys() - {"mixed"}
+  mends = [text for kind, text in words.MENDS.items() if kind in kinds]
+  if facts.couplings:
+    mends.append(words.OTHERS)
+  return Finding("coupled", words.COUPLED, "\n".join(mends))
+
+
+_HYPOTHESES = (
+  _not_a_function,
+  _gradients,
+  _shared_noise,
+  _sum,
+  _weighted,
+  _weighted_by_something,
+  _unsplit_or_coupled,
+)
+
+
+def _aux(evidence: Evidence, how: How) -> Finding | None:
+  """Which words reduce the aux that differs."""
+  wrong = {name for name in evidence.wrong(how) if name[:3] == "aux"}
+  if not wrong:
+    return None
+  found = _words_for(evidence, how, WORDS, wrong)
+  if len(found) < len(wrong):
+    return Finding("unknown", words.AUX, words.RATIO)
+  _, tree = evidence.programs.given.names
+  fixed = how.reworded(found)
+  fix = words.tree_option("aux_reduction", jax.tree.map(fixed.words.get, tree))
+  verdict: Verdict = "sum" if {*found.values()} == {"sum"} else "unknown"
+  return Finding(verdict, words.AUX, fix, fixed)
+
+
+def _words_for(
+  evidence: Evidence, how: How, choices: Sequence[str], names: Collection[str]
+) -> dict[str, str]:
+  """The first word that makes each array that of the whole batch, where any does."""
+  found = dict[str, str]()
+  for word in choices:
+    wrong = evidence.wrong(how.reworded(dict.fromkeys(names, word)))
+    found = {**dict.fromkeys(set(names) - wrong, word), **found}
+  return found
+
+
+def groups(programs: Programs) -> Finding | None:
+  """Whether a loss runs on some numbers of rows, and not on others."""
+  most = -(-2 * programs.rows // 3)
+  sizes = {most, programs.rows - most} - {0}
+  sizes |= {len(x) for _, rows in programs.cuts for x in rows}
+  failed = {}
+  for size in sorted(sizes):
+    try:
+      programs.parts(programs.call, [np.arange(size)])
+    except Exception as error:
+      text = f"{type(error).__name__}: {str(error).strip()}"
+      failed[str(size)] = text.partition("\n")[0]
+  if len(failed) == len(sizes):
+    return None
+  reason = words.UNEVEN.format(
+    rows=programs.rows,
+    failed=" or ".join(failed),
+    error=next(iter(failed.values())),
   )
-  # A tenth of what is allowed elsewhere: free shares hide most of a small term.
-  return is_mean and bool(np.max(np.abs(all_rows - shares @ columns)) <= 0.1)
+  return Finding("coupled", reason, words.GROUPS)
+
+
+def _read_carry(programs: Programs) -> list[str]:
+  """What in the carry the loss changes, and is another by. Not keys, nor integers: counters."""
+  call = programs.call
+  old = [x for x in call.arrays if x.role == "carry" and x.kind in "fcb"]
+  if not old:
+    return []
+  new = programs.new_carry(call.moved(1))
+  names = []
+  for x in old:
+    if not np.array_equal(x.value, new[x.name]):
+      other = programs.whole(call.put("", x, x.moved(1, 1.0)))
+      if not programs.given.fits(other.arrays):
+        names.append(x.name)
+  return names

@@ -40,6 +40,10 @@ class LeafComparison(NamedTuple):
     """Whether the difference may be rounding. NaN is not."""
     return self.difference <= self.tolerance
 
+  def excess(self) -> float:
+    """The difference in times of what may be rounding."""
+    return self.difference / max(self.tolerance, 1e-100)
+
 
 @dataclasses.dataclass(frozen=True)
 class SplitReport:
@@ -50,7 +54,8 @@ class SplitReport:
     reason: The evidence, in words; ``""`` if nothing is wrong.
     fix: What to write; ``""`` if nothing is wrong. Options are Python, on lines of their own.
     where: The batch and the split of `leaves`: the first that disagrees.
-    leaves: The comparison of each leaf of loss, gradients and aux; ``()`` if nothing ran.
+    leaves: Of each leaf of loss, gradients and aux its ``name``, ``size``, ``difference``,
+      ``tolerance``, and whether it ``agrees``; ``()`` if nothing ran.
     batches: The batches that were run: the given one, and changed ones.
     left_out: The batches that show nothing: loss or gradients are not finite, or all are zero, or
       no row counts, or only a number out of the given range (a length of -1) makes them differ, and
@@ -74,15 +79,11 @@ class SplitReport:
 
   def __str__(self) -> str:
     differ = [leaf for leaf in self.leaves if not leaf.agrees]
-    worst = sorted(
-      differ, key=lambda leaf: leaf.difference / max(leaf.tolerance, 1e-100)
-    )[-_SHOWN:]
-    more = [f"... and {len(differ) - _SHOWN} more: report.details()"] * (
-      len(differ) > _SHOWN
-    )
-    return "\n".join(
-      [self._text([leaf for leaf in differ if leaf in worst]), *more]
-    )
+    worst = sorted(differ, key=LeafComparison.excess)[-_SHOWN:]
+    text = self._text([leaf for leaf in differ if leaf in worst])
+    if len(differ) > _SHOWN:
+      text += f"\n... and {len(differ) - _SHOWN} more: report.details()"
+    return text
 
   def details(self) -> str:
     """The report with all leaves, and the batches that were run."""
@@ -102,13 +103,15 @@ class SplitReport:
     return "\n".join(lines)
 
   def _agreement(self) -> str:
-    grads, aux = (
-      sum(leaf.name.startswith(x) for leaf in self.leaves)
-      for x in ("grads", "aux")
-    )
-    of = f"The loss{',' if aux else ' and'} {grads} gradient{'s' * (grads > 1)}"
-    of += f" and {aux} aux" * bool(aux)
-    return f"{of} agree on the given batch and {len(self.batches) - 1} altered copies of it."
+    names = [leaf.name for leaf in self.leaves]
+    grads = sum(name.startswith("grads") for name in names)
+    aux = len(names) - 1 - grads
+    what = f"The loss and {grads} gradients"
+    if aux:
+      what = f"The loss, {grads} gradients and {aux} aux"
+    if grads == 1:
+      what = what.replace("gradients", "gradient")
+    return f"{what} agree on the given batch and {len(self.batches) - 1} altered copies of it."
 
 
 def _table(leaves: Sequence[LeafComparison]) -> list[str]:
@@ -119,21 +122,21 @@ def _table(leaves: Sequence[LeafComparison]) -> list[str]:
     numbers = (
       f"{leaf.size:>12.4g}{leaf.difference:>12.2g}{leaf.tolerance:>10.1g}"
     )
-    lines.append(
-      f"{name:<{width}}{numbers}{'' if leaf.agrees else '  differs'}"
-    )
+    end = "" if leaf.agrees else "  differs"
+    lines.append(f"{name:<{width}}{numbers}{end}")
   return lines
 
 
 def _wrapped(label: str, text: str) -> list[str]:
   """A text of several lines below its label. Code stands on lines of its own, and is not cut."""
-  lines: list[str] = []
+  lines = list[str]()
   for line in text.splitlines():
-    is_code, width = line.startswith("  "), 85 - len(label)
-    lines += (
-      [line] if is_code else textwrap.wrap(line, width, break_long_words=False)
-    )
-  return [
-    (label if i == 0 else " " * len(label)) + line
-    for i, line in enumerate(lines)
+    if line.startswith("  "):
+      lines.append(line)
+    else:
+      width = 85 - len(label)
+      lines += textwrap.wrap(line, width, break_long_words=False)
+  indent = " " * len(label)
+  return [label + line for line in lines[:1]] + [
+    indent + line for line in lines[1:]
   ]

@@ -1,7 +1,6 @@
 """What `check_split` says of each defect: why it is known, and what to write."""
 
 from collections.abc import Collection
-from typing import Any
 
 import jax
 
@@ -148,11 +147,19 @@ OVERWRITTEN = (
 )
 
 
-def option(name: str, tree: Tree) -> str:
+def option(name: str, value: Tree) -> str:
+  """An option as Python has it."""
+  return f"{name}={value!r}".replace("'", '"')
+
+
+def tree_option(name: str, tree: Tree) -> str:
   """An option with a tree of words; a part of it whose words are all the same is that word."""
-  is_one = lambda x: len(set(jax.tree.leaves(x))) == 1  # noqa: E731
+
+  def is_one(x):
+    return len(set(jax.tree.leaves(x))) == 1
+
   tree = jax.tree.map(lambda x: jax.tree.leaves(x)[0], tree, is_leaf=is_one)
-  return f"{name}={tree!r}".replace("'", '"')
+  return option(name, tree)
 
 
 def unsplit(
@@ -169,23 +176,12 @@ def unsplit(
 
 
 def naming(role: str, slots: Collection[Slot]) -> str:
-  """Python for `options_of`."""
-  shown = {
-    k: x[0] if len(x) == 1 else x
-    for k, x in options_of(role, slots).items()
-    if x
-  }
-  return ", ".join(f"{option}={x!r}" for option, x in shown.items()).replace(
-    "'", '"'
-  )
-
-
-def options_of(
-  role: str, slots: Collection[Slot]
-) -> dict[str, tuple[Any, ...]]:
   """The options that name arguments of a role, by position and by name."""
-  names = tuple(slot for slot in slots if isinstance(slot, str))
-  return {
-    f"{role}_argnums": (*(x for x in slots if x not in names),),
-    f"{role}_argnames": names,
-  }
+  positions = [x for x in slots if isinstance(x, int)]
+  names = [x for x in slots if isinstance(x, str)]
+  shown = []
+  for end, found in (("nums", positions), ("names", names)):
+    if found:
+      value = found[0] if len(found) == 1 else tuple(found)
+      shown.append(option(f"{role}_arg{end}", value))
+  return ", ".join(shown)

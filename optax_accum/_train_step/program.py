@@ -110,7 +110,7 @@ class PreparedCall(NamedTuple):
   def check(self, args: Args, **of_flax: Any) -> Any:
     """The report of `check` on the loss, with such positional arguments."""
     # Training does without.
-    from optax_accum._check_split.check_split import check_step
+    from optax_accum._check_split.step_check import check_step
 
     params, opt_state, *_ = self.args
     loss = self.loss.beside(params, opt_state)
