@@ -68,9 +68,6 @@ MASK = {"w": True, "b": False}
 INSIDE = {
   "chain": optax.chain(optax.clip_by_global_norm(0.5), ADAM, optax.scale(0.5)),
   "partition": optax.partition({"one": ADAM, "other": optax.sgd(0.1)}, LABELS),
-  "multi_transform": optax.multi_transform(
-    {"one": ADAM, "other": optax.sgd(0.1)}, LABELS
-  ),
   "masked": optax.masked(ADAM, MASK),
   "freeze": optax.chain(ADAM, optax.freeze(MASK)),
   "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
@@ -212,15 +209,7 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
 
 
-@pytest.mark.parametrize(
-  ("form", "search"),
-  [
-    ("update", optax.scale_by_zoom_linesearch(max_linesearch_steps=4)),
-    ("apply", optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)),
-  ],
-  ids=["update", "apply"],
-)
-def test_lbfgs_searches_its_line_once_a_cycle(form, search):
+def test_lbfgs_searches_its_line_once_a_cycle():
   rng = np.random.default_rng(0)
   batch = {"rows": rng.normal(size=(8, 3)), "targets": rng.normal(size=8)}
   batch = jax.tree.map(jnp.float32, batch)
@@ -228,6 +217,7 @@ def test_lbfgs_searches_its_line_once_a_cycle(form, search):
   def loss_fn(x, batch):
     return jnp.mean((batch["rows"] @ x - batch["targets"]) ** 2)
 
+  search = optax.scale_by_zoom_linesearch(max_linesearch_steps=4)
   inner = optax.lbfgs(memory_size=2, linesearch=search)
   tx, start = accumulate(inner, 2), jnp.zeros(3)
   expected, inner_state = start, trees.strong(inner.init(start))
@@ -242,7 +232,7 @@ def test_lbfgs_searches_its_line_once_a_cycle(form, search):
       "grad": grad,
       "value_fn": lambda x: loss_fn(x, batch),
     }
-    return mini_step(tx, form)(
+    return mini_step(tx)(
       x, state, jax.grad(loss_fn)(x, part), weight=weight, **of_all
     )
 
