@@ -59,6 +59,7 @@ def pytest_addoption(parser):
   parser.addoption("--share", metavar="I/N", help=text)
 
 
+@pytest.hookimpl(trylast=True)  # behind -m, of whose cases one is kept
 def pytest_collection_modifyitems(config, items):
   """`.ci/run` has further versions run a case of each test of the smoke set, and of a share."""
   if config.getoption("--share") is None:
@@ -69,9 +70,8 @@ def pytest_collection_modifyitems(config, items):
   for item in items:
     cases[item.path.name, item.nodeid.partition("[")[0]].append(item)
 
-  def number(
-    name,
-  ):  # by no pattern, or one share would have one value of a parameter alone
+  def number(name):
+    """By no pattern, or one share would have one value of a parameter alone."""
     return zlib.crc32(name.encode())
 
   kept = {

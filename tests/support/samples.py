@@ -1,0 +1,16 @@
+"""Long tables of cases that are alike: README's test command runs a sample, `.ci/run` the rest."""
+
+import pytest
+
+
+def more(case):
+  """A case that is like others, which run in its place: it is marked, and runs by ``-m more``."""
+  return pytest.param(case, marks=pytest.mark.more)
+
+
+def first_of_each(cases, kind):
+  """All of the cases, marked but for the first of each kind."""
+  seen = set()
+  for case in cases:
+    yield more(case) if kind(case) in seen else case
+    seen.add(kind(case))
