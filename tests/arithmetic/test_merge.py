@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from support import devices
+from support.samples import more
 
 import optax_accum
 from optax_accum.flax import linen_train_step, nnx_train_step
@@ -393,7 +394,7 @@ def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
 
 
 @pytest.mark.parametrize(
-  ("counted", "count"), [("some", 3), ("some", 1), ("none", 1)]
+  ("counted", "count"), [("some", 3), more("some", 1), ("none", 1)]
 )
 def test_what_a_merge_closes_over_has_its_gradient(counted, count):
   values = np.array(

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from support.devices import make_mesh
+from support.samples import more
 from support.zoo import ZOO
 
 from optax_accum import _versions, check_split, make_train_step, microbatch
@@ -213,7 +214,7 @@ def test_what_the_loss_splits_itself_is_left_to_it():
   assert check(loss, num_microbatches=2).verdict == "coupled"
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, more(AxisType.Explicit)])
 def test_over_a_mesh_a_weight_is_missed_and_nothing_is_donated(kind):
   mesh = mesh_of(8, ("data", "model"), kind)
 
@@ -347,7 +348,7 @@ class Net(nnx.Module):
     return self.out(self.dropout(self.linear(x)))[..., 0]
 
 
-@pytest.mark.parametrize("over_mesh", [False, True])
+@pytest.mark.parametrize("over_mesh", [False, more(True)])
 def test_a_step_of_nnx_is_checked_and_the_model_stays_as_it_was(over_mesh):
   def loss(model, batch):
     return masked((model(batch["x"]) - batch["y"]) ** 2, batch)
@@ -491,7 +492,7 @@ def test_statistics_of_all_devices_are_right_in_one_microbatch(
   assert not fix or report.fix == fix
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, more(AxisType.Explicit)])
 def test_statistics_are_right_over_all_axes_of_the_rows(kind):
   mesh, wide = (
     mesh_of(4, ("data", "fsdp"), kind),

@@ -407,8 +407,10 @@ def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
   assert report.at_least(4).streaming
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-@pytest.mark.parametrize("how", ["always", "unless_empty", "per_microbatch"])
+@pytest.mark.parametrize(
+  ("how", "accumulates"),
+  [("always", False), ("unless_empty", True), ("per_microbatch", True)],
+)
 def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
   """It has a loop, in which the devices exchange parts of what they hold."""
   tx = optax.stateless(

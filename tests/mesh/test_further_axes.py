@@ -312,7 +312,7 @@ def test_a_linen_model_with_logical_axes_keeps_its_shardings():
   mesh, rules = devices.make_mesh(2, 4, axes=AXES), [("embed", "fsdp")]
   model, tx = Linen(), optax.adamw(1e-2)
   with jax.enable_x64(True), nn.logical_axis_rules(rules):
-    params = model.init(jax.random.key(0), NUMBERS["x"])["params"]
+    params = jax.jit(model.init)(jax.random.key(0), NUMBERS["x"])["params"]
 
     def loss(params, batch):
       return weighted(model.apply({"params": params}, batch["x"]), batch)
@@ -346,8 +346,13 @@ def test_an_nnx_model_that_is_sharded_stays_so():
   with jax.enable_x64(True):
     whole, model = Nnx(), Nnx()
     optimizer = nnx.Optimizer(whole, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def whole_step(model, optimizer):
+      optimizer.update(model, nnx.grad(loss)(model, NUMBERS))
+
     for _ in range(3):
-      optimizer.update(whole, nnx.grad(loss)(whole, NUMBERS))
+      whole_step(whole, optimizer)
     state = nnx.state(model)
     specs = jax.tree.map(
       lambda x: P(None, "fsdp") if x.ndim == 2 else P(), state

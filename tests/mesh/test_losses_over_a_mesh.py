@@ -170,7 +170,13 @@ def momentum_of(name):
 
 
 @pytest.mark.parametrize(
-  ("place", "name"), [*zip(PLACES, LOSSES, strict=False)]
+  ("place", "name"),
+  [
+    more(*case)
+    if case[0] in ("explicit", "FSDP in the loop", "ragged")
+    else case
+    for case in zip(PLACES, LOSSES, strict=False)
+  ],
 )
 def test_wherever_parameters_are_two_steps_are_those_of_the_whole_batch(
   place, name

@@ -16,6 +16,7 @@ from support import oracle, trees
 from support.compiled import temp_bytes
 from support.devices import AUTO, EXPLICIT, make_mesh, put
 from support.optimizers import relaxed
+from support.samples import more
 
 import optax_accum
 from optax_accum import (
@@ -191,10 +192,10 @@ def test_padding_that_is_not_a_number_stays_out():
 @pytest.mark.parametrize(
   ("kind", "padded", "specs"),
   [
-    (AUTO, False, "replicated"),
-    (AUTO, True, "sharded"),
-    (EXPLICIT, True, "replicated"),
+    (AUTO, True, "replicated"),
     (EXPLICIT, False, "sharded"),
+    more(AUTO, False, "sharded"),
+    more(EXPLICIT, True, "replicated"),
   ],
 )
 def test_over_devices_each_adds_its_own_and_they_are_reduced_once(

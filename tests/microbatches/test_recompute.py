@@ -12,6 +12,7 @@ import optax
 import pytest
 from support import compiled, devices, trees
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch
 from optax_accum._compiled.matrix_flops import matrix_flops
@@ -103,7 +104,9 @@ def hessian_product(fun, params, x):
   return jax.jvp(jax.grad(total), (params,), (params,))[1]
 
 
-@pytest.mark.parametrize("derivative", [jax.jacrev, "hessian"])
+@pytest.mark.parametrize(
+  "derivative", ["hessian", more(jax.jacrev), more(jax.jacfwd)]
+)
 def test_every_reduction_has_its_derivative(derivative):
   """Of all outputs at once, to the parameters and to the batch."""
 

@@ -66,11 +66,11 @@ WRONG = {
   ("wrong", "line"),
   [
     ("microbatches", "weights=counts size=3"),
-    (
+    more(
       "microbatches",
       "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16",
     ),
-    ("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
+    more("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
     (
       "microbatches",
       "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True"
@@ -81,7 +81,7 @@ WRONG = {
       "entry=linen place=mesh devices=4 mesh=explicit+auto_model params=model placed=True"
       " weights=counts spread=True",
     ),
-    ("devices", "entry=apply place=shard_map devices=4 weights=counts"),
+    more("devices", "entry=apply place=shard_map devices=4 weights=counts"),
     ("calls", "entry=update weights=floats size=3 dtype=bfloat16"),
     ("calls", "entry=step+accumulate weights=floats microbatches=1 seed=1"),
     ("padding", "entry=gradient weights=counts dtype=bfloat16"),

@@ -20,6 +20,7 @@ from support import trees
 from support.devices import make_mesh, put
 from support.optimizers import FORMS, mini_step, relaxed
 from support.pages import Page
+from support.samples import more
 
 from optax_accum import (
   accumulate,
@@ -144,7 +145,10 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(
+  "loop",
+  [more(x) if x in ("accumulate", "TrainState") else x for x in LOOPS],
+)
 def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   held, step = LOOPS[loop]()
   for x in ROWS[: K - 1]:

@@ -3,9 +3,9 @@
 import pytest
 
 
-def more(case):
+def more(*case):
   """A case that is like others, which run in its place: it is marked, and runs by ``-m more``."""
-  return pytest.param(case, marks=pytest.mark.more)
+  return pytest.param(*case, marks=pytest.mark.more)
 
 
 def first_of_each(cases, kind):
