@@ -85,8 +85,8 @@ def hinted(
 
 def hint_on(
   fun: Callable[..., Any],
-  args: Any,
-  kwargs: Any,
+  args,
+  kwargs,
   names: Mapping[str, str],
   hint: str = "",
 ) -> str:

@@ -19,7 +19,7 @@ def leaf_name(root: str, path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(
-  root: str, tree: Any, is_leaf: Callable[[Any], bool] | None = None
+  root: str, tree, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[tuple[str, Any]]:
   """The leaves of a tree, each with the name that messages have for it."""
   leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
@@ -28,8 +28,8 @@ def named_leaves(
 
 def difference(
   name: str,
-  got: Any,
-  wanted: Any,
+  got,
+  wanted,
   what: str = "shape",
   of: Callable[..., Any] = jnp.shape,
 ) -> str:
@@ -38,7 +38,8 @@ def difference(
   def kinds(tree):
     return {leaf: of(x) for leaf, x in named_leaves(name, tree)}
 
-  gots, wanteds = kinds(got), kinds(wanted)
+  gots = kinds(got)
+  wanteds = kinds(wanted)
   for leaf, kind in wanteds.items():
     if leaf not in gots:
       return f"{leaf} is missing"
@@ -54,12 +55,12 @@ def difference(
   return ""
 
 
-def type_of(x: Any) -> str:
+def type_of(x) -> str:
   """The type of a leaf: ``float32[8]``."""
   return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 
-def check_alike(what: str, name: str, got: Any, wanted: Any) -> None:
+def check_alike(what: str, name: str, got, wanted) -> None:
   """Checks that a tree that a function returned is like the one it was given."""
   different = difference(name, got, wanted, "type", type_of)
   if different:
@@ -68,7 +69,7 @@ def check_alike(what: str, name: str, got: Any, wanted: Any) -> None:
     )
 
 
-def positive_int(name: str, value: Any) -> int:
+def positive_int(name: str, value) -> int:
   """`value` as an int of at least 1; bools, floats and traced values are errors."""
   if isinstance(value, jax.core.Tracer):
     raise TypeError(
@@ -86,14 +87,14 @@ def positive_int(name: str, value: Any) -> int:
   return number
 
 
-def booleans(**options: Any) -> None:
+def booleans(**options) -> None:
   """Checks that options are bools: "no" would count as True."""
   for name, value in options.items():
     if type(value) is not bool:
       raise TypeError(f"{name}={value!r} must be True or False.")
 
 
-def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
+def one_of(name: str, value, allowed: Collection[str]) -> str:
   """Checks that `value` is one of the `allowed` words."""
   if not isinstance(value, str) or value not in allowed:
     raise ValueError(
@@ -102,7 +103,7 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> str:
   return value
 
 
-def transformation(value: Any, name: str = "inner") -> None:
+def transformation(value, name: str = "inner") -> None:
   """Checks that `value` is an optax transformation, and says what to write if it is not."""
   if isinstance(value, optax.MultiSteps):
     raise TypeError(
@@ -123,7 +124,7 @@ def transformation(value: Any, name: str = "inner") -> None:
     )
 
 
-def function(loss_fn: Any) -> None:
+def function(loss_fn) -> None:
   """Checks that a loss is a function."""
   if not callable(loss_fn):
     raise TypeError(
@@ -151,7 +152,7 @@ def check_takes(
   )
 
 
-def why_not(fun: Any, /, *args: Any, **kwargs: Any) -> str:
+def why_not(fun, /, *args, **kwargs) -> str:
   """Why a function cannot be called so: "" if it, or what it wraps, can, or nobody knows."""
   why = ""
   while fun is not None:

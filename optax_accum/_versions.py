@@ -17,7 +17,7 @@ ADDS_TO_REFERENCES = jax.__version_info__ >= (0, 10)
 GATHERS_RIGHTLY = jax.__version_info__ < (0, 11)
 
 
-def scan_inputs(eqn: Any) -> tuple[int, int]:
+def scan_inputs(eqn) -> tuple[int, int]:
   """How many inputs of a scan are constants, and how many are carried."""
   params = eqn.params
   if "num_consts" in params:
@@ -26,7 +26,7 @@ def scan_inputs(eqn: Any) -> tuple[int, int]:
   return consts, carried
 
 
-def primitive_name(eqn: Any) -> str:
+def primitive_name(eqn) -> str:
   """What an equation calls: in a backward pass JAX 0.12 calls some by another name."""
   name: str = eqn.primitive.name
   if name.startswith("vjp_node["):
@@ -34,7 +34,7 @@ def primitive_name(eqn: Any) -> str:
   return name
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn) -> list[Any]:
   """The jaxprs within an equation, such as a scan's body and a conditional's branches."""
   leaves = jax.tree.leaves(list(eqn.params.values()))
   found = [getattr(x, "jaxpr", x) for x in leaves]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_accum._arithmetic import dtypes, weighted_mean
-from optax_accum._arithmetic.trees import Leaf, Tree
+from optax_accum._arithmetic.trees import Tree
 
 # An axis of `pmap`, `shard_map` or `vmap`, or several of them.
 AxisName: TypeAlias = Hashable | Sequence[Hashable]
@@ -36,14 +36,14 @@ def check_bound(axis_name: AxisName) -> int:
   return int(lax.axis_size(axis_name))
 
 
-def names_of(names: Any) -> tuple[Any, ...]:
+def names_of(names) -> tuple[Any, ...]:
   """One or several axes as a tuple, such as what a `PartitionSpec` has for one dimension."""
   if names is None:
     return ()
   return tuple(names) if isinstance(names, (tuple, list)) else (names,)
 
 
-def varying_axes(x: Leaf) -> frozenset[Any]:
+def varying_axes(x) -> frozenset[Any]:
   """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
   kind = jax.typeof(x) if isinstance(x, jax.Array) else x
   axes = getattr(kind, "manual_axis_type", None)  # jax 0.10 and later
@@ -52,12 +52,12 @@ def varying_axes(x: Leaf) -> frozenset[Any]:
   return getattr(kind, "vma", None) or frozenset()
 
 
-def vary_like(x: jax.Array, like: Leaf) -> jax.Array:
+def vary_like(x: jax.Array, like) -> jax.Array:
   """`x`, typed as differing between devices over the axes over which `like` does."""
   return _vary(x, varying_axes(like))
 
 
-def varying(tree: Tree, axis_name: AxisName) -> Tree:
+def varying(tree, axis_name: AxisName):
   """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
   check_bound(axis_name)
   # With check_vma=False types do not tell, and there is nothing to cast.
@@ -72,7 +72,7 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
   return lax.pcast(x, missing, to="varying")
 
 
-def types(traced: tuple[Any, Tree]) -> Tree:
+def types(traced: tuple[Any, Tree]):
   """The types of the results, which `jax.make_jaxpr` (``return_shape=True``) has in two parts."""
   closed, shapes = traced  # these lack some explicit shardings
   return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
@@ -87,12 +87,12 @@ def full_like(
   return vary_like(full, like)
 
 
-def zeros_like(tree: Tree) -> Tree:
+def zeros_like(tree):
   """Zeros of the types in a tree."""
   return jax.tree.map(lambda x: full_like(x, 0), tree)
 
 
-def _is_explicit(sharding: Any) -> bool:
+def _is_explicit(sharding) -> bool:
   explicit = jax.sharding.AxisType.Explicit
   return sharding is not None and explicit in sharding.mesh.axis_types
 
@@ -102,7 +102,7 @@ def is_explicit(x: jax.Array) -> bool:
   return _is_explicit(jax.typeof(x).sharding)
 
 
-def sharded_like(x: jax.Array, like: Leaf) -> jax.Array:
+def sharded_like(x: jax.Array, like) -> jax.Array:
   """`x` with the explicit sharding of `like`, where it has one."""
   sharding = jax.typeof(like).sharding
   if not is_explicit(like) or jax.typeof(x).sharding == sharding:
@@ -140,7 +140,8 @@ def _extreme(
   @of_all.defjvp
   def derivative(primals, tangents):  # which JAX has none of
     """Devices that hold the extreme share its derivative."""
-    (held,), (tangent,) = primals, tangents
+    (held,) = primals
+    (tangent,) = tangents
     most = of_all(held)
     holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
     shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))

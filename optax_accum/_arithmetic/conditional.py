@@ -8,7 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
-from optax_accum._arithmetic.trees import Grads, Leaves, Tree
+from optax_accum._arithmetic.trees import Grads, Leaves
 
 Operand = TypeVar("Operand")
 Flag: TypeAlias = bool | jax.Array
@@ -50,7 +50,7 @@ def update_if(
 class OutputBuffers:
   """The buffers in which a conditional returns updates: those of `total` if they fit, or spare."""
 
-  def __init__(self, total: Grads, like: Tree):
+  def __init__(self, total, like):
     self._like: Leaves
     self._treedef: Any
     self._like, self._treedef = jax.tree.flatten(like)
@@ -66,9 +66,10 @@ class OutputBuffers:
     numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
     self.spare = list(map(across_devices.full_like, spare, numbers))
 
-  def filled(self, updates: Grads, total: Grads) -> tuple[Grads, Leaves]:
+  def filled(self, updates, total) -> tuple[Grads, Leaves]:
     """`total` and the spare buffers, with `updates` in them where they come out."""
-    sums, spare = jax.tree.leaves(total), []
+    sums = jax.tree.leaves(total)
+    spare = []
     for i, update in enumerate(jax.tree.leaves(updates)):
       if self._shared[i]:
         sums[i] = jnp.asarray(update).astype(sums[i].dtype)
@@ -76,9 +77,10 @@ class OutputBuffers:
         spare.append(update)
     return jax.tree.unflatten(jax.tree.structure(total), sums), spare
 
-  def updates(self, total: Grads, spare: Leaves, emit: Flag) -> Grads:
+  def updates(self, total, spare, emit: Flag):
     """What `filled` put there where the cycle emits, and else zeros."""
-    sums, others = jax.tree.leaves(total), iter(spare)
+    sums = jax.tree.leaves(total)
+    others = iter(spare)
     return self._treedef.unflatten(
       weighted_mean.select(
         emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype)

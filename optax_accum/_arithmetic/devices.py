@@ -11,8 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.keys import fold_in
-from optax_accum._arithmetic.reductions import Held, Reduction
-from optax_accum._arithmetic.trees import Leaves, Tree
+from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 
 
@@ -23,15 +22,15 @@ class OneDevice:
   size = 1
   first_unit = 0  # that weights are counted in: the first weight becomes it
 
-  def varying(self, tree: Tree) -> Tree:
+  def varying(self, tree):
     """The tree, typed as differing between devices."""
     return tree
 
-  def with_own_noise(self, tree: Tree) -> Tree:
+  def with_own_noise(self, tree):
     """The tree as this device has it: the keys in it differ between devices."""
     return tree
 
-  def sum(self, tree: Tree) -> Tree:
+  def sum(self, tree):
     """The sum over devices."""
     return tree
 
@@ -47,9 +46,7 @@ class OneDevice:
     """The number of microbatch `index` among those of all devices, which have `count` each."""
     return index
 
-  def reduced(
-    self, kind: Reduction, held: Held, counted: bool | jax.Array
-  ) -> Held:
+  def reduced(self, kind: Reduction, held, counted: bool | jax.Array):
     """What all devices hold of one output; `counted`: whether this one had any that counts."""
     return held
 
@@ -63,7 +60,7 @@ class OneDevice:
     """The sum of the weights of all devices, and that sum in the unit of the outputs."""
     return weights.total, weighted_mean.in_units(weights.total, unit)
 
-  def agreed(self, flags: Leaves, numbers: Leaves, dtype: DTypeLike) -> Leaves:
+  def agreed(self, flags, numbers, dtype: DTypeLike):
     """Which flags are true on some device, and the sums of numbers, by one reduction in `dtype`."""
     return [*flags, *numbers]
 
@@ -73,11 +70,11 @@ class OneDevice:
     """The dtype that what devices have is summed in: a term of `dtype` each."""
     return dtype
 
-  def stored(self, tree: Tree) -> Tree:
+  def stored(self, tree):
     """What is a device's own, as it is kept between calls."""
     return tree
 
-  def own(self, tree: Tree) -> Tree:
+  def own(self, tree):
     """What is a device's own, of what is `stored`."""
     return tree
 
@@ -94,11 +91,11 @@ class OverAxis:
     """How many there are. Raises where no collective over the axis can run."""
     return across_devices.check_bound(self.axis_name)
 
-  def varying(self, tree: Tree) -> Tree:
+  def varying(self, tree):
     """The tree, typed as differing between devices, so that JAX does not sum its gradient."""
     return across_devices.varying(tree, self.axis_name)
 
-  def with_own_noise(self, tree: Tree) -> Tree:
+  def with_own_noise(self, tree):
     """The tree as this device has it: the keys in it differ between devices."""
     index = lax.axis_index(self.axis_name)
 
@@ -107,7 +104,7 @@ class OverAxis:
 
     return jax.tree.map(own, self.varying(tree))
 
-  def sum(self, tree: Tree) -> Tree:
+  def sum(self, tree):
     """The sum over devices."""
     return lax.psum(tree, self.axis_name)
 
@@ -123,9 +120,7 @@ class OverAxis:
     """The number of microbatch `index` among those of all devices, which have `count` each."""
     return index + lax.axis_index(self.axis_name) * count
 
-  def reduced(
-    self, kind: Reduction, held: Held, counted: bool | jax.Array
-  ) -> Held:
+  def reduced(self, kind: Reduction, held, counted: bool | jax.Array):
     """What all devices hold of one output; `counted`: whether this one had any that counts."""
     return kind.over_devices(held, self.axis_name, counted)
 
@@ -140,7 +135,7 @@ class OverAxis:
     total = weights.over_devices(self.axis_name)
     return total, total
 
-  def agreed(self, flags: Leaves, numbers: Leaves, dtype: DTypeLike) -> Leaves:
+  def agreed(self, flags, numbers, dtype: DTypeLike):
     """Which flags are true on some device, and the sums of numbers, by one reduction in `dtype`.
 
     What is known when tracing is the same on all devices.
@@ -162,14 +157,14 @@ class OverAxis:
     """The dtype that what devices have is summed in: a term of `dtype` each."""
     return dtypes.accumulator_dtype(dtype, requested)
 
-  def stored(self, tree: Tree) -> Tree:
+  def stored(self, tree):
     """What is a device's own, as it is kept between calls: with an axis of devices in front."""
     tree = jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
     if across_devices.is_bound(self.axis_name):
       tree = self.varying(tree)
     return tree
 
-  def own(self, tree: Tree) -> Tree:
+  def own(self, tree):
     """What is a device's own, of what is `stored`."""
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_accum._arithmetic.trees import Leaf, Tree
-
 
 def promote(*dtypes: DTypeLike) -> jnp.dtype:
   """The dtype that all `dtypes` promote to, also where a user forbids implicit promotion."""
@@ -22,18 +20,18 @@ def is_float8(dtype: DTypeLike) -> bool:
   return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize == 1
 
 
-def is_inexact(x: Leaf) -> bool:
+def is_inexact(x) -> bool:
   """Whether `x` is a floating or complex array or number, which can be differentiated."""
   return jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact)
 
 
-def is_sparse(x: Tree) -> bool:
+def is_sparse(x) -> bool:
   """Whether `x` is an array of `jax.experimental.sparse`, which is a node with arrays in it."""
   sparse = sys.modules.get("jax.experimental.sparse")
   return sparse is not None and isinstance(x, sparse.JAXSparse)
 
 
-def is_key(x: Leaf) -> bool:
+def is_key(x) -> bool:
   """Whether `x` is an array of typed random keys."""
   return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -82,7 +80,7 @@ def check_holds(
     )
 
 
-def in_dtype_of(x: Leaf, like: Leaf) -> Leaf:
+def in_dtype_of(x, like):
   """`x` in the dtype of `like`."""
   if jnp.result_type(x) == like.dtype:
     return x

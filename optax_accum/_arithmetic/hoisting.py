@@ -9,7 +9,7 @@ barrier, so an accumulator that a loop may scatter to goes through one.
 
 import functools
 import math
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 from jax import lax
@@ -17,12 +17,11 @@ from jax.interpreters import ad, batching, mlir
 
 from optax_accum import _versions
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Tree
 
 Shapes: TypeAlias = set[tuple[int, ...]]
 
 
-def shapes_in(jaxpr: Any) -> Shapes:
+def shapes_in(jaxpr) -> Shapes:
   """The shapes that a function gathers from or scatters to; none where XLA is right."""
   shapes: Shapes = set()
   if not _versions.HOISTS_ALL_REDUCES:
@@ -38,7 +37,7 @@ def shapes_in(jaxpr: Any) -> Shapes:
   return shapes
 
 
-def unhoisted(tree: Tree, shapes: Shapes) -> Tree:
+def unhoisted(tree, shapes: Shapes):
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
 
   def behind(x):
@@ -53,7 +52,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
   return tuple(n for n in shape if n != 1)
 
 
-def _lower(ctx: Any, x: Any) -> Any:
+def _lower(ctx, x):
   """A barrier, where the partitioner has several devices to choose for."""
   context = ctx.module_context.axis_context
   devices = getattr(context, "num_devices", None)
@@ -68,7 +67,7 @@ def _lower(ctx: Any, x: Any) -> Any:
 
 
 @functools.cache
-def _barrier() -> Any:
+def _barrier():
   """A primitive: at its lowering, and not before, it is known for what is compiled."""
   from jax.extend.core import Primitive  # longer to import than this package
 

@@ -11,7 +11,6 @@ from optax_accum._arithmetic.reductions import (
   MergeFn,
   REDUCTIONS,
 )
-from optax_accum._arithmetic.trees import Tree
 
 ReductionName: TypeAlias = Literal[
   "mean", "sum", "max", "min", "last", "stack", "concat"
@@ -29,7 +28,7 @@ ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
 GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
-def named(option: str, tree: Tree, default: Tree) -> Tree:
+def named(option: str, tree, default):
   """The reductions that a tree of names and functions stands for."""
 
   def find(path, name):
@@ -48,16 +47,14 @@ def named(option: str, tree: Tree, default: Tree) -> Tree:
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def named_of_gradients(tree: Tree, default: Tree) -> Tree:
+def named_of_gradients(tree, default):
   """The same of `grad_reduction`, which takes fewer names and no function."""
   for where, name in _validate.named_leaves("grad_reduction", tree):
     _validate.one_of(where, name, get_args(GradReductionName))
   return named("grad_reduction", tree, default)
 
 
-def match(
-  option: str, reductions: Tree, like: Tree, of: str = "outputs"
-) -> Tree:
+def match(option: str, reductions, like, of: str = "outputs"):
   """A reduction for each leaf of `like`, or a `Merge` for a node of it, from a prefix tree of them.
 
   Messages call the leaves `of`.

@@ -23,7 +23,6 @@ from optax_accum._arithmetic import (
   weighted_mean,
 )
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Type: TypeAlias = jax.ShapeDtypeStruct  # of an output
@@ -54,23 +53,23 @@ class Reduction:
   ) -> None:
     """Checks that outputs of a type, of `rows` rows, can be reduced, in `dtype` if given."""
 
-  def start(self, like: Type, dtype: DTypeLike | None) -> Held:
+  def start(self, like: Type, dtype: DTypeLike | None):
     """What is held before the first microbatch."""
     return across_devices.full_like(like, 0)
 
-  def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
+  def unhoisted(self, held, shapes: hoisting.Shapes):
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
     return hoisting.unhoisted(held, shapes)
 
-  def add(self, held: Held, value: jax.Array, weight: Weight) -> Held:
+  def add(self, held, value: jax.Array, weight: Weight):
     """What is held after one more microbatch. A weight of zero changes nothing."""
     return held
 
-  def join(self, held: Held, collected: Any, tail: Any = None) -> Held:
+  def join(self, held, collected, tail=None):
     """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
-  def finish(self, held: Held, weight: Weight, like: Type) -> jax.Array:
+  def finish(self, held, weight: Weight, like: Type) -> jax.Array:
     """The reduced value, in the dtype of `like`; `weight` is the total over devices."""
     return held
 
@@ -284,9 +283,10 @@ class Merge(Reduction):
     return held[0]
 
 
-def _merged(fun: MergeFn, first: Held, second: Held) -> Held:
+def _merged(fun: MergeFn, first, second):
   """What is held of two, of which there may be none yet."""
-  (a, has_a), (b, has_b) = first, second
+  (a, has_a) = first
+  (b, has_b) = second
   either = _where(has_b, b, a)
   has_both = has_a & has_b
   one = _where(has_a, a, either)
@@ -301,9 +301,7 @@ def _merged(fun: MergeFn, first: Held, second: Held) -> Held:
   return both, has_a | has_b
 
 
-def _merged_devices(
-  fun: MergeFn, held: Held, axis_name: AxisName, counted: object
-) -> Held:
+def _merged_devices(fun: MergeFn, held, axis_name: AxisName, counted: object):
   """What is held of all devices, in the order of the mesh."""
   devices = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32)
   own = devices == lax.axis_index(axis_name)
@@ -322,7 +320,7 @@ def _merged_devices(
   return lax.scan(add, first, others)[0]
 
 
-def _where(flag: bool | jax.Array, value: Tree, other: Tree) -> Tree:
+def _where(flag: bool | jax.Array, value, other):
   return jax.tree.map(
     lambda x, y: weighted_mean.select(flag, x, y), value, other
   )
@@ -333,7 +331,7 @@ _refusing_derivatives = jax.custom_jvp(lambda x: x)
 
 
 @functools.partial(_refusing_derivatives.defjvp, symbolic_zeros=True)
-def _refused(primals: Any, tangents: Any) -> Any:
+def _refused(primals, tangents):
   if not isinstance(tangents[0], SymbolicZero):
     raise NotImplementedError(
       "An output that is reduced by a function of your own, merge(a, b), depends on what you"

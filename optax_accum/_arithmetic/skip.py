@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arithmetic import weighted_mean
-from optax_accum._arithmetic.trees import Grads, Params, Tree
+from optax_accum._arithmetic.trees import Params, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
 
@@ -26,7 +26,7 @@ class SkipFn(Protocol):
 
 def asks_to_skip(
   skip_fn: SkipFn | None,
-  updates: Grads,
+  updates,
   gradient_step: jax.Array,
   params: Params | None,
   weight: Weight,
@@ -51,7 +51,7 @@ def asks_to_skip(
   return should_skip, jax.tree.map(jnp.asarray, info)
 
 
-def is_finite(tree: Tree) -> jax.Array:
+def is_finite(tree) -> jax.Array:
   """Whether all numbers of a tree are."""
   leaves = [
     x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)

@@ -18,17 +18,18 @@ from jax.typing import ArrayLike, DTypeLike
 import numpy as np
 
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Leaf
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
 
 # The weights that float32 can weigh with, and the largest sum of them that it can divide by: to XLA
 # numbers below 1.2e-38, reciprocals included, are zero.
-LEAST, MOST, MOST_IN_TOTAL = 1e-30, 1e30, 1e36
+LEAST = 1e-30
+MOST = 1e30
+MOST_IN_TOTAL = 1e36
 
 
-def check_weight(source: str, value: Leaf) -> None:
+def check_weight(source: str, value) -> None:
   """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
   shape = getattr(value, "shape", ())
   kind = getattr(value, "dtype", type(value))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Leaf, Leaves, Tree
 from optax_accum._check_split.noise import fixed_keys
 from optax_accum._microbatches.options import Slot
 from optax_accum._microbatches.roles import (
@@ -78,9 +78,7 @@ class Call(NamedTuple):
   oddity: int = 0
 
   @classmethod
-  def of(
-    cls, signature: Signature, args: Args, kwargs: Kwargs, roles: Roles
-  ) -> "Call":
+  def of(cls, signature: Signature, args, kwargs, roles: Roles) -> "Call":
     """The given call, in the dtypes of the check. What is no array is a constant."""
     role_of = dict.fromkeys(roles.batch, "batch")
     role_of |= dict.fromkeys(roles.rng, "rng")
@@ -111,7 +109,7 @@ class Call(NamedTuple):
     return cls("as given", tuple(arrays.values()), roles, given, called)
 
   @property
-  def values(self) -> Leaves:
+  def values(self):
     return [x.value for x in self.arrays]
 
   @property
@@ -136,7 +134,7 @@ class Call(NamedTuple):
 
     return self._replace(arrays=tuple(map(new, self.arrays)))
 
-  def put(self, name: str, array: Array, value: Leaf) -> "Call":
+  def put(self, name: str, array: Array, value) -> "Call":
     """The call, by another name, with another value of one array."""
     new = self.mapped(
       array.role, lambda x: value if x.name == array.name else x.value
@@ -176,7 +174,7 @@ class Call(NamedTuple):
     return self.mapped(role, fixed)
 
 
-def _in_check_dtype(x: Leaf) -> Leaf:
+def _in_check_dtype(x):
   """An array as NumPy's, its floats in float32, or float64 where x64 is enabled."""
   if is_key(x):
     return x

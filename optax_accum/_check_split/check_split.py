@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _spellings, _validate
-from optax_accum._arithmetic.trees import Args, Kwargs, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.call import Call
 from optax_accum._check_split.evidence import Evidence, How
@@ -109,12 +109,13 @@ def check_split(
       )
     raise
   of = split.name(*programs.batch.roles.batch)
-  number, size = asked["num_microbatches"], asked["microbatch_size"]
+  number = asked["num_microbatches"]
+  size = asked["microbatch_size"]
   sizes = sizes_of(programs.rows, number, size, of)
   return report_of(dataclasses.replace(programs, sizes=sizes, size=sizes[0]))
 
 
-def _asked(loss_fn: Callable[..., Tree], options: Kwargs) -> Kwargs:
+def _asked(loss_fn: Callable[..., Tree], options):
   """All options, as `microbatch_value_and_grad` would be given them."""
   plain = inspect.unwrap(microbatch_value_and_grad)
   why = _spellings.hint_on(plain, (loss_fn,), options, _OF_STEPS)
@@ -132,15 +133,16 @@ def _asked(loss_fn: Callable[..., Tree], options: Kwargs) -> Kwargs:
 
 def programs_of(
   local: LocalLoss,
-  args: Args,
-  kwargs: Kwargs,
+  args,
+  kwargs,
   drawing: Sequence[str] = DRAWING,
 ) -> Programs:
   """What runs a loss on such a call, which is checked.
 
   Of keys in arguments of the roles `drawing`, every draw is one number.
   """
-  split, roles = local.split, local.roles_of(args, kwargs)
+  split = local.split
+  roles = local.roles_of(args, kwargs)
   for i in roles.differentiated:
     parameters.check_differentiable(split.name(i), args[i])
   rows = checked_rows(split, roles, by_slot(args, kwargs))
@@ -170,9 +172,7 @@ def programs_of(
   return Programs(whole, call, rows, sizes, sizes[0])
 
 
-def check_concrete(
-  loss_fn: Callable[..., Tree], args: Args, kwargs: Kwargs
-) -> None:
+def check_concrete(loss_fn: Callable[..., Tree], args, kwargs) -> None:
   """Checks that the arguments of a loss are arrays that have values."""
   signature = Signature(loss_fn)
   for slot, tree in by_slot(args, kwargs).items():
@@ -282,7 +282,9 @@ def _check_that_it_splits(programs: Programs) -> None:
 
 def _not_checked(programs: Programs) -> tuple[str, ...]:
   """What the report does not look at."""
-  devices, rows, facts = programs.devices, programs.batch.rows, programs.facts
+  devices = programs.devices
+  rows = programs.batch.rows
+  facts = programs.facts
   notes = []
   if facts.draws:
     notes.append(words.DRAWS)

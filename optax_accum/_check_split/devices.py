@@ -24,7 +24,7 @@ class Devices(NamedTuple):
   is_alone: bool = True  # whether the whole batch runs on one device
 
   @property
-  def mesh(self) -> Any:
+  def mesh(self):
     return self.loss and self.loss.parallel.mesh
 
   @property
@@ -60,7 +60,7 @@ class Devices(NamedTuple):
     parallel = dataclasses.replace(self.loss.parallel, mesh=mesh)
     return self._replace(loss=self.loss._replace(parallel=parallel))
 
-  def loss_of(self, local: LocalLoss) -> Any:
+  def loss_of(self, local: LocalLoss):
     """A loss, over the mesh if there is one."""
     return self.loss._replace(local=local) if self.loss else local
 

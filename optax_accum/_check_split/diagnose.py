@@ -5,7 +5,7 @@ Most are other ways to make one of what the microbatches gave.
 
 from collections.abc import Collection, Sequence
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -36,13 +36,14 @@ class Finding(NamedTuple):
   fix: str
   how: How | None = None  # with which all agrees
 
-  def report(self, **fields: Any) -> SplitReport:
+  def report(self, **fields) -> SplitReport:
     return SplitReport(self.verdict, self.reason, self.fix, **fields)
 
 
 def refused(programs: Programs) -> Finding | None:
   """What the defaults refuse: a second batch argument, or a key, that all microbatches share."""
-  split, call = programs.local.split, programs.batch
+  split = programs.local.split
+  call = programs.batch
   if split.batch_argnums is None:
     finding = unsplit(programs)
     if finding:
@@ -78,7 +79,8 @@ def explain(evidence: Evidence) -> tuple[Finding, Evidence]:
     found = _of_all(without)
     if most == 0 and found.verdict == "ok":
       break  # what no row has may come
-    finding, evidence = found, without
+    finding = found
+    evidence = without
   return finding, evidence
 
 
@@ -107,7 +109,8 @@ def _of_batches(evidence: Evidence) -> Finding:
     then = _aux(evidence, first.how)
   if then is None:
     return first
-  reason, fix = f"{first.reason}\n{then.reason}", f"{first.fix}\n{then.fix}"
+  reason = f"{first.reason}\n{then.reason}"
+  fix = f"{first.fix}\n{then.fix}"
   return Finding(first.verdict, reason, fix, then.how)
 
 
@@ -126,7 +129,8 @@ def _gradients(evidence: Evidence) -> Finding | None:
   A layer in 8 bits records its largest cotangent as a "gradient", by which it rounds the others.
   """
   programs = evidence.programs
-  how, default = How.of(programs), programs.local.reduction.name
+  how = How.of(programs)
+  default = programs.local.reduction.name
   if "loss" in evidence.wrong(how):
     return None
   tree, _ = programs.given.names
@@ -241,7 +245,8 @@ def unsplit(programs: Programs) -> Finding | None:
 
 def _unsplit_or_coupled(evidence: Evidence) -> Finding:
   """What remains, with the mends of what was seen in the loss, or with all."""
-  finding, facts = unsplit(evidence.programs), evidence.programs.facts
+  finding = unsplit(evidence.programs)
+  facts = evidence.programs.facts
   if finding:
     return finding
   if facts.is_half:

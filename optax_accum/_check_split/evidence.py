@@ -28,7 +28,8 @@ class How(NamedTuple):
   @classmethod
   def of(cls, programs: Programs, reduction: str = "") -> "How":
     """How they do with the options of these programs, or with another reduction."""
-    asked, names = programs.local.asked, programs.given.names
+    asked = programs.local.asked
+    names = programs.given.names
     reduction = reduction or asked["reduction"]
     grads = asked["grad_reduction"]
     if grads is None:
@@ -142,9 +143,11 @@ class Evidence(NamedTuple):
 
   def as_called(self) -> Iterator[Comparison]:
     """What the step itself gives, beside the whole batch: one over a mesh for all batches."""
-    programs, devices = self.programs, self.programs.devices
+    programs = self.programs
+    devices = self.programs.devices
     how = How.of(programs)
-    wholes, over = [programs.given], ""
+    wholes = [programs.given]
+    over = ""
     if devices.loss:
       wholes += [x.whole for x in self.tried]
       over = ", over the mesh"

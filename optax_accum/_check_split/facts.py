@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_accum import _versions
-from optax_accum._arithmetic.trees import Leaf
 from optax_accum._check_split.call import Call
 from optax_accum._check_split.noise import FIXED
 
@@ -108,7 +107,8 @@ class _Equation(NamedTuple):
     """Whether it orders rows, or chooses some."""
     if self.name not in _ORDERS:
       return False
-    params, last = self.eqn.params, self.eqn.invars[0].aval.ndim - 1
+    params = self.eqn.params
+    last = self.eqn.invars[0].aval.ndim - 1
     axis = params.get("dimension", params.get("axis", last))
     return not {*params.get("axes", [axis])}.isdisjoint(self.rows[0])
 
@@ -152,7 +152,7 @@ class _Equation(NamedTuple):
       yield "regularizer"
 
 
-def facts_of(closed: Any, twin: Any, call: Call) -> Facts:
+def facts_of(closed, twin, call: Call) -> Facts:
   """What a loss does by its jaxpr, whose inputs are the arrays of a call.
 
   What differs in `twin`, the jaxpr for twice as many rows, is an axis of rows.
@@ -186,10 +186,11 @@ def facts_of(closed: Any, twin: Any, call: Call) -> Facts:
 
 
 def _marks(
-  closed: Any, equations: Sequence[_Equation], call: Call
+  closed, equations: Sequence[_Equation], call: Call
 ) -> tuple[list[int], list[float]]:
   """Integers and floats that may say that an entry of the batch does not count."""
-  numbers, floats = list[Any](), [0.0]
+  numbers = list[Any]()
+  floats = [0.0]
   for e in equations:
     if "batch" not in e.of:
       continue
@@ -217,7 +218,7 @@ def _marks(
 
 
 def _walk(
-  jaxpr: Any, twin: Any, given: Sequence[_Sources]
+  jaxpr, twin, given: Sequence[_Sources]
 ) -> tuple[list[_Equation], list[_Sources]]:
   """All equations, with those within them, and where the results come from."""
   known = dict(zip(jaxpr.invars, given, strict=True))
@@ -236,13 +237,15 @@ def _walk(
     inside = []
     inner = map(_versions.inner_jaxprs, (eqn, other))
     for body, twin_body in zip(*inner, strict=True):
-      into, chooses = equation.sources, _NOWHERE
+      into = equation.sources
+      chooses = _NOWHERE
       if equation.name == "cond":
         chooses, *into = into
       is_loop = equation.name in ("scan", "while")
       if is_loop or len(body.invars) != len(into):
         # What goes around may be of all that goes in, and of what comes out.
-        is_loop, into = True, [equation.of] * len(body.invars)
+        is_loop = True
+        into = [equation.of] * len(body.invars)
         _, once = _walk(body, twin_body, into)
         into = [equation.of.union(*once)] * len(body.invars)
       found, out = _walk(body, twin_body, into)
@@ -263,11 +266,11 @@ def _rows(variables: Sequence[Any], twins: Sequence[Any]) -> list[list[int]]:
   return [np.flatnonzero(np.not_equal(*both)).tolist() for both in shapes]
 
 
-def _is_float(aval: Any) -> bool:
+def _is_float(aval) -> bool:
   return jnp.issubdtype(getattr(aval, "dtype", int), jnp.floating)
 
 
-def _numbers(x: Leaf) -> list[int | float]:
+def _numbers(x) -> list[int | float]:
   """Those of a small constant."""
   is_number = jnp.issubdtype(getattr(x, "dtype", np.int32), np.number)
   if not is_number or np.size(x) > _MANY:

@@ -1,12 +1,9 @@
 """Keys of which every draw is the same number, so that a row has the same noise in any part."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from optax_accum._arithmetic.trees import Leaf
 
 FIXED = "key<fixed>"  # the dtype of such keys
 
@@ -17,21 +14,21 @@ def fixed_keys(shape: tuple[int, ...], level: float) -> jax.Array:
   return jax.random.wrap_key_data(data, impl=_one_number())
 
 
-def _split(key: Leaf, shape: tuple[int, ...]) -> jax.Array:
+def _split(key, shape: tuple[int, ...]) -> jax.Array:
   # All children are one, because rows may have a key each. It is not the parent, because loops that
   # draw until they like what they drew would not end.
   child = key * jnp.uint32(747796405) + jnp.uint32(2891336453)
   return jnp.broadcast_to(child, (*shape, 1))
 
 
-def _random_bits(key: Leaf, width: int, shape: tuple[int, ...]) -> jax.Array:
+def _random_bits(key, width: int, shape: tuple[int, ...]) -> jax.Array:
   dtype = jnp.dtype(f"uint{width}")
   word = (key[0] >> jnp.uint32(max(32 - width, 0))).astype(dtype)
   return jnp.full(shape, word << jnp.asarray(max(width - 32, 0), dtype))
 
 
 @functools.cache
-def _one_number() -> Any:
+def _one_number():
   """The implementation of keys of which every draw is one number."""
   from jax.extend.random import define_prng_impl  # training does without
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Aux, Grads, Leaf, Tree
+from optax_accum._arithmetic.trees import Aux, Grads
 from optax_accum._check_split.call import Call
 from optax_accum._check_split.report import LeafComparison
 from optax_accum._microbatches.loss import Outputs
@@ -78,20 +78,20 @@ class Outcome(NamedTuple):
     return all(x.agrees for x in self.compare(arrays) if x.name[:3] != "aux")
 
 
-def without_keys(tree: Tree) -> Tree:
+def without_keys(tree):
   """A tree with the words of random keys in their place."""
   return jax.tree.map(
     lambda x: jax.random.key_data(x) if is_key(x) else x, tree
   )
 
 
-def _names(root: str, tree: Tree) -> Tree:
+def _names(root: str, tree):
   return jax.tree_util.tree_map_with_path(
     lambda path, _: _validate.leaf_name(root, path), tree
   )
 
 
-def _wide(x: Leaf) -> np.ndarray:
+def _wide(x) -> np.ndarray:
   x = np.asarray(x)
   return x.astype(_WIDE.get(x.dtype.kind, np.float64))
 

@@ -70,7 +70,8 @@ def _oddity(x: Array, changed: np.ndarray) -> int:
   """How odd an array is, as `Call` counts it, that was `x`."""
   if x.kind not in "iu" or not x.value.size:
     return 0
-  least, most = np.min(x.value), np.max(x.value)
+  least = np.min(x.value)
+  most = np.max(x.value)
   if np.any(changed < min(least, 0)) or np.any(changed > max(most, 0)):
     return 2
   return int(not x.is_mask and bool(np.any(changed < least)))
@@ -80,8 +81,10 @@ def _changes(
   x: Array, integers: Sequence[int], floats: Sequence[float]
 ) -> Iterator[tuple[str, np.ndarray]]:
   """What becomes of an array by one change: in row 0, in the first and the last, or in others."""
-  value, last = x.value, x.value.shape[x.axis] - 1
-  is_integer, empty = x.kind in "iu", 0
+  value = x.value
+  last = x.value.shape[x.axis] - 1
+  is_integer = x.kind in "iu"
+  empty = 0
   entries = list[tuple[str, ArrayLike]]()
   if x.is_mask:
     entries += [("inverted", value == 0)]

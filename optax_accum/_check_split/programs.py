@@ -4,7 +4,6 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import re
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -72,7 +71,8 @@ class Programs:
     Without a smaller one, also parts of neighbors, in the same program: pairs of a first and a
     second half (chosen, rejected) are together in the others.
     """
-    rows, cuts = self.rows, []
+    rows = self.rows
+    cuts = []
     for size in self.sizes:
       # As `microbatch_value_and_grad` cuts them.
       full = rows - rows % size
@@ -149,8 +149,9 @@ class Programs:
     consts = [np.asarray(x).tobytes() for x in closed.consts if not is_key(x)]
     return re.sub(r"0x[0-9a-f]+", "", str(closed)), consts
 
-  def _trace(self, call: Call) -> Any:
-    devices, loss = self._alone, self._alone.loss_of(self._whole)
+  def _trace(self, call: Call):
+    devices = self._alone
+    loss = self._alone.loss_of(self._whole)
 
     def run(values):  # a new function: JAX remembers the jaxpr of one it knows
       return call.called(functools.partial(loss.value, None), values)
@@ -209,7 +210,8 @@ class Programs:
   @functools.cached_property
   def _count(self) -> Run:
     """The `weight_fn`, traced, as in microbatches."""
-    split, roles = self.local.split, self.batch.roles
+    split = self.local.split
+    roles = self.batch.roles
 
     def weigh(*args, **kwargs):
       call = Microbatches(split, roles, args, kwargs)

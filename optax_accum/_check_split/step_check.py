@@ -10,7 +10,6 @@ import numpy as np
 
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaf
 from optax_accum._check_split import check_split, diagnose, words
 from optax_accum._check_split.devices import Devices, on, one_device
 from optax_accum._check_split.programs import Programs
@@ -24,8 +23,8 @@ _ROWS = 4  # at a time: more take longer, and seldom tell more
 
 def check_step(
   loss: LossWithoutMesh | PlacedLoss,
-  args: Args,
-  kwargs: Kwargs,
+  args,
+  kwargs,
   drawing: Sequence[str] = check_split.DRAWING,
   fixes: Mapping[str, str] | None = None,
 ) -> SplitReport:
@@ -34,7 +33,8 @@ def check_step(
   `drawing` is as in `programs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
   what to write instead, where the loss is not called as `check_split` says.
   """
-  local, split = loss.local, loss.local.split
+  local = loss.local
+  split = loss.local.split
   check_split.check_concrete(local.fun, args, kwargs)
   devices = Devices(names_of(split.axis_name))
   if isinstance(loss, PlacedLoss):
@@ -61,7 +61,7 @@ def check_step(
   return dataclasses.replace(report, fix=fix)
 
 
-def _on_host(x: Leaf) -> Leaf:
+def _on_host(x):
   """A copy: of `x` itself NumPy would have a view, and it be donated no more."""
   if is_key(x):
     copy = jnp.asarray(np.asarray(jax.random.key_data(x)))
@@ -74,8 +74,8 @@ def _on_host(x: Leaf) -> Leaf:
 def _sends(
   loss: LossWithoutMesh | PlacedLoss,
   devices: Devices,
-  args: Args,
-  kwargs: Kwargs,
+  args,
+  kwargs,
 ) -> bool:
   """Whether devices exchange something in the loss of a step over a mesh. Raises what that does."""
   told = list[bool]()
@@ -92,7 +92,9 @@ def _sends(
 
 def _tries(programs: Programs, split: Split) -> list[Programs]:
   """What to try: few rows first, and at last all, where those tell nothing."""
-  rows, devices, count = programs.rows, programs.devices, 1
+  rows = programs.rows
+  devices = programs.devices
+  count = 1
   if devices.loss:
     count = devices.loss.parallel.devices
     split = devices.loss.parallel.local_split(split, rows)

@@ -15,7 +15,7 @@ Weight: TypeAlias = Callable[[Call], float]
 ROWS: Weight = operator.attrgetter("rows")  # without a `weight_fn`
 
 
-def _any_of_row(x: np.ndarray, _: float) -> Any:
+def _any_of_row(x: np.ndarray, _: float):
   return np.any(x, axis=-1)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Collection
 
 import jax
 
-from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.options import Slot
 
 DRAWS = (
@@ -147,12 +146,12 @@ OVERWRITTEN = (
 )
 
 
-def option(name: str, value: Tree) -> str:
+def option(name: str, value) -> str:
   """An option as Python has it."""
   return f"{name}={value!r}".replace("'", '"')
 
 
-def tree_option(name: str, tree: Tree) -> str:
+def tree_option(name: str, tree) -> str:
   """An option with a tree of words; a part of it whose words are all the same is that word."""
 
   def is_one(x):

@@ -295,7 +295,8 @@ def _numbers(text: str | None) -> tuple[int, ...]:
 
 def _counted_arrays(run: hlo.Run) -> list[str]:
   """The arrays whose bytes count, such as ``["f32[8,128]"]``."""
-  op, shape = run.operation, run.operation.shape
+  op = run.operation
+  shape = run.operation.shape
   if op.opcode.startswith("reduce-scatter"):
     operations = run.computation.operations
     shape = " ".join(operations[name].shape for name in op.operands)

@@ -31,7 +31,8 @@ def _is_matrix_work(op: hlo.Operation) -> bool:
 
 
 def _multiplications(run: hlo.Run) -> int:
-  op, operations = run.operation, run.computation.operations
+  op = run.operation
+  operations = run.computation.operations
   shapes = [operations[name].shape for name in op.operands[:2]]
   # After a result there may be scratch.
   lhs, rhs, out = (

@@ -12,7 +12,7 @@ from optax_accum._arithmetic.trees import Leaf, Tree
 
 
 @contextlib.contextmanager
-def constraining_automatic_axes(variables: Tree) -> Iterator[Tree]:
+def constraining_automatic_axes(variables) -> Iterator[Tree]:
   """Makes logical axes constrain only automatic axes, and yields boxes that constrain nothing.
 
   JAX refuses a constraint over the data axis, which `jax.shard_map` has made manual.
@@ -38,9 +38,7 @@ def constraining_automatic_axes(variables: Tree) -> Iterator[Tree]:
     yield map_boxes(unconstrained, variables)
 
 
-def _in_plain_shapes(
-  method: Callable[..., Any], args: Any, kwargs: Any, context: Any
-) -> Any:
+def _in_plain_shapes(method: Callable[..., Any], args, kwargs, context):
   """Calls a module's method. Its initializers, whose shapes flax compares, make no boxes there.
 
   `nn.DenseGeneral` would constrain a kernel as its box says before the kernel has its shape.
@@ -56,12 +54,12 @@ def _in_plain_shapes(
   return method(*args, **kwargs)
 
 
-def without_boxes(tree: Tree) -> Tree:
+def without_boxes(tree):
   """The tree with what is in the boxes."""
   return map_boxes(lambda box: box.value, tree)
 
 
-def map_boxes(fun: Callable[[Any], Leaf], tree: Tree) -> Tree:
+def map_boxes(fun: Callable[[Any], Leaf], tree):
   """The tree, with ``fun(box)`` in the place of each box."""
 
   def is_box(x):

@@ -22,7 +22,7 @@ from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
-from optax_accum._arithmetic.trees import Args, Batch, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Batch, OptState, Params, Tree
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import (
@@ -51,7 +51,7 @@ class Arguments(NamedTuple):
   rngs: Tree = None  # keys, if any
   count: Any = None  # of the optimizer's steps
 
-  def of_loss(self) -> Args:
+  def of_loss(self):
     """Those of the loss, in its order."""
     return self.params, self.batch, self.constant, self.carried, self.rngs
 
@@ -109,7 +109,9 @@ class FlaxStep(Step):
         why = _spellings.instead(option, known, self.decided)
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
-    self.__name__, self._loss_fn, self.has_aux = self.name, loss_fn, has_aux
+    self.__name__ = self.name
+    self._loss_fn = loss_fn
+    self.has_aux = has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options: dict[str, Any] = dict(options)
     self._donate = self._options.pop("donate", True)
@@ -120,7 +122,7 @@ class FlaxStep(Step):
     shown = [f"{k}={x!r}" for k, x in self._shown.items() if x is not None]
     return f"{self.name}({', '.join([loss, *shown])})"
 
-  def _step_loss(self, loss_fn: LossFn, **decided: Any) -> Loss:
+  def _step_loss(self, loss_fn: LossFn, **decided) -> Loss:
     """The loss of a program, which returns ``(loss, (carried, aux))``."""
     return step_loss(
       loss_fn,
@@ -158,18 +160,18 @@ class FlaxStep(Step):
     counting.__name__ = self.name
     return counting
 
-  def _of_loss(self, args: Sequence[Any]) -> Args:
+  def _of_loss(self, args: Sequence[Any]):
     batch = args[self.batch_position]
     return Arguments(batch=batch).of_loss()
 
-  def _checked(self, call: PreparedCall) -> Any:
+  def _checked(self, call: PreparedCall):
     """The report of `check` on a call."""
     args = Arguments(*call.args).of_loss()
     drawing = "rng", "carry", "shared"
     return call.check(args, drawing=drawing, fixes=self.fixes)
 
 
-def after(call: PreparedCall, results: Args) -> tuple[Arguments, Metrics]:
+def after(call: PreparedCall, results) -> tuple[Arguments, Metrics]:
   """The arguments of a call as a step leaves them, and the metrics."""
   *new, metrics = results
   updated = dict(zip(_UPDATED, new, strict=True))

@@ -57,7 +57,8 @@ def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:
 
 def _results(eqn: JaxprEqn, values: _Givens) -> _Givens:
   """The results of an equation that is given such values."""
-  name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
+  name = eqn.primitive.name
+  inner = _versions.inner_jaxprs(eqn)
   if name in ("copy", "optimization_barrier"):
     return values
   if name == "transpose":

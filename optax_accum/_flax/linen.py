@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from typing import ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -9,7 +9,7 @@ import optax
 
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Args, Batch, Params
+from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import boxes, flax_step, state_fields
 from optax_accum._flax.flax_step import Arguments, LossFn, Metrics, StepOptions
 from optax_accum._flax.overwritten import (
@@ -104,7 +104,9 @@ def linen_train_step(
 class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
 
-  name, takes, batch_position = "linen_train_step", "variables, batch, rngs", 1
+  name = "linen_train_step"
+  takes = "variables, batch, rngs"
+  batch_position = 1
   names = Arguments(
     params="state.params",
     opt_state="state.opt_state",
@@ -192,7 +194,7 @@ class LinenTrainStep(flax_step.FlaxStep):
     call = self._prepared(state, batch, rngs)
     return _replaced(state, call, call.eval_shape())
 
-  def _prepared(self, state: Any, batch: Batch, rngs: Rngs) -> PreparedCall:
+  def _prepared(self, state, batch, rngs: Rngs) -> PreparedCall:
     """The call of the program for such a state."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
@@ -213,7 +215,8 @@ class LinenTrainStep(flax_step.FlaxStep):
     key = state.tx, overwrites
     if key not in self._programs:
       _validate.transformation(state.tx, "state.tx")
-      tx, loss = state.tx, self.loss
+      tx = state.tx
+      loss = self.loss
       if overwrites:
         tx = beside_overwritten(optax.with_extra_args_support(tx))
         if self._options.get("grad_reduction") is None:
@@ -225,12 +228,12 @@ class LinenTrainStep(flax_step.FlaxStep):
 
   def _loss(
     self,
-    params: Params,
-    batch: Batch,
-    constant: Collections,
-    carried: Collections,
+    params,
+    batch,
+    constant,
+    carried,
     rngs: Rngs,
-  ) -> Any:
+  ):
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
     fixed = {
@@ -264,7 +267,7 @@ class LinenTrainStep(flax_step.FlaxStep):
 
 
 def _replaced(
-  state: State, call: PreparedCall, results: Args
+  state: State, call: PreparedCall, results
 ) -> tuple[State, Metrics]:
   """The state after a step, and the metrics."""
   new, metrics = flax_step.after(call, results)

@@ -105,7 +105,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   microbatch to the next; if `ChangedByLossError` names some, the loss is traced again with these.
   """
 
-  name, takes = "nnx_train_step", "model, batch"
+  name = "nnx_train_step"
+  takes = "model, batch"
   names = Arguments(
     params="model",
     opt_state="optimizer['opt_state']",
@@ -185,7 +186,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     return traced
 
   def _with_call(
-    self, use: Use, model: Any, optimizer: Any, batch: Batch
+    self, use: Use, model, optimizer, batch
   ) -> tuple[Arguments, Any]:
     """The Variables of a call with what these objects hold, and what `use` makes of the call."""
     nnx_objects.check_objects(model, optimizer)
@@ -219,7 +220,7 @@ class NnxTrainStep(flax_step.FlaxStep):
           error.add_note(_DELETED)
         raise
 
-  def _find(self, key: Any, changed: frozenset[str]) -> Any:
+  def _find(self, key, changed: frozenset[str]):
     """The program for models of a structure, and for what of them the loss changes."""
     graphdef, tx = key
     axis = self._options.get("axis_name")

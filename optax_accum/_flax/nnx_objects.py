@@ -1,11 +1,8 @@
 """Checks of the model and the optimizer that a step of nnx is passed."""
 
-from typing import Any
-
 from flax import nnx
 
 from optax_accum import _validate, _versions
-from optax_accum._arithmetic.trees import Tree
 from optax_accum._flax.variables import is_variable, named
 
 
@@ -21,11 +18,10 @@ def check_objects(model: object, optimizer: object) -> None:
   _validate.transformation(optimizer.tx, "optimizer.tx")
 
 
-def check_model(
-  wrt: Any, params: Tree, model: nnx.Module, optimizer: Any
-) -> None:
+def check_model(wrt, params, model: nnx.Module, optimizer) -> None:
   """Checks a model of this structure, and that `wrt` selects what the optimizer was made for."""
-  held, selected = named(nnx.state(model)), named(params)
+  held = named(nnx.state(model))
+  selected = named(params)
   for name, x in held.items():
     if is_variable(x) and any(
       x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._arithmetic.trees import Params, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._streaming.cycle import ValueOfOneCall
 
 
-def variables_of(params: Params) -> dict[str, Tree]:
+def variables_of(params) -> dict[str, Tree]:
   """What a model is applied to, of what a state has for its parameters."""
   if isinstance(params, Mapping) and OVERWRITTEN in params:
     return dict(params)
@@ -28,7 +28,8 @@ def beside_overwritten(
     return tx.init(params["params"])
 
   def update(grads, state, params=None, **extra_args):
-    own, overwritten = grads["params"], params[OVERWRITTEN]
+    own = grads["params"]
+    overwritten = params[OVERWRITTEN]
     elsewhere: Any = extra_args.get("value_fn")
 
     def value_fn(params):

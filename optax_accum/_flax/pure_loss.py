@@ -9,12 +9,7 @@ import jax
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.devices import OverAxis
 from optax_accum._arithmetic.trees import (
-  Args,
-  Batch,
-  Carry,
   Leaves,
-  Params,
-  Tree,
 )
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
@@ -42,9 +37,7 @@ class PureLoss:
   changed: frozenset[str]  # the names of the Variables in the carry
   axis: Any  # of the devices, which each draw their own noise
 
-  def __call__(
-    self, params: Params, batch: Batch, fixed: Tree, carry: Carry, rngs: None
-  ) -> Any:
+  def __call__(self, params, batch, fixed, carry, rngs: None):
     if self.axis is not None and across_devices.is_bound(self.axis):
       # `check` has one device. Each of several has noise of its own, as of a carry.
       fixed = OverAxis(self.axis).with_own_noise(fixed)
@@ -65,13 +58,13 @@ class PureLoss:
     carried = nnx.state(model, variables.among(self.changed))
     return loss, (variables.values(carried), aux)
 
-  def _run(self, states: Args, batch: Batch) -> Args:
+  def _run(self, states, batch):
     """The model, what it held before, what the loss returned, and what the model held then."""
     model = nnx.merge(self.graphdef, *states)
     before = _held(model)
     return model, before, self.fun(model, batch), _held(model)
 
-  def _computed(self, states: Args, batch: Batch) -> set[str]:
+  def _computed(self, states, batch) -> set[str]:
     """The names of what the loss computes, and does not only pass through."""
 
     def run(states):
@@ -84,7 +77,7 @@ class PureLoss:
     return _changed(before, after)
 
   def _check_changed(
-    self, changed: set[str], params: Params, model: nnx.Module
+    self, changed: set[str], params, model: nnx.Module
   ) -> None:
     """Checks that only the carry changed."""
     for name in sorted(changed & variables.named(params).keys()):
@@ -101,9 +94,7 @@ class PureLoss:
     if not changed <= self.changed:
       raise ChangedByLossError(*changed)
 
-  def _check_structure(
-    self, before: Held, after: Held, model: nnx.Module
-  ) -> None:
+  def _check_structure(self, before, after, model: nnx.Module) -> None:
     """Checks that the loss left all as it was but values of Variables."""
     for name in sorted(before.keys() ^ after.keys()):
       did = "added" if name in after else "removed"
@@ -118,13 +109,13 @@ class PureLoss:
       )
 
 
-def _held(model: nnx.Module) -> Held:
+def _held(model: nnx.Module):
   """The arrays of the Variables of a model, by name."""
   named = variables.named(nnx.state(model)).items()
   return {name: jax.tree.leaves(variables.value(x)) for name, x in named}
 
 
-def _changed(before: Held, after: Held) -> set[str]:
+def _changed(before, after) -> set[str]:
   """The names of what has other arrays than before, as where something was computed."""
 
   def ids(held):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Leaf, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._flax.boxes import without_boxes
 
 Collections: TypeAlias = dict[str, Tree]
@@ -65,9 +65,10 @@ def fields_of(
   return carried, collections, others
 
 
-def as_held(updates: Collections, held: Collections) -> Collections:
+def as_held(updates, held):
   """What a loss returned, in the trees of the state: flax takes a `FrozenDict` and gives a dict."""
-  new, old = unfreeze(without_boxes(updates)), unfreeze(without_boxes(held))
+  new = unfreeze(without_boxes(updates))
+  old = unfreeze(without_boxes(held))
   different = _validate.difference(
     "updates", new, old, "type", _validate.type_of
   )
@@ -79,9 +80,10 @@ def as_held(updates: Collections, held: Collections) -> Collections:
   return jax.tree.unflatten(jax.tree.structure(held), jax.tree.leaves(new))
 
 
-def counted(step: Leaf) -> Leaf:
+def counted(step):
   """The step count as an array that is not weakly typed. An int would compile the program twice."""
-  dtype, shape = jax.dtypes.result_type(step), jnp.shape(step)
+  dtype = jax.dtypes.result_type(step)
+  shape = jnp.shape(step)
   if shape or not jnp.issubdtype(dtype, jnp.integer):
     raise ValueError(
       f"state.step has shape {shape} and dtype {dtype}; it must be one integer, which counts steps."

@@ -1,13 +1,12 @@
 """The Variables of nnx objects: found by name, read, and written."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arithmetic.trees import Leaf, Path, Tree
+from optax_accum._arithmetic.trees import Leaf, Path
 
 
 def is_variable(x: object) -> bool:
@@ -15,19 +14,19 @@ def is_variable(x: object) -> bool:
   return isinstance(x, nnx.Variable)
 
 
-def value(x: Leaf) -> Leaf:
+def value(x):
   """The value of a Variable; an array is its own."""
   if is_variable(x):
     return x.get_raw_value()
   return x
 
 
-def name(path: Path) -> str:
+def name(path) -> str:
   """The name that a user has for a path: ``bn.mean``."""
   return ".".join(map(str, path))
 
 
-def named(state: Tree) -> dict[str, Leaf]:
+def named(state) -> dict[str, Leaf]:
   """The Variables of a `State`, by name."""
   return {name(path): x for path, x in nnx.to_flat_state(state)}
 
@@ -37,12 +36,12 @@ def among(names: Collection[str]) -> Callable[[Path, Leaf], bool]:
   return lambda path, _: name(path) in names
 
 
-def values(tree: Tree) -> Any:
+def values(tree):
   """The tree, with values in the places of the Variables."""
   return jax.tree.map(value, tree, is_leaf=is_variable)
 
 
-def write(tree: Tree, new: Tree) -> None:
+def write(tree, new) -> None:
   """Puts the values of such a tree into the Variables of `tree`."""
 
   def put(variable, new):
@@ -52,7 +51,7 @@ def write(tree: Tree, new: Tree) -> None:
   jax.tree.map(put, tree, new, is_leaf=is_variable)
 
 
-def wrap_arrays(optimizer: Any) -> None:
+def wrap_arrays(optimizer) -> None:
   """Makes Variables of arrays that a user put in their place into an optimizer's state."""
 
   def wrapped(x):

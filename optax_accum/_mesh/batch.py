@@ -4,7 +4,6 @@ import math
 
 from optax_accum import _validate
 from optax_accum._arithmetic.across_devices import names_of
-from optax_accum._arithmetic.trees import Batch
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.placement import place, sharding_of
 from optax_accum._mesh.specs import shown, spec_of
@@ -13,8 +12,8 @@ from optax_accum._microbatches.options import Split
 
 
 def place_batch(
-  parallel: DataParallel, name: str, tree: Batch, batch_axis: int, split: Split
-) -> Batch:
+  parallel: DataParallel, name: str, tree, batch_axis: int, split: Split
+):
   """A batch on the mesh, sharded by its rows."""
 
   def specs_of(leaves):
@@ -39,7 +38,8 @@ def _check_further(
   parallel: DataParallel, what: str, names: tuple[str, ...]
 ) -> None:
   """Checks axes of rows of which some are no data axes: these are left to the compiler."""
-  sizes, axes = parallel.mesh.shape, shown(parallel.axes)
+  sizes = parallel.mesh.shape
+  axes = shown(parallel.axes)
   first = [n for n in parallel.axes if sizes[n] > 1]
   over_rows = [n for n in names if sizes[n] > 1]
   if set(over_rows[: len(first)]) != set(first):
@@ -61,7 +61,8 @@ def _check_divides(
   parallel: DataParallel, names: tuple[str, ...], rows: int, split: Split
 ) -> None:
   """Checks that the devices of these axes divide the rows of each microbatch."""
-  local, each = parallel.local_split(split, rows), rows // parallel.devices
+  local = parallel.local_split(split, rows)
+  each = rows // parallel.devices
   size = cut.microbatch_rows(
     each, local.num_microbatches, local.microbatch_size
   )

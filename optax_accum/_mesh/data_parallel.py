@@ -4,14 +4,12 @@ from collections.abc import Callable
 import dataclasses
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic.across_devices import names_of
-from optax_accum._arithmetic.trees import Leaf
 from optax_accum._mesh.specs import normal, over, shown
 from optax_accum._microbatches.options import Split
 
@@ -25,9 +23,7 @@ class DataParallel:
   reduce_in_loop: bool
 
   @classmethod
-  def of(
-    cls, mesh: Mesh, data_axis: Any, reduce_in_loop: bool
-  ) -> "DataParallel":
+  def of(cls, mesh: Mesh, data_axis, reduce_in_loop: bool) -> "DataParallel":
     """What a step was asked for. Checked."""
     if not isinstance(mesh, Mesh):
       raise TypeError(
@@ -84,7 +80,8 @@ class DataParallel:
 
   def local_split(self, split: Split, rows: int) -> Split:
     """The split of one device's part of a global batch of `rows` rows."""
-    count, size = split.num_microbatches, split.microbatch_size
+    count = split.num_microbatches
+    size = split.microbatch_size
     devices = self.devices
     self.check_rows(rows, count)
     each = rows // devices
@@ -155,17 +152,18 @@ class DataParallel:
     pairs = itertools.zip_longest(kept, state)
     return normal(of_state or of_own for of_own, of_state in pairs)
 
-  def batch_spec(self, x: Leaf, batch_axis: int) -> PartitionSpec:
+  def batch_spec(self, x, batch_axis: int) -> PartitionSpec:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
     before = [None] * (batch_axis % jnp.ndim(x))
     return PartitionSpec(*before, self.axes)
 
-  def move(self, x: Leaf, spec: PartitionSpec) -> Leaf:
+  def move(self, x, spec: PartitionSpec):
     """An array, sharded so: its type over explicit axes, and by a constraint over automatic ones.
 
     Where no data axis is automatic, automatic axes are left to the compiler.
     """
-    explicit, automatic = self.explicit, self.automatic
+    explicit = self.explicit
+    automatic = self.automatic
     if explicit:
       own = NamedSharding(self.mesh, over(spec, explicit))
       x = jax.reshard(x, own)
@@ -174,7 +172,7 @@ class DataParallel:
     own = NamedSharding(self.mesh, over(spec, automatic))
     return jax.lax.with_sharding_constraint(x, own)
 
-  def move_over_data(self, x: Leaf, spec: PartitionSpec) -> Leaf:
+  def move_over_data(self, x, spec: PartitionSpec):
     """An array of explicit sharding, sharded over the data axes as `spec`, else as before."""
     explicit = self.explicit
     if not explicit:

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params
 from optax_accum._mesh.batch import place_batch
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.placement import (
@@ -45,9 +45,7 @@ class LossWithoutMesh(NamedTuple):
     None  # of what a step returns first: left to the compiler
   )
 
-  def place(
-    self, args: Args, kwargs: Kwargs
-  ) -> tuple["LossWithoutMesh", Args, Kwargs]:
+  def place(self, args, kwargs) -> tuple["LossWithoutMesh", Args, Kwargs]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes and self.local.split.axis_name is None:
@@ -57,23 +55,19 @@ class LossWithoutMesh(NamedTuple):
       )
     return self, args, kwargs
 
-  def beside(self, params: Params, opt_state: Tree) -> "LossWithoutMesh":
+  def beside(self, params, opt_state) -> "LossWithoutMesh":
     """The loss whose gradients are sharded as a step with this state needs them."""
     return self
 
-  def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
+  def value(self, weights, /, *args, **kwargs) -> jax.Array:
     """The loss alone."""
     return self.local.value(weights, *args, **kwargs)
 
-  def value_and_grad(
-    self, weights: Tree, /, *args: Tree, **kwargs: Tree
-  ) -> Reduced:
+  def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients."""
     return self.local.value_and_grad(weights, *args, **kwargs)
 
-  def step_beside(
-    self, update: Update, params: Params, opt_state: OptState
-  ) -> ParamsAndState:
+  def step_beside(self, update: Update, params, opt_state) -> ParamsAndState:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""
     return update((params, opt_state))
 
@@ -98,11 +92,11 @@ class MeshLoss:
         ' reduce_gradients="per_microbatch" keeps shards: pass in_place=False, or "per_cycle".'
       )
 
-  def place(
-    self, args: Args, kwargs: Kwargs
-  ) -> tuple["PlacedLoss", Args, Kwargs]:
+  def place(self, args, kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
-    mesh, local, split = self.parallel.mesh, self.local, self.local.split
+    mesh = self.parallel.mesh
+    local = self.local
+    split = self.local.split
     axes = jax.sharding.get_abstract_mesh().manual_axes
     if axes:
       raise ValueError(
@@ -151,11 +145,11 @@ class PlacedLoss(NamedTuple):
   )
 
   @property
-  def out_shardings(self) -> Any:
+  def out_shardings(self):
     """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
     return self.treedef.unflatten(out_shardings(self.shardings))
 
-  def _of_parameters(self, fun: Callable[[PartitionSpec], Any]) -> Any:
+  def _of_parameters(self, fun: Callable[[PartitionSpec], Any]):
     """A function of the sharding of each parameter."""
     each = [fun(spec_of(sharding)) for sharding in self.shardings]
     return self.treedef.unflatten(each)[0]
@@ -172,7 +166,7 @@ class PlacedLoss(NamedTuple):
     gradients = jax.tree.map(of_gradient, held, self.wanted)
     return Shards(held, gradients, automatic)
 
-  def beside(self, params: Params, opt_state: OptState) -> "PlacedLoss":
+  def beside(self, params, opt_state) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
     specs = list(map(spec_of, self.shardings))
     of_states = specs_of_states(params, opt_state, specs)
@@ -188,9 +182,7 @@ class PlacedLoss(NamedTuple):
     tree = jax.tree.structure(params)
     return self._replace(wanted=jax.tree.unflatten(tree, wanted))
 
-  def step_beside(
-    self, update: Update, params: Params, opt_state: OptState
-  ) -> ParamsAndState:
+  def step_beside(self, update: Update, params, opt_state) -> ParamsAndState:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
     move = self.parallel.move
 
@@ -209,14 +201,12 @@ class PlacedLoss(NamedTuple):
     own = self._of_parameters(lambda spec: spec)
     return jax.tree.map(gather, new, params, own, self.wanted), new_state
 
-  def value(self, weights: Tree, /, *args: Tree, **kwargs: Tree) -> jax.Array:
+  def value(self, weights, /, *args, **kwargs) -> jax.Array:
     """The loss alone."""
     same = PartitionSpec()
     return self._on_each_device(LocalLoss.value, same, weights, args, kwargs)
 
-  def value_and_grad(
-    self, weights: Tree, /, *args: Tree, **kwargs: Tree
-  ) -> Reduced:
+  def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
     each = PartitionSpec(self.parallel.axes)
@@ -260,13 +250,14 @@ class PlacedLoss(NamedTuple):
   def _on_each_device(
     self,
     method: Callable[..., Any],
-    out_specs: Tree,
-    weights: Tree,
-    args: Args,
-    kwargs: Kwargs,
-  ) -> Any:
+    out_specs,
+    weights,
+    args,
+    kwargs,
+  ):
     """A method of the loss of one device, given that device's part of the batch."""
-    axes, parallel = dict(self.batch), self.parallel
+    axes = dict(self.batch)
+    parallel = self.parallel
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
     local, gather = self._on_device(rows)
 
@@ -295,7 +286,8 @@ class PlacedLoss(NamedTuple):
       # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
       check_vma=False,
     )
-    given, in_specs = (args, kwargs), (specs, named)
+    given = (args, kwargs)
+    in_specs = (specs, named)
     placed = jax.tree.map(parallel.move_over_data, given, in_specs)
     with explained(TRACED, parallel):
       return mapped(weights, *placed)

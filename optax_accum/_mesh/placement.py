@@ -10,21 +10,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import (
-  Leaf,
   Leaves,
-  OptState,
-  Params,
-  Path,
-  Tree,
 )
 from optax_accum._mesh.state_of_parameters import followed
 
 SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
 
 
-def place(
-  mesh: Mesh, name: str, tree: Tree, specs_of: SpecsOf | None = None
-) -> Tree:
+def place(mesh: Mesh, name: str, tree, specs_of: SpecsOf | None = None):
   """`tree` on a mesh: leaves that are there stay, others get their `PartitionSpec`, or copies.
 
   `specs_of` is given all leaves. Shapes are placed as arrays, and Python numbers as weakly typed
@@ -37,7 +30,7 @@ def place(
     [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
   )
 
-  def put(path: Path, x: Leaf, spec: PartitionSpec) -> Leaf:
+  def put(path, x, spec: PartitionSpec):
     sharding = sharding_of(x)
     if sharding is not None and sharding.mesh == mesh:
       return x
@@ -60,18 +53,16 @@ def place(
   return jax.tree.unflatten(treedef, map(put, paths, leaves, specs))
 
 
-def place_state(
-  mesh: Mesh, name: str, params: Params, opt_state: OptState
-) -> OptState:
+def place_state(mesh: Mesh, name: str, params, opt_state):
   """An optimizer state on a mesh. What is not there yet goes where its parameter is.
 
   So the moments of a sharded parameter are sharded too, also if they were made on one device.
   """
 
-  def specs_of(leaves: Leaves) -> list[PartitionSpec]:
+  def specs_of(leaves) -> list[PartitionSpec]:
     parameters = jax.tree.leaves(params)
 
-    def spec(number: int | None, x: Leaf) -> PartitionSpec:
+    def spec(number: int | None, x) -> PartitionSpec:
       if number is None or jnp.shape(x) != jnp.shape(parameters[number]):
         return PartitionSpec()
       sharding = sharding_of(parameters[number])
@@ -82,7 +73,7 @@ def place_state(
   return place(mesh, name, opt_state, specs_of)
 
 
-def sharding_of(x: Leaf) -> NamedSharding | None:
+def sharding_of(x) -> NamedSharding | None:
   """How an array, a shape or a tracer is sharded over a mesh, if it is known.
 
   The type of a tracer, and of what `jax.eval_shape` returns, has explicit axes only.
@@ -108,7 +99,7 @@ def out_shardings(
   )
 
 
-def _facts(mesh: Any) -> list[str]:
+def _facts(mesh) -> list[str]:
   """What tells a mesh from another. One that is abstract has no devices."""
   facts = [f"axes {dict(mesh.shape)}", f"axis_types {mesh.axis_types}"]
   return facts + [f"devices {[x.id for x in mesh.devices.flat]}"] * isinstance(
@@ -116,7 +107,7 @@ def _facts(mesh: Any) -> list[str]:
   )
 
 
-def _are_on(mesh: Mesh, leaves: Leaves) -> bool:
+def _are_on(mesh: Mesh, leaves) -> bool:
   """Whether all are arrays on a mesh, told from the few shardings that they share."""
   kinds: set[Any] = set(map(type, leaves))
   if not all(

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices, dtypes, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName, names_of
-from optax_accum._arithmetic.reductions import Held, Reduction, Sum
-from optax_accum._arithmetic.trees import Params, Tree
+from optax_accum._arithmetic.reductions import Reduction, Sum
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._mesh.specs import sharded_dims
 
 
@@ -23,19 +23,19 @@ class Shards(NamedTuple):
   gradients: Tree  # the same for each gradient
   automatic: Tree  # the same over further axes, that are left to the compiler
 
-  def gather(self, params: Params) -> Params:
+  def gather(self, params):
     """The full parameters, on each device."""
     gathered = functools.partial(_on_shards, lax.all_gather, "axis")
     return jax.tree.map(gathered, params, self.held, self.automatic)
 
-  def gather_in_loop(self, params: Params, *others: Tree) -> Params:
+  def gather_in_loop(self, params, *others):
     """The same in every microbatch, whose arguments are `others`."""
     # Tied to the microbatch, because a compiler would otherwise move the gathering out of
     # the loop, and keep what should be dropped between microbatches.
     numbers = [x for x in jax.tree.leaves(others) if not dtypes.is_key(x)]
     return self.gather(lax.optimization_barrier((params, numbers))[0])
 
-  def scattered(self, reductions: Tree) -> Tree:
+  def scattered(self, reductions):
     """The reduction of each gradient, from a prefix tree of them: a device keeps its part."""
 
     def scatter(kind, spec, automatic):
@@ -67,10 +67,10 @@ def _scattered(
   kind: Reduction,
   spec: PartitionSpec,
   automatic: PartitionSpec,
-  held: Held,
+  held,
   axis_name: Sequence[str],
   counted: bool | jax.Array,
-) -> Held:
+):
   """What `kind` makes of what all devices hold; each keeps its part by `spec`."""
   # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
   if not isinstance(kind, Sum) or across_devices.is_explicit(held):

@@ -10,16 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_accum._arithmetic.trees import Leaf, OptState, Params, Path
 
-
-def followed(params: Params, opt_state: OptState) -> list[int | None]:
+def followed(params, opt_state) -> list[int | None]:
   """For each leaf of the state the number of the parameter that it follows, or None."""
   words_of = lambda path: tuple(map(str, path))  # noqa: E731
   paths = jax.tree_util.tree_leaves_with_path(params)
   numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
-  def parameter(path: Path, x: Leaf) -> int | None:
+  def parameter(path, x) -> int | None:
     words = words_of(path)
     ends = (words[i:] for i in range(len(words) + 1))  # the longest first
     # A number for each parameter follows none.
@@ -34,14 +32,15 @@ def followed(params: Params, opt_state: OptState) -> list[int | None]:
 
 
 def specs_of_states(
-  params: Params, opt_state: OptState, specs: Sequence[PartitionSpec]
+  params, opt_state, specs: Sequence[PartitionSpec]
 ) -> list[PartitionSpec | None]:
   """For each parameter, the sharding that its state has; None if that is not one sharding.
 
   `specs` begins with those of the leaves of both trees. All leaves of a parameter must have its
   shape. A leaf found by mistake changes where the step is computed, and not the result.
   """
-  leaves, state = jax.tree.leaves(params), jax.tree.leaves(opt_state)
+  leaves = jax.tree.leaves(params)
+  state = jax.tree.leaves(opt_state)
   kinds: list[set[Any]] = [set() for _ in leaves]
   of_state = specs[len(leaves) : len(leaves) + len(state)]
   for number, x, spec in zip(

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.keys import fold_in
-from optax_accum._arithmetic.trees import Args, Batch, Kwargs, Leaf, Tree
+from optax_accum._arithmetic.trees import Args, Batch, Leaf, Tree
 from optax_accum._microbatches import refusals
 from optax_accum._microbatches.cut import (
   batch_rows,
@@ -30,13 +30,16 @@ class Microbatches:
     self,
     split: Split,
     roles: Roles,
-    args: Args,
-    kwargs: Kwargs,
+    args,
+    kwargs,
     weights: jax.Array | None = None,
   ) -> None:
-    self.split, self.roles, self.weights = split, roles, weights
+    self.split = split
+    self.roles = roles
+    self.weights = weights
     self.devices = split.devices
-    self._num_args, self._arguments = len(args), by_slot(args, kwargs)
+    self._num_args = len(args)
+    self._arguments = by_slot(args, kwargs)
     self.rows = checked_rows(split, roles, self._arguments)
     self.size = microbatch_rows(
       self.rows,
@@ -53,7 +56,8 @@ class Microbatches:
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
 
   def _refuse_defaults(self) -> None:
-    split, roles = self.split, self.roles
+    split = self.split
+    roles = self.roles
     if split.batch_argnums is None:
       # All rows of the batch, or those on one device.
       rows = {self.rows, self.rows * self.devices.size}
@@ -77,16 +81,14 @@ class Microbatches:
     for slot in self.roles.shared:
       self._arguments[slot] = jax.tree.map(fun, self._arguments[slot])
 
-  def inputs(
-    self, index: ArrayLike, batch: tuple[Batch, ...], carry: Args
-  ) -> Args:
+  def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry):
     """What one microbatch is given and others are not: its rows, keys and carry."""
     number = self.devices.number(index, self._on_device)
     keys = [self._arguments[slot] for slot in self.roles.rng]
     own = jax.tree.map(lambda x: fold_in(x, number), keys)
     return *batch, *own, *carry
 
-  def arguments(self, inputs: Args) -> tuple[Args, Any]:
+  def arguments(self, inputs) -> tuple[Args, Any]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
     roles = self.roles
     slots = (*roles.batch, *roles.rng, *roles.carry)
@@ -132,10 +134,11 @@ def checked_rows(split: Split, roles: Roles, arguments: Arguments) -> int:
   return batch_rows(split, roles.batch, arguments)
 
 
-def _check_keys(root: str, keys: Tree) -> None:
+def _check_keys(root: str, keys) -> None:
   """Checks that these are random keys, typed or raw."""
   for name, x in _validate.named_leaves(root, keys):
-    shape, dtype = jnp.shape(x), jnp.result_type(x)
+    shape = jnp.shape(x)
+    dtype = jnp.result_type(x)
     is_raw = dtype == jnp.uint32 and bool(shape)
     if not dtypes.is_key(x) and not is_raw:
       raise TypeError(

@@ -15,12 +15,11 @@ from optax_accum._arithmetic import (
 )
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
-from optax_accum._arithmetic.trees import Carry
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
 
-def check(name: str, old: Carry, new: Carry) -> None:
+def check(name: str, old, new) -> None:
   """Checks that a microbatch returned a carry like the one that it got."""
   returned = "the new_carry that the function returned"
   _validate.check_alike(returned, name, new, old)
@@ -33,9 +32,7 @@ class Share(NamedTuple):
   weight: Weight  # of the microbatches of this device
   total: Weight  # of those of all devices
 
-  def over_devices(
-    self, split: Split, name: str, carry: Carry, start: Carry
-  ) -> Carry:
+  def over_devices(self, split: Split, name: str, carry, start):
     """One carry of all devices, each from `start`."""
 
     def together(path, x, word, first):

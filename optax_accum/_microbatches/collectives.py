@@ -70,7 +70,7 @@ class Value(NamedTuple):
     return not self.differs and not self.reduced
 
 
-def axes_sent_over(jaxpr: Any) -> set[Any]:
+def axes_sent_over(jaxpr) -> set[Any]:
   """The axes over which a traced function sends anything from one device to another."""
   axes: set[Any] = set()
   for eqn in jaxpr.eqns:
@@ -82,7 +82,7 @@ def axes_sent_over(jaxpr: Any) -> set[Any]:
 
 
 def check_own_loss(
-  jaxpr: Any, params: int, axis_name: AxisName, is_mean: bool
+  jaxpr, params: int, axis_name: AxisName, is_mean: bool
 ) -> None:
   """Checks that a traced loss, its first output, is that of one device's rows.
 
@@ -116,7 +116,7 @@ class _Flow:
     # Whether they are of a backward pass within the loss.
     self._in_gradient = in_gradient
 
-  def outputs(self, jaxpr: Any, inputs: Sequence[Value]) -> list[Value]:
+  def outputs(self, jaxpr, inputs: Sequence[Value]) -> list[Value]:
     """What is known of the outputs, where this is known of the inputs."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -135,9 +135,10 @@ class _Flow:
       known.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, jaxpr.outvars))
 
-  def _results(self, eqn: Any, values: list[Value]) -> list[Value]:
+  def _results(self, eqn, values: list[Value]) -> list[Value]:
     """What is known of the results of an equation."""
-    name, inner = eqn.primitive.name, _versions.inner_jaxprs(eqn)
+    name = eqn.primitive.name
+    inner = _versions.inner_jaxprs(eqn)
     if name == "scan":
       consts, carried = _versions.scan_inputs(eqn)
       return self._loop(inner[0], values, consts, carried)
@@ -160,7 +161,7 @@ class _Flow:
       value = value._replace(degree=None)
     return [value] * len(eqn.outvars)
 
-  def _may_count(self, x: Any) -> bool:
+  def _may_count(self, x) -> bool:
     """Whether it is a number that may be that of the devices or of all rows, or its inverse."""
     number = np.asarray(getattr(x, "val", 0.0))
     if number.shape or number.dtype.kind not in "iuf" or not number:
@@ -170,10 +171,11 @@ class _Flow:
     return bool(np.any(is_whole))
 
   def _loop(
-    self, body: Any, values: list[Value], consts: int, carried: int
+    self, body, values: list[Value], consts: int, carried: int
   ) -> list[Value]:
     """What is known of the results of a loop, however often it runs."""
-    shared, rows = values[:consts], values[consts + carried :]
+    shared = values[:consts]
+    rows = values[consts + carried :]
     carry = values[consts : consts + carried]
     while True:
       results = self.outputs(body, [*shared, *carry, *rows])
@@ -183,20 +185,24 @@ class _Flow:
         return [*carry, *results[carried:]]
       carry = after
 
-  def _while(self, eqn: Any, values: list[Value]) -> list[Value]:
+  def _while(self, eqn, values: list[Value]) -> list[Value]:
     """The same of a loop that runs while a condition holds."""
     params = eqn.params
-    condition, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
-    first, consts = params["cond_nconsts"], params["body_nconsts"]
-    of_condition, of_body = values[:first], values[first:]
+    condition = params["cond_jaxpr"].jaxpr
+    body = params["body_jaxpr"].jaxpr
+    first = params["cond_nconsts"]
+    consts = params["body_nconsts"]
+    of_condition = values[:first]
+    of_body = values[first:]
     carry = self._loop(body, of_body, consts, len(of_body) - consts)
     goes_on = self.outputs(condition, [*of_condition, *carry])[0]
     _check_together(goes_on, [condition, body])
     return carry
 
-  def _collective(self, eqn: Any, value: Value, axes: frozenset[Any]) -> Value:
+  def _collective(self, eqn, value: Value, axes: frozenset[Any]) -> Value:
     """What is known of the result of a collective over these axes."""
-    name, degree = eqn.primitive.name, value.degree
+    name = eqn.primitive.name
+    degree = value.degree
     if name.startswith("psum") or name == "reduce_scatter":
       if degree is not None:
         degree += 1
@@ -227,7 +233,7 @@ def _check_together(choice: Value, inner: Sequence[Any]) -> None:
     )
 
 
-def _result(eqn: Any, values: list[Value]) -> Value:
+def _result(eqn, values: list[Value]) -> Value:
   """What is known of the result of an equation on one device."""
   value = _union(values)
   degree, is_linear = _degree(eqn, values, value)
@@ -238,9 +244,7 @@ def _result(eqn: Any, values: list[Value]) -> Value:
   return value._replace(degree=degree)
 
 
-def _degree(
-  eqn: Any, values: list[Value], value: Value
-) -> tuple[int | None, bool]:
+def _degree(eqn, values: list[Value], value: Value) -> tuple[int | None, bool]:
   """The degree of such a result, and whether the result is linear in what was gathered."""
   name = eqn.primitive.name
   counted = values[_COUNTED.get(name, slice(None))]
@@ -298,7 +302,7 @@ def _common_degree(values: Sequence[Value]) -> int | None:
   return -1 if is_part else None
 
 
-def _axes(eqn: Any) -> list[Any]:
+def _axes(eqn) -> list[Any]:
   """The axes of devices that an equation names, but those of a mesh within the loss."""
   params = eqn.params
   axes = names_of(params.get("axes", params.get("axis_name", ())))

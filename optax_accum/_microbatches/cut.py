@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import names_of
-from optax_accum._arithmetic.trees import Batch, Leaf
+from optax_accum._arithmetic.trees import Batch
 from optax_accum._microbatches.options import Slot, Split
 from optax_accum._microbatches.roles import Arguments
 
@@ -61,7 +61,8 @@ def batch_rows(
   """The rows that every leaf of the batch has, along the axis of its argument."""
   rows: dict[str, int] = {}
   for slot, axis in axes.items():
-    root, tree = split.name(slot), arguments[slot]
+    root = split.name(slot)
+    tree = arguments[slot]
     for name, leaf in _validate.named_leaves(root, tree, dtypes.is_sparse):
       rows[name] = _rows_of(name, leaf, axis)
   if not rows:
@@ -82,7 +83,7 @@ def batch_rows(
   return count
 
 
-def _rows_of(name: str, leaf: Leaf, axis: int) -> int:
+def _rows_of(name: str, leaf, axis: int) -> int:
   """The rows of one leaf of the batch."""
   if dtypes.is_sparse(leaf):
     raise TypeError(
@@ -137,7 +138,8 @@ def sizes(rows: int, uneven: bool, fewest: int = 1) -> list[int]:
 
 def _check_sharding(x: jax.Array, axis: int, size: int) -> None:
   """Checks that microbatches of a batch of explicit sharding can stay where their rows are."""
-  sharding, rows = jax.typeof(x).sharding, x.shape[axis]
+  sharding = jax.typeof(x).sharding
+  rows = x.shape[axis]
   spec = [*sharding.spec, *[None] * x.ndim]
   names = names_of(spec[axis])
   devices = math.prod(sharding.mesh.shape[name] for name in names)

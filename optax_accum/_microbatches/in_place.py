@@ -27,7 +27,7 @@ from optax_accum._arithmetic import (
   reduction_words,
 )
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Args, Leaf, Leaves, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
@@ -58,9 +58,9 @@ class Accumulators:
 
   def __init__(
     self,
-    args: Args,
+    args,
     argnums: int | Sequence[int],
-    reductions: Tree,
+    reductions,
     dtype: DTypeLike | None,
   ) -> None:
     self._is_one = isinstance(argnums, int)
@@ -83,7 +83,7 @@ class Accumulators:
     self.reductions = jax.tree.map(added, each, refs)
     self._refs = jax.tree.leaves(refs)
 
-  def _like_gradients(self, trees: list[Tree]) -> Tree:
+  def _like_gradients(self, trees: list[Tree]):
     """What `argnums` has one or several of, as `jax.grad` returns it."""
     return trees[0] if self._is_one else tuple(trees)
 
@@ -92,9 +92,9 @@ class Accumulators:
     fun: Callable[..., Tree],
     factor: Weight,
     /,
-    *args: Tree,
-    **kwargs: Tree,
-  ) -> Tree:
+    *args,
+    **kwargs,
+  ):
     """As `jax.value_and_grad`, but it adds gradients times `factor`, and returns empty ones."""
     args, kwargs = refuse_transforms((args, kwargs))
     params = [args[i] for i in self._positions]
@@ -109,7 +109,8 @@ class Accumulators:
 
     vjp: Any = jax.vjp  # which JAX does not type with references
     loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
-    refs, apart = [*self._refs], kept_apart(backward.jaxpr, leaves)
+    refs = [*self._refs]
+    apart = kept_apart(backward.jaxpr, leaves)
     for i in apart:
       refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
     cotangent = _cotangent(loss, leaves, factor)
@@ -148,7 +149,7 @@ _identity = jax.custom_jvp(_unmapped)
 
 @_identity.defjvp
 @_unmapped.def_vmap
-def _refuse(*args: Tree) -> Any:
+def _refuse(*args):
   raise NotImplementedError(
     "in_place=True adds gradients to references, which cannot be differentiated, and jax.vmap"
     " cannot give a further axis: pass in_place=False, or take jax.lax.map (without its batch_size,"
@@ -156,7 +157,7 @@ def _refuse(*args: Tree) -> Any:
   )
 
 
-def refuse_transforms(tree: Tree) -> Tree:
+def refuse_transforms(tree):
   """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
 
   def refusing(x):
@@ -165,7 +166,7 @@ def refuse_transforms(tree: Tree) -> Tree:
   return jax.tree.map(refusing, tree)
 
 
-def check_options(split: Split, grad_reduction: Tree) -> None:
+def check_options(split: Split, grad_reduction) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
@@ -181,7 +182,7 @@ def check_options(split: Split, grad_reduction: Tree) -> None:
     )
 
 
-def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
+def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
   """Checks that a parameter's gradients are added up in their own dtype."""
   dtype = jnp.result_type(x)
   wide = dtypes.accumulator_dtype(dtype, requested)
@@ -194,7 +195,7 @@ def _check_dtype(name: str, x: Leaf, requested: DTypeLike | None) -> None:
   )
 
 
-def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
+def _cotangent(loss: jax.Array, leaves, factor: Weight) -> jax.Array:
   """The factor of the loss, and so of all gradients."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
   if jnp.finfo(loss.dtype).bits < widest and not (
@@ -207,7 +208,7 @@ def _cotangent(loss: jax.Array, leaves: Leaves, factor: Weight) -> jax.Array:
   return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
 
 
-def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
+def kept_apart(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
   apart = {i for i, x in enumerate(leaves) if not x.size}
   residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
@@ -220,7 +221,7 @@ def kept_apart(jaxpr: Any, leaves: Sequence[jax.Array]) -> set[int]:
     apart |= found
 
 
-def _unfit(jaxpr: Any, kinds: Sequence[_Kind]) -> set[int]:
+def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:
   """The parameters that a linear program uses where a reference is not known to be right."""
   kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
   unfit: set[int] = set()
@@ -232,10 +233,11 @@ def _unfit(jaxpr: Any, kinds: Sequence[_Kind]) -> set[int]:
   return unfit
 
 
-def _unfit_in(eqn: Any, operands: list[_Kind]) -> set[int]:
+def _unfit_in(eqn, operands: list[_Kind]) -> set[int]:
   """The same of an equation, whose operands are of these kinds."""
   here = {i for i in operands if i is not None and i != _VALUE}
-  name, inner = _versions.primitive_name(eqn), _versions.inner_jaxprs(eqn)
+  name = _versions.primitive_name(eqn)
+  inner = _versions.inner_jaxprs(eqn)
   if not inner:
     return here if name in _NOT_TO_PASS else set()
   if name not in _INNER or not here:
@@ -245,7 +247,8 @@ def _unfit_in(eqn: Any, operands: list[_Kind]) -> set[int]:
     operands = operands[1:]
   if name == "scan":
     consts, carried = _versions.scan_inputs(eqn)
-    shared, rows = operands[:consts], operands[consts + carried :]
+    shared = operands[:consts]
+    rows = operands[consts + carried :]
     for group in (shared, rows):
       if _VALUE in group:
         unfit |= here.intersection(group[group.index(_VALUE) :])

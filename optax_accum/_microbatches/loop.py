@@ -21,7 +21,7 @@ from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
 from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.reductions import Held
-from optax_accum._arithmetic.trees import Args, Batch, Carry, Leaf, Tree
+from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import (
   in_first_units,
   Weight,
@@ -83,7 +83,8 @@ def runner(
   That returns ``(new_carry, outputs)``. If it `weighs_loss`, the factor is what gradients are
   multiplied by; it is None if they are weighed later.
   """
-  split, one = call.split, run_fn
+  split = call.split
+  one = run_fn
   if not call.is_whole:  # a factor that is known when tracing is a constant
     is_traced = split.weighs and weighs_loss
     known = () if is_traced else 0
@@ -91,7 +92,8 @@ def runner(
 
   def run(index, carry, take, rows, unit=1.0):
     batch = take()
-    weight, factor = None, None
+    weight = None
+    factor = None
     if split.weighs:
       weight = call.weight(index, batch, rows)
     if weighs_loss:
@@ -108,7 +110,7 @@ def runner(
   return run
 
 
-def _in_unit(weight: Leaf, unit: Leaf, known: float) -> tuple[Leaf, Weight]:
+def _in_unit(weight, unit, known: float) -> tuple[Leaf, Weight]:
   """The unit of weights, and a weight in it: the `known` one where none is traced."""
   if weight is None:
     return unit, known
@@ -116,7 +118,7 @@ def _in_unit(weight: Leaf, unit: Leaf, known: float) -> tuple[Leaf, Weight]:
 
 
 def run_in_microbatches(
-  call: Microbatches, run: Run, words: Tree, root: str = "output"
+  call: Microbatches, run: Run, words, root: str = "output"
 ) -> Reduced:
   """Runs each microbatch and combines the outputs, which messages call `root`.
 
@@ -148,9 +150,7 @@ class _Traced(NamedTuple):
   jaxpr: Any
 
   @classmethod
-  def of(
-    cls, call: Microbatches, run: Run, carry: Args, rows: int
-  ) -> "_Traced":
+  def of(cls, call: Microbatches, run: Run, carry, rows: int) -> "_Traced":
     one = functools.partial(run, 0, carry, _taken(call, 0, rows), rows)
     traced = jax.make_jaxpr(one, return_shape=True)()
     return cls(across_devices.types(traced), traced[0].jaxpr)
@@ -191,13 +191,15 @@ class _Loop:
 
   def all(self, carry: tuple[Carry, ...]) -> _Progress:
     """What is held after all microbatches, the first of which gets this carry."""
-    call, add = self.call, self._add
+    call = self.call
+    add = self._add
     if call.split.skip_empty or (call.split.in_place and call.split.weighs):
       add = functools.partial(self._add_unless_empty, self._communicates())
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
     is_ordered = bool(jax.tree.leaves(carry)) or self.reductions.are_ordered
-    held, tail = self._empty(carry), None
+    held = self._empty(carry)
+    tail = None
     with jax.named_scope("microbatches"):
       if call.tail_rows and not is_ordered:
         held, tail = add(held, call.full, call.tail_rows)
@@ -213,8 +215,10 @@ class _Loop:
 
   def _empty(self, carry: tuple[Carry, ...]) -> _Progress:
     """What is held before the first microbatch."""
-    like, outputs = self.full.like, self.reductions.start()
-    weights, unit = None, None
+    like = self.full.like
+    outputs = self.reductions.start()
+    weights = None
+    unit = None
     if like.weight is not None:
       zeros = across_devices.zeros_like((like.weight, like.weight))
       weights = WeightSum(*zeros)
@@ -287,7 +291,8 @@ class _Loop:
 
   def reduced(self, held: _Progress) -> Reduced:
     """What is held, of all devices together."""
-    call, devices = self.call, self.devices
+    call = self.call
+    devices = self.devices
     own: Weight = call.rows / call.size  # in full microbatches
     weight: Weight = own * devices.size
     total: Weight = call.rows * devices.size
@@ -297,7 +302,8 @@ class _Loop:
     if held.weights is not None:
       total, weight = devices.total(held.weights, held.unit)
     skipped = devices.sum(held.skipped)
-    carry, split = held.carry, call.split
+    carry = held.carry
+    split = call.split
     if split.axis_name is not None:
       share = carries.Share(split.axis_name, own, weight)
       over_devices = functools.partial(
@@ -309,7 +315,7 @@ class _Loop:
     return Reduced(carry, outputs, _stats(total, skipped))
 
 
-def _stats(weight: Weight, skipped: Leaf) -> MicrobatchStats:
+def _stats(weight: Weight, skipped) -> MicrobatchStats:
   if skipped is None:
     skipped = 0
   return MicrobatchStats(

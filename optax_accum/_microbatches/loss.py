@@ -12,7 +12,6 @@ from optax_accum._arithmetic import reduction_words, weighted_mean
 from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS, Sum
 from optax_accum._arithmetic.skip import is_finite, leave_out
 from optax_accum._arithmetic.trees import (
-  Args,
   Carry,
   Grads,
   Kwargs,
@@ -74,7 +73,7 @@ class LocalLoss:
     argnums: int | Sequence[int],
     has_aux: bool,
     split: Split,
-    options: Kwargs,
+    options,
     noise_scale: bool = False,
   ) -> "LocalLoss":
     """The loss of a function, with the reductions that `options` has. Checked."""
@@ -113,7 +112,7 @@ class LocalLoss:
     """Whether it returns aux too."""
     return self.function.has_aux
 
-  def value(self, weights: Leaf, /, *args: Tree, **kwargs: Tree) -> jax.Array:
+  def value(self, weights, /, *args, **kwargs) -> jax.Array:
     """The loss alone. `weights` are those of the microbatches, if they are known."""
     roles = self.roles_of(args, kwargs)
     call = Microbatches(self.split, roles, args, kwargs, weights)
@@ -127,11 +126,10 @@ class LocalLoss:
     run = runner(call, evaluate)
     return run_in_microbatches(call, run, Outputs(self.reduction)).outputs.loss
 
-  def value_and_grad(
-    self, weights: Leaf, /, *args: Tree, **kwargs: Tree
-  ) -> Reduced:
+  def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
-    roles, held = self.roles_of(args, kwargs), list(args)
+    roles = self.roles_of(args, kwargs)
+    held = list(args)
     for i in roles.differentiated:
       parameters.check_differentiable(self.split.name(i), args[i])
       arrays = jax.tree.map(jnp.asarray, args[i])
@@ -141,7 +139,7 @@ class LocalLoss:
     run = runner(call, each.take, each.settle, each.weigh_loss)
     return run_in_microbatches(call, run, each.reductions, root="")
 
-  def derivatives(self, grads: Grads) -> Grads:
+  def derivatives(self, grads):
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
 
     def kept(kind, g):
@@ -155,10 +153,13 @@ class LocalLoss:
 class _Gradients:
   """The gradients of a loss on each microbatch of one call, and how they are reduced."""
 
-  def __init__(self, loss: LocalLoss, call: Microbatches, args: Args) -> None:
-    self._loss, self._call = loss, call
-    split, grads = call.split, loss.grad_reduction
-    self._traced, self._sends = None, False
+  def __init__(self, loss: LocalLoss, call: Microbatches, args) -> None:
+    self._loss = loss
+    self._call = call
+    split = call.split
+    grads = loss.grad_reduction
+    self._traced = None
+    self._sends = False
     # Whether the loss is weighed before it is differentiated.
     self.weigh_loss = False
     self._value_and_grad = self._weigh_later
@@ -189,7 +190,7 @@ class _Gradients:
       weights = REDUCTIONS["stack"]
       self.reductions = self.reductions._replace(weights=weights)
 
-  def take(self, factor: Leaf, /, *inputs: Tree) -> tuple[Carry, Outputs]:
+  def take(self, factor, /, *inputs) -> tuple[Carry, Outputs]:
     """One microbatch's new carry, loss, aux and gradients."""
     loss = self._loss
     args, kwargs = self._call.arguments(inputs)
@@ -211,9 +212,7 @@ class _Gradients:
       noise = noise_of(loss.derivatives(grads), factor)
     return carry, Outputs(value, aux, grads, noise)
 
-  def _weigh_later(
-    self, run: Callable[..., Tree], _: Leaf, /, *args: Tree, **kwargs: Tree
-  ) -> Tree:
+  def _weigh_later(self, run: Callable[..., Tree], _, /, *args, **kwargs):
     """As `jax.value_and_grad`."""
     fun = jax.value_and_grad(run, self._loss.argnums, has_aux=True)
     return fun(*args, **kwargs)
@@ -223,9 +222,9 @@ class _Gradients:
     run: Callable[..., Tree],
     factor: Weight,
     /,
-    *args: Tree,
-    **kwargs: Tree,
-  ) -> Tree:
+    *args,
+    **kwargs,
+  ):
     """The same, with the gradients of the factor times the loss."""
 
     def weighed(*args, **kwargs):
@@ -242,11 +241,10 @@ class _Gradients:
     (_, out), grads = fun(*args, **kwargs)
     return out, grads
 
-  def settle(
-    self, outputs: Outputs, weight: Leaf
-  ) -> tuple[Outputs, Leaf, Leaf]:
+  def settle(self, outputs: Outputs, weight) -> tuple[Outputs, Leaf, Leaf]:
     """What is left of a microbatch that has run, its weight, and 1 if it was left out."""
-    devices, skipped = self._call.devices, None
+    devices = self._call.devices
+    skipped = None
     if self._skips:
       finite = is_finite((outputs.loss, outputs.grads))
       if self._sends:

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Tree
+from optax_accum._arithmetic.trees import Leaf, Tree
 from optax_accum._microbatches.cut import batch_rows
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import Arguments, by_slot, RolesOf
@@ -26,7 +26,7 @@ class LossFunction:
     """Whether it takes a carry, and returns a new one."""
     return self.split.carry_argnum is not None
 
-  def __call__(self, /, *args: Tree, **kwargs: Tree) -> tuple[Leaf, Tree]:
+  def __call__(self, /, *args, **kwargs) -> tuple[Leaf, Tree]:
     """The loss of one microbatch, its new carry and its aux."""
     try:
       out = self.fun(*args, **kwargs)
@@ -42,12 +42,11 @@ class LossFunction:
       return loss, (None, aux)
     return out, (None, None)
 
-  def _notes_on(
-    self, error: Exception, args: Args, kwargs: Kwargs
-  ) -> list[str]:
+  def _notes_on(self, error: Exception, args, kwargs) -> list[str]:
     """What an error in the function may come from."""
     notes: list[str] = []
-    arguments, roles = by_slot(args, kwargs), self.roles_of(args, kwargs)
+    arguments = by_slot(args, kwargs)
+    roles = self.roles_of(args, kwargs)
     if isinstance(error, jax.errors.JAXTypeError):
       # Python asked for the value of an argument that is traced.
       scalars = [slot for slot in roles.shared if _has_scalar(arguments, slot)]
@@ -72,7 +71,7 @@ def _has_scalar(arguments: Arguments, slot: int | str) -> bool:
   return any(getattr(x, "shape", ()) == () for x in leaves)
 
 
-def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
+def check_loss(out, has_aux: bool, carries: bool) -> None:
   """Checks what a loss function returned."""
   if has_aux:
     wanted = "has_aux=True it must return (loss, aux)"
@@ -95,12 +94,12 @@ def check_loss(out: Tree, has_aux: bool, carries: bool) -> None:
     )
 
 
-def is_pair(x: Tree) -> bool:
+def is_pair(x) -> bool:
   """Whether something is two things, as ``(loss, aux)`` is."""
   return isinstance(x, (tuple, list)) and len(x) == 2
 
 
-def _container(x: Tree) -> str:
+def _container(x) -> str:
   """The type of what is no number, or ""."""
   if x is None or isinstance(x, (tuple, list, dict)):
     return type(x).__name__

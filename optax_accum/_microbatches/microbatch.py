@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.typing import DTypeLike
@@ -121,7 +121,7 @@ def microbatch(
   keeps_all = any(kind.collected for kind in jax.tree.leaves(reductions))
 
   @functools.wraps(fun)
-  def microbatched(*args: Any, **kwargs: Any) -> Any:
+  def microbatched(*args, **kwargs):
     asked = split
     if is_whole():
       asked = dataclasses.replace(

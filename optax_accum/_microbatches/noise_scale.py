@@ -11,7 +11,7 @@ import optax
 
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.reductions import Mean, Sum
-from optax_accum._arithmetic.trees import Grads, Leaf
+from optax_accum._arithmetic.trees import Leaf
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
@@ -139,7 +139,7 @@ def noise_reductions(microbatches: int) -> Noise:
   return Noise(Mean(wide=True), Sum(wide=True))
 
 
-def noise_of(derivatives: Grads, factor: Weight | None) -> Noise:
+def noise_of(derivatives, factor: Weight | None) -> Noise:
   """The values of one microbatch, from its gradient, which may have been multiplied by `factor`."""
   squared = squared_norm(derivatives)
   one = jnp.ones_like(
@@ -150,7 +150,7 @@ def noise_of(derivatives: Grads, factor: Weight | None) -> Noise:
   return Noise(squared, one)
 
 
-def squared_norm(derivatives: Grads) -> jax.Array:
+def squared_norm(derivatives) -> jax.Array:
   """The square of the global norm of gradients, in float32 or better."""
 
   def wide(x):
@@ -170,7 +170,8 @@ def noise_terms(
   """
   dtype = jnp.result_type(float)
   each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)
-  total, others = total_weight.astype(dtype), noise.count.astype(dtype) - 1
+  total = total_weight.astype(dtype)
+  others = noise.count.astype(dtype) - 1
   tells = (others > 0) & (total != 0)
   trace = total * (each - of_mean) / jnp.where(tells, others, 1)
   squared_norm = of_mean - trace / jnp.where(tells, total, 1)

@@ -162,7 +162,7 @@ def _check(split: Split) -> None:
     _validate.one_of(name, word, ("mean", "max", "min", "sum"))
 
 
-def _axes_of(asked: Any, batch: tuple[Slot, ...]) -> tuple[int, ...]:
+def _axes_of(asked, batch: tuple[Slot, ...]) -> tuple[int, ...]:
   """The axis of the rows of each batch argument."""
   count = len(batch) or 1
   axes = asked if isinstance(asked, tuple) else (asked,) * count

@@ -9,8 +9,7 @@ from jax.typing import DTypeLike
 from optax_accum import _validate
 from optax_accum._arithmetic import hoisting, reduction_words
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.reductions import Concat, Held, Sum
-from optax_accum._arithmetic.trees import Tree
+from optax_accum._arithmetic.reductions import Concat, Sum
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import refusals
 from optax_accum._microbatches.call import Microbatches
@@ -23,12 +22,13 @@ class Reductions:
   `like` has the types of what a microbatch of full size gives.
   """
 
-  def __init__(self, words: Tree, like: Tree, dtype: DTypeLike | None) -> None:
+  def __init__(self, words, like, dtype: DTypeLike | None) -> None:
     self._each = reduction_words.match("reduction", words, like)
-    self._like, self._dtype = like, dtype
+    self._like = like
+    self._dtype = dtype
     self._kinds = jax.tree.leaves(self._each)
 
-  def check(self, root: str, call: Microbatches, tail: Tree) -> None:
+  def check(self, root: str, call: Microbatches, tail) -> None:
     """Checks that the outputs of a call can be reduced, which messages call `root`.
 
     `tail` has the types of what the smaller last microbatch gives, or is like the others.
@@ -40,7 +40,8 @@ class Reductions:
         axes = call.roles.batch.values()
         refusals.refuse_aux_rows(axes, name, like, call.size)
       kind.check(name, like, call.size, self._dtype)
-      shapes, smaller = _shapes(like), _shapes(of_tail)
+      shapes = _shapes(like)
+      smaller = _shapes(of_tail)
       if shapes != smaller and not isinstance(kind, Concat):
         raise ValueError(
           f"{name} has shape {shapes} for a full microbatch and {smaller} for the"
@@ -61,29 +62,29 @@ class Reductions:
     sums = [kind for kind in self._kinds if isinstance(kind, Sum)]
     return any(kind.reduce_term is not None for kind in sums)
 
-  def _map(self, fun: Callable[..., Any], *trees: Tree) -> Tree:
+  def _map(self, fun: Callable[..., Any], *trees):
     """`fun` of each reduction, and of what trees of outputs have for it."""
     return jax.tree.map(fun, self._each, *trees)
 
-  def start(self) -> Held:
+  def start(self):
     """What is held before the first microbatch."""
     return self._map(lambda kind, x: kind.start(x, self._dtype), self._like)
 
-  def unhoisted(self, held: Held, shapes: hoisting.Shapes) -> Held:
+  def unhoisted(self, held, shapes: hoisting.Shapes):
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
     return self._map(lambda kind, x: kind.unhoisted(x, shapes), held)
 
-  def add(self, held: Held, outputs: Tree, weight: Weight) -> Held:
+  def add(self, held, outputs, weight: Weight):
     """What is held after one more microbatch."""
     return self._map(
       lambda kind, x, value: kind.add(x, value, weight), held, outputs
     )
 
-  def collected(self, outputs: Tree) -> Tree:
+  def collected(self, outputs):
     """What the loop keeps of the outputs of every microbatch; None for others."""
     return self._map(lambda kind, x: x if kind.collected else None, outputs)
 
-  def join(self, held: Held, collected: Tree, tail: Tree) -> Held:
+  def join(self, held, collected, tail):
     """What is held in the end, with what was collected; `tail`: of a smaller last one, or None."""
 
     def join(kind, *values):
@@ -93,22 +94,20 @@ class Reductions:
       return self._map(join, held, collected)
     return self._map(join, held, collected, tail)
 
-  def over_devices(
-    self, held: Held, devices: Devices, counted: bool | jax.Array
-  ) -> Held:
+  def over_devices(self, held, devices: Devices, counted: bool | jax.Array):
     """What all devices hold together; `counted`: whether a microbatch of this one counts."""
     return self._map(lambda kind, x: devices.reduced(kind, x, counted), held)
 
-  def finish(self, held: Held, weight: Weight) -> Tree:
+  def finish(self, held, weight: Weight):
     """The reduced outputs; `weight` is the total over devices."""
     return self._map(
       lambda kind, x, like: kind.finish(x, weight, like), held, self._like
     )
 
-  def only(self, outputs: Tree) -> Tree:
+  def only(self, outputs):
     """The reduced outputs of a microbatch that is the whole batch."""
     return self._map(lambda kind, x: kind.only(x), outputs)
 
 
-def _shapes(output: Tree) -> Tree:
+def _shapes(output):
   return jax.tree.map(lambda x: x.shape, output)

@@ -8,12 +8,9 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import OptState, Params, Tree
 
 
-def check_step(
-  params: Params, opt_state: OptState, /, *others: Tree, **named: Tree
-) -> None:
+def check_step(params, opt_state, /, *others, **named) -> None:
   """Checks what a step is given: parameters, which it updates and returns, and their state."""
   _refuse_object("params", params)
   if hasattr(opt_state, "init") and hasattr(opt_state, "update"):
@@ -35,7 +32,7 @@ def check_step(
       )
 
 
-def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
+def check_order(tx: optax.GradientTransformation, *args) -> None:
   """Checks, after a step failed, that its arguments are not in another order."""
 
   def misfit(params, state):
@@ -55,7 +52,7 @@ def check_order(tx: optax.GradientTransformation, *args: Tree) -> None:
       )
 
 
-def check_differentiable(what: str, tree: Params) -> None:
+def check_differentiable(what: str, tree) -> None:
   """Checks that every leaf can be differentiated."""
   for name, leaf in _validate.named_leaves(what, tree):
     if not dtypes.is_inexact(leaf):
@@ -71,7 +68,7 @@ def check_differentiable(what: str, tree: Params) -> None:
       )
 
 
-def _refuse_object(what: str, tree: Params) -> None:
+def _refuse_object(what: str, tree) -> None:
   """Refuses an object that is more than parameters, and says what to pass instead of it."""
   kind = type(tree)
   fields = ("params", "opt_state", "apply_gradients")

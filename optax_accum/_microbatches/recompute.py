@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum._arithmetic import dtypes, hoisting, weighted_mean
-from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Leaves
+from optax_accum._arithmetic.trees import Leaves
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.loop import Microbatch, Run, Take
 
@@ -36,7 +36,8 @@ class Recomputed:
   """
 
   def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:
-    self._call, self._run = call, run
+    self._call = call
+    self._run = run
     self._guards = call.split.weighs and not collected
     self._copies: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     if call.split.axis_name is not None:
@@ -46,7 +47,7 @@ class Recomputed:
     if call.tail_rows:
       self._traced[call.tail_rows] = self._trace(tail, call.tail_rows)
 
-  def _trace(self, batch: Batch, rows: int) -> _Traced:
+  def _trace(self, batch, rows: int) -> _Traced:
     def one(index, batch):
       return self._run(index, (), lambda: batch, rows)
 
@@ -55,7 +56,7 @@ class Recomputed:
     copies = list(map(self._copy, closed.consts))
     return _Traced(closed, jax.tree.structure(like), copies)
 
-  def _varying(self, x: Leaf) -> Leaf:
+  def _varying(self, x):
     """`x`, typed as differing between devices; its copy, to add up in, is reduced over them."""
     if not _may_have_tangent(x):
       return x
@@ -68,7 +69,7 @@ class Recomputed:
     wide = dtypes.accumulator_dtype(x.dtype, asked)
     return x.astype(dtypes.promote(x.dtype, wide))
 
-  def _copy(self, x: Leaf) -> Leaf:
+  def _copy(self, x):
     """The copy of `x` in a dtype to add up cotangents in; `x` itself if it has none."""
     if not _may_have_tangent(x):
       return x
@@ -79,10 +80,10 @@ class Recomputed:
   def __call__(
     self,
     index: ArrayLike,
-    carry: Carry,
+    carry,
     take: Take,
     rows: int,
-    unit: Leaf = None,
+    unit=None,
   ) -> Microbatch:
     """The function on one microbatch."""
     call = self._call
@@ -95,7 +96,7 @@ class Recomputed:
 
     return again()
 
-  def _computed(self, index: ArrayLike, batch: Batch, rows: int) -> Microbatch:
+  def _computed(self, index: ArrayLike, batch, rows: int) -> Microbatch:
     closed, results, copies = self._traced[rows]
     gathered = hoisting.shapes_in(closed.jaxpr)
 
@@ -121,5 +122,5 @@ class Recomputed:
     return results.unflatten(outputs)
 
 
-def _may_have_tangent(x: Leaf) -> bool:
+def _may_have_tangent(x) -> bool:
   return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)

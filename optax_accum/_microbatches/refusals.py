@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Leaf
 from optax_accum._microbatches.options import Slot, Split
 from optax_accum._microbatches.roles import Arguments, Roles
 
@@ -71,9 +70,7 @@ def with_rows(
   return found
 
 
-def refuse_aux_rows(
-  axes: Collection[int], name: str, leaf: Leaf, rows: int
-) -> None:
+def refuse_aux_rows(axes: Collection[int], name: str, leaf, rows: int) -> None:
   """Refuses an aux with a value for each of the microbatch's `rows`, if it has several."""
   # Rows of outputs are mostly on the first axis, whatever the batch's are on.
   has = _has_rows((*axes, 0), leaf, (rows,))
@@ -85,7 +82,7 @@ def refuse_aux_rows(
     )
 
 
-def _has_rows(axes: Iterable[int], leaf: Leaf, rows: Collection[int]) -> str:
+def _has_rows(axes: Iterable[int], leaf, rows: Collection[int]) -> str:
   """On which axis `leaf` has as many rows as `rows` says. One row cannot be split."""
   shape = getattr(leaf, "shape", ())
   if not shape:
@@ -142,7 +139,7 @@ def refuse_key(split: Split, roles: Roles, arguments: Arguments) -> None:
   )
 
 
-def _is_one_key(x: Leaf) -> bool:
+def _is_one_key(x) -> bool:
   """Whether `x` is a random key, typed or raw."""
   if dtypes.is_key(x):
     return not x.shape

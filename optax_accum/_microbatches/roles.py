@@ -5,7 +5,7 @@ import functools
 import inspect
 from typing import Any, NamedTuple, TypeAlias
 
-from optax_accum._arithmetic.trees import Args, Kwargs, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.options import Slot, Split
 
 Arguments: TypeAlias = dict[Any, Tree]  # by position or name
@@ -23,7 +23,7 @@ class Roles(NamedTuple):
   ]  # what every microbatch gets in full, and no gradient is taken of
 
 
-def by_slot(args: Args, kwargs: Kwargs) -> Arguments:
+def by_slot(args, kwargs) -> Arguments:
   """The arguments of a call, by position or name."""
   return dict([*enumerate(args), *kwargs.items()])
 
@@ -87,16 +87,18 @@ class RolesOf:
   def __init__(
     self, fun: Callable[..., Tree], split: Split, argnums: tuple[int, ...] = ()
   ) -> None:
-    self._split, self._argnums = split, argnums
+    self._split = split
+    self._argnums = argnums
     self.signature = Signature(fun)
     self._roles = functools.cache(self._of_shape)
 
-  def __call__(self, args: Args, kwargs: Kwargs) -> Roles:
+  def __call__(self, args, kwargs) -> Roles:
     """The roles in this call."""
     return self._roles(len(args), tuple(kwargs))
 
   def _of_shape(self, count: int, names: tuple[str, ...]) -> Roles:
-    split, slots = self._split, self.signature.slots(count, names)
+    split = self._split
+    slots = self.signature.slots(count, names)
     every: Sequence[Slot] = (*range(count), *names)
 
     def find(option, wanted):

@@ -26,15 +26,19 @@ class TracedLoss:
   def __init__(
     self, run: Run, call: Microbatches, gather: Run, is_mean: bool
   ) -> None:
-    self._run, self._call, self._gather = run, call, gather
-    self._is_mean, self.sends, self.sends_back = is_mean, False, False
+    self._run = run
+    self._call = call
+    self._gather = gather
+    self._is_mean = is_mean
+    self.sends = False
+    self.sends_back = False
     self._programs: dict[Any, tuple[Run, Any]] = {}
     take, tail = call.cut
     self._trace(lambda: take(0))
     if call.tail_rows:
       self._trace(lambda: tail)
 
-  def of(self, inputs: Args) -> Run:
+  def of(self, inputs) -> Run:
     """`run` of the arguments of a microbatch of such `inputs`."""
     program, structure = self._programs[_shapes(inputs)]
 
@@ -46,7 +50,8 @@ class TracedLoss:
 
   def _trace(self, take: Callable[[], Args]) -> None:
     """Traces a microbatch of one size, and notes its program and the structure of its results."""
-    call, positions = self._call, self._call.roles.differentiated
+    call = self._call
+    positions = self._call.roles.differentiated
 
     def arguments():
       carry = call.devices.with_own_noise(call.carry)
@@ -66,7 +71,8 @@ class TracedLoss:
     program = functools.partial(
       jax.core.eval_jaxpr, closed.jaxpr, closed.consts
     )
-    params, others = jax.tree.leaves(held), jax.tree.leaves(inputs)
+    params = jax.tree.leaves(held)
+    others = jax.tree.leaves(inputs)
     axis_name = call.split.axis_name
     collectives.check_own_loss(
       closed.jaxpr, len(params), axis_name, self._is_mean
@@ -83,10 +89,10 @@ class TracedLoss:
     self.sends |= self.sends_back or self._sends(closed.jaxpr)
     self._programs[_shapes(inputs)] = program, jax.tree.structure(like)
 
-  def _sends(self, jaxpr: Any) -> bool:
+  def _sends(self, jaxpr) -> bool:
     axes = across_devices.names_of(self._call.split.axis_name)
     return not collectives.axes_sent_over(jaxpr).isdisjoint(axes)
 
 
-def _shapes(inputs: Args) -> tuple[Any, ...]:
+def _shapes(inputs) -> tuple[Any, ...]:
   return tuple(jnp.shape(x) for x in jax.tree.leaves(inputs))

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import jax
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Leaf, Leaves
+from optax_accum._arithmetic.trees import Args, Leaves
 from optax_accum._microbatches import cut
 from optax_accum._plan import sizes
 from optax_accum._plan.candidate import Choice, measured, PlanCandidate
@@ -94,7 +94,9 @@ class Builder:
 
   def sizes(self) -> tuple[list[int], list[int]]:
     """The microbatches that there can be, in rows, the smallest first: even and uneven."""
-    rows, step, args = self._rows, self._first, self._args_name
+    rows = self._rows
+    step = self._first
+    args = self._args_name
     possible: Any = cut.sizes
     batch: Args = ()
     if isinstance(step, Step):
@@ -126,7 +128,7 @@ class Builder:
       return even, in_parts(True)
     return even, []
 
-  def compile(self, size: int, limit: int, bar: Any) -> PlanCandidate:
+  def compile(self, size: int, limit: int, bar) -> PlanCandidate:
     """Compiles one step, which a log and the progress `bar` show. Nothing runs."""
     call = self._call(size)
     _logger.info("compiling %s", call)
@@ -149,7 +151,7 @@ class Builder:
       raise
     return measured(candidate, compiled, limit)
 
-  def _step(self, size: int) -> Any:
+  def _step(self, size: int):
     """The step with microbatches of so many rows."""
     if self._takes_size:
       step = self._build_step(microbatch_size=size, **self._choice)
@@ -169,7 +171,7 @@ class Builder:
       given = f"microbatch_size={size}"
     return f"build_step({', '.join([given, *self._options])})"
 
-  def _parts(self, x: Leaf) -> int:
+  def _parts(self, x) -> int:
     """How many parts the rows of an array are in, over the devices."""
     sharding = getattr(x, "sharding", None)
     if sharding is None:

@@ -103,7 +103,7 @@ def _choice(text: str) -> tuple[str, list[Any]]:
   return name, [_value(word) for word in words]
 
 
-def _value(word: str) -> Any:
+def _value(word: str):
   try:
     return ast.literal_eval(_OF_JSON.get(word, word))
   except (ValueError, SyntaxError):

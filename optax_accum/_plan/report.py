@@ -89,7 +89,8 @@ class MicrobatchPlan:
 
   def _split(self) -> str:
     """The option of a step that has the planned microbatches."""
-    count, size = self.num_microbatches, self.microbatch_size
+    count = self.num_microbatches
+    size = self.microbatch_size
     last = self.batch_size % size
     if not last:
       return f"num_microbatches={count} (of {_rows(size)})"
@@ -164,7 +165,8 @@ def does_not_fit(plan: MicrobatchPlan) -> str:
     ),
   ]
   listed = [f"\n  {sizes.shown(n):>10}  {name}" for n, name in parts if n]
-  needs, limit = sizes.shown(least.peak_bytes), sizes.shown(plan.limit_bytes)
+  needs = sizes.shown(least.peak_bytes)
+  limit = sizes.shown(plan.limit_bytes)
   return (
     f"Nothing fits: microbatches of {_rows(least.microbatch_size)} need {needs} on each device, and"
     f" the limit is {limit}. Most of it is {max(parts)[1]}:{''.join(listed)}\n"

@@ -154,7 +154,8 @@ def _needs(whole: int, scans: Sequence[PlanCandidate]) -> float:
   """What the whole batch needs at least, by the line through what several scans need; else 0."""
   if len(scans) < 2:
     return 0
-  first, last = scans[0], scans[-1]
+  first = scans[0]
+  last = scans[-1]
   rise = last.peak_bytes - first.peak_bytes
   slope = rise / (last.microbatch_size - first.microbatch_size)
   return last.fixed_bytes + max(slope, 0) * whole

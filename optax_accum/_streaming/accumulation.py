@@ -75,7 +75,7 @@ class Accumulation:
   devices: Devices
   differentiable: bool
 
-  def init(self, params: Params) -> AccumulateState:
+  def init(self, params) -> AccumulateState:
     """An empty cycle, and `inner`'s own state."""
     checks.check_whole(params, self.devices)
     grads = params
@@ -98,14 +98,14 @@ class Accumulation:
 
   def __call__(
     self,
-    updates: Grads,
+    updates,
     state: AccumulateState,
     params: Params | None = None,
     *,
     weight: ArrayLike = 1.0,
     flush: Flag = False,
     _may_end: Flag | None = None,
-    **extra_args: Any,
+    **extra_args,
   ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
     checks.check_arguments("update", updates, state, params, extra_args)
@@ -113,7 +113,8 @@ class Accumulation:
     given = Given(updates, params, weight, flush, _may_end, extra_args)
     step = self.add(given, state)
 
-    total, inner_state = step.sums.acc_grads, state.inner_opt_state
+    total = step.sums.acc_grads
+    inner_state = state.inner_opt_state
     run = functools.partial(self.run_inner, step, params)
     if step.emit is True:
       # In every call: so nothing is kept, and no zeros stand for updates.
@@ -144,7 +145,8 @@ class Accumulation:
       weight=not isinstance(given.weight, float),
       _may_end=given.may_end is not None,
     )
-    kept, skips = self.cycle.kept(updates), self.skip_fn is not None
+    kept = self.cycle.kept(updates)
+    skips = self.skip_fn is not None
     checks.check_state(state, updates, kept, self.cycle.every_k, skips)
     checks.check_not_reduced(updates, self.devices)
     checks.check_whole(given.params, self.devices)
@@ -204,7 +206,7 @@ class Accumulation:
     )
 
   def if_it_emits(
-    self, step: MiniStep, run: Callable[..., Args], held: Tree
+    self, step: MiniStep, run: Callable[..., Args], held
   ) -> tuple[Grads, Tree, AccumulateState]:
     """What `run` makes where the cycle emits, else what it is given, in the same buffers.
 
@@ -235,13 +237,14 @@ class Accumulation:
 
   @jax.named_scope("optimizer")
   def run_inner(
-    self, step: MiniStep, params: Params, total: Grads, inner_state: OptState
+    self, step: MiniStep, params, total, inner_state
   ) -> tuple[Grads, Grads, OptState]:
     """One step of `inner` on the cycle's gradient: its updates, and its next state.
 
     Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
     """
-    updates, reduction = step.call.updates, self.cycle.reduction
+    updates = step.call.updates
+    reduction = self.cycle.reduction
     total = jax.tree.map(self.devices.sum, total)
     reduced = jax.tree.map(
       lambda x, g: reduction.finish(x, step.divisor, g), total, updates
@@ -323,7 +326,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
 
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
       """Says what to write for a name of `optax.MultiSteps`."""
       instead = _METHODS.get(name, "")
       raise AttributeError(

@@ -15,7 +15,6 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.trees import Grads, Leaf, OptState, Params, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._streaming.state import AccumulateState, states_in
 
@@ -49,9 +48,9 @@ def check_arrived(**arrived: bool) -> None:
 
 def check_arguments(
   name: str,
-  updates: Grads,
-  state: OptState,
-  params: Params,
+  updates,
+  state,
+  params,
   extra_args: Iterable[str],
 ) -> None:
   """Checks that the arguments of a call are in order, and correctly spelled."""
@@ -85,7 +84,7 @@ def _is_near(extra: str, word: str) -> bool:
   return extra.rstrip("_").isalpha() and likeness > 0.82
 
 
-def gradients(updates: Grads) -> Grads:
+def gradients(updates):
   """The gradients of a call as JAX arrays."""
 
   def array(path, x):
@@ -101,9 +100,7 @@ def gradients(updates: Grads) -> Grads:
   return jax.tree.map_with_path(array, updates)
 
 
-def with_gradients(
-  updates: Grads, params: Params, arrays_too: bool = False
-) -> Params:
+def with_gradients(updates, params, arrays_too: bool = False):
   """The parameters, with None for each that has no gradient, such as a function in a model.
 
   If `arrays_too`, arrays without a gradient stay.
@@ -121,9 +118,9 @@ def with_gradients(
 
 
 def check_state(
-  state: OptState,
-  updates: Grads,
-  kept: Grads,
+  state,
+  updates,
+  kept,
   every_k: object,
   skips: bool,
 ) -> None:
@@ -148,10 +145,12 @@ def check_state(
       "state was made with a skip_fn, and this accumulate has none: pass skip_fn, or"
       " state._replace(skip_state=())."
     )
-  has, of = "lacks", "of"
+  has = "lacks"
+  of = "of"
   accumulated = bool(jax.tree.leaves(state.acc_grads))
   if accumulated:
-    has, of = "has", "above"
+    has = "has"
+    of = "above"
   if jax.tree.leaves(updates) and accumulated != bool(jax.tree.leaves(kept)):
     raise ValueError(
       f"every_k={every_k!r}, and the state {has} an accumulator, because it was made with every_k"
@@ -160,7 +159,7 @@ def check_state(
     )
 
 
-def check_not_reduced(updates: Grads, devices: Devices) -> None:
+def check_not_reduced(updates, devices: Devices) -> None:
   """Checks that no gradient was reduced over the devices yet, where the types say so."""
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
   # A gradient of zero is no exception: it varies as its parameter does.
@@ -177,7 +176,7 @@ def check_not_reduced(updates: Grads, devices: Devices) -> None:
       )
 
 
-def check_whole(params: Params, devices: Devices) -> None:
+def check_whole(params, devices: Devices) -> None:
   """Checks that every device has the whole parameters, where the types say otherwise."""
   axes = across_devices.names_of(devices.axis_name)
   for name, leaf in _validate.named_leaves("params", params):
@@ -202,7 +201,7 @@ def checked_weight(value: ArrayLike, dtype: DTypeLike) -> Weight:
   return weighted_mean.as_weight(value).astype(dtype)
 
 
-def checked_flush(value: Leaf) -> Flag:
+def checked_flush(value) -> Flag:
   """A flag that may be traced; a Python bool stays one."""
   if isinstance(value, (bool, np.bool_)):
     return bool(value)
@@ -213,7 +212,7 @@ def checked_flush(value: Leaf) -> Flag:
   return jnp.asarray(value)
 
 
-def checked_value(value: Leaf) -> jax.Array | None:
+def checked_value(value) -> jax.Array | None:
   """The loss of a call as a float, if it was given."""
   if value is None:
     return None
@@ -230,14 +229,14 @@ def checked_value(value: Leaf) -> jax.Array | None:
   return loss
 
 
-def _kind(x: Leaf) -> str:
+def _kind(x) -> str:
   """What a leaf is: ``int32[3]``, or ``a list``."""
   if hasattr(x, "dtype"):
     return str(jax.typeof(x))
   return f"a {type(x).__name__}"
 
 
-def checked_info(info: Tree, skip_state: Tree) -> Tree:
+def checked_info(info, skip_state):
   """The info of `skip_fn`, in the tree and the types of the last call's."""
   different = _validate.difference("skip_state", info, skip_state)
   if different:
@@ -248,9 +247,7 @@ def checked_info(info: Tree, skip_state: Tree) -> Tree:
   return jax.tree.map(lambda x, old: x.astype(old.dtype), info, skip_state)
 
 
-def check_gradients(
-  updates: Grads, acc_grads: Grads, requested: DTypeLike | None
-) -> None:
+def check_gradients(updates, acc_grads, requested: DTypeLike | None) -> None:
   """Checks that gradients can be added to the accumulators without a surprise."""
   different = _validate.difference("updates", updates, acc_grads)
   if different:
@@ -275,9 +272,10 @@ def check_gradients(
       )
 
 
-def checked_k(value: Leaf) -> jax.Array:
+def checked_k(value) -> jax.Array:
   """What a schedule of k returned, as an int32 scalar."""
-  shape, dtype = jnp.shape(value), jnp.result_type(value)
+  shape = jnp.shape(value)
+  dtype = jnp.result_type(value)
   if shape != () or not jnp.issubdtype(dtype, jnp.integer):
     raise TypeError(
       f"The schedule every_k returned a value of shape {shape} and dtype {dtype}; it must be an"

@@ -15,7 +15,7 @@ from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.reductions import Reduction
-from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, Params, Tree
+from optax_accum._arithmetic.trees import Grads, Kwargs, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import Weight, WeightSum
 from optax_accum._streaming import checks
 from optax_accum._streaming.state import AccumulateState, SUMS
@@ -49,11 +49,11 @@ class Cycle:
   accumulator_dtype: DTypeLike | None
   devices: Devices
 
-  def kept(self, grads: Grads) -> Grads:
+  def kept(self, grads):
     """What is kept between calls of a sum of gradients, or of a tree like it."""
     return ()
 
-  def start(self, params: Params) -> Grads:
+  def start(self, params):
     """Zeros to add up gradients in, if any are kept, sharded as their parameters."""
 
     def zeros(path, param):
@@ -74,10 +74,12 @@ class Cycle:
     self, state: AccumulateState, call: Call
   ) -> tuple[AccumulateState, Weight]:
     """The state with the cycle's sums, and what divides that of the gradients."""
-    weight, divisor = call.weight, call.all_weights
+    weight = call.weight
+    divisor = call.all_weights
     if self.reduction.name == "mean" and not isinstance(weight, jax.Array):
       # Known when tracing, so that it is the same on all devices, and cancels.
-      weight, divisor = 1.0, self.devices.size
+      weight = 1.0
+      divisor = self.devices.size
 
     def weighed(g):
       dtype = self.devices.sum_dtype(g.dtype, self.accumulator_dtype)
@@ -99,9 +101,7 @@ class Cycle:
       return True, state
     return jnp.logical_not(call.skip), state
 
-  def extra_args(
-    self, call: Call, sums: AccumulateState, reduced: Grads
-  ) -> Kwargs:
+  def extra_args(self, call: Call, sums: AccumulateState, reduced):
     """What `inner` is given: the cycle's, where a call has that of its rows alone."""
     of_cycle = {"grad": reduced}
     if call.loss is not None:
@@ -187,7 +187,7 @@ class ValueOfOneCall(functools.partial[Any]):
   """The `value_fn` that a step makes: the loss of the rows of its call."""
 
 
-def _refused(*args: Any, **kwargs: Any) -> NoReturn:
+def _refused(*args, **kwargs) -> NoReturn:
   """The `value_fn` that `inner` gets in place of a `ValueOfOneCall`."""
   raise NotImplementedError(
     "The optimizer within accumulate calls value_fn, as line searches do, and that of a step is the"

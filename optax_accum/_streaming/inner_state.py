@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
-from optax_accum._arithmetic.trees import OptState, Params, Tree
+from optax_accum._arithmetic.trees import OptState, Params
 from optax_accum._streaming.state import is_state, states_in
 
 Held = TypeVar("Held")
@@ -23,7 +23,7 @@ _EXPLICIT = (
 )
 
 
-def same_types(name: str, new: Tree, old: Tree) -> Tree:
+def same_types(name: str, new, old):
   """`new` in the shardings of `old`, and in dtypes that hold both, as a conditional needs it."""
   different = _validate.difference(name, new, old)
   if different:
@@ -33,7 +33,8 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
     )
 
   def cast(path, x, before):
-    was, now = jnp.result_type(before), jnp.result_type(x)
+    was = jnp.result_type(before)
+    now = jnp.result_type(x)
     if was != now:
       extended = jax.dtypes.extended
       if jnp.issubdtype(was, extended) or jnp.issubdtype(now, extended):
@@ -47,7 +48,7 @@ def same_types(name: str, new: Tree, old: Tree) -> Tree:
   return jax.tree.map_with_path(cast, new, old)
 
 
-def widened(update: Callable[[Held], Held], held: Held) -> Held:
+def widened(update: Callable[[Held], Held], held):
   """`held` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
   # Cast before the conditional: rounding its results would lose bits in each step.
   wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
@@ -60,8 +61,8 @@ def widened(update: Callable[[Held], Held], held: Held) -> Held:
 def updated(
   name: str,
   init: Callable[[Params], OptState],
-  params: Params,
-  state: OptState,
+  params,
+  state,
   update: Callable[[], tuple[Params, OptState]],
   may_grow: bool = False,
 ) -> tuple[Params, OptState]:
@@ -101,7 +102,7 @@ def updated(
   return new, same_types(name, new_state, state)
 
 
-def _difference(name: str, got: Tree, wanted: Tree) -> str:
+def _difference(name: str, got, wanted) -> str:
   """Where trees differ, without the states of `accumulate` in them, which checks its own."""
 
   def without(x):

@@ -7,7 +7,6 @@ import optax
 
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes, weighted_mean
-from optax_accum._arithmetic.trees import OptState
 from optax_accum._streaming.state import AccumulateState, SUMS
 
 
@@ -91,7 +90,7 @@ def from_multi_steps(
   )
 
 
-def _check_is_one(state: OptState) -> None:
+def _check_is_one(state) -> None:
   """Checks that it is a state of `optax.MultiSteps`, and says where there is one if it is not."""
 
   def is_one(x):

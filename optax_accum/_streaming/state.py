@@ -13,7 +13,7 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.trees import Grads, OptState, Tree
+from optax_accum._arithmetic.trees import Grads, Tree
 
 State = TypeVar("State")
 
@@ -200,13 +200,13 @@ def own(state: AccumulateState, devices: Devices) -> AccumulateState:
   return state._replace(**kept)
 
 
-def states_in(opt_state: OptState) -> list[AccumulateState]:
+def states_in(opt_state) -> list[AccumulateState]:
   """Every outermost `AccumulateState` in `opt_state`."""
   states = jax.tree.leaves(opt_state, is_leaf=is_state)
   return list(filter(is_state, states))
 
 
-def required(name: str, opt_state: OptState) -> list[AccumulateState]:
+def required(name: str, opt_state) -> list[AccumulateState]:
   """As `states_in`, and at least one."""
   states = states_in(opt_state)
   if not states:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 
 Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
@@ -17,10 +16,10 @@ Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 class Known:
   """Arrays of the last call, by weak references (an id may be used again). Others are new."""
 
-  def __init__(self, leaves: Leaves) -> None:
+  def __init__(self, leaves) -> None:
     self._references = list(map(weakref.ref, leaves))
 
-  def new(self, leaves: Leaves) -> Leaves:
+  def new(self, leaves):
     """The arrays that are not what was there in the same place."""
     known = list(map(operator.call, self._references))
     if len(leaves) != len(known):
@@ -29,7 +28,7 @@ class Known:
     return [x for x, before in pairs if x is not before]
 
 
-def arrays(tree: Tree) -> Leaves:
+def arrays(tree):
   """The leaves that have buffers."""
   leaves = jax.tree.leaves(tree)
   # Asked of types, of which there are few. Tracers are copied by the compiler where they must be.
@@ -44,9 +43,7 @@ def arrays(tree: Tree) -> Leaves:
   return leaves
 
 
-def check_alive(
-  leaves: Leaves, names: Sequence[str], args: Args, kwargs: Kwargs
-) -> None:
+def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
   if not any(x.is_deleted() for x in leaves):
     return
@@ -61,7 +58,7 @@ def check_alive(
         )
 
 
-def distinct(donated: Tree, held: Leaves, others: Leaves, new: Leaves) -> Tree:
+def distinct(donated, held, others, new):
   """What can be donated: `donated`, with a copy of each array whose buffer is passed twice.
 
   A buffer can be donated once, and over several devices JAX ends the process if it is used twice,

@@ -15,7 +15,7 @@ import optax
 from optax_accum import _scopes
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag, update_if
-from optax_accum._arithmetic.trees import Args, Grads, Kwargs, OptState, Params
+from optax_accum._arithmetic.trees import Grads, Kwargs, OptState, Params
 from optax_accum._streaming.checks import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
@@ -35,7 +35,7 @@ class OptimizerStep:
   counted: Flag  # whether anything of the batch was
 
   @jax.named_scope(_scopes.WHOLE_CYCLE)
-  def __call__(self, before: tuple[Params, OptState]) -> Held:
+  def __call__(self, before: tuple[Params, OptState]):
     """The new parameters; and the new state, with whether the optimizer took a step."""
     params, opt_state = before
     held = params, (opt_state, jnp.zeros((), jnp.bool_))
@@ -45,7 +45,7 @@ class OptimizerStep:
       return self._take_mini_step(held)
     return self._take_if_counted(held)
 
-  def _take(self, held: Held, **of_cycle: Flag) -> Held:
+  def _take(self, held, **of_cycle: Flag):
     """The step, whatever was counted."""
     params, (opt_state, _) = held
     extra_args = {**self.extra_args, **of_cycle}
@@ -66,14 +66,14 @@ class OptimizerStep:
     new = same_types("params", optax.apply_updates(params, updates), params)
     return new, (new_state, has_stepped(opt_state, new_state, updates))
 
-  def _take_if_counted(self, held: Held) -> Held:
+  def _take_if_counted(self, held):
     """The step under a condition."""
     # Traced once, for types and for the conditional.
     take = jax.jit(self._take, inline=True)
     held = widened(take, held)
     return update_if(self.counted, take, held, _scopes.END_OF_CYCLE)
 
-  def _take_mini_step(self, held: Held) -> Held:
+  def _take_mini_step(self, held):
     """The step of an optimizer that accumulates, or a part of which does.
 
     To that a batch of padding is a mini step, which adds nothing and ends no cycle. What does not
@@ -95,7 +95,7 @@ class OptimizerStep:
     return jax.tree.map(choose, new, held, is_leaf=is_state)
 
 
-def _update(update: Callable[..., Any], args: Args, extra_args: Kwargs) -> Any:
+def _update(update: Callable[..., Any], args, extra_args):
   """What `update` returns, without the extra arguments that it, or what it wraps, refuses."""
   parameters = inspect.signature(update).parameters
   if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -49,11 +49,12 @@ class Step:
     """The rows of the batch that a call is given, on all devices."""
     if len(args) <= self.batch_position:
       return None
-    local, given = self.loss.local, self._of_loss(args)
+    local = self.loss.local
+    given = self._of_loss(args)
     axes = local.roles_of(given, {}).batch
     return cut.batch_rows(local.split, axes, dict(enumerate(given)))
 
-  def _of_loss(self, args: Sequence[Any]) -> Args:
+  def _of_loss(self, args: Sequence[Any]):
     """The arguments of the loss that are in a call."""
     params, _, *others = args
     return params, *others
@@ -70,13 +71,13 @@ class Step:
     sizes = cut.sizes(rows // devices, uneven, fewest)
     return [devices * size for size in sizes]
 
-  def __reduce__(self) -> Any:
+  def __reduce__(self):
     raise TypeError(
       f"{self!r} cannot be pickled, because it holds compiled programs and functions: pickle the"
       " parameters and the optimizer state, and make the step anew where they are read."
     )
 
-  def __copy__(self, memo: Any = None) -> Any:
+  def __copy__(self, memo=None):
     return self  # as a function is its own copy
 
   __deepcopy__ = __copy__
@@ -92,7 +93,7 @@ class PreparedCall(NamedTuple):
   kwargs: Kwargs
   others: Leaves  # the arrays of what is not updated, as they were passed
 
-  def run(self) -> Args:
+  def run(self):
     """Takes one step."""
     with explained(LOWERED, self.loss.parallel):
       out = self.jitted(*self.args, **self.kwargs)
@@ -103,11 +104,11 @@ class PreparedCall(NamedTuple):
     """The program, traced."""
     return self.jitted.trace(*self.args, **self.kwargs)
 
-  def eval_shape(self) -> Args:
+  def eval_shape(self):
     """Shapes and dtypes of what `run` returns."""
     return self.jitted.eval_shape(*self.args, **self.kwargs)
 
-  def check(self, args: Args, **of_flax: Any) -> Any:
+  def check(self, args, **of_flax):
     """The report of `check` on the loss, with such positional arguments."""
     # Training does without.
     from optax_accum._check_split.step_check import check_step
@@ -139,9 +140,7 @@ class StepProgram:
     self._jitted = functools.cache(self._jit)
     self._last = donation.Known([])  # of the last call
 
-  def prepare(
-    self, args: Args, kwargs: Kwargs, kept: Tree = ()
-  ) -> PreparedCall:
+  def prepare(self, args, kwargs, kept=()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
     held = donation.arrays([args[i] for i in self.updated])
     rest = [x for i, x in enumerate(args) if i not in self.updated]
@@ -159,15 +158,16 @@ class StepProgram:
     jitted = self._jitted(loss, _shardings(loss, updated, held))
     return PreparedCall(self, loss, jitted, placed, named, others)
 
-  def remember(self, results: Args, others: Leaves) -> None:
+  def remember(self, results, others) -> None:
     """Tells the next call which arrays are of this one, whose buffers are known."""
     if self.donate:
       updated = donation.arrays(results[: len(self.updated)])
       self._last = donation.Known([*updated, *others])
 
-  def _jit(self, loss: Placed, kept: Any) -> Any:
+  def _jit(self, loss: Placed, kept):
     """The jitted function for a loss, and for the shardings that results keep without `mesh`."""
-    shardings, donated = loss.out_shardings, self.updated
+    shardings = loss.out_shardings
+    donated = self.updated
     if kept is not None:
       treedef, known = kept
       shardings = treedef.unflatten(known).values()
@@ -186,7 +186,8 @@ class StepProgram:
     def step(params, opt_state, /, *args, **kwargs):
       beside = loss.beside(params, opt_state)
       reduced = beside.value_and_grad(None, params, *args, **kwargs)
-      out, total = reduced.outputs, reduced.stats.total_weight
+      out = reduced.outputs
+      total = reduced.stats.total_weight
       counted = total != 0
       if local.reduction.name == "mean":
         weight = total
@@ -216,7 +217,9 @@ class StepProgram:
 
   def _metrics(self, reduced: Reduced) -> dict[str, Tree]:
     """What a step returns about a batch."""
-    local, out, stats = self.loss.local, reduced.outputs, reduced.stats
+    local = self.loss.local
+    out = reduced.outputs
+    stats = reduced.stats
     of_mean = squared_norm(local.derivatives(out.grads))
     metrics = {
       "loss": out.loss,
@@ -232,7 +235,7 @@ class StepProgram:
     return metrics
 
 
-def _shardings(loss: Placed, updated: Tree, held: Leaves) -> Any:
+def _shardings(loss: Placed, updated, held):
   """Without `mesh`: those of the leaves of what is updated, with their tree; None on one device."""
   if loss.parallel is not None:
     return None
@@ -246,12 +249,12 @@ def _shardings(loss: Placed, updated: Tree, held: Leaves) -> Any:
 
 
 def step_loss(
-  loss_fn: Any,
+  loss_fn,
   *,
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
   reduce_gradients: str = "per_cycle",
-  **options: Any,
+  **options,
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""
   _validate.one_of(

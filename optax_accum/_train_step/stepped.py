@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._arithmetic.trees import Grads, Leaves, OptState
 from optax_accum._streaming.state import AccumulateState
 from optax_accum._validate import named_leaves
 
@@ -17,7 +16,7 @@ _OVERWRITTEN = "_overwrite_with_gradient"
 _GATES = AccumulateState, optax.MultiStepsState, optax.ApplyIfFiniteState
 
 
-def has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array:
+def has_stepped(before, after, updates) -> jax.Array:
   """Whether an optimizer that returned `updates` took a step."""
   stepped = _have_passed(before, after)
   if _states(optax.ApplyIfFiniteState, after):
@@ -29,7 +28,7 @@ def has_stepped(before: OptState, after: OptState, updates: Grads) -> jax.Array:
   return stepped
 
 
-def _have_passed(before: OptState, after: OptState) -> jax.Array:
+def _have_passed(before, after) -> jax.Array:
   """Whether one of the outermost wrappers let a step pass, or there is none."""
   gates = _states(_GATES, before), _states(_GATES, after)
   passed = list(map(_has_passed, *gates))
@@ -38,7 +37,7 @@ def _have_passed(before: OptState, after: OptState) -> jax.Array:
   return jnp.any(jnp.stack(passed))
 
 
-def _has_passed(before: OptState, after: OptState) -> jax.Array:
+def _has_passed(before, after) -> jax.Array:
   """Whether such a wrapper, and those within it, let a step pass."""
   if isinstance(after, optax.ApplyIfFiniteState):
     inner = _have_passed(before.inner_state, after.inner_state)
@@ -51,7 +50,7 @@ def _has_passed(before: OptState, after: OptState) -> jax.Array:
   return stepped & _have_passed(before.inner_opt_state, after.inner_opt_state)
 
 
-def _states(kinds: Any, tree: OptState) -> Leaves:
+def _states(kinds, tree):
   """The outermost states of such kinds."""
 
   def is_one(x):

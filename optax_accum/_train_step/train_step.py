@@ -43,7 +43,8 @@ if TYPE_CHECKING:  # with defaults, which Python has from 3.13 on: a bare TrainS
   Params = typing_extensions.TypeVar("Params", default=Any)
   Args = typing_extensions.ParamSpec("Args", default=...)
 else:
-  Params, Args = TypeVar("Params"), ParamSpec("Args")
+  Params = TypeVar("Params")
+  Args = ParamSpec("Args")
 
 
 class TrainStep(Step, Generic[Params, Args]):
@@ -59,7 +60,8 @@ class TrainStep(Step, Generic[Params, Args]):
     results = 3  # parameters, state and metrics, and perhaps the carry
     if loss.local.split.carry_argnum is not None:
       results += 1
-    self.loss, self.__name__ = loss, "train_step"
+    self.loss = loss
+    self.__name__ = "train_step"
     self._program = StepProgram(loss, tx, donate, _checked, results)
     # One whose names do not go with these two has that of `__call__`.
     with contextlib.suppress(TypeError, ValueError):
@@ -117,7 +119,7 @@ class TrainStep(Step, Generic[Params, Args]):
 
   @contextlib.contextmanager
   def _prepared(
-    self, params: Any, opt_state: Any, /, *others: Any, **named: Any
+    self, params, opt_state, /, *others, **named
   ) -> Iterator[PreparedCall]:
     """The call. An error in it says first what was passed wrongly."""
     given = params, opt_state, *others
@@ -134,8 +136,10 @@ class TrainStep(Step, Generic[Params, Args]):
       raise
 
   def __repr__(self) -> str:
-    split, parallel = self.loss.local.split, self.loss.parallel
-    fun, size = self.loss.local.fun, "num_microbatches"
+    split = self.loss.local.split
+    parallel = self.loss.parallel
+    fun = self.loss.local.fun
+    size = "num_microbatches"
     if split.num_microbatches is None:
       size = "microbatch_size"
     name = getattr(fun, "__name__", repr(fun))

@@ -1,25 +1,23 @@
 """`value_fn`, which a step gives to its optimizer: the loss at other parameters."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from optax_accum._arithmetic import dtypes
-from optax_accum._arithmetic.trees import Args, Kwargs, Leaf, Params, Tree
 
 _Zero = jax.custom_derivatives.SymbolicZero
 
 
 def loss_elsewhere(
-  loss: Any,
-  weights: Tree,
-  args: Args,
-  kwargs: Kwargs,
-  params: Params,
-  weight: Leaf = None,
+  loss,
+  weights,
+  args,
+  kwargs,
+  params,
+  weight=None,
 ) -> jax.Array:
   """The loss of this batch at other parameters, over the microbatches that counted at the present.
 
@@ -35,7 +33,8 @@ def loss_elsewhere(
 
   @functools.partial(value.defjvp, symbolic_zeros=True)
   def value_and_tangent(primals, tangents):
-    (params, held), (params_moved, held_moved) = primals, tangents
+    (params, held) = primals
+    (params_moved, held_moved) = tangents
     weights, args, kwargs = held
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
@@ -53,7 +52,7 @@ def loss_elsewhere(
   return value(params, (weights, args, kwargs))
 
 
-def _instantiated(tangents: Tree) -> Tree:
+def _instantiated(tangents):
   """The tangents as arrays; None where all are known to be zero."""
   if all(isinstance(x, _Zero) for x in jax.tree.leaves(tangents)):
     return None
