@@ -230,11 +230,10 @@ def report_of(programs: Programs) -> SplitReport:
     return finding.report()
   devices = programs.devices
   _check_that_it_splits(programs)
-  how = How.of(programs)  # runs the whole batch
   not_checked = _not_checked(programs)
-  unknown = diagnose.Finding("unknown", words.NOT_FINITE, words.OTHER_BATCH)
-  if not programs.given.is_finite:
-    return unknown.report(not_checked=not_checked)
+  if not programs.given.is_finite:  # runs the whole batch
+    return _unknown(words.NOT_FINITE, not_checked)
+  how = How.of(programs)
   try:
     evidence = Evidence.of(programs)
   except Exception:
@@ -242,17 +241,17 @@ def report_of(programs: Programs) -> SplitReport:
     if finding:
       return finding.report(not_checked=not_checked)
     raise
-  unknown = unknown._replace(reason=words.ALL_ZERO)
   if not evidence.tried:
-    return unknown.report(not_checked=not_checked)
+    return _unknown(words.ALL_ZERO, not_checked)
   finding, evidence = diagnose.explain(evidence)
-  compared = evidence.compared(how)
   if finding.verdict == "ok":
     compared = evidence.as_called()
+  else:
+    compared = evidence.compared(how)
   # The first that differs, or else the first.
   shown = min(compared, key=operator.attrgetter("agrees"), default=None)
   if shown is None:
-    return unknown.report(not_checked=not_checked)
+    return _unknown(words.ALL_ZERO, not_checked)
   if finding.verdict == "ok" and not shown.agrees:
     finding = diagnose.of_step(devices)
   elif finding.verdict != "ok" and devices.sends:
@@ -265,6 +264,12 @@ def report_of(programs: Programs) -> SplitReport:
     left_out=tuple(x.name for x in programs.calls if x.name not in ran),
     not_checked=not_checked,
   )
+
+
+def _unknown(reason: str, not_checked) -> SplitReport:
+  """The report where nothing can be compared."""
+  finding = diagnose.Finding("unknown", reason, words.OTHER_BATCH)
+  return finding.report(not_checked=not_checked)
 
 
 def _check_that_it_splits(programs: Programs) -> None:

@@ -12,7 +12,7 @@ from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import boxes, flax_step, state_fields
 from optax_accum._flax.flax_step import Arguments, LossFn, Metrics, StepOptions
-from optax_accum._flax.overwritten import (
+from optax_accum._flax.fp8_statistics import (
   beside_overwritten,
   OVERWRITTEN,
   variables_of,

@@ -8,7 +8,7 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Grads, Params
-from optax_accum._flax.overwritten import OVERWRITTEN, variables_of
+from optax_accum._flax.fp8_statistics import OVERWRITTEN, variables_of
 from optax_accum._streaming.accumulation import AccumulateTransformation
 from optax_accum._streaming.state import states_in
 

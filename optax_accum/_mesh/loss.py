@@ -30,7 +30,7 @@ from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
 from optax_accum._microbatches.options import Slot
-from optax_accum._microbatches.roles import by_slot
+from optax_accum._microbatches.roles import Arguments, by_slot
 
 ParamsAndState: TypeAlias = tuple[Params, OptState]
 Update: TypeAlias = Callable[[ParamsAndState], ParamsAndState]
@@ -104,30 +104,30 @@ class MeshLoss:
         " batch over devices a second time: pass axis_name= to make_train_step instead, or call"
         " it outside."
       )
-    params, opt_state, *others = args
-    of_loss = (params, *others)
+    params, opt_state, *rest = args
+    of_loss = (params, *rest)
     roles = local.roles_of(of_loss, kwargs)
     arguments = by_slot(of_loss, kwargs)
     rows = checked_rows(split, roles, arguments)
     of = split.name(*roles.batch)
     self.parallel.check_rows(rows, split.num_microbatches, of)
+    placed: Arguments = {}
     for slot, x in arguments.items():
       name = split.name(slot) if slot else "params"
       if slot in roles.batch:
         axis = roles.batch[slot]
-        arguments[slot] = place_batch(self.parallel, name, x, axis, split)
+        placed[slot] = place_batch(self.parallel, name, x, axis, split)
       else:
-        arguments[slot] = place(mesh, name, x)
-    params = arguments[0]
+        placed[slot] = place(mesh, name, x)
+    params, *rest = [placed[i] for i in range(len(of_loss))]
+    named = {name: placed[name] for name in kwargs}
     opt_state = place_state(mesh, "opt_state", params, opt_state)
-    carry = [arguments[slot] for slot in roles.carry]
+    carry = [placed[slot] for slot in roles.carry]
     leaves, treedef = jax.tree.flatten((params, opt_state, *carry))
     shardings = tuple(map(sharding_of, leaves))
     batch = tuple(roles.batch.items())
     loss = PlacedLoss(local, self.parallel, batch, treedef, shardings)
-    named = {name: arguments.pop(name) for name in kwargs}
-    _, *others = arguments.values()
-    return loss, (params, opt_state, *others), named
+    return loss, (params, opt_state, *rest), named
 
 
 class PlacedLoss(NamedTuple):

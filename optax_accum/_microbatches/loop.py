@@ -10,7 +10,7 @@ where). A function is traced before the loop, to know the types of its results, 
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax import lax
@@ -63,13 +63,19 @@ class Microbatch(NamedTuple):
   skipped: Leaf = None  # 1 if it was left out, None where none can be
 
 
-# Runs one microbatch, by its index: the carry, its rows and how many they are, and the unit of
-# weights. Rows are cut by a function, so that they are cut where they are used.
+# Cuts the rows of a microbatch: where they are used, and not before.
 Take: TypeAlias = Callable[[], tuple[Batch, ...]]
-Run: TypeAlias = Callable[..., Microbatch]
 # What is left of the outputs and the weight of a microbatch that has run, and whether it was
 # skipped.
 Settle: TypeAlias = Callable[[Tree, Leaf], tuple[Tree, Leaf, Leaf]]
+
+
+class Run(Protocol):
+  """Runs one microbatch, by its index: the carry, its rows, how many, and the unit of weights."""
+
+  def __call__(
+    self, index: ArrayLike, carry, take: Take, rows: int, unit=1.0, /
+  ) -> Microbatch: ...
 
 
 def runner(
@@ -140,7 +146,7 @@ def run_in_microbatches(
   reductions = Reductions(words, full.like.outputs, dtype)
   reductions.check(root, call, tail.like.outputs)
   loop = _Loop(call, run, reductions, full, tail)
-  return loop.reduced(loop.all(start))
+  return loop.reduced(loop.run_all(start))
 
 
 class _Traced(NamedTuple):
@@ -189,12 +195,16 @@ class _Loop:
     """The devices that the rows are spread over."""
     return self.call.devices
 
-  def all(self, carry: tuple[Carry, ...]) -> _Progress:
+  def run_all(self, carry: tuple[Carry, ...]) -> _Progress:
     """What is held after all microbatches, the first of which gets this carry."""
     call = self.call
+    split = call.split
     add = self._add
-    if call.split.skip_empty or (call.split.in_place and call.split.weighs):
+    # What is added in place cannot be left out once it has run.
+    if split.skip_empty or (split.in_place and split.weighs):
+      self._refuse_waiting()
       add = functools.partial(self._add_unless_empty, self._communicates())
+    last = call.full  # the index of the smaller one
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
     is_ordered = bool(jax.tree.leaves(carry)) or self.reductions.are_ordered
@@ -202,14 +212,14 @@ class _Loop:
     tail = None
     with jax.named_scope("microbatches"):
       if call.tail_rows and not is_ordered:
-        held, tail = add(held, call.full, call.tail_rows)
+        held, tail = add(held, last, call.tail_rows)
       held, collected = lax.scan(
         lambda held, index: add(held, index, call.size),
         held,
         jnp.arange(call.full, dtype=jnp.int32),
       )
       if call.tail_rows and is_ordered:
-        held, tail = add(held, call.full, call.tail_rows)
+        held, tail = add(held, last, call.tail_rows)
     joined = self.reductions.join(held.outputs, collected, tail)
     return held._replace(outputs=joined)
 
@@ -272,34 +282,37 @@ class _Loop:
     keep = functools.partial(weighted_mean.select, here)
     return held, jax.tree.map(keep, collected, zeros)
 
-  def _communicates(self) -> bool:
-    """Whether a microbatch sends anything to other devices, for which all of them must run it."""
-    reduces = self.call.split.axis_name is not None
-    if reduces and across_devices.shares_mesh():
-      return (
-        True  # what the compiler sends may wait for devices that do not run it
-      )
-    if not axes_sent_over(self.full.jaxpr):
-      return self.reductions.communicate
-    if not reduces:
+  def _refuse_waiting(self) -> None:
+    """Refuses a function that sends something, where devices do not know who runs it."""
+    over_axis = self.call.split.axis_name is not None
+    if not over_axis and axes_sent_over(self.full.jaxpr):
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
         " with weight_fn, and the function sends something to other devices, which would wait for"
         " it: give axis_name, so that all devices run it or none."
       )
-    return True
+
+  def _communicates(self) -> bool:
+    """Whether a microbatch sends anything to other devices, for which all of them must run it."""
+    if self.reductions.communicate or axes_sent_over(self.full.jaxpr):
+      return True
+    # What the compiler sends may wait for devices that do not run it.
+    over_axis = self.call.split.axis_name is not None
+    return over_axis and across_devices.shares_mesh()
 
   def reduced(self, held: _Progress) -> Reduced:
     """What is held, of all devices together."""
     call = self.call
     devices = self.devices
-    own: Weight = call.rows / call.size  # in full microbatches
-    weight: Weight = own * devices.size
-    total: Weight = call.rows * devices.size
-    if held.weights is not None:
+    # Those of this device, of all devices, and the latter in the unit of the outputs.
+    if held.weights is None:
+      own: Weight = call.rows / call.size
+      total: Weight = call.rows * devices.size
+      weight: Weight = own * devices.size
+      counted = devices.has_counted(own)
+    else:
       own = held.weights.total
-    counted = devices.has_counted(own)
-    if held.weights is not None:
+      counted = devices.has_counted(own)
       total, weight = devices.total(held.weights, held.unit)
     skipped = devices.sum(held.skipped)
     carry = held.carry

@@ -134,10 +134,11 @@ class LocalLoss:
       parameters.check_differentiable(self.split.name(i), args[i])
       arrays = jax.tree.map(jnp.asarray, args[i])
       held[i] = self.split.devices.varying(arrays)
-    call = Microbatches(self.split, roles, tuple(held), kwargs, weights)
-    each = _Gradients(self, call, tuple(held))
-    run = runner(call, each.take, each.settle, each.weigh_loss)
-    return run_in_microbatches(call, run, each.reductions, root="")
+    args = tuple(held)
+    call = Microbatches(self.split, roles, args, kwargs, weights)
+    gradients = _Gradients(self, call, args)
+    run = runner(call, gradients.take, gradients.settle, gradients.weigh_loss)
+    return run_in_microbatches(call, run, gradients.reductions, root="")
 
   def derivatives(self, grads):
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -159,28 +160,28 @@ class _Gradients:
     split = call.split
     grads = loss.grad_reduction
     self._traced = None
-    self._sends = False
-    # Whether the loss is weighed before it is differentiated.
-    self.weigh_loss = False
-    self._value_and_grad = self._weigh_later
-    if split.in_place and not call.is_whole:
-      accumulators = in_place.Accumulators(
-        args, loss.argnums, grads, split.accumulator_dtype
-      )
-      self.weigh_loss = True
-      self._value_and_grad = accumulators.value_and_grad
-      grads = accumulators.reductions
+    self._sends_back = False
     if split.axis_name is not None:
       is_mean = loss.reduction.name == "mean"
       gather = loss.gather_in_loop
       self._traced = TracedLoss(loss.function, call, gather, is_mean)
-      self._sends = self._traced.sends_back
+      self._sends_back = self._traced.sends_back
       loss.tell(self._traced.sends)
-    if self._sends:
-      grads = jax.tree.map(self._of_weighed, grads)
-    if self._sends and not self.weigh_loss:
-      self.weigh_loss = True
+    is_in_place = split.in_place and not call.is_whole
+    # Whether the loss is weighed before it is differentiated.
+    self.weigh_loss = is_in_place or self._sends_back
+    if is_in_place:
+      accumulators = in_place.Accumulators(
+        args, loss.argnums, grads, split.accumulator_dtype
+      )
+      self._value_and_grad = accumulators.value_and_grad
+      grads = accumulators.reductions
+    elif self._sends_back:
       self._value_and_grad = self._weigh_first
+    else:
+      self._value_and_grad = self._weigh_later
+    if self._sends_back:
+      grads = jax.tree.map(self._of_weighed, grads)
     self._skips = split.skip_nonfinite and call.weights is None
     self.reductions = Outputs(loss.reduction, loss.aux_reduction, grads)
     if loss.noise_scale:
@@ -247,11 +248,11 @@ class _Gradients:
     skipped = None
     if self._skips:
       finite = is_finite((outputs.loss, outputs.grads))
-      if self._sends:
+      if self._sends_back:
         finite = devices.all(finite)
       weight, skipped = leave_out(weight, finite)
       outputs = outputs._replace(weights=weight)
-    if self._sends and weight is not None:
+    if self._sends_back and weight is not None:
       # Gradients were weighed, and are not zero where the microbatch counts on no device: NaN.
       counted = devices.any(weighted_mean.counts(weight))
       grads = jax.tree.map(

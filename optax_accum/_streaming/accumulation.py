@@ -154,17 +154,17 @@ class Accumulation:
 
     call = self._agreed(given._replace(updates=updates), state)
     sums, divisor = self.cycle.add(state, call)
-    ends, state = self.cycle.end(state, sums, call)
+    ends, after = self.cycle.end(state, sums, call)
     emit = ends
     if isinstance(call.all_weights, jax.Array):  # else they are not 0
       emit = ends & (sums.acc_weight != 0)
     steps = optax.safe_increment(state.gradient_step)
-    state = state._replace(
+    after = after._replace(
       gradient_step=weighted_mean.select(emit, steps, state.gradient_step),
       skip_state=call.info,
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(call.updates)),
     )
-    return MiniStep(call, sums, divisor, emit, state)
+    return MiniStep(call, sums, divisor, emit, after)
 
   def _agreed(self, given: Given, state: AccumulateState) -> Call:
     """The call, weighed, and as all devices agree on it."""
@@ -192,17 +192,17 @@ class Accumulation:
     if loss is not None:
       value_weight = all_weights
     return Call(
-      updates,
-      extra_args,
-      loss,
-      skip,
-      info,
-      flush,
-      may_end,
-      weight,
-      all_weights,
-      value,
-      value_weight,
+      updates=updates,
+      extra_args=extra_args,
+      loss=loss,
+      skip=skip,
+      info=info,
+      flush=flush,
+      may_end=may_end,
+      weight=weight,
+      all_weights=all_weights,
+      value=value,
+      value_weight=value_weight,
     )
 
   def if_it_emits(

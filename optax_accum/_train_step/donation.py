@@ -14,12 +14,12 @@ Shard: TypeAlias = tuple[tuple[int, ...], jnp.dtype]
 
 
 class Known:
-  """Arrays of the last call, by weak references (an id may be used again). Others are new."""
+  """The arrays of the last call, by weak references: an id may be used again."""
 
   def __init__(self, leaves) -> None:
     self._references = list(map(weakref.ref, leaves))
 
-  def new(self, leaves):
+  def unknown(self, leaves):
     """The arrays that are not what was there in the same place."""
     known = list(map(operator.call, self._references))
     if len(leaves) != len(known):

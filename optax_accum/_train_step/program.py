@@ -142,18 +142,19 @@ class StepProgram:
 
   def prepare(self, args, kwargs, kept=()) -> PreparedCall:
     """Checks and places the arguments, and copies those donated twice or still needed (`kept`)."""
-    held = donation.arrays([args[i] for i in self.updated])
+    passed = donation.arrays([args[i] for i in self.updated])
     rest = [x for i, x in enumerate(args) if i not in self.updated]
     others = donation.arrays((rest, kwargs, kept))
-    given = [*held, *others]
+    given = [*passed, *others]
     donation.check_alive(given, self.names, args, kwargs)
     loss, placed, named = self.loss.place(args, kwargs)
     updated = {i: placed[i] for i in self.updated}
-    if placed is not args:
+    held = passed
+    if self.loss.parallel is not None:  # they were put on the mesh
       held = donation.arrays(updated)
     if self.donate:
-      new = self._last.new(given)
-      updated = donation.distinct(updated, held, others, new)
+      unknown = self._last.unknown(given)
+      updated = donation.distinct(updated, held, others, unknown)
       placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
     jitted = self._jitted(loss, _shardings(loss, updated, held))
     return PreparedCall(self, loss, jitted, placed, named, others)

@@ -188,12 +188,12 @@ def test_an_array_that_is_gone_is_not_taken_for_another():
 
   held = [make(i) for i in range(20)]
   ids, known = set(map(id, held)), Known(held)
-  assert known.new(held) == []
-  assert known.new([*held[:3], make(3), *held[4:]])[0] is not held[3]
-  assert known.new(held[:5]) == held[:5]  # other arguments than before
+  assert known.unknown(held) == []
+  assert known.unknown([*held[:3], make(3), *held[4:]])[0] is not held[3]
+  assert known.unknown(held[:5]) == held[:5]  # other arguments than before
   held.clear()
   again = [make(i) for i in range(20)]
   assert ids.intersection(
     map(id, again)
   )  # an id alone would have been taken for the array
-  assert known.new(again) == again
+  assert known.unknown(again) == again
