@@ -59,13 +59,15 @@ class LossWithoutMesh(NamedTuple):
     """The loss whose gradients are sharded as a step with this state needs them."""
     return self
 
-  def value(self, weights, /, *args, **kwargs) -> jax.Array:
+  @property
+  def value(self) -> Callable[..., jax.Array]:
     """The loss alone."""
-    return self.local.value(weights, *args, **kwargs)
+    return self.local.value
 
-  def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
+  @property
+  def value_and_grad(self) -> Callable[..., Reduced]:
     """The loss and its gradients."""
-    return self.local.value_and_grad(weights, *args, **kwargs)
+    return self.local.value_and_grad
 
   def step_beside(self, update: Update, params, opt_state) -> ParamsAndState:
     """What `update` makes of parameters that are sharded as the gradients meanwhile."""

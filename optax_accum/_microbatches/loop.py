@@ -139,10 +139,15 @@ def run_in_microbatches(
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   start = call.devices.with_own_noise(call.carry)
-  full = _Traced.of(call, run, start, call.size)
-  tail = full
+  sizes = [call.size]
   if call.tail_rows:
-    tail = _Traced.of(call, run, start, call.tail_rows)
+    sizes.append(call.tail_rows)
+  traced: list[_Traced] = []
+  for rows in sizes:
+    one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
+    traced.append(_Traced.of(jax.make_jaxpr(one, return_shape=True)()))
+  full = traced[0]
+  tail = traced[-1]
   reductions = Reductions(words, full.like.outputs, dtype)
   reductions.check(root, call, tail.like.outputs)
   loop = _Loop(call, run, reductions, full, tail)
@@ -156,9 +161,7 @@ class _Traced(NamedTuple):
   jaxpr: Any
 
   @classmethod
-  def of(cls, call: Microbatches, run: Run, carry, rows: int) -> "_Traced":
-    one = functools.partial(run, 0, carry, _taken(call, 0, rows), rows)
-    traced = jax.make_jaxpr(one, return_shape=True)()
+  def of(cls, traced: tuple[Any, Microbatch]) -> "_Traced":
     return cls(across_devices.types(traced), traced[0].jaxpr)
 
 

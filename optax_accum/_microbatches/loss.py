@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -136,7 +137,12 @@ class LocalLoss:
       held[i] = self.split.devices.varying(arrays)
     args = tuple(held)
     call = Microbatches(self.split, roles, args, kwargs, weights)
-    gradients = _Gradients(self, call, args)
+    traced = None
+    if self.split.axis_name is not None:
+      is_mean = self.reduction.name == "mean"
+      gather = self.gather_in_loop
+      traced = TracedLoss(self.function, call, gather, is_mean)
+    gradients = _Gradients(self, call, args, traced)
     run = runner(call, gradients.take, gradients.settle, gradients.weigh_loss)
     return run_in_microbatches(call, run, gradients.reductions, root="")
 
@@ -154,19 +160,22 @@ class LocalLoss:
 class _Gradients:
   """The gradients of a loss on each microbatch of one call, and how they are reduced."""
 
-  def __init__(self, loss: LocalLoss, call: Microbatches, args) -> None:
+  def __init__(
+    self,
+    loss: LocalLoss,
+    call: Microbatches,
+    args,
+    traced: TracedLoss | None,
+  ) -> None:
     self._loss = loss
     self._call = call
     split = call.split
     grads = loss.grad_reduction
-    self._traced = None
+    self._traced = traced
     self._sends_back = False
-    if split.axis_name is not None:
-      is_mean = loss.reduction.name == "mean"
-      gather = loss.gather_in_loop
-      self._traced = TracedLoss(loss.function, call, gather, is_mean)
-      self._sends_back = self._traced.sends_back
-      loss.tell(self._traced.sends)
+    if traced is not None:
+      self._sends_back = traced.sends_back
+      loss.tell(traced.sends)
     is_in_place = split.in_place and not call.is_whole
     # Whether the loss is weighed before it is differentiated.
     self.weigh_loss = is_in_place or self._sends_back
@@ -174,14 +183,12 @@ class _Gradients:
       accumulators = in_place.Accumulators(
         args, loss.argnums, grads, split.accumulator_dtype
       )
-      self._value_and_grad = accumulators.value_and_grad
+      self._weigh_first = accumulators.value_and_grad
       grads = accumulators.reductions
-    elif self._sends_back:
-      self._value_and_grad = self._weigh_first
     else:
-      self._value_and_grad = self._weigh_later
+      self._weigh_first = self._of_weighed_loss
     if self._sends_back:
-      grads = jax.tree.map(self._of_weighed, grads)
+      grads = jax.tree.map(self._weighed_before, grads)
     self._skips = split.skip_nonfinite and call.weights is None
     self.reductions = Outputs(loss.reduction, loss.aux_reduction, grads)
     if loss.noise_scale:
@@ -201,9 +208,10 @@ class _Gradients:
       run = self._traced.of(inputs)
     if factor is not None and loss.reduction.name != "mean":
       factor = weighted_mean.counts(factor) * 1.0
-    (value, (carry, aux)), grads = self._value_and_grad(
-      run, factor, params, *args[1:], **kwargs
-    )
+    value_and_grad = jax.value_and_grad(run, loss.argnums, has_aux=True)
+    if factor is not None:
+      value_and_grad = functools.partial(self._weigh_first, run, factor)
+    (value, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
     reduction_words.match("aux_reduction", loss.aux_reduction, aux)
     reduction_words.match(
       "grad_reduction", loss.grad_reduction, grads, "gradients"
@@ -213,12 +221,7 @@ class _Gradients:
       noise = noise_of(loss.derivatives(grads), factor)
     return carry, Outputs(value, aux, grads, noise)
 
-  def _weigh_later(self, run: Callable[..., Tree], _, /, *args, **kwargs):
-    """As `jax.value_and_grad`."""
-    fun = jax.value_and_grad(run, self._loss.argnums, has_aux=True)
-    return fun(*args, **kwargs)
-
-  def _weigh_first(
+  def _of_weighed_loss(
     self,
     run: Callable[..., Tree],
     factor: Weight,
@@ -226,7 +229,7 @@ class _Gradients:
     *args,
     **kwargs,
   ):
-    """The same, with the gradients of the factor times the loss."""
+    """As `jax.value_and_grad`, with the gradients of the factor times the loss."""
 
     def weighed(*args, **kwargs):
       loss, others = run(*args, **kwargs)
@@ -262,7 +265,7 @@ class _Gradients:
       outputs = outputs._replace(grads=grads)
     return outputs, weight, skipped
 
-  def _of_weighed(self, kind: Reduction) -> Reduction:
+  def _weighed_before(self, kind: Reduction) -> Reduction:
     """The reduction of gradients of a loss that was weighed before it was differentiated."""
     if not isinstance(kind, Sum):
       return kind

@@ -29,14 +29,22 @@ class TracedLoss:
     self._run = run
     self._call = call
     self._gather = gather
-    self._is_mean = is_mean
     self.sends = False
     self.sends_back = False
     self._programs: dict[Any, tuple[Run, Any]] = {}
     take, tail = call.cut
-    self._trace(lambda: take(0))
+    batches = [lambda: take(0)]
     if call.tail_rows:
-      self._trace(lambda: tail)
+      batches.append(lambda: tail)
+    for batch in batches:
+      held, inputs = self._types(batch)
+      # In this frame, so that few stand between a call and the loss.
+      traced = jax.make_jaxpr(self._run_on, return_shape=True)
+      closed, like = traced(held, inputs)
+      axis_name = call.split.axis_name
+      count = len(jax.tree.leaves(held))
+      collectives.check_own_loss(closed.jaxpr, count, axis_name, is_mean)
+      self._note(closed, held, inputs, jax.tree.structure(like))
 
   def of(self, inputs) -> Run:
     """`run` of the arguments of a microbatch of such `inputs`."""
@@ -48,34 +56,30 @@ class TracedLoss:
 
     return run
 
-  def _trace(self, take: Callable[[], Args]) -> None:
-    """Traces a microbatch of one size, and notes its program and the structure of its results."""
+  def _types(self, batch: Callable[[], Args]):
+    """The types of what is differentiated, and of the inputs of a microbatch of these rows."""
     call = self._call
-    positions = self._call.roles.differentiated
 
     def arguments():
       carry = call.devices.with_own_noise(call.carry)
-      inputs = call.inputs(0, take(), carry)
+      inputs = call.inputs(0, batch(), carry)
       args, _ = call.arguments(inputs)
-      first, *others = (args[i] for i in positions)
+      first, *others = (args[i] for i in call.roles.differentiated)
       return [self._gather(first, inputs), *others], inputs
 
-    def run(held, inputs):
-      args, kwargs = call.arguments(inputs)
-      given = dict(enumerate(args)) | dict(zip(positions, held, strict=True))
-      return self._run(*given.values(), **kwargs)
+    return across_devices.types(jax.make_jaxpr(arguments, return_shape=True)())
 
-    traced = jax.make_jaxpr(arguments, return_shape=True)()
-    held, inputs = across_devices.types(traced)
-    closed, like = jax.make_jaxpr(run, return_shape=True)(held, inputs)
+  def _run_on(self, held, inputs):
+    """`run`, with these in the place of what is differentiated."""
+    args, kwargs = self._call.arguments(inputs)
+    given = dict(enumerate(args))
+    given.update(zip(self._call.roles.differentiated, held, strict=True))
+    return self._run(*given.values(), **kwargs)
+
+  def _note(self, closed, held, inputs, structure) -> None:
+    """Notes a program and the structure of its results, and whether devices exchange something."""
     program = functools.partial(
       jax.core.eval_jaxpr, closed.jaxpr, closed.consts
-    )
-    params = jax.tree.leaves(held)
-    others = jax.tree.leaves(inputs)
-    axis_name = call.split.axis_name
-    collectives.check_own_loss(
-      closed.jaxpr, len(params), axis_name, self._is_mean
     )
 
     def send_back(params, others):
@@ -85,9 +89,9 @@ class TracedLoss:
       loss, backward = jax.vjp(loss_of, params)
       self.sends_back |= self._sends(jax.make_jaxpr(backward)(loss).jaxpr)
 
-    jax.eval_shape(send_back, params, others)
+    jax.eval_shape(send_back, *map(jax.tree.leaves, (held, inputs)))
     self.sends |= self.sends_back or self._sends(closed.jaxpr)
-    self._programs[_shapes(inputs)] = program, jax.tree.structure(like)
+    self._programs[_shapes(inputs)] = program, structure
 
   def _sends(self, jaxpr) -> bool:
     axes = across_devices.names_of(self._call.split.axis_name)

@@ -77,8 +77,6 @@ def microbatch_value_and_grad(
     batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
       which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
-    axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
-      summed over it once, after the scan. "stack" and "concat" keep the values of each device.
 
   Randomness and carried state:
     rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys, into which the
@@ -88,11 +86,15 @@ def microbatch_value_and_grad(
       batch statistics. `fun` then returns ``(loss, (new_carry, aux))``. Microbatches of weight 0 do
       not change it.
 
-  Robustness:
+  Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite. They
       count as weight 0, and the results have a `MicrobatchStats`.
     skip_empty: Whether not to run microbatches of weight 0, to save time. Needs `weight_fn`, and
       excludes reverse-mode differentiation.
+
+  Several devices:
+    axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
+      summed over it once, after the scan. "stack" and "concat" keep the values of each device.
 
   Expert options:
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
