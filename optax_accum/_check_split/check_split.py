@@ -230,8 +230,9 @@ def report_of(programs: Programs) -> SplitReport:
     return finding.report()
   devices = programs.devices
   _check_that_it_splits(programs)
+  is_finite = programs.given.is_finite  # runs the whole batch
   not_checked = _not_checked(programs)
-  if not programs.given.is_finite:  # runs the whole batch
+  if not is_finite:
     return _unknown(words.NOT_FINITE, not_checked)
   how = How.of(programs)
   try:
