@@ -6,10 +6,7 @@ Usage:
 """
 
 from optax_accum._check_split.check_split import check_split as check_split
-from optax_accum._check_split.report import (
-  LeafComparison as LeafComparison,
-  SplitReport as SplitReport,
-)
+from optax_accum._check_split.report import SplitReport as SplitReport
 from optax_accum._compiled.collectives import (
   CollectiveReport as CollectiveReport,
   count_collectives as count_collectives,
