@@ -328,7 +328,7 @@ def test_what_counts_is_kept_however_small_its_weight_is_beside_another():
 
 
 @forms
-def test_where_every_call_steps_a_traced_weight_divides_by_itself(form):
+def test_where_every_call_steps_a_traced_weight_that_is_none_shows(form):
   tx, params = accumulate(optax.sgd(1.0), 1), jnp.zeros(3)
   run = mini_step(tx, form)
   step = jax.jit(

@@ -26,6 +26,7 @@ FIXED = {
 HIDDEN = [name for name, x in ZOO.items() if x.hides_in_even_batches]
 # Those of them of which another like it is looked at.
 ALIKE = ("pad id 0", "lengths", "padding mask", "focal", "rare class")
+ALIKE += ("jnp.mean(where=)", "sample weights")
 # Those of them that are also looked at on a batch that shows it: one for each kind of weight.
 SHOWN = ("token mean", "labels of -100", "class weights")
 # What begins the words of a fix, where they do not all fit one loss.
@@ -218,7 +219,7 @@ class Struct:
   mask: Any
 
 
-@pytest.mark.parametrize("kind", [Rows, Struct])
+@pytest.mark.parametrize("kind", [Rows, more(Struct)])
 def test_a_fix_names_fields_as_python_does(kind):
   params, batch = ZOO["token mean"].call()
   loss = lambda params, batch: zoo.token_mean(params, vars_of(batch))  # noqa: E731
@@ -281,7 +282,7 @@ def test_the_zoo_has_what_people_train_with():
 
 
 @pytest.mark.parametrize(
-  "name", ["token mean", "batch statistics", "worst row"]
+  "name", ["token mean", more("batch statistics"), more("worst row")]
 )
 def test_rows_that_are_all_alike_and_parameters_of_zero_hide_nothing(name):
   specimen = ZOO[name]
@@ -489,7 +490,7 @@ def test_options_that_change_a_value_are_told_from_the_loss(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("rows", "name"), [(2, "mean"), (3, "sum"), (2, "contrastive")]
+  ("rows", "name"), [(2, "mean"), (3, "sum"), more(2, "contrastive")]
 )
 def test_two_or_three_rows_are_enough_for_a_verdict(rows, name):
   report = check(ZOO[name], {k: x[:rows] for k, x in BATCH.items()})
@@ -613,7 +614,7 @@ def test_a_wrong_grad_reduction_is_to_be_left_out(word):
   assert (report.verdict, report.fix) == ("unknown", "grad_reduction=None")
 
 
-@pytest.mark.parametrize("aux", ["each", "count", "steps"])
+@pytest.mark.parametrize("aux", ["each", "count", more("steps")])
 def test_an_aux_that_the_default_cannot_reduce_gets_the_word_that_can(aux):
   def loss(params, batch):
     each = zoo.per_row(params, batch)
@@ -998,9 +999,9 @@ def mean_of_valid(valid):
 @pytest.mark.parametrize(
   ("valid", "fix", "further"),
   [
-    (lambda b: b["y"] > 0, "batch['y'] > 0", ()),
+    more(lambda b: b["y"] > 0, "batch['y'] > 0", ()),
     (lambda b: ~jnp.isnan(b["y"]), "~jnp.isnan(batch['y'])", ()),
-    (
+    more(
       lambda b: jnp.any(b["mask"] > 0.5, -1),
       "jnp.any(batch['mask'] != 0, axis=-1)",
       (),

@@ -52,7 +52,7 @@ def mesh_of(count=4, axes=("data",), kind=AxisType.Auto):
 
 # All others of the zoo have the same report too, but asking twice for each takes a minute.
 @pytest.mark.parametrize(
-  "name", ["regularised sum", "dropout, key shared", "labels apart"]
+  "name", [more("regularised sum"), "dropout, key shared", "labels apart"]
 )
 def test_the_report_is_that_of_check_split(name):
   specimen = ZOO[name]
@@ -309,7 +309,7 @@ def test_a_step_of_linen_with_statistics_of_the_batch_is_coupled():
   assert "argnum" not in report.fix
 
 
-@pytest.mark.parametrize("axis", ["data", None])
+@pytest.mark.parametrize("axis", ["data", more(None)])
 def test_batch_normalization_over_devices_is_right_by_the_rows_of_all(axis):
   """Without `axis`, a device normalizes by its own rows."""
   norm = nn.BatchNorm(use_running_average=False, axis_name=axis)
@@ -479,7 +479,7 @@ def normalized_sum(params, batch):
     (normalized_mean, 1, AxisType.Explicit, weigh, "ok", ""),
     (normalized_mean, 1, AxisType.Auto, None, "weighted", WEIGHT),
     (normalized_mean, 3, AxisType.Auto, weigh, "coupled", ""),
-    (normalized_sum, 1, AxisType.Explicit, None, "sum", 'reduction="sum"'),
+    more(normalized_sum, 1, AxisType.Explicit, None, "sum", 'reduction="sum"'),
   ],
 )
 def test_statistics_of_all_devices_are_right_in_one_microbatch(

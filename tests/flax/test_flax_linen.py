@@ -16,6 +16,7 @@ from support import linen, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.linen import make_batch, make_state, mean_loss, Model, total
+from support.samples import more
 
 from optax_accum import accumulate
 from optax_accum.flax import linen_train_step
@@ -184,7 +185,8 @@ def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
   assert len({x.tobytes() for x in noises}) == len(noises)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group"])  # "layer": the steps above
+# "layer": the steps above.
+@pytest.mark.parametrize("norm", ["batch", more("group")])
 def test_with_batch_normalisation_the_step_is_not_that_of_the_whole_batch(norm):
   model = Model(norm=norm)
 

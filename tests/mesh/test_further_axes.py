@@ -33,6 +33,7 @@ from support.layered import (
   whole_batch,
   without_gathers,
 )
+from support.samples import more
 
 from optax_accum import (
   _versions,
@@ -139,7 +140,9 @@ SHAPES = [(2, 4), (4, 2), (1, 8), (2, 2, 2)]
 TIMES = {"num_microbatches": 4, "weight_fn": valid}
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+  "shape", [more(x) if x == (4, 2) else x for x in SHAPES], ids=str
+)
 def test_three_steps_are_those_of_the_whole_batch(shape):
   loss_of = loss_fn if len(shape) == 2 else without_gathers
   with jax.enable_x64(True):
@@ -166,8 +169,14 @@ if _versions.ADDS_TO_REFERENCES:
 
 
 # Each way on a mesh, each mesh with a way or two.
+ON_SHAPES = [(way, SHAPES[i % 4]) for i, way in enumerate(WAYS)]
+# Of which others are made of two.
+OTHERS = ("reduced in every microbatch", "over both on one dimension")
+
+
 @pytest.mark.parametrize(
-  ("way", "shape"), [(way, SHAPES[i % 4]) for i, way in enumerate(WAYS)]
+  ("way", "shape"),
+  [more(*case) if case[0] in OTHERS else case for case in ON_SHAPES],
 )
 def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
   way, shape
@@ -185,7 +194,7 @@ def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
 
 @pytest.mark.parametrize(
   "rows",
-  [{"words": BOTH, "mask": P("replica")}, {"words": P(), "mask": BOTH}],
+  [{"words": BOTH, "mask": P("replica")}, more({"words": P(), "mask": BOTH})],
   ids=["one over one", "one whole"],
 )
 def test_leaves_of_a_batch_need_not_be_sharded_alike(rows):

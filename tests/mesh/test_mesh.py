@@ -5,7 +5,7 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -821,49 +821,6 @@ def test_accumulators_take_the_shardings_of_the_parameters():
   )
 
 
-def test_meshes_that_cannot_work_are_refused():
-  make = functools.partial(
-    make_train_step, loss_fn, optax.sgd(0.1), num_microbatches=4
-  )
-  with pytest.raises(
-    ValueError, match=r"data_axis='rows' is no axis of the mesh.*'data'"
-  ):
-    make(mesh=make_mesh(8), data_axis="rows")
-  with pytest.raises(TypeError, match=r"mesh=8 must be a jax.sharding.Mesh"):
-    make(mesh=8)
-  with pytest.raises(
-    ValueError, match="reduce_gradients='always' must be one of 'per_cycle'"
-  ):
-    make(mesh=make_mesh(8), reduce_gradients="always")
-  with pytest.raises(ValueError, match=r"axes \['data'\] are manual"):
-    make(mesh=make_mesh(8, kind=AxisType.Manual))
-
-
-@pytest.mark.parametrize(
-  ("rows", "options", "match"),
-  [
-    (
-      60,
-      {"num_microbatches": 4},
-      r"60 rows, which the 8 devices .* use 32 or 64 rows",
-    ),
-    (
-      64,
-      {"num_microbatches": 3},
-      r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]",
-    ),
-    (64, {"microbatch_size": 12}, r"microbatch_size=12 .* use 8 or 16"),
-  ],
-)
-def test_rows_that_the_devices_do_not_divide_are_refused_with_those_that_they_do(
-  rows, options, match
-):
-  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=make_mesh(8), **options)
-  params = init_params(np.float32)
-  with pytest.raises(ValueError, match=match):
-    step(params, optax.sgd(0.1).init(params), make_batch(rows, np.float32))
-
-
 def test_arrays_that_are_on_another_mesh_are_refused_with_where_they_are():
   mesh = make_mesh(4, 2)
   step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
@@ -940,20 +897,6 @@ def test_a_step_that_every_device_would_take_for_itself_is_refused():
     np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
-@pytest.mark.parametrize(
-  "size", [12, 20, 32]
-)  # no multiple of 8, no divisor of 48
-def test_microbatches_that_an_explicit_sharding_cannot_follow_are_refused(size):
-  mesh = make_mesh(8, kind=EXPLICIT)
-  x = devices.put(np.ones(48, np.float32), mesh, P("data"))
-  cycle = microbatch_value_and_grad(
-    lambda w, x: jnp.mean(w * x), microbatch_size=size
-  )
-  match = rf"48 rows are sharded over 8 devices.* of {size} rows cannot.* use microbatches of"
-  with pytest.raises(ValueError, match=match):
-    jax.jit(cycle)(jnp.asarray(1.0), x)
-
-
 def test_last_over_devices_is_the_last_that_counts():
   def fun(x):
     return x[-1]
@@ -969,24 +912,3 @@ def test_last_over_devices_is_the_last_that_counts():
     run, mesh=make_mesh(8), in_specs=P("data"), out_specs=P()
   )
   assert float(jax.jit(mapped)(jnp.arange(8.0))) == 5
-
-
-@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-def test_accumulators_that_lose_the_imaginary_part_are_refused(
-  reduce_gradients,
-):
-  def fun(w, x):
-    return jnp.mean(jnp.abs(x * w) ** 2)
-
-  tx = optax.sgd(0.1)
-  step = make_train_step(
-    fun,
-    tx,
-    mesh=make_mesh(2),
-    num_microbatches=2,
-    reduce_gradients=reduce_gradients,
-    accumulator_dtype=jnp.float32,
-  )
-  params = jnp.ones((), jnp.complex64)
-  with pytest.raises(TypeError, match="imaginary part of grads"):
-    step(params, tx.init(params), jnp.ones(8, jnp.complex64))

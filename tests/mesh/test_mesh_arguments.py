@@ -73,18 +73,6 @@ def test_python_numbers_may_be_arguments_carries_and_state(mesh):
       np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-6)
 
 
-@everywhere
-def test_a_number_in_the_batch_has_no_rows(mesh):
-  step = make_train_step(loss_fn, optax.sgd(0.1), num_microbatches=2, mesh=mesh)
-  for number in (1.0, np.float32(1)):
-    with pytest.raises(
-      ValueError, match=r"argument 1\['t'\] has shape \(\), without an axis"
-    ):
-      step(
-        init_params(), optax.sgd(0.1).init({}), {"x": make_batch(), "t": number}
-      )
-
-
 @kinds
 def test_a_step_lowers_with_what_eval_shape_returns(kind):
   mesh, tx = make_mesh(8, kind=kind), relaxed(optax.adam(0.1))
@@ -157,19 +145,6 @@ def test_axes_may_be_of_two_kinds(axis_types, reduce_gradients):
     )
     for name, array in new.items():
       assert array.sharding.is_equivalent_to(params[name].sharding, array.ndim)
-
-
-def test_mesh_and_axis_name_are_for_two_places():
-  with pytest.raises(
-    ValueError, match=r"axis_name='data' is for .* inside .* mesh= .* outside"
-  ):
-    make_train_step(
-      loss_fn,
-      optax.sgd(0.1),
-      num_microbatches=2,
-      mesh=make_mesh(8),
-      axis_name="data",
-    )
 
 
 @pytest.mark.parametrize(

@@ -283,28 +283,3 @@ def test_one_name_in_a_tuple_is_that_axis():
 
   assert text("data") == text(("data",)) == text(["data"])
   assert text("data") != text(AXES)
-
-
-def test_axes_that_cannot_be_are_refused():
-  make = functools.partial(
-    make_train_step,
-    loss_fn,
-    optax.sgd(0.1),
-    num_microbatches=2,
-    mesh=make_mesh(AUTO, AUTO),
-  )
-  with pytest.raises(
-    ValueError,
-    match=r"data_axis='model' is no axis of the mesh.*'data', 'fsdp'",
-  ):
-    make(data_axis=("data", "model"))
-  for axes in ((), ("data", "data")):
-    with pytest.raises(
-      ValueError, match=r"must name one axis or more, each once"
-    ):
-      make(data_axis=axes)
-  step = make(data_axis=AXES, donate=False)
-  params = init_params(np.float32)
-  match = r"28 rows, which the 8 devices of axes \('data', 'fsdp'\) do not divide: use 16 or 32"
-  with pytest.raises(ValueError, match=match):
-    step(params, optax.sgd(0.1).init(params), make_batch(np.float32, rows=28))

@@ -488,7 +488,7 @@ def test_a_line_search_sees_no_derivative_by_what_is_none(mesh_size):
 
 
 @pytest.mark.usefixtures("usual_promotion")
-def test_statistics_are_overwritten_beside_what_accumulates():
+def test_statistics_are_to_be_kept_out_of_accumulate():
   def loss_fn(variables, batch):
     return jnp.mean((Fp8Layer().apply(variables, batch["x"]) - batch["y"]) ** 2)
 

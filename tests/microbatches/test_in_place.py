@@ -116,7 +116,7 @@ def whole(loss_fn, padded=False):
 
 
 CASES = [
-  (scanned, True, {"num_microbatches": 1}),
+  more(scanned, True, {"num_microbatches": 1}),
   (scanned, False, {"microbatch_size": 5}),
   (scanned, True, {"microbatch_size": 5}),
   (convolution, True, {"microbatch_size": 7}),

@@ -359,7 +359,7 @@ def test_padding_is_not_counted_as_skipped():
   )
 
 
-def test_where_all_are_skipped_or_there_is_one_nothing_is_not_finite():
+def test_one_microbatch_that_is_skipped_gives_zeros_and_is_counted():
   cycle = optax_accum.microbatch_value_and_grad(
     lambda p, x: jnp.mean(p * x), num_microbatches=1, skip_nonfinite=True
   )
@@ -851,7 +851,7 @@ def test_integers_keep_their_dtype_and_small_ones_are_widened():
       assert (total.dtype, int(total)) == (summed, 200 * n)
 
 
-def test_float8_outputs_keep_their_dtype():
+def test_float8_outputs_have_a_mean_a_max_and_a_min():
   x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float8_e4m3fn)
   run = optax_accum.microbatch(
     lambda x: (x[0], x[0], x[0]),
@@ -991,7 +991,7 @@ class VariantsTest(chex.TestCase):
   @chex.variants(
     with_jit=True, without_jit=True, with_device=True, without_device=True
   )
-  def test_it_is_called_by_name_under_jit_and_without(self):
+  def test_under_jit_and_without_of_arrays_of_numpy_too_it_is_the_same(self):
     params, batch = init_params(np.float32), make_batch(7, dtype=np.float32)
     cycle = optax_accum.microbatch_value_and_grad(
       masked_mean_loss, microbatch_size=3

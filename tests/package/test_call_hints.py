@@ -76,7 +76,7 @@ def test_names_of_multisteps_get_our_names(arguments, match):
     ("accum_dtype", r"Did you mean accumulator_dtype=\?$"),
   ],
 )
-def test_a_name_that_nobody_has_gets_no_hint(name, match):
+def test_other_names_get_one_that_is_alike_or_all(name, match):
   with pytest.raises(
     TypeError, match=rf"^accumulate: got an unexpected .* '{name}'\. {match}"
   ):

@@ -15,6 +15,7 @@ from support import devices, trees
 from support.compiled import compilations, copies_of
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import FORMS, mini_step
+from support.samples import more
 
 from optax_accum import accumulate, accumulate_specs
 
@@ -135,7 +136,7 @@ def compiled_over_devices(
   ("platform", "form", "check_vma", "kind", "weighted"),
   [
     ("tpu", "update", True, AUTO, True),
-    ("tpu", "update", False, AUTO, False),
+    more("tpu", "update", False, AUTO, False),
     ("tpu", "apply", True, EXPLICIT, False),
     ("cpu", "apply", True, AUTO, True),
   ],
@@ -426,7 +427,7 @@ def loss_after_training(learning_rate, differentiable, form):
   return jnp.sum(params**2)
 
 
-@forms
+@pytest.mark.parametrize("form", ["apply", more("update")])
 def test_forward_mode_by_default_and_reverse_mode_on_request(form):
   with jax.enable_x64(True):
     rate, width = jnp.float64(0.1), 1e-6

@@ -260,7 +260,9 @@ def test_with_and_without_skip_fn_a_state_goes_on_as_the_message_says(tmp_path):
     assert after(new, [3], state=restored)[0] == -2
 
 
-def test_another_accumulator_dtype_is_refused_until_it_is_cast(tmp_path):
+def test_a_state_of_another_accumulator_dtype_goes_on_in_its_own_if_that_is_wider(
+  tmp_path,
+):
   wide, narrow = (
     accumulate(SGD, 2),
     accumulate(SGD, 2, accumulator_dtype=jnp.bfloat16),
@@ -416,7 +418,8 @@ def begun_and_stepped(devices, rows_weigh=True, skip_fn=optax.skip_not_finite):
 
 
 @pytest.mark.parametrize(
-  ("before", "now", "rows_weigh"), [(8, 2, True), (1, 8, False), (1, 8, True)]
+  ("before", "now", "rows_weigh"),
+  [(8, 2, True), (1, 8, False), more(1, 8, True)],
 )
 def test_restored_on_other_devices_as_the_docs_say(
   before, now, rows_weigh, tmp_path
@@ -455,7 +458,7 @@ def test_restored_on_other_devices_as_the_docs_say(
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
-def test_on_devices_with_another_skip_fn_a_state_is_refused():
+def test_on_devices_with_another_skip_fn_a_state_goes_on():
   (old, plain), (new, skips) = (
     begun_and_stepped(2, skip_fn=f) for f in (None, optax.skip_not_finite)
   )

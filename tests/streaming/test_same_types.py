@@ -10,6 +10,7 @@ import pytest
 from support import trees
 from support.devices import make_mesh
 from support.optimizers import FORMS, mini_step
+from support.samples import more
 
 from optax_accum import accumulate, make_train_step
 
@@ -43,9 +44,18 @@ WIDENING = {
 }
 
 
-@forms
-@ks
 @pytest.mark.parametrize("name", WIDENING)
+@pytest.mark.parametrize(
+  ("every_k", "form"),
+  [
+    (1, "update"),
+    (2, "apply"),
+    (lambda _: 1, "update"),
+    more(1, "apply"),
+    more(2, "update"),
+    more(lambda _: 1, "apply"),
+  ],
+)
 def test_a_state_widens_as_in_optax_alone(name, every_k, form):
   inner = WIDENING[name]
   tx = accumulate(inner, every_k)

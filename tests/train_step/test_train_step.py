@@ -15,6 +15,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations, temp_bytes
 from support.devices import make_mesh
 from support.optimizers import loss_elsewhere, relaxed
+from support.samples import more
 
 import optax_accum
 
@@ -460,14 +461,14 @@ WAYS_TO_MOVE_NOTHING = {
   ("name", "mesh", "weight_fn"),
   [
     *((name, None, None) for name in WAYS_TO_MOVE_NOTHING),
-    ("labels of nothing", devices.AUTO, None),
+    more("labels of nothing", devices.AUTO, None),
     (
       "rejects in a cycle",
       devices.EXPLICIT,
       lambda batch: jnp.sum(batch["b"] != 9),
     ),
-    ("rejects beside sgd", devices.EXPLICIT, None),
-    (
+    more("rejects beside sgd", devices.EXPLICIT, None),
+    more(
       "rejects beside frozen",
       devices.AUTO,
       lambda batch: jnp.sum(batch["b"] != 9),
