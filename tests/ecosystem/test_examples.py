@@ -440,13 +440,12 @@ def test_the_plot_has_both_losses_and_plain_numbers(train_lm):
   )
 
 
-# Runs a script once for each list of arguments, in one process, which imports JAX once.
+# Runs scripts, each with its arguments, in one process, which imports JAX once.
 DRIVER = """
 import contextlib, io, json, runpy, sys, traceback
-script, calls = sys.argv[1], json.loads(sys.argv[2])
-sys.path.insert(0, script.rpartition("/")[0])
 results = []
-for arguments in calls:
+for script, arguments in json.loads(sys.argv[1]):
+  sys.path[0] = script.rpartition("/")[0]
   sys.argv, status = [script, *arguments], 0
   with contextlib.redirect_stdout(io.StringIO()) as out:
     with contextlib.redirect_stderr(io.StringIO()) as err:
@@ -461,39 +460,35 @@ print(json.dumps(results))
 """
 
 
-@pytest.mark.parametrize("example", sorted({example for example, *_ in FAILS}))
-def test_bad_input_is_one_line(example, folder):
-  bad = [
-    (arguments, message)
-    for name, arguments, message in FAILS
-    if name == example
-  ]
-  calls = json.dumps([arguments for arguments, _ in bad])
-  done = run("-c", DRIVER, str(ROOT / "examples" / example), calls, cwd=folder)
+def answers(calls, cwd):
+  """The status, the output and the errors of each script with its arguments."""
+  calls = [(str(ROOT / script), arguments) for script, arguments in calls]
+  done = run("-c", DRIVER, json.dumps(calls), cwd=cwd)
   assert done.returncode == 0, done.stderr
-  for (arguments, message), result in zip(
-    bad, json.loads(done.stdout), strict=True
+  return json.loads(done.stdout)
+
+
+def test_bad_input_is_one_line(folder):
+  calls = [(f"examples/{name}", arguments) for name, arguments, _ in FAILS]
+  for (name, arguments, message), (status, out, err) in zip(
+    FAILS, answers(calls, folder), strict=True
   ):
-    status, out, err = result
-    assert status == 2, (arguments, err)
+    assert status == 2, (name, arguments, err)
     assert "Traceback" not in err
-    assert re.fullmatch(f"{example}: error: {message}", err.splitlines()[-1])
+    assert re.fullmatch(f"{name}: error: {message}", err.splitlines()[-1])
     assert out == ""
 
 
-@pytest.mark.parametrize(
-  "benchmark",
-  [
-    "whole_cycle.py",
-    "streaming.py",
-    "collectives.py",
-    "sharding.py",
-    "host_time.py",
-    "noise_scale.py",
-    "batches.py",
-  ],
+BENCHMARKS = (
+  *("whole_cycle.py", "streaming.py", "collectives.py", "sharding.py"),
+  *("host_time.py", "noise_scale.py", "batches.py"),
 )
-def test_benchmarks_find_what_they_import(benchmark, tmp_path):
-  done = run(f"benchmarks/{benchmark}", "--help", cwd=tmp_path)
-  assert done.returncode == 0, done.stderr
-  assert f"usage: {benchmark}" in done.stdout
+
+
+def test_benchmarks_find_what_they_import(tmp_path):
+  calls = [(f"benchmarks/{name}", ["--help"]) for name in BENCHMARKS]
+  for name, (status, out, err) in zip(
+    BENCHMARKS, answers(calls, tmp_path), strict=True
+  ):
+    assert status == 0, (name, err)
+    assert f"usage: {name}" in out
