@@ -56,7 +56,9 @@ def expected_steps():
 
 
 # Even microbatches over a mesh: test_statistics_that_are_not_mutable_reach_the_loss.
-@pytest.mark.parametrize(("size", "count"), [(24, None), (5, None), (16, 8)])
+@pytest.mark.parametrize(
+  ("size", "count"), [more(24, None), (5, None), (16, 8)]
+)
 def test_steps_are_those_of_the_whole_batch(size, count):
   mesh = None if count is None else make_mesh(count)
   with jax.enable_x64(True):

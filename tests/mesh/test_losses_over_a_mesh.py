@@ -244,10 +244,10 @@ def right_or_refused(exact, match, *args, **options):
   ("use", "shape", "kind"),
   [
     ("index", ALONE, AUTO),
-    ("index", BESIDE, EXPLICIT),
+    more("index", BESIDE, EXPLICIT),
     ("product", ALONE, EXPLICIT),
-    ("product", BESIDE, AUTO),
-    ("weight", ALONE, EXPLICIT),
+    more("product", BESIDE, AUTO),
+    more("weight", ALONE, EXPLICIT),
     ("weight", BESIDE, AUTO),
   ],
 )

@@ -14,6 +14,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import (
   count_collectives,
@@ -125,7 +126,7 @@ def with_aux(params, batch):
   ("count", "options", "kind"),
   [
     (1, {"num_microbatches": 4}, AUTO),
-    (2, {"num_microbatches": 1}, EXPLICIT),
+    more(2, {"num_microbatches": 1}, EXPLICIT),
     (4, {"microbatch_size": 24, "skip_nonfinite": True}, AUTO),
     (8, {"num_microbatches": 8, "has_aux": True}, EXPLICIT),
   ],

@@ -12,6 +12,7 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT
 from support.optimizers import relaxed, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import count_collectives, make_train_step
 
@@ -91,7 +92,7 @@ SPECS = {
   [
     ("whole", (AUTO, AUTO), "per_cycle"),
     ("over one", (EXPLICIT, EXPLICIT), "per_microbatch"),
-    ("over the other", (AUTO, AUTO), "per_microbatch"),
+    more("over the other", (AUTO, AUTO), "per_microbatch"),
     ("one dimension over both", (AUTO, AUTO), "per_cycle"),
     ("in another order", (EXPLICIT, EXPLICIT), "per_cycle"),
     ("two dimensions", (AUTO, EXPLICIT), "per_cycle"),

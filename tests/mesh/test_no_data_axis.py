@@ -18,6 +18,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT
 from support.optimizers import relaxed
+from support.samples import more
 
 from optax_accum import (
   count_collectives,
@@ -159,7 +160,7 @@ def whole_batch():
 
 
 @pytest.mark.usefixtures("usual_promotion")
-@pytest.mark.parametrize("way", [of_step, of_gradient, of_linen, of_nnx])
+@pytest.mark.parametrize("way", [of_step, of_gradient, more(of_linen), of_nnx])
 def test_sharded_parameters_and_rows_need_no_mesh(way):
   mesh = make_mesh()
   with jax.enable_x64(True):

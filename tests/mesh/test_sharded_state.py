@@ -13,6 +13,7 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import accumulate, count_collectives, make_train_step
 from optax_accum.flax import nnx_train_step
@@ -178,7 +179,7 @@ BESIDE = {
   ("case", "types"),
   [
     ("tensor parallel", (AUTO, AUTO)),
-    ("tensor parallel", (EXPLICIT, AUTO)),
+    more("tensor parallel", (EXPLICIT, AUTO)),
     ("not told to be", (AUTO, EXPLICIT)),
     ("one dimension over both", (EXPLICIT, EXPLICIT)),
     ("along another dimension", (AUTO, AUTO)),
@@ -256,7 +257,7 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
 @pytest.mark.parametrize(
   ("kind", "shape", "reduce_gradients"),
   [
-    (AUTO, (1, 1), "per_cycle"),
+    more(AUTO, (1, 1), "per_cycle"),
     (AUTO, (1, 8), "per_cycle"),
     (EXPLICIT, (1, 8), "per_microbatch"),
   ],
@@ -606,7 +607,7 @@ def shard_state(optimizer, mesh):
   ("made", "kind"),
   [
     ("jitted", AUTO),
-    ("in a file", AUTO),
+    more("in a file", AUTO),
     ("in part", EXPLICIT),
   ],
 )

@@ -75,7 +75,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [more(x) if x == "2" else x for x in CASES])
+@pytest.mark.parametrize(
+  "case", [more(x) if x in ("2", "ragged") else x for x in CASES]
+)
 def test_the_estimates_are_right_on_average(case):
   options, kind, mask = CASES[case]
   if mask is not None:

@@ -54,7 +54,7 @@ def in_parts(fun, **options):
 
 
 @pytest.mark.parametrize(
-  ("rows", "size", "shared"), [(5, 3, True), (17, 8, False)]
+  ("rows", "size", "shared"), [(5, 3, True), more(17, 8, False)]
 )
 def test_a_contrastive_loss_has_the_whole_batchs_gradient(rows, size, shared):
   def loss_fn(encoder, params, other, views):

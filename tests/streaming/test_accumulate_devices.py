@@ -13,6 +13,7 @@ import pytest
 from support import devices, oracle, trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import FORMS, mini_step, relaxed
+from support.samples import more
 
 from optax_accum import accumulate, accumulate_specs, count_collectives
 
@@ -352,7 +353,7 @@ def assert_one_reduction(report, params, outside):
   ("form", "check_vma", "count", "every_k"),
   [
     ("update", True, 8, 3),
-    ("update", False, 2, 3),
+    more("update", False, 2, 3),
     ("apply", False, 8, 3),
     ("apply", True, 8, 1),
   ],

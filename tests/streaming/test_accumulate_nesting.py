@@ -7,6 +7,7 @@ import optax
 import pytest
 from support import oracle, trees
 from support.optimizers import mini_step
+from support.samples import more
 
 from optax_accum import accumulate, has_updated
 
@@ -79,7 +80,9 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+  "name", [more(x) if x in ("ema", "freeze") else x for x in INSIDE]
+)
 def test_around_another_wrapper_a_cycle_is_its_step(name):
   actual, state = stream(accumulate(INSIDE[name], K))
   expected, inner_state = whole(INSIDE[name])

@@ -311,7 +311,7 @@ POLYAK, MAX = (
   ("tx", "mesh"),
   [
     (optax_accum.accumulate(POLYAK, 2), devices.AUTO),
-    (
+    more(
       optax.partition(
         {"all": optax_accum.accumulate(POLYAK, lambda _: 2)}, "all"
       ),
