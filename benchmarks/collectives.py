@@ -144,9 +144,8 @@ def main():
     ]
   )
   size = sum(4 * x.size for x in jax.tree.leaves(params))
-  whole = jax.jit(jax.grad(loss_fn)).lower(
-    params, batch
-  )  # the partitioner gives each its share
+  # the partitioner gives each its share
+  whole = jax.jit(jax.grad(loss_fn)).lower(params, batch)
   share = matrix_flops(whole.compile().as_text())
   kind = "TPU v5e" if args.tpu else "CPU"
   table = results.Table(

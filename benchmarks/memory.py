@@ -29,12 +29,13 @@ from optax_accum import make_train_step
 
 MICROBATCHES = 8
 SMALL = {"layers": 8, "width": 256, "rows": 32, "length": 33}  # for a CPU
+# small TPU programs show no temp
 LARGE = {
   "layers": 16,
   "width": 768,
   "rows": 16,
   "length": 129,
-}  # small TPU programs show no temp
+}
 
 
 def valid_rows(tokens):

@@ -48,10 +48,11 @@ def main():
     "--target-config", metavar="FILE", help="of a GPU, as XLA writes it"
   )
   args = parser.parse_args()
+  # without it, JAX with libtpu looks for a TPU
   env = {
     "JAX_PLATFORMS": "cpu",
     **os.environ,
-  }  # without it, JAX with libtpu looks for a TPU
+  }
   for script, *options in runs(args.target_config):
     print("\n==", script, *options, flush=True)
     path = pathlib.Path(__file__).with_name(script)

@@ -37,9 +37,8 @@ import results
 from optax_accum import count_collectives, make_train_step
 
 AXES = ("replica", "fsdp")
-REPLICAS = {(i, i + 4) for i in range(4)} | {
-  tuple(range(8))
-}  # groups that hold both replicas
+# groups that hold both replicas
+REPLICAS = {(i, i + 4) for i in range(4)} | {tuple(range(8))}
 MICROBATCHES, TX = 8, optax.adamw(1e-3)
 ROUNDS = 7
 
@@ -65,9 +64,8 @@ class Sizes(NamedTuple):
 
 
 MORE_ROWS = Sizes(rows=512)
-SMALL = Sizes(
-  4, 256, 512, 64, 17, jnp.float32
-)  # for two processes on two cores
+# for two processes on two cores
+SMALL = Sizes(4, 256, 512, 64, 17, jnp.float32)
 
 
 class Way(NamedTuple):

@@ -136,8 +136,7 @@ def as_sections(app, doctree):
 
 
 def setup(app):
-  app.connect(
-    "doctree-read", as_sections, priority=100
-  )  # before the contents are collected
+  # before the contents are collected
+  app.connect("doctree-read", as_sections, priority=100)
   app.connect("autodoc-skip-member", skip_fields)
   app.connect("missing-reference", link_of)

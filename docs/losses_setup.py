@@ -108,9 +108,8 @@ pairs = {
   "chosen": text[1],
   "rejected": rows_of([[of_row[0][::-1]] for of_row in documents]),
 }
-reward = (np.isin(text[1]["next"], [*b"aeiou"]) * text[1]["mask"]).mean(
-  axis=1
-)  # of each answer
+# of each answer
+reward = (np.isin(text[1]["next"], [*b"aeiou"]) * text[1]["mask"]).mean(axis=1)
 routed = {**text[0], **weights(router=(8, 4))}, text[1]
 
 # Images: handwritten digits of 8 by 8 pixels.
@@ -127,9 +126,8 @@ def layers(features, outputs):
 digits = load_digits()
 pixels, label = digits.data[:ROWS] / 16, digits.target[:ROWS]
 images, of_pixels = (layers(64, 10), {"x": pixels, "y": label}), layers(64, 64)
-odd = (
-  np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
-)  # the black squares of a chessboard
+# the black squares of a chessboard
+odd = np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
 views = {"odd": np.where(odd, pixels, 0), "even": np.where(odd, 0, pixels)}
 towers = {"odd": layers(64, 8), "even": layers(64, 8), "scale": 1.0}, views
 near = [rng.choice(np.flatnonzero(digits.target == y)) for y in label]

@@ -78,9 +78,8 @@ def make_loss_fn(encode, axis_name=None):
 
 
 def views(images):
-  odd = (
-    np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
-  )  # as the squares of a chessboard
+  # as the squares of a chessboard
+  odd = np.indices((8, 8)).sum(axis=0).ravel() % 2 == 1
   return {"odd": np.where(odd, images, 0), "even": np.where(odd, 0, images)}
 
 

@@ -77,9 +77,8 @@ def main() -> None:
   def train(step):
     state, metrics = (jax.tree.map(jnp.copy, params), tx.init(params)), []
     for batch in data:
-      *state, new = step(
-        *state, batch
-      )  # the first step moves the arrays to the mesh
+      # the first step moves the arrays to the mesh
+      *state, new = step(*state, batch)
       metrics.append((float(new["loss"]), float(new["grad_norm"])))
     return jax.device_get(state[0]), metrics
 

@@ -86,9 +86,8 @@ def temp_mib(step, model, optimizer):
 
 
 known, new = range(5), range(5, 10)
-frozen = nnx.All(
-  nnx.Param, nnx.Not(nnx.LoRAParam)
-)  # an adapter is a parameter too
+# an adapter is a parameter too
+frozen = nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))
 
 model = Classifier(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
@@ -119,9 +118,8 @@ print(f"temp memory: {temp:.2f} MiB a step, {full_temp:.2f} for all parameters")
 assert before < 0.1
 assert after > 0.9
 assert moments < 2 * adapters + 1
-assert (
-  full_temp - temp > kib(base) / 2**10
-)  # the accumulator, and a microbatch's gradient
+# the accumulator, and a microbatch's gradient
+assert full_temp - temp > kib(base) / 2**10
 for old, new in zip(
   jax.tree.leaves(base), jax.tree.leaves(nnx.state(model, frozen)), strict=True
 ):

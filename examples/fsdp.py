@@ -28,12 +28,13 @@ from optax_accum import CollectiveReport, count_collectives
 from optax_accum.flax import linen_train_step
 
 AXES, REPLICAS, SHARDS = ("replica", "fsdp"), 2, 4
+# devices with the same shard, one of each replica
 PAIRS = (
   (0, 4),
   (1, 5),
   (2, 6),
   (3, 7),
-)  # devices with the same shard, one of each replica
+)
 ROWS, MICROBATCHES, STEPS = 64, 4, 3
 LENGTH, LAYERS, WIDTH = 32, 8, 128
 
@@ -80,9 +81,8 @@ class Transformer(nn.Module):
   @nn.compact
   def __call__(self, tokens):
     init = nn.initializers.normal(0.02)
-    positions = self.param(
-      "positions", init, (tokens.shape[1], WIDTH)
-    )  # small, so kept whole
+    # small, so kept whole
+    positions = self.param("positions", init, (tokens.shape[1], WIDTH))
     x = (
       nn.Embed(256, WIDTH, embedding_init=named(init, "bytes", "embed"))(tokens)
       + positions
@@ -147,9 +147,8 @@ def run(mesh, data, of_params, of_state, data_axis):
   step = linen_train_step(
     loss_fn, num_microbatches=MICROBATCHES, mesh=mesh, data_axis=data_axis
   )
-  with nn.logical_axis_rules(
-    [("rows", AXES)]
-  ):  # constraints leave out what is in data_axis
+  # constraints leave out what is in data_axis
+  with nn.logical_axis_rules([("rows", AXES)]):
     return step.lower(state, data[0]).compile(), *train(step, state, data)
 
 
@@ -216,9 +215,8 @@ def main() -> None:
   runs = {name: run(mesh, by_rows, *way) for name, way in ways.items()}
   compiled, sharded, sharded_metrics, _ = runs["layer by layer"]
 
-  found = (
-    count_collectives(compiled).at_least(1024).operations
-  )  # without those of metrics
+  # without those of metrics
+  found = count_collectives(compiled).at_least(1024).operations
   within = CollectiveReport(tuple(c for c in found if not between_replicas(c)))
   between = CollectiveReport(tuple(c for c in found if between_replicas(c)))
   print(
@@ -249,9 +247,8 @@ def main() -> None:
   ] == [("all-reduce", PAIRS, 1, None)]
   # Each layer is gathered in the forward and in the backward pass of each microbatch.
   assert within.inside["all-gather"].operations >= 2 * LAYERS * MICROBATCHES
-  assert held < 0.26 * total, (
-    f"{held} of {total} bytes"
-  )  # norms and positions are whole
+  # norms and positions are whole
+  assert held < 0.26 * total, f"{held} of {total} bytes"
   for _, _, run_metrics, _ in runs.values():
     for a, b in zip(run_metrics, whole_metrics, strict=True):
       assert all(abs(x - y) < 1e-5 * y for x, y in zip(a, b, strict=True)), (

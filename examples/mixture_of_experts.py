@@ -158,9 +158,8 @@ def loss_of_shares_so_far(params, windows, bias, counts):
 class Training(NamedTuple):
   params: Any
   opt_state: Any
-  bias: (
-    jax.Array
-  )  # float[LAYERS, EXPERTS], added to the probability where experts are chosen
+  # float[LAYERS, EXPERTS], added to the probability where experts are chosen
+  bias: jax.Array
   counts: jax.Array  # int[LAYERS, EXPERTS], of the last step
 
 

@@ -119,9 +119,8 @@ def train(process: int, processes: int) -> None:
 
   def state_on(mesh):
     shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
-    return jax.device_put(start, shardings), tx.init(
-      start
-    )  # the step shards the second alike
+    # the step shards the second alike
+    return jax.device_put(start, shardings), tx.init(start)
 
   def run(step, mesh, data):
     state, norms, times = state_on(mesh), [], []
@@ -196,9 +195,8 @@ def launch() -> None:
     "--num-processes",
     "2",
   ]
-  signal.signal(
-    signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-  )  # runs `finally`
+  # runs `finally`
+  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
   children, codes = [], [None]
   try:
     for i in "01":
@@ -242,23 +240,20 @@ def main() -> None:
       f"--process-id {args.process_id} must be one of 0 to --num-processes - 1"
     )
 
-  faulthandler.dump_traceback_later(
-    LIMIT, exit=True
-  )  # ends a process that waits forever
+  # ends a process that waits forever
+  faulthandler.dump_traceback_later(LIMIT, exit=True)
   signal.signal(signal.SIGINT, signal.SIG_DFL)  # so does Ctrl-C
   jax.config.update("jax_num_cpu_devices", 2)
   jax.config.update("jax_cpu_collectives_implementation", "gloo")
-  jax.config.update(
-    "jax_default_matmul_precision", "highest"
-  )  # accelerators may round more
+  # accelerators may round more
+  jax.config.update("jax_default_matmul_precision", "highest")
   jax.distributed.initialize(*cluster, initialization_timeout=LIMIT)
   try:
     train(args.process_id, args.num_processes)
   except BaseException:
     traceback.print_exc()
-    os._exit(
-      1
-    )  # a normal exit would wait for the other processes, which wait for this one
+    # a normal exit would wait for the other processes, which wait for this one
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,8 @@ def normed(x):
 def nats(params, batch):
   """The cross-entropy of each byte, given those before it in its document: [rows, length]."""
   segment = batch["segment"]
-  seen = jnp.tril(
-    segment[:, None, :, None] == segment[:, None, None, :]
-  )  # [rows, 1, query, key]
+  # [rows, 1, query, key]
+  seen = jnp.tril(segment[:, None, :, None] == segment[:, None, None, :])
   x = params["byte"][batch["before"]] + params["position"][batch["position"]]
 
   def layer(x, weights):
@@ -205,15 +204,17 @@ def lay_out(packing, room, args, weigh=LOSSES["mean over bytes"], devices=1):
       packing[index] if index >= 0 else [], start=1
     ):
       at = row, slice(used, used + len(text))
+      # not the last byte of the document before
       batch["before"][at] = [
         0,
         *text[:-1],
-      ]  # not the last byte of the document before
+      ]
       batch["byte"][at], batch["position"][at] = text, np.arange(len(text))
+      # of padding both are 0
       batch["segment"][at], batch["weight"][at] = (
         segment,
         weigh(len(text)),
-      )  # of padding both are 0
+      )
       used += len(text)
   return batch
 
@@ -233,9 +234,8 @@ def print_packings(packings, args):
         .any(axis=(1, 3))
         .sum(axis=1)
       )
-      assert (filled == count).all(), (
-        filled
-      )  # every device runs as many microbatches
+      # every device runs as many microbatches
+      assert (filled == count).all(), filled
     rows, documents = len(packing), sum(map(len, packing))
     padding, padded = (
       100 - 100 * valid.sum() / (n * args.length) for n in (rows, documents)
@@ -256,9 +256,8 @@ def print_packings(packings, args):
     ), loads
     if (args.microbatch, args.length) == (8, 256):
       assert padding < 2, padding
-      assert after < 1.1 or rows == DEVICES, (
-        after
-      )  # one row each: the costliest row decides
+      # one row each: the costliest row decides
+      assert after < 1.1 or rows == DEVICES, after
 
 
 def bytes_per_second(ways, state, args):
@@ -438,10 +437,11 @@ def main() -> None:
     print(f"{way:30}{of_bytes:15.1e}{of_documents:23.1e}")
 
   assert compilations == 1, compilations
+  # less than 2: it sees the byte to predict
   assert 2 < after < before - 2, (
     before,
     after,
-  )  # less than 2: it sees the byte to predict
+  )
   assert first_change(params, args) == args.length // 2
   for way, found in errors.items():
     right = way.startswith("packed")

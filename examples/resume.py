@@ -35,11 +35,12 @@ import orbax.checkpoint as ocp
 
 import optax_accum
 
+# bytes that the model sees, features, rows of a microbatch
 LENGTH, WIDTH, ROWS = (
   16,
   32,
   16,
-)  # bytes that the model sees, features, rows of a microbatch
+)
 LIMIT = 240  # seconds that a process may take
 TEXT = np.frombuffer(
   "\n\n".join(topics.topics.values()).encode(), np.uint8
@@ -251,9 +252,8 @@ def kill_and_resume(way, args, folder):
   for name, tree in expected.items():
     assert same_bits(actual[name], tree), f"{name} differ"
   losses = expected["records"]["losses"]
-  assert len(set(losses)) == len(
-    losses
-  )  # different rows and a different key in every call
+  # different rows and a different key in every call
+  assert len(set(losses)) == len(losses)
   print(
     f"{way}: the same bits, {len(losses)} losses from {losses[0]:.4f} to {losses[-1]:.4f}"
   )
@@ -284,9 +284,8 @@ def main() -> None:
   for name in ("steps", "cycle"):
     if getattr(args, name) < 2:
       parser.error(f"--{name} {getattr(args, name)} must be 2 or more")
-  signal.signal(
-    signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-  )  # removes the folder
+  # removes the folder
+  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
   for way in ("streaming", "whole-cycle"):
     with tempfile.TemporaryDirectory() as folder:
       kill_and_resume(way, args, pathlib.Path(folder))

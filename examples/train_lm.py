@@ -207,9 +207,8 @@ def draw(figure, losses, whole_losses, count, compiled) -> None:
   loss_axes, memory_axes = figure.subplots(1, 2)
   steps = range(1, len(losses) + 1)
   loss_axes.plot(steps, whole_losses, "k", label="the whole batch")
-  loss_axes.plot(
-    steps, losses, ".", label=microbatches(count)
-  )  # dots, so that both are visible
+  # dots, so that both are visible
+  loss_axes.plot(steps, losses, ".", label=microbatches(count))
   loss_axes.set(xlabel="optimizer step", ylabel="training loss, nats per byte")
   loss_axes.xaxis.get_major_locator().set_params(integer=True)
   loss_axes.legend()
@@ -322,9 +321,8 @@ def main() -> None:
   start = jax.jit(model.init)(jax.random.key(0), tokens)["params"]
 
   windows = held_out[: len(held_out) // (args.length + 1) * (args.length + 1)]
-  windows = windows.reshape(-1, args.length + 1)[
-    :1024
-  ]  # enough rows, even of a large file
+  # enough rows, even of a large file
+  windows = windows.reshape(-1, args.length + 1)[:1024]
   rows = min(args.microbatch, len(windows))
   evaluate = jax.jit(
     optax_accum.microbatch(

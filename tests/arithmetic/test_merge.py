@@ -116,9 +116,8 @@ def test_a_merge_is_a_fold_over_microbatches_that_count(size):
 
 @pytest.mark.usefixtures("usual_promotion")
 def test_weights_of_zero_are_left_out():
-  x = (
-    np.sort(ROWS).reshape(6, 4).T.ravel()
-  )  # microbatch i has the rows 4 i to 4 i + 3 in order
+  # microbatch i has the rows 4 i to 4 i + 3 in order
+  x = np.sort(ROWS).reshape(6, 4).T.ravel()
   x[x < 0] = np.nan
   for weight_fn, left in (
     (lambda x: jnp.all(x > 0), 3),
@@ -157,9 +156,8 @@ def test_devices_are_merged_in_the_order_of_the_mesh(kind):
   chex.assert_trees_all_close(
     metrics["aux"], folded(ROWS, 8, devices=8), rtol=1e-6
   )
-  assert (
-    float(metrics["aux"]["ends"][0]) != ROWS[0]
-  )  # the first devices had none that counts
+  # the first devices had none that counts
+  assert float(metrics["aux"]["ends"][0]) != ROWS[0]
 
 
 @pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
@@ -271,9 +269,8 @@ def test_metrics_of_flax_merge_beside_what_the_loss_carries(
   counted = ROWS if count == 1 else ROWS[ROWS > 0]  # on 8 devices, a row each
   assert float(aux["own"].average.count) == len(counted) > 0
   np.testing.assert_allclose(aux["sum"], np.sum(counted), rtol=1e-5)
-  assert (
-    expected.ends[0] < expected.ends[1]
-  )  # merged in the other order, they are the other way
+  # merged in the other order, they are the other way
+  assert expected.ends[0] < expected.ends[1]
   # On 8 devices the mean of what each carried, weighted: a device has 2 rows that count, 4 have 3.
   np.testing.assert_allclose(
     rows, 24 if count == 1 else (2 * 2 + 12 * 3) / 14, rtol=1e-6
@@ -397,9 +394,8 @@ def test_a_merge_that_is_singular_at_ones_has_its_gradient(padding):
   ("counted", "count"), [("some", 3), more("some", 1), ("none", 1)]
 )
 def test_what_a_merge_closes_over_has_its_gradient(counted, count):
-  values = np.array(
-    [1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32
-  )  # one in each microbatch
+  # one in each microbatch
+  values = np.array([1.0, 2.0, 4.0, 3.0, 7.0, 5.0], np.float32)
   kept = (values == 2) | (values == 7) if counted == "some" else values < 0
   values = np.where(kept, values, np.nan)
   rows = values.reshape(count, 1, -1).repeat(4, 1).ravel()
@@ -427,10 +423,11 @@ def test_what_a_merge_closes_over_has_its_gradient(counted, count):
   def derivatives(fun):
     power, gradient = jnp.float32(1.5), jax.grad(fun)
     of_several = gradient
+    # before, no vmap of a sum over devices
     if count == 1 or jax.__version_info__ >= (
       0,
       9,
-    ):  # before, no vmap of a sum over devices
+    ):
       of_several = lambda power: jax.vmap(gradient)(power[None])[0]  # noqa: E731
     return (
       fun(power),

@@ -200,9 +200,8 @@ def test_a_sum_of_token_counts_is_rounded_once(n, most):
 
 
 def test_a_sum_of_token_counts_over_devices_is_rounded_once():
-  counts = np.array(
-    [[2**24, 1], [1, 0]]
-  )  # of two devices: float32 has no 2**24 + 1
+  # of two devices: float32 has no 2**24 + 1
+  counts = np.array([[2**24, 1], [1, 0]])
   step = make_train_step(
     lambda p, batch: p * jnp.mean(batch.astype(jnp.float32)),
     optax.sgd(1.0),
@@ -213,9 +212,8 @@ def test_a_sum_of_token_counts_over_devices_is_rounded_once():
   held = jnp.float32(1), optax.sgd(1.0).init(jnp.float32(1))
   *_, metrics = step(*held, counts.reshape(4).astype(np.int32))
   assert int(metrics["total_weight"]) == exact_sum(counts) == 2**24 + 2
-  assert (
-    np.float32(2**24 + 1) + np.float32(1) == 2**24
-  )  # each device's sum rounded by itself
+  # each device's sum rounded by itself
+  assert np.float32(2**24 + 1) + np.float32(1) == 2**24
 
 
 @forms
@@ -347,9 +345,8 @@ def test_a_traced_weight_below_zero_shows():
     assert np.all(
       np.isnan(jitted_step_of("update")(np.array(weights, np.float32)))
     )
-    batch = np.array(
-      [*weights, 1, 1, 1, 1], np.float32
-    )  # each is the first of a microbatch
+    # each is the first of a microbatch
+    batch = np.array([*weights, 1, 1, 1, 1], np.float32)
     loss, grad = cycle(jnp.float32(2.0), batch)
     assert np.isnan(loss)
     assert np.isnan(grad)
@@ -375,9 +372,8 @@ def test_a_weighted_mean_rounds_as_the_plain_one():
   for weight, error in zip((819, 51.3), errors, strict=True):
     assert abs(error) < 10 * max(abs(plain), 1e-6)
     rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
-    assert (
-      abs(rounded / (n * weight) - 1) > 5e-4
-    )  # by which a float32 sum of weights is wrong
+    # by which a float32 sum of weights is wrong
+    assert abs(rounded / (n * weight) - 1) > 5e-4
 
 
 def test_the_sum_of_weights_in_a_state_is_exact():
@@ -487,9 +483,8 @@ def test_a_weight_that_is_lost_on_the_way_is_noticed(loses):
   state = outer.init(params)
   with pytest.raises(ValueError, match=message):
     outer.update(x[0], state, params)
-  step = make_train_step(
-    loss_fn, tx, num_microbatches=2, reduction="sum"
-  )  # it is 1
+  # it is 1
+  step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")
   step(params, tx.init(params), x)
 
 
@@ -528,27 +523,28 @@ def test_what_ends_a_cycle_comes_with_the_call(hands_on):
     ):
       step(params, outer.init(params), valid)
     return
-  if (
-    hands_on != "all"
-  ):  # what is in JAX's cache is not asked again: the cycle ends
+  # what is in JAX's cache is not asked again: the cycle ends
+  if hands_on != "all":
     update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
   moved, state, _ = step(params, outer.init(params), valid)
   moved, state, _ = step(moved, state, {**valid, "valid": jnp.zeros(4)})
   ended = hands_on != "all"
+  # and no step is lost
   assert (float(moved), has_updated(state)) == (
     -1 if ended else 0,
     ended,
-  )  # and no step is lost
+  )
   _, state = update(
     jnp.float32(1), tx.init(params), params, weight=jnp.float32(2)
   )
   updates, state = update(
     jnp.float32(jnp.nan), state, params, weight=jnp.float32(0)
   )
+  # as ever outside of a step
   assert (float(updates), has_updated(state)) == (
     -1,
     True,
-  )  # as ever outside of a step
+  )
 
 
 @pytest.mark.parametrize(
@@ -565,9 +561,8 @@ def test_sums_are_selected_and_not_gradients(options):
     eqn.params["jaxpr"].jaxpr for eqn in eqns if eqn.primitive.name == "scan"
   ]
   made_by = {v: eqn.primitive.name for eqn in body.eqns for v in eqn.outvars}
-  selects = [
-    eqn for eqn in body.eqns if eqn.params.get("name") == "_where"
-  ]  # of jnp.where
+  # of jnp.where
+  selects = [eqn for eqn in body.eqns if eqn.params.get("name") == "_where"]
   of_gradients = [
     eqn for eqn in selects if eqn.outvars[0].aval.shape == params.shape
   ]

@@ -149,10 +149,11 @@ def test_a_changed_batch_with_a_weight_below_zero_is_left_out():
 
 def test_a_row_with_a_weight_below_zero_that_others_outweigh_is_left_out():
   weigh = lambda batch: jnp.sum(batch["lengths"] - 1)  # noqa: E731
+  # of no row 0
   source = {
     **BATCH,
     "lengths": np.array([2, 3, 5, 3, 2, 4, 3, 2]),
-  }  # of no row 0
+  }
   report = check(ZOO["lengths but one"], source, weight_fn=weigh)
   assert report.ok, report
   assert any("= 0 in row" in x for x in report.left_out)
@@ -183,16 +184,14 @@ def test_a_number_that_a_jitted_part_of_the_loss_is_given_is_found():
   def loss(params, batch):
     return masked(params, batch["tokens"], batch["targets"], 3)
 
-  report = check_one_split(
-    Specimen(loss, ("tokens", "targets")), EVEN
-  )  # without a 3
+  # without a 3
+  report = check_one_split(Specimen(loss, ("tokens", "targets")), EVEN)
   assert report.fix == zoo.weigh("batch['targets'] != 3"), report
 
 
 def test_a_weight_below_zero_is_no_fix():
-  weight = np.where(
-    np.arange(8) < 6, 1.0, -0.25
-  )  # of the two rows of the last microbatch
+  # of the two rows of the last microbatch
+  weight = np.where(np.arange(8) < 6, 1.0, -0.25)
   report = check_one_split(ZOO["sample weights"], {**BATCH, "weight": weight})
   assert report.verdict == "coupled", report
 
@@ -345,9 +344,8 @@ def test_the_table_folds_what_agrees():
   assert "The loss and 12 gradients agree on" in text
   assert "grads" not in text
   text = str(check_split(loss, params, batch, reduction="sum"))
-  assert (
-    len(text.partition("\n\n")[2].splitlines()) == 8
-  )  # where, a head, 5 leaves, and
+  # where, a head, 5 leaves, and
+  assert len(text.partition("\n\n")[2].splitlines()) == 8
   assert text.endswith("... and 7 more: report.details()")
   assert max(map(len, text.splitlines())) <= 85
 
@@ -381,9 +379,8 @@ def test_rows_of_an_argument_that_lacks_the_axis_of_rows_are_unsplit():
     np.ones((3, 8), np.float32),
     np.ones(8, np.float32),
   )
-  assert (
-    check_split(loss, *args, batch_axis=1).verdict == "unsplit"
-  )  # which the split refuses
+  # which the split refuses
+  assert check_split(loss, *args, batch_axis=1).verdict == "unsplit"
   with pytest.raises(ValueError, match="argument 2 has 8 rows on axis 0"):
     microbatch_value_and_grad(loss, num_microbatches=2, batch_axis=1)(*args)
 
@@ -454,9 +451,8 @@ def test_only_the_split_that_is_asked_for_is_looked_at():
 
 
 def test_a_weight_that_is_the_same_for_fewer_rows_is_wrong():
-  report = check(
-    ZOO["mean"], weight_fn=lambda batch: 1.0
-  )  # right in equal microbatches alone
+  # right in equal microbatches alone
+  report = check(ZOO["mean"], weight_fn=lambda batch: 1.0)
   assert (report.verdict, report.fix) == ("weighted", "weight_fn=None")
 
 
@@ -650,10 +646,11 @@ def test_a_loss_and_its_aux_are_mended_at_once():
 
 
 def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
+  # 0/0 in the even rows
   batch = {
     **BATCH,
     "mask": BATCH["mask"] * (np.arange(8) % 2)[:, None],
-  }  # 0/0 in the even rows
+  }
   in_two = functools.partial(check, ZOO["token mean"], batch, microbatch_size=4)
   weigh = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
   assert in_two(**weigh).ok
@@ -772,10 +769,11 @@ def test_keys_in_a_carry_draw_the_same_and_raw_ones_do_not():
   assert check_one_split(
     Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))
   ).ok
+  # which the check does not know for a key
   raw = {
     **carry,
     "key": jax.random.PRNGKey(0),
-  }  # which the check does not know for a key
+  }
   report = check_one_split(
     Specimen(loss, XY, options={"carry_argnum": 2}, further=(raw,))
   )

@@ -135,9 +135,8 @@ def test_an_argument_may_be_split_by_position_or_by_name(names):
 
 
 def test_a_weight_that_fits_by_chance_is_no_fix():
-  draw = np.random.default_rng(
-    31
-  )  # of which y < 0 says where the largest is, in the first 4 rows
+  # of which y < 0 says where the largest is, in the first 4 rows
+  draw = np.random.default_rng(31)
   batch = {"x": draw.normal(size=(16, WIDTH)), "y": draw.normal(size=16)}
 
   def largest(params, batch):
@@ -152,9 +151,8 @@ def test_an_argument_of_the_size_of_what_is_checked_at_a_time_is_not_taken_for_r
     return jnp.max(batch["x"] @ params) + jnp.sum(scale)
 
   step = make_train_step(largest, TX, num_microbatches=3, batch_argnums=1)
-  assert (
-    step.check(W, TX.init(W), BATCH, np.ones(4)).verdict == "coupled"
-  )  # not "unsplit"
+  # not "unsplit"
+  assert step.check(W, TX.init(W), BATCH, np.ones(4)).verdict == "coupled"
 
 
 @pytest.mark.parametrize(("aux_reduction", "aux"), [(None, 2), ("stack", 1)])
@@ -167,16 +165,16 @@ def test_aux_of_the_size_of_the_microbatches_of_the_check_are_not_taken_for_rows
 
   report = check(loss, has_aux=True, aux_reduction=aux_reduction)
   assert report.ok
-  assert (
-    "rows at a time" in report.not_checked[0]
-  )  # and not all, after an error
+  # and not all, after an error
+  assert "rows at a time" in report.not_checked[0]
 
 
 def test_where_a_few_rows_tell_nothing_more_are_looked_at():
+  # none of the first 4
   few_count = {
     **BATCH,
     "mask": (np.arange(ROWS) > 8).astype(float),
-  }  # none of the first 4
+  }
   assert check(batch=few_count).fix == WEIGHT
   groups = lambda params, batch: jnp.mean(  # noqa: E731
     jnp.sum((batch["x"] @ params).reshape(-1, 6, 1), 1, keepdims=True) ** 2
@@ -589,9 +587,8 @@ def test_a_step_that_adds_up_wrongly_over_devices_shows(monkeypatch):
 
 
 def test_rows_that_do_not_count_on_some_device_are_no_evidence():
-  def loss(
-    params, batch
-  ):  # 0/0 on a device without valid rows, as in the first 4
+  # 0/0 on a device without valid rows, as in the first 4
+  def loss(params, batch):
     return jnp.sum(normalized(params, batch) * batch["mask"]) / jnp.sum(
       batch["mask"]
     )
@@ -638,9 +635,8 @@ def test_noise_and_a_carry_of_several_devices_are_compared():
 @pytest.mark.parametrize("over_mesh", [False, True])
 def test_a_carry_that_is_read_couples(over_mesh):
   def loss(params, batch, carry):
-    teacher = carry["teacher"] + 1e-5 * (
-      params - carry["teacher"]
-    )  # a tiny move
+    # a tiny move
+    teacher = carry["teacher"] + 1e-5 * (params - carry["teacher"])
     error = (
       batch["x"] @ (params - carry["teacher" if reads else "same"]) - batch["y"]
     )
@@ -715,9 +711,8 @@ def test_what_a_step_over_devices_refuses_its_check_refuses(over_mesh):
     ValueError, match="The loss depends on the number of devices"
   ):
     check(divided, **where)
-  key = jax.random.key(
-    0
-  )  # which a step refuses too, and a check says what to write
+  # which a step refuses too, and a check says what to write
+  key = jax.random.key(0)
 
   def drawn(params, batch, key):
     return loss_fn(params, batch) * jax.random.uniform(key)

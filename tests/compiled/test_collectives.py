@@ -386,9 +386,8 @@ def test_a_gradient_that_is_summed_in_every_microbatch_is_caught(
     AssertionError, match=found + r".*psum.*mesh=.*to=\"varying\""
   ):
     report.assert_once_per_cycle()
-  report.assert_once_per_cycle(
-    nbytes=GRADIENT + 5
-  )  # the metric may travel along
+  # the metric may travel along
+  report.assert_once_per_cycle(nbytes=GRADIENT + 5)
 
 
 def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
@@ -432,9 +431,8 @@ def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
   args = devices.abstract(args, mesh, ({"w": P(None, "data")}, P(), ROWS))
   report = count(step.lower(*args).compile())
   assert report.at_cycle_end == {"all-reduce": (3, 3 * 32 * 32 * 4)}
-  assert (
-    not report.streaming
-  )  # where `accumulate` takes a whole cycle in a call
+  # where `accumulate` takes a whole cycle in a call
+  assert not report.streaming
   if how == "per_microbatch":
     with pytest.raises(AssertionError, match=r"4 a call: .*f32\["):
       report.assert_once_per_cycle()

@@ -164,6 +164,5 @@ def test_groups_of_the_batch_are_counted_apart():
 
 def test_a_program_without_products_does_no_work():
   assert flops(jnp.sin, (8, 8)) == 0
-  assert (
-    flops(jnp.outer, (8,), (8,)) == 0
-  )  # XLA writes a product of one row as a sum
+  # XLA writes a product of one row as a sum
+  assert flops(jnp.outer, (8,), (8,)) == 0

@@ -52,7 +52,6 @@ def test_a_fused_attention_compiles_for_eight_chips(attention, weighs):
     loss_fn, tx, num_microbatches=2, mesh=mesh, weight_fn=valid
   )
   compiled = step.lower(*args).compile()
-  assert (
-    compiled.as_text().count("tpu_custom_call") >= 2
-  )  # forward and backward
+  # forward and backward
+  assert compiled.as_text().count("tpu_custom_call") >= 2
   count_collectives(compiled).assert_once_per_cycle()

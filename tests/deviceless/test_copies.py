@@ -23,6 +23,5 @@ def test_updates_that_accumulators_cannot_hold_have_buffers_of_their_own(
   tx = accumulate(optax.sgd(0.1), 8, accumulator_dtype=jnp.bfloat16)
   args = devices.abstract((params, jax.eval_shape(tx.init, params)), one)
   program = jax.jit(tx.update, donate_argnums=(0, 1)).lower(*args).compile()
-  assert (
-    copies_of(program.as_text(), 512 * 512) == 0
-  )  # as of one array of zeros for all
+  # as of one array of zeros for all
+  assert copies_of(program.as_text(), 512 * 512) == 0

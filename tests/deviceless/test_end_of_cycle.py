@@ -32,9 +32,8 @@ def test_gradients_are_summed_where_a_cycle_ends(platform, in_a_scan, reduces):
   specs = P(), accumulate_specs(jax.eval_shape(tx.init, PARAMS), "data")
 
   def call(held, batch):
-    grads = jax.grad(loss_fn)(
-      held[0], batch
-    )  # of own rows: there are no types, check_vma=False
+    # of own rows: there are no types, check_vma=False
+    grads = jax.grad(loss_fn)(held[0], batch)
     grads = lax.pmean(grads, "data") if reduces else grads
     return tx.apply(grads, held[1], held[0]), None
 

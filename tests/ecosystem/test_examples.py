@@ -310,9 +310,8 @@ def folder(tmp_path):
   )
   (tmp_path / "empty.txt").touch()
   (tmp_path / "short.txt").write_text("x" * 649)
-  (tmp_path / "least.txt").write_bytes(
-    bytes(range(20))
-  )  # one row to hold out, of --length 1
+  # one row to hold out, of --length 1
+  (tmp_path / "least.txt").write_bytes(bytes(range(20)))
   return tmp_path
 
 
@@ -394,9 +393,8 @@ def train_lm(folder, monkeypatch):
   return run_main
 
 
-@pytest.mark.filterwarnings(
-  "ignore:The `concrete` option:DeprecationWarning"
-)  # flax 0.12.1
+# flax 0.12.1
+@pytest.mark.filterwarnings("ignore:The `concrete` option:DeprecationWarning")
 @pytest.mark.parametrize("arguments", ODD_LM)
 def test_odd_settings_train_too(arguments, train_lm, capsys):
   train_lm("--steps", "1", *arguments)

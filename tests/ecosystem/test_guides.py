@@ -22,9 +22,8 @@ TROUBLESHOOTING = Page("guides/troubleshooting.md")
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 @pytest.mark.parametrize(
@@ -167,10 +166,11 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
       sum(m["ts"] <= t < m["ts"] + m["dur"] for t in calls) for m in marks
     ]
     assert in_each == [len(calls) / 2] * 2
+    # JAX may record a call twice, one in the other
     assert len(calls) in (
       2 * count,
       4 * count,
-    )  # JAX may record a call twice, one in the other
+    )
 
 
 @pytest.fixture(scope="module")
@@ -260,9 +260,8 @@ def test_a_schedule_is_checked_and_reaches_a_trillion_tokens():
   names = BATCH.run(
     schedule, optimizer.replace("CALLS = 480", "CALLS = 4_000_000_000")
   )
-  first = -(
-    -250_000_000_000 // (768 * 32)
-  )  # the step that begins with 250B tokens or more
+  # the step that begins with 250B tokens or more
+  first = -(-250_000_000_000 // (768 * 32))
   assert [int(names["at"](step)[0]) for step in (0, first - 1, first)] == [
     768,
     768,

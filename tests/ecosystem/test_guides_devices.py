@@ -13,9 +13,8 @@ SHARDED = Page("guides/sharded_state.md")
 HALF = Page("guides/half_precision.md")
 RECIPE, LOOP = HALF.blocks("float16 with loss scaling")
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 IN_SHARDS = SHARDED.blocks("The optimizer's state in shards")[0]

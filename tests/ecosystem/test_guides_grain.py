@@ -15,15 +15,15 @@ import pytest
 from support.pages import Page
 
 PAGE = Page("guides/checkpoints.md")
+# microbatches of a step and of the run, seconds of a process
 CYCLE, CALLS, LIMIT = (
   4,
   12,
   120,
-)  # microbatches of a step and of the run, seconds of a process
+)
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 @functools.cache
@@ -99,10 +99,11 @@ def test_a_killed_run_resumes_with_the_very_next_batch(tmp_path):
   calls = [call for call, _ in seen(parts)]
   resumed_at = [b for a, b in itertools.pairwise(calls) if b <= a]
   assert len(resumed_at) == 2
+  # the last checkpoint may not have been complete
   assert resumed_at[0] in (
     5,
     6,
-  )  # the last checkpoint may not have been complete
+  )
   assert resumed_at[1] in (8, 9)
   assert calls[-1] == CALLS - 1
   ends = [np.load(folder.with_suffix(".npz")) for folder in (whole, parts)]

@@ -30,9 +30,8 @@ UNSEEN = ["Packed sequences", "GAN: two optimizers"]
 
 SGD = optax.sgd(1.0)
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 @pytest.fixture(scope="module")

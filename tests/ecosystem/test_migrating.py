@@ -13,9 +13,8 @@ from support.migrating import Pair
 
 from optax_accum import from_multi_steps
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 def linear(params, x):

@@ -39,9 +39,8 @@ class MultiSteps:
     )
 
   def gradient_transformation(self):
-    return optax.GradientTransformation(
-      self._tx.init, jax.jit(self._tx.update)
-    )  # for time
+    # for time
+    return optax.GradientTransformation(self._tx.init, jax.jit(self._tx.update))
 
   def has_updated(self, state):
     return has_updated(state)

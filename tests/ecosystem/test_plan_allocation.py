@@ -11,9 +11,8 @@ from optax_accum import plan_microbatches
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
 
-LARGE = (
-  2**19
-)  # rows: 130 MB between the two; the program's code and threads are little to that
+# rows: 130 MB between the two; the program's code and threads are little to that
+LARGE = 2**19
 ALLOCATION = """
 import sys
 import jax, jax.numpy as jnp

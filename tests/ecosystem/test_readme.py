@@ -19,9 +19,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SNIPPETS = code_of(README)
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # README's code is for JAX as it comes
+# README's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 def run(*snippets):

@@ -126,9 +126,8 @@ def test_statistics_are_those_of_a_loop_over_microbatches():
 
 def test_statistics_over_devices_are_weighted_by_what_each_counted():
   model, batch = Model(norm="batch"), make_batch(np.float32)
-  batch["weight"] = np.repeat(
-    np.arange(8.0, dtype=np.float32), 3
-  )  # the first device has none
+  # the first device has none
+  batch["weight"] = np.repeat(np.arange(8.0, dtype=np.float32), 3)
   state = make_state(model, batch)
   parts = [trees.index(batch, slice(3 * i, 3 * i + 3)) for i in range(8)]
   each = [looped(model, state, part, 3) for part in parts]
@@ -179,9 +178,8 @@ def test_dropout_keys_are_folded_and_repeat(mesh, make_key):
   params = [jax.device_get(run[0].params) for run in runs]
   trees.assert_close(params[0], params[1], 0)
   assert trees.largest_difference(params[0], params[2]) > 1e-3
-  logits = np.asarray(
-    runs[0][1]["aux"]
-  )  # the microbatches of one device, then of the next
+  # the microbatches of one device, then of the next
+  logits = np.asarray(runs[0][1]["aux"])
   noises = [x[0] for x in logits]
   assert len(noises) == (2 if mesh is None else 4)
   assert len({x.tobytes() for x in noises}) == len(noises)
@@ -483,10 +481,11 @@ def test_an_apply_gradients_of_the_users_own_is_refused(mesh):
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 def test_what_the_step_does_not_touch_is_kept(mesh):
   def loss_fn(variables, batch, rngs):
+    # neither keys nor what is static
     assert variables.keys() == {
       "params",
       "ema",
-    }  # neither keys nor what is static
+    }
     return linear(variables, batch, rngs)
 
   key, note = jax.random.key(0), {"note": "fine"}
@@ -497,9 +496,8 @@ def test_what_the_step_does_not_touch_is_kept(mesh):
     "counts": (jnp.int32(3),),
   }
   state = linear_state(optax.sgd(0.1), Kept, note=note, **fields)
-  state = state.replace(
-    ema=state.params, step=state.counts[0]
-  )  # the same arrays
+  # the same arrays
+  state = state.replace(ema=state.params, step=state.counts[0])
   step = linen_train_step(loss_fn, num_microbatches=2, mesh=mesh)
   new, batch = state, make_batch(np.float32)
   for _ in range(2):

@@ -132,13 +132,11 @@ def test_over_devices_statistics_are_averaged_with_what_each_counted():
   kernel.set_raw_value(put(kernel.get_raw_value(), mesh, P(None, "model")))
   step = nnx_train_step(loss_fn, microbatch_size=8, weight_fn=total, mesh=mesh)
   step(model, optimizer, batch)
-  assert (
-    model.norm.mean.get_raw_value().sharding.is_fully_replicated
-  )  # as it came
+  # as it came
+  assert model.norm.mean.get_raw_value().sharding.is_fully_replicated
   means, weights = [], []
-  for rows in np.split(
-    np.arange(ROWS), 4
-  ):  # a device has rows that follow one another
+  # a device has rows that follow one another
+  for rows in np.split(np.arange(ROWS), 4):
     part = jax.tree.map(lambda x: x[rows], batch)  # noqa: B023
     alone = Model(nnx.BatchNorm)
     for micro in strided(part, 3):
@@ -370,10 +368,11 @@ def size(tree):
 def test_only_adapters_accumulate_and_have_moments():
   x = np.ones((4, 512), np.float32)
   temp = {}
+  # the second selects all: an adapter is a parameter too
   for wrt in (
     nnx.LoRAParam,
     nnx.Param,
-  ):  # the second selects all: an adapter is a parameter too
+  ):
     model, optimizer = make(Adapted(), wrt=wrt)
     step = nnx_train_step(squares, wrt=wrt, num_microbatches=2)
     memory = step.lower(model, optimizer, x).compile().memory_analysis()
@@ -382,9 +381,8 @@ def test_only_adapters_accumulate_and_have_moments():
   assert temp[nnx.LoRAParam] < 8 * adapter < matrix < temp[nnx.Param]
 
   model, optimizer = make(Adapted(), wrt=nnx.LoRAParam)
-  assert (
-    size(arrays(optimizer)) == 2 * adapter + 4 + 4
-  )  # two moments, and two counts
+  # two moments, and two counts
+  assert size(arrays(optimizer)) == 2 * adapter + 4 + 4
   kernel, before = model.base.kernel[...], arrays(model)
   nnx_train_step(squares, wrt=nnx.LoRAParam, num_microbatches=2)(
     model, optimizer, x
@@ -393,9 +391,8 @@ def test_only_adapters_accumulate_and_have_moments():
   moved = {
     name for name, x in arrays(model).items() if (x != before[name]).any()
   }
-  assert moved == {
-    "['adapter']['lora_b']"
-  }  # lora_a has no gradient while lora_b is zero
+  # lora_a has no gradient while lora_b is zero
+  assert moved == {"['adapter']['lora_b']"}
 
 
 def test_in_a_stream_only_adapters_have_an_accumulator_too():
@@ -403,9 +400,8 @@ def test_in_a_stream_only_adapters_have_an_accumulator_too():
     Adapted(), accumulate(optax.adam(0.1), 2), wrt=nnx.LoRAParam
   )
   adapter = 4 * 2 * 512
-  assert (
-    3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64
-  )  # two moments, an accumulator
+  # two moments, an accumulator
+  assert 3 * adapter <= size(arrays(optimizer)) < 3 * adapter + 64
 
   @nnx.jit
   def mini_step(model, optimizer, x):

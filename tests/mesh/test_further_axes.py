@@ -183,9 +183,8 @@ def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
 ):
   with jax.enable_x64(True):
     loss_of = loss_fn if len(shape) == 2 else without_gathers
-    if (
-      way == "in_place"
-    ):  # where others run a microbatch, one that is empty runs too
+    # where others run a microbatch, one that is empty runs too
+    if way == "in_place":
       loss_of = functools.partial(where_empty, len(shape) == 2)
     params, _, _ = three_steps(shape, loss_of, **TIMES, **WAYS[way])
     expected, _ = whole_batch(EMPTY if "batch" in WAYS[way] else ())

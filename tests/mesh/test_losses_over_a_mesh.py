@@ -341,9 +341,8 @@ def test_a_loss_that_wants_more_rows_than_a_microbatch_has_is_told_how_many(
 
 
 def calling_back(h):
-  like = jax.ShapeDtypeStruct(
-    h.shape, jnp.float32
-  )  # threads of callbacks have no float64
+  # threads of callbacks have no float64
+  like = jax.ShapeDtypeStruct(h.shape, jnp.float32)
   ones = lambda h: np.ones(h.shape, np.float32)  # noqa: E731
   return h + jax.pure_callback(ones, like, lax.stop_gradient(h)).astype(h.dtype)
 

@@ -331,10 +331,11 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
     ((), {"batch": x, "other": y}),
     ((x, y), {}),
   ]
+  # with other parameters, or with those that the last call returned
   for goes_on in (
     False,
     True,
-  ):  # with other parameters, or with those that the last call returned
+  ):
     params, state = jnp.asarray(2.0), tx.init(2.0)
     for args, kwargs in calls:
       expected = params - 0.001 * gradient(params, x, y)
@@ -483,9 +484,8 @@ def test_every_device_computes_its_share():
   assert share(
     microbatch_value_and_grad(loss_fn, num_microbatches=8)
   ) == pytest.approx(1, abs=0.02)
-  assert (
-    share(oracle.hand_written(loss_fn, 8)) > 2
-  )  # blocks of rows: parallelism is lost
+  # blocks of rows: parallelism is lost
+  assert share(oracle.hand_written(loss_fn, 8)) > 2
   compiled, _ = compiled_step(mesh, num_microbatches=8)
   assert matrix_flops(compiled.as_text()) / whole * mesh.size == pytest.approx(
     1, abs=0.02
@@ -536,9 +536,8 @@ def test_in_shard_map_the_scale_is_right_and_that_of_known_errors_is_not():
 
   for check in (True, False):
     assert scale_of(ours, w, batch, check_vma=check) == pytest.approx(1)
-  assert scale_of(jax.grad(mean), w, batch) == pytest.approx(
-    8
-  )  # summed by JAX, not averaged
+  # summed by JAX, not averaged
+  assert scale_of(jax.grad(mean), w, batch) == pytest.approx(8)
   pmean_on_top = lambda w, x: lax.pmean(jax.grad(mean)(w, x), "data")  # noqa: E731
   assert scale_of(pmean_on_top, w, batch) == pytest.approx(8)
   too_small = lambda w, x: jax.grad(lambda w, x: mean(w, x) / 8)(w, x) / 8  # noqa: E731
@@ -659,10 +658,11 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
   )
   x = np.asarray([1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 0], np.float32)
   (_, (count, _)), _ = jax.jit(mapped)(jnp.asarray(1.0), x, jnp.asarray(10))
+  # 12, 13, 11 and 12 on the devices
   assert (int(count), count.dtype) == (
     13,
     jnp.int32,
-  )  # 12, 13, 11 and 12 on the devices
+  )
 
 
 def test_in_pmap_axis_name_goes_with_keys_carry_aux_and_weights():
@@ -695,13 +695,11 @@ def test_in_pmap_axis_name_goes_with_keys_carry_aux_and_weights():
     trees.assert_close(first, expected_gradients(), 1e-10)
     stats, aux, carry = jax.device_get((stats, aux, carry))
     assert stats.total_weight[0] == aux["tokens"][0] == np.sum(batch["valid"])
-    counts = (
-      np.asarray(batch["valid"]).reshape(8, -1).sum(1)
-    )  # a carry weighs as its device
+    # a carry weighs as its device
+    counts = np.asarray(batch["valid"]).reshape(8, -1).sum(1)
     np.testing.assert_allclose(carry[0], np.average(counts, weights=counts))
-    assert (
-      len(np.unique(aux["noise"])) == 16
-    )  # no two devices or microbatches share noise
+    # no two devices or microbatches share noise
+    assert len(np.unique(aux["noise"])) == 16
     np.testing.assert_array_equal(
       np.asarray(aux["rows"]).reshape(batch["y"].shape), batch["y"]
     )
@@ -849,9 +847,8 @@ def test_arrays_that_are_on_another_mesh_are_refused_with_where_they_are():
       ValueError, match=rf"params\['bias'\] is on another mesh .*{found}"
     ):
       step(devices.put(params, other), state, batch)
-    moved = jax.device_put(
-      devices.put(params, other), NamedSharding(mesh, P())
-    )  # as it says
+    # as it says
+    moved = jax.device_put(devices.put(params, other), NamedSharding(mesh, P()))
     step(moved, state, batch)
   wrong = devices.put(batch, mesh, P("model"))
   with pytest.raises(

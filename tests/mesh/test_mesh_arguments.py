@@ -147,9 +147,8 @@ def test_axes_may_be_of_two_kinds(axis_types, reduce_gradients):
       assert array.sharding.is_equivalent_to(params[name].sharding, array.ndim)
 
 
-@pytest.mark.parametrize(
-  "rows", [32, 64]
-)  # with 64 every device has rows enough for all
+# with 64 every device has rows enough for all
+@pytest.mark.parametrize("rows", [32, 64])
 def test_a_mesh_inside_shard_map_or_pmap_is_refused(rows):
   mesh, tx = make_mesh(8), optax.sgd(0.1)
   step = make_train_step(
@@ -297,10 +296,11 @@ def test_a_state_stays_sharded_where_its_parameters_are_not(tx):
     return jnp.mean((batch @ params) ** 2)
 
   results = []
+  # without and with a conditional around the step
   for options in (
     {},
     {"weight_fn": jnp.sum},
-  ):  # without and with a conditional around the step
+  ):
     step = make_train_step(
       loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False, **options
     )
@@ -351,9 +351,8 @@ def test_a_loss_that_was_reduced_over_the_devices_is_refused(
         params, tx.init(params), x
       )
 
-  def synchronized(
-    params, x
-  ):  # what is reduced within a loss is the user's own
+  # what is reduced within a loss is the user's own
+  def synchronized(params, x):
     return loss_fn(params, x - lax.pmean(jnp.mean(x), "data"))
 
   make_train_step(synchronized, tx, donate=False, **options)(

@@ -140,13 +140,11 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(
     assert set(report.outside) == {"all-reduce"}
     assert report.outside["all-reduce"].operations == 1
     assert w + b <= report.outside["all-reduce"].bytes <= w + b + 64
-  if (
-    name == "over one"
-  ):  # a shard is reduced over the axis that it is not sharded over
+  # a shard is reduced over the axis that it is not sharded over
+  if name == "over one":
     assert where["all-gather"] == where["reduce-scatter"] == (times, times * w)
-    assert where["all-reduce"].bytes < times * (
-      w / 4 + b + 128
-    )  # a shard, a bias, scalars
+    # a shard, a bias, scalars
+    assert where["all-reduce"].bytes < times * (w / 4 + b + 128)
   if name == "one dimension over both":
     assert where["reduce-scatter"] == (2 * times, times * (w + b))
     reduced = [op for op in report.operations if op.kind == "all-reduce"]
@@ -172,9 +170,8 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
     tx, count = optimizer(), None if "microbatch_size" in options else 4
 
     def fun(params, batch):
-      assert jax.typeof(params["w"]).sharding.spec == P(
-        None, "explicit"
-      )  # on each device
+      # on each device
+      assert jax.typeof(params["w"]).sharding.spec == P(None, "explicit")
       return loss_fn(params, batch)
 
     step = make_train_step(
@@ -213,9 +210,8 @@ def test_microbatches_need_not_divide_the_batch(kind, rows):
       mesh=mesh,
       data_axis=AXES,
     )
-    batch = devices.put(
-      batch, mesh, P("data")
-    )  # rows over one of the two are moved to both
+    # rows over one of the two are moved to both
+    batch = devices.put(batch, mesh, P("data"))
     _, _, metrics = step(init_params(), tx.init(init_params()), batch)
     expected = jax.jit(loss_fn)(init_params(), make_batch(rows=rows))
     np.testing.assert_allclose(metrics["loss"], expected)

@@ -187,9 +187,8 @@ def test_sharded_parameters_and_rows_need_no_mesh(way):
   gathers = {
     op.bytes for op in found if op.kind == "all-gather" and op.bytes > 2048
   }
-  assert gathers == {
-    layer
-  }  # one at a time, in the loop over layers, and no rows
+  # one at a time, in the loop over layers, and no rows
+  assert gathers == {layer}
   assert not [op for op in found if op.loop is None and op.bytes > 64]
   assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * layers.nbytes
   # Each device computes its share: forward, forward again and backward.

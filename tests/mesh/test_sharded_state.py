@@ -122,9 +122,8 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
     )
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-10)
     assert norm > 1  # it was clipped
-    np.testing.assert_allclose(
-      elsewhere, expected_elsewhere, rtol=1e-12
-    )  # value_fn has shards
+    # value_fn has shards
+    np.testing.assert_allclose(elsewhere, expected_elsewhere, rtol=1e-12)
     for name, spec in STATE.items():
       sharding = NamedSharding(mesh, spec)
       assert params[name].sharding.is_fully_replicated
@@ -192,9 +191,8 @@ def test_beside_a_second_axis_three_steps_equal_the_whole_batch(types, case):
   specs, state_specs, count = BESIDE[case]
 
   def fun(params, batch):
-    if (
-      types[1] == EXPLICIT
-    ):  # explicit axes want to be told where a product goes
+    # explicit axes want to be told where a product goes
+    if types[1] == EXPLICIT:
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
     return loss_fn(params, batch)
 
@@ -285,9 +283,8 @@ def test_over_a_data_axis_of_one_device_nothing_is_reduced(
       reduce_gradients=reduce_gradients,
     )
     params = devices.put(init_params(), mesh, specs)
-    state = sharded(
-      tx, params, mesh, specs | {"three": P("data")}
-    )  # one part, of three numbers
+    # one part, of three numbers
+    state = sharded(tx, params, mesh, specs | {"three": P("data")})
     # Under a jit the shardings are not known.
     first = jax.jit(step) if reduce_gradients == "per_microbatch" else step
     held = first(params, state, make_batch())

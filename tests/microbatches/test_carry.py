@@ -88,9 +88,8 @@ def test_beside_tensor_parallelism_the_carry_comes_out_sharded_as_it_came(kind):
   params = devices.put(jnp.ones((3, 8)), mesh, P(None, "model"))
 
   def fun(params, batch, carry):
-    activations = jnp.mean(
-      batch @ params, 0
-    )  # over "model", as XLA would have the carry too
+    # over "model", as XLA would have the carry too
+    activations = jnp.mean(batch @ params, 0)
     shift = jnp.mean(batch) if kind is devices.EXPLICIT else activations
     return jnp.sum(activations), (
       [carry[0] + shift, carry[1] + activations],
@@ -118,10 +117,11 @@ def test_where_nothing_counted_the_carry_stays(kind):
     )
 
   batch = {"x": np.ones(12, np.float32), "valid": np.zeros(12, np.float32)}
+  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
   carry = {
     "mean": jnp.float32(0.1),
     "seen": jnp.int32(3),
-  }  # 0.1 + 0.1 + 0.1 is not 3 * 0.1
+  }
   mesh = make_mesh(3, kind=kind)
   actual = [one_step(statistics, batch, carry, mesh, weight_fn=tokens)]
   words = {"sum": "sum", "min": "min"}

@@ -133,9 +133,8 @@ def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(
 def test_a_nan_leaves_out_the_microbatch_on_all_devices(name, entry):
   """Unless the loss sends nothing: then on its device alone."""
   row, batch = TABLE[name], losses.make_batch(UNEVEN)
-  batch["x"][losses.ROWS + 1] = (
-    np.nan
-  )  # in the second microbatch of the second device
+  # in the second microbatch of the second device
+  batch["x"][losses.ROWS + 1] = np.nan
   params = losses.make_params()
   run = losses.gradient_function(
     row.fun, entry, DEVICES, skip_nonfinite=True, **FOUR

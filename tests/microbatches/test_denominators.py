@@ -11,13 +11,14 @@ from support.devices import make_mesh
 
 from optax_accum import make_train_step, microbatch
 
+# 40 rows are ragged on 1, 2 and 8 devices
 ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (
   40,
   16,
   3,
   4,
   3,
-)  # 40 rows are ragged on 1, 2 and 8 devices
+)
 LABELLED = (3, 5, 31)
 TX = optax.sgd(0.5)
 
@@ -228,9 +229,8 @@ def shares_of(params, batch):
 def balance(shares_of, axis_name=None):
   def loss_fn(params, batch):
     shares = shares_of(params, batch)
-    if (
-      axis_name is not None
-    ):  # gathered, because a loss that is reduced by psum is refused
+    # gathered, because a loss that is reduced by psum is refused
+    if axis_name is not None:
       shares = jax.tree.map(
         lambda x: jnp.sum(lax.all_gather(x, axis_name), axis=0), shares
       )

@@ -200,9 +200,8 @@ def gradients(step):
   return run
 
 
-@pytest.mark.parametrize(
-  "size", [4, 5]
-)  # of 5 rows, the last microbatch is smaller
+# of 5 rows, the last microbatch is smaller
+@pytest.mark.parametrize("size", [4, 5])
 def test_each_word_reduces_what_it_names(size):
   with jax.enable_x64(True):
     batch = make_batch()

@@ -439,9 +439,8 @@ def test_parameters_are_kept_apart_where_references_are_known_to_be_right():
 
     return jnp.sum(jax.lax.scan(outer, jnp.ones((2, 3)), None, 2)[0] * b)
 
-  def of_another_kind(
-    a, b
-  ):  # such as a map over a mesh, whose derivative is not looked into
+  # such as a map over a mesh, whose derivative is not looked into
+  def of_another_kind(a, b):
     return jnp.sum(
       jax.shard_map(jnp.sin, mesh=make_mesh(1), in_specs=P(), out_specs=P())(a)
       * b

@@ -163,13 +163,14 @@ def test_batch_arguments_may_come_by_position_and_name_on_any_axis():
     @jax.jit
     def every(*args, **kwargs):
       options = {"argnums": (0, 2), "batch_argnames": "y"}
+      # of so many rows, on which axis
       splits = [
         (1, 1),
         (2, -1),
         (5, 1),
         (5, -1),
         (6, -1),
-      ]  # of so many rows, on which axis
+      ]
       return jax.value_and_grad(two_batches, argnums=(0, 2))(*args, **kwargs), [
         optax_accum.microbatch_value_and_grad(
           two_batches, microbatch_size=size, batch_axis=axis, **options
@@ -303,9 +304,8 @@ def test_skip_nonfinite_leaves_a_microbatch_out():
     )
     assert int(stats.skipped_microbatches) == 1
     assert float(stats.total_weight) == 4
-    assert not np.isfinite(
-      plain(jnp.asarray(2.0), x)[1]
-    )  # without it, it shows
+    # without it, it shows
+    assert not np.isfinite(plain(jnp.asarray(2.0), x)[1])
 
 
 @pytest.mark.parametrize(
@@ -407,9 +407,8 @@ def test_a_prefix_tree_gives_each_output_its_reduction(size):
   assert [v.tolist() for v in out["flags"]] == [True, False, True, False]
   assert {v.dtype for v in out["flags"]} == {jnp.dtype(jnp.bool_)}
   assert int(out["small"]) == 25
-  assert (
-    out["small"].dtype == jnp.int32
-  )  # as jnp.sum: a sum of int8 soon leaves int8
+  # as jnp.sum: a sum of int8 soon leaves int8
+  assert out["small"].dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32])
@@ -450,9 +449,8 @@ def test_stack_and_last_are_in_the_order_of_the_microbatches():
 def test_the_smaller_last_microbatch_is_last(names):
   fun = jnp.sum if names == "last" else lambda x: (jnp.sum(x),) * 3
   run = optax_accum.microbatch(fun, reduction=names, microbatch_size=2)
-  out = jax.jit(run)(
-    np.float32([1, 2, 4, 8, 16])
-  )  # rows 0 and 2, rows 1 and 3, row 4
+  # rows 0 and 2, rows 1 and 3, row 4
+  out = jax.jit(run)(np.float32([1, 2, 4, 8, 16]))
   if names == "last":
     assert float(out) == 16
   else:
@@ -579,9 +577,8 @@ def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
     chex.assert_trees_all_equal((one[i], three[i]), expected(key, keys, i))
 
 
-@pytest.mark.parametrize(
-  "also", ["max", "last"]
-)  # "last" makes the tail run last
+# "last" makes the tail run last
+@pytest.mark.parametrize("also", ["max", "last"])
 def test_the_smaller_last_microbatch_has_noise_of_its_own(also):
   def fun(params, batch, key):
     noise = jax.random.uniform(key)
@@ -642,9 +639,8 @@ def test_a_carry_goes_from_each_microbatch_to_the_next(size):
 
 
 def test_n_updates_with_momentum_m_weigh_as_one_with_m_to_the_n():
-  batch = np.full(
-    8, 3.0, np.float32
-  )  # every microbatch has the same statistics
+  # every microbatch has the same statistics
+  batch = np.full(8, 3.0, np.float32)
   stats = {"mean": jnp.asarray(1.0), "steps": jnp.asarray(0)}
   cycle = optax_accum.microbatch_value_and_grad(
     with_statistics, num_microbatches=4, carry_argnum=2
@@ -1015,9 +1011,8 @@ def test_it_works_inside_vmap_and_under_an_outer_grad():
       jax.jit(jax.vmap(whole, (0, None)))(population, batch),
       1e-10,
     )
-    batch["valid"] = np.ones_like(
-      batch["valid"]
-    )  # the NaN of 0/0 has a NaN derivative
+    # the NaN of 0/0 has a NaN derivative
+    batch["valid"] = np.ones_like(batch["valid"])
     even = optax_accum.microbatch_value_and_grad(
       masked_mean_loss, num_microbatches=2
     )

@@ -37,9 +37,8 @@ def masked(batch):
 
 
 def true_params():
-  return jnp.full(
-    DIM, np.sqrt(SQUARED_NORM / DIM), jnp.float32
-  )  # the rows have mean 0
+  # the rows have mean 0
+  return jnp.full(DIM, np.sqrt(SQUARED_NORM / DIM), jnp.float32)
 
 
 def average_terms(step, mask):
@@ -333,9 +332,8 @@ def test_the_terms_are_smoothed_apart_and_then_divided():
   scale, state = jax.jit(estimate.update)(
     NoiseScaleTerms(*map(jnp.float32, (1, 0))), state
   )
-  assert float(scale) == 0.5 * 8 / (
-    0.5 * 2 + 1
-  )  # the mean of the ratios were 2
+  # the mean of the ratios were 2
+  assert float(scale) == 0.5 * 8 / (0.5 * 2 + 1)
   # What tells nothing changes nothing.
   scale, state = estimate.update(
     NoiseScaleTerms(*map(jnp.float32, (0, 0))), state

@@ -236,9 +236,8 @@ def test_parameters_that_an_earlier_step_was_donated_are_named(mesh):
   params, state, _ = step(params, TX.init(params), X)
   step(params, state, X)
   message = r"argument 0\['w'\] has been deleted: .* Use what that step returned, or make"
-  with pytest.raises(
-    RuntimeError, match=message
-  ):  # over a mesh, XLA would end the process
+  # over a mesh, XLA would end the process
+  with pytest.raises(RuntimeError, match=message):
     step(params, state, X)
   step = make_train_step(
     linear_loss, TX, num_microbatches=2, mesh=mesh, donate=False

@@ -236,10 +236,11 @@ def test_padding_that_is_not_finite_adds_nothing():
   )
   with jax.enable_x64(True):
     params, x = init_params(), two_views(8)[0]
+    # microbatch 2 is padding
     batch = {
       "x": x,
       "mask": jnp.asarray([1.0, 1, 0, 1, 0, 1, 0, 1]),
-    }  # microbatch 2 is padding
+    }
 
     def derivatives(fun, params, x):
       by_rows = jax.grad(lambda x: fun(params, {**batch, "x": x}))(x)
@@ -405,14 +406,16 @@ def test_memory_is_that_of_one_microbatch(by, most):
 @pytest.mark.parametrize(
   ("options", "kept_from_merging"),
   [
+    # a loop, and a smaller one after it
     (
       {"microbatch_size": 3},
       [False, True],
-    ),  # a loop, and a smaller one after it
+    ),
+    # a loop of one trip, which XLA unrolls
     (
       {"microbatch_size": 5},
       [True, True],
-    ),  # a loop of one trip, which XLA unrolls
+    ),
   ],
   ids=str,
 )
@@ -578,10 +581,11 @@ def test_extremes_over_devices_have_their_derivative(word):
   with jax.enable_x64(True):
     params, x = init_params(), two_views(16)[0]
     each = [jax.jit(derivatives_of(f)) for f in (fun, mapped)]
+    # rows that are alike share a derivative
     for rows in (
       x,
       np.tile(x[:1], (16, 1)),
-    ):  # rows that are alike share a derivative
+    ):
       expected, actual = (f(params, rows) for f in each)
       trees.assert_close(actual, expected, 1e-12)
     nan = np.array(x)

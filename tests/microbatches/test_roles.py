@@ -254,9 +254,8 @@ def test_what_an_aux_for_each_row_becomes():
   for aux in (named, run(num_microbatches=1)):
     np.testing.assert_array_equal(aux["each"], x)
     assert aux["mean"] == 3.5
-  averaged = run(num_microbatches=2, aux_reduction="mean")[
-    "each"
-  ]  # as was the default
+  # as was the default
+  averaged = run(num_microbatches=2, aux_reduction="mean")["each"]
   np.testing.assert_array_equal(averaged, [0.5, 2.5, 4.5, 6.5])
 
 

@@ -231,9 +231,8 @@ def test_beside_an_axis_of_tensor_parallelism_it_changes_no_step(kind):
 
 def test_a_loss_that_sends_something_is_run_by_all_or_none():
   def synchronized(params, batch):
-    everywhere = jax.checkpoint(
-      lambda x: lax.pmean(x, "data")
-    )  # a function within
+    # a function within
+    everywhere = jax.checkpoint(lambda x: lax.pmean(x, "data"))
     return loss_fn(params, batch) + 0 * everywhere(jnp.sum(batch["mask"]))
 
   mesh, tx, counted = make_mesh(4), optax.sgd(0.1), [0, 2, 4, 5, 15]

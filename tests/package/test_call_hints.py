@@ -283,10 +283,11 @@ PARAMS = {"w": jnp.ones((2, 1))}
 
 
 def test_a_number_of_microbatches_by_position_gets_its_name():
+  # argnums and has_aux, as in jax.value_and_grad
   for positional in (
     (4,),
     (0, 4),
-  ):  # argnums and has_aux, as in jax.value_and_grad
+  ):
     with pytest.raises(
       ValueError, match=r"num_microbatches=None and .* exactly one .* by name"
     ):

@@ -20,9 +20,8 @@ def test_version_is_told_once():
   version = optax_accum.__version__
   assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", version)
   assert str(citation()["version"]) == version
-  with contextlib.suppress(
-    importlib.metadata.PackageNotFoundError
-  ):  # run from a source tree
+  # run from a source tree
+  with contextlib.suppress(importlib.metadata.PackageNotFoundError):
     assert importlib.metadata.version("optax_accum") == version
 
 

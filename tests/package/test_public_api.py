@@ -48,9 +48,8 @@ def test_every_docstring_says_all_that_a_page_needs(name):
       method = getattr(method, "__func__", method)
       if inspect.isfunction(method) and not method.__name__.startswith("_"):
         assert method.__doc__, method
-      if isinstance(
-        method, property
-      ):  # Sphinx takes what is before a colon for its type
+      # Sphinx takes what is before a colon for its type
+      if isinstance(method, property):
         assert ":" not in method.__doc__.splitlines()[0], method.__doc__
 
 
@@ -277,9 +276,8 @@ def test_optional_packages_are_not_imported():
     not {"flax", "matplotlib", "sklearn", "tqdm", "hypothesis", "pytest"}
     & after
   )
-  assert after - before == {
-    "optax_accum"
-  }  # nor chex, which some versions of optax import
+  # nor chex, which some versions of optax import
+  assert after - before == {"optax_accum"}
 
 
 def test_what_is_long_to_import_is_imported_where_it_is_used():

@@ -7,9 +7,8 @@ from support.migrating import Pair
 
 TX = optax.sgd(0.5, momentum=0.9)
 
-pytestmark = pytest.mark.usefixtures(
-  "usual_promotion"
-)  # a page's code is for JAX as it comes
+# a page's code is for JAX as it comes
+pytestmark = pytest.mark.usefixtures("usual_promotion")
 
 
 def linear(params, x):

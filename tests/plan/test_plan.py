@@ -134,9 +134,8 @@ def test_the_cheapest_choice_that_fits_is_planned():
   again = [c for c in whole.candidates if not c.choice["layers_kept"]]
   assert max(c.flops for c in again) > 1.2 * whole.candidates[0].flops
   # Where only the layers that are computed again fit, they are what is planned.
-  pair = arguments(
-    shape(8, 64, 64), shape(2, ROWS * 8, 64)
-  )  # no smaller than two microbatches
+  # no smaller than two microbatches
+  pair = arguments(shape(8, 64, 64), shape(2, ROWS * 8, 64))
   build_once = compiled_once(build_step, pair)
   least = {
     kept: min(
@@ -794,9 +793,8 @@ def test_a_step_of_a_size_has_a_smaller_last_microbatch():
   ).candidates[0]
   assert (whole.num_microbatches, whole.microbatch_size) == (1, rows)
   memory = build_step(619).lower(*args).compile().memory_analysis()
-  limit = (
-    whole.fixed_bytes + memory.temp_size_in_bytes + 4096
-  )  # 464 and 928 rows divide it
+  # 464 and 928 rows divide it
+  limit = whole.fixed_bytes + memory.temp_size_in_bytes + 4096
   plan = plan_microbatches(
     build_step, args, batch_size=rows, memory_limit=limit
   )

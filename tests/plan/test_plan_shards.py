@@ -71,9 +71,8 @@ def test_the_memory_of_the_compiled_programs_decides_between_ways_to_shard():
   found = {
     (c.choice["shard"], c.num_microbatches): c for c in everything.candidates
   }
-  assert {*found} == {
-    (way, n) for way in WAYS for n in (1, 2)
-  }  # 8 devices have rows
+  # 8 devices have rows
+  assert {*found} == {(way, n) for way in WAYS for n in (1, 2)}
   for (way, n), c in found.items():
     memory = build(n, shard=way).lower().compile().memory_analysis()
     given = memory.argument_size_in_bytes + memory.generated_code_size_in_bytes
@@ -119,9 +118,8 @@ def test_first_the_work_then_what_is_sent_and_then_the_number_of_microbatches():
   assert planned((8, 1000, 0), (1, 900, 9000)) == 1  # the work
   assert planned((8, 1000, 500), (1, 1005, 400)) == 1  # then what is sent
   assert planned((8, 1000, 400), (16, 1000, 500)) == 0
-  assert (
-    planned((8, 1000, 500), (16, 1005, 503)) == 1
-  )  # and then the microbatch
+  # and then the microbatch
+  assert planned((8, 1000, 500), (16, 1005, 503)) == 1
   assert planned((8, 1000, 500), (16, 1000, 500)) == 1
   assert planned((8, 1000, 0), (16, 1000, 0)) == 1  # as on one device
   # What does not fit, and what is more work, is no measure of the others.

@@ -179,9 +179,8 @@ def test_every_public_name_has_a_page(name):
     SITE / "reference" / "returned.html" if is_result else page
   ).find(id=path)
   assert signature is not None
-  assert (
-    signature.find("a", class_="internal", string=None) is not None
-  )  # to its source
+  # to its source
+  assert signature.find("a", class_="internal", string=None) is not None
   if not is_result:
     index = soup(SITE / "reference" / "index.html")
     assert (
@@ -306,10 +305,11 @@ def test_the_search_finds_the_right_pages():
   assert "reference/errors" in hits("disagre")  # as stemmed, of a message
   assert "faq" in hits("learn")[:2]  # learning rate, in a title
   assert "faq" in hits("rate")[:2]
+  # it is in a title
   assert set(hits("nan")[:2]) == {
     "sharp_edges",
     "guides/troubleshooting",
-  }  # it is in a title
+  }
   assert "changelog" not in hits("flush")  # it has every word
   assert "reference/generated/optax_accum.make_train_step" in hits("aux_reduct")
   # Excerpts of the pages, from the element that Sphinx's search takes them from.

@@ -293,9 +293,8 @@ def test_the_state_of_skip_fn_keeps_its_dtypes(skip_fn, form):
   assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
   np.testing.assert_array_equal(params, -2)
   if "norm_squared" in state.skip_state:
-    assert (
-      state.skip_state["norm_squared"].dtype == jnp.float32
-    )  # as of the parameters
+    # as of the parameters
+    assert state.skip_state["norm_squared"].dtype == jnp.float32
     assert state.skip_state["norm_squared"] == 18
 
 
@@ -456,9 +455,8 @@ def test_1024_bfloat16_gradients_average_right():
     lambda held, g: (held + g, None), jnp.zeros_like(grads[0]), grads
   )
   in_bfloat16 = np.asarray(total / 1024, np.float64)
-  assert (
-    np.max(np.abs(in_bfloat16 - exact)) > 0.05
-  )  # what adding up in bfloat16 gives
+  # what adding up in bfloat16 gives
+  assert np.max(np.abs(in_bfloat16 - exact)) > 0.05
 
 
 @forms

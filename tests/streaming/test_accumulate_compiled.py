@@ -189,12 +189,13 @@ def test_weights_and_flushes_cost_no_memory():
     ("apply", "state params grads", "state params", False),
     ("update", "params state grads", "params state grads", False),
     ("update", "state params grads", "params state", True),
+    # jax.jit(tx.apply, donate_argnums=...)
     (
       "apply",
       "state params grads",
       "params state",
       True,
-    ),  # jax.jit(tx.apply, donate_argnums=...)
+    ),
     ("update", "params state grads", "state params", True),
     ("apply", "params state grads", "grads params state", True),
   ],

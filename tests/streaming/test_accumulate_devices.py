@@ -309,9 +309,8 @@ def sharded_step(
 
 def run_steps(init, step, params, batches, mesh):
   """Parameters and state after the batches, and the collectives of a step."""
-  params = devices.put(
-    params, mesh
-  )  # where a step leaves them: there is one program
+  # where a step leaves them: there is one program
+  params = devices.put(params, mesh)
   state = init(params)
   program = step.lower(params, state, batches[0]).compile()
   for batch in batches:

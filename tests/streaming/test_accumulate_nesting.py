@@ -185,9 +185,8 @@ def test_extra_arguments_come_through_an_outer_chain():
   tx = optax.chain(accumulate(inner, K), optax.identity())
   params, state = PARAMS, tx.init(PARAMS)
   call, of_inner = jax.jit(tx.update), jax.jit(inner.update)
-  for _ in range(
-    4 * K
-  ):  # a value that never falls: two steps of patience, then halved
+  # a value that never falls: two steps of patience, then halved
+  for _ in range(4 * K):
     updates, state = call(PARAMS, state, params, value=1.0)
   scale = optax.tree.get(state, "scale")
   reference_state = inner.init(PARAMS)

@@ -99,9 +99,8 @@ def test_any_sequence_of_calls_is_what_numpy_says(
   every_k, reduction, form, calls
 ):
   k = (lambda _: every_k) if every_k else (lambda step: 1 + step % PERIOD)
-  given = np.zeros(
-    (3, MOST), np.float32
-  )  # what follows the calls is looked at by nobody
+  # what follows the calls is looked at by nobody
+  given = np.zeros((3, MOST), np.float32)
   for i, (grad, weight, skip, flush) in enumerate(calls):
     given[:, i] = (
       float("inf") if skip else grad if weight else float("nan"),

@@ -228,9 +228,8 @@ def test_a_converted_state_has_the_types_and_flags_of_ours():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
       lambda x: (x.shape, x.dtype), like
     )
-    jax.jit(tx.apply, donate_argnums=1)(
-      calls[0], state, params
-    )  # no buffer stands in it twice
+    # no buffer stands in it twice
+    jax.jit(tx.apply, donate_argnums=1)(calls[0], state, params)
   for wrong, match in (
     (
       ({"in": held},),
@@ -273,9 +272,8 @@ def test_accumulators_of_float64_parameters_are_put_into_float64():
     for grads in calls[1:]:
       params, state = tx.apply(grads, state, params)
     exact = jax.tree.map(lambda *g: -sum(g) / K, *calls)
-  trees.assert_close(
-    params, exact, 1e-6
-  )  # optax 0.2.8 rounds the first to float32
+  # optax 0.2.8 rounds the first to float32
+  trees.assert_close(params, exact, 1e-6)
 
 
 def test_a_nan_that_multisteps_keeps_ends_with_its_cycle():
@@ -348,9 +346,8 @@ def test_a_state_made_with_or_without_skip_fn_is_told_from_the_other(form):
   ):
     getattr(SKIPS, form)(PARAMS, STATE, PARAMS)
   for tx, skip_state in ((TX, ()), (SKIPS, SKIPS.init(PARAMS).skip_state)):
-    getattr(tx, form)(
-      PARAMS, STATE._replace(skip_state=skip_state), PARAMS
-    )  # as it says
+    # as it says
+    getattr(tx, form)(PARAMS, STATE._replace(skip_state=skip_state), PARAMS)
 
 
 @pytest.mark.parametrize("every_k", [1, 2])

@@ -189,12 +189,13 @@ SGD = optax.sgd(1.0)
 @pytest.mark.parametrize(
   ("before", "calls", "now", "ends_with"),
   [
+    # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
     (
       5,
       4,
       3,
       5,
-    ),  # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
+    ),
     (5, 4, lambda _: 2, 5),
     (3, 2, 5, 5),
     (lambda _: 4, 2, 3, 3),
@@ -393,9 +394,8 @@ def test_what_the_docs_save_and_restore_of_nnx_goes_on(tmp_path):
   assert np.all(np.isfinite(model.kernel[...]))
 
 
-VALUES = (
-  np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100
-)  # of 8 rows, three times
+# of 8 rows, three times
+VALUES = np.arange(24, dtype=np.float32).reshape(3, 8) ** 2 / 100
 
 
 @functools.cache
@@ -675,9 +675,8 @@ def resume(monkeypatch):
   )
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
-  monkeypatch.setattr(
-    jax.config, "update", lambda name, value: None
-  )  # conftest's devices
+  # conftest's devices
+  monkeypatch.setattr(jax.config, "update", lambda name, value: None)
   return module
 
 

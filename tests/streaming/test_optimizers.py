@@ -76,9 +76,8 @@ def _exported():
   """The optimizers of `optax`, and all that `optax.contrib` has but the parts of optimizers."""
   found = {}
   for name, fun in vars(optax).items():
-    module = getattr(
-      getattr(fun, "func", fun), "__module__", None
-    )  # nadam is a partial
+    # nadam is a partial
+    module = getattr(getattr(fun, "func", fun), "__module__", None)
     if (
       module == "optax._src.alias"
       and callable(fun)
@@ -148,9 +147,8 @@ def test_three_cycles_are_three_steps(name):
       held = step(*held, g, **extra(value), **weight)
       trace.append(held[0])
       emitted.append(weighed and bool(held[1].has_updated))
-      assert (
-        jax.tree.map(jax.typeof, held) == types or not weighed
-      )  # as a scan wants it
+      # as a scan wants it
+      assert jax.tree.map(jax.typeof, held) == types or not weighed
     return held[1], trees.stack(trace), emitted
 
   def microbatch(i, j):
@@ -172,9 +170,8 @@ def test_three_cycles_are_three_steps(name):
   )
   state, trace, emitted = trained(tx, True, calls)
 
-  tolerance = (
-    2e-3 if name == "contrib.muon" else 2e-5
-  )  # muon iterates in low precision
+  # muon iterates in low precision
+  tolerance = 2e-3 if name == "contrib.muon" else 2e-5
   trees.assert_close(
     trees.index(trace, -1), trees.index(expected_trace, -1), tolerance
   )
@@ -212,9 +209,8 @@ def test_no_state_changes_its_dtypes_if_init_knows_those_of_the_gradients(
 ):
   params = {"w": jnp.ones((4, 3), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
   grads = jax.tree.map(lambda p: p.astype(of_grads), params)
-  if (
-    name == "contrib.mechanize"
-  ):  # in optax alone it fails with parameters of another dtype
+  # in optax alone it fails with parameters of another dtype
+  if name == "contrib.mechanize":
     params = grads
   tx = accumulate(make(name), every_k=2)
   state = jax.eval_shape(tx.init, grads)

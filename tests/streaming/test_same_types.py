@@ -70,9 +70,8 @@ def test_a_state_widens_as_in_optax_alone(name, every_k, form):
   trees.assert_close(
     state.inner_opt_state, jax.tree.map(jnp.asarray, expected), 1e-6
   )
-  if (
-    every_k != 1
-  ):  # known before the conditional, so that the next calls are compiled once
+  # known before the conditional, so that the next calls are compiled once
+  if every_k != 1:
     assert dtypes(state.inner_opt_state) == first
 
 
@@ -106,9 +105,8 @@ def test_float32_gradients_of_bfloat16_parameters_keep_their_precision(
       rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), rounded)
   trees.assert_close(actual, expected, 0)
   trees.assert_close(state.inner_opt_state, state_inner, 1e-6)
-  assert (
-    trees.largest_difference(rounded, state_inner) > 1e-2
-  )  # what a cast back would have given
+  # what a cast back would have given
+  assert trees.largest_difference(rounded, state_inner) > 1e-2
 
 
 def test_a_scan_over_calls_starts_with_a_state_that_is_wide():

@@ -23,11 +23,12 @@ from support.devices import make_mesh
 ROWS, WIDTH = 8, 8  # rows of each device
 AXIS = "data"
 RIGHT, EITHER = "right", "right or refused"
+# and so refused
 REDUCED, DIVIDED, WITHIN = (
   "reduced",
   "divided",
   "a gradient within",
-)  # and so refused
+)
 
 
 class Row(NamedTuple):
@@ -60,9 +61,8 @@ def make_params():
 def make_batch(valid):
   """So many valid rows on each device."""
   devices, rng = len(valid), np.random.default_rng(0)
-  size = np.linspace(
-    0.5, 1.5, devices * ROWS
-  )  # later devices have other losses
+  # later devices have other losses
+  size = np.linspace(0.5, 1.5, devices * ROWS)
   mask = np.arange(ROWS) < np.array(valid)[:, None]
   return {
     "x": rng.normal(size=(devices * ROWS, WIDTH)) * size[:, None],
@@ -295,9 +295,8 @@ def by_index(params, batch):
 @row("pcast", alone=True)
 def cast(params, batch):
   start = jnp.zeros((len(batch["x"]), WIDTH))
-  if (
-    AXIS in jax.sharding.get_abstract_mesh().manual_axes
-  ):  # the axis of a vmap has no types
+  # the axis of a vmap has no types
+  if AXIS in jax.sharding.get_abstract_mesh().manual_axes:
     start = lax.pcast(start, AXIS, to="varying")
   h, _ = lax.scan(
     lambda h, _: (features(params, batch) + h, None), start, None, length=2

@@ -34,29 +34,32 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
   ),
   "params": ("whole", "data", "model", "data+model", "fsdp", "data,fsdp"),
+  # in flax's annotations, which name the axes that `params` says
   "boxed": (
     False,
     True,
-  ),  # in flax's annotations, which name the axes that `params` says
+  ),
   "opt_state": ("like params", "data", "whole"),
   "reduce_gradients": ("per_cycle", "per_microbatch"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
   "size": (1, 2, 3),  # rows of a microbatch on a device
+  # microbatch_size, with a smaller microbatch at the end
   "tail": (
     False,
     True,
-  ),  # microbatch_size, with a smaller microbatch at the end
+  ),
   "uneven": (False, True),  # the last call of a cycle has fewer rows
   "every_k": (2, 1, 3, "schedule"),
   "flush": (False, True),  # the second cycle ends early
+  # "python": nothing is traced
   "loop": (
     "jit",
     "jit",
     "jit",
     "scan",
     "python",
-  ),  # "python": nothing is traced
+  ),
   "wrap": ("none", "chain", "partition"),  # what `accumulate` is in
   "differentiable": (False, True),
   "weights": ("none", "counts", "floats", "fractions"),
@@ -102,12 +105,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
   ),
   "donate": (False, True),
   "seed": tuple(range(100)),
+  # are rows over the automatic axis "model" too?
   "spread": (
     False,
     True,
     True,
     True,
-  ),  # are rows over the automatic axis "model" too?
+  ),
 }
 
 _FIELDS = [

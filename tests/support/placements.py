@@ -161,9 +161,8 @@ def _in_shard_map(training, params, inputs):
     out_specs=(P(), specs, P(), metrics),
   )
   init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
-  params = devices.put(
-    params, mesh
-  )  # where they are after a step, so that one step is compiled
+  # where they are after a step, so that one step is compiled
+  params = devices.put(params, mesh)
   return (
     jax.jit(mapped),
     params,

@@ -85,9 +85,8 @@ def test_nothing_is_moved_to_the_host_or_back(made, mesh):
   mesh = mesh and make_mesh(mesh[0], kind=mesh[1])
   step, args = made(mesh)
   batch = placed(host_batch(), mesh, P("data"))
-  *args, _ = step(
-    *args, batch
-  )  # constants of the program are moved when it is compiled
+  # constants of the program are moved when it is compiled
+  *args, _ = step(*args, batch)
   with jax.transfer_guard("disallow_explicit"):
     for _ in range(2):
       *args, metrics = step(*args, batch)

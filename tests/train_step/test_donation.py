@@ -90,14 +90,12 @@ def moved_along():
 def test_a_teacher_that_starts_as_the_parameters(at, on_mesh):
   tx, mesh = MOMENTUM, MESHES[at]
   step = make_train_step(towards, tx, num_microbatches=2, mesh=mesh)
-  params = teacher = jax.device_put(
-    init_params(), jax.devices()[0]
-  )  # which jit would not move
+  # which jit would not move
+  params = teacher = jax.device_put(init_params(), jax.devices()[0])
   if mesh and on_mesh != "neither":
     params = devices.put(teacher, mesh)
-  if (
-    mesh and on_mesh == "both"
-  ):  # each shares the buffer that `teacher` has on the first device
+  # each shares the buffer that `teacher` has on the first device
+  if mesh and on_mesh == "both":
     teacher = devices.put(teacher, mesh)
   actual = steps(step, params, tx.init(params), teacher)
   trees.assert_close(actual, expected(tx), 1e-6)
@@ -207,15 +205,13 @@ def test_a_shard_of_the_parameters_without_a_mesh(monkeypatch):
   params, state, _ = step(
     params, tx.init(params), X, devices.put(jnp.zeros(2), mesh)
   )
-  parts = [
-    shard.data for shard in params.addressable_shards
-  ]  # alike on all devices
+  # alike on all devices
+  parts = [shard.data for shard in params.addressable_shards]
   teacher = jax.make_array_from_single_device_arrays((2,), whole(mesh), parts)
   held = jax.device_get(teacher)
   step.lower(params, state, X, teacher)
-  assert copied == [
-    (8,)
-  ]  # else XLA is donated what it also reads, and ends the process
+  # else XLA is donated what it also reads, and ends the process
+  assert copied == [(8,)]
   step(params, state, X, teacher)
   np.testing.assert_array_equal(teacher, held)
 
@@ -228,9 +224,8 @@ def test_a_batch_that_shares_a_buffer_with_the_state_lives_on():
 
   step = make_train_step(fun, tx, num_microbatches=2, mesh=mesh)
   x = jax.device_put(jnp.arange(8.0), jax.devices()[0])
-  trace = devices.put(
-    x, mesh
-  )  # whose part on the first device may be the buffer of x
+  # whose part on the first device may be the buffer of x
+  trace = devices.put(x, mesh)
   state = tx.init(jnp.ones(8))
   state = jax.tree.map(lambda s: trace if s.shape == (8,) else s, state)
   step(jnp.ones(8), state, {"x": x})
@@ -276,11 +271,12 @@ AGAIN = {
 @pytest.mark.parametrize(
   ("mesh", "again", "when"),
   [
+    # each way on each mesh, and all at once or later
     (
       mesh,
       again,
       2 * ((i + j) % 2),
-    )  # each way on each mesh, and all at once or later
+    )
     for i, mesh in enumerate((None, make_mesh(8), REVERSED))
     for j, again in enumerate(AGAIN)
   ],

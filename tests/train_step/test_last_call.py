@@ -193,7 +193,6 @@ def test_an_array_that_is_gone_is_not_taken_for_another():
   assert known.unknown(held[:5]) == held[:5]  # other arguments than before
   held.clear()
   again = [make(i) for i in range(20)]
-  assert ids.intersection(
-    map(id, again)
-  )  # an id alone would have been taken for the array
+  # an id alone would have been taken for the array
+  assert ids.intersection(map(id, again))
   assert known.unknown(again) == again

@@ -24,9 +24,8 @@ PADDED = {
 
 def data(rows=16, dtype=np.float32):
   rng = np.random.default_rng(0)
-  valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(
-    dtype
-  )  # the last microbatch is padding
+  # the last microbatch is padding
+  valid = np.r_[np.ones(rows - 4), np.zeros(4)].astype(dtype)
   x, y = (
     rng.normal(size=(rows, 4)).astype(dtype),
     rng.normal(size=rows).astype(dtype),
@@ -70,9 +69,8 @@ def whole_padded_steps():
     )
     assert abs(stepped["b"] - start["b"]) > 0.1
     without = optax_accum.microbatch_value_and_grad(loss_fn, microbatch_size=3)
-    assert np.isnan(
-      jax.jit(without)(start, batch)[0]
-    )  # padding that is weighed by its rows
+    # padding that is weighed by its rows
+    assert np.isnan(jax.jit(without)(start, batch)[0])
     return stepped
 
 

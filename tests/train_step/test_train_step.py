@@ -340,9 +340,8 @@ def test_the_value_of_calls_that_are_one_step_is_that_of_all_rows(
 
   x = np.random.default_rng(0).normal(size=(24, 3)).astype(np.float32)
   y = x.sum(1) + np.repeat(np.float32([0, 3]), 12)
-  valid = (
-    np.arange(24, dtype=np.float32) % 8 > 1
-  )  # a microbatch, or a part of one, is padding
+  # a microbatch, or a part of one, is padding
+  valid = np.arange(24, dtype=np.float32) % 8 > 1
   batch, params = (
     {"x": x, "y": y, "valid": np.float32(valid)},
     {"w": jnp.zeros(3)},
@@ -639,9 +638,8 @@ def test_skipped_microbatches_are_counted_and_all_skipped_is_no_step():
     loss_fn, tx, num_microbatches=4, skip_nonfinite=True, donate=False
   )
   for bad, moves in [(1, True), (4, False)]:
-    x = np.where(
-      np.arange(8)[:, None] < bad, np.float32(np.nan), batch["x"]
-    )  # row i: in i % 4
+    # row i: in i % 4
+    x = np.where(np.arange(8)[:, None] < bad, np.float32(np.nan), batch["x"])
     new, _, metrics = step(params, tx.init(params), {**batch, "x": x})
     assert int(metrics["skipped_microbatches"]) == bad
     assert float(metrics["total_weight"]) == 8 - 2 * bad
