@@ -1,11 +1,12 @@
 """The whole-cycle step beside what it replaces: time, temporary memory, compile time.
 
-    python benchmarks/whole_cycle.py [--rounds 15] [--microbatches 8] [--save]
+    python benchmarks/whole_cycle.py [--rounds 15] [--microbatches 8] [--large] [--save]
 
 Every row does the same work: loss and gradients of 64 rows of a small Transformer (that of
 examples/train_lm.py), then one clip + AdamW step, parameters and state donated. Times are
 medians of ratios within a round, in which all rows take turns. A second table has the temporary
-memory for 1 to 32 microbatches, of steps that are compiled and not run.
+memory for 1 to 32 microbatches, of steps that are compiled and not run. With --large the
+Transformer is one for a GPU, and computes in bfloat16.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from support.oracle import hand_written, with_optimizer
 import train_lm
 
 import optax_accum
+
+SMALL = {"layers": 4, "width": 128}, 128
+LARGE = {"layers": 12, "width": 768, "dtype": jnp.bfloat16}, 512
 
 
 def optax_microbatch(loss_fn, n):
@@ -71,15 +75,19 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--rounds", type=int, default=15)
   parser.add_argument("--microbatches", type=int, default=8)
+  parser.add_argument(
+    "--large", action="store_true", help="a model for a GPU, in bfloat16"
+  )
   results.add_option(parser)
   args = parser.parse_args()
   n = args.microbatches
 
-  model = train_lm.Transformer(layers=4, width=128)
+  sizes, length = LARGE if args.large else SMALL
+  model = train_lm.Transformer(**sizes)
   loss_fn = train_lm.make_loss_fn(model)
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
   batch = jnp.asarray(
-    next(train_lm.batches(train_lm.load_data()[0], 64, 128, 1))
+    next(train_lm.batches(train_lm.load_data()[0], 64, length, 1))
   )
 
   def fresh():
