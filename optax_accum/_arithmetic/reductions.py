@@ -35,6 +35,13 @@ Held: TypeAlias = Any
 OverDevices: TypeAlias = Callable[..., Held]
 
 
+# Where users name reductions, for messages.
+_OPTIONS = (
+  "aux_reduction, grad_reduction, carry_reduction, grad_metrics_reduction, or reduction of"
+  " microbatch"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Reduction:
   """Combines the values that one output has in all microbatches."""
@@ -143,7 +150,8 @@ class Mean(Sum):
     if not jnp.issubdtype(like.dtype, jnp.inexact):
       raise TypeError(
         f'{name} has dtype {like.dtype}, which "mean" cannot keep: cast it to a float in the'
-        ' function, or reduce it with "sum", "max", "min", "last" or "stack".'
+        ' function, or reduce it with "sum", "max", "min", "last" or "stack", in'
+        f" {_OPTIONS}."
       )
     super().check(name, like, rows, dtype)
 
@@ -167,7 +175,8 @@ class Extreme(Reduction):
   def check(self, name, like, rows, dtype):
     if jnp.issubdtype(like.dtype, jnp.complexfloating):
       raise TypeError(
-        f'{name} has dtype {like.dtype}, which has no {self!r}: use "mean" or "sum".'
+        f'{name} has dtype {like.dtype}, which has no {self!r}: use "mean" or "sum", in'
+        f" {_OPTIONS}."
       )
 
   def start(self, like, dtype):

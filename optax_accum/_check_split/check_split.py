@@ -33,7 +33,15 @@ _ABSTRACT = {
   jax.ShapeDtypeStruct: "a ShapeDtypeStruct",
 }
 _OF_STEPS = dict.fromkeys(
-  ("mesh", "data_axis", "reduce_gradients", "donate", "noise_scale"),
+  (
+    "mesh",
+    "data_axis",
+    "reduce_gradients",
+    "donate",
+    "noise_scale",
+    "grad_metrics_fn",
+    "grad_metrics_reduction",
+  ),
   "The check runs the loss on one device: leave it out, or have a step check its own loss,"
   " step.check(params, opt_state, batch).",
 )

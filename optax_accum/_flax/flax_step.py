@@ -24,6 +24,7 @@ from optax_accum._arithmetic.reduction_words import (
 )
 from optax_accum._arithmetic.trees import Batch, OptState, Params, Tree
 from optax_accum._microbatches import parameters
+from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import (
   Function,
@@ -73,6 +74,8 @@ class StepOptions(TypedDict, total=False):
   skip_nonfinite: bool
   skip_empty: bool
   noise_scale: bool
+  grad_metrics_fn: GradMetricsFn | None
+  grad_metrics_reduction: ReductionTree
   mesh: jax.sharding.Mesh | None
   data_axis: str | Sequence[str]
   reduce_gradients: Literal["per_cycle", "per_microbatch"]

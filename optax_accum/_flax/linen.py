@@ -81,7 +81,8 @@ def linen_train_step(
     In the new state parameters, optimizer state and `mutable` are updated, and ``state.step`` is
     greater by one if the optimizer took a step. ``metrics`` is the dict of a `TrainStep`: ``loss``,
     ``grad_norm``, ``total_weight``, ``skipped_microbatches``, ``stepped``, and what was asked for
-    of ``aux`` and ``noise_scale``. Give new ``rngs`` in each call: each microbatch gets them with
+    of ``aux``, ``noise_scale`` and ``grad_metrics``, whose ``grad_metrics_fn`` gets gradients as
+    ``state.params`` has parameters. Give new ``rngs`` in each call: each microbatch gets them with
     its index folded in. The step has ``check``, ``lower``, ``trace`` and ``eval_shape`` too, which
     are called as the step is.
 

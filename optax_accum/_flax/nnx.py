@@ -76,7 +76,8 @@ def nnx_train_step(
     An `NnxTrainStep`, ``step(model, optimizer, batch) -> metrics``.
 
     ``metrics`` is the dict of a `TrainStep`: ``loss``, ``grad_norm``, ``total_weight``,
-    ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux`` and ``noise_scale``.
+    ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux``, ``noise_scale``
+    and ``grad_metrics``, whose ``grad_metrics_fn`` gets an `nnx.State` of arrays.
     ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``
     and ``trace`` too, which are called as the step is.
 

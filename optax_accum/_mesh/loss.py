@@ -213,12 +213,14 @@ class PlacedLoss(NamedTuple):
     same: Any = PartitionSpec()
     each = PartitionSpec(self.parallel.axes)
 
-    def of_aux(kind):
+    def spec_of_output(kind):
       # One that collects has the parts of the devices in turn.
       return each if kind.collected else same
 
-    aux = jax.tree.map(of_aux, self.local.aux_reduction)
-    outputs = Outputs(same, aux, self._shards.gradients, same, each)
+    local = self.local
+    kinds = local.aux_reduction, local.metrics.reductions
+    aux, metrics = jax.tree.map(spec_of_output, kinds)
+    outputs = Outputs(same, aux, self._shards.gradients, metrics, each)
     specs = Reduced(same, outputs, same)
     method = LocalLoss.value_and_grad
     out = self._on_each_device(method, specs, weights, args, kwargs)

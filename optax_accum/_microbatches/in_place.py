@@ -166,10 +166,16 @@ def refuse_transforms(tree):
   return jax.tree.map(refusing, tree)
 
 
-def check_options(split: Split, grad_reduction) -> None:
+def check_options(split: Split, grad_reduction, metrics) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
+  if metrics:
+    raise ValueError(
+      f"What is asked for ({', '.join(metrics)}) needs the gradients of microbatches, and"
+      " in_place=True adds these up within the backward pass, so that none ever exists: pass"
+      " in_place=False, or leave noise_scale and grad_metrics_fn out."
+    )
   if split.skip_nonfinite or grad_reduction is not None:
     raise ValueError(
       "in_place=True adds gradients up before they are complete, so that"

@@ -21,15 +21,11 @@ from optax_accum._arithmetic.trees import (
   Tree,
 )
 from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches import in_place, parameters
+from optax_accum._microbatches import in_place, noise_scale, parameters
 from optax_accum._microbatches.call import Microbatches
+from optax_accum._microbatches.grad_metrics import GradMetrics
 from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
 from optax_accum._microbatches.loss_function import LossFunction
-from optax_accum._microbatches.noise_scale import (
-  check_noise_scale,
-  noise_of,
-  noise_reductions,
-)
 from optax_accum._microbatches.options import names_or_positions, Split
 from optax_accum._microbatches.roles import RolesOf
 from optax_accum._microbatches.traced_loss import TracedLoss
@@ -43,7 +39,8 @@ class Outputs(NamedTuple):
   loss: Leaf
   aux: Tree = None
   grads: Grads = None
-  noise: Tree = None  # a `Noise`, where it is asked for
+  # What is asked for of the gradients, by name.
+  metrics: Tree = None
   # The weights of each microbatch of a device, where some may be left out.
   weights: Tree = None
 
@@ -56,7 +53,7 @@ class LocalLoss:
   argnums: int | Sequence[int]
   split: Split
   asked: Kwargs  # the reductions as they were given
-  noise_scale: bool
+  metrics: GradMetrics
   roles_of: RolesOf
   reduction: Reduction  # of losses
   # Prefix trees of reductions.
@@ -75,11 +72,10 @@ class LocalLoss:
     has_aux: bool,
     split: Split,
     options,
-    noise_scale: bool = False,
   ) -> "LocalLoss":
-    """The loss of a function, with the reductions that `options` has. Checked."""
+    """The loss of a function, with the reductions and metrics that `options` has. Checked."""
     _validate.function(fun)
-    _validate.booleans(has_aux=has_aux, noise_scale=noise_scale)
+    _validate.booleans(has_aux=has_aux)
     positions = names_or_positions("argnums", argnums, int)
     if not positions or len(set(positions)) < len(positions):
       raise ValueError(
@@ -88,15 +84,15 @@ class LocalLoss:
     asked = {name: options[name] for name in _ASKED}
     word, grads, aux = asked.values()
     reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]
-    check_noise_scale(noise_scale, split, word)
-    in_place.check_options(split, grads)
+    metrics = GradMetrics.of(options)
+    in_place.check_options(split, grads, metrics.funs)
     roles_of = RolesOf(fun, split, positions)
     return cls(
       LossFunction(fun, split, roles_of, has_aux),
       argnums,
       split,
       asked,
-      noise_scale,
+      metrics,
       roles_of,
       reduction,
       reduction_words.named_of_gradients(grads, reduction),
@@ -190,10 +186,11 @@ class _Gradients:
     if self._sends_back:
       grads = jax.tree.map(self._weighed_before, grads)
     self._skips = split.skip_nonfinite and call.weights is None
-    self.reductions = Outputs(loss.reduction, loss.aux_reduction, grads)
-    if loss.noise_scale:
-      noise = noise_reductions(call.count)
-      self.reductions = self.reductions._replace(noise=noise)
+    if "noise_scale" in loss.metrics.funs:
+      noise_scale.check_count(call.count)
+    self.reductions = Outputs(
+      loss.reduction, loss.aux_reduction, grads, loss.metrics.reductions
+    )
     if self._skips:
       weights = REDUCTIONS["stack"]
       self.reductions = self.reductions._replace(weights=weights)
@@ -216,10 +213,11 @@ class _Gradients:
     reduction_words.match(
       "grad_reduction", loss.grad_reduction, grads, "gradients"
     )
-    noise = None
-    if loss.noise_scale:
-      noise = noise_of(loss.derivatives(grads), factor)
-    return carry, Outputs(value, aux, grads, noise)
+    own = loss.derivatives(grads)
+    if factor is not None and loss.metrics.funs:
+      # Those of the loss as it was before it was weighed.
+      own = jax.tree.map(lambda g: weighted_mean.mean(g, factor, g.dtype), own)
+    return carry, Outputs(value, aux, grads, loss.metrics.values(own))
 
   def _of_weighed_loss(
     self,

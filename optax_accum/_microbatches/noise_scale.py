@@ -12,8 +12,6 @@ import optax
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.reductions import Mean, Sum
 from optax_accum._arithmetic.trees import Leaf
-from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches.options import Split
 
 
 class NoiseScaleTerms(NamedTuple):
@@ -129,25 +127,14 @@ class Noise(NamedTuple):
   count: Leaf  # 1; reduced to the number of microbatches that counted
 
 
-def noise_reductions(microbatches: int) -> Noise:
-  """How the values of all microbatches, on all devices together, are reduced."""
-  if microbatches < 2:
-    raise ValueError(
-      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
-      " smaller microbatch_size, or a mesh of several devices."
-    )
-  return Noise(Mean(wide=True), Sum(wide=True))
+NOISE = Noise(Mean(wide=True), Sum(wide=True))  # how they are reduced
 
 
-def noise_of(derivatives, factor: Weight | None) -> Noise:
-  """The values of one microbatch, from its gradient, which may have been multiplied by `factor`."""
-  squared = squared_norm(derivatives)
-  one = jnp.ones_like(
-    squared
-  )  # the same dtype, so devices reduce them together
-  if factor is not None:
-    squared = squared / factor**2
-  return Noise(squared, one)
+def noise_of(grads, /) -> Noise:
+  """The values of one microbatch, from its gradient."""
+  squared = squared_norm(grads)
+  # One of the same dtype, so that devices reduce them together.
+  return Noise(squared, jnp.ones_like(squared))
 
 
 def squared_norm(derivatives) -> jax.Array:
@@ -180,11 +167,19 @@ def noise_terms(
   )
 
 
-def check_noise_scale(noise_scale: bool, split: Split, reduction: str) -> None:
-  """Checks the options that exclude `noise_scale`."""
-  if noise_scale and (split.in_place or reduction != "mean"):
+def check_count(microbatches: int) -> None:
+  """Checks that there are several, on all devices together."""
+  if microbatches < 2:
     raise ValueError(
-      "noise_scale=True compares the mean gradients of microbatches, and"
-      f" in_place={split.in_place} with reduction={reduction!r} has none: it needs in_place=False"
-      ' and reduction="mean".'
+      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
+      " smaller microbatch_size, or a mesh of several devices."
+    )
+
+
+def check_reduction(reduction: str) -> None:
+  """Checks that gradients are means."""
+  if reduction != "mean":
+    raise ValueError(
+      "noise_scale=True compares the mean gradients of microbatches, and a step with"
+      f' reduction={reduction!r} has none: it needs reduction="mean".'
     )

@@ -66,7 +66,7 @@ class Step:
     if parallel is not None:
       parallel.check_rows(rows)
       devices = parallel.devices
-    if self.loss.local.noise_scale and devices == 1:
+    if "noise_scale" in self.loss.local.metrics.funs and devices == 1:
       fewest = 2
     sizes = cut.sizes(rows // devices, uneven, fewest)
     return [devices * size for size in sizes]
@@ -226,10 +226,11 @@ class StepProgram:
       "loss": out.loss,
       "grad_norm": jnp.sqrt(of_mean),
       **stats._asdict(),
+      **out.metrics,
     }
-    if local.noise_scale:
+    if "noise_scale" in metrics:
       metrics["noise_scale"] = noise_terms(
-        out.noise, of_mean, stats.total_weight
+        metrics["noise_scale"], of_mean, stats.total_weight
       )
     if local.has_aux or reduced.carry:
       metrics["aux"] = out.aux
@@ -264,15 +265,12 @@ def step_loss(
   asked = {
     "reduction": "mean",
     "has_aux": False,
-    "noise_scale": False,
     "grad_reduction": None,
     "aux_reduction": None,
     **options,
   }
   split = Split.of(options, default_argnum=1)
-  local = LocalLoss.of(
-    loss_fn, 0, asked["has_aux"], split, asked, asked["noise_scale"]
-  )
+  local = LocalLoss.of(loss_fn, 0, asked["has_aux"], split, asked)
   if mesh is None:
     return LossWithoutMesh(local)
   in_loop = reduce_gradients == "per_microbatch"

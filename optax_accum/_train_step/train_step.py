@@ -24,6 +24,7 @@ from optax_accum._arithmetic.reduction_words import (
   ReductionTree,
 )
 from optax_accum._microbatches import parameters
+from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.program import (
   Function,
@@ -191,6 +192,8 @@ def make_train_step(
   skip_nonfinite: bool = False,
   skip_empty: bool = False,
   noise_scale: bool = False,
+  grad_metrics_fn: GradMetricsFn | None = None,
+  grad_metrics_reduction: ReductionTree = None,
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
   reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
@@ -261,6 +264,14 @@ def make_train_step(
       `weight_fn`, and excludes reverse-mode differentiation.
     noise_scale: Whether to return ``metrics["noise_scale"]``, for `gradient_noise_scale`. Needs two
       microbatches over all devices, ``reduction="mean"`` and no `in_place`.
+    grad_metrics_fn: ``grad_metrics_fn(grads)`` returns arrays, such as the norm of each leaf, of
+      the gradient of one microbatch, which is not kept. ``grads`` is a tree like the parameters,
+      whole also where these are sharded, with None where `grad_reduction` is not `reduction`. With
+      `mesh` it is the gradient of what one device has of the microbatch, before anything is summed
+      over devices, however `reduce_gradients` is. Weights are not in it. Excludes `in_place`.
+    grad_metrics_reduction: How these are combined over microbatches and devices, as by
+      `aux_reduction` (but not "concat"), into ``metrics["grad_metrics"]``. Default: the weighted
+      mean, without what counts nothing or is skipped.
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
@@ -279,7 +290,7 @@ def make_train_step(
     in_place: Whether the backward pass adds each layer's gradient to the accumulator directly,
       which saves memory if layers are scanned ("Sharp edges" has measurements). Needs JAX 0.10, and
       parameters in the dtype of their accumulators. Excludes `skip_nonfinite`, `noise_scale`,
-      `grad_reduction` and ``reduce_gradients="per_microbatch"``.
+      `grad_metrics_fn`, `grad_reduction` and ``reduce_gradients="per_microbatch"``.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: that of each gradient,
       but float32 at least. The optimizer gets gradients in their own dtypes again.
     grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
@@ -307,6 +318,7 @@ def make_train_step(
     ``stepped``               bool, whether `tx` took a step
     ``aux``                   with `has_aux` or `carry_argnum`
     ``noise_scale``           if asked for
+    ``grad_metrics``          with `grad_metrics_fn`
     ========================  ======================================================================
 
     ``stepped`` is False within the cycle of a `tx` that accumulates (of the part that does, as in

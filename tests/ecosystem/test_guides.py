@@ -123,13 +123,30 @@ def test_the_log_has_every_loss(tmp_path, monkeypatch):
   assert int(names["metrics"]["aux"]["rows"]) == 64
   assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   logged = names["numbers"](names["before"])
+  asked_for = {"noise_scale", "grad_metrics"}
   noise = {
     f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields
   }
   assert noise < logged.keys()
   assert logged.keys() - noise == names["before"].keys() - {"noise_scale"}
   assert "aux.rows" in names["numbers"](names["metrics"])
-  assert names["metrics"].keys() | {"noise_scale"} == documented_metrics()
+  assert names["metrics"].keys() | asked_for == documented_metrics()
+  # The agreement is the mean over pairs.
+  params = jax.device_get(names["params"])
+  step, loss, batch = (
+    names["looking_step"],
+    names["loss_fn"],
+    names["batches"][0],
+  )
+  *_, seen = step(names["params"], names["opt_state"], batch)
+  grads = [
+    jax.grad(loss)(params, part)["w"] for part in trees.strided(batch, 4)
+  ]
+  products = np.array([[np.vdot(a, b) for a in grads] for b in grads])
+  pairs = (products.sum() - products.trace()) / 12 / (products.trace() / 4)
+  ratio = seen["grad_norm"] ** 2 / seen["grad_metrics"]["squared"]
+  assert (4 * ratio - 1) / 3 == pytest.approx(pairs, rel=1e-3)
+  assert 0 < names["agreement"] < 1
   with open(names["path"]) as file:
     rows = [(int(i), float(loss)) for i, loss in csv.reader(file)]
   assert [i for i, _ in rows] == [0, 1, 2]

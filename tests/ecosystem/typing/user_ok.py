@@ -179,6 +179,8 @@ def train_on_a_mesh(params: Params, batch: Batch) -> Params:
     mesh=mesh,
     data_axis=("data",),
     grad_reduction={"w": "mean", "b": "mean"},
+    grad_metrics_fn=optax.tree.norm,
+    grad_metrics_reduction="stack",
     reduce_gradients="per_cycle",
     donate=False,
   )
