@@ -15,7 +15,9 @@ R = TypeVar("R")
 _COUNTS = (
   "every_k_schedule",
   "gradient_accumulation_steps",
+  "grad_accum_steps",
   "accum_steps",
+  "accumulate_steps",
   "accumulation_steps",
   "accumulate_grad_batches",
   "num_micro_batches",
@@ -26,7 +28,11 @@ _COUNTS = (
 WHOLE_BATCH = {
   **{name: f"{name}= is num_microbatches= here." for name in _COUNTS},
   "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
-  "argnums": "argnums= is for microbatch_value_and_grad: a step differentiates by its parameters.",
+  "argnums": "argnums= of optax.microbatching is batch_argnums= here: what is split. What is"
+  " differentiated is an option of microbatch_value_and_grad alone.",
+  "argnames": "argnames= of optax.microbatching is batch_argnames= here.",
+  "in_axes": "in_axes= of optax.microbatching is batch_axis= here.",
+  "accumulator": 'accumulator= of optax.microbatching is reduction= here, such as "mean".',
   "rngs": "rngs= is rng_argnums= here, the positions of keys in the arguments of the function.",
   "mutable": "mutable= is carry_argnum= here, the position of what each microbatch updates.",
   "unroll": "unroll= is gone: microbatches run in one loop, as it is.",
@@ -50,6 +56,10 @@ _BY_ARGUMENT = {
     "every_k_schedule": "every_k_schedule= of optax.MultiSteps is every_k= here.",
     "use_grad_mean": 'use_grad_mean=False is reduction="sum" here, and True the default.',
     "should_skip_update_fn": "should_skip_update_fn= is skip_fn= here.",
+    "skip_nonfinite": "skip_nonfinite=True is skip_fn=optax.skip_not_finite here.",
+    "weight_fn": "weight_fn= is weight= of update and apply here, a number in each call.",
+    "weight": "weight= is an argument of update and apply.",
+    "flush": "flush= is an argument of update and apply.",
   },
 }
 

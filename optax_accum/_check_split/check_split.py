@@ -100,6 +100,11 @@ def check_split(
     in float64), pass for rounding. The carry is not compared, nor an aux under "stack", "last" or a
     function, nor what ``not_checked`` and the guide "When something is wrong" list.
   """
+  if hasattr(loss_fn, "check") and hasattr(loss_fn, "eval_shape"):
+    raise TypeError(
+      "check_split takes a loss, and this is a step: write step.check(params, opt_state,"
+      " batch), with the arguments of the step."
+    )
   check_concrete(loss_fn, args, {})
   try:
     asked = _asked(loss_fn, options)

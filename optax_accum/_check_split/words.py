@@ -7,8 +7,8 @@ import jax
 from optax_accum._microbatches.options import Slot
 
 DRAWS = (
-  "whether the noise of a row depends on other rows, or is one number for all, of which each"
-  " microbatch draws its own: the loss draws random numbers"
+  "the random numbers that the loss draws: whether the noise of a row depends on other rows, or"
+  " all rows share one number, which would be another in each microbatch"
 )
 BENDS = (
   "thresholds: the loss takes a maximum, an absolute value, or the like, of one number of the"

@@ -258,8 +258,11 @@ class LinenTrainStep(flax_step.FlaxStep):
       case False, False, loss if not isinstance(loss, (tuple, list)):
         pass
       case _:
+        returned = f"a {type(out).__name__}"
+        if isinstance(out, jax.Array):
+          returned = "an array"
         raise TypeError(
-          f"The loss returned a {type(out).__name__}; with mutable={self._mutable!r} and"
+          f"The loss returned {returned}; with mutable={self._mutable!r} and"
           f" has_aux={self.has_aux} it must return {_RETURNS[asked]}. Name updates of collections,"
           " as model.apply(..., mutable=...) gives them, in mutable; and for what else is returned"
           " pass has_aux=True."

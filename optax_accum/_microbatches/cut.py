@@ -64,7 +64,7 @@ def batch_rows(
     root = split.name(slot)
     tree = arguments[slot]
     for name, leaf in _validate.named_leaves(root, tree, dtypes.is_sparse):
-      rows[name] = _rows_of(name, leaf, axis)
+      rows[name] = _rows_of(name, leaf, axis, split.batch_argnums is None)
   if not rows:
     raise ValueError(
       f"The batch ({split.name(*axes)}) has no arrays: give one to split."
@@ -83,8 +83,8 @@ def batch_rows(
   return count
 
 
-def _rows_of(name: str, leaf, axis: int) -> int:
-  """The rows of one leaf of the batch."""
+def _rows_of(name: str, leaf, axis: int, by_default: bool) -> int:
+  """The rows of one leaf of the batch, which is the batch `by_default` or was named."""
   if dtypes.is_sparse(leaf):
     raise TypeError(
       f"{name} is a sparse {type(leaf).__name__}, whose arrays have no rows to split: pass x"
@@ -103,9 +103,12 @@ def _rows_of(name: str, leaf, axis: int) -> int:
       f"{name} has no numbers ({error}): leave it out of the batch."
     ) from None
   if not -len(shape) <= axis < len(shape):
+    elsewhere = ""
+    if by_default:
+      elsewhere = "If another argument is the batch, name it in batch_argnums. "
     raise ValueError(
-      f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis}). Make an"
-      f" array of a list. {_ROWS}"
+      f"{name} has shape {shape}, without an axis {axis} to split (batch_axis={axis})."
+      f" {elsewhere}Make an array of a list. {_ROWS}"
     )
   return shape[axis]
 

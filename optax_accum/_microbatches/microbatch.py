@@ -25,7 +25,7 @@ Out = TypeVar("Out")
 
 @_spellings.hinted(
   "Options go by name, and reduction has no default:"
-  ' microbatch(fun, reduction="mean", num_microbatches=8).'
+  ' microbatch(fun, reduction="mean", num_microbatches=8). See help(microbatch).'
 )
 def microbatch(
   fun: Callable[P, Out],

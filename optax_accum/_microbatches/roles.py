@@ -146,8 +146,8 @@ def _missing(
     name = option.replace("nums", "names")
   how = " by position" if option == "argnums" else ""
   return (
-    f"{name} names argument {argument!r}, which this call does not have: it has {got}"
-    f" arguments. Pass that argument{how}, or change {name}."
+    f"{name} names argument {argument!r} of the function, to which this call gives {got}"
+    f" arguments (opt_state of a step is none of them). Pass it{how}, or change {name}."
   )
 
 

@@ -20,6 +20,7 @@ P = ParamSpec("P")
 
 @_spellings.hinted(
   "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8)."
+  " See help(microbatch_value_and_grad)."
 )
 def microbatch_value_and_grad(
   fun: Callable[P, Any],

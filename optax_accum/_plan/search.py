@@ -6,12 +6,16 @@ import functools
 import itertools
 from typing import Any
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._plan.builder import Builder, BuildStep, GivenArgs
 from optax_accum._plan.candidate import PlanCandidate
 from optax_accum._plan.report import does_not_fit, MicrobatchPlan
 
 
+@_spellings.hinted(
+  "The arguments of the step are one tuple:"
+  " plan_microbatches(build_step, (params, opt_state, batch), batch_size=1024)."
+)
 def plan_microbatches(
   build_step: BuildStep,
   args: GivenArgs,

@@ -37,10 +37,11 @@ from optax_accum._streaming.state import (
 
 Model = TypeVar("Model", bound=Any)  # the type of the parameters
 
-# The methods of `optax.MultiSteps`.
+# The methods of `optax.MultiSteps`, and what is no method here.
 _METHODS = {
   "has_updated": ": write optax_accum.has_updated(opt_state), a function of the state",
   "gradient_transformation": ": pass it as it is",
+  "flush": ": write tx.apply(grads, opt_state, params, flush=True)",
 }
 
 
@@ -327,7 +328,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
   if not TYPE_CHECKING:  # to which every name would be one that there is
 
     def __getattr__(self, name: str):
-      """Says what to write for a name of `optax.MultiSteps`."""
+      """Says what to write for a name that there is elsewhere."""
       instead = _METHODS.get(name, "")
       raise AttributeError(
         f"This {type(self).__name__} has no {name!r}{instead}."

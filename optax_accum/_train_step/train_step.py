@@ -173,7 +173,7 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
 
 
 @_spellings.hinted(
-  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8)."
+  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8). See help(make_train_step)."
 )
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],

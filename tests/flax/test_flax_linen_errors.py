@@ -96,7 +96,7 @@ def test_options_that_cannot_work_are_refused(options, error, match):
       (),
       STATS_ALONE,
       TypeError,
-      r"with mutable=\('batch_stats',\) .* return \(loss, updates\)\.",
+      r"returned an array; with mutable=\('batch_stats',\) .* return \(loss, updates\)\.",
     ),
     (
       (GOOD,),

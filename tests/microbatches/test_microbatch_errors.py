@@ -374,7 +374,7 @@ REFUSED = [
     USUAL,
     {"batch_argnums": (), "batch_argnames": "batch"},
     ValueError,
-    "batch_argnames names argument 'batch', which this call does not have: it has 2 positional",
+    "batch_argnames names argument 'batch' of the function, to which this call gives 2 positional",
   ),
   (
     loss_fn,

@@ -18,6 +18,7 @@ from optax_accum import (
   make_train_step,
   microbatch,
   microbatch_value_and_grad,
+  plan_microbatches,
 )
 from optax_accum.flax import linen_train_step, nnx_train_step
 
@@ -57,6 +58,13 @@ def nnx_loss(model, batch):
       "gradient_accumulation_steps= is every_k= here",
     ),
     ({"num_microbatches": 4}, "num_microbatches= is every_k= here"),
+    (
+      {"every_k": 4, "skip_nonfinite": True},
+      "is skip_fn=optax.skip_not_finite here",
+    ),
+    ({"every_k": 4, "weight_fn": None}, "is weight= of update and apply here"),
+    ({"every_k": 4, "weight": 2}, "is an argument of update and apply"),
+    ({"every_k": 4, "flush": True}, "is an argument of update and apply"),
   ],
 )
 def test_names_of_multisteps_get_our_names(arguments, match):
@@ -106,6 +114,8 @@ def test_methods_of_multisteps_get_what_to_write():
     AttributeError, match=r"no 'gradient_transformation': .*pass it as it is"
   ):
     tx.gradient_transformation()
+  with pytest.raises(AttributeError, match=r"no 'flush': .*flush=True\)\.$"):
+    tx.flush()
   with pytest.raises(
     AttributeError, match="This AccumulateTransformation has no 'steps'"
   ):
@@ -172,7 +182,8 @@ def test_methods_of_multisteps_get_what_to_write():
         "num_minibatches": "num_microbatches= here",
         "rngs": "rng_argnums= here",
         "mutable": "carry_argnum= here",
-        "argnums": "for microbatch_value_and_grad",
+        "grad_accum_steps": "num_microbatches= here",
+        "accumulate_steps": "num_microbatches= here",
         "donate_argnums": "donate= of make_train_step",
       }.items()
     ),
@@ -210,6 +221,24 @@ def test_methods_of_multisteps_get_what_to_write():
         ),
       )
       for name, why in names.items()
+    ),
+    *(
+      (
+        lambda name=name: microbatch(
+          jnp.mean, reduction="sum", num_microbatches=2, **{name: 1}
+        ),
+        f"'{name}'. {name}= of optax.microbatching is {ours}= here",
+      )
+      for name, ours in {
+        "argnums": "batch_argnums",
+        "argnames": "batch_argnames",
+        "in_axes": "batch_axis",
+        "accumulator": "reduction",
+      }.items()
+    ),
+    (
+      lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, xyz=1),
+      r"'xyz'\. Options go by name: .*See help\(make_train_step\)\.$",
     ),
     (
       lambda: make_train_step(jnp.mean, SGD, num_microbatches=2, flush=True),
@@ -302,6 +331,16 @@ def test_a_number_of_microbatches_by_position_gets_its_name():
       r"microbatch_value_and_grad: too many positional arguments\. Options go by name: .*=8\)",
     ),
     (
+      lambda: plan_microbatches(lambda n: None, PARAMS, (), BATCH),
+      r"plan_microbatches: too many .* are one tuple: .*\(params, opt_state, batch\), batch_size=",
+    ),
+    (
+      lambda: check_split(
+        make_train_step(mean_loss, SGD, num_microbatches=2), PARAMS, BATCH
+      ),
+      r"check_split takes a loss, and this is a step: write step\.check\(params, opt_state",
+    ),
+    (
       lambda: microbatch(mean_loss, 4),
       r'microbatch: too many .*by name, .* no default: microbatch\(fun, reduction="mean", num_mic',
     ),
@@ -352,7 +391,8 @@ def test_a_batch_of_strings_or_lists_gets_what_to_write():
   ):
     step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
   with pytest.raises(
-    ValueError, match=r"has shape \(\), without .* Make an array of a list\."
+    ValueError,
+    match=r"has shape \(\), without .* If another .* in batch_argnums\. Make an array of a list\.",
   ):
     step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
 
