@@ -79,7 +79,7 @@ def microbatch(
       1e-30 to 1e30. It gets every argument that is split. Default: its rows.
     batch_argnums: The positions of what is split. Default: the only argument that is not a key.
     rng_argnums: The positions of random keys, typed or raw, into which the number of the microbatch
-      is folded. Default: none, which refuses a typed key. With ``()`` all microbatches share it.
+      is folded. Default: none, and then a typed key is an error. With ``()`` all share it.
     axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over.
 
   Expert options:
@@ -99,8 +99,8 @@ def microbatch(
     the node at which the function stands; structure, shapes and dtypes must stay. The function must
     be associative, which is not checked. Values are merged in the order of the microbatches, and
     then of the devices, without those of weight zero; if nothing counts, the result is zeros. What
-    is merged cannot be differentiated: return `jax.lax.stop_gradient` of it. By what the function
-    closes over it can be.
+    is merged cannot be differentiated: return `jax.lax.stop_gradient` of it. The function may close
+    over arrays, and by these the result can be differentiated.
 
     >>> import jax
     >>> log_sum_exp = optax_accum.microbatch(

@@ -76,20 +76,20 @@ def microbatch_value_and_grad(
       function ``merge(a, b)``, or a prefix tree of these. Default: the mean, which refuses an aux
       with one value per row.
     batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
-      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
+      and then no other may have as many rows: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
 
   Randomness and carried state:
     rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys, into which the
-      number of the microbatch is folded. Default: none, which refuses a typed key. With ``()`` all
-      microbatches share it.
+      number of the microbatch is folded. Default: none, and then a typed key is an error. With
+      ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `fun` then returns ``(loss, (new_carry, aux))``. Microbatches of weight 0 do
       not change it.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite. They
-      count as weight 0, and the results have a `MicrobatchStats`.
+      count as weight 0, and a `MicrobatchStats` follows the results.
     skip_empty: Whether not to run microbatches of weight 0, to save time. Needs `weight_fn`, and
       excludes reverse-mode differentiation.
 
@@ -110,7 +110,8 @@ def microbatch_value_and_grad(
       `linen_train_step` does. Default: `reduction`.
     carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
       default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
-      all increments. Each device folds its index into keys; the first device's come out.
+      all increments. Keys are not combined: each device folds its index into its own, and those of
+      the first come out.
     batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
       order of `batch_argnums` and then `batch_argnames`.
     batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
@@ -118,7 +119,8 @@ def microbatch_value_and_grad(
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
     same dtypes: ``(loss, grads)``, ``((loss, aux), grads)`` or ``((loss, (carry, aux)), grads)``.
-    With `skip_nonfinite` a `MicrobatchStats` follows. `jax.jit` returns gradients of sharded
+    With `skip_nonfinite` a third result is a `MicrobatchStats`, the pair ``(total_weight,
+    skipped_microbatches)``. `jax.jit` returns gradients of sharded
     parameters whole, unless it is given `out_shardings`.
 
   Raises:

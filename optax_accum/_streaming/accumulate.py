@@ -36,8 +36,9 @@ def accumulate(
 ) -> AccumulateTransformation:
   """Makes `inner` step once every `every_k` calls, with the mean of their gradients.
 
-  The call that ends a cycle runs `inner` on ``sum(w * g) / sum(w)``, over its gradients ``g`` and
-  weights ``w``. Other calls return zero updates, so schedules and moments count optimizer steps.
+  These calls are a cycle. Its last one runs `inner` on ``sum(w * g) / sum(w)``, over the gradients
+  ``g`` and weights ``w`` of all. Other calls return zero updates, so schedules and moments count
+  optimizer steps.
 
   Examples:
     >>> import jax.numpy as jnp, optax, optax_accum
@@ -64,7 +65,7 @@ def accumulate(
 
     axis_name: The axis (or axes) of `jax.pmap` or `jax.shard_map` that rows are sharded over. Each
       device accumulates its own gradients until the cycle ends. They are then summed over the axis,
-      once. If one device skips or flushes, all do. The state needs `accumulate_specs`.
+      once. If one device skips or flushes, all do. `accumulate_specs` gives the specs of the state.
 
       Every device needs whole parameters: for shards (FSDP) use ``make_train_step(mesh=...)``. Here
       they are an error, but with ``check_vma=False`` they raise none, and the steps are wrong.
@@ -109,15 +110,15 @@ def accumulate(
     - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
       mean is over what was accumulated. With gradients of zero and ``weight=0.0`` it adds nothing.
 
-    All other arguments of the call that ends the cycle go to `inner`, with these as the cycle's:
+    All other arguments of the call that ends the cycle go to `inner`. Of these:
 
-    - ``value``: the loss, a real scalar. `inner` gets the cycle's, reduced as the gradients are, of
-      the calls that have one. With `axis_name` give that of the device's rows.
+    - ``value`` is the loss, a real scalar. `inner` gets that of the cycle, reduced as the gradients
+      are, over the calls that have one. With `axis_name` give that of the device's rows.
     - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`. With
-      ``every_k=1`` and ``"mean"``, and no `axis_name`, this and ``value`` stay as they are.
-    - ``value_fn``: as it is, so let it be the loss of all rows of the cycle. That of
-      `make_train_step` is of one call, so an `inner` that calls it is an error unless
-      ``every_k=1``: take the step on all rows in one call.
+      ``every_k=1`` and ``"mean"``, and no `axis_name`, ``grad`` and ``value`` are passed on.
+    - ``value_fn`` is passed on, so give the loss of all rows of the cycle. The one that
+      `make_train_step` gives is the loss of one call. An `inner` that calls it raises an error,
+      unless ``every_k=1``: take the step on all rows in one call.
 
   Edge cases:
     ==========================================  ========  =============  ==========  ===========
@@ -132,8 +133,9 @@ def accumulate(
     ``every_k=1``, skip or ``weight=0``         zeros     same           0           False
     ==========================================  ========  =============  ==========  ===========
 
-    Where updates are zeros, `inner` does not run. An inf or NaN that is not skipped cannot reach
-    the next cycle. The mean of fp8 statistics is silently wrong: see "Sharp edges".
+    The last three columns are fields of the state. Where updates are zeros, `inner` does not run.
+    An inf or NaN that is not skipped cannot reach the next cycle. The mean of fp8 statistics is
+    silently wrong: see "Sharp edges".
 
   This differs from `optax.MultiSteps` (as of Optax 0.2.8) in:
 

@@ -241,7 +241,7 @@ def make_train_step(
       ``{"logits": "concat", "correct": "sum"}``. Default: the weighted mean, which refuses an aux
       with one value per row: give ``"concat"`` to keep all, or ``"mean"``.
     batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
-      which refuses another argument with that many: give ``(1, 2)`` to split both, or ``1`` not to.
+      and then no other may have as many rows: give ``(1, 2)`` to split both, or ``1`` not to.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
     donate: Whether to update parameters and optimizer state in place, which halves their memory and
       deletes the arrays passed in. An array that is also in another argument is copied instead.
@@ -249,12 +249,14 @@ def make_train_step(
   Randomness and carried state:
     rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys. Microbatch ``i``
       gets ``jax.random.fold_in(key, i)``; on device ``d`` of several, with N each, it is number
-      ``d * N + i``. "unsafe_rbg" adds 2**30: its folds commute, and a step number may be folded in
-      too. Default: none, which refuses a typed key. With ``()`` all microbatches share it.
+      ``d * N + i``. For keys of "unsafe_rbg", whose folds commute, 2**30 is added, so that it is no
+      step number that you folded in. Default: none, and then a typed key is an error. With ``()``
+      all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `loss_fn` then returns ``(loss, (new_carry, aux))``, and the step returns
       the new carry before the metrics. Microbatches of weight 0 do not change it. If the loss
-      depends on it, the step is not the whole batch's: pass what is read as an unsplit argument.
+      reads it, the step is not that of the whole batch: let the loss read the values of the last
+      step instead, from a further argument that is not split.
 
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite.
@@ -275,8 +277,9 @@ def make_train_step(
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, of explicit or automatic axes: see "Over a mesh". Arrays elsewhere
-      are put there, optimizer state where its parameters are. Default: where the arrays are.
-      Over automatic axes the compiler then gathers and reduces in every microbatch.
+      are put there, optimizer state where its parameters are. Default: none. The step then runs
+      where the arrays are, and over automatic axes the compiler gathers and reduces in every
+      microbatch.
     data_axis: The axis that rows are sharded over and gradients are summed over once per step, or
       several: ``("data", "fsdp")``. Rows may be sharded over further automatic axes after these.
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
@@ -299,15 +302,17 @@ def make_train_step(
       `reduction`.
     carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
       default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
-      all increments. Each device folds its index into keys; the first device's come out.
+      all increments. Keys are not combined: each device folds its index into its own, and those of
+      the first come out.
     batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
       order of `batch_argnums` and then `batch_argnames`.
     batch_argnames: The names of keyword arguments that are split, in addition to `batch_argnums`.
     rng_argnames: The names of keyword arguments that are random keys, as those of `rng_argnums`.
 
   Returns:
-    A `TrainStep`. Further arguments of `loss_fn` follow the batch. All are traced, so fix a setting
-    with ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays:
+    A `TrainStep`, with ``check``, ``lower``, ``trace`` and ``eval_shape``. Further arguments of
+    `loss_fn` follow the batch. All are traced, so fix a setting with
+    ``functools.partial(loss_fn, train=True)``. ``metrics`` is a dict of arrays:
 
     ========================  ======================================================================
     ``loss``                  of the whole batch
@@ -321,10 +326,12 @@ def make_train_step(
     ``grad_metrics``          with `grad_metrics_fn`
     ========================  ======================================================================
 
-    ``stepped`` is False within the cycle of a `tx` that accumulates (of the part that does, as in
-    `optax.partition`), where `optax.apply_if_finite` rejects gradients and nothing else moves, and
-    if all microbatches were skipped or weigh 0: nothing is updated then, except that an
-    `accumulate` counts a mini step and ends no cycle.
+    ``stepped`` is False:
+
+    - within the cycle of a `tx` that accumulates, or a part of which does, as in `optax.partition`;
+    - where `optax.apply_if_finite` rejects gradients, and nothing else moves;
+    - if all microbatches were skipped or weigh 0. Then nothing is updated, except that an
+      `accumulate` counts a mini step and ends no cycle.
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work; arguments are missing, out of
@@ -368,7 +375,7 @@ def make_train_step(
     are one step of k x N; and ``value_fn``, from parameters to the loss of the microbatches that
     counted, differentiable in the memory of one (with derivative 0 for parameters with their own
     `grad_reduction`). It is of one call, so line searches in `accumulate` are an error if k > 1.
-    What one transformation of a chain refuses by name, none of the chain gets.
+    If one transformation of a chain raises an error for such a name, none of the chain gets it.
   """
   options = {
     k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
