@@ -119,7 +119,7 @@ def train(process: int, processes: int) -> None:
 
   def state_on(mesh):
     shardings = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
-    # the step shards the second alike
+    # the step shards the state as the parameters
     return jax.device_put(start, shardings), tx.init(start)
 
   def run(step, mesh, data):

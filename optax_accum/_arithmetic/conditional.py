@@ -62,7 +62,7 @@ class OutputBuffers:
       for x, shared in zip(self._like, self._shared, strict=True)
       if not shared
     ]
-    # XLA makes one array of constants that are the same, and copies it.
+    # Behind a barrier: of equal constants XLA makes one array, and copies it to each place.
     numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
     self.spare = list(map(across_devices.full_like, spare, numbers))
 

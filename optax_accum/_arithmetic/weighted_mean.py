@@ -64,9 +64,8 @@ def as_weight(weight: ArrayLike) -> jax.Array:
   """
   dtype = jnp.result_type(float)
   if not isinstance(weight, jax.Array):
-    return jnp.asarray(
-      np.asarray(weight).astype(dtype)
-    )  # JAX would wrap an int to 32 bits
+    # Cast by NumPy, as JAX would wrap an int to 32 bits.
+    return jnp.asarray(np.asarray(weight).astype(dtype))
   weight = weight.astype(dtype)
   return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
 

@@ -265,9 +265,8 @@ _CALLED = re.compile(
 )
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
-_ENDS_CYCLE = re.compile(
-  rf'\b{_scopes.END_OF_CYCLE}\)*/(while|cond)"'
-)  # ends an op_name
+# At the end of an op_name.
+_ENDS_CYCLE = re.compile(rf'\b{_scopes.END_OF_CYCLE}\)*/(while|cond)"')
 _ONCE_A_CYCLE = re.compile(rf"{_ENDS_CYCLE.pattern}|/{_scopes.WHOLE_CYCLE}/")
 _TRIP_COUNT = re.compile(r"\bknown_trip_count\W+n\W+(\d+)")
 _INDEX = re.compile(r"\bindex=(\d+)")

@@ -41,9 +41,8 @@ class LossWithoutMesh(NamedTuple):
 
   local: LocalLoss
   parallel: None = None
-  out_shardings: None = (
-    None  # of what a step returns first: left to the compiler
-  )
+  # Of what a step returns first: left to the compiler.
+  out_shardings: None = None
 
   def place(self, args, kwargs) -> tuple["LossWithoutMesh", Args, Kwargs]:
     """The loss that a step with such arguments runs, and the arguments as it takes them."""
@@ -137,14 +136,12 @@ class PlacedLoss(NamedTuple):
 
   local: LocalLoss
   parallel: DataParallel
-  batch: tuple[
-    tuple[Slot, int], ...
-  ]  # the batch arguments, and the axis of the rows of each
+  # The batch arguments, and the axis of the rows of each.
+  batch: tuple[tuple[Slot, int], ...]
   treedef: Any  # of the parameters, the optimizer state and the carry, if any
   shardings: tuple[Any, ...]  # of their leaves
-  wanted: Any = (
-    None  # the `PartitionSpec` of each gradient, or None: as its parameter
-  )
+  # The `PartitionSpec` of each gradient, or None: as its parameter.
+  wanted: Any = None
 
   @property
   def out_shardings(self):

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum import _validate
-from optax_accum._arithmetic.trees import (
-  Leaves,
-)
+from optax_accum._arithmetic.trees import Leaves
 from optax_accum._mesh.state_of_parameters import followed
 
 SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
@@ -102,9 +100,9 @@ def out_shardings(
 def _facts(mesh) -> list[str]:
   """What tells a mesh from another. One that is abstract has no devices."""
   facts = [f"axes {dict(mesh.shape)}", f"axis_types {mesh.axis_types}"]
-  return facts + [f"devices {[x.id for x in mesh.devices.flat]}"] * isinstance(
-    mesh, Mesh
-  )
+  if isinstance(mesh, Mesh):
+    facts.append(f"devices {[x.id for x in mesh.devices.flat]}")
+  return facts
 
 
 def _are_on(mesh: Mesh, leaves) -> bool:

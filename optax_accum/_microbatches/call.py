@@ -127,9 +127,8 @@ class Microbatches:
 def checked_rows(split: Split, roles: Roles, arguments: Arguments) -> int:
   """The rows of the batch of a call, whose roles are right."""
   refusals.refuse_double_roles(split, roles, arguments)
-  if (
-    split.rows is None
-  ):  # of a device's part of a batch, all has been looked at
+  # Of a device's part of a batch, all has been looked at.
+  if split.rows is None:
     refusals.refuse_key(split, roles, arguments)
   return batch_rows(split, roles.batch, arguments)
 

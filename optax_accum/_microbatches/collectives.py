@@ -31,12 +31,8 @@ from optax_accum._arithmetic.across_devices import (
 )
 
 _CASTS = ("pcast", "pvary")
-_REDUCTIONS = (
-  "psum",
-  "pmax",
-  "pmin",
-  "all_gather",
-)  # how the names of these primitives begin
+# How the names of these primitives begin.
+_REDUCTIONS = ("psum", "pmax", "pmin", "all_gather")
 # What keeps the degree that its operands share: sums, shapes, choices.
 _SUMS = {
   "abs", "add", "add_any", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type",
@@ -256,10 +252,8 @@ def _degree(eqn, values: list[Value], value: Value) -> tuple[int | None, bool]:
   if name == "div":
     by_constant = values[1].is_constant
     if by_constant and degrees[0] > 0:
-      return (
-        0,
-        True,
-      )  # a sum over devices is taken to be divided for a mean over them
+      # A sum over devices is taken to be divided for a mean over them.
+      return 0, True
     return degrees[0] - degrees[1], by_constant
   if name == "integer_pow":
     return degrees[0] * eqn.params["y"], False

@@ -35,20 +35,16 @@ class Split:
   in_place: bool = False
   accumulator_dtype: DTypeLike | None = None
   carry_reduction: Tree = None
-  batch_axis: tuple[int, ...] = (
-    0,
-  )  # one for each position and then for each name
+  # One for each position and then for each name.
+  batch_axis: tuple[int, ...] = (0,)
   batch_argnames: tuple[str, ...] = ()
   rng_argnames: tuple[str, ...] = ()
-  default_argnum: int | None = (
-    None  # what `batch_argnums=None` is; None: the only argument
-  )
-  names: Mapping[Slot, str] = dataclasses.field(
-    default_factory=dict
-  )  # of arguments, in messages
-  rows: int | None = (
-    None  # of the batch on all devices of a mesh, if a call has a part of it
-  )
+  # What `batch_argnums=None` is; None: the only argument.
+  default_argnum: int | None = None
+  # Of arguments, in messages.
+  names: Mapping[Slot, str] = dataclasses.field(default_factory=dict)
+  # Of the batch on all devices of a mesh, if a call has a part of it.
+  rows: int | None = None
 
   @classmethod
   def of(

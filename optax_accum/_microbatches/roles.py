@@ -18,9 +18,8 @@ class Roles(NamedTuple):
   rng: tuple[Slot, ...]
   carry: tuple[Slot, ...]  # one at most
   differentiated: tuple[int, ...]
-  shared: tuple[
-    Slot, ...
-  ]  # what every microbatch gets in full, and no gradient is taken of
+  # What every microbatch gets in full, and no gradient is taken of.
+  shared: tuple[Slot, ...]
 
 
 def by_slot(args, kwargs) -> Arguments:
@@ -119,9 +118,8 @@ class RolesOf:
         raise ValueError(
           f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}."
         )
-    rng = tuple(
-      dict.fromkeys(rng)
-    )  # as the batch, named by position and by name
+    # As the batch, one key may be named by position and by name.
+    rng = tuple(dict.fromkeys(rng))
     taken = {*axes, *rng, *carry, *differentiated}
     shared = tuple(slot for slot in every if slot not in taken)
     return Roles(axes, rng, carry, differentiated, shared)

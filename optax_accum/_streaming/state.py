@@ -17,9 +17,8 @@ from optax_accum._arithmetic.trees import Grads, Tree
 
 State = TypeVar("State")
 
-_ZERO: Any = np.zeros(
-  (), np.float32
-)  # in states that are made without such fields
+# In states that are made without such fields.
+_ZERO: Any = np.zeros((), np.float32)
 
 
 class AccumulateState(NamedTuple):
