@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic.across_devices import names_of
+from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._mesh.specs import normal, over, shown
 from optax_accum._microbatches.options import Split
 
@@ -23,8 +24,10 @@ class DataParallel:
   reduce_in_loop: bool
 
   @classmethod
-  def of(cls, mesh: Mesh, data_axis, reduce_in_loop: bool) -> "DataParallel":
-    """What a step was asked for. Checked."""
+  def of(
+    cls, mesh: Mesh, data_axis, axis_name, reduce_in_loop: bool = False
+  ) -> "DataParallel":
+    """What was asked for. Checked."""
     if not isinstance(mesh, Mesh):
       raise TypeError(
         f"mesh={mesh!r} must be a jax.sharding.Mesh, as of jax.make_mesh."
@@ -46,6 +49,11 @@ class DataParallel:
       raise ValueError(
         f"The mesh axes {manual} are manual, i.e. this is inside shard_map or pmap: pass axis_name="
         " there, or the mesh outside."
+      )
+    if axis_name is not None:
+      raise ValueError(
+        f"axis_name={axis_name!r} is for a call inside pmap or shard_map, and mesh= for one"
+        " outside: give one of the two."
       )
     return parallel
 
@@ -156,6 +164,13 @@ class DataParallel:
     """The `PartitionSpec` of a batch leaf over the data axes alone."""
     before = [None] * (batch_axis % jnp.ndim(x))
     return PartitionSpec(*before, self.axes)
+
+  def output_spec(self, kind: Reduction) -> PartitionSpec:
+    """The `PartitionSpec` of an output that is so reduced."""
+    if kind.collected:
+      # It has the parts of the devices in turn.
+      return PartitionSpec(self.axes)
+    return PartitionSpec()
 
   def move(self, x, spec: PartitionSpec):
     """An array, sharded so: its type over explicit axes, and by a constraint over automatic ones.

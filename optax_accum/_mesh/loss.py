@@ -13,24 +13,21 @@ from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params
-from optax_accum._mesh.batch import place_batch
 from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.on_devices import on_each_device, place_arguments
 from optax_accum._mesh.placement import (
   out_shardings,
-  place,
   place_state,
   sharding_of,
 )
-from optax_accum._mesh.refused import explained, TRACED
 from optax_accum._mesh.shards import in_loop, Shards
 from optax_accum._mesh.specs import spec_of
 from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
-from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss, Outputs
 from optax_accum._microbatches.options import Slot
-from optax_accum._microbatches.roles import Arguments, by_slot
+from optax_accum._microbatches.roles import by_slot
 
 ParamsAndState: TypeAlias = tuple[Params, OptState]
 Update: TypeAlias = Callable[[ParamsAndState], ParamsAndState]
@@ -82,11 +79,6 @@ class MeshLoss:
 
   def __post_init__(self) -> None:
     split = self.local.split
-    if split.axis_name is not None:
-      raise ValueError(
-        f"axis_name={split.axis_name!r} is for a step that is called inside pmap or shard_map, and"
-        " mesh= for one that is called outside: give one of the two."
-      )
     if split.in_place and self.parallel.reduce_in_loop:
       raise ValueError(
         "in_place=True keeps the full sum of the gradients on each device until the cycle ends, and"
@@ -95,49 +87,29 @@ class MeshLoss:
 
   def place(self, args, kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
-    mesh = self.parallel.mesh
     local = self.local
-    split = self.local.split
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axes:
-      raise ValueError(
-        f"The step is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
-        " batch over devices a second time: pass axis_name= to make_train_step instead, or call"
-        " it outside."
-      )
+    parallel = self.parallel
     params, opt_state, *rest = args
     of_loss = (params, *rest)
     roles = local.roles_of(of_loss, kwargs)
-    arguments = by_slot(of_loss, kwargs)
-    rows = checked_rows(split, roles, arguments)
-    of = split.name(*roles.batch)
-    self.parallel.check_rows(rows, split.num_microbatches, of)
-    placed: Arguments = {}
-    for slot, x in arguments.items():
-      name = split.name(slot) if slot else "params"
-      if slot in roles.batch:
-        axis = roles.batch[slot]
-        placed[slot] = place_batch(self.parallel, name, x, axis, split)
-      else:
-        placed[slot] = place(mesh, name, x)
-    params, *rest = [placed[i] for i in range(len(of_loss))]
-    named = {name: placed[name] for name in kwargs}
-    opt_state = place_state(mesh, "opt_state", params, opt_state)
+    of_loss, named = place_arguments(
+      parallel, local.split, roles, of_loss, kwargs
+    )
+    params, *rest = of_loss
+    placed = by_slot(of_loss, named)
+    opt_state = place_state(parallel.mesh, "opt_state", params, opt_state)
     carry = [placed[slot] for slot in roles.carry]
     leaves, treedef = jax.tree.flatten((params, opt_state, *carry))
     shardings = tuple(map(sharding_of, leaves))
-    batch = tuple(roles.batch.items())
-    loss = PlacedLoss(local, self.parallel, batch, treedef, shardings)
+    loss = PlacedLoss(local, parallel, treedef, shardings)
     return loss, (params, opt_state, *rest), named
 
 
 class PlacedLoss(NamedTuple):
-  """A loss over a mesh, for one way to shard the arguments of a step and to pass the batch."""
+  """A loss over a mesh, for one way to shard the arguments of a step."""
 
   local: LocalLoss
   parallel: DataParallel
-  # The batch arguments, and the axis of the rows of each.
-  batch: tuple[tuple[Slot, int], ...]
   treedef: Any  # of the parameters, the optimizer state and the carry, if any
   shardings: tuple[Any, ...]  # of their leaves
   # The `PartitionSpec` of each gradient, or None: as its parameter.
@@ -209,14 +181,9 @@ class PlacedLoss(NamedTuple):
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     same: Any = PartitionSpec()
     each = PartitionSpec(self.parallel.axes)
-
-    def spec_of_output(kind):
-      # One that collects has the parts of the devices in turn.
-      return each if kind.collected else same
-
     local = self.local
     kinds = local.aux_reduction, local.metrics.reductions
-    aux, metrics = jax.tree.map(spec_of_output, kinds)
+    aux, metrics = jax.tree.map(self.parallel.output_spec, kinds)
     outputs = Outputs(same, aux, self._shards.gradients, metrics, each)
     specs = Reduced(same, outputs, same)
     method = LocalLoss.value_and_grad
@@ -257,38 +224,15 @@ class PlacedLoss(NamedTuple):
     kwargs,
   ):
     """A method of the loss of one device, given that device's part of the batch."""
-    axes = dict(self.batch)
-    parallel = self.parallel
+    axes = self.local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
     local, gather = self._on_device(rows)
 
-    def spec(slot, tree):
-      if slot == 0:
-        return self._shards.held
-      if slot in axes:
-        return jax.tree.map(lambda x: parallel.batch_spec(x, axes[slot]), tree)
-      return jax.tree.map(lambda _: PartitionSpec(), tree)
-
-    specs = tuple(spec(i, x) for i, x in enumerate(args))
-    named = {name: spec(name, x) for name, x in kwargs.items()}
-
-    def on_device(weights, args, kwargs):
+    def run(weights, args, kwargs):
       params, *others = args
       return method(local, weights, gather(params), *others, **kwargs)
 
-    mapped = jax.shard_map(
-      on_device,
-      mesh=parallel.mesh,
-      in_specs=(PartitionSpec(parallel.axes), specs, named),
-      out_specs=out_specs,
-      # Other axes of the mesh are left to the compiler.
-      axis_names=set(parallel.axes),
-      # Types of what varies refuse every loop, branch or derivative rule of a loss that starts from
-      # a constant, and all Pallas kernels. `collectives` looks at what they would protect.
-      check_vma=False,
+    held: dict[Slot, Params] = {0: self._shards.held}
+    return on_each_device(
+      self.parallel, axes, held, run, out_specs, weights, args, kwargs
     )
-    given = (args, kwargs)
-    in_specs = (specs, named)
-    placed = jax.tree.map(parallel.move_over_data, given, in_specs)
-    with explained(TRACED, parallel):
-      return mapped(weights, *placed)

@@ -1,4 +1,4 @@
-"""What JAX refuses in a loss over a mesh, and what to write instead."""
+"""What JAX refuses in a function over a mesh, and what to write instead."""
 
 from collections.abc import Iterator, Mapping
 import contextlib
@@ -7,24 +7,24 @@ import re
 from optax_accum._mesh.data_parallel import DataParallel
 
 _SHARDING = (
-  "The loss constrains an array over data_axis={}, but it runs on one device's own rows, which"
+  "The function constrains an array over data_axis={}, but it runs on one device's own rows, which"
   " nothing can shard: leave the constraint out. Name further axes alone, in a bare PartitionSpec,"
   " as jax.lax.with_sharding_constraint(x, P(None, 'model')) or, over explicit axes,"
   " jax.reshard(x, P(None, 'model'))."
 )
 # By what JAX says, in some version: while the loss is traced, and later.
 TRACED = {
-  "ontext mesh .*Manual.* should match|Closing over inputs": "The loss closes over an array or a"
-  " sharding that is on the mesh, and runs apart on each part of data_axis={}: pass an array as a"
+  "ontext mesh .*Manual.* should match|Closing over inputs": "The function closes over an array or"
+  " a sharding that is on the mesh, and runs apart on each part of data_axis={}: pass an array as a"
   " further argument, step(params, opt_state, batch, table) (in Flax, in the state or the model),"
   " and write a sharding as a bare PartitionSpec.",
   "Auto axes of the mesh|Auto or Manual": _SHARDING,
-  r"unbound axis name:? (\w*)": "The loss calls a collective over {1!r}, which is not in"
+  r"unbound axis name:? (\w*)": "The function calls a collective over {1!r}, which is not in"
   " data_axis={0}: name that for the devices that share the rows. Over a further axis of the mesh"
   " leave it out, because there arrays are whole, and jnp.sum adds up all.",
 }
 LOWERED = {
-  r"Manual: \(|callbacks are only": "A callback in the loss, as jax.pure_callback (or, beside"
+  r"Manual: \(|callbacks are only": "A callback in the function, as jax.pure_callback (or, beside"
   " explicit axes, jax.debug.print), needs all axes of the mesh in data_axis={}: name them there,"
   " or return what it is to see as aux.",
   "contains a manual axes": _SHARDING,

@@ -5,7 +5,7 @@ import functools
 import inspect
 from typing import Any, NamedTuple, TypeAlias
 
-from optax_accum._arithmetic.trees import Tree
+from optax_accum._arithmetic.trees import Args, Kwargs, Tree
 from optax_accum._microbatches.options import Slot, Split
 
 Arguments: TypeAlias = dict[Any, Tree]  # by position or name
@@ -25,6 +25,14 @@ class Roles(NamedTuple):
 def by_slot(args, kwargs) -> Arguments:
   """The arguments of a call, by position or name."""
   return dict([*enumerate(args), *kwargs.items()])
+
+
+def map_by_slot(
+  fun: Callable[[Slot, Tree], Tree], args, kwargs
+) -> tuple[Args, Kwargs]:
+  """``fun(slot, argument)`` in the place of each argument."""
+  positional = tuple(fun(i, x) for i, x in enumerate(args))
+  return positional, {name: fun(name, x) for name, x in kwargs.items()}
 
 
 class Signature:

@@ -267,11 +267,13 @@ def step_loss(
     "has_aux": False,
     "grad_reduction": None,
     "aux_reduction": None,
+    "names": {0: "params"},
     **options,
   }
-  split = Split.of(options, default_argnum=1)
+  split = Split.of(asked, default_argnum=1)
   local = LocalLoss.of(loss_fn, 0, asked["has_aux"], split, asked)
   if mesh is None:
     return LossWithoutMesh(local)
   in_loop = reduce_gradients == "per_microbatch"
-  return MeshLoss(local, DataParallel.of(mesh, data_axis, in_loop))
+  parallel = DataParallel.of(mesh, data_axis, split.axis_name, in_loop)
+  return MeshLoss(local, parallel)

@@ -1,0 +1,79 @@
+"""A call over a mesh: its arguments are put there, and each device runs its part of the batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from optax_accum._arithmetic.trees import Args, Kwargs, Tree
+from optax_accum._mesh.batch import place_batch
+from optax_accum._mesh.data_parallel import DataParallel
+from optax_accum._mesh.placement import place
+from optax_accum._mesh.refused import explained, TRACED
+from optax_accum._microbatches.call import checked_rows
+from optax_accum._microbatches.options import Slot, Split
+from optax_accum._microbatches.roles import by_slot, map_by_slot, Roles
+
+
+def place_arguments(
+  parallel: DataParallel, split: Split, roles: Roles, args, kwargs
+) -> tuple[Args, Kwargs]:
+  """The arguments on the mesh: the batch by its rows, the rest as it came or copied."""
+  axes = jax.sharding.get_abstract_mesh().manual_axes
+  if axes:
+    raise ValueError(
+      f"This is called inside pmap or shard_map over {axes} with mesh=, and would spread the"
+      " batch over devices a second time: pass axis_name= instead of mesh=, or call it outside."
+    )
+  rows = checked_rows(split, roles, by_slot(args, kwargs))
+  of = split.name(*roles.batch)
+  parallel.check_rows(rows, split.num_microbatches, of)
+
+  def placed(slot, x):
+    name = split.name(slot)
+    if slot in roles.batch:
+      return place_batch(parallel, name, x, roles.batch[slot], split)
+    return place(parallel.mesh, name, x)
+
+  return map_by_slot(placed, args, kwargs)
+
+
+def on_each_device(
+  parallel: DataParallel,
+  axes: Mapping[Slot, int],
+  held: Mapping[Slot, Tree],
+  run: Callable[..., Any],
+  out_specs,
+  weights,
+  args,
+  kwargs,
+):
+  """``run(weights, args, kwargs)`` on each device, given that device's part of the batch.
+
+  `axes` has the axis of the rows of each batch argument. `held` says how arguments are sharded of
+  which each device gets its part; it gets others in full.
+  """
+
+  def spec(slot, tree):
+    if slot in held:
+      return held[slot]
+    if slot in axes:
+      return jax.tree.map(lambda x: parallel.batch_spec(x, axes[slot]), tree)
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+  in_specs = map_by_slot(spec, args, kwargs)
+  mapped = jax.shard_map(
+    run,
+    mesh=parallel.mesh,
+    in_specs=(PartitionSpec(parallel.axes), *in_specs),
+    out_specs=out_specs,
+    # Other axes of the mesh are left to the compiler.
+    axis_names=set(parallel.axes),
+    # Types of what varies refuse every loop, branch or derivative rule of a function that starts
+    # from a constant, and all Pallas kernels. `collectives` looks at what they would protect.
+    check_vma=False,
+  )
+  placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
+  with explained(TRACED, parallel):
+    return mapped(weights, *placed)
