@@ -11,8 +11,8 @@ from optax_accum._compiled.collectives import (
   CollectiveReport as CollectiveReport,
   count_collectives as count_collectives,
 )
+from optax_accum._mesh.microbatch import microbatch as microbatch
 from optax_accum._microbatches.loop import MicrobatchStats as MicrobatchStats
-from optax_accum._microbatches.microbatch import microbatch as microbatch
 from optax_accum._microbatches.noise_scale import (
   gradient_noise_scale as gradient_noise_scale,
   GradientNoiseScale as GradientNoiseScale,

@@ -8,8 +8,9 @@
    devices. `carry` is what one microbatch hands to the next.
 4. `loss` takes the gradient of a user's `loss_function`: in the loop's body, or `in_place`. Over
    devices `traced_loss` and `collectives` look first at what they exchange.
-5. `microbatch` and `value_and_grad` are public. `recompute` differentiates the first, and `whole`
-   runs it whole, for `check_split`. `parameters` says what can be differentiated.
-6. `grad_metrics` has what is asked for of the gradient of each microbatch: a user's function, and
+5. `grad_metrics` has what is asked for of the gradient of each microbatch: a user's function, and
    the norms that `noise_scale` reads.
+6. `function` runs any other function so. `recompute` differentiates that, and `whole` runs it
+   whole, for `check_split`.
+7. `value_and_grad` is public. `parameters` says what can be differentiated.
 """

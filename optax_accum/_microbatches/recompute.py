@@ -16,6 +16,7 @@ from optax_accum._arithmetic import dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.trees import Leaves
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.loop import Microbatch, Run, Take
+from optax_accum._microbatches.options import Split
 
 
 class _Traced(NamedTuple):
@@ -38,6 +39,7 @@ class Recomputed:
   def __init__(self, call: Microbatches, run: Run, collected: bool) -> None:
     self._call = call
     self._run = run
+    self._wide = functools.partial(widened, call.split)
     self._guards = call.split.weighs and not collected
     self._copies: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     if call.split.axis_name is not None:
@@ -63,11 +65,6 @@ class Recomputed:
     varying = self._call.devices.varying(x)
     self._copies[id(varying)] = self._call.devices.varying(self._wide(x))
     return varying
-
-  def _wide(self, x: jax.Array) -> jax.Array:
-    asked = self._call.split.accumulator_dtype
-    wide = dtypes.accumulator_dtype(x.dtype, asked)
-    return x.astype(dtypes.promote(x.dtype, wide))
 
   def _copy(self, x):
     """The copy of `x` in a dtype to add up cotangents in; `x` itself if it has none."""
@@ -120,6 +117,16 @@ class Recomputed:
     inputs = jnp.int32(index), *jax.tree.leaves(batch)
     outputs = jax.core.eval_jaxpr(closed.jaxpr, held, *inputs)
     return results.unflatten(outputs)
+
+
+def widened(split: Split, x: jax.Array) -> jax.Array:
+  """`x` in the dtype to add up its cotangents in, if it has any."""
+  if not dtypes.is_inexact(x):
+    return x
+  wide = dtypes.accumulator_dtype(x.dtype, split.accumulator_dtype)
+  wide = dtypes.promote(x.dtype, wide)
+  # What has that dtype stays weakly typed, if it is.
+  return x if x.dtype == wide else x.astype(wide)
 
 
 def _may_have_tangent(x) -> bool:

@@ -12,6 +12,7 @@ from support.devices import AUTO, EXPLICIT, make_mesh
 from optax_accum import (
   accumulate,
   make_train_step,
+  microbatch,
   microbatch_value_and_grad,
 )
 
@@ -53,6 +54,32 @@ def rows_apart(size):
     jax.jit(cycle)(jnp.asarray(1.0), x)
 
   return call
+
+
+def mapped(mesh, batch, fun=jnp.sum, **options):
+  """That `microbatch` is called."""
+
+  def call():
+    each = {"num_microbatches": 2, **options}
+    microbatch(fun, reduction="sum", mesh=mesh, **each)(batch)
+
+  return call
+
+
+def within_a_step():
+  """That it is called in the loss of a step over the mesh."""
+  mesh = make_mesh(8)
+  run = microbatch(jnp.sum, reduction="sum", num_microbatches=2, mesh=mesh)
+  step = make_train_step(
+    lambda w, x: w * run(x), SGD, num_microbatches=1, mesh=mesh
+  )
+  step(jnp.ones(()), SGD.init(jnp.ones(())), ONES)
+
+
+def closing_over_the_mesh():
+  mesh = make_mesh(8, kind=EXPLICIT)
+  table = devices.put(ONES, mesh, P("data"))
+  mapped(mesh, ONES, lambda x: jnp.sum(x) * jnp.sum(table))()
 
 
 FURTHER = ("replica", "fsdp")
@@ -230,6 +257,42 @@ REFUSED = [
       rf"axis_name='{name}' is not bound here: .* or leave axis_name out",
     )
     for name in FURTHER
+  ),
+  (
+    mapped(make_mesh(8), ONES[:60]),
+    ValueError,
+    "argument 0 has 60 rows, which the 8 devices .* use 48 or 64 rows, or fill up with rows that"
+    " weight_fn counts as 0",
+  ),
+  (
+    mapped(make_mesh(8), ONES, num_microbatches=3),
+    ValueError,
+    r"does not divide the 8 rows .* one of \[1, 2, 4, 8\]",
+  ),
+  (
+    mapped(make_mesh(8), ONES, axis_name="data"),
+    ValueError,
+    f"axis_name='data' is for .* inside .*: {ONE_OF_TWO}",
+  ),
+  (
+    mapped(make_mesh(8), ONES, data_axis="rows"),
+    ValueError,
+    "data_axis='rows' is no axis of the mesh",
+  ),
+  (
+    mapped(make_mesh(8), ONES, skip_empty=True),
+    ValueError,
+    "skip_empty=True needs weights",
+  ),
+  (
+    within_a_step,
+    ValueError,
+    r"inside pmap or shard_map over .*'data'.* with mesh=.* pass axis_name=",
+  ),
+  (
+    closing_over_the_mesh,
+    ValueError,
+    "The function closes over an array .*: pass an array as a further argument",
   ),
 ]
 

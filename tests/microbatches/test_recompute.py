@@ -532,7 +532,8 @@ def test_a_step_over_a_mesh_reduces_once(kind, platform):
   assert sum("f32[16,16]" in c.shape for c in report.operations) == 1
 
 
-def test_devices_add_up_cotangents_in_float32():
+@pytest.mark.parametrize("how", ["axis_name", "mesh"])
+def test_devices_add_up_cotangents_in_float32(how):
   """Rows sorted by class, as in a file: what the devices have nearly cancels."""
   rng = np.random.default_rng(0)
   labels = np.repeat(2 * np.arange(8) - 6, 128)
@@ -543,16 +544,19 @@ def test_devices_add_up_cotangents_in_float32():
   def fun(params, x, y):
     return jnp.mean((x @ params - y).astype(jnp.float32) ** 2)
 
+  over = {"mesh": make_mesh(8)}
+  if how == "axis_name":
+    over = {"axis_name": "data"}
   split = microbatch(
-    fun,
-    reduction="mean",
-    batch_argnums=(1, 2),
-    num_microbatches=2,
-    axis_name="data",
+    fun, reduction="mean", batch_argnums=(1, 2), num_microbatches=2, **over
   )
-  axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
-  gradient = lambda params, x, y: jax.grad(split)(params, x, y)  # noqa: E731
-  mapped = jax.jit(jax.shard_map(gradient, mesh=make_mesh(8), **axes))
+  mapped = gradient = jax.grad(split)
+  if how == "axis_name":
+    axes = {"in_specs": (P(), P("data"), P("data")), "out_specs": P()}
+    # Without the names that it has of `fun`.
+    on_device = lambda params, x, y: gradient(params, x, y)  # noqa: E731
+    mapped = jax.shard_map(on_device, mesh=make_mesh(8), **axes)
+  mapped = jax.jit(mapped)
   wide_params, wide_x, wide_y = (
     np.asarray(a, np.float64) for a in (params, x, y)
   )
