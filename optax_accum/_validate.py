@@ -139,7 +139,8 @@ def check_takes(
   """Checks, before anything is traced, that a loss takes the positional `arguments`."""
   function(loss_fn)
   misfit = why_not(loss_fn, *arguments.split(", "))
-  if not misfit:
+  # What is missing may be further arguments, which come with the call.
+  if not misfit or misfit.startswith("missing"):
     return
   fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
   if isinstance(loss_fn, functools.partial):

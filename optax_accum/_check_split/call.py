@@ -23,7 +23,7 @@ class Array(NamedTuple):
   """One array of a call: NumPy's, unless it holds keys."""
 
   value: Leaf
-  role: str  # "params", "batch", "rng", "carry" or "shared"
+  role: str  # "params", "batch", "rng", "carry", "shared" or "held"
   slot: Slot
   argument: str  # what the loss calls it
   name: str  # as Python writes it: "batch['mask']", "batch.mask"
@@ -84,6 +84,7 @@ class Call(NamedTuple):
     role_of |= dict.fromkeys(roles.rng, "rng")
     role_of |= dict.fromkeys(roles.carry, "carry")
     role_of |= dict.fromkeys(roles.shared, "shared")
+    role_of |= dict.fromkeys(roles.held, "held")
     given = by_slot(args, kwargs)
     slots = [*given]
     leaves, treedef = jax.tree_util.tree_flatten_with_path([*given.values()])

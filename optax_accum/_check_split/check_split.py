@@ -1,6 +1,6 @@
 """`check_split`: whether a loss can be split, and if not, why."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 import contextlib
 import dataclasses
 import inspect
@@ -26,7 +26,8 @@ from optax_accum._microbatches.roles import by_slot, Signature
 from optax_accum._microbatches.value_and_grad import microbatch_value_and_grad
 from optax_accum._microbatches.whole import whole_batches
 
-DRAWING = ("rng", "carry")  # the roles of arguments whose keys draw one number
+# The roles of arguments whose keys draw one number.
+_DRAWING = "rng", "carry", "held"
 _SIGNATURE = inspect.signature(microbatch_value_and_grad)
 _ABSTRACT = {
   jax.core.Tracer: "traced",
@@ -148,12 +149,8 @@ def programs_of(
   local: LocalLoss,
   args,
   kwargs,
-  drawing: Sequence[str] = DRAWING,
 ) -> Programs:
-  """What runs a loss on such a call, which is checked.
-
-  Of keys in arguments of the roles `drawing`, every draw is one number.
-  """
+  """What runs a loss on such a call, which is checked."""
   split = local.split
   roles = local.roles_of(args, kwargs)
   for i in roles.differentiated:
@@ -165,7 +162,7 @@ def programs_of(
       f"The batch ({of}) has 1 row, which cannot be split: give 2 or more."
     )
   call = Call.of(local.roles_of.signature, args, kwargs, roles)
-  for role in drawing:
+  for role in _DRAWING:
     call = call.with_noise(role, LEVELS[0])
   split = dataclasses.replace(
     split,
@@ -251,7 +248,7 @@ def report_of(programs: Programs) -> SplitReport:
   try:
     evidence = Evidence.of(programs)
   except Exception:
-    finding = diagnose.unsplit(programs) or diagnose.groups(programs)
+    finding = diagnose.maybe_unsplit(programs) or diagnose.groups(programs)
     if finding:
       return finding.report(not_checked=not_checked)
     raise

@@ -23,6 +23,7 @@ from optax_accum._microbatches.refusals import (
   with_keys,
   with_rows,
 )
+from optax_accum._microbatches.roles import Roles
 
 _EXTREMES = ("max", "min")
 _KEY = "_overwrite_with_gradient"  # flax names such a collection so
@@ -45,13 +46,13 @@ def refused(programs: Programs) -> Finding | None:
   split = programs.local.split
   call = programs.batch
   if split.batch_argnums is None:
-    finding = unsplit(programs)
+    finding = unsplit(programs, call.roles)
     if finding:
       return finding
-  if split.rng_argnums is not None:
+  if split.rng_argnums is not None and not split.held:
     return None
   try:
-    refuse_keys(call.roles, call.arguments)
+    refuse_keys(split, call.roles, call.arguments)
   except ValueError as error:
     slots = with_keys(call.roles, call.arguments)
     fix = words.PASS_A_KEY
@@ -166,7 +167,7 @@ def _shared_noise(evidence: Evidence) -> Finding | None:
     for x in evidence.tried
   ):
     return None
-  shared = [x for x in programs.call.arrays if x.role == "shared"]
+  shared = [x for x in programs.call.arrays if x.role in ("shared", "held")]
   keys = dict.fromkeys(x.slot for x in shared if x.may_be_key)
   if keys:
     fix = words.naming("rng", [*programs.batch.roles.rng, *keys])
@@ -233,19 +234,27 @@ def _has_share(
   return bool(np.max(np.abs(differences)) <= 0.1)
 
 
-def unsplit(programs: Programs) -> Finding | None:
+def maybe_unsplit(programs: Programs) -> Finding | None:
+  """As `unsplit`, also of what the step itself gives the loss."""
+  roles = programs.batch.roles
+  shared = roles.shared + roles.held
+  return unsplit(programs, roles._replace(shared=shared))
+
+
+def unsplit(programs: Programs, roles: Roles) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   call = programs.batch
-  more = [*with_rows(call.roles, call.arguments, (call.rows,))]
+  split = programs.local.split
+  more = with_rows(split, roles, call.arguments, (call.rows,))
   if not more:
     return None
-  reason, fix = words.unsplit(call.roles.batch, more, call.rows)
+  reason, fix = words.unsplit(roles.batch, more)
   return Finding("unsplit", reason, fix)
 
 
 def _unsplit_or_coupled(evidence: Evidence) -> Finding:
   """What remains, with the mends of what was seen in the loss, or with all."""
-  finding = unsplit(evidence.programs)
+  finding = maybe_unsplit(evidence.programs)
   facts = evidence.programs.facts
   if finding:
     return finding

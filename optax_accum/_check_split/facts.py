@@ -206,7 +206,7 @@ def _marks(
       numbers += given
       if e.name in _COMPARES - {"eq", "ne"}:
         numbers += [m for n in given for m in (n - 1, n + 1)]
-  shared = [x.value for x in call.arrays if x.role == "shared"]
+  shared = [x.value for x in call.arrays if x.role in ("shared", "held")]
   numbers += [n for x in (*closed.consts, *shared) for n in _numbers(x)]
   integers = [*_USUAL, *(n for n in numbers if type(n) is int)]
   integers = [*dict.fromkeys(integers)][:_MANY]

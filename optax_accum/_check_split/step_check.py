@@ -1,6 +1,6 @@
 """`step.check`: the report on the loss of a step, as the step calls it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 
@@ -25,14 +25,8 @@ def check_step(
   loss: LossWithoutMesh | PlacedLoss,
   args,
   kwargs,
-  drawing: Sequence[str] = check_split.DRAWING,
-  fixes: Mapping[str, str] | None = None,
 ) -> SplitReport:
-  """`step.check`: the report on such a call of the loss of a step.
-
-  `drawing` is as in `programs_of`. `fixes` says of a verdict (of "coupled": of batch normalization)
-  what to write instead, where the loss is not called as `check_split` says.
-  """
+  """`step.check`: the report on such a call of the loss of a step."""
   local = loss.local
   split = loss.local.split
   check_split.check_concrete(local.fun, args, kwargs)
@@ -41,7 +35,7 @@ def check_step(
     devices = Devices(loss.parallel.axes, loss)
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
   with on(one_device(devices.mesh, devices.axes)):
-    programs = check_split.programs_of(local, args, kwargs, drawing)
+    programs = check_split.programs_of(local, args, kwargs)
     programs = dataclasses.replace(programs, devices=devices)
     if devices.axes and not diagnose.refused(programs):
       sends = _sends(loss, devices, args, kwargs)
@@ -53,7 +47,8 @@ def check_step(
       rows = programs.rows
       whole = dataclasses.replace(programs, sizes=[rows], size=rows)
       report = check_split.report_of(whole)
-  fix = (fixes or {}).get(report.verdict)
+  # Of "coupled": of batch normalization.
+  fix = split.fixes.get(report.verdict)
   if fix is None:
     return report
   if report.verdict == "coupled":

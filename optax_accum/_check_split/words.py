@@ -1,6 +1,6 @@
 """What `check_split` says of each defect: why it is known, and what to write."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import jax
 
@@ -71,6 +71,7 @@ BATCH_NORM = (
   " guide When something is wrong does. Training also works as it is: each microbatch is normalized"
   " by its own rows."
 )
+_PATTERN = ' See "A statistic of the whole batch" on the page "Your loss, and what to write".'
 # Of each way in which rows meet. A report has those that were seen in the loss, or all.
 MENDS = {
   "groups": GROUPS,
@@ -82,10 +83,11 @@ MENDS = {
   " the guide to contrastive losses.",
   "ordered": "Rows that are sorted or selected (the hardest rows): select them before the step,"
   ' among the losses of all rows by optax_accum.microbatch(..., reduction="concat"), and pass a'
-  " weight for each row as a leaf of the batch, which weight_fn adds up.",
+  " weight for each row as a leaf of the batch, which weight_fn adds up; or pass the threshold."
+  + _PATTERN,
   "data": "A statistic of the data (normalized advantages), or noise that depends on other rows:"
   " compute or draw it before the step, for the whole batch, and pass it as a leaf of the batch, or"
-  " as a further argument that is not split.",
+  " as a further argument that is not split." + _PATTERN,
   "statistics": f"{BATCH_NORM}\n"
   "Other statistics of the batch, as of correlations: run what comes before them by"
   " optax_accum.microbatch(encode, ...) inside a loss of the whole batch.",
@@ -94,8 +96,8 @@ MENDS = {
   "function": "A ratio, product or root of means over the batch, as the balance of a router:"
   ' compute it on the whole batch from sums by optax_accum.microbatch(..., reduction="sum").',
   "denominators": "Several denominators: compute the totals over the whole batch first, and pass"
-  ' them to all microbatches. If the loss divides by them, reduction="sum" adds these up. See the'
-  ' page "Your loss, and what to write".',
+  ' them to all microbatches. If the loss divides by them, reduction="sum" adds these up.'
+  + _PATTERN,
   "regularizer": "A sum over rows plus a term without rows, such as a regularizer: take the mean"
   " over rows, or add the term and its gradient once, outside.",
 }
@@ -162,12 +164,13 @@ def tree_option(name: str, tree) -> str:
 
 
 def unsplit(
-  given: Collection[Slot], more: Collection[Slot], rows: int
+  given: Collection[Slot], more: Mapping[Slot, str]
 ) -> tuple[str, str]:
   """Why more arguments than are given may be to split, and the options for both cases."""
   which = " and ".join(f"argument {slot}" for slot in more)
+  found = ", ".join(more.values())
   return (
-    f"{which}: {rows} rows, as many as the batch, and not split, which may be the cause.",
+    f"{found}, as many as the batch, and is not split, which may be the cause.",
     f"{naming('batch', [*given, *more])}\n"
     f"or, if {which} has as many rows by chance and every microbatch needs all of it,\n"
     f"  {naming('batch', given)}",

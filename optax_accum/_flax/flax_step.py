@@ -6,10 +6,9 @@ from typing import (
   ClassVar,
   Literal,
   NamedTuple,
-  ParamSpec,
+  TYPE_CHECKING,
   TypeAlias,
   TypedDict,
-  TypeVar,
 )
 
 import jax
@@ -22,7 +21,14 @@ from optax_accum._arithmetic.reduction_words import (
   GradReductionTree,
   ReductionTree,
 )
-from optax_accum._arithmetic.trees import Batch, OptState, Params, Tree
+from optax_accum._arithmetic.trees import (
+  Args,
+  Batch,
+  Kwargs,
+  OptState,
+  Params,
+  Tree,
+)
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
@@ -35,10 +41,19 @@ from optax_accum._train_step.program import (
   StepProgram,
 )
 
+if TYPE_CHECKING:
+  from optax_accum._check_split.report import SplitReport
+
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
-P = ParamSpec("P")
-R = TypeVar("R")
+Use: TypeAlias = Callable[[PreparedCall], Any]
+
+
+class Further(NamedTuple):
+  """Further arguments of a call and of the loss. Messages call them by these names."""
+
+  args: Args
+  kwargs: Kwargs
 
 
 class Arguments(NamedTuple):
@@ -50,11 +65,13 @@ class Arguments(NamedTuple):
   constant: Tree = None  # what the loss leaves alone
   carried: Tree = None  # what each microbatch changes for the next, if anything
   rngs: Tree = None  # keys, if any
+  further: Tree = Further((), {})  # what the loss takes beside these, unsplit
   count: Any = None  # of the optimizer's steps
 
   def of_loss(self):
     """Those of the loss, in its order."""
-    return self.params, self.batch, self.constant, self.carried, self.rngs
+    params, _, *others, _ = self
+    return params, *others
 
 
 _SLOT = Arguments(*Arguments._fields).of_loss().index  # in the loss, of a name
@@ -69,6 +86,7 @@ class StepOptions(TypedDict, total=False):
   microbatch_size: int | None
   weight_fn: WeightFn | None
   aux_reduction: ReductionTree
+  batch_argnums: int | Sequence[int] | None
   reduction: Literal["mean", "sum"]
   donate: bool
   skip_nonfinite: bool
@@ -87,9 +105,12 @@ class StepOptions(TypedDict, total=False):
   batch_axis: int | tuple[int, ...]
 
 
+UNSPLIT = (
+  "Put what has the batch's rows into the batch. If every microbatch needs all of it, say that the"
+  " batch alone is split, batch_argnums=1."
+)
 # Options that the steps have not, and why.
 DECIDED = {
-  "batch_argnums": "The batch is the second argument.",
   "batch_argnames": "The batch is the second argument.",
 }
 
@@ -101,7 +122,11 @@ class FlaxStep(Step):
   takes: ClassVar[str]  # the arguments of the loss
   names: ClassVar[Arguments]  # of the arguments of a program, in messages
   decided: ClassVar[Mapping[str, str]]  # options that it has not, and why
-  fixes: ClassVar[Mapping[str, str]]  # what `check` says instead
+  fixes: ClassVar[Mapping[str, str]]  # what errors and `check` say instead
+  call: ClassVar[str]  # as messages show it
+  keys: ClassVar[str]  # where they go
+  # ``(use, *args, **kwargs)``: what such a call updates, and what `use` makes of the call.
+  _with_call: Callable[..., tuple[Any, Any]]
 
   def __init__(
     self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any
@@ -117,6 +142,11 @@ class FlaxStep(Step):
     self.has_aux = has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options: dict[str, Any] = dict(options)
+    if options.get("batch_argnums") not in (None, 1):
+      raise ValueError(
+        f"{self.name} splits the batch alone: put what has its rows into the batch, and give"
+        " batch_argnums=1 only if a further argument has as many by chance."
+      )
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
 
@@ -130,10 +160,11 @@ class FlaxStep(Step):
     return step_loss(
       loss_fn,
       has_aux=True,
-      batch_argnums=_SLOT("batch"),
       carry_argnum=_SLOT("carried"),
       rng_argnums=_SLOT("rngs"),
+      held=(_SLOT("constant"),),
       names=dict(enumerate(self.names.of_loss())),
+      fixes=self.fixes,
       **self._options | decided,
     )
 
@@ -167,15 +198,45 @@ class FlaxStep(Step):
     batch = args[self.batch_position]
     return Arguments(batch=batch).of_loss()
 
-  def _checked(self, call: PreparedCall):
-    """The report of `check` on a call."""
-    args = Arguments(*call.args).of_loss()
-    drawing = "rng", "carry", "shared"
-    return call.check(args, drawing=drawing, fixes=self.fixes)
+  def check(self, *args, **kwargs) -> "SplitReport":
+    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
+    return self._with_call(_checked, *args, **kwargs)[1]
+
+  def lower(self, *args, **kwargs) -> jax.stages.Lowered:
+    """The program of a call, lowered, for its memory and collectives."""
+    return self.trace(*args, **kwargs).lower()
+
+  def trace(self, *args, **kwargs) -> jax.stages.Traced:
+    """As ``trace`` of a jitted function."""
+    return self._with_call(PreparedCall.trace, *args, **kwargs)[1]
+
+  def _further(self, args, kwargs) -> Further:
+    """The further arguments of a call, if the loss takes them."""
+    given = [*self.takes.split(", "), *args]
+    names = {**_spellings.WHOLE_BATCH, **self.decided}
+    hint = (
+      f"It takes {self.call}. Fix a setting in the loss, functools.partial(loss_fn, train=True),"
+      " and make a step for each value. Put arrays with rows into the batch, keys into"
+      f" {self.keys}. Further arguments, which are not split, the loss takes too:"
+      f" loss_fn({self.takes}, teacher)."
+    )
+    why = _spellings.hint_on(self._loss_fn, given, kwargs, names, hint)
+    if why:
+      raise TypeError(f"step: {why}")
+    return Further(args, kwargs)
+
+
+def _checked(call: PreparedCall):
+  return call.check(Arguments(*call.args).of_loss())
+
+
+def run(call: PreparedCall) -> tuple[Arguments, Metrics]:
+  """The arguments of a call as a step leaves them, and the metrics."""
+  return after(call, call.run())
 
 
 def after(call: PreparedCall, results) -> tuple[Arguments, Metrics]:
-  """The arguments of a call as a step leaves them, and the metrics."""
+  """The arguments of a call with the results of its program, and the metrics."""
   *new, metrics = results
   updated = dict(zip(_UPDATED, new, strict=True))
   return Arguments(*call.args)._replace(**updated), metrics
@@ -195,14 +256,3 @@ def check_calls(step: str, value: object, method: str) -> None:
       ' optax.incremental_update(new_params, average, 0.1 * metrics["stepped"]). Then'
       f" pass an object whose class has no {method} of its own."
     )
-
-
-def hinted(
-  call: str, places: str, names: Mapping[str, str]
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-  """Decorates the methods of a step that take such a call, to say where else keys and arrays go."""
-  return _spellings.hinted(
-    f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and make"
-    f" a step for each value. Put arrays with rows into the batch, keys into {places}.",
-    **names,
-  )

@@ -1,7 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, TYPE_CHECKING, TypeAlias, TypeVar, Unpack
+from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
@@ -11,17 +11,20 @@ from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import boxes, flax_step, state_fields
-from optax_accum._flax.flax_step import Arguments, LossFn, Metrics, StepOptions
+from optax_accum._flax.flax_step import (
+  Arguments,
+  LossFn,
+  Metrics,
+  StepOptions,
+  Use,
+)
 from optax_accum._flax.fp8_statistics import (
   beside_overwritten,
   OVERWRITTEN,
   variables_of,
 )
 from optax_accum._flax.state_fields import Collections
-from optax_accum._train_step.program import PreparedCall, StepProgram
-
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
+from optax_accum._train_step.program import StepProgram
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
@@ -64,19 +67,25 @@ def linen_train_step(
     (1, 4.0)
 
   Args:
-    loss_fn: ``loss_fn(variables, batch, rngs)`` returns ``loss``; with `mutable` ``(loss,
+    loss_fn: ``loss_fn(variables, batch, rngs, ...)`` returns ``loss``; with `mutable` ``(loss,
       updates)``, ``updates`` from ``model.apply(..., mutable=...)``; with `has_aux` ``(loss,
       aux)``; with both ``(loss, (updates, aux))``. ``variables`` has ``"params"`` and every field
-      of the state that is a dict or a `FrozenDict`; ``rngs`` is a dict or None.
+      of the state that is a dict or a `FrozenDict`; ``rngs`` is a dict or None. Further arguments
+      are those of the call.
     mutable: The collections that each microbatch updates for the next, the carry: fields of the
       state, such as ``["batch_stats"]``. `carry_reduction` is a prefix tree over a dict of these.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, such as `num_microbatches`, `weight_fn` and `mesh`, but
       not the positions of arguments: the batch, the keys and what is carried are known. ``donate``
-      (default) covers parameters, optimizer state, `mutable` and ``step``.
+      (default) covers parameters, optimizer state, `mutable` and ``step``. ``batch_argnums=1``
+      allows a further argument with as many rows as the batch, by chance.
 
   Returns:
-    A `LinenTrainStep`, ``step(state, batch, rngs=None) -> (state, metrics)``.
+    A `LinenTrainStep`, ``step(state, batch, rngs=None, ...) -> (state, metrics)``.
+
+    Further arguments of the call, by position or by name, are those of `loss_fn`, and are not
+    split: a teacher, the total of the batch's tokens. One with as many rows as the batch, or with a
+    typed key, is refused.
 
     In the new state parameters, optimizer state and `mutable` are updated, and ``state.step`` is
     greater by one if the optimizer took a step. ``metrics`` is the dict of a `TrainStep`: ``loss``,
@@ -103,7 +112,7 @@ def linen_train_step(
 
 
 class LinenTrainStep(flax_step.FlaxStep):
-  """What `linen_train_step` returns: ``step(state, batch, rngs=None) -> (state, metrics)``."""
+  """What `linen_train_step` returns: ``step(state, batch, rngs=None, ...) -> (state, metrics)``."""
 
   name = "linen_train_step"
   takes = "variables, batch, rngs"
@@ -115,12 +124,13 @@ class LinenTrainStep(flax_step.FlaxStep):
     constant="state.",
     carried="state.",
     rngs="rngs",
+    further="",
     count="state.step",
   )
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or accept that each microbatch is"
     " normalized by its own rows (its statistics go into mutable). See the guide Flax linen.",
-    "unsplit": "Put what has the batch's rows into the batch.",
+    "unsplit": flax_step.UNSPLIT,
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
   }
@@ -136,11 +146,8 @@ class LinenTrainStep(flax_step.FlaxStep):
     "mutable": "It goes into linen_train_step.",
   }
 
-  _hinted = flax_step.hinted(
-    'step(state, batch, rngs={"dropout": key})',
-    "rngs, and other arrays into a field of the state that is a dict",
-    decided,
-  )
+  call = 'step(state, batch, rngs={"dropout": key})'
+  keys = "rngs"
 
   def __init__(
     self,
@@ -158,45 +165,24 @@ class LinenTrainStep(flax_step.FlaxStep):
     self.loss = self._step_loss(self._loss)
     self._programs: dict[object, StepProgram] = {}
 
-  @_hinted
   def __call__(
-    self, state: State, batch: Batch, rngs: Rngs = None
+    self, state: State, batch: Batch, rngs: Rngs = None, *args, **kwargs
   ) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
-    call = self._prepared(state, batch, rngs)
-    return _replaced(state, call, call.run())
+    return _replaced(
+      *self._with_call(flax_step.run, state, batch, rngs, *args, **kwargs)
+    )
 
-  @_hinted
-  def check(
-    self, state: State, batch: Batch, rngs: Rngs = None
-  ) -> "SplitReport":
-    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-    return self._checked(self._prepared(state, batch, rngs))
-
-  @_hinted
-  def lower(
-    self, state: State, batch: Batch, rngs: Rngs = None
-  ) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self.trace(state, batch, rngs).lower()
-
-  @_hinted
-  def trace(
-    self, state: State, batch: Batch, rngs: Rngs = None
-  ) -> jax.stages.Traced:
-    """As ``trace`` of a jitted function."""
-    return self._prepared(state, batch, rngs).trace()
-
-  @_hinted
-  def eval_shape(
-    self, state: State, batch: Batch, rngs: Rngs = None
-  ) -> tuple[State, Metrics]:
+  def eval_shape(self, *args, **kwargs) -> tuple[Any, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    call = self._prepared(state, batch, rngs)
-    return _replaced(state, call, call.eval_shape())
 
-  def _prepared(self, state, batch, rngs: Rngs) -> PreparedCall:
-    """The call of the program for such a state."""
+    def shapes(call):
+      return flax_step.after(call, call.eval_shape())
+
+    return _replaced(*self._with_call(shapes, *args, **kwargs))
+
+  def _with_call(self, use: Use, /, state, batch, rngs=None, *args, **kwargs):
+    """The state of a call, and what `use` makes of the call of the program for such a state."""
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
@@ -205,10 +191,17 @@ class LinenTrainStep(flax_step.FlaxStep):
     flax_step.check_calls(self.name, state, "apply_gradients")
     carried, constant, others = state_fields.fields_of(state, self._mutable)
     count = state_fields.counted(state.step)
-    args = Arguments(
-      state.params, state.opt_state, batch, constant, carried, rngs, count
+    given = Arguments(
+      state.params,
+      state.opt_state,
+      batch,
+      constant,
+      carried,
+      rngs,
+      self._further(args, kwargs),
+      count,
     )
-    return self._program_of(state).prepare(args, {}, others)
+    return state, use(self._program_of(state).prepare(given, {}, others))
 
   def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""
@@ -234,6 +227,7 @@ class LinenTrainStep(flax_step.FlaxStep):
     constant,
     carried,
     rngs: Rngs,
+    further,
   ):
     """The user's loss, as one that `make_train_step` takes."""
     # Keys are not constant: all microbatches would have the same noise.
@@ -243,8 +237,11 @@ class LinenTrainStep(flax_step.FlaxStep):
       if not any(map(dtypes.is_key, jax.tree.leaves(x)))
     }
     given = {**variables_of(params), **fixed, **carried}
-    with boxes.constraining_automatic_axes(given) as variables:
-      out = self._loss_fn(variables, batch, rngs)
+    both = given, further
+    with boxes.constraining_automatic_axes(both) as (variables, further):
+      out = self._loss_fn(
+        variables, batch, rngs, *further.args, **further.kwargs
+      )
     asked = bool(self._mutable), bool(self.has_aux)
     updates: Collections = {}
     aux = None
@@ -271,10 +268,10 @@ class LinenTrainStep(flax_step.FlaxStep):
 
 
 def _replaced(
-  state: State, call: PreparedCall, results
+  state: State, made: tuple[Arguments, Metrics]
 ) -> tuple[State, Metrics]:
   """The state after a step, and the metrics."""
-  new, metrics = flax_step.after(call, results)
+  new, metrics = made
   state = state.replace(
     step=new.count,
     params=new.params,

@@ -1,10 +1,8 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, TYPE_CHECKING, TypeAlias, Unpack
+from typing import Any, ClassVar, TypeAlias, Unpack
 
 from flax import nnx
-import jax
 
 from optax_accum import _spellings
 from optax_accum._arithmetic.trees import Batch
@@ -14,15 +12,12 @@ from optax_accum._flax.flax_step import (
   LossFn,
   Metrics,
   StepOptions,
+  Use,
 )
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._train_step.program import PreparedCall, StepProgram
-
-if TYPE_CHECKING:
-  from optax_accum._check_split.report import SplitReport
+from optax_accum._train_step.program import StepProgram
 
 Optimizer: TypeAlias = nnx.Optimizer[Any]
-Use: TypeAlias = Callable[[PreparedCall], Any]
 
 _DELETED = (
   "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
@@ -44,7 +39,7 @@ def nnx_train_step(
 ) -> "NnxTrainStep":
   """Makes a jitted training step of an nnx model that runs its batch in microbatches.
 
-  ``step(model, optimizer, batch) -> metrics`` updates both in place, as under `nnx.jit`.
+  ``step(model, optimizer, batch, ...) -> metrics`` updates both in place, as under `nnx.jit`.
 
   Examples:
     >>> from flax import nnx
@@ -61,9 +56,10 @@ def nnx_train_step(
     (True, 3)
 
   Args:
-    loss_fn: ``loss_fn(model, batch)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
+    loss_fn: ``loss_fn(model, batch, ...)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
       aux)``. It may change Variables that `wrt` does not select, but not add any: return what
-      `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``.
+      `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``. Further arguments are
+      those of the call.
     wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
       optimizer the same, and make it after adapters are added.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
@@ -71,9 +67,15 @@ def nnx_train_step(
       not the positions of arguments: the batch is known, and keys and what is carried are in the
       model. With ``donate`` (default) a step deletes the arrays of parameters and optimizer.
       `nnx.clone` and `nnx.state` share these: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
+      ``batch_argnums=1`` allows a further argument with as many rows as the batch, by chance.
 
   Returns:
-    An `NnxTrainStep`, ``step(model, optimizer, batch) -> metrics``.
+    An `NnxTrainStep`, ``step(model, optimizer, batch, ...) -> metrics``.
+
+    Further arguments of the call, by position or by name, are those of `loss_fn`, and are not
+    split: totals of the batch, or another model, such as a teacher, which the loss must not change
+    (call its ``eval()``). One with as many rows as the batch is refused, and one with a random
+    stream: of such a model pass the parameters that `nnx.split` returns.
 
     ``metrics`` is the dict of a `TrainStep`: ``loss``, ``grad_norm``, ``total_weight``,
     ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux``, ``noise_scale``
@@ -100,7 +102,7 @@ def nnx_train_step(
 
 
 class NnxTrainStep(flax_step.FlaxStep):
-  """What `nnx_train_step` returns: ``step(model, optimizer, batch) -> metrics``.
+  """What `nnx_train_step` returns: ``step(model, optimizer, batch, ...) -> metrics``.
 
   Which Variables the loss changes is found by tracing it. At first none are carried from one
   microbatch to the next; if `ChangedByLossError` names some, the loss is traced again with these.
@@ -115,13 +117,16 @@ class NnxTrainStep(flax_step.FlaxStep):
     constant="model.",
     carried="model.",
     rngs="rngs",
+    further="",
     count="optimizer['step']",
   )
   fixes: ClassVar[dict[str, str]] = {
     "coupled": "Batch normalization: use group or layer norm, or the running statistics"
     " (model.eval()), or accept that each microbatch is normalized by its own rows.",
-    "unsplit": "Put what has the batch's rows into the batch.",
-    "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
+    "unsplit": flax_step.UNSPLIT,
+    "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does. Of"
+    " another model pass what draws nothing, graphdef, params, rest = nnx.split(teacher, nnx.Param,"
+    " ...), and have the loss nnx.merge(graphdef, params, rest).",
   }
   decided = flax_step.DECIDED | {
     "tx": "It goes into the call: step(model, optimizer, batch).",
@@ -134,11 +139,8 @@ class NnxTrainStep(flax_step.FlaxStep):
     "argnums": "wrt selects what is differentiated.",
   }
 
-  _hinted = flax_step.hinted(
-    "step(model, optimizer, batch)",
-    "the nnx.Rngs of the model, and other arrays into its Variables",
-    decided,
-  )
+  call = "step(model, optimizer, batch)"
+  keys = "the nnx.Rngs of the model"
 
   def __init__(
     self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions
@@ -150,49 +152,22 @@ class NnxTrainStep(flax_step.FlaxStep):
     # Of models of each structure, and optimizers: what the loss changes, and the program.
     self._found: dict[object, tuple[frozenset[str], StepProgram]] = {}
 
-  @_hinted
   def __call__(
-    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
+    self, model: nnx.Module, optimizer: Optimizer, batch: Batch, *args, **kwargs
   ) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
-
-    def run(call):
-      return flax_step.after(call, call.run())
-
-    held, (new, metrics) = self._with_call(run, model, optimizer, batch)
-    variables.write(held, new._replace(batch=None))
+    held, (new, metrics) = self._with_call(
+      flax_step.run, model, optimizer, batch, *args, **kwargs
+    )
+    variables.write(held, new._replace(batch=None, further=held.further))
     return metrics
 
-  @_hinted
-  def check(
-    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
-  ) -> "SplitReport":
-    """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-    _, report = self._with_call(self._checked, model, optimizer, batch)
-    return report
-
-  @_hinted
-  def lower(
-    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
-  ) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self.trace(model, optimizer, batch).lower()
-
-  @_hinted
-  def trace(
-    self, model: nnx.Module, optimizer: Optimizer, batch: Batch
-  ) -> jax.stages.Traced:
-    """As ``trace`` of a jitted function."""
-    _, traced = self._with_call(PreparedCall.trace, model, optimizer, batch)
-    return traced
-
-  def _with_call(
-    self, use: Use, model, optimizer, batch
-  ) -> tuple[Arguments, Any]:
+  def _with_call(self, use: Use, /, model, optimizer, batch, *args, **kwargs):
     """The Variables of a call with what these objects hold, and what `use` makes of the call."""
     nnx_objects.check_objects(model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
+    further = self._further(args, kwargs)
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
     key = graphdef, optimizer.tx
@@ -210,9 +185,9 @@ class NnxTrainStep(flax_step.FlaxStep):
         carried=carried,
         count=optimizer.step,
       )
-      args = variables.values(held)._replace(batch=batch)
+      given = variables.values(held)._replace(batch=batch, further=further)
       try:
-        return held, use(program.prepare(args, {}))
+        return held, use(program.prepare(given, {}))
       except ChangedByLossError as error:
         # While the loss was traced, before anything ran.
         found = self._find(key, changed.union(error.args))

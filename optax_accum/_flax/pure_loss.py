@@ -37,12 +37,15 @@ class PureLoss:
   changed: frozenset[str]  # the names of the Variables in the carry
   axis: Any  # of the devices, which each draw their own noise
 
-  def __call__(self, params, batch, fixed, carry, rngs: None):
+  def __call__(self, params, batch, fixed, carry, rngs: None, further):
+    def run(model):
+      return self.fun(model, batch, *further.args, **further.kwargs)
+
     if self.axis is not None and across_devices.is_bound(self.axis):
       # `check` has one device. Each of several has noise of its own, as of a carry.
       fixed = OverAxis(self.axis).with_own_noise(fixed)
     states = params, fixed, carry
-    model, before, loss, after = self._run(states, batch)
+    model, before, loss, after = self._run(states, run)
     aux = None
     if self.has_aux:
       if not isinstance(loss, (tuple, list)) or len(loss) != 2:
@@ -53,22 +56,22 @@ class PureLoss:
     self._check_structure(before, after, model)
     changed = _changed(before, after)
     if not changed <= self.changed:
-      changed &= self._computed(states, batch)
+      changed &= self._computed(states, run)
       self._check_changed(changed, params, model)
     carried = nnx.state(model, variables.among(self.changed))
     return loss, (variables.values(carried), aux)
 
-  def _run(self, states, batch):
+  def _run(self, states, loss):
     """The model, what it held before, what the loss returned, and what the model held then."""
     model = nnx.merge(self.graphdef, *states)
     before = _held(model)
-    return model, before, self.fun(model, batch), _held(model)
+    return model, before, loss(model), _held(model)
 
-  def _computed(self, states, batch) -> set[str]:
+  def _computed(self, states, loss) -> set[str]:
     """The names of what the loss computes, and does not only pass through."""
 
     def run(states):
-      _, before, _, after = self._run(states, batch)
+      _, before, _, after = self._run(states, loss)
       return before, after
 
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)

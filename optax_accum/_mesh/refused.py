@@ -16,7 +16,7 @@ _SHARDING = (
 TRACED = {
   "ontext mesh .*Manual.* should match|Closing over inputs": "The function closes over an array or"
   " a sharding that is on the mesh, and runs apart on each part of data_axis={}: pass an array as a"
-  " further argument, step(params, opt_state, batch, table) (in Flax, in the state or the model),"
+  " further argument, step(params, opt_state, batch, table),"
   " and write a sharding as a bare PartitionSpec.",
   "Auto axes of the mesh|Auto or Manual": _SHARDING,
   r"unbound axis name:? (\w*)": "The function calls a collective over {1!r}, which is not in"

@@ -63,9 +63,9 @@ class Microbatches:
       rows = {self.rows, self.rows * self.devices.size}
       if split.rows is not None:
         rows = {split.rows}
-      refusals.refuse_rows(roles, self._arguments, rows)
-    if split.rng_argnums is None:
-      refusals.refuse_keys(roles, self._arguments)
+      refusals.refuse_rows(split, roles, self._arguments, rows)
+    if split.rng_argnums is None or roles.held:
+      refusals.refuse_keys(split, roles, self._arguments)
     for slot in roles.rng:
       _check_keys(split.name(slot), self._arguments[slot])
 
@@ -78,7 +78,7 @@ class Microbatches:
 
   def map_shared(self, fun: Callable[[Leaf], Leaf]) -> None:
     """Puts ``fun(x)`` in the place of each leaf that all microbatches share."""
-    for slot in self.roles.shared:
+    for slot in (*self.roles.shared, *self.roles.held):
       self._arguments[slot] = jax.tree.map(fun, self._arguments[slot])
 
   def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry):

@@ -43,6 +43,10 @@ class Split:
   default_argnum: int | None = None
   # Of arguments, in messages.
   names: Mapping[Slot, str] = dataclasses.field(default_factory=dict)
+  # What to write instead, by the verdict of `check`, where a step calls its loss in its own way.
+  fixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  # What such a step gives its loss beside the user's arguments, and nothing refuses.
+  held: tuple[Slot, ...] = ()
   # Of the batch on all devices of a mesh, if a call has a part of it.
   rows: int | None = None
 

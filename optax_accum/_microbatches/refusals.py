@@ -40,28 +40,31 @@ def refuse_double_roles(
 
 
 def refuse_rows(
-  roles: Roles, arguments: Arguments, rows: Collection[int]
+  split: Split, roles: Roles, arguments: Arguments, rows: Collection[int]
 ) -> None:
   """Refuses shared arguments with as many rows as the batch."""
-  found = with_rows(roles, arguments, rows)
+  found = with_rows(split, roles, arguments, rows)
   if not found:
     return
   both = dict.fromkeys((*roles.batch, *found))
   first = next(iter(found.values()))
+  fix = split.fixes.get(
+    "unsplit",
+    f"If the rows of both belong together, name both, {_option(both)}; if every microbatch needs"
+    f" all of it, name the batch alone, {_option(roles.batch)}.",
+  )
   raise ValueError(
-    f"{first}, as many as the batch, and batch_argnums=None does not split it. If"
-    f" the rows of both belong together, name both, {_option(both)}; if every microbatch needs all"
-    f" of it, name the batch alone, {_option(roles.batch)}."
+    f"{first}, as many as the batch, and batch_argnums=None does not split it. {fix}"
   )
 
 
 def with_rows(
-  roles: Roles, arguments: Arguments, rows: Collection[int]
+  split: Split, roles: Roles, arguments: Arguments, rows: Collection[int]
 ) -> dict[Slot, str]:
   """The shared arguments with as many rows as the batch, and which of their leaves has them."""
   found: dict[Slot, str] = {}
   for slot in roles.shared:
-    root = f"argument {slot!r}"
+    root = split.name(slot)
     named = _validate.named_leaves(root, arguments[slot], dtypes.is_sparse)
     for name, leaf in named:
       has = _has_rows(roles.batch.values(), leaf, rows)
@@ -94,17 +97,17 @@ def _has_rows(axes: Iterable[int], leaf, rows: Collection[int]) -> str:
   return ""
 
 
-def refuse_keys(roles: Roles, arguments: Arguments) -> None:
+def refuse_keys(split: Split, roles: Roles, arguments: Arguments) -> None:
   """Refuses shared arguments with a typed key."""
   for slot in with_keys(roles, arguments):
-    leaves = _validate.named_leaves(f"argument {slot!r}", arguments[slot])
+    leaves = _validate.named_leaves(split.name(slot), arguments[slot])
     keys = [name for name, leaf in leaves if dtypes.is_key(leaf)]
     fix = f"name it, {_rng_option(slot)}, to fold each microbatch's index in"
     if len(keys) < len(leaves):
       fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
+    fix = split.fixes.get("random", f"{fix}; or share it, rng_argnums=().")
     raise ValueError(
-      f"{keys[0]} is a random key, from which every microbatch would get the same noise: {fix}; or"
-      " share it, rng_argnums=()."
+      f"{keys[0]} is a random key, from which every microbatch would get the same noise: {fix}"
     )
 
 

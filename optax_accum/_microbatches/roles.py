@@ -20,6 +20,8 @@ class Roles(NamedTuple):
   differentiated: tuple[int, ...]
   # What every microbatch gets in full, and no gradient is taken of.
   shared: tuple[Slot, ...]
+  # The same, of the step's own.
+  held: tuple[Slot, ...]
 
 
 def by_slot(args, kwargs) -> Arguments:
@@ -128,9 +130,10 @@ class RolesOf:
         )
     # As the batch, one key may be named by position and by name.
     rng = tuple(dict.fromkeys(rng))
-    taken = {*axes, *rng, *carry, *differentiated}
+    held = split.held
+    taken = {*axes, *rng, *carry, *differentiated, *held}
     shared = tuple(slot for slot in every if slot not in taken)
-    return Roles(axes, rng, carry, differentiated, shared)
+    return Roles(axes, rng, carry, differentiated, shared, held)
 
   def _differentiated(self, count: int) -> tuple[int, ...]:
     """The positions of what is differentiated, which is passed by position."""

@@ -108,14 +108,14 @@ class PreparedCall(NamedTuple):
     """Shapes and dtypes of what `run` returns."""
     return self.jitted.eval_shape(*self.args, **self.kwargs)
 
-  def check(self, args, **of_flax):
+  def check(self, args):
     """The report of `check` on the loss, with such positional arguments."""
     # Training does without.
     from optax_accum._check_split.step_check import check_step
 
     params, opt_state, *_ = self.args
     loss = self.loss.beside(params, opt_state)
-    return check_step(loss, args, self.kwargs, **of_flax)
+    return check_step(loss, args, self.kwargs)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
