@@ -54,6 +54,24 @@ def compare(data, loss, *unsplit, mistake, whole=None, sharded=None, **options):
   assert max(off[:2]) < 1e-12 < 1e-3 < off[2]
 
 
+def compare_after(
+  statistic, data, loss, compare=compare, split=split, **options
+):
+  """Compares a loss of a statistic that is computed before the step, on the whole batch.
+
+  The mistake is that of a loss which computes it.
+  """
+
+  def own(params, batch):
+    found = jax.lax.stop_gradient(statistic(params, batch))
+    return loss(params, batch, found)
+
+  found = jax.jit(statistic)(*data)
+  options_of_mean = {k: x for k, x in options.items() if k != "reduction"}
+  mistake = split(own, **options_of_mean)
+  compare(data, loss, found, whole=own, mistake=mistake, **options)
+
+
 def weights(**shapes):
   return {name: rng.normal(size=shape) / 3 for name, shape in shapes.items()}
 
