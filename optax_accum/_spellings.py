@@ -41,7 +41,8 @@ WHOLE_BATCH = {
   "donate_argnums": "donate_argnums= is donate= of make_train_step, a bool.",
   "flush": "There is nothing to flush: every call runs its whole batch. flush= is an argument of"
   " update and apply of optax_accum.accumulate.",
-  "weight": "weight= of optax_accum.accumulate is weight_fn= here, a function of the batch.",
+  "weight": "weight= of optax_accum.accumulate is weight_fn= here, a function of the batch,"
+  " or has_weight=True of a loss.",
 }
 
 # What to write in a function that has such an argument.

@@ -162,6 +162,12 @@ class Mean(Sum):
     return weighted_mean.mean(held, weight, like.dtype)
 
 
+class Ratio(Mean):
+  """The sum over that of the weights: of totals, the weighted mean."""
+
+  term = Sum.term
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Extreme(Reduction):
   """The largest value, or the smallest, element by element."""
@@ -335,18 +341,27 @@ def _where(flag: bool | jax.Array, value, other):
   )
 
 
+def refusing_derivatives(
+  error: type[Exception], message: str
+) -> Callable[[jax.Array], jax.Array]:
+  """The identity, which raises this where it has a derivative."""
+  identity = jax.custom_jvp(lambda x: x)
+
+  @functools.partial(identity.defjvp, symbolic_zeros=True)
+  def refuse(primals, tangents):
+    if not isinstance(tangents[0], SymbolicZero):
+      raise error(message)
+    return *primals, *tangents
+
+  return identity
+
+
 # Of what a function of the user reduces.
-_refusing_derivatives = jax.custom_jvp(lambda x: x)
-
-
-@functools.partial(_refusing_derivatives.defjvp, symbolic_zeros=True)
-def _refused(primals, tangents):
-  if not isinstance(tangents[0], SymbolicZero):
-    raise NotImplementedError(
-      "An output that is reduced by a function of your own, merge(a, b), depends on what you"
-      " differentiate: return jax.lax.stop_gradient of it, or reduce it by a word."
-    )
-  return *primals, *tangents
+_refusing_derivatives = refusing_derivatives(
+  NotImplementedError,
+  "An output that is reduced by a function of your own, merge(a, b), depends on what you"
+  " differentiate: return jax.lax.stop_gradient of it, or reduce it by a word.",
+)
 
 
 REDUCTIONS: dict[str, Reduction] = {

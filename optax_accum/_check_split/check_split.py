@@ -62,7 +62,7 @@ def check_split(
     ...   return jnp.sum(each * batch["mask"]) / jnp.sum(batch["mask"])
     >>> batch = {"x": jnp.arange(12.0).reshape(6, 2), "y": jnp.ones(6), "mask": jnp.ones(6)}
     >>> report = optax_accum.check_split(loss_fn, jnp.array([1.0, -1.0]), batch)
-    >>> report.ok, report.verdict, report.fix
+    >>> report.ok, report.verdict, report.fix.splitlines()[0]
     (False, 'weighted', "weight_fn=lambda batch: jnp.sum(batch['mask'])")
 
   Args:

@@ -105,6 +105,8 @@ def _of_batches(evidence: Evidence) -> Finding:
   if evidence.agree(how):
     return _aux(evidence, how) or Finding("ok", "", "", how)
   first = next(filter(None, (fits(evidence) for fits in _HYPOTHESES)))
+  if evidence.programs.local.split.has_weight:
+    first = first._replace(fix=f"{words.TOTAL}\n{first.fix}")
   then = None
   if first.how:
     then = _aux(evidence, first.how)
@@ -196,6 +198,8 @@ def _weighted(evidence: Evidence) -> Finding | None:
       fix = f"weight_fn={weight_fn}"
       if programs.local.reduction.name != "mean":
         fix += ', reduction="mean"'
+      if weight is not ROWS:
+        fix += f"\n{words.OR_BOTH}"
       return Finding("weighted", words.WEIGHTED.format(what=what), fix, how)
   return None
 

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 import numpy as np
 
 from optax_accum import _validate
+from optax_accum._arithmetic import weighted_mean
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._arithmetic.reductions import REDUCTIONS
 from optax_accum._arithmetic.trees import Leaf
@@ -120,7 +122,8 @@ class Programs:
 
   def weight(self, call: Call) -> float:
     """How much a microbatch counts."""
-    if self.local.split.weight_fn is None:
+    split = self.local.split
+    if split.weight_fn is None and not split.has_weight:
       return call.rows
     return float(self._count(call.values))
 
@@ -193,7 +196,9 @@ class Programs:
 
     @functools.wraps(local.fun)
     def with_aux(*args, **kwargs):
-      loss, (_, aux) = local.function(*args, **kwargs)
+      loss, (weight, _, aux) = local.function(*args, **kwargs)
+      if weight is not None:
+        loss = loss, weight
       return loss, aux
 
     split = dataclasses.replace(
@@ -209,11 +214,14 @@ class Programs:
 
   @functools.cached_property
   def _count(self) -> Run:
-    """The `weight_fn`, traced, as in microbatches."""
+    """The `weight_fn`, or the weight of the loss, traced, as in microbatches."""
     split = self.local.split
     roles = self.batch.roles
 
     def weigh(*args, **kwargs):
+      if split.has_weight:
+        _, (weight, *_) = self.local.function(*args, **kwargs)
+        return weight
       call = Microbatches(split, roles, args, kwargs)
       return call.weight(0, call.batch, call.rows)
 
@@ -243,15 +251,25 @@ class Programs:
     split = dataclasses.replace(
       self.local.split,
       weight_fn=weight_fn,
+      has_weight=False,
       skip_nonfinite=False,
       skip_empty=False,
       in_place=False,
     )
     mean = REDUCTIONS["mean"]
+    mean_loss: Any = self._mean
     return dataclasses.replace(
       self.local,
+      function=mean_loss,
       split=split,
       reduction=mean,
       grad_reduction=mean,
       aux_reduction=REDUCTIONS["last"],
     )
+
+  def _mean(self, /, *args, **kwargs):
+    """The loss function, which returns the mean where it returned a total and its weight."""
+    loss, (weight, *others) = self.local.function(*args, **kwargs)
+    if weight is not None:
+      loss = weighted_mean.mean(loss, weight, loss.dtype)
+    return loss, (None, *others)

@@ -51,6 +51,14 @@ USE_FLOAT32 = (
   "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
 )
 SUM = "The losses and gradients of the microbatches add up to those of the whole batch."
+OR_BOTH = (
+  "Or let the loss return (total, weight), the sum of its losses and what it divides that by, with"
+  " has_weight=True."
+)
+TOTAL = (
+  "With has_weight=True return (total, weight) of the rows that the loss is given: the sum of their"
+  " losses, which is no mean, and how much these rows count. Or return total / weight alone:"
+)
 SOME_WEIGHT = (
   "The loss and gradients are a weighted mean of those of the microbatches. The check did not find"
   " what in the batch gives the weights."
@@ -137,7 +145,8 @@ UNEVEN = (
 DENOMINATOR = (
   "A weight_fn that returns what the loss divides by on these rows of the batch, without a small"
   " number that each microbatch would add to it (jnp.maximum(count, 1) adds none), for example\n"
-  "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # your own names"
+  "  weight_fn=lambda {batch}: jnp.sum(class_weights[labels_of({batch})])  # your own names\n"
+  f"{OR_BOTH}"
 )
 WEIGHTED = (
   "The loss divides by {what}. With this weight the microbatches agree."

@@ -85,6 +85,7 @@ class StepOptions(TypedDict, total=False):
   num_microbatches: int | None
   microbatch_size: int | None
   weight_fn: WeightFn | None
+  has_weight: bool
   aux_reduction: ReductionTree
   batch_argnums: int | Sequence[int] | None
   reduction: Literal["mean", "sum"]

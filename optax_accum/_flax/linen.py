@@ -245,6 +245,7 @@ class LinenTrainStep(flax_step.FlaxStep):
     asked = bool(self._mutable), bool(self.has_aux)
     updates: Collections = {}
     aux = None
+    may_be_pair = self._options.get("has_weight")
     match (*asked, out):
       case True, True, [loss, [updates, aux]]:
         pass
@@ -252,7 +253,9 @@ class LinenTrainStep(flax_step.FlaxStep):
         pass
       case False, True, [loss, aux]:
         pass
-      case False, False, loss if not isinstance(loss, (tuple, list)):
+      case False, False, loss if may_be_pair or not isinstance(
+        loss, (tuple, list)
+      ):
         pass
       case _:
         returned = f"a {type(out).__name__}"
@@ -262,7 +265,7 @@ class LinenTrainStep(flax_step.FlaxStep):
           f"The loss returned {returned}; with mutable={self._mutable!r} and"
           f" has_aux={self.has_aux} it must return {_RETURNS[asked]}. Name updates of collections,"
           " as model.apply(..., mutable=...) gives them, in mutable; and for what else is returned"
-          " pass has_aux=True."
+          " pass has_aux=True, or has_weight=True if that is (total, weight) in the place of loss."
         )
     return loss, (state_fields.as_held(updates, carried), aux)
 

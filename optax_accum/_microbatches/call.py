@@ -98,10 +98,12 @@ class Microbatches:
 
   def weight(
     self, index: ArrayLike, batch: tuple[Batch, ...], rows: int
-  ) -> jax.Array:
-    """How much a microbatch counts, before it has run."""
+  ) -> Leaf:
+    """How much a microbatch counts, before it has run; None where its loss will tell."""
     if self.weights is not None:
       return self.weights[index]
+    if self.split.has_weight:
+      return None
     weight_fn = self.split.weight_fn
     if weight_fn is None:
       return weighted_mean.as_weight(float(rows))

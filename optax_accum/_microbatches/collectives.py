@@ -78,29 +78,36 @@ def axes_sent_over(jaxpr) -> set[Any]:
 
 
 def check_own_loss(
-  jaxpr, params: int, axis_name: AxisName, is_mean: bool
+  jaxpr,
+  params: int,
+  axis_name: AxisName,
+  is_mean: bool,
+  names: Sequence[str],
 ) -> None:
-  """Checks that a traced loss, its first output, is that of one device's rows.
+  """Checks that a traced loss, and its weight if it returns one, are those of one device's rows.
 
-  Its first inputs are so many arrays of parameters, and the others are the device's own.
+  These are its first outputs, by `names`. Its first inputs are so many arrays of parameters, and
+  the others are the device's own.
   """
   axes = frozenset(names_of(axis_name))
   others = len(jaxpr.invars) - params
   inputs = [Value()] * params + [Value(differs=axes)] * others
-  loss = _Flow(axes).outputs(jaxpr, inputs)[0]
-  same = loss.reduced - loss.differs
-  if same:
-    raise ValueError(
-      f"The loss is the same on all devices of the axes {sorted(same)}, so it was reduced over"
-      " them (lax.pmean, lax.psum), and would be reduced over them again: return the loss of the"
-      " device's own rows. It is reduced over devices afterwards."
-    )
-  if is_mean and loss.degree:
-    raise ValueError(
-      f"The loss depends on the number of devices of the axes {sorted(axes)}, as l.sum() /"
-      " lax.psum(count) does, which is a part of a mean: return the mean of the device's own rows,"
-      " l.sum() / count, and let weight_fn return count."
-    )
+  outputs = _Flow(axes).outputs(jaxpr, inputs)
+  for name, value in zip(names, outputs, strict=False):
+    same = value.reduced - value.differs
+    if same:
+      raise ValueError(
+        f"The {name} is the same on all devices of the axes {sorted(same)}, so it was reduced over"
+        f" them (lax.pmean, lax.psum), and would be reduced over them again: return the {name} of"
+        " the device's own rows. It is reduced over devices afterwards."
+      )
+    if is_mean and value.degree:
+      raise ValueError(
+        f"The {name} depends on the number of devices of the axes {sorted(axes)}, as l.sum() /"
+        " lax.psum(count) does, which is a part of a mean: return the mean of the device's own"
+        " rows, l.sum() / count, and let weight_fn return count; or return (l.sum(), count), with"
+        " has_weight=True."
+      )
 
 
 class _Flow:

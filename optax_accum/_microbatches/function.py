@@ -28,7 +28,7 @@ class LocalFunction(NamedTuple):
 
     def run_fn(_, *inputs):
       args, kwargs = call.arguments(inputs)
-      return None, self.fun(*args, **kwargs)
+      return None, None, self.fun(*args, **kwargs)
 
     run = runner(call, run_fn)
     if not call.is_whole:

@@ -80,14 +80,15 @@ class Run(Protocol):
 
 def runner(
   call: Microbatches,
-  run_fn: Callable[..., tuple[Carry, Tree]],
+  run_fn: Callable[..., tuple[Carry, Leaf, Tree]],
   settle: Settle = lambda outputs, weight: (outputs, weight, None),
   weighs_loss: bool = False,
 ) -> Run:
   """Makes the function that runs one microbatch, from ``run_fn(factor, *inputs)``.
 
-  That returns ``(new_carry, outputs)``. If it `weighs_loss`, the factor is what gradients are
-  multiplied by; it is None if they are weighed later.
+  That returns ``(new_carry, weight, outputs)``; the weight is None where it does not tell. If it
+  `weighs_loss`, the factor is what gradients are multiplied by; it is None if they are weighed
+  later.
   """
   split = call.split
   one = run_fn
@@ -104,11 +105,13 @@ def runner(
       weight = call.weight(index, batch, rows)
     if weighs_loss:
       factor = _in_unit(weight, unit, rows / call.size)[1]
-    new, outputs = one(factor, *call.inputs(index, batch, carry))
+    new, own, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new,) if call.carry else ()
-    results = jax.tree.map(jnp.asarray, (new_carry, outputs))
+    results = jax.tree.map(jnp.asarray, (new_carry, own, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
-    new_carry, outputs = call.devices.varying(results)
+    new_carry, own, outputs = call.devices.varying(results)
+    if weight is None:
+      weight = own
     for before, after in zip(carry, new_carry, strict=True):
       carries.check(split.name(*call.roles.carry), before, after)
     return Microbatch(new_carry, *settle(outputs, weight))
@@ -204,7 +207,7 @@ class _Loop:
     split = call.split
     add = self._add
     # What is added in place cannot be left out once it has run.
-    if split.skip_empty or (split.in_place and split.weighs):
+    if split.skip_empty or (split.in_place and split.weight_fn is not None):
       self._refuse_waiting()
       add = functools.partial(self._add_unless_empty, self._communicates())
     last = call.full  # the index of the smaller one
@@ -235,7 +238,10 @@ class _Loop:
     if like.weight is not None:
       zeros = across_devices.zeros_like((like.weight, like.weight))
       weights = WeightSum(*zeros)
-      unit = across_devices.full_like(like.weight, self.devices.first_unit)
+      first = self.devices.first_unit
+      if self.call.split.has_weight:
+        first = 1  # in which totals are
+      unit = across_devices.full_like(like.weight, first)
     skipped = across_devices.zeros_like(like.skipped)
     return _Progress(carry, outputs, weights, unit, skipped)
 

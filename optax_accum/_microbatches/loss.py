@@ -10,7 +10,13 @@ import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import reduction_words, weighted_mean
-from optax_accum._arithmetic.reductions import Mean, Reduction, REDUCTIONS, Sum
+from optax_accum._arithmetic.reductions import (
+  Mean,
+  Ratio,
+  Reduction,
+  REDUCTIONS,
+  Sum,
+)
 from optax_accum._arithmetic.skip import is_finite, leave_out
 from optax_accum._arithmetic.trees import (
   Carry,
@@ -86,6 +92,14 @@ class LocalLoss:
     reduction = REDUCTIONS[_validate.one_of("reduction", word, ("mean", "sum"))]
     metrics = GradMetrics.of(options)
     in_place.check_options(split, grads, metrics.funs)
+    grads = reduction_words.named_of_gradients(grads, reduction)
+    if split.has_weight:
+      if word != "mean":
+        raise ValueError(
+          f'has_weight=True divides by the weights, and reduction="{word}" does not: leave one of'
+          " them out."
+        )
+      reduction, grads = jax.tree.map(_of_totals, (reduction, grads))
     roles_of = RolesOf(fun, split, positions)
     return cls(
       LossFunction(fun, split, roles_of, has_aux),
@@ -95,7 +109,7 @@ class LocalLoss:
       metrics,
       roles_of,
       reduction,
-      reduction_words.named_of_gradients(grads, reduction),
+      grads,
       reduction_words.named("aux_reduction", aux, Mean(is_default=True)),
     )
 
@@ -117,8 +131,8 @@ class LocalLoss:
     def evaluate(_, *inputs):
       args, kwargs = call.arguments(inputs)
       params = self.gather_in_loop(*args)
-      loss, (carry, _) = self.function(params, *args[1:], **kwargs)
-      return carry, Outputs(loss)
+      loss, (weight, carry, _) = self.function(params, *args[1:], **kwargs)
+      return carry, weight, Outputs(loss)
 
     run = runner(call, evaluate)
     return run_in_microbatches(call, run, Outputs(self.reduction)).outputs.loss
@@ -195,8 +209,8 @@ class _Gradients:
       weights = REDUCTIONS["stack"]
       self.reductions = self.reductions._replace(weights=weights)
 
-  def take(self, factor, /, *inputs) -> tuple[Carry, Outputs]:
-    """One microbatch's new carry, loss, aux and gradients."""
+  def take(self, factor, /, *inputs) -> tuple[Carry, Leaf, Outputs]:
+    """One microbatch's new carry, weight if the loss tells, loss, aux and gradients."""
     loss = self._loss
     args, kwargs = self._call.arguments(inputs)
     params = loss.gather_in_loop(*args)
@@ -205,19 +219,25 @@ class _Gradients:
       run = self._traced.of(inputs)
     if factor is not None and loss.reduction.name != "mean":
       factor = weighted_mean.counts(factor) * 1.0
+    if factor is not None and self._call.split.has_weight:
+      factor = 1.0  # a total was weighed
     value_and_grad = jax.value_and_grad(run, loss.argnums, has_aux=True)
     if factor is not None:
       value_and_grad = functools.partial(self._weigh_first, run, factor)
-    (value, (carry, aux)), grads = value_and_grad(params, *args[1:], **kwargs)
+    (value, others), grads = value_and_grad(params, *args[1:], **kwargs)
+    (weight, carry, aux) = others
     reduction_words.match("aux_reduction", loss.aux_reduction, aux)
     reduction_words.match(
       "grad_reduction", loss.grad_reduction, grads, "gradients"
     )
     own = loss.derivatives(grads)
+    if weight is not None:
+      factor = weight
     if factor is not None and loss.metrics.funs:
       # Those of the loss as it was before it was weighed.
       own = jax.tree.map(lambda g: weighted_mean.mean(g, factor, g.dtype), own)
-    return carry, Outputs(value, aux, grads, loss.metrics.values(own))
+    outputs = Outputs(value, aux, grads, loss.metrics.values(own))
+    return carry, weight, outputs
 
   def _of_weighed_loss(
     self,
@@ -274,3 +294,10 @@ class _Gradients:
         " something to other devices: what crosses devices is weighed as losses are. Leave it out."
       )
     return dataclasses.replace(kind, is_weighed=True)
+
+
+def _of_totals(kind: Reduction) -> Reduction:
+  """The reduction of totals, and of their gradients."""
+  if isinstance(kind, Mean):
+    return Ratio()
+  return kind

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic.reductions import refusing_derivatives
 from optax_accum._arithmetic.trees import Leaf, Tree
 from optax_accum._microbatches.cut import batch_rows
 from optax_accum._microbatches.options import Split
@@ -14,7 +17,10 @@ from optax_accum._microbatches.roles import Arguments, by_slot, RolesOf
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossFunction:
-  """``fun`` as a function that returns ``(loss, (new_carry, aux))``, whatever it returns itself."""
+  """``fun`` as a function that returns ``(loss, (weight, new_carry, aux))``, whatever it returns.
+
+  The loss is a total if `fun` returns a weight too, and the weight is None otherwise.
+  """
 
   fun: Callable[..., Tree]
   split: Split
@@ -27,20 +33,32 @@ class LossFunction:
     return self.split.carry_argnum is not None
 
   def __call__(self, /, *args, **kwargs) -> tuple[Leaf, Tree]:
-    """The loss of one microbatch, its new carry and its aux."""
+    """The loss of one microbatch, its weight, its new carry and its aux."""
     try:
       out = self.fun(*args, **kwargs)
     except (TypeError, ValueError) as error:
       for note in self._notes_on(error, args, kwargs):
         error.add_note(note)
       raise
-    check_loss(out, self.has_aux or self.carries, self.carries)
-    if self.carries:
-      return out
-    if self.has_aux:
-      loss, aux = out
-      return loss, (None, aux)
-    return out, (None, None)
+    loss = out
+    weight: Any = None
+    carry = None
+    aux = None
+    if self.has_aux or self.carries:
+      wanted = "has_aux=True it must return (loss, aux)"
+      if self.carries:
+        wanted = "carry_argnum it must return (loss, (new_carry, aux))"
+      loss, aux = _pair(out, out, wanted)
+      if self.carries:
+        carry, aux = _pair(aux, out, wanted)
+    if self.split.has_weight:
+      wanted = "has_weight=True it must return (total, weight) in the place of the loss"
+      loss, weight = _pair(loss, loss, wanted)
+    check_loss(loss)
+    if self.split.has_weight:
+      weighted_mean.check_weight("The loss", weight)
+      weight = _without_derivative(weighted_mean.as_weight(weight))
+    return loss, (weight, carry, aux)
 
   def _notes_on(self, error: Exception, args, kwargs) -> list[str]:
     """What an error in the function may come from."""
@@ -71,16 +89,16 @@ def _has_scalar(arguments: Arguments, slot: int | str) -> bool:
   return any(getattr(x, "shape", ()) == () for x in leaves)
 
 
-def check_loss(out, has_aux: bool, carries: bool) -> None:
-  """Checks what a loss function returned."""
-  if has_aux:
-    wanted = "has_aux=True it must return (loss, aux)"
-    if carries:
-      wanted = "carry_argnum it must return (loss, (new_carry, aux))"
-    if not is_pair(out) or (carries and not is_pair(out[1])):
-      kind = _container(out) or "single value"
-      raise TypeError(f"The function returned a {kind}; with {wanted}.")
-    out = out[0]
+def _pair(x, returned, wanted: str):
+  """`x`, checked to be a pair, of what a function returned."""
+  if isinstance(x, (tuple, list)) and len(x) == 2:
+    return x
+  kind = _container(returned) or "single value"
+  raise TypeError(f"The function returned a {kind}; with {wanted}.")
+
+
+def check_loss(out) -> None:
+  """Checks the loss, or the total, that a function returned."""
   got = ""
   if _container(out):
     got = f"is a {_container(out)}"
@@ -90,13 +108,9 @@ def check_loss(out, has_aux: bool, carries: bool) -> None:
     raise TypeError(
       f"The loss {got}; it must be a real scalar: take the mean or sum over the rows, in a floating"
       " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True;"
-      " if it is jax.value_and_grad of a loss, give that loss itself."
+      " if it is how much the rows count, return (total, weight), in this order, with"
+      " has_weight=True; if it is jax.value_and_grad of a loss, give that loss itself."
     )
-
-
-def is_pair(x) -> bool:
-  """Whether something is two things, as ``(loss, aux)`` is."""
-  return isinstance(x, (tuple, list)) and len(x) == 2
 
 
 def _container(x) -> str:
@@ -104,3 +118,10 @@ def _container(x) -> str:
   if x is None or isinstance(x, (tuple, list, dict)):
     return type(x).__name__
   return ""
+
+
+_without_derivative = refusing_derivatives(
+  TypeError,
+  "The weight that the loss returns depends on what is differentiated: return (total, weight) in"
+  " this order, or, if it is the weight, jax.lax.stop_gradient of it.",
+)

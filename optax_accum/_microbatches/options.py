@@ -26,6 +26,7 @@ class Split:
   num_microbatches: int | None = None
   microbatch_size: int | None = None
   weight_fn: WeightFn | None = None
+  has_weight: bool = False  # whether a loss returns a total and its weight
   batch_argnums: tuple[int, ...] | None = None
   rng_argnums: tuple[int, ...] | None = None
   carry_argnum: int | None = None
@@ -97,7 +98,8 @@ class Split:
   @property
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
-    return self.weight_fn is not None or self.skip_nonfinite
+    has_weight = self.has_weight or self.weight_fn is not None
+    return has_weight or self.skip_nonfinite
 
   def name(self, *slots: Slot) -> str:
     """How messages name arguments of a call."""
@@ -127,6 +129,7 @@ def names_or_positions(
 def _check(split: Split) -> None:
   """Checks the options, of which the counts and the names of arguments have been."""
   _validate.booleans(
+    has_weight=split.has_weight,
     skip_nonfinite=split.skip_nonfinite,
     skip_empty=split.skip_empty,
     in_place=split.in_place,
@@ -146,7 +149,13 @@ def _check(split: Split) -> None:
     )
   if split.skip_empty and split.weight_fn is None:
     raise ValueError(
-      "skip_empty=True needs weights, and weight_fn=None: give weight_fn."
+      "skip_empty=True needs weights before microbatches run, and weight_fn=None: give weight_fn"
+      " (and not has_weight, which tells them afterwards)."
+    )
+  if split.has_weight and split.weight_fn is not None:
+    raise ValueError(
+      "has_weight=True has the loss return its weight, and weight_fn counts it a second time: leave"
+      " one of them out."
     )
   if split.carry_argnum is not None and type(split.carry_argnum) is not int:
     raise TypeError(

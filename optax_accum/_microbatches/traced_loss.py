@@ -16,7 +16,7 @@ Run: TypeAlias = Callable[..., Tree]
 
 
 class TracedLoss:
-  """What `run` computes, ``(loss, others)``, of a microbatch of each size.
+  """What `run` computes, ``(loss, (weight, *others))``, of a microbatch of each size.
 
   `gather` makes of the first argument what a microbatch uses. `sends` says whether devices exchange
   something, and `sends_back` whether what they exchange is gradients, so that the loss is weighed
@@ -43,7 +43,10 @@ class TracedLoss:
       closed, like = traced(held, inputs)
       axis_name = call.split.axis_name
       count = len(jax.tree.leaves(held))
-      collectives.check_own_loss(closed.jaxpr, count, axis_name, is_mean)
+      names = ["loss"]
+      if call.split.has_weight:
+        names.append("weight")
+      collectives.check_own_loss(closed.jaxpr, count, axis_name, is_mean, names)
       self._note(closed, held, inputs, jax.tree.structure(like))
 
   def of(self, inputs) -> Run:

@@ -30,6 +30,7 @@ def microbatch_value_and_grad(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   weight_fn: WeightFn | None = None,
+  has_weight: bool = False,
   aux_reduction: ReductionTree = None,
   batch_argnums: int | Sequence[int] | None = None,
   reduction: Literal["mean", "sum"] = "mean",
@@ -64,13 +65,19 @@ def microbatch_value_and_grad(
     (4.0, [-20.0, -24.0])
 
   Args:
-    fun: Returns ``loss``, a real scalar; ``(loss, aux)``; or ``(loss, (carry, aux))``.
+    fun: Returns ``loss``, a real scalar; ``(loss, aux)``; or ``(loss, (carry, aux))``. With
+      `has_weight`, ``loss`` is ``(total, weight)``.
     argnums: The position or positions of what is differentiated. Default: 0.
     has_aux: Whether `fun` returns ``(loss, aux)``.
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
       tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
+    has_weight: Whether `fun` returns ``(total, weight)`` where others return the loss: the sum of
+      the losses of its rows, and how much they count, as for `weight_fn`. The loss is the sum of
+      the totals over that of the weights, and so are gradients; the weight has none. No mask is
+      written twice, and one that `fun` draws is counted as drawn. Excludes `weight_fn`,
+      ``reduction="sum"`` and `skip_empty`. With `in_place`, what weighs 0 must have gradients of 0.
     aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
       ``"last"``, ``"stack"`` (on a new first axis), ``"concat"`` (the rows, in their order), a
       function ``merge(a, b)``, or a prefix tree of these. Default: the mean, which refuses an aux

@@ -182,6 +182,7 @@ def make_train_step(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   weight_fn: WeightFn | None = None,
+  has_weight: bool = False,
   has_aux: bool = False,
   aux_reduction: ReductionTree = None,
   batch_argnums: int | Sequence[int] | None = None,
@@ -233,6 +234,11 @@ def make_train_step(
       their number. The last microbatch may have fewer rows, and then counts less.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
       tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
+    has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
+      of the losses of its rows, and how much they count, as for `weight_fn`. The step divides the
+      sum of the totals by that of the weights, once. The weight has no gradient, and may count a
+      mask that the loss draws. Excludes `weight_fn`, ``reduction="sum"`` and `skip_empty`. With
+      `in_place`, what weighs 0 must have gradients of 0.
     has_aux: Whether `loss_fn` returns ``(loss, aux)``, with further results in a pytree. They are
       combined over the microbatches, and are then ``metrics["aux"]``.
     aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,

@@ -85,6 +85,10 @@ def assert_mends(specimen, options):
   trees.assert_close(jax.jit(split)(*specimen.call()), whole, 1e-5)
 
 
+def first_of(fix):
+  return fix.partition("\n")[0]
+
+
 def options_of(report):
   """The options that a fix has, on lines of their own."""
   lines = [line for line in report.fix.splitlines() if re.match(r"\w+=", line)]
@@ -168,7 +172,7 @@ def test_a_length_that_is_none_is_no_evidence():
 
   specimen = Specimen(loss, ("tokens", "targets", "lengths"))
   report = check_one_split(specimen, EVEN)
-  assert report.fix == zoo.weigh("batch['lengths']"), report
+  assert first_of(report.fix) == zoo.weigh("batch['lengths']"), report
   again = check_one_split(specimen, EVEN, **options_of(report))
   assert again.ok
   assert any("'lengths'] = -1" in name for name in again.left_out)
@@ -186,7 +190,36 @@ def test_a_number_that_a_jitted_part_of_the_loss_is_given_is_found():
 
   # without a 3
   report = check_one_split(Specimen(loss, ("tokens", "targets")), EVEN)
-  assert report.fix == zoo.weigh("batch['targets'] != 3"), report
+  assert first_of(report.fix) == zoo.weigh("batch['targets'] != 3"), report
+
+
+def total_of(errors, mask):
+  return jnp.sum(errors, where=mask), jnp.sum(mask)
+
+
+@pytest.mark.parametrize(
+  ("pair", "verdict"),
+  [
+    (total_of, "ok"),
+    (lambda errors, mask: (jnp.mean(errors), 1.0), "weighted"),
+    (lambda errors, mask: (jnp.sum(errors), 8), "sum"),
+  ],
+)
+def test_a_loss_that_returns_its_weight_is_compared_by_that(pair, verdict):
+  def drawn(params, batch, key):
+    errors = (batch["x"] @ params - batch["y"]) ** 2
+    mask = jax.random.bernoulli(key, 0.5, batch["y"].shape) & batch["mask"]
+    return pair(errors, mask)
+
+  rng = np.random.default_rng(0)
+  x = rng.normal(size=(8, 3))
+  batch = {"x": x, "y": x[:, 0] + 1, "mask": np.arange(8) % 3 > 0}
+  options = {"microbatch_size": 6, "rng_argnums": 2, "has_weight": True}
+  key = jax.random.key(0)
+  report = check_split(drawn, np.ones(3), batch, key, **options)
+  assert report.verdict == verdict, report
+  if verdict != "ok":
+    assert "the sum of their losses, which is no mean, and how" in report.fix
 
 
 def test_a_weight_below_zero_is_no_fix():
@@ -200,9 +233,8 @@ def test_a_class_of_which_the_batch_has_no_row_is_tried():
   report = check_one_split(
     ZOO["rare class"], {**BATCH, "label": BATCH["label"] % 2}
   )
-  assert (report.verdict, report.fix) == ("weighted", ZOO["rare class"].fix), (
-    report
-  )
+  assert report.verdict == "weighted", report
+  assert first_of(report.fix) == ZOO["rare class"].fix, report
 
 
 class Rows(NamedTuple):
@@ -224,7 +256,7 @@ def test_a_fix_names_fields_as_python_does(kind):
   loss = lambda params, batch: zoo.token_mean(params, vars_of(batch))  # noqa: E731
   vars_of = lambda batch: {k: getattr(batch, k) for k in zoo.TOKENS}  # noqa: E731
   report = check_split(loss, params, kind(**batch), microbatch_size=6)
-  assert report.fix == "weight_fn=lambda batch: jnp.sum(batch.mask)"
+  assert first_of(report.fix) == "weight_fn=lambda batch: jnp.sum(batch.mask)"
   assert "batch.tokens halved in row 0" in report.batches
 
 
@@ -303,7 +335,8 @@ def test_a_report_prints_the_verdict_and_a_table_of_what_differs():
   text, table = str(report).split(
     "\n\nas given; microbatches of 4 rows, of 8\n"
   )
-  assert text.endswith("fix: weight_fn=lambda batch: jnp.sum(batch['mask'])")
+  assert "\nfix: weight_fn=lambda batch: jnp.sum(batch['mask'])\n" in text
+  assert text.endswith("with has_weight=True.")
   assert "grads['w']" in table
   assert all(line.endswith("differs") for line in table.splitlines()[1:])
   assert "batches:  as given; parameters moved" in report.details()

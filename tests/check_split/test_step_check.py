@@ -25,7 +25,10 @@ rng = np.random.default_rng(0)
 BATCH = {"x": rng.normal(size=(ROWS, WIDTH)), "y": rng.normal(size=ROWS)}
 BATCH |= {"mask": (np.arange(ROWS) % 4 > 0).astype(float)}
 W = rng.normal(size=WIDTH)
-WEIGHT = "weight_fn=lambda batch: jnp.sum(batch['mask'])"
+WEIGHT = (
+  "weight_fn=lambda batch: jnp.sum(batch['mask'])\nOr let the loss return (total, weight), the sum of"
+  " its losses and what it divides that by, with has_weight=True."
+)
 
 
 def masked(errors, batch):
@@ -34,6 +37,11 @@ def masked(errors, batch):
 
 def loss_fn(params, batch):
   return masked((batch["x"] @ params - batch["y"]) ** 2, batch)
+
+
+def with_weight(params, batch):
+  weight = jnp.sum(batch["mask"])
+  return loss_fn(params, batch) * weight, weight
 
 
 def check(
@@ -75,6 +83,8 @@ def test_a_masked_loss_gets_a_weight_fn_with_which_it_is_right():
   assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
   options = {"in_place": _versions.ADDS_TO_REFERENCES, "skip_empty": True}
   report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), **options)
+  assert report.ok, report
+  report = check(with_weight, has_weight=True, mesh=mesh_of())
   assert report.ok, report
   params, step = (
     jnp.asarray(W),

@@ -15,7 +15,14 @@ import pytest
 from support import linen, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
-from support.linen import make_batch, make_state, mean_loss, Model, total
+from support.linen import (
+  make_batch,
+  make_state,
+  mean_loss,
+  Model,
+  total,
+  with_weight,
+)
 from support.samples import more
 
 from optax_accum import accumulate
@@ -64,9 +71,10 @@ def test_steps_are_those_of_the_whole_batch(size, count):
   with jax.enable_x64(True):
     batch = make_batch()
     state = make_state(Model(norm="layer"), batch)
-    step = linen_train_step(
-      layer_norm_loss, microbatch_size=size, weight_fn=total, mesh=mesh
-    )
+    loss_fn, weighs = layer_norm_loss, {"weight_fn": total}
+    if mesh is None:
+      loss_fn, weighs = with_weight(loss_fn), {"has_weight": True}
+    step = linen_train_step(loss_fn, microbatch_size=size, mesh=mesh, **weighs)
     for _ in range(3):
       state, metrics = step(state, batch)
     trees.assert_close(
@@ -139,10 +147,10 @@ def test_statistics_over_devices_are_weighted_by_what_each_counted():
     )
 
   step = linen_train_step(
-    with_statistics(model),
+    with_weight(with_statistics(model)),
     mutable=("batch_stats",),
     num_microbatches=3,
-    weight_fn=total,
+    has_weight=True,
     mesh=make_mesh(8),
   )
   state, _ = step(state, batch)

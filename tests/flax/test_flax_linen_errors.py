@@ -120,7 +120,13 @@ def test_options_that_cannot_work_are_refused(options, error, match):
       (GOOD,),
       {},
       TypeError,
-      r"returned a tuple; with mutable=\(\) .* return loss\. Name updates",
+      r"returned a tuple; with mutable=\(\) .* return loss\. Name updates.* or has_weight=True if",
+    ),
+    (
+      (),
+      {"has_weight": True},
+      TypeError,
+      r"a single value; with has_weight=True it must return \(total, weight\) in the place",
     ),
     (
       (),

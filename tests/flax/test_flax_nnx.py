@@ -14,6 +14,7 @@ import pytest
 from support import trees
 from support.compiled import compilations
 from support.devices import make_mesh, put
+from support.linen import with_weight
 
 from optax_accum import accumulate, count_collectives
 from optax_accum._flax.forwarded import forwarded
@@ -117,7 +118,9 @@ def test_the_model_ends_as_after_a_loop_over_the_microbatches():
   batch = make_batch()  # in float32, as nnx keeps running statistics
   model, optimizer = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
   expected, other = make(Model(nnx.BatchNorm, rate=0.5), optax.sgd(0.1))
-  step = nnx_train_step(loss_fn, num_microbatches=3, weight_fn=total)
+  step = nnx_train_step(
+    with_weight(loss_fn), num_microbatches=3, has_weight=True
+  )
   for _ in range(2):
     step(model, optimizer, batch)
     hand_written(expected, other, strided(batch, 3))

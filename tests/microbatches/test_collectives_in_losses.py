@@ -111,6 +111,12 @@ def test_weights_that_are_ignored_show():
     more("sum / pmean(count)", "mesh", WHOLE),
     ("all_gather: contrastive", "shard_map, typed", WHOLE_UNWEIGHED),
     ("own + pmean(aux)", "shard_map, typed", WHOLE_UNWEIGHED),
+    ("psum: batch norm", "mesh", {**RAGGED, "has_weight": True}),
+    (
+      "all_gather: contrastive",
+      "shard_map, typed",
+      {**FOUR, "has_weight": True},
+    ),
   ],
 )
 def test_one_microbatch_and_a_smaller_last_one_count_as_they_should(

@@ -1,5 +1,7 @@
 """Terms with denominators of their own: the step is the whole batch's, and no mean of means."""
 
+import functools
+
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 from support import oracle, trees
 from support.devices import make_mesh
 
-from optax_accum import make_train_step, microbatch
+from optax_accum import _versions, make_train_step, microbatch
 
 # 40 rows are ragged on 1, 2 and 8 devices
 ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (
@@ -20,6 +22,7 @@ ROWS, SIZE, LENGTH, WIDTH, EXPERTS = (
   3,
 )
 LABELLED = (3, 5, 31)
+MICROBATCHES = 5
 TX = optax.sgd(0.5)
 
 
@@ -149,6 +152,71 @@ def test_sums_over_totals_are_the_whole_batchs_step(
   )
   for part, whole in zip(wrong, whole_batch, strict=True):
     assert trees.largest_difference(part, whole) > 1e-2
+
+
+# A loss may tell what it divides by: a sum, and how much its rows count.
+
+
+def sum_and_count(params, batch, key):
+  """As codebases of language models have it: no mask is written a second time."""
+  del key
+  return sums_of(params, batch)["tokens"], jnp.sum(batch["valid"])
+
+
+def drawn(params, batch, key):
+  """Masked language: the loss draws which of the valid tokens count."""
+  chosen = jax.random.bernoulli(key, 0.3, batch["valid"].shape)
+  return sum_and_count(params, {**batch, "valid": batch["valid"] & chosen}, key)
+
+
+def mean_of_pair(pair):
+  def mean(*args):
+    total, weight = pair(*args)
+    return total / jnp.maximum(weight, 1).astype(total.dtype)
+
+  return mean
+
+
+def over_microbatches(pair, count):
+  """The loss of the whole batch: the pairs of all microbatches, each of its rows and its key."""
+  own = ROWS // count
+  first = np.arange(ROWS).reshape(count, own // MICROBATCHES, MICROBATCHES)
+  rows = np.moveaxis(first, 2, 1).reshape(count * MICROBATCHES, -1)
+
+  def loss_fn(params, batch, key):
+    parts = jax.tree.map(lambda x: x[rows], batch)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, np.arange(len(rows)))
+    totals, weights = jax.vmap(pair, (None, 0, 0))(params, parts, keys)
+    return jnp.sum(totals) / jnp.sum(weights).astype(totals.dtype)
+
+  return loss_fn
+
+
+@devices
+@pytest.mark.parametrize("pair", [sum_and_count, drawn])
+def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
+  pair, count, params, batch
+):
+  batch = {**batch, "valid": batch["valid"].copy()}
+  batch["valid"][-ROWS // 8 :] = False  # a device of padding
+  key = jax.random.key(3)
+  whole = functools.partial(over_microbatches(pair, count), key=key)
+  expected = once(whole, params, batch)
+  options = {"num_microbatches": MICROBATCHES, "rng_argnums": 2}
+  ways = [{"in_place": _versions.ADDS_TO_REFERENCES}, {"skip_nonfinite": True}]
+  if count > 1:
+    ways[1]["reduce_gradients"] = "per_microbatch"
+  for way in ways:
+    step = make_step(pair, count, has_weight=True, **options, **way)
+    new, _, metrics = step(params, TX.init(params), batch, key)
+    actual = new, TX.init(params), metrics["loss"]
+    trees.assert_close(jax.device_get(actual), expected, 1e-12)
+    if pair is sum_and_count:
+      assert int(metrics["total_weight"]) == np.sum(batch["valid"])
+  # Means of microbatches: the mistake.
+  step = make_step(mean_of_pair(pair), count, **options)
+  wrong, _, _ = step(params, TX.init(params), batch, key)
+  assert trees.largest_difference(jax.device_get(wrong), expected[0]) > 1e-3
 
 
 # A router's loss may be a product of means, which no sum over microbatches is.

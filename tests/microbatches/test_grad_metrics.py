@@ -82,6 +82,11 @@ def valid(batch):
   return jnp.sum(batch["mask"])
 
 
+def with_weight(params, batch):
+  weight = valid(batch)
+  return loss_fn(params, batch) * weight.astype(jnp.float64), weight
+
+
 def expected(params, parts):
   """From the gradient of each microbatch, in float64."""
   gradient = jax.jit(jax.grad(loss_fn))
@@ -132,10 +137,13 @@ def test_metrics_are_those_of_the_gradients_of_microbatches(name):
         devices.put(params, mesh, held),
         devices.put(state, mesh, of_state),
       )
+    fun, weighs = loss_fn, {"weight_fn": valid}
+    if name in ("one", "explicit, zero"):
+      fun, weighs = with_weight, {"has_weight": True}
     step = make_train_step(
-      loss_fn,
+      fun,
       TX,
-      weight_fn=valid,
+      **weighs,
       mesh=mesh,
       grad_metrics_fn=measured,
       grad_metrics_reduction=WORDS,

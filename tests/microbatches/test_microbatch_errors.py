@@ -196,6 +196,32 @@ OPTIONS = [
     TypeError,
     "weight_fn=3 must be a function of the batch",
   ),
+  (
+    {"has_weight": True},
+    TypeError,
+    r"a single value; with has_weight=True it must return \(total, weight\)",
+  ),
+  (
+    {"has_weight": True, "has_aux": True},
+    TypeError,
+    r"a single value; with has_aux=True it must return \(loss, aux\)",
+  ),
+  ({"has_weight": 1}, TypeError, "has_weight=1 must be True or False"),
+  (
+    {"has_weight": True, "weight_fn": len},
+    ValueError,
+    "has_weight=True .*, and weight_fn counts it a second time: leave one",
+  ),
+  (
+    {"has_weight": True, "reduction": "sum"},
+    ValueError,
+    'has_weight=True .*, and reduction="sum" does not: leave one',
+  ),
+  (
+    {"has_weight": True, "skip_empty": True},
+    ValueError,
+    r"before microbatches run, .*: give weight_fn \(and not has_weight",
+  ),
   ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
   ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
   (
@@ -260,9 +286,39 @@ LOSSES = [
   ),
   (
     lambda p, b: (loss_fn(p, b), {}),
-    r"The loss is a tuple; it must be .* pass has_aux=True",
+    r"The loss is a tuple; it must be .* pass has_aux=True; .* with has_weight=True",
   ),
   (lambda p, b: None, "The loss is a NoneType; it must be a real scalar"),
+]
+# What is no weight, in the place of that of a loss.
+WEIGHTS = [
+  (
+    lambda p, b: b["y"],
+    ValueError,
+    r"loss gave a weight of shape \(3,\) and dtype float32; it must be a real scalar",
+  ),
+  (
+    lambda p, b: b["y"] > 0,
+    ValueError,
+    r"loss gave a weight of shape \(3,\) and dtype bool; it must be a real scalar",
+  ),
+  (
+    lambda p, b: jnp.sum(b["y"]).astype(jnp.complex64),
+    TypeError,
+    "loss gave .* complex64; it must be a real scalar",
+  ),
+  (lambda p, b: None, TypeError, "loss gave the weight None; it must"),
+  (lambda p, b: -1, ValueError, "loss gave the weight -1; it must be 0, or"),
+  (
+    lambda p, b: np.float32("nan"),
+    ValueError,
+    "loss gave the weight nan; it must be 0, or from",
+  ),
+  (
+    loss_fn,
+    TypeError,
+    r"weight .* depends on .*: return \(total, weight\) in this order, or, .*stop_gradient of it",
+  ),
 ]
 # Reductions of the aux of `with_aux`.
 AUX = [
@@ -315,6 +371,10 @@ CARRIES = [
 ]
 
 
+def weighing(weight):
+  return lambda params, batch: (loss_fn(params, batch), weight(params, batch))
+
+
 def positional_only(params, batch, /):
   return loss_fn(params, batch)
 
@@ -339,6 +399,17 @@ REFUSED = [
     (fun, USUAL, {"num_microbatches": n}, TypeError, match)
     for fun, match in LOSSES
     for n in (1, 2)
+  ),
+  *(
+    (weighing(weight), USUAL, {"has_weight": True}, error, match)
+    for weight, error, match in WEIGHTS
+  ),
+  (
+    lambda p, b: (jnp.sum(b["y"] > 0), loss_fn(p, b)),
+    USUAL,
+    {"has_weight": True},
+    TypeError,
+    r"The loss has .* dtype int32; .* return \(total, weight\), in this order",
   ),
   *(
     (

@@ -149,10 +149,11 @@ def test_options_have_one_order():
     "num_microbatches",
     "microbatch_size",
     "weight_fn",
+    "has_weight",
     "has_aux",
     "aux_reduction",
   ]
-  assert OF_A_STEP[:5] == first
+  assert OF_A_STEP[:6] == first
 
 
 @pytest.mark.parametrize("step", [LinenTrainStep, NnxTrainStep])

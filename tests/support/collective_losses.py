@@ -75,6 +75,16 @@ def valid_rows(batch):
   return jnp.sum(batch["mask"])
 
 
+def with_weight(fun):
+  """A loss as a total and its weight."""
+
+  def total(params, batch):
+    weight = valid_rows(batch)
+    return fun(params, batch) * weight, weight
+
+  return total
+
+
 # What losses are made of. An own mean is finite where no row is valid.
 
 
@@ -731,7 +741,9 @@ def gradient_function(
 ):
   """A function of parameters and a batch that gives the gradient and the loss, by the library."""
   mesh = make_mesh(devices)
-  if weighs:
+  if options.get("has_weight"):
+    loss = with_weight(loss)
+  elif weighs:
     options["weight_fn"] = valid_rows
   if entry == "mesh":
     tx, size = optax.sgd(1.0), microbatch_size and microbatch_size * devices

@@ -112,6 +112,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     True,
     True,
   ),
+  "has_weight": (False, True),  # does the loss return a total and its weight?
 }
 
 _FIELDS = [
@@ -229,6 +230,9 @@ MEANS = {
   "donate": lambda d: d.steps and not d.local and d.loop == "jit",
   "spread": lambda d: (
     d.placed and d.mesh in ("auto+model", "explicit+auto model")
+  ),
+  "has_weight": lambda d: (
+    d.weights != "none" and d.reduction == "mean" and not d.streams
   ),
 }
 

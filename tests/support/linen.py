@@ -101,3 +101,17 @@ def mean_loss(logits, batch):
 
 def total(batch):
   return jnp.sum(batch["weight"])
+
+
+def with_weight(loss_fn):
+  """A loss that returns its total and its weight where `loss_fn` returns the loss."""
+
+  def pair(model, batch, *rngs):
+    out = loss_fn(model, batch, *rngs)
+    weight = total(batch)
+    if not isinstance(out, tuple):
+      return out * weight, weight
+    loss, updates = out
+    return (loss * weight, weight), updates
+
+  return pair

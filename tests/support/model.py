@@ -57,6 +57,8 @@ class Model:
       offset = offset + carry["mean"]
     size, loss = self.scored(params, batch, offset)
     loss = loss * further
+    if self.draw.has_weight:
+      loss = loss, jnp.sum(batch["mask"])
     aux = self.aux(batch, size)
     if carry is not None:
       rows, mean = batch["x"].shape[0], jnp.mean(batch["x"][:, 0])
@@ -86,6 +88,8 @@ class Model:
     is_mean = self.draw.reduction == "mean" or (
       self.draw.streams and self.draw.weights != "none"
     )
+    if self.draw.has_weight:
+      is_mean = False
     return jnp.abs(out), total / jnp.sum(mask) if is_mean else total
 
   def aux(self, batch, size):
@@ -125,7 +129,9 @@ class Model:
       out["rng_argnums"] = 1 + of_batch
     if draw.carry:
       out["carry_argnum"] = 1 + of_batch + (draw.key in ("typed", "raw"))
-    if draw.weights != "none":
+    if draw.has_weight:
+      out["has_weight"] = True
+    elif draw.weights != "none":
       out["weight_fn"] = self.weight
     if draw.aux != "none":
       out["aux_reduction"] = AUX if draw.aux == "all" else AUX[draw.aux]
