@@ -42,16 +42,14 @@ class Signature:
 
   def __init__(self, fun: Callable[..., Tree]) -> None:
     self._parameters: list[inspect.Parameter] = []
-    self._signature: inspect.Signature | None = None
     try:
-      self._signature = inspect.signature(fun)
+      parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # builtins and some callables have none
       return
     kinds = (
       inspect.Parameter.POSITIONAL_ONLY,
       inspect.Parameter.POSITIONAL_OR_KEYWORD,
     )
-    parameters = self._signature.parameters.values()
     self._parameters = [p for p in parameters if p.kind in kinds]
 
   def name(self, slot: Slot) -> str:
@@ -74,19 +72,12 @@ class Signature:
     """
     slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}
     slots.update(zip(names, names, strict=True))
-    if self._signature is None:
-      return slots
-    try:
-      bound = self._signature.bind_partial(
-        *range(count), **{n: n for n in names}
-      )
-    except TypeError:  # it is no call of this function, which says so itself
-      return slots
-    for i, parameter in enumerate(self._parameters):
-      if parameter.name in bound.arguments:
-        slot = bound.arguments[parameter.name]
-        slots.setdefault(i, slot)
-        slots.setdefault(self._name_of(parameter), slot)
+    # Not bound to the signature: a decorated function has that of what it wraps, and may take more.
+    for i, name in enumerate(map(self._name_of, self._parameters)):
+      if i < count:
+        slots.setdefault(name, i)
+      elif name in names:
+        slots[i] = name
     return slots
 
 

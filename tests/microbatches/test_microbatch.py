@@ -187,6 +187,10 @@ def test_arguments_are_found_by_position_or_name():
   def loss_fn(params, x, y):
     return jnp.mean((x * params - y) ** 2)
 
+  @functools.wraps(loss_fn)
+  def decorated(*args, more=None, **named):  # takes more than its signature
+    return loss_fn(*args, **named)
+
   params, x, y = (
     jnp.asarray(2.0),
     np.arange(6, dtype=np.float32),
@@ -197,11 +201,15 @@ def test_arguments_are_found_by_position_or_name():
   @jax.jit
   def every(params, x, y):
     run = functools.partial(
-      optax_accum.microbatch_value_and_grad, loss_fn, num_microbatches=3
+      optax_accum.microbatch_value_and_grad, num_microbatches=3
     )
     return [
-      run(**options)(params, *args, **kwargs)
+      run(decorated if "more" in kwargs else loss_fn, **options)(
+        params, *args, **kwargs
+      )
       for options, args, kwargs in [
+        ({"batch_argnums": (1, 2)}, (x,), {"y": y, "more": 1}),
+        ({"batch_argnames": ("x", "y")}, (x, y), {"more": 1}),
         ({"batch_argnums": (1, 2)}, (x, y), {}),
         ({"batch_argnums": (-2, -1)}, (x, y), {}),
         ({"batch_argnums": (1, 2)}, (), {"x": x, "y": y}),
