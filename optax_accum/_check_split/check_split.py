@@ -14,6 +14,7 @@ from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.call import Call
+from optax_accum._check_split.devices import Devices
 from optax_accum._check_split.evidence import Evidence, How
 from optax_accum._check_split.probes import LEVELS
 from optax_accum._check_split.programs import Programs
@@ -235,10 +236,10 @@ def _exactly() -> Iterator[None]:
 @_exactly()
 def report_of(programs: Programs) -> SplitReport:
   """What the programs tell."""
+  devices = programs.devices
   finding = diagnose.refused(programs)
   if finding:
-    return finding.report()
-  devices = programs.devices
+    return finding.report(not_checked=_not_sent(devices))
   _check_that_it_splits(programs)
   is_finite = programs.given.is_finite  # runs the whole batch
   not_checked = _not_checked(programs)
@@ -310,6 +311,11 @@ def _not_checked(programs: Programs) -> tuple[str, ...]:
     notes.append(words.NOT_ALONE)
   if programs.rows < rows:
     notes.append(words.SOME_ROWS.format(some=programs.rows, rows=rows))
+  return (*notes, *_not_sent(devices))
+
+
+def _not_sent(devices: Devices) -> tuple[str, ...]:
+  """What one device does not tell, where a loss has the axes of several."""
   if devices.axes and not devices.loss:
-    notes.append(words.ONE_DEVICE)
-  return tuple(notes)
+    return (words.ONE_DEVICE,)
+  return ()

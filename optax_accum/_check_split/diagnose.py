@@ -189,8 +189,15 @@ def _sum(evidence: Evidence) -> Finding | None:
 def _weighted(evidence: Evidence) -> Finding | None:
   """Whether it is a mean over rows, or over something that can be counted."""
   programs = evidence.programs
-  _, splits = evidence.tried[0]
-  given = [part.call for _, parts in splits for part in parts]
+  # A change may make a weight negative that is none in all rows of the batch.
+  of_rows = {call.name for call in programs.samples}
+  given = [
+    part.call
+    for x in evidence.tried
+    if x.whole.call.name in of_rows
+    for _, parts in x.splits
+    for part in parts
+  ]
   mean = How.of(programs, "mean")
   for what, weight_fn, weight in weights_of(programs.call, programs.facts):
     how = mean._replace(weight=weight)
@@ -339,8 +346,11 @@ def _read_carry(programs: Programs) -> list[str]:
   new = programs.new_carry(call.moved(1))
   names = []
   for x in old:
-    if not np.array_equal(x.value, new[x.name]):
-      other = programs.whole(call.put("", x, x.moved(1, 1.0)))
-      if not programs.given.fits(other.arrays):
-        names.append(x.name)
+    if np.array_equal(x.value, new[x.name]):
+      continue
+    # A loss may read only what is far from here, or only what is near.
+    others = [call.put("", x, x.moved(1, size)) for size in (0.1, 3.0)]
+    outcomes = map(programs.whole, others)
+    if not all(programs.given.fits(other.arrays) for other in outcomes):
+      names.append(x.name)
   return names

@@ -179,6 +179,9 @@ def _tried(programs: Programs, call: Call) -> Tried | None:
   if programs.devices.sends and not all(part.is_finite for part in parts):
     return None  # because of a device where nothing counts
   weights = [programs.weight(part.call) for part in parts]
+  losses = [part.arrays["loss"] for part in parts]
+  if any(np.isinf(x) and not w for x, w in zip(losses, weights, strict=True)):
+    return None  # what is divided by a count of 0 is more than that counts
   with contextlib.suppress(Exception):  # a weight of groups of rows
     weights += [programs.weight(call.take([i])) for i in (0, -1)]
   if not np.all(np.array(weights) >= 0) or not any(weights):

@@ -692,6 +692,32 @@ def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
   assert in_two(skip_nonfinite=True).verdict == "weighted"
 
 
+def test_a_microbatch_of_weight_0_with_an_infinite_loss_is_no_evidence():
+  def loss(params, batch):
+    return jnp.sum(zoo.per_row(params, batch)) / jnp.sum(batch["valid"])
+
+  source = {**BATCH, "valid": 1.0 * (np.arange(8) != 6)}
+  weigh = lambda batch: jnp.sum(batch["valid"])  # noqa: E731
+  specimen = Specimen(loss, (*XY, "valid"))
+  report = check_one_split(specimen, source, weight_fn=weigh)
+  assert report.ok, report
+  assert any("'valid'] = 0 in rows 0 and 7" in x for x in report.left_out)
+
+
+def test_a_carry_of_which_a_loss_reads_what_is_far_or_what_is_near_couples():
+  def loss(params, batch, carry):
+    far = jnp.maximum(carry["far"] - 2.0, 0.0)
+    near = jnp.where(jnp.abs(carry["near"] - 1.1) < 0.05, 1.0, 0.0)
+    new = jax.tree.map(lambda x: 0.9 * x, carry)
+    return zoo.mean(params, batch) + far + near, (new, None)
+
+  carry = {"far": jnp.ones(()), "near": jnp.ones(())}
+  specimen = Specimen(loss, XY, options={"carry_argnum": 2}, further=(carry,))
+  report = check_one_split(specimen)
+  assert report.verdict == "coupled", report
+  assert "another carry['far'] and carry['near']" in report.reason
+
+
 def test_rows_in_groups_are_coupled_where_a_microbatch_parts_them():
   def in_pairs(params, batch):
     each = zoo.per_row(params, batch).reshape(-1, 2)

@@ -665,6 +665,13 @@ def test_a_carry_that_is_read_couples(over_mesh):
     assert check(loss, W, BATCH, carry, **options).ok
 
 
+def test_a_weight_below_zero_in_later_rows_is_no_fix():
+  # The first rows, which are looked at in all changes, have none.
+  mask = np.where(np.arange(ROWS) < 8, 1.0 + np.arange(ROWS), [-1, -1, 3, 3] * 3)
+  report = check(batch={**BATCH, "mask": mask})
+  assert report.verdict == "coupled", report
+
+
 def test_a_carry_that_linen_and_nnx_read_couples():
   class Centered(nn.Module):
     @nn.compact
@@ -727,7 +734,10 @@ def test_what_a_step_over_devices_refuses_its_check_refuses(over_mesh):
   def drawn(params, batch, key):
     return loss_fn(params, batch) * jax.random.uniform(key)
 
-  assert check(drawn, W, BATCH, key, **where).fix == "rng_argnums=2"
+  report = check(drawn, W, BATCH, key, **where)
+  assert report.fix == "rng_argnums=2"
+  told = any("the check ran on one" in x for x in report.not_checked)
+  assert told != over_mesh
 
 
 def test_a_step_that_is_called_inside_shard_map_is_checked_on_one_device():
