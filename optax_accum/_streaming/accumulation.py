@@ -84,8 +84,11 @@ class Accumulation:
       grads = params.fast  # whose gradients step both copies
     # One array a field: a state in which one zero stands twice cannot be donated.
     gradient_step = jnp.zeros((), jnp.int32)
-    asked = functools.partial(asks_to_skip, self.skip_fn, weight=1.0)
-    _, info = jax.eval_shape(asked, grads, gradient_step, params)
+    info: Tree = ()
+    if self.skip_fn is not None:
+      # What is no array, as a function in an Equinox model, `skip_fn` alone may refuse.
+      asked = functools.partial(asks_to_skip, self.skip_fn, weight=1.0)
+      _, info = jax.eval_shape(asked, grads, gradient_step, params)
     state = AccumulateState(
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,

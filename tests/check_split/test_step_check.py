@@ -667,7 +667,9 @@ def test_a_carry_that_is_read_couples(over_mesh):
 
 def test_a_weight_below_zero_in_later_rows_is_no_fix():
   # The first rows, which are looked at in all changes, have none.
-  mask = np.where(np.arange(ROWS) < 8, 1.0 + np.arange(ROWS), [-1, -1, 3, 3] * 3)
+  mask = np.where(
+    np.arange(ROWS) < 8, 1.0 + np.arange(ROWS), [-1, -1, 3, 3] * 3
+  )
   report = check(batch={**BATCH, "mask": mask})
   assert report.verdict == "coupled", report
 

@@ -826,6 +826,14 @@ def test_apply_keeps_what_has_no_gradient(every_k):
   assert eager.count is model.count
 
 
+def test_a_model_with_functions_in_it_is_stepped_in_every_call():
+  model = {"w": jnp.ones(2), "activation": jnp.tanh, "name": "head"}
+  grads = {"w": jnp.ones(2), "activation": None, "name": None}
+  tx = accumulate(optax.sgd(1.0), every_k=1)
+  updates, _ = tx.update(grads, tx.init(model), model)
+  np.testing.assert_array_equal(updates["w"], -1)
+
+
 @forms
 @pytest.mark.parametrize("every_k", [1, 2])
 def test_an_integer_with_a_floating_gradient_is_stepped_as_in_optax(
