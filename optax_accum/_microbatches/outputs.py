@@ -49,6 +49,7 @@ class Reductions:
           " or a microbatch size that divides the batch."
         )
 
+    tail = self._in_same_nodes(tail)
     jax.tree_util.tree_map_with_path(check, self._each, self._like, tail)
 
   @property
@@ -66,6 +67,15 @@ class Reductions:
     """`fun` of each reduction, and of what trees of outputs have for it."""
     return jax.tree.map(fun, self._each, *trees)
 
+  def _in_same_nodes(self, outputs):
+    """Outputs in the nodes of `like`: what a node says of itself may be new in every trace."""
+    named = jax.tree_util.tree_leaves_with_path(outputs)
+    of_like = jax.tree_util.tree_leaves_with_path(self._like)
+    if [path for path, _ in named] != [path for path, _ in of_like]:
+      return outputs  # another tree, which JAX refuses
+    nodes: Any = jax.tree.structure(self._like)
+    return nodes.unflatten([x for _, x in named])
+
   def start(self):
     """What is held before the first microbatch."""
     return self._map(lambda kind, x: kind.start(x, self._dtype), self._like)
@@ -76,12 +86,14 @@ class Reductions:
 
   def add(self, held, outputs, weight: Weight):
     """What is held after one more microbatch."""
+    outputs = self._in_same_nodes(outputs)
     return self._map(
       lambda kind, x, value: kind.add(x, value, weight), held, outputs
     )
 
   def collected(self, outputs):
     """What the loop keeps of the outputs of every microbatch; None for others."""
+    outputs = self._in_same_nodes(outputs)
     return self._map(lambda kind, x: x if kind.collected else None, outputs)
 
   def join(self, held, collected, tail):

@@ -1,5 +1,6 @@
 """A cycle of microbatches equals the whole batch, whatever the split, weights and dtypes."""
 
+import dataclasses
 import functools
 
 import chex
@@ -181,6 +182,35 @@ def test_batch_arguments_may_come_by_position_and_name_on_any_axis():
     expected, found = every(params, x, scale, y=y)
     for actual in found:
       trees.assert_close(actual, expected, 1e-12)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scores:
+  total: jax.Array
+  rows: int = dataclasses.field(metadata={"static": True})
+
+
+def test_nodes_may_say_something_else_of_the_smaller_last_microbatch():
+  def scores(x):
+    return Scores(jnp.sum(x), len(x))
+
+  def loss_fn(w, x):
+    return w * jnp.mean(x), scores(x)
+
+  x = jnp.arange(6.0)
+  expected = Scores(jnp.sum(x), 4)
+  size = {"microbatch_size": 4}
+  assert optax_accum.microbatch(scores, reduction="sum", **size)(x) == expected
+  run = optax_accum.microbatch_value_and_grad(
+    loss_fn, has_aux=True, aux_reduction="sum", **size
+  )
+  (_, aux), _ = run(1.0, x)
+  assert aux == expected
+  with pytest.raises(ValueError, match=r"structure error|key mismatch"):
+    optax_accum.microbatch(
+      lambda x: {str(len(x)): jnp.sum(x)}, reduction="sum", **size
+    )(x)
 
 
 def test_arguments_are_found_by_position_or_name():
