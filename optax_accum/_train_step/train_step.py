@@ -386,8 +386,8 @@ def make_train_step(
   options = {
     k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
   }
-  of_loss = str(getattr(loss_fn, "__module__", ""))
-  if callable(tx) and of_loss.startswith("optax"):
+  package = str(getattr(loss_fn, "__module__", "")).partition(".")[0]
+  if callable(tx) and package in ("optax", "optax_accum"):
     raise TypeError(
       "The loss comes before the optimizer: make_train_step(loss_fn, tx, ...)."
     )

@@ -129,6 +129,13 @@ def test_methods_of_multisteps_get_what_to_write():
     tx._replace(update=SGD.update).apply(jnp.zeros(2), (), jnp.zeros(2))
 
 
+def elsewhere(params, batch):
+  return jnp.mean(batch @ params)
+
+
+elsewhere.__module__ = "optax_losses"
+
+
 @pytest.mark.parametrize(
   ("make", "match"),
   [
@@ -150,6 +157,10 @@ def test_methods_of_multisteps_get_what_to_write():
         r"The loss comes before the optimizer: make_train_step\(loss_fn, tx",
       )
       for tx in (SGD, optax.MultiSteps(SGD, 2), optax.adam)
+    ),
+    (
+      lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8),
+      r"call it first, as in adam\(",
     ),
     *(
       (
