@@ -64,6 +64,10 @@ class Reduction:
     """What is held before the first microbatch."""
     return across_devices.full_like(like, 0)
 
+  def resumed(self, held):
+    """What the loop begins with, of what is held after the microbatches before."""
+    return held
+
   def unhoisted(self, held, shapes: hoisting.Shapes):
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
     return hoisting.unhoisted(held, shapes)

@@ -1,6 +1,7 @@
 """What the steps of linen and nnx share: options, a layout of programs, and a count of steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+import functools
 from typing import (
   Any,
   ClassVar,
@@ -32,6 +33,7 @@ from optax_accum._arithmetic.trees import (
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
+from optax_accum._train_step.cycle import CycleProgram
 from optax_accum._train_step.program import (
   Function,
   Loss,
@@ -178,6 +180,11 @@ class FlaxStep(Step):
     return StepProgram(
       loss, tx, donate, self._counting, results, updated, self.names
     )
+
+  @functools.cache  # noqa: B019 (a step lives as long as what it compiled)
+  def _cycle_of(self, program: StepProgram) -> CycleProgram:
+    """The programs of a cycle: of `finish` parameters, state, carry and count are updated."""
+    return CycleProgram(program, updated=(0, 1, 3, 4))
 
   def _counting(self, run: Function) -> Function:
     """What is compiled: it also counts how many steps the optimizer took."""

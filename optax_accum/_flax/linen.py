@@ -1,6 +1,7 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
@@ -24,6 +25,7 @@ from optax_accum._flax.fp8_statistics import (
   variables_of,
 )
 from optax_accum._flax.state_fields import Collections
+from optax_accum._train_step.cycle import Cycle, CycleProgram, Method
 from optax_accum._train_step.program import StepProgram
 
 State = TypeVar("State", bound=train_state.TrainState)
@@ -173,6 +175,55 @@ class LinenTrainStep(flax_step.FlaxStep):
       *self._with_call(flax_step.run, state, batch, rngs, *args, **kwargs)
     )
 
+  def begin(self, state: State) -> Cycle:
+    """Begins a cycle whose microbatches arrive in several calls, as `TrainStep.begin`."""
+    carried, _, _ = self._fields_of(state)
+    return self._cycle(state).begin(state.params, (carried,))
+
+  @functools.cached_property
+  def add(self) -> Method[Cycle]:
+    """``add(cycle, state, batch, rngs=None, ...)`` adds microbatches, as `TrainStep.add`."""
+    return Method(self._prepared_add)
+
+  @functools.cached_property
+  def finish(self) -> Method[tuple[Any, Metrics]]:
+    """``finish(state, cycle)`` takes one step by what was added, as `TrainStep.finish`."""
+    return Method(self._prepared_finish)
+
+  def _prepared_add(
+    self, cycle: Cycle, state, batch, rngs: Rngs = None, *args, **kwargs
+  ):
+    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+
+    What `mutable` names is in the cycle. See `TrainStep.add`.
+    """
+    _, constant, _ = self._fields_of(state)
+    further = self._further(args, kwargs)
+    of_loss = batch, constant, rngs, further
+    return self._cycle(state).add(cycle, state.params, of_loss, {})
+
+  def _prepared_finish(self, state, cycle: Cycle):
+    """Takes one optimizer step by the gradients of a cycle: ``(state, metrics)``.
+
+    See `TrainStep.finish`.
+    """
+    self._fields_of(state)
+
+    def finished(results):
+      params, opt_state, carried, count, metrics = results
+      new = Arguments(
+        params, opt_state, constant={}, carried=carried, count=count
+      )
+      return _replaced(state, (new, metrics))
+
+    count = state_fields.counted(state.step)
+    return self._cycle(state).finish(
+      state.params, state.opt_state, cycle, count, finished=finished
+    )
+
+  def _cycle(self, state) -> CycleProgram:
+    return self._cycle_of(self._program_of(state))
+
   def eval_shape(self, *args, **kwargs) -> tuple[Any, Metrics]:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
 
@@ -183,13 +234,7 @@ class LinenTrainStep(flax_step.FlaxStep):
 
   def _with_call(self, use: Use, /, state, batch, rngs=None, *args, **kwargs):
     """The state of a call, and what `use` makes of the call of the program for such a state."""
-    if not isinstance(state, train_state.TrainState):
-      raise TypeError(
-        f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
-        " parameters and an optimizer state use make_train_step."
-      )
-    flax_step.check_calls(self.name, state, "apply_gradients")
-    carried, constant, others = state_fields.fields_of(state, self._mutable)
+    carried, constant, others = self._fields_of(state)
     count = state_fields.counted(state.step)
     given = Arguments(
       state.params,
@@ -202,6 +247,16 @@ class LinenTrainStep(flax_step.FlaxStep):
       count,
     )
     return state, use(self._program_of(state).prepare(given, {}, others))
+
+  def _fields_of(self, state):
+    """What a state has beside parameters, optimizer state and count: see `state_fields`."""
+    if not isinstance(state, train_state.TrainState):
+      raise TypeError(
+        f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
+        " parameters and an optimizer state use make_train_step."
+      )
+    flax_step.check_calls(self.name, state, "apply_gradients")
+    return state_fields.fields_of(state, self._mutable)
 
   def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""

@@ -1,8 +1,12 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-from typing import Any, ClassVar, TypeAlias, Unpack
+from collections.abc import Callable
+import functools
+from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 
 from flax import nnx
+import jax
+import optax
 
 from optax_accum import _spellings
 from optax_accum._arithmetic.trees import Batch
@@ -15,6 +19,12 @@ from optax_accum._flax.flax_step import (
   Use,
 )
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
+from optax_accum._train_step.cycle import (
+  check_cycle,
+  Cycle,
+  Method,
+  PreparedAdd,
+)
 from optax_accum._train_step.program import StepProgram
 
 Optimizer: TypeAlias = nnx.Optimizer[Any]
@@ -162,43 +172,129 @@ class NnxTrainStep(flax_step.FlaxStep):
     variables.write(held, new._replace(batch=None, further=held.further))
     return metrics
 
+  def begin(self, model: nnx.Module) -> Cycle:
+    """Begins a cycle whose microbatches arrive in several calls, as `TrainStep.begin`."""
+    nnx_objects.check_module("begin(model)", model)
+    return Cycle()
+
+  @functools.cached_property
+  def add(self) -> Method[Cycle]:
+    """``add(cycle, model, batch, ...)`` adds microbatches, as `TrainStep.add`."""
+    return Method(self._prepared_add)
+
+  @functools.cached_property
+  def finish(self) -> Method[Metrics]:
+    """``finish(model, optimizer, cycle)`` takes one step by what was added, in place."""
+    return Method(self._prepared_finish)
+
+  def _prepared_add(self, cycle: Cycle, model, batch, *args, **kwargs):
+    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+
+    What the loss changes in the model is in the cycle from the first call on, and in the model
+    when it has finished. See `TrainStep.add`.
+    """
+    check_cycle("add", cycle)
+    nnx_objects.check_module("add(cycle, model, batch)", model)
+    further = self._further(args, kwargs)
+
+    def with_call(use):
+      def add(program, given):
+        own = cycle
+        if cycle.held is None:
+          own = Cycle((given.carried,))
+        of_loss = batch, given.constant, given.rngs, further
+        cycles = self._cycle_of(program)
+        return use(cycles.add(own, given.params, of_loss, {}))
+
+      return self._with_program(add, model, None, _carried(cycle))[1]
+
+    return _Add(with_call)
+
+  def _prepared_finish(self, model, optimizer: Optimizer, cycle: Cycle):
+    """Takes one optimizer step by the gradients of a cycle, in place, and returns the metrics.
+
+    See `TrainStep.finish`.
+    """
+    check_cycle("finish", cycle)
+    self._check_objects(model, optimizer)
+
+    def finish(program, given):
+      return self._cycle_of(program).finish(
+        given.params, given.opt_state, cycle, given.count, finished=finished
+      )
+
+    def finished(results):
+      params, opt_state, *carried, count, metrics = results
+      new = Arguments(params, opt_state, count=count)
+      written = held._replace(constant=None, carried=None, further=None)
+      if carried:
+        written = written._replace(carried=held.carried)
+        new = new._replace(carried=carried[0])
+      variables.write(written, new._replace(further=None))
+      return metrics
+
+    held, call = self._with_program(finish, model, optimizer, _carried(cycle))
+    return call
+
   def _with_call(self, use: Use, /, model, optimizer, batch, *args, **kwargs):
     """The Variables of a call with what these objects hold, and what `use` makes of the call."""
+    self._check_objects(model, optimizer)
+    further = self._further(args, kwargs)
+
+    def call(program, given):
+      given = given._replace(batch=batch, further=further)
+      return use(program.prepare(given, {}))
+
+    return self._with_program(call, model, optimizer)
+
+  def _check_objects(self, model, optimizer) -> None:
     nnx_objects.check_objects(model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
-    further = self._further(args, kwargs)
+
+  def _with_program(
+    self,
+    use: Callable[[StepProgram, Arguments], Any],
+    model,
+    optimizer: Optimizer | None,
+    known: frozenset[str] = frozenset(),
+  ):
+    """The Variables of these objects, and what `use` makes of a program and of their values.
+
+    `known` has the names of what the loss is known to change.
+    """
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
-    key = graphdef, optimizer.tx
+    held = Arguments(params)
+    tx = optax.identity()  # which no program runs
+    if optimizer is not None:
+      tx = optimizer.tx
+      held = Arguments(params, optimizer.opt_state, count=optimizer.step)
+    key = graphdef, None if optimizer is None else tx
     found = self._found.get(key)
     if found is None:
       nnx_objects.check_model(self._wrt, params, model, optimizer)
-      found = self._find(key, frozenset())
+      found = self._find(key, tx, known)
     while True:
       changed, program = found
+      if not known <= changed:
+        found = self._find(key, tx, changed | known)
+        continue
       carried, constant = nnx.split_state(rest, variables.among(changed), ...)
-      held = Arguments(
-        params,
-        optimizer.opt_state,
-        constant=constant,
-        carried=carried,
-        count=optimizer.step,
-      )
-      given = variables.values(held)._replace(batch=batch, further=further)
+      held = held._replace(constant=constant, carried=carried)
       try:
-        return held, use(program.prepare(given, {}))
+        return held, use(program, variables.values(held))
       except ChangedByLossError as error:
         # While the loss was traced, before anything ran.
-        found = self._find(key, changed.union(error.args))
+        found = self._find(key, tx, changed.union(error.args))
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _find(self, key, changed: frozenset[str]):
+  def _find(self, key, tx, changed: frozenset[str]):
     """The program for models of a structure, and for what of them the loss changes."""
-    graphdef, tx = key
+    graphdef, _ = key
     axis = self._options.get("axis_name")
     if self.loss.parallel is not None:
       axis = self.loss.parallel.axes
@@ -206,3 +302,26 @@ class NnxTrainStep(flax_step.FlaxStep):
     found = changed, self._program(self._step_loss(pure), tx)
     self._found[key] = found
     return found
+
+
+class _Add(NamedTuple):
+  """A call of `add`. Only when its program is traced is it known what the loss changes."""
+
+  with_call: Callable[[Callable[[PreparedAdd], Any]], Any]
+
+  def run(self) -> Cycle:
+    """As `PreparedAdd.run`."""
+    return self.with_call(PreparedAdd.run)
+
+  def trace(self) -> jax.stages.Traced:
+    """As `PreparedAdd.trace`."""
+    return self.with_call(PreparedAdd.trace)
+
+  def eval_shape(self) -> Cycle:
+    """As `PreparedAdd.eval_shape`."""
+    return self.with_call(PreparedAdd.eval_shape)
+
+
+def _carried(cycle: Cycle) -> frozenset[str]:
+  """The names of what a cycle has of the model."""
+  return frozenset(name for x in cycle.start for name in variables.named(x))

@@ -18,6 +18,14 @@ def check_objects(model: object, optimizer: object) -> None:
   _validate.transformation(optimizer.tx, "optimizer.tx")
 
 
+def check_module(call: str, model: object) -> None:
+  """Checks that this is an nnx module."""
+  if not isinstance(model, nnx.Module):
+    raise TypeError(
+      f"{call} got a {type(model).__name__} as model: it takes an nnx module."
+    )
+
+
 def check_model(wrt, params, model: nnx.Module, optimizer) -> None:
   """Checks a model of this structure, and that `wrt` selects what the optimizer was made for."""
   held = named(nnx.state(model))
@@ -41,6 +49,8 @@ def check_model(wrt, params, model: nnx.Module, optimizer) -> None:
         f"wrt={shown(wrt)} selects model.{name}, an array that is not a Variable, which a step"
         " cannot update in place: make it an nnx.Param."
       )
+  if optimizer is None:
+    return
   # The state of a plain SGD would not tell.
   of_optimizer = named(nnx.state(model, optimizer.wrt))
   for name in sorted(selected.keys() ^ of_optimizer.keys()):

@@ -107,11 +107,15 @@ class DataParallel:
         f" divide it: use {fits}."
       )
     return dataclasses.replace(
-      split,
-      axis_name=None if devices == 1 else self.axes,
+      self.on_device(split),
       microbatch_size=None if size is None else size // devices,
       rows=rows,
     )
+
+  def on_device(self, split: Split) -> Split:
+    """The split of one of the devices."""
+    axis_name = None if self.devices == 1 else self.axes
+    return dataclasses.replace(split, axis_name=axis_name)
 
   def check_rows(
     self, rows: int, microbatches: int | None = None, of: str = "The batch"

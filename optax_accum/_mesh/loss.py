@@ -9,7 +9,8 @@ import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params
@@ -17,16 +18,17 @@ from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.on_devices import on_each_device, place_arguments
 from optax_accum._mesh.placement import (
   out_shardings,
+  place,
   place_state,
   sharding_of,
 )
 from optax_accum._mesh.shards import in_loop, Shards
-from optax_accum._mesh.specs import spec_of
+from optax_accum._mesh.specs import over, spec_of
 from optax_accum._mesh.state_of_parameters import specs_of_states
 from optax_accum._microbatches import cut
-from optax_accum._microbatches.loop import Reduced
-from optax_accum._microbatches.loss import LocalLoss, Outputs
-from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.loop import Progress, Reduced
+from optax_accum._microbatches.loss import Accumulated, LocalLoss, Outputs
+from optax_accum._microbatches.options import Slot, Split
 from optax_accum._microbatches.roles import by_slot
 
 ParamsAndState: TypeAlias = tuple[Params, OptState]
@@ -54,6 +56,46 @@ class LossWithoutMesh(NamedTuple):
   def beside(self, params, opt_state) -> "LossWithoutMesh":
     """The loss whose gradients are sharded as a step with this state needs them."""
     return self
+
+  @property
+  def held_shardings(self) -> None:
+    """Of what a cycle holds between calls: left to the compiler."""
+    return None
+
+  def in_parts(self) -> "LossWithoutMesh":
+    """The loss of microbatches that arrive in several calls."""
+    axis_name = self.local.split.axis_name
+    if axis_name is not None:
+      raise ValueError(
+        f"begin, add and finish are called outside pmap and shard_map, and axis_name={axis_name!r}"
+        " is for a step that is called inside: make the step with mesh=."
+      )
+    return self._replace(local=self.local.in_parts())
+
+  def place_state(
+    self, params, opt_state, others, carries: int
+  ) -> tuple["LossWithoutMesh", Args]:
+    """As `place`, of what is updated: of `others` the first are so many carries."""
+    return self, (params, opt_state, others)
+
+  def place_held(self, held: Accumulated) -> Accumulated:
+    """What a cycle holds, where it belongs."""
+    return held
+
+  @property
+  def begin(self) -> Callable[..., Accumulated]:
+    """What a cycle holds before the first call."""
+    return self.local.begin
+
+  @property
+  def add(self) -> Callable[..., Accumulated]:
+    """What a cycle holds after a call."""
+    return self.local.add
+
+  @property
+  def finish(self) -> Callable[..., Reduced]:
+    """The loss and its gradients, of all calls."""
+    return self.local.finish
 
   @property
   def value(self) -> Callable[..., jax.Array]:
@@ -99,10 +141,38 @@ class MeshLoss:
     placed = by_slot(of_loss, named)
     opt_state = place_state(parallel.mesh, "opt_state", params, opt_state)
     carry = [placed[slot] for slot in roles.carry]
-    leaves, treedef = jax.tree.flatten((params, opt_state, *carry))
-    shardings = tuple(map(sharding_of, leaves))
-    loss = PlacedLoss(local, parallel, treedef, shardings)
+    loss = self._placed(params, opt_state, *carry)
     return loss, (params, opt_state, *rest), named
+
+  def in_parts(self) -> "MeshLoss":
+    """The loss of microbatches that arrive in several calls."""
+    return dataclasses.replace(self, local=self.local.in_parts())
+
+  def place_held(self, held: Accumulated) -> Accumulated:
+    """What a cycle holds, where it belongs."""
+    each = PartitionSpec(self.parallel.axes)
+
+    def specs_of(leaves):
+      return [each] * len(leaves)
+
+    return place(self.parallel.mesh, "cycle", held, specs_of)
+
+  def place_state(
+    self, params, opt_state, others, carries: int
+  ) -> tuple["PlacedLoss", Args]:
+    """As `place`, of what is updated: of `others` the first are so many carries."""
+    mesh = self.parallel.mesh
+    params = place(mesh, "params", params)
+    opt_state = place_state(mesh, "opt_state", params, opt_state)
+    others = place(mesh, "carry", others)
+    loss = self._placed(params, opt_state, *others[:carries])
+    return loss, (params, opt_state, others)
+
+  def _placed(self, *updated) -> "PlacedLoss":
+    """The loss where what is updated is sharded as these are."""
+    leaves, treedef = jax.tree.flatten(updated)
+    shardings = tuple(map(sharding_of, leaves))
+    return PlacedLoss(self.local, self.parallel, treedef, shardings)
 
 
 class PlacedLoss(NamedTuple):
@@ -179,27 +249,86 @@ class PlacedLoss(NamedTuple):
 
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
+    method = LocalLoss.value_and_grad
+    specs = self._reduced_specs
+    out = self._on_each_device(method, specs, weights, args, kwargs)
+    return self._to_place(out, args[0])
+
+  def begin(self, /, *args, **kwargs) -> Accumulated:
+    """What the devices hold before the first call of a cycle, on a first axis of devices."""
+
+    def begin(local, _, *args, **kwargs):
+      return _stored(local.begin(*args, **kwargs))
+
+    return self._on_each_device(begin, self._each, None, args, kwargs)
+
+  def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
+    """What the devices hold after a call, of what they held before."""
+
+    def add(local, held, *args, **kwargs):
+      return _stored(local.add(_own(held), *args, **kwargs))
+
+    return self._on_each_device(add, self._each, held, args, kwargs)
+
+  def finish(self, held: Accumulated, start, params) -> Reduced:
+    """The loss and its gradients, of all calls. They began with the carry `start`."""
+    split = self.parallel.on_device(self.local.split)
+    local, _ = self._on_device(split)
+    like = jax.eval_shape(lambda: params)
+
+    def finish(held, start, _):
+      return local.finish(_own(held), start, like)
+
+    specs = self._reduced_specs
+    reduced = on_each_device(
+      self.parallel, {}, {}, finish, specs, held, start, {}
+    )
+    return self._to_place(reduced, params)
+
+  @property
+  def held_shardings(self) -> Accumulated:
+    """Of what a cycle holds between calls: that of a device, on the device."""
+    mesh = self.parallel.mesh
+    each: Any = NamedSharding(mesh, self._each)
+
+    def of_gradient(spec):
+      own = over(spec, self.parallel.others)
+      return NamedSharding(mesh, PartitionSpec(*self._each, *own))
+
+    grads = self._of_parameters(of_gradient)
+    outputs = Outputs(each, each, grads, each, each)
+    progress = Progress(each, outputs, each, each, each)
+    return Accumulated(each, progress, each)
+
+  @property
+  def _each(self) -> PartitionSpec:
+    """Of what every device has for itself."""
+    return PartitionSpec(self.parallel.axes)
+
+  @property
+  def _reduced_specs(self) -> Reduced:
+    """Of the loss and its gradients."""
     same: Any = PartitionSpec()
-    each = PartitionSpec(self.parallel.axes)
     local = self.local
     kinds = local.aux_reduction, local.metrics.reductions
     aux, metrics = jax.tree.map(self.parallel.output_spec, kinds)
-    outputs = Outputs(same, aux, self._shards.gradients, metrics, each)
-    specs = Reduced(same, outputs, same)
-    method = LocalLoss.value_and_grad
-    out = self._on_each_device(method, specs, weights, args, kwargs)
+    grads = self._shards.gradients
+    return Reduced(same, Outputs(same, aux, grads, metrics, self._each), same)
+
+  def _to_place(self, reduced: Reduced, params) -> Reduced:
+    """The same, with gradients sharded as the parameters, or as `wanted` says."""
 
     def to_place(g, x, to):
       if to is None:
         return across_devices.sharded_like(g, x)
       return self.parallel.move(g, to)
 
-    grads = jax.tree.map(to_place, out.outputs.grads, args[0], self.wanted)
-    return out._replace(outputs=out.outputs._replace(grads=grads))
+    outputs = reduced.outputs
+    grads = jax.tree.map(to_place, outputs.grads, params, self.wanted)
+    return reduced._replace(outputs=outputs._replace(grads=grads))
 
-  def _on_device(self, rows: int) -> tuple[LocalLoss, Callable[..., Params]]:
+  def _on_device(self, split: Split) -> tuple[LocalLoss, Callable[..., Params]]:
     """The loss of one device's rows, and what gathers parameters before its loop."""
-    split = self.parallel.local_split(self.local.split, rows)
     local = dataclasses.replace(self.local, split=split)
     if self.parallel.devices == 1:
       return local, lambda params: params
@@ -226,7 +355,8 @@ class PlacedLoss(NamedTuple):
     """A method of the loss of one device, given that device's part of the batch."""
     axes = self.local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
-    local, gather = self._on_device(rows)
+    split = self.parallel.local_split(self.local.split, rows)
+    local, gather = self._on_device(split)
 
     def run(weights, args, kwargs):
       params, *others = args
@@ -236,3 +366,18 @@ class PlacedLoss(NamedTuple):
     return on_each_device(
       self.parallel, axes, held, run, out_specs, weights, args, kwargs
     )
+
+
+def _stored(tree):
+  """What a device has for itself, as the program returns it."""
+  return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def _own(tree):
+  """What a device has for itself, of what is `_stored`."""
+  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+
+
+Loss: TypeAlias = LossWithoutMesh | MeshLoss
+# What a call with given shardings steps by.
+Placed: TypeAlias = LossWithoutMesh | PlacedLoss

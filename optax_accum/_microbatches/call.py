@@ -24,7 +24,10 @@ from optax_accum._microbatches.roles import Arguments, by_slot, Roles
 
 
 class Microbatches:
-  """The microbatches of one call; `weights` are theirs, where a call before found them."""
+  """The microbatches of one call; `weights` are theirs, where a call before found them.
+
+  `before` is how many the cycle had in calls before, on all devices, where there may have been any.
+  """
 
   def __init__(
     self,
@@ -33,8 +36,10 @@ class Microbatches:
     args,
     kwargs,
     weights: jax.Array | None = None,
+    before: jax.Array | None = None,
   ) -> None:
     self.split = split
+    self._before = before
     self.roles = roles
     self.weights = weights
     self.devices = split.devices
@@ -84,6 +89,8 @@ class Microbatches:
   def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry):
     """What one microbatch is given and others are not: its rows, keys and carry."""
     number = self.devices.number(index, self._on_device)
+    if self._before is not None:
+      number = number + self._before
     keys = [self._arguments[slot] for slot in self.roles.rng]
     own = jax.tree.map(lambda x: fold_in(x, number), keys)
     return *batch, *own, *carry

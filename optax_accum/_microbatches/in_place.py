@@ -132,6 +132,10 @@ class AddedGradients(Reduction):
   of: Reduction
   ref: Any
 
+  def resumed(self, held):
+    self.ref[...] = held
+    return across_devices.vary_like(jnp.zeros((0,), held.dtype), held)
+
   def unhoisted(self, held, shapes):
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
     return held

@@ -17,6 +17,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
 from optax_accum._arithmetic.devices import Devices
@@ -30,6 +31,7 @@ from optax_accum._arithmetic.weighted_mean import (
 from optax_accum._microbatches import carry as carries
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.collectives import axes_sent_over
+from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.outputs import Reductions
 
 
@@ -133,28 +135,16 @@ def run_in_microbatches(
 
   `words` is a prefix tree of reductions.
   """
-  dtype = call.split.accumulator_dtype
   if call.is_whole:
+    dtype = call.split.accumulator_dtype
     whole = run(0, call.carry, lambda: call.batch, call.rows)
     reductions = Reductions(words, whole.outputs, dtype)
     reductions.check(root, call, whole.outputs)
     outputs = reductions.only(whole.outputs)
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
-  start = call.devices.with_own_noise(call.carry)
-  sizes = [call.size]
-  if call.tail_rows:
-    sizes.append(call.tail_rows)
-  traced: list[_Traced] = []
-  for rows in sizes:
-    one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
-    traced.append(_Traced.of(jax.make_jaxpr(one, return_shape=True)()))
-  full = traced[0]
-  tail = traced[-1]
-  reductions = Reductions(words, full.like.outputs, dtype)
-  reductions.check(root, call, tail.like.outputs)
-  loop = _Loop(call, run, reductions, full, tail)
-  return loop.reduced(loop.run_all(start))
+  loop = Loop.of(call, run, words, root)
+  return loop.reduced(loop.run_all(loop.empty()))
 
 
 class _Traced(NamedTuple):
@@ -176,8 +166,8 @@ def _taken(call: Microbatches, index: ArrayLike, rows: int) -> Take:
   return lambda: tail
 
 
-class _Progress(NamedTuple):
-  """What the loop carries from one microbatch to the next."""
+class Progress(NamedTuple):
+  """What the loop carries from one microbatch to the next, and a cycle from call to call."""
 
   carry: tuple[Carry, ...]
   outputs: Held  # what the reductions hold
@@ -187,7 +177,7 @@ class _Progress(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class _Loop:
+class Loop:
   """The loop over a call's microbatches."""
 
   call: Microbatches
@@ -196,13 +186,53 @@ class _Loop:
   full: _Traced  # a microbatch of full size
   tail: _Traced  # the smaller last one, or again one of full size
 
+  @classmethod
+  def of(cls, call: Microbatches, run: Run, words, root: str) -> "Loop":
+    """The loop that `run_in_microbatches` runs, of what a microbatch of each size is traced to."""
+    start = call.devices.with_own_noise(call.carry)
+    sizes = [call.size]
+    if call.tail_rows:
+      sizes.append(call.tail_rows)
+    traced: list[_Traced] = []
+    for rows in sizes:
+      one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
+      traced.append(_Traced.of(jax.make_jaxpr(one, return_shape=True)()))
+    full = traced[0]
+    tail = traced[-1]
+    dtype = call.split.accumulator_dtype
+    reductions = Reductions(words, full.like.outputs, dtype)
+    reductions.check(root, call, tail.like.outputs)
+    return cls(call, run, reductions, full, tail)
+
   @property
   def devices(self) -> Devices:
     """The devices that the rows are spread over."""
     return self.call.devices
 
-  def run_all(self, carry: tuple[Carry, ...]) -> _Progress:
-    """What is held after all microbatches, the first of which gets this carry."""
+  def begin(self) -> Progress:
+    """What a cycle holds that has no microbatch yet."""
+    held = self.empty()
+    collected = self.reductions.collected(self.full.like.outputs)
+    joined = self.reductions.join(held.outputs, collected, None)
+    return held._replace(outputs=joined)
+
+  def add(self, held: Progress) -> Progress:
+    """What a cycle holds after all microbatches of this call, of what it held before."""
+    outputs = self.reductions.resumed(held.outputs)
+    held = held._replace(outputs=outputs)
+    different = _validate.difference(
+      "cycle", held, self.empty(), "type", _validate.type_of
+    )
+    if different:
+      raise ValueError(
+        f"{different}: the cycle is of another step, of other parameters, or of batches that give"
+        " other results. Add to one cycle what is alike but for its rows, and begin another for"
+        " the rest."
+      )
+    return self.run_all(held)
+
+  def run_all(self, held: Progress) -> Progress:
+    """What is held after all microbatches, of what is held before."""
     call = self.call
     split = call.split
     add = self._add
@@ -213,8 +243,8 @@ class _Loop:
     last = call.full  # the index of the smaller one
     # The smaller microbatch goes first where the order does not matter: its backward pass then
     # needs no memory on top of that of a sum of gradients.
-    is_ordered = bool(jax.tree.leaves(carry)) or self.reductions.are_ordered
-    held = self._empty(carry)
+    has_carry = bool(jax.tree.leaves(held.carry))
+    is_ordered = has_carry or self.reductions.are_ordered
     tail = None
     with jax.named_scope("microbatches"):
       if call.tail_rows and not is_ordered:
@@ -229,10 +259,11 @@ class _Loop:
     joined = self.reductions.join(held.outputs, collected, tail)
     return held._replace(outputs=joined)
 
-  def _empty(self, carry: tuple[Carry, ...]) -> _Progress:
+  def empty(self) -> Progress:
     """What is held before the first microbatch."""
     like = self.full.like
     outputs = self.reductions.start()
+    carry = self.devices.with_own_noise(self.call.carry)
     weights = None
     unit = None
     if like.weight is not None:
@@ -243,11 +274,11 @@ class _Loop:
         first = 1  # in which totals are
       unit = across_devices.full_like(like.weight, first)
     skipped = across_devices.zeros_like(like.skipped)
-    return _Progress(carry, outputs, weights, unit, skipped)
+    return Progress(carry, outputs, weights, unit, skipped)
 
   def _add(
-    self, held: _Progress, index: ArrayLike, rows: int
-  ) -> tuple[_Progress, Tree]:
+    self, held: Progress, index: ArrayLike, rows: int
+  ) -> tuple[Progress, Tree]:
     """What is held after one more microbatch, and what is collected of this one."""
     gathered = hoisting.shapes_in(self.full.jaxpr)
     outputs = self.reductions.unhoisted(held.outputs, gathered)
@@ -265,12 +296,12 @@ class _Loop:
       keep = functools.partial(weighted_mean.select, counted)
       carry = jax.tree.map(keep, new.carry, carry)
       skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    held = _Progress(carry, outputs, weights, unit, skipped)
+    held = Progress(carry, outputs, weights, unit, skipped)
     return held, self.reductions.collected(new.outputs)
 
   def _add_unless_empty(
-    self, agree: bool, held: _Progress, index: ArrayLike, rows: int
-  ) -> tuple[_Progress, Tree]:
+    self, agree: bool, held: Progress, index: ArrayLike, rows: int
+  ) -> tuple[Progress, Tree]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     take = _taken(self.call, index, rows)
     weight = self.call.weight(index, take(), rows)
@@ -309,32 +340,47 @@ class _Loop:
     over_axis = self.call.split.axis_name is not None
     return over_axis and across_devices.shares_mesh()
 
-  def reduced(self, held: _Progress) -> Reduced:
+  def reduced(self, held: Progress) -> Reduced:
     """What is held, of all devices together."""
     call = self.call
-    devices = self.devices
-    # Those of this device, of all devices, and the latter in the unit of the outputs.
-    if held.weights is None:
-      own: Weight = call.rows / call.size
-      total: Weight = call.rows * devices.size
-      weight: Weight = own * devices.size
-      counted = devices.has_counted(own)
-    else:
-      own = held.weights.total
-      counted = devices.has_counted(own)
-      total, weight = devices.total(held.weights, held.unit)
-    skipped = devices.sum(held.skipped)
-    carry = held.carry
-    split = call.split
-    if split.axis_name is not None:
-      share = carries.Share(split.axis_name, own, weight)
-      over_devices = functools.partial(
-        share.over_devices, split, split.name(*call.roles.carry)
-      )
-      carry = tuple(map(over_devices, carry, call.carry))
-    outputs = self.reductions.over_devices(held.outputs, devices, counted)
-    outputs = self.reductions.finish(outputs, weight)
-    return Reduced(carry, outputs, _stats(total, skipped))
+    known = call.rows, call.size
+    return over_devices(call.split, self.reductions, held, call.carry, known)
+
+
+def over_devices(
+  split: Split,
+  reductions: Reductions,
+  held: Progress,
+  start: tuple[Carry, ...],
+  known: tuple[int, int] = (0, 1),
+) -> Reduced:
+  """What is held, of all devices together. They began with the carry `start`.
+
+  Where weights are known when tracing, `known` has the rows, and those of a full microbatch.
+  """
+  devices = split.devices
+  # Those of this device, of all devices, and the latter in the unit of the outputs.
+  if held.weights is None:
+    rows, size = known
+    own: Weight = rows / size
+    total: Weight = rows * devices.size
+    weight: Weight = own * devices.size
+    counted = devices.has_counted(own)
+  else:
+    own = held.weights.total
+    counted = devices.has_counted(own)
+    total, weight = devices.total(held.weights, held.unit)
+  skipped = devices.sum(held.skipped)
+  carry = held.carry
+  if split.axis_name is not None:
+    share = carries.Share(split.axis_name, own, weight)
+    of_carry = functools.partial(
+      share.over_devices, split, split.name(*split.carry)
+    )
+    carry = tuple(map(of_carry, carry, start))
+  outputs = reductions.over_devices(held.outputs, devices, counted)
+  outputs = reductions.finish(outputs, weight)
+  return Reduced(carry, outputs, _stats(total, skipped))
 
 
 def _stats(weight: Weight, skipped) -> MicrobatchStats:

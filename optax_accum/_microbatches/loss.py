@@ -30,9 +30,18 @@ from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches import in_place, noise_scale, parameters
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.grad_metrics import GradMetrics
-from optax_accum._microbatches.loop import Reduced, run_in_microbatches, runner
+from optax_accum._microbatches.loop import (
+  Loop,
+  over_devices,
+  Progress,
+  Reduced,
+  Run,
+  run_in_microbatches,
+  runner,
+)
 from optax_accum._microbatches.loss_function import LossFunction
 from optax_accum._microbatches.options import names_or_positions, Split
+from optax_accum._microbatches.outputs import Reductions
 from optax_accum._microbatches.roles import RolesOf
 from optax_accum._microbatches.traced_loss import TracedLoss
 
@@ -49,6 +58,14 @@ class Outputs(NamedTuple):
   metrics: Tree = None
   # The weights of each microbatch of a device, where some may be left out.
   weights: Tree = None
+
+
+class Accumulated(NamedTuple):
+  """What a device holds of a cycle whose microbatches arrive in several calls."""
+
+  number: jax.Array  # int32 scalar, of microbatches so far, on all devices
+  progress: Progress
+  results: Outputs  # a zero in the dtype of each result, but for gradients
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -139,6 +156,66 @@ class LocalLoss:
 
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
+    gradients = self._gradients(args, kwargs, weights)
+    run = gradients.runner()
+    call = gradients.call
+    return run_in_microbatches(call, run, gradients.reductions, root="")
+
+  def in_parts(self) -> "LocalLoss":
+    """The same loss, of microbatches that arrive in several calls."""
+    asked = {
+      "aux_reduction": self.aux_reduction,
+      "grad_metrics_reduction": self.metrics.reductions.get("grad_metrics"),
+    }
+    for option, tree in asked.items():
+      for name, kind in _validate.named_leaves(option, tree):
+        if kind.collected:
+          raise ValueError(
+            f"{name} is {kind!r}, which needs all microbatches at once, and they arrive call by"
+            ' call: reduce it by another word, such as "mean", or by a function merge(a, b).'
+          )
+    split = dataclasses.replace(self.split, in_parts=True)
+    return dataclasses.replace(self, split=split)
+
+  def begin(self, /, *args, **kwargs) -> Accumulated:
+    """What a device holds before the first call, which has arguments of these types."""
+    none = jnp.zeros((), jnp.int32)
+    loop = self._loop(args, kwargs, none)
+
+    def zero(x):
+      return jnp.zeros((), x.dtype)
+
+    results = loop.full.like.outputs._replace(grads=None)
+    return Accumulated(none, loop.begin(), jax.tree.map(zero, results))
+
+  def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
+    """What a device holds after a call, of what it held before."""
+    loop = self._loop(args, kwargs, held.number)
+    number = held.number + loop.call.count
+    return held._replace(number=number, progress=loop.add(held.progress))
+
+  def finish(self, held: Accumulated, start, params) -> Reduced:
+    """What `value_and_grad` gives, of all calls. They began with the carry `start`."""
+    words = Outputs(
+      self.reduction,
+      self.aux_reduction,
+      self.grad_reduction,
+      self.metrics.reductions,
+    )
+    like = held.results._replace(grads=params)
+    reductions = Reductions(words, like, self.split.accumulator_dtype)
+    return over_devices(self.split, reductions, held.progress, start)
+
+  def _loop(self, args, kwargs, before: jax.Array) -> Loop:
+    """The loop over the microbatches of a call, where others had so many `before`."""
+    gradients = self._gradients(args, kwargs, before=before)
+    call = gradients.call
+    return Loop.of(call, gradients.runner(), gradients.reductions, root="")
+
+  def _gradients(
+    self, args, kwargs, weights=None, before: jax.Array | None = None
+  ) -> "_Gradients":
+    """The gradients of a call."""
     roles = self.roles_of(args, kwargs)
     held = list(args)
     for i in roles.differentiated:
@@ -146,15 +223,13 @@ class LocalLoss:
       arrays = jax.tree.map(jnp.asarray, args[i])
       held[i] = self.split.devices.varying(arrays)
     args = tuple(held)
-    call = Microbatches(self.split, roles, args, kwargs, weights)
+    call = Microbatches(self.split, roles, args, kwargs, weights, before)
     traced = None
     if self.split.axis_name is not None:
       is_mean = self.reduction.name == "mean"
       gather = self.gather_in_loop
       traced = TracedLoss(self.function, call, gather, is_mean)
-    gradients = _Gradients(self, call, args, traced)
-    run = runner(call, gradients.take, gradients.settle, gradients.weigh_loss)
-    return run_in_microbatches(call, run, gradients.reductions, root="")
+    return _Gradients(self, call, args, traced)
 
   def derivatives(self, grads):
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
@@ -178,7 +253,7 @@ class _Gradients:
     traced: TracedLoss | None,
   ) -> None:
     self._loss = loss
-    self._call = call
+    self.call = call
     split = call.split
     grads = loss.grad_reduction
     self._traced = traced
@@ -200,26 +275,32 @@ class _Gradients:
     if self._sends_back:
       grads = jax.tree.map(self._weighed_before, grads)
     self._skips = split.skip_nonfinite and call.weights is None
-    if "noise_scale" in loss.metrics.funs:
+    if "noise_scale" in loss.metrics.funs and not split.in_parts:
       noise_scale.check_count(call.count)
     self.reductions = Outputs(
       loss.reduction, loss.aux_reduction, grads, loss.metrics.reductions
     )
-    if self._skips:
+    # For `value_fn`, which is of one call.
+    self._keeps_weights = self._skips and not split.in_parts
+    if self._keeps_weights:
       weights = REDUCTIONS["stack"]
       self.reductions = self.reductions._replace(weights=weights)
+
+  def runner(self) -> Run:
+    """What runs one microbatch."""
+    return runner(self.call, self.take, self.settle, self.weigh_loss)
 
   def take(self, factor, /, *inputs) -> tuple[Carry, Leaf, Outputs]:
     """One microbatch's new carry, weight if the loss tells, loss, aux and gradients."""
     loss = self._loss
-    args, kwargs = self._call.arguments(inputs)
+    args, kwargs = self.call.arguments(inputs)
     params = loss.gather_in_loop(*args)
     run: Callable[..., Tree] = loss.function
     if self._traced is not None:
       run = self._traced.of(inputs)
     if factor is not None and loss.reduction.name != "mean":
       factor = weighted_mean.counts(factor) * 1.0
-    if factor is not None and self._call.split.has_weight:
+    if factor is not None and self.call.split.has_weight:
       factor = 1.0  # a total was weighed
     value_and_grad = jax.value_and_grad(run, loss.argnums, has_aux=True)
     if factor is not None:
@@ -265,13 +346,14 @@ class _Gradients:
 
   def settle(self, outputs: Outputs, weight) -> tuple[Outputs, Leaf, Leaf]:
     """What is left of a microbatch that has run, its weight, and 1 if it was left out."""
-    devices = self._call.devices
+    devices = self.call.devices
     skipped = None
     if self._skips:
       finite = is_finite((outputs.loss, outputs.grads))
       if self._sends_back:
         finite = devices.all(finite)
       weight, skipped = leave_out(weight, finite)
+    if self._keeps_weights:
       outputs = outputs._replace(weights=weight)
     if self._sends_back and weight is not None:
       # Gradients were weighed, and are not zero where the microbatch counts on no device: NaN.

@@ -50,6 +50,8 @@ class Split:
   held: tuple[Slot, ...] = ()
   # Of the batch on all devices of a mesh, if a call has a part of it.
   rows: int | None = None
+  # Whether a call has a part of the cycle's microbatches, of any number of rows.
+  in_parts: bool = False
 
   @classmethod
   def of(
@@ -98,8 +100,9 @@ class Split:
   @property
   def weighs(self) -> bool:
     """Whether a microbatch's weight is known only when it has run."""
-    has_weight = self.has_weight or self.weight_fn is not None
-    return has_weight or self.skip_nonfinite
+    if self.weight_fn is not None or self.has_weight:
+      return True
+    return self.skip_nonfinite or self.in_parts
 
   def name(self, *slots: Slot) -> str:
     """How messages name arguments of a call."""

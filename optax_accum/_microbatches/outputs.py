@@ -36,7 +36,7 @@ class Reductions:
 
     def check(path, kind, like, of_tail):
       name = _validate.leaf_name(root, path)
-      if kind.is_default and call.count > 1:
+      if kind.is_default and (call.count > 1 or call.split.in_parts):
         axes = call.roles.batch.values()
         refusals.refuse_aux_rows(axes, name, like, call.size)
       kind.check(name, like, call.size, self._dtype)
@@ -79,6 +79,10 @@ class Reductions:
   def start(self):
     """What is held before the first microbatch."""
     return self._map(lambda kind, x: kind.start(x, self._dtype), self._like)
+
+  def resumed(self, held):
+    """What the loop begins with, of what is held after the microbatches before."""
+    return self._map(lambda kind, x: kind.resumed(x), held)
 
   def unhoisted(self, held, shapes: hoisting.Shapes):
     """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""

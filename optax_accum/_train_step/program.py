@@ -12,7 +12,7 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.loss import LossWithoutMesh, MeshLoss, PlacedLoss
+from optax_accum._mesh.loss import Loss, LossWithoutMesh, MeshLoss, Placed
 from optax_accum._mesh.placement import out_shardings, sharding_of
 from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
@@ -25,9 +25,6 @@ from optax_accum._train_step import donation
 from optax_accum._train_step.optimizer_step import OptimizerStep
 from optax_accum._train_step.value_fn import loss_elsewhere
 
-Loss: TypeAlias = LossWithoutMesh | MeshLoss
-# What a call with given shardings steps by.
-Placed: TypeAlias = LossWithoutMesh | PlacedLoss
 Function: TypeAlias = Callable[..., Args]
 
 
@@ -135,6 +132,8 @@ class StepProgram:
   # The arguments that the first results replace.
   updated: tuple[int, ...] = (0, 1)
   names: tuple[str, ...] = ()  # of the arguments, in messages
+  # What `value_fn` calls.
+  elsewhere: Callable[..., jax.Array] = loss_elsewhere
 
   def __post_init__(self) -> None:
     self._jitted = functools.cache(self._jit)
@@ -202,7 +201,7 @@ class StepProgram:
         "value": out.loss,
         "grad": out.grads,
         "value_fn": ValueOfOneCall(
-          loss_elsewhere, beside, out.weights, args, kwargs
+          self.elsewhere, beside, out.weights, args, kwargs
         ),
         "weight": weight,
       }

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
+import dataclasses
+import functools
 import inspect
 from typing import (
   Any,
@@ -26,6 +28,7 @@ from optax_accum._arithmetic.reduction_words import (
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
+from optax_accum._train_step.cycle import Cycle, CycleProgram, Method
 from optax_accum._train_step.program import (
   Function,
   Loss,
@@ -79,6 +82,69 @@ class TrainStep(Step, Generic[Params, Args]):
     """Takes one step: the new parameters, the new optimizer state, and the metrics."""
     with self._prepared(params, opt_state, *args, **kwargs) as call:
       return call.run()
+
+  def begin(self, params: Params, *carry: Any) -> Cycle:
+    """Begins a cycle whose microbatches arrive in several calls, with the carry if there is one.
+
+    ``cycle = step.add(cycle, params, batch)`` adds microbatches, any number of times, and
+    ``params, opt_state, metrics = step.finish(params, opt_state, cycle)`` takes the step. It is
+    that of one call with all the rows, up to rounding.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax, optax_accum
+      >>> tx = optax.sgd(1.0)
+      >>> step = optax_accum.make_train_step(
+      ...   lambda params, x: jnp.mean((params - x) ** 2), tx, num_microbatches=1)
+      >>> params = jnp.zeros(())
+      >>> cycle = step.begin(params)
+      >>> for batch in jnp.ones(2), jnp.full(6, 2.0):
+      ...   cycle = step.add(cycle, params, batch)
+      >>> params, opt_state, metrics = step.finish(params, tx.init(params), cycle)
+      >>> float(params), float(metrics["total_weight"])
+      (3.5, 8.0)
+    """
+    return self._cycle.begin(params, carry)
+
+  @functools.cached_property
+  def add(self) -> Method[Cycle]:
+    """``add(cycle, params, batch, ...)`` adds the microbatches of a batch to a cycle."""
+    return Method(self._prepared_add)
+
+  @functools.cached_property
+  def finish(self) -> Method[Any]:
+    """``finish(params, opt_state, cycle)`` takes one step by what was added to a cycle."""
+    return Method(self._prepared_finish)
+
+  def _prepared_add(self, cycle: Cycle, params, /, *args, **kwargs):
+    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+
+    It takes what the step takes after the optimizer state, but for the carry, which is in the
+    cycle. It splits the batch as the step does, and goes on with the numbers of the microbatches,
+    which are folded into keys. No gradient is sent to other devices, except with
+    ``reduce_gradients="per_microbatch"``. Calls may have different numbers of rows; each number is
+    compiled once. ``cycle`` is donated: use what ``add`` returns.
+
+    Raises an error if ``cycle`` was donated before, has ended, or is of other parameters or of
+    another step, or where the step would raise one. "stack" and "concat" of aux need all
+    microbatches at once, and are refused.
+    """
+    return self._cycle.add(cycle, params, args, kwargs)
+
+  def _prepared_finish(self, params, opt_state, cycle: Cycle, /):
+    """Takes one optimizer step by the gradients of a cycle: ``(params, opt_state, metrics)``.
+
+    It reduces gradients over devices once, and returns what the step returns, the new carry before
+    the metrics. Parameters and state are donated as in the step, and the arrays of the cycle
+    deleted. A cycle without microbatches is no step: parameters and state are returned as they are,
+    ``metrics["stepped"]`` is False, and there is no aux. An optimizer that calls ``value_fn`` is
+    refused.
+    """
+    return self._cycle.finish(params, opt_state, cycle)
+
+  @functools.cached_property
+  def _cycle(self) -> CycleProgram:
+    own = dataclasses.replace(self._program, compiled=_named)
+    return CycleProgram(own, updated=(0, 1))
 
   def check(
     self,
@@ -159,6 +225,15 @@ def _checked(run: Function) -> Function:
     return run(params, opt_state, *args, **kwargs)
 
   return train_step
+
+
+def _named(run: Function) -> Function:
+  """What is compiled to finish a cycle."""
+
+  def finish_cycle(params, opt_state, held, *start):
+    return run(params, opt_state, held, *start)
+
+  return finish_cycle
 
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:

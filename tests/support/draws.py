@@ -113,6 +113,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     True,
   ),
   "has_weight": (False, True),  # does the loss return a total and its weight?
+  # Does the batch come in two calls, and the step after them?
+  "arrives": (False, True, True, True),
 }
 
 _FIELDS = [
@@ -228,6 +230,14 @@ MEANS = {
   "batch_axis": lambda d: not d.streams,
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
   "donate": lambda d: d.steps and not d.local and d.loop == "jit",
+  # Rows are taken out of a batch, and one device's keys have the numbers of one call.
+  "arrives": lambda d: (
+    d.entry == "step"
+    and d.place in ("one", "mesh")
+    and d.aux not in ("stack", "concat", "all")
+    and d.optimizer not in ("linesearch", "lbfgs")
+    and not (d.placed or (d.key != "none" and d.parts > 1))
+  ),
   "spread": lambda d: (
     d.placed and d.mesh in ("auto+model", "explicit+auto model")
   ),

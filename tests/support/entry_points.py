@@ -5,6 +5,7 @@ import functools
 from flax import linen as nn
 from flax.training.train_state import TrainState
 import jax
+import numpy as np
 import optax
 
 from optax_accum import accumulate, make_train_step, microbatch_value_and_grad
@@ -51,9 +52,24 @@ class Training:
     return self.model.loss(nn.unbox(variables["params"]), batch)
 
   def step(self, params, state, carry, batch, key, flush):
+    if self.draw.arrives:
+      return self.two_calls(params, state, carry, batch, key)
     args, kwargs = self.model.arguments(batch, carry, key)
     params, state, *new_carry, metrics = self.train_step(
       params, state, *args, **kwargs
+    )
+    return params, state, new_carry[0] if new_carry else carry, metrics
+
+  def two_calls(self, params, state, carry, batch, key):
+    """The step of microbatches that arrive in two calls."""
+    carried = [carry] if self.draw.carry else []
+    cycle = self.train_step.begin(params, *carried)
+    for part in _parts(self.draw, batch):
+      args, kwargs = self.model.arguments(part, carry, key)
+      args = [x for x in args if x is not carry]
+      cycle = self.train_step.add(cycle, params, *args, **kwargs)
+    params, state, *new_carry, metrics = self.train_step.finish(
+      params, state, cycle
     )
     return params, state, new_carry[0] if new_carry else carry, metrics
 
@@ -103,6 +119,23 @@ class Training:
   def stream_weight(self, batch):
     weight = self.model.weight(batch)
     return weight.item() if self.draw.loop == "python" else weight
+
+
+def _parts(draw, batch):
+  """The batch in two, each with some of the microbatches that each device has of it."""
+  rows = np.arange(draw.rows).reshape(draw.parts, -1)
+  size = draw.full_size // draw.parts
+  full = rows.shape[1] // size
+  each = rows[:, : full * size].reshape(draw.parts, size, full)
+  first, second = (
+    x.reshape(draw.parts, -1) for x in np.split(each, [(full + 1) // 2], axis=2)
+  )
+  second = np.concatenate([second, rows[:, full * size :]], axis=1)
+  return [
+    jax.tree.map(lambda x, of=of: x[of.ravel()], batch)
+    for of in (first, second)
+    if of.size
+  ]
 
 
 def _wrapped(draw, inner):

@@ -114,7 +114,7 @@ class Model:
   def options(self):
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
     out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction}
-    if draw.tail:
+    if draw.tail or draw.arrives:
       out["microbatch_size"] = draw.full_size // (
         draw.devices if draw.local else 1
       )

@@ -1,0 +1,165 @@
+"""Microbatches that arrive in several calls, in the steps of Flax: that of all rows at once."""
+
+import copy
+
+from flax import linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import trees
+from support.devices import make_mesh
+
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+pytestmark = pytest.mark.usefixtures("usual_promotion")
+MESHES = pytest.mark.parametrize("shape", [None, (8,)], ids=["one", "mesh"])
+
+
+def rows(*counts):
+  rng = np.random.default_rng(0)
+  return [rng.normal(size=(n, 4)) for n in counts]
+
+
+def options(shape):
+  mesh = None if shape is None else make_mesh(*shape)
+  return {"num_microbatches": 1, "mesh": mesh}
+
+
+class Counting(nn.Module):
+  """A network that counts the rows that it has seen."""
+
+  @nn.compact
+  def __call__(self, x):
+    seen = self.variable("seen", "rows", lambda: jnp.zeros((), jnp.int32))
+    seen.value += x.shape[0]
+    hidden = jnp.tanh(nn.Dense(8, param_dtype=float)(x))
+    return nn.Dense(1, param_dtype=float)(hidden)
+
+
+class State(TrainState):
+  seen: dict
+
+
+@MESHES
+def test_linen(shape):
+  model = Counting()
+
+  def loss_fn(variables, batch, rngs, scale):
+    out, updates = model.apply(variables, batch, mutable=["seen"])
+    return scale * jnp.mean(out**2), updates
+
+  with jax.enable_x64(True):
+    calls = rows(8, 24)
+    start = model.init(jax.random.key(0), calls[0])
+    state = State.create(
+      apply_fn=model.apply,
+      params=start["params"],
+      tx=optax.sgd(0.1),
+      seen=start["seen"],
+    )
+    step = linen_train_step(
+      loss_fn,
+      mutable=["seen"],
+      donate=False,
+      carry_reduction="sum",
+      **options(shape),
+    )
+    expected, metrics = step(state, np.concatenate(calls), None, 2.0)
+    cycle = step.begin(state)
+    for batch in calls:
+      cycle = step.add(cycle, state, batch, None, scale=2.0)
+    shapes, _ = step.finish.eval_shape(state, cycle)
+    new, found = step.finish(state, cycle)
+    trees.assert_close(new.params, expected.params, 1e-12)
+    assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-12)
+    assert new.seen["rows"] == expected.seen["rows"] == 8 + 32
+    assert new.step == 1
+    assert shapes.step.dtype == new.step.dtype
+    same, none = step.finish(new, step.begin(new))
+    assert (same.step, bool(none["stepped"])) == (1, False)
+
+
+class Dropping(nnx.Module):
+  """A network with a stream of random numbers, and a count of rows."""
+
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.dense = nnx.Linear(4, 1, param_dtype=float, rngs=rngs)
+    self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+    self.seen = nnx.BatchStat(jnp.zeros(()))
+
+  def __call__(self, x):
+    self.seen[...] += x.shape[0]
+    return self.dense(x)
+
+
+@MESHES
+def test_nnx(shape):
+  def loss_fn(model, batch, scale):
+    model.drop(batch)
+    return scale * jnp.mean(model(batch) ** 2)
+
+  with jax.enable_x64(True):
+    calls = rows(8, 24)
+    model = Dropping()
+    twin = copy.deepcopy(model)
+    optimizers = [
+      nnx.Optimizer(x, optax.sgd(0.1), wrt=nnx.Param) for x in (model, twin)
+    ]
+    step = nnx_train_step(loss_fn, donate=False, **options(shape))
+    for number in 1, 2:
+      metrics = step(model, optimizers[0], np.concatenate(calls), 2.0)
+      cycle = step.begin(twin)
+      for batch in calls:
+        before = twin.seen[...]
+        cycle = step.add(cycle, twin, batch, scale=2.0)
+        assert twin.seen[...] == before  # until the cycle has finished
+      found = step.finish(twin, optimizers[1], cycle)
+      trees.assert_close(
+        *(nnx.state(x, nnx.Param) for x in (twin, model)), 1e-12
+      )
+      assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-12)
+      assert optimizers[1].step[...] == number
+      # Of the mean of the devices, where there are several.
+      assert twin.seen[...] == model.seen[...] > 0
+      # Two microbatches, where the step has one.
+      assert twin.drop.rngs.count[...] == 2 * number
+    # Another process knows what the loss changes from the cycle alone.
+    cycle = step.add(step.begin(twin), twin, calls[0], 2.0)
+    again = nnx_train_step(loss_fn, donate=False, **options(shape))
+    cycle = again.add(cycle, twin, calls[1], 2.0)
+    assert again.finish(twin, optimizers[1], cycle)["stepped"]
+    none = step.finish(twin, optimizers[1], step.begin(twin))
+    assert not none["stepped"]
+    assert optimizers[1].step[...] == 3
+
+
+@pytest.mark.parametrize(
+  ("match", "use"),
+  [
+    ("begin.model. got a int as model", lambda step, m, o: step.begin(3)),
+    ("add got a Dropping as cycle", lambda step, m, o: step.add(m, None, 0)),
+    (
+      "finish got a Dropping as cycle",
+      lambda step, m, o: step.finish(o, o, m),
+    ),
+    (
+      "step.model, optimizer, batch. got Optimizer and Dropping",
+      lambda step, m, o: step.finish(o, m, step.begin(m)),
+    ),
+    (
+      "missing a required argument: 'scale'",
+      lambda step, m, o: step.add(step.begin(m), m, 0),
+    ),
+  ],
+)
+def test_what_is_in_another_order_is_refused(match, use):
+  model = Dropping()
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  step = nnx_train_step(lambda model, batch, scale: 0.0, num_microbatches=1)
+  with pytest.raises(TypeError, match=match):
+    use(step, model, optimizer)
