@@ -385,7 +385,7 @@ def test_words_that_cannot_be_kept_are_refused():
 
 
 @pytest.mark.parametrize(
-  "raw", [jax.random.PRNGKey(0), jnp.zeros((3, 2), jnp.uint32)]
+  "raw", [jax.random.PRNGKey(0), jnp.zeros((3, 4), jnp.uint32)]
 )
 def test_a_raw_key_looks_like_numbers_which_a_word_may_say_that_it_is(raw):
   def fun(p, x, carry):
