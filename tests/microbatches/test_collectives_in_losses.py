@@ -89,6 +89,22 @@ def test_what_may_be_refused_is_right_where_it_is_not(name):
       raise error
 
 
+def test_what_groups_of_devices_reduce_differs_between_groups():
+  def of_pair(params, batch):
+    own = losses.plain(params, batch)
+    return lax.pmean(own, losses.AXIS, axis_index_groups=[[0, 1], [2, 3]])
+
+  def gathered(params, batch):  # `jax.vmap` has no groups
+    own = losses.plain(params, batch)
+    pairs = lax.all_gather(own, losses.AXIS).reshape(2, 2)
+    return jnp.mean(pairs[lax.axis_index(losses.AXIS) // 2])
+
+  params, batch = losses.make_params(), losses.make_batch(UNEVEN)
+  wanted = losses.expected(gathered, params, batch, DEVICES, **FOUR)
+  run = losses.gradient_function(of_pair, "mesh", DEVICES, **FOUR)
+  assert losses.error_of(run(params, batch), wanted) < TOLERANCE
+
+
 def test_weights_that_are_ignored_show():
   for valid in (UNEVEN, EMPTY):
     for name in (
@@ -210,19 +226,36 @@ def until_large(fun, params, batch):
   return losses.plain(params, batch) + held[1]
 
 
-@pytest.mark.parametrize("sends", [by_branch, by_count, until_large])
+def until_above_all(fun, params, batch):
+  """Sends in the condition, which compares what is sent with what the device has."""
+  own = jnp.mean(jnp.abs(lax.stop_gradient(batch["x"])))
+  total = lax.while_loop(
+    lambda total: total < fun(lax.stop_gradient(params), batch),
+    lambda total: total + own,
+    jnp.zeros(()),
+  )
+  return losses.plain(params, batch) + total
+
+
+WAITS = (by_branch, by_count, until_large, until_above_all)
+
+
+@pytest.mark.parametrize("sends", WAITS)
 def test_what_devices_would_wait_for_is_refused(sends):
-  of_all = TABLE["psum: batch norm"].fun
-  for fun, refused in ((of_all, True), (losses.plain, False)):
-    loss = functools.partial(sends, fun)
-    run = losses.gradient_function(loss, "mesh", DEVICES, **FOUR)
-    if refused:
-      with pytest.raises(
-        ValueError, match="whose condition differs between the devices"
-      ):
-        run(losses.make_params(), losses.make_batch(UNEVEN))
-    else:
-      run(losses.make_params(), losses.make_batch(UNEVEN))
+  loss = functools.partial(sends, TABLE["psum: batch norm"].fun)
+  run = losses.gradient_function(loss, "mesh", DEVICES, **FOUR)
+  with pytest.raises(
+    ValueError, match="whose condition differs between the devices"
+  ):
+    run(losses.make_params(), losses.make_batch(UNEVEN))
+
+
+def test_a_condition_may_differ_where_nothing_is_sent():
+  def loss(params, batch):
+    return sum(sends(losses.plain, params, batch) for sends in WAITS)
+
+  run = losses.gradient_function(loss, "mesh", DEVICES, **FOUR)
+  run(losses.make_params(), losses.make_batch(UNEVEN))
 
 
 def test_a_weight_would_be_rounded_to_a_narrow_loss():

@@ -344,13 +344,14 @@ def by_frequency(params, batch):
   return own_mean(each * jnp.where(frequent, 4 * ROWS / (count + 1), 1), batch)
 
 
-@row("sum of features of gathered rows", alone=True)
+@row("features of gathered rows, summed", alone=True)
 def over_gathered_features(params, batch):
   """A share of what is not summed over devices."""
   h = jnp.exp(features(params, batch))
   rows = lax.stop_gradient(lax.all_gather(h, AXIS, tiled=True))
   shares = rows / jnp.sum(rows, axis=-1, keepdims=True)
-  return own_mean(jnp.mean(h @ shares.T, axis=1), batch)
+  # No mean: over as many rows, it could be what makes the whole of a part.
+  return own_mean(jnp.sum(h @ shares.T, axis=1), batch)
 
 
 @row("sum * devices / psum(count)", EITHER)
