@@ -190,9 +190,16 @@ def test_devices_may_differ_in_what_they_skip(kind, spec, reduce_gradients):
   params, batch = init_params(np.float32), make_batch(16, counted, np.float32)
   loss, grads = jax.device_get(whole(params, batch))
   params = devices.put(params, mesh, {"w": spec, "b": P()})
+
+  def with_aux(params, batch):
+    loss = loss_fn(params, batch)
+    return loss, loss
+
   step = make_train_step(
-    loss_fn,
+    with_aux,
     tx,
+    has_aux=True,
+    aux_reduction="stack",
     num_microbatches=2,
     skip_empty=True,
     mesh=mesh,
@@ -205,6 +212,9 @@ def test_devices_may_differ_in_what_they_skip(kind, spec, reduce_gradients):
   step_by = lambda p, g: p - np.float32(0.1) * g  # noqa: E731
   expected = jax.tree.map(step_by, init_params(np.float32), grads)
   trees.assert_close(jax.device_get(moved), expected, 1e-5)
+  # Of each device in turn, whether a microbatch ran there for others or not.
+  runs = [True, False, True, True, False, False, False, True]
+  np.testing.assert_array_equal(metrics["aux"] != 0, runs)
 
 
 @pytest.mark.parametrize("kind", [devices.AUTO, devices.EXPLICIT])
