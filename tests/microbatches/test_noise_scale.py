@@ -306,8 +306,13 @@ def test_inside_shard_map_the_terms_are_those_of_all_devices():
     "noise_scale": True,
     "donate": False,
   }
+
+  def sending(params, batch):  # so that it is weighed before it is derived
+    own = loss_fn(params, batch)
+    return own + 0 * jax.lax.pmean(own, "data")
+
   inside = make_train_step(loss_fn, tx, axis_name="data", **options)
-  of_mesh = make_train_step(loss_fn, tx, mesh=mesh, **options)
+  of_mesh = make_train_step(sending, tx, mesh=mesh, **options)
   mapped = jax.shard_map(
     lambda params, batch: inside(params, tx.init(params), batch)[-1][
       "noise_scale"
