@@ -566,6 +566,30 @@ def test_what_an_accumulation_needs_is_not_left_out_for_another():
     step(init_params(), tx.init(init_params()), digits(4))
 
 
+def test_where_padding_ends_a_cycle_all_the_same_the_step_is_taken():
+  """That extra arguments are dropped is not seen in a function that was traced before."""
+  inner = optax_accum.accumulate(optax.sgd(0.1), 2)
+  update = jax.jit(lambda grads, state: inner.update(grads, state))
+  drops = optax.GradientTransformation(
+    inner.init, lambda grads, state, params=None: update(grads, state)
+  )
+  tx = optax.chain(drops, optax.trace(0.9))
+  step = optax_accum.make_train_step(
+    lambda w, x: w * jnp.sum(x) / jnp.sum(x),
+    tx,
+    num_microbatches=2,
+    weight_fn=jnp.sum,
+    donate=False,
+  )
+  w = jnp.ones(())
+  update(w, inner.init(w))
+  held, moved = (w, tx.init(w)), []
+  for batch in (jnp.ones(4), jnp.zeros(4)):
+    *held, metrics = step(*held, batch)
+    moved.append((bool(metrics["stepped"]), float(held[0]) < 1))
+  assert moved == [(False, False), (True, True)]
+
+
 @pytest.mark.parametrize("name", ["valeu", "grad"])
 def test_an_argument_that_the_users_code_gives_wrongly_is_an_error(name):
   def update(updates, state, params=None, **extra_args):
