@@ -651,7 +651,9 @@ def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest()
   )
 
   def loss_fn(variables, batch, rngs):
-    x = record(batch["x"], variables["_overwrite_with_gradient"]["amax"])
+    x = batch["x"]
+    if "_overwrite_with_gradient" in variables:
+      x = record(x, variables["_overwrite_with_gradient"]["amax"])
     return jnp.mean(x @ variables["params"]["w"])
 
   batch = make_batch(np.float32)
@@ -669,14 +671,23 @@ def test_fp8_statistics_beside_the_parameters_are_overwritten_with_the_largest()
   looks = optax.GradientTransformationExtraArgs(
     lambda params: (), looks_at_gradients
   )
-  tx = optax.chain(optax.adam(0.1), looks)
-  state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+  tx = optax.apply_if_finite(optax.chain(optax.adam(0.1), looks), 5)
+  create = functools.partial(
+    train_state.TrainState.create, apply_fn=None, tx=tx
+  )
+  state = create(params=params)
   whole = state.apply_gradients(
     grads=jax.grad(lambda p: loss_fn(p, batch, None))(params)
   )
-  state, _ = linen_train_step(loss_fn, num_microbatches=4)(state, batch)
+  step = linen_train_step(loss_fn, num_microbatches=4, donate=False)
+  plain, _ = step(create(params=params["params"]), batch)  # has none
+  trees.assert_close(plain.params, whole.params["params"], 1e-5)
+  state, _ = step(state, batch)
   trees.assert_close(state.params, whole.params, 1e-5)
   trees.assert_close(state.opt_state, whole.opt_state, 1e-5)
+  # What is overwritten is no step.
+  _, metrics = step(state, {"x": np.nan * batch["x"]})
+  assert not metrics["stepped"]
 
 
 class Holding(train_state.TrainState):
