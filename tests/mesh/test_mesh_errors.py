@@ -85,11 +85,13 @@ def closing_over_the_mesh():
 FURTHER = ("replica", "fsdp")
 
 
-def further(rows=layered.BOTH, kind=AUTO, tx=layered.optimizer, **options):
+def further(
+  rows=layered.BOTH, kind=AUTO, tx=layered.optimizer, sizes=(2, 4), **options
+):
   """That a step is called whose rows are over a further axis of the mesh."""
 
   def call():
-    mesh = make_mesh(2, 4, axes=FURTHER, kind=kind)
+    mesh = make_mesh(*sizes, axes=FURTHER, kind=kind)
     step = make_train_step(
       layered.loss_fn, tx(), mesh=mesh, data_axis="replica", **options
     )
@@ -239,11 +241,14 @@ REFUSED = [
     f"words'.*{FIRST}|mask'.*{FIRST}",
   ),
   (further(P(("fsdp", "replica")), num_microbatches=4), ValueError, FIRST),
-  (
-    further(kind=EXPLICIT, num_microbatches=4),
-    ValueError,
-    r"rows sharded over \('replica', 'fsdp'\), and further axes than data_axis='replica' must be"
-    r" automatic: .*AxisType.Auto.*or name it in data_axis.*rows over data_axis alone.*reshard",
+  *(  # also over one device, because it is in the type
+    (
+      further(kind=EXPLICIT, num_microbatches=4, sizes=sizes),
+      ValueError,
+      r"rows sharded over \('replica', 'fsdp'\), and further axes than data_axis='replica' must be"
+      r" automatic: .*AxisType.Auto.*or name it in data_axis.*rows over data_axis alone.*reshard",
+    )
+    for sizes in ((2, 4), (8, 1))
   ),
   (
     on_another_mesh,
