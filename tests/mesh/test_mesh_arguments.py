@@ -90,6 +90,11 @@ def test_a_step_lowers_with_what_eval_shape_returns(kind):
   assert actual.is_equivalent_to(sharded, 2) == (kind == EXPLICIT)
   shapes = jax.eval_shape(step, params, opt_state, make_batch())
   assert shapes[0]["w"].shape == (16, 8)
+  # Shapes that are nowhere are put where arrays are that come from elsewhere.
+  arrays = init_params(), tx.init(init_params()), make_batch()
+  shapes = jax.eval_shape(lambda: arrays)
+  texts = {step.lower(*args).as_text() for args in (arrays, shapes)}
+  assert len(texts) == 1
 
 
 @functools.cache
