@@ -146,16 +146,18 @@ def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
   def fun(x):
     x, _ = lax.while_loop(
       lambda c: jnp.sum(c[0]) < c[1],
-      lambda c: (repeated(reduced, 3)(c[0]), c[1] - 1.0),
+      lambda c: (settled(repeated(reduced, 3)(c[0])), c[1] - 1.0),
       (x, 9.0),
     )
     return lax.while_loop(lambda x: jnp.max(x) > 0.5, lambda x: x * 0.5, x)
 
   report = count(compiled(fun, X, platform=platform))
-  assert report.inside == {"all-reduce": (3, 3 * BYTES)}
-  (name,) = report.unknown_trip_counts  # the other loop has no collective
-  assert re.fullmatch(r"while[\w.]* \(jit\(.*while\)", name)
-  assert report.operations[0].unknown_trip_counts == (name,)
+  assert report.inside == {"all-reduce": (4, 4 * BYTES)}
+  outer, inner = report.unknown_trip_counts  # the last loop has no collective
+  for name in (outer, inner):
+    assert re.fullmatch(r"while[\w.]* \(jit\(.*while\)", name)
+  found = {c.unknown_trip_counts for c in report.operations}
+  assert found == {(outer,), (outer, inner)}
 
 
 def settled(x):
