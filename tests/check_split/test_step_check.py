@@ -117,17 +117,23 @@ def test_arguments_may_come_by_name():
 
 
 def test_a_fix_names_by_keyword_what_came_by_keyword():
-  def loss(params, x, *, y, key):
-    return jnp.mean((x @ params - y + jax.random.normal(key, y.shape)) ** 2)
+  def loss(params, x, *, y, key, other):
+    noise = sum(jax.random.normal(k, y.shape) for k in (key, other))
+    return jnp.mean((x @ params - y + noise) ** 2)
 
-  given = {"y": BATCH["y"], "key": jax.random.key(0)}
+  both = ("key", "other")
+  given = {
+    "y": BATCH["y"],
+    **dict(zip(both, jax.random.split(jax.random.key(0)), strict=True)),
+  }
+  one_named = {"rng_argnums": (), "rng_argnames": "key"}
   for options, fix in [
     (
-      {"rng_argnames": "key"},
+      {"rng_argnames": both},
       'batch_argnums=1, batch_argnames="y"\nor, if argument y has',
     ),
-    ({"batch_argnames": "y"}, 'rng_argnames="key"'),
-    ({"batch_argnames": "y", "rng_argnums": ()}, 'rng_argnames="key"'),
+    ({"batch_argnames": "y"}, 'rng_argnames=("key", "other")'),
+    ({"batch_argnames": "y", **one_named}, 'rng_argnames=("key", "other")'),
   ]:
     step = make_train_step(loss, TX, num_microbatches=3, **options)
     report = step.check(W, TX.init(W), BATCH["x"], **given)
@@ -740,6 +746,12 @@ def test_what_a_step_over_devices_refuses_its_check_refuses(over_mesh):
   assert report.fix == "rng_argnums=2"
   told = any("the check ran on one" in x for x in report.not_checked)
   assert told != over_mesh
+
+  def drawn_by_rate(params, batch, noise):
+    return drawn(params, batch, noise["key"]) * noise["rate"]
+
+  report = check(drawn_by_rate, W, BATCH, {"key": key, "rate": 0.1}, **where)
+  assert "a key that is an argument of the loss" in report.fix
 
 
 def test_a_step_that_is_called_inside_shard_map_is_checked_on_one_device():
