@@ -237,6 +237,16 @@ def test_a_class_of_which_the_batch_has_no_row_is_tried():
   assert first_of(report.fix) == ZOO["rare class"].fix, report
 
 
+def test_a_class_beside_one_that_the_loss_orders_by_is_tried():
+  def rare_classes(params, batch):
+    return zoo.mean_where(zoo.per_row(params, batch), batch["label"] >= 2)
+
+  # No row tells it from the mean over class 2.
+  batch = {**BATCH, "label": np.minimum(BATCH["label"], 2)}
+  report = check_one_split(Specimen(rare_classes, (*XY, "label")), batch)
+  assert report.fix.startswith(zoo.weigh("batch['label'] >= 2")), report
+
+
 class Rows(NamedTuple):
   tokens: Any
   targets: Any
@@ -519,7 +529,8 @@ def test_options_that_change_a_value_are_told_from_the_loss(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("rows", "name"), [(2, "mean"), (3, "sum"), more(2, "contrastive")]
+  ("rows", "name"),
+  [(2, "mean"), (3, "sum"), (2, "NumPy's noise"), more(2, "contrastive")],
 )
 def test_two_or_three_rows_are_enough_for_a_verdict(rows, name):
   report = check(ZOO[name], {k: x[:rows] for k, x in BATCH.items()})
@@ -687,7 +698,11 @@ def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
   in_two = functools.partial(check, ZOO["token mean"], batch, microbatch_size=4)
   weigh = {"weight_fn": lambda batch: jnp.sum(batch["mask"])}
   assert in_two(**weigh).ok
-  assert in_two(**weigh, skip_nonfinite=True).ok
+
+  def never_zero(batch):
+    return jnp.maximum(jnp.sum(batch["mask"]), 1e-6)
+
+  assert in_two(weight_fn=never_zero, skip_nonfinite=True).ok
   assert in_two(**weigh, skip_empty=True).ok
   assert in_two(skip_nonfinite=True).verdict == "weighted"
 
@@ -756,8 +771,9 @@ def test_rows_in_groups_are_coupled_where_a_microbatch_parts_them():
 
 def test_a_small_term_over_another_number_is_no_weight():
   def loss(params, batch):
-    z = jax.nn.logsumexp(zoo.logits(params, batch["tokens"]), -1)
-    return zoo.token_mean(params, batch) + 1e-4 * jnp.mean(z**2)
+    # So small that a share which is free hides most of it.
+    small = 3.2e-4 * zoo.mean_of_row_means(params, batch)
+    return zoo.token_mean(params, batch) + small
 
   report = check(Specimen(loss, zoo.TOKENS))
   assert report.verdict == "coupled", report
