@@ -70,7 +70,9 @@ def _check_divides(
   devices = math.prod(parallel.mesh.shape[name] for name in every)
   full = size * parallel.devices
   tail = each % size * parallel.devices
-  if full % devices or tail % devices:
+  if (
+    full % devices
+  ):  # which divide all rows, and so the last ones if the others
     fit = [
       n for n in range(1, rows // devices + 1) if rows % (n * devices) == 0
     ]

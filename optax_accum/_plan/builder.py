@@ -119,8 +119,7 @@ class Builder:
     parts = math.lcm(*map(self._parts, jax.tree.leaves(batch)))
 
     def in_parts(uneven):
-      every = possible(rows, uneven)
-      return [n for n in every if n % parts == 0 and rows % n % parts == 0]
+      return [n for n in possible(rows, uneven) if n % parts == 0]
 
     # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
     even = in_parts(False) or [rows]
