@@ -7,7 +7,8 @@
    for each of these, adds every microbatch in one scan, and finishes what is held, over all
    devices. `carry` is what one microbatch hands to the next.
 4. `loss` takes the gradient of a user's `loss_function`: in the loop's body, or `in_place`. Over
-   devices `traced_loss` and `collectives` look first at what they exchange.
+   devices `traced_loss` traces it first, and `collectives` refuses what they must not exchange.
+   Where microbatches arrive in several calls, `Accumulated` is what is held between these.
 5. `grad_metrics` has what is asked for of the gradient of each microbatch: a user's function, and
    the norms that `noise_scale` reads.
 6. `function` runs any other function so. `recompute` differentiates that, and `whole` runs it

@@ -7,4 +7,6 @@
    microbatches, and an `OptimizerStep` takes one step by them, unless nothing counted.
 4. `stepped` tells whether the optimizer took a step. `value_fn` is the loss at other parameters,
    which line searches ask for.
+5. `cycle` has `begin`, `add` and `finish`, for microbatches that arrive in several calls, which are
+   two programs. What is held between these is the `Accumulated` of a loss.
 """
