@@ -1,7 +1,8 @@
 """The reductions of a function's outputs over microbatches and devices: one object for each.
 
 A loop calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are sharded over
-an axis, and `finish`. Where one microbatch is the whole batch, it calls `only`.
+an axis, and `finish`. Where one microbatch is the whole batch, it calls `only`. What is `held` of
+an output is what the loop carries of it from one microbatch to the next.
 """
 
 from collections.abc import Callable
@@ -28,12 +29,9 @@ from optax_accum._arithmetic.weighted_mean import Weight
 Type: TypeAlias = jax.ShapeDtypeStruct  # of an output
 # Makes one value of two values of an output, or of a tree of outputs.
 MergeFn: TypeAlias = Callable[[Any, Any], Any]
-# What a loop carries of one output from one microbatch to the next.
-Held: TypeAlias = Any
 # What all devices hold together, from what is held, the axis, and whether this device had a
 # microbatch that counts.
-OverDevices: TypeAlias = Callable[..., Held]
-
+OverDevices: TypeAlias = Callable[..., Any]
 
 # Where users name reductions, for messages.
 _OPTIONS = (

@@ -20,8 +20,6 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.reductions import Held
 from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import (
   in_first_units,
@@ -107,13 +105,13 @@ def runner(
       weight = call.weight(index, batch, rows)
     if weighs_loss:
       factor = _in_unit(weight, unit, rows / call.size)[1]
-    new, own, outputs = one(factor, *call.inputs(index, batch, carry))
+    new, told, outputs = one(factor, *call.inputs(index, batch, carry))
     new_carry = (new,) if call.carry else ()
-    results = jax.tree.map(jnp.asarray, (new_carry, own, outputs))
+    results = jax.tree.map(jnp.asarray, (new_carry, told, outputs))
     # What depends on no argument that varies is the same on all devices, also in its type.
-    new_carry, own, outputs = call.devices.varying(results)
+    new_carry, told, outputs = call.devices.varying(results)
     if weight is None:
-      weight = own
+      weight = told
     for before, after in zip(carry, new_carry, strict=True):
       carries.check(split.name(*call.roles.carry), before, after)
     return Microbatch(new_carry, *settle(outputs, weight))
@@ -144,18 +142,9 @@ def run_in_microbatches(
     return Reduced(whole.carry, outputs, _stats(call.rows, None))
 
   loop = Loop.of(call, run, words, root)
-  return loop.reduced(loop.run_all(loop.empty()))
-
-
-class _Traced(NamedTuple):
-  """What is known of a microbatch of one size before it runs."""
-
-  like: Microbatch  # the types of its results
-  jaxpr: Any
-
-  @classmethod
-  def of(cls, traced: tuple[Any, Microbatch]) -> "_Traced":
-    return cls(across_devices.types(traced), traced[0].jaxpr)
+  progress = loop.run_all(loop.empty())
+  known = call.rows, call.size
+  return over_devices(call.split, loop.reductions, progress, call.carry, known)
 
 
 def _taken(call: Microbatches, index: ArrayLike, rows: int) -> Take:
@@ -170,7 +159,7 @@ class Progress(NamedTuple):
   """What the loop carries from one microbatch to the next, and a cycle from call to call."""
 
   carry: tuple[Carry, ...]
-  outputs: Held  # what the reductions hold
+  outputs: Tree  # what the reductions hold
   weights: WeightSum | None  # None where weights are known when tracing
   unit: Leaf  # what the weights of the outputs are counted in
   skipped: Leaf  # how many were left out, or None
@@ -183,45 +172,42 @@ class Loop:
   call: Microbatches
   run: Run
   reductions: Reductions
-  full: _Traced  # a microbatch of full size
-  tail: _Traced  # the smaller last one, or again one of full size
+  jaxpr: Any  # of a microbatch of full size
+  full: Microbatch  # the types of its results
+  tail: Microbatch  # those of the smaller last one, or again `full`
 
   @classmethod
   def of(cls, call: Microbatches, run: Run, words, root: str) -> "Loop":
-    """The loop that `run_in_microbatches` runs, of what a microbatch of each size is traced to."""
+    """The loop that `run_in_microbatches` runs. A microbatch of each size is traced for it."""
     start = call.devices.with_own_noise(call.carry)
-    sizes = [call.size]
-    if call.tail_rows:
-      sizes.append(call.tail_rows)
-    traced: list[_Traced] = []
-    for rows in sizes:
-      one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
-      traced.append(_Traced.of(jax.make_jaxpr(one, return_shape=True)()))
-    full = traced[0]
-    tail = traced[-1]
-    dtype = call.split.accumulator_dtype
-    reductions = Reductions(words, full.like.outputs, dtype)
-    reductions.check(root, call, tail.like.outputs)
-    return cls(call, run, reductions, full, tail)
 
-  @property
-  def devices(self) -> Devices:
-    """The devices that the rows are spread over."""
-    return self.call.devices
+    def traced(rows):
+      one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
+      return jax.make_jaxpr(one, return_shape=True)()
+
+    program = traced(call.size)
+    full = across_devices.types(program)
+    tail = full
+    if call.tail_rows:
+      tail = across_devices.types(traced(call.tail_rows))
+    dtype = call.split.accumulator_dtype
+    reductions = Reductions(words, full.outputs, dtype)
+    reductions.check(root, call, tail.outputs)
+    return cls(call, run, reductions, program[0].jaxpr, full, tail)
 
   def begin(self) -> Progress:
     """What a cycle holds that has no microbatch yet."""
-    held = self.empty()
-    collected = self.reductions.collected(self.full.like.outputs)
-    joined = self.reductions.join(held.outputs, collected, None)
-    return held._replace(outputs=joined)
+    progress = self.empty()
+    collected = self.reductions.collected(self.full.outputs)
+    joined = self.reductions.join(progress.outputs, collected, None)
+    return progress._replace(outputs=joined)
 
-  def add(self, held: Progress) -> Progress:
+  def add(self, progress: Progress) -> Progress:
     """What a cycle holds after all microbatches of this call, of what it held before."""
-    outputs = self.reductions.resumed(held.outputs)
-    held = held._replace(outputs=outputs)
+    outputs = self.reductions.resumed(progress.outputs)
+    progress = progress._replace(outputs=outputs)
     different = _validate.difference(
-      "cycle", held, self.empty(), "type", _validate.type_of
+      "cycle", progress, self.empty(), "type", _validate.type_of
     )
     if different:
       raise ValueError(
@@ -229,9 +215,9 @@ class Loop:
         " other results. Add to one cycle what is alike but for its rows, and begin another for"
         " the rest."
       )
-    return self.run_all(held)
+    return self.run_all(progress)
 
-  def run_all(self, held: Progress) -> Progress:
+  def run_all(self, progress: Progress) -> Progress:
     """What is held after all microbatches, of what is held before."""
     call = self.call
     split = call.split
@@ -240,36 +226,38 @@ class Loop:
     if split.skip_empty or (split.in_place and split.weight_fn is not None):
       self._refuse_waiting()
       add = functools.partial(self._add_unless_empty, self._communicates())
-    last = call.full  # the index of the smaller one
-    # The smaller microbatch goes first where the order does not matter: its backward pass then
-    # needs no memory on top of that of a sum of gradients.
-    has_carry = bool(jax.tree.leaves(held.carry))
+
+    def add_full(progress, index):
+      return add(progress, index, call.size)
+
+    last = call.full  # the index of the smaller one, if there is one
+    # That goes first where the order does not matter: its backward pass then needs no memory on
+    # top of that of a sum of gradients.
+    has_carry = bool(jax.tree.leaves(progress.carry))
     is_ordered = has_carry or self.reductions.are_ordered
     tail = None
     with jax.named_scope("microbatches"):
       if call.tail_rows and not is_ordered:
-        held, tail = add(held, last, call.tail_rows)
-      held, collected = lax.scan(
-        lambda held, index: add(held, index, call.size),
-        held,
-        jnp.arange(call.full, dtype=jnp.int32),
-      )
+        progress, tail = add(progress, last, call.tail_rows)
+      indices = jnp.arange(call.full, dtype=jnp.int32)
+      progress, collected = lax.scan(add_full, progress, indices)
       if call.tail_rows and is_ordered:
-        held, tail = add(held, last, call.tail_rows)
-    joined = self.reductions.join(held.outputs, collected, tail)
-    return held._replace(outputs=joined)
+        progress, tail = add(progress, last, call.tail_rows)
+    joined = self.reductions.join(progress.outputs, collected, tail)
+    return progress._replace(outputs=joined)
 
   def empty(self) -> Progress:
     """What is held before the first microbatch."""
-    like = self.full.like
+    like = self.full
+    devices = self.call.devices
     outputs = self.reductions.start()
-    carry = self.devices.with_own_noise(self.call.carry)
+    carry = devices.with_own_noise(self.call.carry)
     weights = None
     unit = None
     if like.weight is not None:
       zeros = across_devices.zeros_like((like.weight, like.weight))
       weights = WeightSum(*zeros)
-      first = self.devices.first_unit
+      first = devices.first_unit
       if self.call.split.has_weight:
         first = 1  # in which totals are
       unit = across_devices.full_like(like.weight, first)
@@ -277,55 +265,59 @@ class Loop:
     return Progress(carry, outputs, weights, unit, skipped)
 
   def _add(
-    self, held: Progress, index: ArrayLike, rows: int
+    self, progress: Progress, index: ArrayLike, rows: int
   ) -> tuple[Progress, Tree]:
     """What is held after one more microbatch, and what is collected of this one."""
-    gathered = hoisting.shapes_in(self.full.jaxpr)
-    outputs = self.reductions.unhoisted(held.outputs, gathered)
-    carry = hoisting.unhoisted(held.carry, gathered)
+    gathered = hoisting.shapes_in(self.jaxpr)
+    outputs = self.reductions.unhoisted(progress.outputs, gathered)
+    carry = hoisting.unhoisted(progress.carry, gathered)
     take = _taken(self.call, index, rows)
-    new = self.run(index, carry, take, rows, held.unit)
+    new = self.run(index, carry, take, rows, progress.unit)
     with jax.named_scope("accumulate"):
-      weights = held.weights
+      weights = progress.weights
       if weights is not None:
         weights = weights.add(new.weight)
       known = rows / self.call.size  # in full microbatches
-      unit, weight = _in_unit(new.weight, held.unit, known)
+      unit, weight = _in_unit(new.weight, progress.unit, known)
       outputs = self.reductions.add(outputs, new.outputs, weight)
       counted = weighted_mean.counts(weight)
       keep = functools.partial(weighted_mean.select, counted)
       carry = jax.tree.map(keep, new.carry, carry)
-      skipped = jax.tree.map(jnp.add, held.skipped, new.skipped)
-    held = Progress(carry, outputs, weights, unit, skipped)
-    return held, self.reductions.collected(new.outputs)
+      skipped = jax.tree.map(jnp.add, progress.skipped, new.skipped)
+    progress = Progress(carry, outputs, weights, unit, skipped)
+    return progress, self.reductions.collected(new.outputs)
 
   def _add_unless_empty(
-    self, agree: bool, held: Progress, index: ArrayLike, rows: int
+    self, agree: bool, progress: Progress, index: ArrayLike, rows: int
   ) -> tuple[Progress, Tree]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
-    take = _taken(self.call, index, rows)
-    weight = self.call.weight(index, take(), rows)
-    here = runs = weighted_mean.counts(weight)
+    call = self.call
+    weight = call.weight(index, _taken(call, index, rows)(), rows)
+    here = weighted_mean.counts(weight)
+    runs = here
     if agree:
-      runs = self.devices.any(here)
-    of_size = self.full if rows == self.call.size else self.tail
-    collected = self.reductions.collected(of_size.like.outputs)
+      runs = call.devices.any(here)
+    like = self.full if rows == call.size else self.tail
+    # What is collected of a microbatch that does not run.
+    collected = self.reductions.collected(like.outputs)
     zeros = across_devices.zeros_like(collected)
 
-    def add(both):
-      return self._add(both[0], index, rows)
+    def add(operand):
+      progress, _ = operand
+      return self._add(progress, index, rows)
 
-    held, collected = update_if(runs, add, (held, zeros), "skip_empty")
+    operand = progress, zeros
+    progress, collected = update_if(runs, add, operand, "skip_empty")
     if not agree:
-      return held, collected
+      return progress, collected
     # A device that ran it only because others count collects zeros.
     keep = functools.partial(weighted_mean.select, here)
-    return held, jax.tree.map(keep, collected, zeros)
+    return progress, jax.tree.map(keep, collected, zeros)
 
   def _refuse_waiting(self) -> None:
     """Refuses a function that sends something, where devices do not know who runs it."""
     over_axis = self.call.split.axis_name is not None
-    if not over_axis and axes_sent_over(self.full.jaxpr):
+    if not over_axis and axes_sent_over(self.jaxpr):
       raise ValueError(
         "Microbatches of weight zero are not run, because of skip_empty=True, or of in_place=True"
         " with weight_fn, and the function sends something to other devices, which would wait for"
@@ -334,23 +326,17 @@ class Loop:
 
   def _communicates(self) -> bool:
     """Whether a microbatch sends anything to other devices, for which all of them must run it."""
-    if self.reductions.communicate or axes_sent_over(self.full.jaxpr):
+    if self.reductions.communicate or axes_sent_over(self.jaxpr):
       return True
     # What the compiler sends may wait for devices that do not run it.
     over_axis = self.call.split.axis_name is not None
     return over_axis and across_devices.shares_mesh()
 
-  def reduced(self, held: Progress) -> Reduced:
-    """What is held, of all devices together."""
-    call = self.call
-    known = call.rows, call.size
-    return over_devices(call.split, self.reductions, held, call.carry, known)
-
 
 def over_devices(
   split: Split,
   reductions: Reductions,
-  held: Progress,
+  progress: Progress,
   start: tuple[Carry, ...],
   known: tuple[int, int] = (0, 1),
 ) -> Reduced:
@@ -359,27 +345,28 @@ def over_devices(
   Where weights are known when tracing, `known` has the rows, and those of a full microbatch.
   """
   devices = split.devices
-  # Those of this device, of all devices, and the latter in the unit of the outputs.
-  if held.weights is None:
+  weights = progress.weights
+  # What counted: on this device, on all, and on all in the unit of the outputs.
+  if weights is None:
     rows, size = known
     own: Weight = rows / size
     total: Weight = rows * devices.size
-    weight: Weight = own * devices.size
+    in_unit: Weight = own * devices.size
     counted = devices.has_counted(own)
   else:
-    own = held.weights.total
+    own = weights.total
     counted = devices.has_counted(own)
-    total, weight = devices.total(held.weights, held.unit)
-  skipped = devices.sum(held.skipped)
-  carry = held.carry
+    total, in_unit = devices.total(weights, progress.unit)
+  skipped = devices.sum(progress.skipped)
+  carry = progress.carry
   if split.axis_name is not None:
-    share = carries.Share(split.axis_name, own, weight)
+    share = carries.Share(split.axis_name, own, in_unit)
     of_carry = functools.partial(
       share.over_devices, split, split.name(*split.carry)
     )
     carry = tuple(map(of_carry, carry, start))
-  outputs = reductions.over_devices(held.outputs, devices, counted)
-  outputs = reductions.finish(outputs, weight)
+  outputs = reductions.over_devices(progress.outputs, devices, counted)
+  outputs = reductions.finish(outputs, in_unit)
   return Reduced(carry, outputs, _stats(total, skipped))
 
 

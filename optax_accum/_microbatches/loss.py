@@ -157,9 +157,8 @@ class LocalLoss:
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
     gradients = self._gradients(args, kwargs, weights)
-    run = gradients.runner()
-    call = gradients.call
-    return run_in_microbatches(call, run, gradients.reductions, root="")
+    words = gradients.reductions
+    return run_in_microbatches(gradients.call, gradients.run, words, root="")
 
   def in_parts(self) -> "LocalLoss":
     """The same loss, of microbatches that arrive in several calls."""
@@ -185,7 +184,7 @@ class LocalLoss:
     def zero(x):
       return jnp.zeros((), x.dtype)
 
-    results = loop.full.like.outputs._replace(grads=None)
+    results = loop.full.outputs._replace(grads=None)
     return Accumulated(none, loop.begin(), jax.tree.map(zero, results))
 
   def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
@@ -209,20 +208,19 @@ class LocalLoss:
   def _loop(self, args, kwargs, before: jax.Array) -> Loop:
     """The loop over the microbatches of a call, where others had so many `before`."""
     gradients = self._gradients(args, kwargs, before=before)
-    call = gradients.call
-    return Loop.of(call, gradients.runner(), gradients.reductions, root="")
+    words = gradients.reductions
+    return Loop.of(gradients.call, gradients.run, words, root="")
 
   def _gradients(
     self, args, kwargs, weights=None, before: jax.Array | None = None
   ) -> "_Gradients":
     """The gradients of a call."""
     roles = self.roles_of(args, kwargs)
-    held = list(args)
+    args = list(args)
     for i in roles.differentiated:
       parameters.check_differentiable(self.split.name(i), args[i])
       arrays = jax.tree.map(jnp.asarray, args[i])
-      held[i] = self.split.devices.varying(arrays)
-    args = tuple(held)
+      args[i] = self.split.devices.varying(arrays)
     call = Microbatches(self.split, roles, args, kwargs, weights, before)
     traced = None
     if self.split.axis_name is not None:
@@ -254,24 +252,23 @@ class _Gradients:
   ) -> None:
     self._loss = loss
     self.call = call
-    split = call.split
-    grads = loss.grad_reduction
     self._traced = traced
+    split = call.split
     self._sends_back = False
     if traced is not None:
       self._sends_back = traced.sends_back
       loss.tell(traced.sends)
+    grads = loss.grad_reduction
+    # What differentiates a loss that is weighed before: one whose gradients are added in place, or
+    # cross devices. Of others, the gradients are weighed where they are added up.
+    self._weigh_first = self._of_weighed_loss
     is_in_place = split.in_place and not call.is_whole
-    # Whether the loss is weighed before it is differentiated.
-    self.weigh_loss = is_in_place or self._sends_back
     if is_in_place:
       accumulators = in_place.Accumulators(
         args, loss.argnums, grads, split.accumulator_dtype
       )
       self._weigh_first = accumulators.value_and_grad
       grads = accumulators.reductions
-    else:
-      self._weigh_first = self._of_weighed_loss
     if self._sends_back:
       grads = jax.tree.map(self._weighed_before, grads)
     self._skips = split.skip_nonfinite and call.weights is None
@@ -285,38 +282,41 @@ class _Gradients:
     if self._keeps_weights:
       weights = REDUCTIONS["stack"]
       self.reductions = self.reductions._replace(weights=weights)
+    weighs_loss = is_in_place or self._sends_back
+    self.run: Run = runner(call, self._take, self._settle, weighs_loss)
 
-  def runner(self) -> Run:
-    """What runs one microbatch."""
-    return runner(self.call, self.take, self.settle, self.weigh_loss)
+  def _take(self, factor, /, *inputs) -> tuple[Carry, Leaf, Outputs]:
+    """One microbatch's new carry, weight if the loss tells, loss, aux and gradients.
 
-  def take(self, factor, /, *inputs) -> tuple[Carry, Leaf, Outputs]:
-    """One microbatch's new carry, weight if the loss tells, loss, aux and gradients."""
+    `factor` is what the loss is multiplied by before it is differentiated, or None.
+    """
     loss = self._loss
     args, kwargs = self.call.arguments(inputs)
     params = loss.gather_in_loop(*args)
     run: Callable[..., Tree] = loss.function
     if self._traced is not None:
       run = self._traced.of(inputs)
-    if factor is not None and loss.reduction.name != "mean":
-      factor = weighted_mean.counts(factor) * 1.0
-    if factor is not None and self.call.split.has_weight:
-      factor = 1.0  # a total was weighed
     value_and_grad = jax.value_and_grad(run, loss.argnums, has_aux=True)
     if factor is not None:
+      if loss.reduction.name != "mean":
+        # A sum has no weights, but what does not count is left out.
+        factor = weighted_mean.counts(factor) * 1.0
+      elif self.call.split.has_weight:
+        factor = 1.0  # a total was weighed
       value_and_grad = functools.partial(self._weigh_first, run, factor)
     (value, others), grads = value_and_grad(params, *args[1:], **kwargs)
-    (weight, carry, aux) = others
+    weight, carry, aux = others
     reduction_words.match("aux_reduction", loss.aux_reduction, aux)
     reduction_words.match(
       "grad_reduction", loss.grad_reduction, grads, "gradients"
     )
+    # Metrics are of the gradient of the microbatch's mean, not of what was weighed.
     own = loss.derivatives(grads)
-    if weight is not None:
-      factor = weight
-    if factor is not None and loss.metrics.funs:
-      # Those of the loss as it was before it was weighed.
-      own = jax.tree.map(lambda g: weighted_mean.mean(g, factor, g.dtype), own)
+    weighed_by = factor if weight is None else weight
+    if weighed_by is not None and loss.metrics.funs:
+      own = jax.tree.map(
+        lambda g: weighted_mean.mean(g, weighed_by, g.dtype), own
+      )
     outputs = Outputs(value, aux, grads, loss.metrics.values(own))
     return carry, weight, outputs
 
@@ -344,7 +344,7 @@ class _Gradients:
     (_, out), grads = fun(*args, **kwargs)
     return out, grads
 
-  def settle(self, outputs: Outputs, weight) -> tuple[Outputs, Leaf, Leaf]:
+  def _settle(self, outputs: Outputs, weight) -> tuple[Outputs, Leaf, Leaf]:
     """What is left of a microbatch that has run, its weight, and 1 if it was left out."""
     devices = self.call.devices
     skipped = None
@@ -355,15 +355,17 @@ class _Gradients:
       weight, skipped = leave_out(weight, finite)
     if self._keeps_weights:
       outputs = outputs._replace(weights=weight)
-    if self._sends_back and weight is not None:
-      # Gradients were weighed, and are not zero where the microbatch counts on no device: NaN.
-      counted = devices.any(weighted_mean.counts(weight))
-      grads = jax.tree.map(
-        lambda g: weighted_mean.select(counted, g, jnp.zeros_like(g)),
-        outputs.grads,
-      )
-      outputs = outputs._replace(grads=grads)
-    return outputs, weight, skipped
+    if not self._sends_back or weight is None:
+      return outputs, weight, skipped
+    # These gradients were weighed, and are added as they are. Where the microbatch counts on no
+    # device they may be NaN, which times a weight of 0 is NaN.
+    counted = devices.any(weighted_mean.counts(weight))
+
+    def kept(g):
+      return weighted_mean.select(counted, g, jnp.zeros_like(g))
+
+    grads = jax.tree.map(kept, outputs.grads)
+    return outputs._replace(grads=grads), weight, skipped
 
   def _weighed_before(self, kind: Reduction) -> Reduction:
     """The reduction of gradients of a loss that was weighed before it was differentiated."""
