@@ -37,8 +37,8 @@ def _turned(x: _Given | None, axes: Sequence[int]) -> _Given | None:
   """A value, transposed."""
   if x is None:
     return None
-  argument, held = x
-  return argument, tuple(held[i] for i in axes)
+  argument, before = x
+  return argument, tuple(before[i] for i in axes)
 
 
 def _run(jaxpr: Jaxpr, values: _Givens) -> _Givens:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum._arithmetic.trees import Tree
-from optax_accum._streaming.cycle import ValueOfOneCall
+from optax_accum._streaming.calls import ValueOfOneCall
 
 
 def variables_of(params) -> dict[str, Tree]:
@@ -30,15 +30,16 @@ def beside_overwritten(
   def update(grads, state, params=None, **extra_args):
     own = grads["params"]
     overwritten = params[OVERWRITTEN]
-    elsewhere: Any = extra_args.get("value_fn")
+    value_of_all: Any = extra_args.get("value_fn")
 
     def value_fn(params):
-      return elsewhere({"params": params, OVERWRITTEN: overwritten})
+      return value_of_all({"params": params, OVERWRITTEN: overwritten})
 
-    # Each is left out if a transformation in `tx` refuses it.
+    # In the place of those that are given: some have been left out, which `tx` refuses.
     instead = {"grad": own, "value_fn": ValueOfOneCall(value_fn)}
     extra_args = {name: instead.get(name, x) for name, x in extra_args.items()}
     updates, state = tx.update(own, state, params["params"], **extra_args)
+    # A "gradient" is the new value. An update is added to the old one.
     changes = jax.tree.map(jnp.subtract, grads[OVERWRITTEN], overwritten)
     return {"params": updates, OVERWRITTEN: changes}, state
 

@@ -6,6 +6,7 @@ them, which knows how the gradients come out, and how the optimizer's step is ta
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params
+from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.on_devices import on_each_device, place_arguments
 from optax_accum._mesh.placement import (
@@ -198,14 +199,14 @@ class PlacedLoss(NamedTuple):
   @property
   def _shards(self) -> Shards:
     over_data = self.parallel.over_data
-    held = self._of_parameters(over_data)
+    parameters = self._of_parameters(over_data)
     automatic = self._of_parameters(self.parallel.over_automatic)
 
     def of_gradient(own, to):
       return over_data(to or own)
 
-    gradients = jax.tree.map(of_gradient, held, self.wanted)
-    return Shards(held, gradients, automatic)
+    gradients = jax.tree.map(of_gradient, parameters, self.wanted)
+    return Shards(parameters, gradients, automatic)
 
   def beside(self, params, opt_state) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
@@ -213,12 +214,11 @@ class PlacedLoss(NamedTuple):
     of_states = specs_of_states(params, opt_state, specs)
     wanted: list[Any] = []
     # Without `strict`: the parameters are the first.
-    for sharding, own, state in zip(
-      self.shardings, specs, of_states, strict=False
-    ):
+    each = zip(self.shardings, specs, of_states, strict=False)
+    for sharding, own, of_state in each:
       to = None
-      if sharding is not None and state is not None:
-        to = self.parallel.gradient_spec(own, state)
+      if sharding is not None and of_state is not None:
+        to = self.parallel.gradient_spec(own, of_state)
       wanted.append(to)
     tree = jax.tree.structure(params)
     return self._replace(wanted=jax.tree.unflatten(tree, wanted))
@@ -287,13 +287,17 @@ class PlacedLoss(NamedTuple):
 
   @property
   def held_shardings(self) -> Accumulated:
-    """Of what a cycle holds between calls: that of a device, on the device."""
+    """Of what a cycle holds between calls, as a prefix tree.
+
+    All has an axis of devices in front, and each device has what is its own. A gradient stays
+    sharded over other axes as its parameter.
+    """
     mesh = self.parallel.mesh
     each: Any = NamedSharding(mesh, self._each)
 
     def of_gradient(spec):
-      own = over(spec, self.parallel.others)
-      return NamedSharding(mesh, PartitionSpec(*self._each, *own))
+      others = over(spec, self.parallel.others)
+      return NamedSharding(mesh, PartitionSpec(*self._each, *others))
 
     grads = self._of_parameters(of_gradient)
     outputs = Outputs(each, each, grads, each, each)
@@ -302,7 +306,7 @@ class PlacedLoss(NamedTuple):
 
   @property
   def _each(self) -> PartitionSpec:
-    """Of what every device has for itself."""
+    """Of what every device has for itself, with an axis of devices in front."""
     return PartitionSpec(self.parallel.axes)
 
   @property
@@ -329,43 +333,47 @@ class PlacedLoss(NamedTuple):
 
   def _on_device(self, split: Split) -> tuple[LocalLoss, Callable[..., Params]]:
     """The loss of one device's rows, and what gathers parameters before its loop."""
-    local = dataclasses.replace(self.local, split=split)
+    replace = functools.partial(dataclasses.replace, self.local, split=split)
     if self.parallel.devices == 1:
-      return local, lambda params: params
+      return replace(), _unchanged
     shards = self._shards
-    kinds = shards.scattered(local.grad_reduction)
+    kinds = shards.scattered(self.local.grad_reduction)
     if not self.parallel.reduce_in_loop:
-      return dataclasses.replace(local, grad_reduction=kinds), shards.gather
-    axes = self.parallel.axes
-    local = dataclasses.replace(
-      local,
-      grad_reduction=jax.tree.map(lambda kind: in_loop(kind, axes), kinds),
+      return replace(grad_reduction=kinds), shards.gather
+    # Parameters are gathered, and gradients scattered, in every microbatch.
+    in_every = functools.partial(in_loop, axis_name=self.parallel.axes)
+    local = replace(
+      grad_reduction=jax.tree.map(in_every, kinds),
       gather_in_loop=shards.gather_in_loop,
     )
-    return local, lambda params: params
+    return local, _unchanged
 
   def _on_each_device(
     self,
     method: Callable[..., Any],
     out_specs,
-    weights,
+    own,
     args,
     kwargs,
   ):
-    """A method of the loss of one device, given that device's part of the batch."""
+    """A method of the loss of one device, given that device's part of the batch and of `own`."""
     axes = self.local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
     split = self.parallel.local_split(self.local.split, rows)
     local, gather = self._on_device(split)
 
-    def run(weights, args, kwargs):
+    def run(own, args, kwargs):
       params, *others = args
-      return method(local, weights, gather(params), *others, **kwargs)
+      return method(local, own, gather(params), *others, **kwargs)
 
-    held: dict[Slot, Params] = {0: self._shards.held}
+    sharded: dict[Slot, Tree] = {0: self._shards.parameters}
     return on_each_device(
-      self.parallel, axes, held, run, out_specs, weights, args, kwargs
+      self.parallel, axes, sharded, run, out_specs, own, args, kwargs
     )
+
+
+def _unchanged(params):
+  return params
 
 
 def _stored(tree):

@@ -21,7 +21,7 @@ from optax_accum._microbatches.function import LocalFunction
 from optax_accum._microbatches.options import Split, WeightFn
 from optax_accum._microbatches.recompute import widened
 from optax_accum._microbatches.roles import by_slot, map_by_slot, RolesOf
-from optax_accum._microbatches.whole import is_whole
+from optax_accum._microbatches.whole import splits_nothing
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
@@ -166,7 +166,7 @@ def microbatch(
 
   @functools.wraps(fun)
   def microbatched(*args, **kwargs):
-    if is_whole():
+    if splits_nothing():
       return local._replace(split=whole).outputs(None, args, kwargs)
     return run(args, kwargs)
 
@@ -182,27 +182,27 @@ def _over_mesh(
   def on_mesh(args, kwargs):
     batch = local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(split, batch, by_slot(args, kwargs))
-    like = args, kwargs
 
-    def narrowed(*args, **kwargs):
-      given = args, kwargs
-      args, kwargs = jax.tree.map(dtypes.in_dtype_of, given, like)
-      return local.fun(*args, **kwargs)
-
-    def wide(slot, tree):
+    # Cotangents of what is not split are added up over the devices where they leave the map. So
+    # wide copies go into it, and within the function gets them in their own dtype.
+    def widen(slot, tree):
       if slot in batch:
         return tree
       return jax.tree.map(functools.partial(widened, split), tree)
 
-    # Cotangents of what is not split are added up over the devices where they leave the map: in
-    # the dtype of wide copies.
-    given = map_by_slot(wide, args, kwargs)
-    on_device = local._replace(
-      fun=narrowed, split=parallel.local_split(split, rows)
-    )
+    wide = map_by_slot(widen, args, kwargs)
+    given = args, kwargs
+
+    def narrowed(*args, **kwargs):
+      within = args, kwargs
+      args, kwargs = jax.tree.map(dtypes.in_dtype_of, within, given)
+      return local.fun(*args, **kwargs)
+
+    split_on_device = parallel.local_split(split, rows)
+    on_device = local._replace(fun=narrowed, split=split_on_device)
     specs = jax.tree.map(parallel.output_spec, local.reductions)
     return on_each_device(
-      parallel, batch, {}, on_device.outputs, specs, None, *given
+      parallel, batch, {}, on_device.outputs, specs, None, *wide
     )
 
   jitted = jax.jit(on_mesh)

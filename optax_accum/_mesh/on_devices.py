@@ -42,22 +42,23 @@ def place_arguments(
 def on_each_device(
   parallel: DataParallel,
   axes: Mapping[Slot, int],
-  held: Mapping[Slot, Tree],
+  sharded: Mapping[Slot, Tree],
   run: Callable[..., Any],
   out_specs,
-  weights,
+  own,
   args,
   kwargs,
 ):
-  """``run(weights, args, kwargs)`` on each device, given that device's part of the batch.
+  """``run(own, args, kwargs)`` on each device, given that device's part of each.
 
-  `axes` has the axis of the rows of each batch argument. `held` says how arguments are sharded of
-  which each device gets its part; it gets others in full.
+  `own` has an axis of devices in front. `axes` has the axis of the rows of each batch argument, and
+  `sharded` the specs of further arguments of which each device gets its part; it gets others in
+  full.
   """
 
   def spec(slot, tree):
-    if slot in held:
-      return held[slot]
+    if slot in sharded:
+      return sharded[slot]
     if slot in axes:
       return jax.tree.map(lambda x: parallel.batch_spec(x, axes[slot]), tree)
     return jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -76,4 +77,4 @@ def on_each_device(
   )
   placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
   with explained(TRACED, parallel):
-    return mapped(weights, *placed)
+    return mapped(own, *placed)

@@ -19,14 +19,14 @@ from optax_accum._mesh.specs import sharded_dims
 class Shards(NamedTuple):
   """How each parameter and its gradient are sharded over the data axes, and over others."""
 
-  held: Tree  # a PartitionSpec for each parameter, over the data axes
+  parameters: Tree  # a PartitionSpec for each parameter, over the data axes
   gradients: Tree  # the same for each gradient
   automatic: Tree  # the same over further axes, that are left to the compiler
 
   def gather(self, params):
     """The full parameters, on each device."""
     gathered = functools.partial(_on_shards, lax.all_gather, "axis")
-    return jax.tree.map(gathered, params, self.held, self.automatic)
+    return jax.tree.map(gathered, params, self.parameters, self.automatic)
 
   def gather_in_loop(self, params, *others):
     """The same in every microbatch, whose arguments are `others`."""

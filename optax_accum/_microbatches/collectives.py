@@ -170,8 +170,8 @@ class _Flow:
     if number.shape or number.dtype.kind not in "iuf" or not number:
       return False
     parts = np.array([number, 1 / number]) / self._devices
-    is_whole = np.isclose(parts, np.round(parts)) & (parts > 0.5)
-    return bool(np.any(is_whole))
+    are_counts = np.isclose(parts, np.round(parts)) & (parts > 0.5)
+    return bool(np.any(are_counts))
 
   def _loop(
     self, body, values: list[Value], consts: int, carried: int

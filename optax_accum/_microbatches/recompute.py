@@ -19,7 +19,7 @@ from optax_accum._microbatches.loop import Microbatch, Run, Take
 from optax_accum._microbatches.options import Split
 
 
-class _Traced(NamedTuple):
+class _Program(NamedTuple):
   """A microbatch of one size, traced."""
 
   closed: Any
@@ -45,18 +45,22 @@ class Recomputed:
     if call.split.axis_name is not None:
       call.map_shared(self._varying)
     take, tail = call.cut
-    self._traced = {call.size: self._trace(take(0), call.size)}
+    # By the number of rows.
+    self._programs = {call.size: self._trace(take(0), call.size)}
     if call.tail_rows:
-      self._traced[call.tail_rows] = self._trace(tail, call.tail_rows)
+      self._programs[call.tail_rows] = self._trace(tail, call.tail_rows)
 
-  def _trace(self, batch, rows: int) -> _Traced:
+  def _trace(self, batch, rows: int) -> _Program:
+    no_carry = ()
+
     def one(index, batch):
-      return self._run(index, (), lambda: batch, rows)
+      return self._run(index, no_carry, lambda: batch, rows)
 
-    traced = jax.make_jaxpr(one, return_shape=True)
-    closed, like = traced(jnp.int32(0), batch)
+    trace = jax.make_jaxpr(one, return_shape=True)
+    closed, like = trace(jnp.int32(0), batch)
+    # What the function closes over, such as parameters, the jaxpr has as its constants.
     copies = list(map(self._copy, closed.consts))
-    return _Traced(closed, jax.tree.structure(like), copies)
+    return _Program(closed, jax.tree.structure(like), copies)
 
   def _varying(self, x):
     """`x`, typed as differing between devices; its copy, to add up in, is reduced over them."""
@@ -94,7 +98,7 @@ class Recomputed:
     return again()
 
   def _computed(self, index: ArrayLike, batch, rows: int) -> Microbatch:
-    closed, results, copies = self._traced[rows]
+    closed, results, copies = self._programs[rows]
     gathered = hoisting.shapes_in(closed.jaxpr)
 
     def narrow(x, copy):
@@ -103,7 +107,7 @@ class Recomputed:
       # Cast back in the loop's body, so that the loop adds up what is wide.
       return hoisting.unhoisted(copy, gathered).astype(x.dtype)
 
-    held = list(map(narrow, closed.consts, copies))
+    consts = list(map(narrow, closed.consts, copies))
     if self._guards:
       weight = self._call.weight(index, batch, rows)
       counted = weighted_mean.counts(weight)
@@ -113,9 +117,9 @@ class Recomputed:
           return x
         return jnp.where(counted, x, lax.stop_gradient(x))
 
-      held, batch = jax.tree.map(guarded, (held, batch))
+      consts, batch = jax.tree.map(guarded, (consts, batch))
     inputs = jnp.int32(index), *jax.tree.leaves(batch)
-    outputs = jax.core.eval_jaxpr(closed.jaxpr, held, *inputs)
+    outputs = jax.core.eval_jaxpr(closed.jaxpr, consts, *inputs)
     return results.unflatten(outputs)
 
 

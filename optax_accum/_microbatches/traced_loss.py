@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,6 @@ from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Tree
 from optax_accum._microbatches import collectives
 from optax_accum._microbatches.call import Microbatches
-
-Run: TypeAlias = Callable[..., Tree]
 
 
 class TracedLoss:
@@ -24,38 +22,42 @@ class TracedLoss:
   """
 
   def __init__(
-    self, run: Run, call: Microbatches, gather: Run, is_mean: bool
+    self,
+    run: Callable[..., Tree],
+    call: Microbatches,
+    gather: Callable[..., Tree],
+    is_mean: bool,
   ) -> None:
     self._run = run
     self._call = call
     self._gather = gather
     self.sends = False
     self.sends_back = False
-    self._programs: dict[Any, tuple[Run, Any]] = {}
+    self._programs: dict[Any, Any] = {}
     take, tail = call.cut
     batches = [lambda: take(0)]
     if call.tail_rows:
       batches.append(lambda: tail)
     for batch in batches:
-      held, inputs = self._types(batch)
+      params, inputs = self._types(batch)
       # In this frame, so that few stand between a call and the loss.
-      traced = jax.make_jaxpr(self._run_on, return_shape=True)
-      closed, like = traced(held, inputs)
+      trace = jax.make_jaxpr(self._run_on, return_shape=True)
+      closed, like = trace(params, inputs)
       axis_name = call.split.axis_name
-      count = len(jax.tree.leaves(held))
+      count = len(jax.tree.leaves(params))
       names = ["loss"]
       if call.split.has_weight:
         names.append("weight")
       collectives.check_own_loss(closed.jaxpr, count, axis_name, is_mean, names)
-      self._note(closed, held, inputs, jax.tree.structure(like))
+      self._note(closed, params, inputs, jax.tree.structure(like))
 
-  def of(self, inputs) -> Run:
+  def of(self, inputs) -> Callable[..., Tree]:
     """`run` of the arguments of a microbatch of such `inputs`."""
     program, structure = self._programs[_shapes(inputs)]
 
     def run(*args, **kwargs):
-      held = [args[i] for i in self._call.roles.differentiated]
-      return structure.unflatten(program(*jax.tree.leaves((held, inputs))))
+      params = [args[i] for i in self._call.roles.differentiated]
+      return structure.unflatten(program(*jax.tree.leaves((params, inputs))))
 
     return run
 
@@ -72,14 +74,14 @@ class TracedLoss:
 
     return across_devices.types(jax.make_jaxpr(arguments, return_shape=True)())
 
-  def _run_on(self, held, inputs):
+  def _run_on(self, params, inputs):
     """`run`, with these in the place of what is differentiated."""
     args, kwargs = self._call.arguments(inputs)
     given = dict(enumerate(args))
-    given.update(zip(self._call.roles.differentiated, held, strict=True))
+    given.update(zip(self._call.roles.differentiated, params, strict=True))
     return self._run(*given.values(), **kwargs)
 
-  def _note(self, closed, held, inputs, structure) -> None:
+  def _note(self, closed, params, inputs, structure) -> None:
     """Notes a program and the structure of its results, and whether devices exchange something."""
     program = functools.partial(
       jax.core.eval_jaxpr, closed.jaxpr, closed.consts
@@ -92,7 +94,7 @@ class TracedLoss:
       loss, backward = jax.vjp(loss_of, params)
       self.sends_back |= self._sends(jax.make_jaxpr(backward)(loss).jaxpr)
 
-    jax.eval_shape(send_back, *map(jax.tree.leaves, (held, inputs)))
+    jax.eval_shape(send_back, *map(jax.tree.leaves, (params, inputs)))
     self.sends |= self.sends_back or self._sends(closed.jaxpr)
     self._programs[_shapes(inputs)] = program, structure
 

@@ -6,21 +6,21 @@ import contextvars
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-_is_whole = contextvars.ContextVar("is_whole", default=False)
+_splits_nothing = contextvars.ContextVar("splits_nothing", default=False)
 
 
-def is_whole() -> bool:
+def splits_nothing() -> bool:
   """Whether what calls `microbatch` is traced as if that did not split."""
-  return _is_whole.get()
+  return _splits_nothing.get()
 
 
 @contextlib.contextmanager
 def whole_batches() -> Iterator[None]:
   """Traces what calls `microbatch` as if it did not split."""
-  token = _is_whole.set(True)
+  token = _splits_nothing.set(True)
   try:
     # Part of the key of JAX's caches: a jitted function that calls `microbatch` is traced again.
     with set_xla_metadata(microbatch="whole"):
       yield
   finally:
-    _is_whole.reset(token)
+    _splits_nothing.reset(token)

@@ -15,8 +15,8 @@ from optax_accum._streaming.accumulation import (
   AccumulateTransformation,
   Accumulation,
 )
-from optax_accum._streaming.cycle import (
-  Cycle,
+from optax_accum._streaming.calls import (
+  Calls,
   MeanOfOne,
   Schedule,
   SeveralCalls,
@@ -179,14 +179,14 @@ def accumulate(
   kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
   dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
   devices = devices_of(axis_name)
-  cycle: type[Cycle] = SeveralCalls
+  calls: type[Calls] = SeveralCalls
   if every_k == 1:
-    cycle = Cycle
+    calls = Calls
     if reduction == "mean" and axis_name is None:
-      cycle = MeanOfOne
+      calls = MeanOfOne
   accumulation = Accumulation(
     optax.with_extra_args_support(inner),
-    cycle(every_k, kind, dtype, devices),
+    calls(every_k, kind, dtype, devices),
     skip_fn,
     devices,
     differentiable,

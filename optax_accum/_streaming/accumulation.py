@@ -25,7 +25,7 @@ from optax_accum._arithmetic.trees import (
 )
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._streaming import checks
-from optax_accum._streaming.cycle import Call, Cycle
+from optax_accum._streaming.calls import Call, Calls
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import (
   AccumulateState,
@@ -71,7 +71,7 @@ class Accumulation:
   """The `update` of `accumulate`."""
 
   inner: optax.GradientTransformationExtraArgs
-  cycle: Cycle
+  calls: Calls
   skip_fn: SkipFn | None
   devices: Devices
   differentiable: bool
@@ -93,7 +93,7 @@ class Accumulation:
       mini_step=jnp.zeros((), jnp.int32),
       gradient_step=gradient_step,
       inner_opt_state=self.inner.init(params),
-      acc_grads=self.cycle.start(grads),
+      acc_grads=self.calls.start(grads),
       skip_state=jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), info),
       has_updated=jnp.zeros((), jnp.bool_),
       **{name: jnp.zeros((), float) for name in SUMS},
@@ -149,16 +149,16 @@ class Accumulation:
       weight=not isinstance(given.weight, float),
       _may_end=given.may_end is not None,
     )
-    kept = self.cycle.kept(updates)
+    kept = self.calls.kept(updates)
     skips = self.skip_fn is not None
-    checks.check_state(state, updates, kept, self.cycle.every_k, skips)
+    checks.check_state(state, updates, kept, self.calls.every_k, skips)
     checks.check_not_reduced(updates, self.devices)
     checks.check_whole(given.params, self.devices)
     state = own(state, self.devices)
 
     call = self._agreed(given._replace(updates=updates), state)
-    sums, divisor = self.cycle.add(state, call)
-    ends, after = self.cycle.end(state, sums, call)
+    sums, divisor = self.calls.add(state, call)
+    ends, after = self.calls.end(state, sums, call)
     emit = ends
     if isinstance(call.all_weights, jax.Array):  # else they are not 0
       emit = ends & (sums.acc_weight != 0)
@@ -173,6 +173,7 @@ class Accumulation:
   def _agreed(self, given: Given, state: AccumulateState) -> Call:
     """The call, weighed, and as all devices agree on it."""
     updates, params, weight, flush, may_end, extra_args = given
+    # What this device has to say.
     dtype = state.acc_weight.dtype
     weight = checks.checked_weight(weight, dtype)
     flush = checks.checked_flush(flush)
@@ -182,17 +183,17 @@ class Accumulation:
     info = checks.checked_info(info, state.skip_state)
     loss = checks.checked_value(extra_args.get("value"))
     value: Weight = 0.0
-    value_weight: Weight = 0.0
     if loss is not None:
       value = weighted_mean.weigh(loss, weight, dtype)
+    # What all say together. If one skips the call, or flushes, so do all.
     skip, flush, all_weights, value = self.devices.agreed(
       [skip, flush], [weight, value], dtype
     )
+    numbers = [weight, all_weights, value]
     if isinstance(skip, jax.Array):
-      weight, all_weights, value = (
-        jnp.where(skip, 0, x).astype(dtype)
-        for x in (weight, all_weights, value)
-      )
+      numbers = [jnp.where(skip, 0, x).astype(dtype) for x in numbers]
+    weight, all_weights, value = numbers
+    value_weight: Weight = 0.0
     if loss is not None:
       value_weight = all_weights
     return Call(
@@ -210,34 +211,35 @@ class Accumulation:
     )
 
   def if_it_emits(
-    self, step: MiniStep, run: Callable[..., Args], held
+    self, step: MiniStep, run: Callable[..., Args], target
   ) -> tuple[Grads, Tree, AccumulateState]:
     """What `run` makes where the cycle emits, else what it is given, in the same buffers.
 
-    That is the sum of gradients, `held` and the state of `inner`. Returns the next state for that.
+    That is the sum of gradients, the `target` of the updates (parameters, or spare buffers) and the
+    state of `inner`. The last is returned in the state after this call.
     """
 
     # In the shape that sums are stored in: XLA for CPU copies what is reshaped after a loop.
     def run_stored(operand):
-      total, held, inner_state = operand
+      total, target, inner_state = operand
       total = self.devices.own(total)
-      total, held, inner_state = run(total, held, inner_state)
-      return self.devices.stored(total), held, inner_state
+      total, target, inner_state = run(total, target, inner_state)
+      return self.devices.stored(total), target, inner_state
 
     total = self.devices.stored(step.sums.acc_grads)
-    operand = total, held, step.state.inner_opt_state
+    operand = total, target, step.state.inner_opt_state
     if step.emit is not True:
       # Traced once, for types and for the conditional.
       run_stored = jax.jit(run_stored, inline=True)
       operand = widened(run_stored, operand)
-    total, held, inner_state = conditional.update_if(
+    total, target, inner_state = conditional.update_if(
       step.emit, run_stored, operand, _scopes.END_OF_CYCLE, self.differentiable
     )
     total = self.devices.own(total)
     state = step.state._replace(
-      acc_grads=self.cycle.kept(total), inner_opt_state=inner_state
+      acc_grads=self.calls.kept(total), inner_opt_state=inner_state
     )
-    return total, held, state
+    return total, target, state
 
   @jax.named_scope("optimizer")
   def run_inner(
@@ -248,12 +250,14 @@ class Accumulation:
     Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
     """
     updates = step.call.updates
-    reduction = self.cycle.reduction
+    reduction = self.calls.reduction
     total = jax.tree.map(self.devices.sum, total)
-    reduced = jax.tree.map(
-      lambda x, g: reduction.finish(x, step.divisor, g), total, updates
-    )
-    extra_args = self.cycle.extra_args(step.call, step.sums, reduced)
+
+    def divided(x, g):
+      return reduction.finish(x, step.divisor, g)
+
+    reduced = jax.tree.map(divided, total, updates)
+    extra_args = self.calls.extra_args(step.call, step.sums, reduced)
     if reduction.name == "mean" and states_in(inner_state):
       # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
       weight = weighted_mean.as_weight(step.sums.acc_weight)

@@ -5,7 +5,7 @@ The error names the first leaf that differs. JAX's own names neither leaf nor st
 
 from collections.abc import Callable
 import operator
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes
 from optax_accum._arithmetic.trees import OptState, Params
 from optax_accum._streaming.state import is_state, states_in
-
-Held = TypeVar("Held")
 
 _EXPLICIT = (
   "The optimizer cannot compute over explicit axes of a mesh. Over automatic axes it works:"
@@ -48,12 +46,13 @@ def same_types(name: str, new, old):
   return jax.tree.map_with_path(cast, new, old)
 
 
-def widened(update: Callable[[Held], Held], held):
-  """`held` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
+def widened(update: Callable[..., Any], operand):
+  """`operand` in the dtypes in which `update` returns it, such as float32 moments of bfloat16."""
   # Cast before the conditional: rounding its results would lose bits in each step.
-  wide = jax.tree.map(dtypes.in_dtype_of, held, jax.eval_shape(update, held))
-  if jax.tree.all(jax.tree.map(operator.is_, held, wide)):
-    return held
+  like = jax.eval_shape(update, operand)
+  wide = jax.tree.map(dtypes.in_dtype_of, operand, like)
+  if jax.tree.all(jax.tree.map(operator.is_, operand, wide)):
+    return operand
   # What the next update makes may be wider: the widest ends it.
   return widened(update, wide)
 

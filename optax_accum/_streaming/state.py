@@ -156,16 +156,18 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   def specs(x):
     if not is_state(x):
       return PartitionSpec()
-    of_device = _of_device(x)
-    leaves = jax.tree.leaves(of_device)
-    shapes = [x.shape for x in leaves if x.shape[:1] != (1,)]
+    own = _of_device(x)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(own)]
+    shapes = [shape for shape in shapes if shape[:1] != (1,)]
     if shapes:
       raise ValueError(
         f"accumulate_specs got accumulators of shapes {shapes}, without an axis of length 1 in"
         " front: pass jax.eval_shape(tx.init, params) of an accumulate with axis_name."
       )
-    of_device = jax.tree.map(lambda _: devices, of_device)
-    return jax.tree.map(lambda _: PartitionSpec(), x)._replace(**of_device)
+    own = jax.tree.map(lambda _: devices, own)
+    # All else is the same on all devices.
+    same = jax.tree.map(lambda _: PartitionSpec(), x)
+    return same._replace(**own)
 
   required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)

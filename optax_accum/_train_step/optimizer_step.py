@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 import traceback
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,6 @@ from optax_accum._streaming.checks import sending
 from optax_accum._streaming.inner_state import same_types, updated, widened
 from optax_accum._streaming.state import has_updated, is_state, states_in
 from optax_accum._train_step.stepped import has_stepped
-
-# Parameters; and the optimizer state, with whether the optimizer took a step.
-Held: TypeAlias = tuple[Params, tuple[OptState, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,16 +35,17 @@ class OptimizerStep:
   def __call__(self, before: tuple[Params, OptState]):
     """The new parameters; and the new state, with whether the optimizer took a step."""
     params, opt_state = before
-    held = params, (opt_state, jnp.zeros((), jnp.bool_))
+    # What is returned, as it was before the step.
+    operand = params, (opt_state, jnp.zeros((), jnp.bool_))
     if self.counted is True:
-      return self._take(held)
+      return self._take(operand)
     if states_in(opt_state):
-      return self._take_mini_step(held)
-    return self._take_if_counted(held)
+      return self._take_mini_step(operand)
+    return self._take_if_counted(operand)
 
-  def _take(self, held, **of_cycle: Flag):
+  def _take(self, operand, **of_cycle: Flag):
     """The step, whatever was counted."""
-    params, (opt_state, _) = held
+    params, (opt_state, _) = operand
     extra_args = {**self.extra_args, **of_cycle}
     needed = set(extra_args)
     if isinstance(extra_args["weight"], float):
@@ -66,21 +64,21 @@ class OptimizerStep:
     new = same_types("params", optax.apply_updates(params, updates), params)
     return new, (new_state, has_stepped(opt_state, new_state, updates))
 
-  def _take_if_counted(self, held):
+  def _take_if_counted(self, operand):
     """The step under a condition."""
     # Traced once, for types and for the conditional.
     take = jax.jit(self._take, inline=True)
-    held = widened(take, held)
-    return update_if(self.counted, take, held, _scopes.END_OF_CYCLE)
+    operand = widened(take, operand)
+    return update_if(self.counted, take, operand, _scopes.END_OF_CYCLE)
 
-  def _take_mini_step(self, held):
+  def _take_mini_step(self, operand):
     """The step of an optimizer that accumulates, or a part of which does.
 
     To that a batch of padding is a mini step, which adds nothing and ends no cycle. What does not
     accumulate stays as it was then.
     """
-    _, (old_state, _) = held
-    new = self._take(held, _may_end=self.counted)
+    _, (old_state, _) = operand
+    new = self._take(operand, _may_end=self.counted)
     if is_state(old_state):
       return new
     # An `update` that was jitted, and traced before, may end a cycle all the same.
@@ -92,7 +90,7 @@ class OptimizerStep:
         return x
       return weighted_mean.select(counted, x, dtypes.in_dtype_of(before, x))
 
-    return jax.tree.map(choose, new, held, is_leaf=is_state)
+    return jax.tree.map(choose, new, operand, is_leaf=is_state)
 
 
 def _update(update: Callable[..., Any], args, extra_args):

@@ -20,7 +20,7 @@ from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.noise_scale import noise_terms, squared_norm
 from optax_accum._microbatches.options import Split
-from optax_accum._streaming.cycle import ValueOfOneCall
+from optax_accum._streaming.calls import ValueOfOneCall
 from optax_accum._train_step import donation
 from optax_accum._train_step.optimizer_step import OptimizerStep
 from optax_accum._train_step.value_fn import loss_elsewhere

@@ -1,4 +1,4 @@
-"""The two kinds of cycle, of one call and of several: what is held, added up, and when it ends."""
+"""The calls of a cycle, one or several: what is kept, what they add up to, and when they end it."""
 
 from collections.abc import Callable
 import dataclasses
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cycle:
+class Calls:
   """The calls between two steps of `inner`: here one, so that nothing is kept."""
 
   every_k: int | Schedule
@@ -111,7 +111,7 @@ class Cycle:
     return {name: of_cycle.get(name, x) for name, x in call.extra_args.items()}
 
 
-class MeanOfOne(Cycle):
+class MeanOfOne(Calls):
   """The mean of one call on one device, which is that call, whatever it weighs."""
 
   def add(self, state, call):
@@ -127,7 +127,7 @@ class MeanOfOne(Cycle):
     return call.extra_args
 
 
-class SeveralCalls(Cycle):
+class SeveralCalls(Calls):
   """Several calls, or as many as a schedule says. Their sums are kept in the state."""
 
   def kept(self, grads):
@@ -172,9 +172,13 @@ class SeveralCalls(Cycle):
     ends = (counted & (mini_step >= k)) | (call.flush & (mini_step > 0))
     if call.may_end is not None:
       ends = ends & call.may_end
-    held = {name: getattr(sums, name) for name in SUMS}
-    held = jax.tree.map(lambda x: jnp.where(ends, jnp.zeros_like(x), x), held)
-    return ends, state._replace(mini_step=jnp.where(ends, 0, mini_step), **held)
+
+    def unless_ended(x):
+      return jnp.where(ends, jnp.zeros_like(x), x)
+
+    kept = {name: getattr(sums, name) for name in SUMS}
+    kept = jax.tree.map(unless_ended, kept)
+    return ends, state._replace(mini_step=jnp.where(ends, 0, mini_step), **kept)
 
   def extra_args(self, call, sums, reduced):
     given = dict(super().extra_args(call, sums, reduced))
