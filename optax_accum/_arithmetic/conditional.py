@@ -25,7 +25,7 @@ def update_if(
 
   The compiled program has `scope` in the name of the conditional.
 
-  The loop below runs zero times or once. XLA updates the carry of a loop in place on every backend,
+  The loop below runs once or not at all. XLA updates the carry of a loop in place on every backend,
   but XLA for GPU copies the operands and results of a conditional. A Python bool leaves neither in
   the program. A loop has no reverse mode, so `differentiable` uses `lax.cond`.
   """
@@ -42,20 +42,26 @@ def update_if(
     if differentiable:
       return lax.cond(pred, run, lambda operand: operand, operand)
     stop = jnp.zeros_like(pred)
-    return lax.while_loop(
-      lambda c: c[0], lambda c: (stop, run(c[1])), (pred, operand)
-    )[1]
+
+    # What the loop carries: whether it runs (again), and the operand.
+    def run_once(carry):
+      _, operand = carry
+      return stop, run(operand)
+
+    _, operand = lax.while_loop(lambda c: c[0], run_once, (pred, operand))
+    return operand
 
 
 class OutputBuffers:
   """The buffers in which a conditional returns updates: those of `total` if they fit, or spare."""
 
   def __init__(self, total, like):
-    self._like: Leaves
     self._treedef: Any
     self._like, self._treedef = jax.tree.flatten(like)
-    one_tree = jax.tree.structure(total) == self._treedef
-    sums = jax.tree.leaves(total) if one_tree else [None] * len(self._like)
+    sums = [None] * len(self._like)
+    if jax.tree.structure(total) == self._treedef:
+      sums = jax.tree.leaves(total)
+    # Of each update: whether it comes out in the buffer of the sum in the same place.
     self._shared = list(map(_holds, sums, self._like))
     spare = [
       x
@@ -81,18 +87,20 @@ class OutputBuffers:
     """What `filled` put there where the cycle emits, and else zeros."""
     sums = jax.tree.leaves(total)
     others = iter(spare)
-    return self._treedef.unflatten(
-      weighted_mean.select(
-        emit, sums[i].astype(x.dtype), jnp.zeros_like(sums[i], x.dtype)
-      )
-      if self._shared[i]
-      else next(others)
-      for i, x in enumerate(self._like)
-    )
+    updates = []
+    for i, like in enumerate(self._like):
+      if not self._shared[i]:
+        # Zeros already, where the cycle does not emit.
+        updates.append(next(others))
+        continue
+      update = sums[i].astype(like.dtype)
+      zeros = jnp.zeros_like(update)
+      updates.append(weighted_mean.select(emit, update, zeros))
+    return self._treedef.unflatten(updates)
 
 
 def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
-  """Whether it can, without rounding."""
+  """Whether a sum's buffer can have updates like this in it, without rounding."""
   return (
     acc is not None
     and acc.shape == like.shape

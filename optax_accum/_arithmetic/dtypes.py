@@ -51,7 +51,8 @@ def accumulator_dtype(
   if requested is None:
     return promote(dtype, jnp.float32)
   if jnp.issubdtype(dtype, jnp.floating):
-    return jnp.finfo(requested).dtype  # of a complex dtype, that of its parts
+    # Of a complex dtype, that of its parts.
+    return jnp.finfo(requested).dtype
   return jnp.dtype(requested)
 
 

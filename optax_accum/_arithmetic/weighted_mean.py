@@ -96,17 +96,21 @@ class WeightSum(NamedTuple):
 def in_first_units(
   unit: jax.Array, weight: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The unit that weights are counted in, and `weight` in it. A unit of 0: there is none yet.
+  """The unit that weights are counted in, and `weight` in it.
+
+  A `unit` of 0 says that there is none yet, since no microbatch has counted: this one may set it.
 
   The unit is the first weight that is not 0, or 1 if that weight is extreme. Equal weights are then
   1, and round as the plain mean does. Otherwise a sum over a million microbatches of 51 tokens has
   a relative error of 1e-4, because every addition rounds in the same direction.
   """
   # 1e-30 / 1e7 is a normal float32. Divided by more, the least weight would be 0.
-  usual = (weight >= 1e-3) & (weight <= 1e7) | (weight == 0)
-  unit = jnp.where(
-    unit == 0, jnp.where(usual, weight, jnp.ones_like(weight)), unit
-  )
+  usual = (weight >= 1e-3) & (weight <= 1e7)
+  # A weight of 0 sets none, but 0 again.
+  usual = usual | (weight == 0)
+  is_none = unit == 0
+  first = jnp.where(usual, weight, jnp.ones_like(weight))
+  unit = jnp.where(is_none, first, unit)
   return unit, in_units(weight, unit)
 
 

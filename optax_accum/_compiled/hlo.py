@@ -53,6 +53,13 @@ class Place(NamedTuple):
   unknown_trip_counts: tuple[str, ...] = ()
   at_cycle_end: bool = False  # whether what is around it runs once a cycle
 
+  def counted_once(self, loop: str) -> "Place":
+    """The place within a further loop that counts once."""
+    if self.op_name:
+      loop += f" ({self.op_name})"
+    loops = *self.unknown_trip_counts, loop
+    return self._replace(unknown_trip_counts=loops)
+
 
 class Run(NamedTuple):
   """An operation as the program reaches it in one place."""
@@ -107,6 +114,7 @@ class Module:
           here = here._replace(op_name=named[1])
         if wanted(op):
           yield Run(op, scope.computation, here)
+        # From here on: the place of what the operation runs, how often it runs that, and with what.
         if _is_named(op, _ONCE_A_CYCLE):
           here = here._replace(at_cycle_end=True)
         times = {}
@@ -114,11 +122,7 @@ class Module:
           here = here._replace(loop=op.name)
           trips = scope.trip_count(op)
           if trips is None:
-            unknown = op.name
-            if here.op_name:
-              unknown += f" ({here.op_name})"
-            unknown = (*here.unknown_trip_counts, unknown)
-            here = here._replace(unknown_trip_counts=unknown)
+            here = here.counted_once(op.name)
           else:
             times = {"body": trips, "condition": trips + 1}
         # What a conditional passes to a branch, and a loop to its body, is not known here.
@@ -178,6 +182,7 @@ class _Scope(NamedTuple):
     return value
 
   def _value(self, name: str) -> Value:
+    """What an operation returns. Its operands are computed where they are asked for."""
     op = self.computation.operations[name]
     operand = self.operands(op)
     match op.opcode:
@@ -186,10 +191,12 @@ class _Scope(NamedTuple):
       case "parameter":
         return self.arguments(int(op.operands[0]))
       case "tuple":
+        # The value of a tuple is the function that has its elements by index.
         return operand
       case "get-tuple-element":
         (index,) = _INDEX.findall(op.attributes)
-        return operand(0)(int(index))
+        elements = operand(0)
+        return elements(int(index))
       case "fusion" | "call":
         _, called = next(op.called())
         return self.inner(called, operand).returned()

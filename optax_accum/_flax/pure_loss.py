@@ -1,21 +1,16 @@
 """A loss of an nnx model, as a function of the arrays that the model holds."""
 
 import dataclasses
-from typing import Any, TypeAlias
+from typing import Any
 
 from flax import nnx
 import jax
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.devices import OverAxis
-from optax_accum._arithmetic.trees import (
-  Leaves,
-)
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
 from optax_accum._flax.forwarded import forwarded
-
-Held: TypeAlias = dict[str, Leaves]  # the arrays of Variables, by name
 
 _LOST = (
   "loss_fn changed {}, so the change would be lost: keep numbers that change in"
@@ -38,14 +33,14 @@ class PureLoss:
   axis: Any  # of the devices, which each draw their own noise
 
   def __call__(self, params, batch, fixed, carry, rngs: None, further):
-    def run(model):
+    def loss_of(model):
       return self.fun(model, batch, *further.args, **further.kwargs)
 
     if self.axis is not None and across_devices.is_bound(self.axis):
       # `check` has one device. Each of several has noise of its own, as of a carry.
       fixed = OverAxis(self.axis).with_own_noise(fixed)
     states = params, fixed, carry
-    model, before, loss, after = self._run(states, run)
+    model, before, loss, after = self._run(states, loss_of)
     aux = None
     if self.has_aux:
       if not isinstance(loss, (tuple, list)) or len(loss) != 2:
@@ -56,25 +51,28 @@ class PureLoss:
     self._check_structure(before, after, model)
     changed = _changed(before, after)
     if not changed <= self.changed:
-      changed &= self._computed(states, run)
+      # A transform of nnx makes new arrays of what it passes through. The traced program tells.
+      changed &= self._computed(states, loss_of)
       self._check_changed(changed, params, model)
     carried = nnx.state(model, variables.among(self.changed))
     return loss, (variables.values(carried), aux)
 
-  def _run(self, states, loss):
-    """The model, what it held before, what the loss returned, and what the model held then."""
+  def _run(self, states, loss_of):
+    """The model, its arrays before, what the loss returned, and the arrays after."""
     model = nnx.merge(self.graphdef, *states)
-    before = _held(model)
-    return model, before, loss(model), _held(model)
+    before = _arrays(model)
+    loss = loss_of(model)
+    return model, before, loss, _arrays(model)
 
-  def _computed(self, states, loss) -> set[str]:
+  def _computed(self, states, loss_of) -> set[str]:
     """The names of what the loss computes, and does not only pass through."""
 
     def run(states):
-      _, before, _, after = self._run(states, loss)
+      _, before, _, after = self._run(states, loss_of)
       return before, after
 
     program, shapes = jax.make_jaxpr(run, return_shape=True)(states)
+    # In the place of each array: which argument of the program it is, if it is one.
     results = forwarded(program.jaxpr)
     before, after = jax.tree.unflatten(jax.tree.structure(shapes), results)
     return _changed(before, after)
@@ -89,9 +87,9 @@ class PureLoss:
         " Variable of another type, or change it before the step. (A transform may also return it"
         " unchanged, in a way that the traced program does not show.)"
       )
-    held = variables.named(nnx.state(model))
+    named = variables.named(nnx.state(model))
     for name in sorted(changed):
-      if not variables.is_variable(held[name]):
+      if not variables.is_variable(named[name]):
         lost = f"model.{name}, an array that is not a Variable"
         raise ValueError(_LOST.format(lost))
     if not changed <= self.changed:
@@ -112,7 +110,7 @@ class PureLoss:
       )
 
 
-def _held(model: nnx.Module):
+def _arrays(model: nnx.Module):
   """The arrays of the Variables of a model, by name."""
   named = variables.named(nnx.state(model)).items()
   return {name: jax.tree.leaves(variables.value(x)) for name, x in named}
@@ -121,7 +119,7 @@ def _held(model: nnx.Module):
 def _changed(before, after) -> set[str]:
   """The names of what has other arrays than before, as where something was computed."""
 
-  def ids(held):
-    return {(name, *map(id, leaves)) for name, leaves in held.items()}
+  def ids(arrays):
+    return {(name, *map(id, leaves)) for name, leaves in arrays.items()}
 
   return {name for name, *_ in ids(after) - ids(before)}

@@ -13,19 +13,24 @@ from jax.sharding import PartitionSpec
 
 def followed(params, opt_state) -> list[int | None]:
   """For each leaf of the state the number of the parameter that it follows, or None."""
-  words_of = lambda path: tuple(map(str, path))  # noqa: E731
+
+  def words_of(path):
+    return tuple(map(str, path))
+
   paths = jax.tree_util.tree_leaves_with_path(params)
   numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
   def parameter(path, x) -> int | None:
+    # A scalar for each parameter follows none.
+    if not jnp.ndim(x):
+      return None
     words = words_of(path)
-    ends = (words[i:] for i in range(len(words) + 1))  # the longest first
-    # A number for each parameter follows none.
-    return (
-      next((numbers[end] for end in ends if end in numbers), None)
-      if jnp.ndim(x)
-      else None
-    )
+    # The longest end first; the last is that of a parameter that is the whole tree.
+    for i in range(len(words) + 1):
+      end = words[i:]
+      if end in numbers:
+        return numbers[end]
+    return None
 
   state = jax.tree_util.tree_leaves_with_path(opt_state)
   return [parameter(path, x) for path, x in state]
@@ -43,15 +48,12 @@ def specs_of_states(
   state = jax.tree.leaves(opt_state)
   kinds: list[set[Any]] = [set() for _ in leaves]
   of_state = specs[len(leaves) : len(leaves) + len(state)]
-  for number, x, spec in zip(
-    followed(params, opt_state), state, of_state, strict=True
-  ):
+  numbers = followed(params, opt_state)
+  for number, x, spec in zip(numbers, state, of_state, strict=True):
     if number is not None:
       kinds[number].add((jnp.shape(x), spec))
-  single = [
-    next(iter(kind)) if len(kind) == 1 else (None, None) for kind in kinds
-  ]
-  return [
-    spec if shape == jnp.shape(x) else None
-    for x, (shape, spec) in zip(leaves, single, strict=True)
-  ]
+  single: list[PartitionSpec | None] = []
+  for x, kind in zip(leaves, kinds, strict=True):
+    shape, only = kind.pop() if len(kind) == 1 else (None, None)
+    single.append(only if shape == jnp.shape(x) else None)
+  return single

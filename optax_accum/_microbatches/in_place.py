@@ -31,8 +31,8 @@ from optax_accum._arithmetic.trees import Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
-# An argument of a linear program: the tangent of parameter i, which has a reference; another
-# tangent, _VALUE; or no tangent, None.
+# What an operand of a linear program is: the tangent of parameter i, which has a reference; another
+# tangent, without one, _VALUE; or no tangent, None.
 _Kind: TypeAlias = int | None
 _VALUE = -1
 
@@ -208,9 +208,9 @@ def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
 def _cotangent(loss: jax.Array, leaves, factor: Weight) -> jax.Array:
   """The factor of the loss, and so of all gradients."""
   widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
-  if jnp.finfo(loss.dtype).bits < widest and not (
-    isinstance(factor, float) and factor == 1
-  ):
+  is_narrow = jnp.finfo(loss.dtype).bits < widest
+  is_one = isinstance(factor, float) and factor == 1
+  if is_narrow and not is_one:
     raise TypeError(
       f"The loss has dtype {loss.dtype}, narrower than the parameters', and in_place=True would"
       " round weights to it: return the loss in the parameters' dtype, or pass in_place=False."
@@ -233,6 +233,7 @@ def kept_apart(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
 
 def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:
   """The parameters that a linear program uses where a reference is not known to be right."""
+  # By identity: what is not a variable has no hash.
   kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
   unfit: set[int] = set()
   for eqn in jaxpr.eqns:
@@ -252,7 +253,9 @@ def _unfit_in(eqn, operands: list[_Kind]) -> set[int]:
     return here if name in _NOT_TO_PASS else set()
   if name not in _INNER or not here:
     return here
+  # What goes in twice.
   unfit = {i for i in here if operands.count(i) > 1}
+  # Then the operands as the inner functions have them.
   if name == "cond":
     operands = operands[1:]
   if name == "scan":
@@ -260,11 +263,14 @@ def _unfit_in(eqn, operands: list[_Kind]) -> set[int]:
     shared = operands[:consts]
     rows = operands[consts + carried :]
     for group in (shared, rows):
+      # What goes into a scan after a value.
       if _VALUE in group:
-        unfit |= here.intersection(group[group.index(_VALUE) :])
+        first = group.index(_VALUE)
+        unfit |= here.intersection(group[first:])
     # Carried cotangents are values.
     operands = [*shared, *[_VALUE] * carried, *rows]
   for part in inner:
-    fits = len(part.invars) == len(operands)
-    unfit |= _unfit(part, operands) if fits else here
+    if len(part.invars) != len(operands):
+      return here
+    unfit |= _unfit(part, operands)
   return unfit

@@ -68,13 +68,11 @@ def distinct(donated, held, others, new):
   new then. So `held`, the arrays in `donated`, and `others`, which are not donated, are compared
   only where they are like an array that is `new`: not of the last call.
   """
+  # Which arrays may have a buffer in common: first by their few types, because to ask each array
+  # for its shard takes longer, and then by their shards.
   shards = _shards(new)
-  # Told from the few types that there are: asking each array for its shard takes longer.
-  alike = {
-    aval
-    for aval in {x.aval for x in held}
-    if any(_may_have(aval, shard) for shard in shards)
-  }
+  types = {x.aval for x in held}
+  alike = {t for t in types if any(_may_have(t, shard) for shard in shards)}
   if not alike:
     return donated
   suspects = shards & _shards(x for x in held if x.aval in alike)
@@ -84,6 +82,7 @@ def distinct(donated, held, others, new):
   def is_suspect(x):
     return not suspects.isdisjoint(_shards(arrays(x)))
 
+  # The buffers of these alone are compared. What others have cannot be donated.
   used = set()
   for x in filter(is_suspect, others):
     used |= _buffers(x)
