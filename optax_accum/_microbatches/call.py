@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from optax_accum._microbatches.cut import (
 )
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import Arguments, by_slot, Roles
+
+# Cuts the rows of a microbatch: where they are used, and not before.
+Take: TypeAlias = Callable[[], tuple[Batch, ...]]
 
 
 class Microbatches:
@@ -126,8 +129,22 @@ class Microbatches:
     weighted_mean.check_weight("weight_fn", value)
     return weighted_mean.as_weight(value)
 
+  @property
+  def sizes(self) -> list[int]:
+    """The rows of a full microbatch, and those of the smaller last one, if any."""
+    if self.tail_rows:
+      return [self.size, self.tail_rows]
+    return [self.size]
+
+  def taken(self, index: ArrayLike, rows: int) -> Take:
+    """The rows of one microbatch, which has so many."""
+    take, rest = self._cut
+    if rows == self.size:
+      return lambda: take(index)
+    return lambda: rest
+
   @functools.cached_property
-  def cut(self) -> tuple[Cut, tuple[Batch, ...]]:
+  def _cut(self) -> tuple[Cut, tuple[Batch, ...]]:
     """The microbatches of full size, by index, and the rows left over."""
     axes = tuple(self.roles.batch.values())
     return cut_rows(self.batch, axes, self.size, self.full)

@@ -20,14 +20,14 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.trees import Batch, Carry, Leaf, Tree
+from optax_accum._arithmetic.trees import Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import (
   in_first_units,
   Weight,
   WeightSum,
 )
 from optax_accum._microbatches import carry as carries
-from optax_accum._microbatches.call import Microbatches
+from optax_accum._microbatches.call import Microbatches, Take
 from optax_accum._microbatches.collectives import axes_sent_over
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.outputs import Reductions
@@ -63,8 +63,6 @@ class Microbatch(NamedTuple):
   skipped: Leaf = None  # 1 if it was left out, None where none can be
 
 
-# Cuts the rows of a microbatch: where they are used, and not before.
-Take: TypeAlias = Callable[[], tuple[Batch, ...]]
 # What is left of the outputs and the weight of a microbatch that has run, and whether it was
 # skipped.
 Settle: TypeAlias = Callable[[Tree, Leaf], tuple[Tree, Leaf, Leaf]]
@@ -147,14 +145,6 @@ def run_in_microbatches(
   return over_devices(call.split, loop.reductions, progress, call.carry, known)
 
 
-def _taken(call: Microbatches, index: ArrayLike, rows: int) -> Take:
-  """Cuts the rows of one microbatch."""
-  take, tail = call.cut
-  if rows == call.size:
-    return lambda: take(index)
-  return lambda: tail
-
-
 class Progress(NamedTuple):
   """What the loop carries from one microbatch to the next, and a cycle from call to call."""
 
@@ -180,20 +170,17 @@ class Loop:
   def of(cls, call: Microbatches, run: Run, words, root: str) -> "Loop":
     """The loop that `run_in_microbatches` runs. A microbatch of each size is traced for it."""
     start = call.devices.with_own_noise(call.carry)
-
-    def traced(rows):
-      one = functools.partial(run, 0, start, _taken(call, 0, rows), rows)
-      return jax.make_jaxpr(one, return_shape=True)()
-
-    program = traced(call.size)
-    full = across_devices.types(program)
-    tail = full
-    if call.tail_rows:
-      tail = across_devices.types(traced(call.tail_rows))
+    programs = []
+    for rows in call.sizes:
+      one = functools.partial(run, 0, start, call.taken(0, rows), rows)
+      # In this frame, so that few stand between a call and the loss.
+      programs.append(jax.make_jaxpr(one, return_shape=True)())
+    full = across_devices.types(programs[0])
+    tail = across_devices.types(programs[-1])
     dtype = call.split.accumulator_dtype
     reductions = Reductions(words, full.outputs, dtype)
     reductions.check(root, call, tail.outputs)
-    return cls(call, run, reductions, program[0].jaxpr, full, tail)
+    return cls(call, run, reductions, programs[0][0].jaxpr, full, tail)
 
   def begin(self) -> Progress:
     """What a cycle holds that has no microbatch yet."""
@@ -271,7 +258,7 @@ class Loop:
     gathered = hoisting.shapes_in(self.jaxpr)
     outputs = self.reductions.unhoisted(progress.outputs, gathered)
     carry = hoisting.unhoisted(progress.carry, gathered)
-    take = _taken(self.call, index, rows)
+    take = self.call.taken(index, rows)
     new = self.run(index, carry, take, rows, progress.unit)
     with jax.named_scope("accumulate"):
       weights = progress.weights
@@ -292,7 +279,8 @@ class Loop:
   ) -> tuple[Progress, Tree]:
     """What `_add` gives, which does not run where the weight is zero (on all, if they `agree`)."""
     call = self.call
-    weight = call.weight(index, _taken(call, index, rows)(), rows)
+    take = call.taken(index, rows)
+    weight = call.weight(index, take(), rows)
     here = weighted_mean.counts(weight)
     runs = here
     if agree:

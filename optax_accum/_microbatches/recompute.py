@@ -14,8 +14,8 @@ from jax.typing import ArrayLike
 
 from optax_accum._arithmetic import dtypes, hoisting, weighted_mean
 from optax_accum._arithmetic.trees import Leaves
-from optax_accum._microbatches.call import Microbatches
-from optax_accum._microbatches.loop import Microbatch, Run, Take
+from optax_accum._microbatches.call import Microbatches, Take
+from optax_accum._microbatches.loop import Microbatch, Run
 from optax_accum._microbatches.options import Split
 
 
@@ -44,14 +44,12 @@ class Recomputed:
     self._copies: dict[int, jax.Array] = {}  # by the id of what it is a copy of
     if call.split.axis_name is not None:
       call.map_shared(self._varying)
-    take, tail = call.cut
     # By the number of rows.
-    self._programs = {call.size: self._trace(take(0), call.size)}
-    if call.tail_rows:
-      self._programs[call.tail_rows] = self._trace(tail, call.tail_rows)
+    self._programs = {rows: self._trace(rows) for rows in call.sizes}
 
-  def _trace(self, batch, rows: int) -> _Program:
+  def _trace(self, rows: int) -> _Program:
     no_carry = ()
+    batch = self._call.taken(0, rows)()
 
     def one(index, batch):
       return self._run(index, no_carry, lambda: batch, rows)

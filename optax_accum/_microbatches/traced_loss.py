@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.trees import Args, Tree
+from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches import collectives
-from optax_accum._microbatches.call import Microbatches
+from optax_accum._microbatches.call import Microbatches, Take
 
 
 class TracedLoss:
@@ -34,12 +34,8 @@ class TracedLoss:
     self.sends = False
     self.sends_back = False
     self._programs: dict[Any, Any] = {}
-    take, tail = call.cut
-    batches = [lambda: take(0)]
-    if call.tail_rows:
-      batches.append(lambda: tail)
-    for batch in batches:
-      params, inputs = self._types(batch)
+    for rows in call.sizes:
+      params, inputs = self._types(call.taken(0, rows))
       # In this frame, so that few stand between a call and the loss.
       trace = jax.make_jaxpr(self._run_on, return_shape=True)
       closed, like = trace(params, inputs)
@@ -61,13 +57,13 @@ class TracedLoss:
 
     return run
 
-  def _types(self, batch: Callable[[], Args]):
+  def _types(self, take: Take):
     """The types of what is differentiated, and of the inputs of a microbatch of these rows."""
     call = self._call
 
     def arguments():
       carry = call.devices.with_own_noise(call.carry)
-      inputs = call.inputs(0, batch(), carry)
+      inputs = call.inputs(0, take(), carry)
       args, _ = call.arguments(inputs)
       first, *others = (args[i] for i in call.roles.differentiated)
       return [self._gather(first, inputs), *others], inputs
