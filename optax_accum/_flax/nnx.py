@@ -166,10 +166,10 @@ class NnxTrainStep(flax_step.FlaxStep):
     self, model: nnx.Module, optimizer: Optimizer, batch: Batch, *args, **kwargs
   ) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
-    held, (new, metrics) = self._with_call(
+    places, (new, metrics) = self._with_call(
       flax_step.run, model, optimizer, batch, *args, **kwargs
     )
-    variables.write(held, new._replace(batch=None, further=held.further))
+    variables.write(places, new._replace(batch=None, further=places.further))
     return metrics
 
   def begin(self, model: nnx.Module) -> Cycle:
@@ -226,14 +226,14 @@ class NnxTrainStep(flax_step.FlaxStep):
     def finished(results):
       params, opt_state, *carried, count, metrics = results
       new = Arguments(params, opt_state, count=count)
-      written = held._replace(constant=None, carried=None, further=None)
+      written = places._replace(constant=None, carried=None, further=None)
       if carried:
-        written = written._replace(carried=held.carried)
+        written = written._replace(carried=places.carried)
         new = new._replace(carried=carried[0])
       variables.write(written, new._replace(further=None))
       return metrics
 
-    held, call = self._with_program(finish, model, optimizer, _carried(cycle))
+    places, call = self._with_program(finish, model, optimizer, _carried(cycle))
     return call
 
   def _with_call(self, use: Use, /, model, optimizer, batch, *args, **kwargs):
@@ -265,11 +265,11 @@ class NnxTrainStep(flax_step.FlaxStep):
     """
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
-    held = Arguments(params)
+    places = Arguments(params)
     tx = optax.identity()  # which no program runs
     if optimizer is not None:
       tx = optimizer.tx
-      held = Arguments(params, optimizer.opt_state, count=optimizer.step)
+      places = Arguments(params, optimizer.opt_state, count=optimizer.step)
     key = graphdef, None if optimizer is None else tx
     found = self._found.get(key)
     if found is None:
@@ -281,9 +281,9 @@ class NnxTrainStep(flax_step.FlaxStep):
         found = self._find(key, tx, changed | known)
         continue
       carried, constant = nnx.split_state(rest, variables.among(changed), ...)
-      held = held._replace(constant=constant, carried=carried)
+      places = places._replace(constant=constant, carried=carried)
       try:
-        return held, use(program, variables.values(held))
+        return places, use(program, variables.values(places))
       except ChangedByLossError as error:
         # While the loss was traced, before anything ran.
         found = self._find(key, tx, changed.union(error.args))

@@ -28,9 +28,9 @@ def check_module(call: str, model: object) -> None:
 
 def check_model(wrt, params, model: nnx.Module, optimizer) -> None:
   """Checks a model of this structure, and that `wrt` selects what the optimizer was made for."""
-  held = named(nnx.state(model))
+  by_name = named(nnx.state(model))
   selected = named(params)
-  for name, x in held.items():
+  for name, x in by_name.items():
     if is_variable(x) and any(
       x.get_metadata(kind, False) for kind in _versions.NNX_REFERENCES
     ):
@@ -39,7 +39,7 @@ def check_model(wrt, params, model: nnx.Module, optimizer) -> None:
         " a step cannot take apart: make the model without."
       )
   if not selected:
-    kinds = sorted({type(x).__name__ for x in held.values()})
+    kinds = sorted({type(x).__name__ for x in by_name.values()})
     raise ValueError(
       f"wrt={shown(wrt)} selects nothing in {type(model).__name__}, which has {', '.join(kinds)}."
     )

@@ -27,15 +27,15 @@ def loss_elsewhere(
   del weight  # optax's line searches refuse an extra argument that this lacks
 
   @jax.custom_jvp
-  def value(params, held):
-    weights, args, kwargs = held
+  def value(params, given):
+    weights, args, kwargs = given
     return loss.value(weights, params, *args, **kwargs)
 
   @functools.partial(value.defjvp, symbolic_zeros=True)
   def value_and_tangent(primals, tangents):
-    (params, held) = primals
-    (params_moved, held_moved) = tangents
-    weights, args, kwargs = held
+    (params, given) = primals
+    (params_moved, given_moved) = tangents
+    weights, args, kwargs = given
     out = loss.value_and_grad(weights, params, *args, **kwargs).outputs
     tangent = jnp.zeros_like(out.loss)
     moved = _instantiated(params_moved)
@@ -43,10 +43,10 @@ def loss_elsewhere(
       own = map(loss.local.derivatives, (out.grads, moved))
       terms = jax.tree.leaves(jax.tree.map(_real_product, *own))
       tangent = jnp.asarray(sum(terms), out.loss.dtype)
-    moved = _instantiated(held_moved)
+    moved = _instantiated(given_moved)
     if moved is not None:  # in the step itself, which a user differentiates
       at_params = functools.partial(value.fun, params)
-      tangent += jax.jvp(at_params, (held,), (moved,))[1]
+      tangent += jax.jvp(at_params, (given,), (moved,))[1]
     return out.loss, tangent
 
   return value(params, (weights, args, kwargs))
