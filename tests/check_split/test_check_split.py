@@ -356,7 +356,7 @@ def test_a_report_prints_the_verdict_and_a_table_of_what_differs():
 
 
 def test_what_was_not_looked_at_is_printed():
-  assert "not checked: whether the noise of a row depends on" in str(
+  assert "not checked: the random numbers that the loss draws" in str(
     report_of("dropout")
   )
   assert report_of("mean").not_checked == ()
