@@ -245,13 +245,15 @@ class PlacedLoss(NamedTuple):
   def value(self, weights, /, *args, **kwargs) -> jax.Array:
     """The loss alone."""
     same = PartitionSpec()
-    return self._on_each_device(LocalLoss.value, same, weights, args, kwargs)
+    run = self._on_each_device(LocalLoss.value, args, kwargs)
+    return on_each_device(*run, same, weights, args, kwargs)
 
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
-    method = LocalLoss.value_and_grad
+    run = self._on_each_device(LocalLoss.value_and_grad, args, kwargs)
     specs = self._reduced_specs
-    out = self._on_each_device(method, specs, weights, args, kwargs)
+    # In this frame, so that few stand between a call and the loss.
+    out = on_each_device(*run, specs, weights, args, kwargs)
     return self._to_place(out, args[0])
 
   def begin(self, /, *args, **kwargs) -> Accumulated:
@@ -260,7 +262,8 @@ class PlacedLoss(NamedTuple):
     def begin(local, _, *args, **kwargs):
       return _stored(local.begin(*args, **kwargs))
 
-    return self._on_each_device(begin, self._each, None, args, kwargs)
+    run = self._on_each_device(begin, args, kwargs)
+    return on_each_device(*run, self._each, None, args, kwargs)
 
   def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
     """What the devices hold after a call, of what they held before."""
@@ -268,7 +271,8 @@ class PlacedLoss(NamedTuple):
     def add(local, held, *args, **kwargs):
       return _stored(local.add(_own(held), *args, **kwargs))
 
-    return self._on_each_device(add, self._each, held, args, kwargs)
+    run = self._on_each_device(add, args, kwargs)
+    return on_each_device(*run, self._each, held, args, kwargs)
 
   def finish(self, held: Accumulated, start, params) -> Reduced:
     """The loss and its gradients, of all calls. They began with the carry `start`."""
@@ -348,15 +352,8 @@ class PlacedLoss(NamedTuple):
     )
     return local, _unchanged
 
-  def _on_each_device(
-    self,
-    method: Callable[..., Any],
-    out_specs,
-    own,
-    args,
-    kwargs,
-  ):
-    """A method of the loss of one device, given that device's part of the batch and of `own`."""
+  def _on_each_device(self, method: Callable[..., Any], args, kwargs) -> Any:
+    """What `on_each_device` is given first, to run a method of the loss of one device."""
     axes = self.local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
     split = self.parallel.local_split(self.local.split, rows)
@@ -367,9 +364,7 @@ class PlacedLoss(NamedTuple):
       return method(local, own, gather(params), *others, **kwargs)
 
     sharded: dict[Slot, Tree] = {0: self._shards.parameters}
-    return on_each_device(
-      self.parallel, axes, sharded, run, out_specs, own, args, kwargs
-    )
+    return self.parallel, axes, sharded, run
 
 
 def _unchanged(params):

@@ -124,27 +124,6 @@ def _in_unit(weight, unit, known: float) -> tuple[Leaf, Weight]:
   return in_first_units(unit, weight)
 
 
-def run_in_microbatches(
-  call: Microbatches, run: Run, words, root: str = "output"
-) -> Reduced:
-  """Runs each microbatch and combines the outputs, which messages call `root`.
-
-  `words` is a prefix tree of reductions.
-  """
-  if call.is_whole:
-    dtype = call.split.accumulator_dtype
-    whole = run(0, call.carry, lambda: call.batch, call.rows)
-    reductions = Reductions(words, whole.outputs, dtype)
-    reductions.check(root, call, whole.outputs)
-    outputs = reductions.only(whole.outputs)
-    return Reduced(whole.carry, outputs, _stats(call.rows, None))
-
-  loop = Loop.of(call, run, words, root)
-  progress = loop.run_all(loop.empty())
-  known = call.rows, call.size
-  return over_devices(call.split, loop.reductions, progress, call.carry, known)
-
-
 class Progress(NamedTuple):
   """What the loop carries from one microbatch to the next, and a cycle from call to call."""
 
@@ -166,21 +145,14 @@ class Loop:
   full: Microbatch  # the types of its results
   tail: Microbatch  # those of the smaller last one, or again `full`
 
-  @classmethod
-  def of(cls, call: Microbatches, run: Run, words, root: str) -> "Loop":
-    """The loop that `run_in_microbatches` runs. A microbatch of each size is traced for it."""
-    start = call.devices.with_own_noise(call.carry)
-    programs = []
-    for rows in call.sizes:
-      one = functools.partial(run, 0, start, call.taken(0, rows), rows)
-      # In this frame, so that few stand between a call and the loss.
-      programs.append(jax.make_jaxpr(one, return_shape=True)())
-    full = across_devices.types(programs[0])
-    tail = across_devices.types(programs[-1])
-    dtype = call.split.accumulator_dtype
-    reductions = Reductions(words, full.outputs, dtype)
-    reductions.check(root, call, tail.outputs)
-    return cls(call, run, reductions, programs[0][0].jaxpr, full, tail)
+  def reduced(self) -> Reduced:
+    """The combined results of all microbatches."""
+    call = self.call
+    progress = self.run_all(self.empty())
+    known = call.rows, call.size
+    return over_devices(
+      call.split, self.reductions, progress, call.carry, known
+    )
 
   def begin(self) -> Progress:
     """What a cycle holds that has no microbatch yet."""
@@ -356,6 +328,38 @@ def over_devices(
   outputs = reductions.over_devices(progress.outputs, devices, counted)
   outputs = reductions.finish(outputs, in_unit)
   return Reduced(carry, outputs, _stats(total, skipped))
+
+
+def run_in_microbatches(
+  call: Microbatches,
+  run: Run,
+  words,
+  root: str = "output",
+  use: Callable[[Loop], Any] = Loop.reduced,
+):
+  """Runs each microbatch and combines the outputs, which messages call `root`.
+
+  `words` is a prefix tree of reductions. In a cycle, `use` makes something else of the loop.
+  """
+  dtype = call.split.accumulator_dtype
+  if call.is_whole:
+    whole = run(0, call.carry, lambda: call.batch, call.rows)
+    reductions = Reductions(words, whole.outputs, dtype)
+    reductions.check(root, call, whole.outputs)
+    outputs = reductions.only(whole.outputs)
+    return Reduced(whole.carry, outputs, _stats(call.rows, None))
+
+  start = call.devices.with_own_noise(call.carry)
+  programs = []
+  for rows in call.sizes:
+    one = functools.partial(run, 0, start, call.taken(0, rows), rows)
+    # In this frame, so that few stand between a call and the loss.
+    programs.append(jax.make_jaxpr(one, return_shape=True)())
+  full = across_devices.types(programs[0])
+  tail = across_devices.types(programs[-1])
+  reductions = Reductions(words, full.outputs, dtype)
+  reductions.check(root, call, tail.outputs)
+  return use(Loop(call, run, reductions, programs[0][0].jaxpr, full, tail))
 
 
 def _stats(weight: Weight, skipped) -> MicrobatchStats:

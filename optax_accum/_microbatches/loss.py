@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,18 @@ class Accumulated(NamedTuple):
   results: Outputs  # a zero in the dtype of each result, but for gradients
 
 
+class Part(NamedTuple):
+  """What a call runs of a cycle; by default all of it."""
+
+  # How many microbatches were in calls before, on all devices, where there may have been any.
+  before: jax.Array | None = None
+  # What is made of the loop over the microbatches of the call.
+  use: Callable[[Loop], Any] = Loop.reduced
+
+
+_WHOLE = Part()
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class LocalLoss:
   """A loss on one device, or on each of the devices of an `axis_name`."""
@@ -84,6 +96,7 @@ class LocalLoss:
   aux_reduction: Tree
   # Gathers the parameters in a microbatch. Its other arguments tie this to the loop.
   gather_in_loop: Callable[..., Params] = lambda params, *others: params
+  part: Part = _WHOLE
   # Is told whether devices exchange something, once traced.
   tell: Callable[[bool], object] = bool
 
@@ -156,9 +169,22 @@ class LocalLoss:
 
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
-    gradients = self._gradients(args, kwargs, weights)
+    before, use = self.part
+    roles = self.roles_of(args, kwargs)
+    given = list(args)
+    for i in roles.differentiated:
+      parameters.check_differentiable(self.split.name(i), args[i])
+      arrays = jax.tree.map(jnp.asarray, args[i])
+      given[i] = self.split.devices.varying(arrays)
+    call = Microbatches(self.split, roles, given, kwargs, weights, before)
+    traced = None
+    if self.split.axis_name is not None:
+      is_mean = self.reduction.name == "mean"
+      gather = self.gather_in_loop
+      traced = TracedLoss(self.function, call, gather, is_mean)
+    gradients = _Gradients(self, call, given, traced)
     words = gradients.reductions
-    return run_in_microbatches(gradients.call, gradients.run, words, root="")
+    return run_in_microbatches(call, gradients.run, words, "", use)
 
   def in_parts(self) -> "LocalLoss":
     """The same loss, of microbatches that arrive in several calls."""
@@ -179,19 +205,26 @@ class LocalLoss:
   def begin(self, /, *args, **kwargs) -> Accumulated:
     """What a device holds before the first call, which has arguments of these types."""
     none = jnp.zeros((), jnp.int32)
-    loop = self._loop(args, kwargs, none)
 
     def zero(x):
       return jnp.zeros((), x.dtype)
 
-    results = loop.full.outputs._replace(grads=None)
-    return Accumulated(none, loop.begin(), jax.tree.map(zero, results))
+    def begin(loop):
+      results = loop.full.outputs._replace(grads=None)
+      return Accumulated(none, loop.begin(), jax.tree.map(zero, results))
+
+    first: Any = dataclasses.replace(self, part=Part(none, begin))
+    return first.value_and_grad(None, *args, **kwargs)
 
   def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
     """What a device holds after a call, of what it held before."""
-    loop = self._loop(args, kwargs, held.number)
-    number = held.number + loop.call.count
-    return held._replace(number=number, progress=loop.add(held.progress))
+
+    def add(loop):
+      number = held.number + loop.call.count
+      return held._replace(number=number, progress=loop.add(held.progress))
+
+    part: Any = dataclasses.replace(self, part=Part(held.number, add))
+    return part.value_and_grad(None, *args, **kwargs)
 
   def finish(self, held: Accumulated, start, params) -> Reduced:
     """What `value_and_grad` gives, of all calls. They began with the carry `start`."""
@@ -204,30 +237,6 @@ class LocalLoss:
     like = held.results._replace(grads=params)
     reductions = Reductions(words, like, self.split.accumulator_dtype)
     return over_devices(self.split, reductions, held.progress, start)
-
-  def _loop(self, args, kwargs, before: jax.Array) -> Loop:
-    """The loop over the microbatches of a call, where others had so many `before`."""
-    gradients = self._gradients(args, kwargs, before=before)
-    words = gradients.reductions
-    return Loop.of(gradients.call, gradients.run, words, root="")
-
-  def _gradients(
-    self, args, kwargs, weights=None, before: jax.Array | None = None
-  ) -> "_Gradients":
-    """The gradients of a call."""
-    roles = self.roles_of(args, kwargs)
-    args = list(args)
-    for i in roles.differentiated:
-      parameters.check_differentiable(self.split.name(i), args[i])
-      arrays = jax.tree.map(jnp.asarray, args[i])
-      args[i] = self.split.devices.varying(arrays)
-    call = Microbatches(self.split, roles, args, kwargs, weights, before)
-    traced = None
-    if self.split.axis_name is not None:
-      is_mean = self.reduction.name == "mean"
-      gather = self.gather_in_loop
-      traced = TracedLoss(self.function, call, gather, is_mean)
-    return _Gradients(self, call, args, traced)
 
   def derivatives(self, grads):
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""
