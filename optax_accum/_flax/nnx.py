@@ -159,8 +159,9 @@ class NnxTrainStep(flax_step.FlaxStep):
     super().__init__(loss_fn, has_aux, options, wrt=shown)
     self._wrt = wrt
     self.loss = self._step_loss(loss_fn)
-    # Of models of each structure, and optimizers: what the loss changes, and the program.
-    self._found: dict[object, tuple[frozenset[str], StepProgram]] = {}
+    # What the loss changes, of models of each structure, and optimizers; and programs for these.
+    self._changed: dict[object, frozenset[str]] = {}
+    self._programs: dict[object, StepProgram] = {}
 
   def __call__(
     self, model: nnx.Module, optimizer: Optimizer, batch: Batch, *args, **kwargs
@@ -190,8 +191,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   def _prepared_add(self, cycle: Cycle, model, batch, *args, **kwargs):
     """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
 
-    What the loss changes in the model is in the cycle from the first call on, and in the model
-    when it has finished. See `TrainStep.add`.
+    What the loss changes in the model, the same Variables in all calls, is in the cycle from the
+    first call on, and in the model when it has finished. See `TrainStep.add`.
     """
     check_cycle("add", cycle)
     nnx_objects.check_module("add(cycle, model, batch)", model)
@@ -257,11 +258,11 @@ class NnxTrainStep(flax_step.FlaxStep):
     use: Callable[[StepProgram, Arguments], Any],
     model,
     optimizer: Optimizer | None,
-    known: frozenset[str] = frozenset(),
+    known: frozenset[str] | None = None,
   ):
     """The Variables of these objects, and what `use` makes of a program and of their values.
 
-    `known` has the names of what the loss is known to change.
+    `known` has the names of all that the loss may change, where that is decided.
     """
     parts: Any = nnx.split(model, self._wrt, ...)
     graphdef, params, rest = parts
@@ -271,37 +272,43 @@ class NnxTrainStep(flax_step.FlaxStep):
       tx = optimizer.tx
       places = Arguments(params, optimizer.opt_state, count=optimizer.step)
     key = graphdef, None if optimizer is None else tx
-    found = self._found.get(key)
-    if found is None:
+    if key not in self._changed:
       nnx_objects.check_model(self._wrt, params, model, optimizer)
-      found = self._find(key, tx, known)
+      self._changed[key] = frozenset()
     while True:
-      changed, program = found
-      if not known <= changed:
-        found = self._find(key, tx, changed | known)
-        continue
+      changed = self._changed[key] if known is None else known
+      program = self._program_of(key, tx, changed)
       carried, constant = nnx.split_state(rest, variables.among(changed), ...)
       places = places._replace(constant=constant, carried=carried)
       try:
         return places, use(program, variables.values(places))
       except ChangedByLossError as error:
         # While the loss was traced, before anything ran.
-        found = self._find(key, tx, changed.union(error.args))
+        if known is not None:
+          names = ", ".join(f"model.{name}" for name in sorted(error.args))
+          raise ValueError(
+            f"loss_fn changed {names}, and in no call of this cycle before, so the cycle does not"
+            " carry it: let the loss change the same Variables in all calls (model.train() or"
+            " model.eval() in all), or finish this cycle first."
+          ) from None
+        self._changed[key] = changed.union(error.args)
       except RuntimeError as error:
         if "has been deleted" in str(error):
           error.add_note(_DELETED)
         raise
 
-  def _find(self, key, tx, changed: frozenset[str]):
+  def _program_of(self, key, tx, changed: frozenset[str]) -> StepProgram:
     """The program for models of a structure, and for what of them the loss changes."""
+    if (key, changed) in self._programs:
+      return self._programs[key, changed]
     graphdef, _ = key
     axis = self._options.get("axis_name")
     if self.loss.parallel is not None:
       axis = self.loss.parallel.axes
     pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
-    found = changed, self._program(self._step_loss(pure), tx)
-    self._found[key] = found
-    return found
+    program = self._program(self._step_loss(pure), tx)
+    self._programs[key, changed] = program
+    return program
 
 
 class _Add(NamedTuple):
@@ -322,6 +329,8 @@ class _Add(NamedTuple):
     return self.with_call(PreparedAdd.eval_shape)
 
 
-def _carried(cycle: Cycle) -> frozenset[str]:
-  """The names of what a cycle has of the model."""
+def _carried(cycle: Cycle) -> frozenset[str] | None:
+  """The names of what a cycle has of the model; None where no call has told yet."""
+  if cycle.held is None:
+    return None
   return frozenset(name for x in cycle.start for name in variables.named(x))

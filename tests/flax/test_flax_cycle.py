@@ -138,6 +138,30 @@ def test_nnx(shape):
     assert optimizers[1].step[...] == 3
 
 
+def test_a_cycle_carries_what_its_own_calls_change():
+  def loss_fn(model, batch):
+    if batch.shape[0] > 8:
+      model(batch)  # which counts rows
+    return jnp.mean(model.dense(batch) ** 2)
+
+  few, many = rows(8, 16)
+  model, twin = Dropping(), Dropping()
+  tx = optax.sgd(0.1)
+  optimizers = [nnx.Optimizer(x, tx, wrt=nnx.Param) for x in (model, twin)]
+  step = nnx_train_step(loss_fn, num_microbatches=1)
+  cycle = step.add(step.begin(model), model, few)
+  # Two calls in which more is changed, of which the cycle knows nothing.
+  step(twin, optimizers[1], many)
+  step.add(step.begin(twin), twin, many)
+  with pytest.raises(ValueError, match=r"changed model\.seen, and in no call"):
+    step.add(cycle, model, many)
+  cycle = step.add(cycle, model, few)
+  expected = loss_fn(model, few)
+  metrics = step.finish(model, optimizers[0], cycle)
+  assert metrics["loss"] == pytest.approx(float(expected), rel=1e-6)
+  assert (model.seen[...], twin.seen[...]) == (0, 16)
+
+
 @pytest.mark.parametrize(
   ("match", "use"),
   [
