@@ -81,6 +81,7 @@ class LossWithoutMesh(NamedTuple):
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
+    _check_devices(held, ())
     return held
 
   @property
@@ -151,6 +152,7 @@ class MeshLoss:
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
+    _check_devices(held, (self.parallel.devices,))
     each = PartitionSpec(self.parallel.axes)
 
     def specs_of(leaves):
@@ -369,6 +371,17 @@ class PlacedLoss(NamedTuple):
 
 def _unchanged(params):
   return params
+
+
+def _check_devices(held: Accumulated, wanted: tuple[int, ...]) -> None:
+  """Checks that a cycle was begun on as many devices."""
+  found = jnp.shape(held.number)
+  if found != wanted:
+    raise ValueError(
+      f"cycle.number has shape {found}, not {wanted}: with mesh= a cycle has sums of each of its"
+      " devices, on a first axis, and without mesh= no such axis. Go on with it on as many devices"
+      " as it began on, or begin another."
+    )
 
 
 def _stored(tree):

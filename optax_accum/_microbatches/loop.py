@@ -168,12 +168,7 @@ class Loop:
     different = _validate.difference(
       "cycle", progress, self.empty(), "type", _validate.type_of
     )
-    if different:
-      raise ValueError(
-        f"{different}: the cycle is of another step, of other parameters, or of batches that give"
-        " other results. Add to one cycle what is alike but for its rows, and begin another for"
-        " the rest."
-      )
+    refuse_cycle(different)
     return self.run_all(progress)
 
   def run_all(self, progress: Progress) -> Progress:
@@ -291,6 +286,16 @@ class Loop:
     # What the compiler sends may wait for devices that do not run it.
     over_axis = self.call.split.axis_name is not None
     return over_axis and across_devices.shares_mesh()
+
+
+def refuse_cycle(different: str) -> None:
+  """Refuses a cycle that is `different` from what a call goes on with; "" is not."""
+  if different:
+    raise ValueError(
+      f"{different}: the cycle is of another step, of other parameters, or of batches that give"
+      " other results. Add to one cycle what is alike but for its rows, and begin another for the"
+      " rest."
+    )
 
 
 def over_devices(

@@ -35,6 +35,7 @@ from optax_accum._microbatches.loop import (
   over_devices,
   Progress,
   Reduced,
+  refuse_cycle,
   Run,
   run_in_microbatches,
   runner,
@@ -234,9 +235,26 @@ class LocalLoss:
       self.grad_reduction,
       self.metrics.reductions,
     )
+    self._check_finishes(held, params)
     like = held.results._replace(grads=params)
     reductions = Reductions(words, like, self.split.accumulator_dtype)
     return over_devices(self.split, reductions, held.progress, start)
+
+  def _check_finishes(self, held: Accumulated, params) -> None:
+    """Checks that a cycle has gradients of these parameters, and the metrics of this loss."""
+    types = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params
+    )
+    dtype = self.split.accumulator_dtype
+    reductions = Reductions(self.grad_reduction, types, dtype)
+
+    def asked(grads, metrics):
+      return Outputs(None, grads=grads, metrics=dict.fromkeys(metrics, 0))
+
+    grads = held.progress.outputs.grads
+    got = asked(grads, held.results.metrics)
+    wanted = asked(jax.eval_shape(reductions.start), self.metrics.funs)
+    refuse_cycle(_validate.difference("cycle", got, wanted))
 
   def derivatives(self, grads):
     """`grads`, with None for those that are no derivatives of the loss, because of a reduction."""

@@ -204,9 +204,13 @@ class CycleProgram:
     """Prepares a call. The carry, which is in the cycle, is not among `args`."""
     check_cycle("add", cycle)
     of_loss = [params, *args]
-    position = self._loss.local.split.carry_argnum
+    split = self._loss.local.split
+    position = split.carry_argnum
     if position is not None:
       of_loss[position:position] = cycle.start
+    names = list(map(split.name, range(len(of_loss))))
+    given = donation.arrays((of_loss, kwargs))
+    donation.check_alive(given, names, of_loss, kwargs)
     params, *others = of_loss
     loss, placed, named = self._loss.place((params, (), *others), kwargs)
     params, _, *others = placed
@@ -218,8 +222,8 @@ class CycleProgram:
       held = begin(params, *others, **named)
     else:
       held = self._loss.place_held(cycle.held)
-    given = held, params, *others
-    return PreparedAdd(cycle, self._add(loss), given, named)
+    args = held, params, *others
+    return PreparedAdd(cycle, self._add(loss), args, named)
 
   def finish(
     self,

@@ -136,8 +136,8 @@ class TrainStep(Step, Generic[Params, Args]):
     It reduces gradients over devices once, and returns what the step returns, the new carry before
     the metrics. Parameters and state are donated as in the step, and the arrays of the cycle
     deleted. A cycle without microbatches is no step: parameters and state are returned as they are,
-    ``metrics["stepped"]`` is False, and there is no aux. An optimizer that calls ``value_fn`` is
-    refused.
+    ``metrics["stepped"]`` is False, and there is no aux and no ``grad_metrics``. An optimizer that
+    calls ``value_fn`` is refused.
     """
     return self._cycle.finish(params, opt_state, cycle)
 

@@ -337,12 +337,67 @@ def test_a_cycle_is_used_once():
         batch,
       ),
     ),
+    (
+      ValueError,
+      "cycle.grads.'b'. is not expected: the cycle is of another step, of",
+      lambda step, params, state, batch: step.finish(
+        {"w": params["w"]}, state, step.add(step.begin(params), params, batch)
+      ),
+    ),
+    (
+      ValueError,
+      "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
+      lambda step, params, state, batch: step.finish(
+        params | {"b": jnp.zeros(4)},
+        state,
+        step.add(step.begin(params), params, batch),
+      ),
+    ),
+    (
+      ValueError,
+      "cycle.metrics.'noise_scale'. is missing: the cycle is of another step",
+      lambda step, params, state, batch: made(noise_scale=True)[0].finish(
+        params, state, step.add(step.begin(params), params, batch)
+      ),
+    ),
+    (
+      ValueError,
+      "cycle.number has shape .., not .8,.: with mesh= a cycle has sums of each",
+      lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(
+        step.add(step.begin(params), params, batch), params, batch
+      ),
+    ),
+    (
+      ValueError,
+      "cycle.number has shape .8,., not ..: with mesh= .* Go on with it on as many",
+      lambda step, params, state, batch: step.finish(
+        params, state, made_on_mesh(params, batch)
+      ),
+    ),
+    (
+      RuntimeError,
+      "params.'b'. has been deleted: an earlier step updated",
+      lambda step, params, state, batch: step.add(
+        step.begin(params), deleted(params), batch
+      ),
+    ),
   ],
 )
 def test_what_is_no_cycle_of_this_step_is_refused(error, match, use):
   step, params, state, batch, _ = made()
   with pytest.raises(error, match=match):
     use(step, params, state, batch)
+
+
+def made_on_mesh(params, batch):
+  step, *_ = made(mesh=make_mesh(8))
+  return step.add(step.begin(params), params, batch)
+
+
+def deleted(params):
+  for x in jax.tree.leaves(params):
+    x.delete()
+  return params
 
 
 @pytest.mark.parametrize(
