@@ -152,6 +152,9 @@ class FlaxStep(Step):
       )
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
+    # Of `finish` parameters, state, carry and count are updated.
+    make = functools.partial(CycleProgram, updated=(0, 1, 3, 4))
+    self._cycle_of = functools.cache(make)  # of a `StepProgram`
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
@@ -180,11 +183,6 @@ class FlaxStep(Step):
     return StepProgram(
       loss, tx, donate, self._counting, results, updated, self.names
     )
-
-  @functools.cache  # noqa: B019 (a step lives as long as what it compiled)
-  def _cycle_of(self, program: StepProgram) -> CycleProgram:
-    """The programs of a cycle: of `finish` parameters, state, carry and count are updated."""
-    return CycleProgram(program, updated=(0, 1, 3, 4))
 
   def _counting(self, run: Function) -> Function:
     """What is compiled: it also counts how many steps the optimizer took."""

@@ -1,6 +1,8 @@
 """Microbatches that arrive in several calls, in the steps of Flax: that of all rows at once."""
 
 import copy
+import gc
+import weakref
 
 from flax import linen as nn
 from flax import nnx
@@ -136,6 +138,18 @@ def test_nnx(shape):
     none = step.finish(twin, optimizers[1], step.begin(twin))
     assert not none["stepped"]
     assert optimizers[1].step[...] == 3
+
+
+def test_nothing_holds_a_step_that_had_a_cycle():
+  step = nnx_train_step(
+    lambda model, batch: jnp.mean(model.dense(batch)), num_microbatches=1
+  )
+  model = Dropping()
+  step.add(step.begin(model), model, *rows(2))
+  dropped = weakref.ref(step)
+  del step
+  gc.collect()
+  assert dropped() is None
 
 
 def test_a_cycle_carries_what_its_own_calls_change():
