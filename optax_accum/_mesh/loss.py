@@ -150,16 +150,6 @@ class MeshLoss:
     """The loss of microbatches that arrive in several calls."""
     return dataclasses.replace(self, local=self.local.in_parts())
 
-  def place_held(self, held: Accumulated) -> Accumulated:
-    """What a cycle holds, where it belongs."""
-    _check_devices(held, (self.parallel.devices,))
-    each = PartitionSpec(self.parallel.axes)
-
-    def specs_of(leaves):
-      return [each] * len(leaves)
-
-    return place(self.parallel.mesh, "cycle", held, specs_of)
-
   def place_state(
     self, params, opt_state, others, carries: int
   ) -> tuple["PlacedLoss", Args]:
@@ -290,6 +280,16 @@ class PlacedLoss(NamedTuple):
       self.parallel, {}, {}, finish, specs, held, start, {}
     )
     return self._to_place(reduced, params)
+
+  def place_held(self, held: Accumulated) -> Accumulated:
+    """What a cycle holds, where it belongs."""
+    _check_devices(held, (self.parallel.devices,))
+
+    def specs_of(_):
+      each = jax.tree.broadcast(self.held_shardings, held)
+      return list(map(spec_of, jax.tree.leaves(each)))
+
+    return place(self.parallel.mesh, "cycle", held, specs_of)
 
   @property
   def held_shardings(self) -> Accumulated:

@@ -67,7 +67,7 @@ class CycleLoss(NamedTuple):
     carries = len(self.local.split.carry)
     loss, placed = self.loss.place_state(params, opt_state, others, carries)
     params, opt_state, others = placed
-    held = self.loss.place_held(held)
+    held = loss.place_held(held)
     return CycleLoss(loss), (params, opt_state, held, *others), kwargs
 
   def beside(self, params, opt_state) -> "CycleLoss":
@@ -221,7 +221,7 @@ class CycleProgram:
         begin = functools.partial(jax.eval_shape, begin)
       held = begin(params, *others, **named)
     else:
-      held = self._loss.place_held(cycle.held)
+      held = loss.place_held(cycle.held)
     args = held, params, *others
     return PreparedAdd(cycle, self._add(loss), args, named)
 

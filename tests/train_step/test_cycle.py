@@ -235,6 +235,26 @@ def test_a_cycle_that_was_saved_goes_on_to_the_bit(shape, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, resumed, expected)
 
 
+def test_a_cycle_in_host_memory_goes_back_to_explicit_axes():
+  mesh = make_mesh(4, 2, kind=devices.EXPLICIT)
+  tx = optax.sgd(0.1)
+  step = optax_accum.make_train_step(
+    lambda params, batch: jnp.mean((batch["x"] @ params) ** 2),
+    tx,
+    num_microbatches=1,
+    mesh=mesh,
+    donate=False,
+  )
+  params = devices.put(jnp.arange(8.0), mesh, P("model"))
+  opt_state = tx.init(params)
+  calls = batches(np.float32, (8, 8))
+  expected = take(step, params, opt_state, calls)
+  cycle = step.add(step.begin(params), params, calls[0])
+  cycle = step.add(jax.device_get(cycle), params, calls[1])
+  found = step.finish(params, opt_state, jax.device_get(cycle))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
 def test_a_cycle_of_nothing_is_no_step(shape):
   mesh = None if shape is None else make_mesh(*shape)
