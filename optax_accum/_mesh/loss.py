@@ -269,13 +269,17 @@ class PlacedLoss(NamedTuple):
   def finish(self, held: Accumulated, start, params) -> Reduced:
     """The loss and its gradients, of all calls. They began with the carry `start`."""
     split = self.parallel.on_device(self.local.split)
-    local, _ = self._on_device(split)
+    added = self
+    if self.parallel.reduce_in_loop:
+      # As `add` had them, which knows no state.
+      added = self.beside(params, ())
+    local, _ = added._on_device(split)
     like = jax.eval_shape(lambda: params)
 
     def finish(held, start, _):
       return local.finish(_own(held), start, like)
 
-    specs = self._reduced_specs
+    specs = added._reduced_specs
     reduced = on_each_device(
       self.parallel, {}, {}, finish, specs, held, start, {}
     )

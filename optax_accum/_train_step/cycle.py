@@ -29,7 +29,8 @@ class Cycle:
 
   ``step.begin`` makes one, ``step.add`` takes it and returns the next, ``step.finish`` ends it.
   Save and restore all of it; over a mesh on as many devices, since a device has its own sums. What
-  to restore it into is ``step.add.eval_shape(step.begin(params), params, batch)``.
+  to restore it into is ``step.add.eval_shape(step.begin(params), params, batch)``. Zeros in such a
+  tree are no cycle: to add in `jax.lax.scan`, add a first batch before.
 
   Attributes:
     start: A tuple of the carry that the cycle began with; empty if there is none.

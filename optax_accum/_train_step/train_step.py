@@ -124,9 +124,9 @@ class TrainStep(Step, Generic[Params, Args]):
     ``reduce_gradients="per_microbatch"``. Calls may have different numbers of rows; each number is
     compiled once. ``cycle`` is donated: use what ``add`` returns.
 
-    Raises an error if ``cycle`` was donated before, has ended, or is of other parameters or of
-    another step, or where the step would raise one. "stack" and "concat" of aux need all
-    microbatches at once, and are refused.
+    Raises an error if ``cycle`` was donated before, has ended, or is of other parameters or, as far
+    as its arrays tell, of another step, or where the step would raise one. "stack" and "concat" of
+    aux need all microbatches at once, and are refused.
     """
     return self._cycle.add(cycle, params, args, kwargs)
 

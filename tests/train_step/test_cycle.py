@@ -235,6 +235,28 @@ def test_a_cycle_that_was_saved_goes_on_to_the_bit(shape, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, resumed, expected)
 
 
+@pytest.mark.parametrize("when", ["per_cycle", "per_microbatch"])
+def test_a_state_may_be_sharded_where_parameters_are_whole(when):
+  mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
+  step = optax_accum.make_train_step(
+    loss_fn,
+    tx,
+    microbatch_size=8,
+    weight_fn=tokens,
+    mesh=mesh,
+    reduce_gradients=when,
+    donate=False,
+  )
+  params = devices.put(params_of(np.float32), mesh)
+  opt_state = devices.put(tx.init(params), mesh, P("data"))
+  calls = batches(np.float32)
+  expected = step(params, opt_state, joined(calls))
+  found = take(step, params, opt_state, calls)
+  for x, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(x, right, rtol=1e-5, atol=1e-6)
+    assert x.sharding.is_equivalent_to(right.sharding, x.ndim)
+
+
 def test_a_cycle_in_host_memory_goes_back_to_explicit_axes():
   mesh = make_mesh(4, 2, kind=devices.EXPLICIT)
   tx = optax.sgd(0.1)
