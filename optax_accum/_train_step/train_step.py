@@ -128,7 +128,20 @@ class TrainStep(Step, Generic[Params, Args]):
     as its arrays tell, of another step, or where the step would raise one. "stack" and "concat" of
     aux need all microbatches at once, and are refused.
     """
-    return self._cycle.add(cycle, params, args, kwargs)
+    try:
+      return self._cycle.add(cycle, params, args, kwargs)
+    except ValueError:
+      of_loss = [params, *args]
+      position = self.loss.local.split.carry_argnum
+      if position is not None:
+        of_loss.insert(position, cycle.start)
+      hint = "add(cycle, params, batch, ...) takes no optimizer state."
+      names = _spellings.WHOLE_BATCH
+      fun = self.loss.local.fun
+      why = _spellings.hint_on(fun, of_loss, kwargs, names, hint)
+      if why:
+        raise TypeError(f"add: {why}") from None
+      raise
 
   def _prepared_finish(self, params, opt_state, cycle: Cycle, /):
     """Takes one optimizer step by the gradients of a cycle: ``(params, opt_state, metrics)``.

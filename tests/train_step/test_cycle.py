@@ -362,6 +362,18 @@ def test_a_cycle_is_used_once():
     ),
     (
       TypeError,
+      "add: too many positional arguments. add.cycle, params, batch, .* takes no",
+      lambda step, params, state, batch: step.add(
+        step.begin(params), params, state, batch
+      ),
+    ),
+    (
+      TypeError,
+      "add: missing a required argument: 'batch'",
+      lambda step, params, state, batch: step.add(step.begin(params), params),
+    ),
+    (
+      TypeError,
       "finish got a dict as cycle",
       lambda step, params, state, batch: step.finish(state, state, params),
     ),
