@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.on_devices import on_each_device, place_arguments
+from optax_accum._mesh.on_devices import OnEachDevice, place_arguments
 from optax_accum._mesh.placement import (
   out_shardings,
   place,
@@ -238,14 +238,14 @@ class PlacedLoss(NamedTuple):
     """The loss alone."""
     same = PartitionSpec()
     run = self._on_each_device(LocalLoss.value, args, kwargs)
-    return on_each_device(*run, same, weights, args, kwargs)
+    return run(same, weights, args, kwargs)
 
   def value_and_grad(self, weights, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients, which are sharded as the parameters, or as `wanted` says."""
     run = self._on_each_device(LocalLoss.value_and_grad, args, kwargs)
     specs = self._reduced_specs
     # In this frame, so that few stand between a call and the loss.
-    out = on_each_device(*run, specs, weights, args, kwargs)
+    out = run(specs, weights, args, kwargs)
     return self._to_place(out, args[0])
 
   def begin(self, /, *args, **kwargs) -> Accumulated:
@@ -255,7 +255,7 @@ class PlacedLoss(NamedTuple):
       return _stored(local.begin(*args, **kwargs))
 
     run = self._on_each_device(begin, args, kwargs)
-    return on_each_device(*run, self._each, None, args, kwargs)
+    return run(self._each, None, args, kwargs)
 
   def add(self, held: Accumulated, /, *args, **kwargs) -> Accumulated:
     """What the devices hold after a call, of what they held before."""
@@ -264,7 +264,7 @@ class PlacedLoss(NamedTuple):
       return _stored(local.add(_own(held), *args, **kwargs))
 
     run = self._on_each_device(add, args, kwargs)
-    return on_each_device(*run, self._each, held, args, kwargs)
+    return run(self._each, held, args, kwargs)
 
   def finish(self, held: Accumulated, start, params) -> Reduced:
     """The loss and its gradients, of all calls. They began with the carry `start`."""
@@ -280,9 +280,8 @@ class PlacedLoss(NamedTuple):
       return local.finish(_own(held), start, like)
 
     specs = added._reduced_specs
-    reduced = on_each_device(
-      self.parallel, {}, {}, finish, specs, held, start, {}
-    )
+    run = OnEachDevice(self.parallel, {}, {}, finish)
+    reduced = run(specs, held, start, {})
     return self._to_place(reduced, params)
 
   def place_held(self, held: Accumulated) -> Accumulated:
@@ -358,8 +357,10 @@ class PlacedLoss(NamedTuple):
     )
     return local, _unchanged
 
-  def _on_each_device(self, method: Callable[..., Any], args, kwargs) -> Any:
-    """What `on_each_device` is given first, to run a method of the loss of one device."""
+  def _on_each_device(
+    self, method: Callable[..., Any], args, kwargs
+  ) -> OnEachDevice:
+    """What runs a method of the loss of one device on each."""
     axes = self.local.roles_of(args, kwargs).batch
     rows = cut.batch_rows(self.local.split, axes, by_slot(args, kwargs))
     split = self.parallel.local_split(self.local.split, rows)
@@ -370,7 +371,7 @@ class PlacedLoss(NamedTuple):
       return method(local, own, gather(params), *others, **kwargs)
 
     sharded: dict[Slot, Tree] = {0: self._shards.parameters}
-    return self.parallel, axes, sharded, run
+    return OnEachDevice(self.parallel, axes, sharded, run)
 
 
 def _unchanged(params):

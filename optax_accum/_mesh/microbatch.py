@@ -14,7 +14,7 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.on_devices import on_each_device, place_arguments
+from optax_accum._mesh.on_devices import OnEachDevice, place_arguments
 from optax_accum._mesh.refused import explained, LOWERED
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.function import LocalFunction
@@ -201,9 +201,8 @@ def _over_mesh(
     split_on_device = parallel.local_split(split, rows)
     on_device = local._replace(fun=narrowed, split=split_on_device)
     specs = jax.tree.map(parallel.output_spec, local.reductions)
-    return on_each_device(
-      parallel, batch, {}, on_device.outputs, specs, None, *wide
-    )
+    run = OnEachDevice(parallel, batch, {}, on_device.outputs)
+    return run(specs, None, *wide)
 
   jitted = jax.jit(on_mesh)
 

@@ -1,7 +1,7 @@
 """A call over a mesh: its arguments are put there, and each device runs its part of the batch."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -39,42 +39,42 @@ def place_arguments(
   return map_by_slot(placed, args, kwargs)
 
 
-def on_each_device(
-  parallel: DataParallel,
-  axes: Mapping[Slot, int],
-  sharded: Mapping[Slot, Tree],
-  run: Callable[..., Any],
-  out_specs,
-  own,
-  args,
-  kwargs,
-):
+class OnEachDevice(NamedTuple):
   """``run(own, args, kwargs)`` on each device, given that device's part of each.
 
-  `own` has an axis of devices in front. `axes` has the axis of the rows of each batch argument, and
-  `sharded` the specs of further arguments of which each device gets its part; it gets others in
-  full.
+  `own` has an axis of devices in front.
   """
 
-  def spec(slot, tree):
-    if slot in sharded:
-      return sharded[slot]
-    if slot in axes:
-      return jax.tree.map(lambda x: parallel.batch_spec(x, axes[slot]), tree)
-    return jax.tree.map(lambda _: PartitionSpec(), tree)
+  parallel: DataParallel
+  axes: Mapping[Slot, int]  # of the rows of each batch argument
+  # The specs of further arguments of which each device gets its part. It gets others in full.
+  sharded: Mapping[Slot, Tree]
+  run: Callable[..., Any]
 
-  in_specs = map_by_slot(spec, args, kwargs)
-  mapped = jax.shard_map(
-    run,
-    mesh=parallel.mesh,
-    in_specs=(PartitionSpec(parallel.axes), *in_specs),
-    out_specs=out_specs,
-    # Other axes of the mesh are left to the compiler.
-    axis_names=set(parallel.axes),
-    # Types of what varies refuse every loop, branch or derivative rule of a function that starts
-    # from a constant, and all Pallas kernels. `collectives` looks at what they would protect.
-    check_vma=False,
-  )
-  placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
-  with explained(TRACED, parallel):
-    return mapped(own, *placed)
+  def __call__(self, out_specs, own, args, kwargs):
+    """The results, which are sharded as `out_specs` say."""
+    parallel = self.parallel
+    in_specs = map_by_slot(self._spec, args, kwargs)
+    mapped = jax.shard_map(
+      self.run,
+      mesh=parallel.mesh,
+      in_specs=(PartitionSpec(parallel.axes), *in_specs),
+      out_specs=out_specs,
+      # Other axes of the mesh are left to the compiler.
+      axis_names=set(parallel.axes),
+      # Types of what varies refuse every loop, branch or derivative rule of a function that starts
+      # from a constant, and all Pallas kernels. `collectives` looks at what they would protect.
+      check_vma=False,
+    )
+    placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
+    with explained(TRACED, parallel):
+      return mapped(own, *placed)
+
+  def _spec(self, slot, tree):
+    """The specs of an argument."""
+    if slot in self.sharded:
+      return self.sharded[slot]
+    if slot not in self.axes:
+      return jax.tree.map(lambda _: PartitionSpec(), tree)
+    axis = self.axes[slot]
+    return jax.tree.map(lambda x: self.parallel.batch_spec(x, axis), tree)
