@@ -1,7 +1,6 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
-import functools
 from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
@@ -25,7 +24,12 @@ from optax_accum._flax.fp8_statistics import (
   variables_of,
 )
 from optax_accum._flax.state_fields import Collections
-from optax_accum._train_step.cycle import Cycle, CycleProgram, Method
+from optax_accum._train_step.cycle import (
+  Cycle,
+  CycleProgram,
+  method,
+  PreparedAdd,
+)
 from optax_accum._train_step.program import StepProgram
 
 State = TypeVar("State", bound=train_state.TrainState)
@@ -95,7 +99,8 @@ def linen_train_step(
     of ``aux``, ``noise_scale`` and ``grad_metrics``, whose ``grad_metrics_fn`` gets gradients as
     ``state.params`` has parameters. Give new ``rngs`` in each call: each microbatch gets them with
     its index folded in. The step has ``check``, ``lower``, ``trace`` and ``eval_shape`` too, which
-    are called as the step is.
+    are called as the step is. Microbatches that arrive in several calls: ``step.begin(state)``,
+    ``step.add(cycle, state, batch)`` and ``step.finish(state, cycle)``.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax
@@ -180,33 +185,22 @@ class LinenTrainStep(flax_step.FlaxStep):
     carried, _, _ = self._fields_of(state)
     return self._cycle(state).begin(state.params, (carried,))
 
-  @functools.cached_property
-  def add(self) -> Method[Cycle]:
-    """``add(cycle, state, batch, rngs=None, ...)`` adds microbatches, as `TrainStep.add`."""
-    return Method(self._prepared_add)
-
-  @functools.cached_property
-  def finish(self) -> Method[tuple[Any, Metrics]]:
-    """``finish(state, cycle)`` takes one step by what was added, as `TrainStep.finish`."""
-    return Method(self._prepared_finish)
-
-  def _prepared_add(
+  @method
+  def add(
     self, cycle: Cycle, state, batch, rngs: Rngs = None, *args, **kwargs
-  ):
-    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+  ) -> PreparedAdd:
+    """``add(cycle, state, batch, rngs=None, ...)`` adds microbatches, as `TrainStep.add`.
 
-    What `mutable` names is in the cycle. See `TrainStep.add`.
+    What ``mutable`` names is in the cycle.
     """
     _, constant, _ = self._fields_of(state)
     further = self._further(args, kwargs)
     of_loss = batch, constant, rngs, further
     return self._cycle(state).add(cycle, state.params, of_loss, {})
 
-  def _prepared_finish(self, state, cycle: Cycle):
-    """Takes one optimizer step by the gradients of a cycle: ``(state, metrics)``.
-
-    See `TrainStep.finish`.
-    """
+  @method
+  def finish(self, state, cycle: Cycle):
+    """``finish(state, cycle)`` returns ``(state, metrics)``, as `TrainStep.finish`."""
     self._fields_of(state)
 
     def finished(results):

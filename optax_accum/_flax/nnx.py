@@ -1,7 +1,6 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
 from collections.abc import Callable
-import functools
 from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
 
 from flax import nnx
@@ -22,7 +21,7 @@ from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._train_step.cycle import (
   check_cycle,
   Cycle,
-  Method,
+  method,
   PreparedAdd,
 )
 from optax_accum._train_step.program import StepProgram
@@ -91,7 +90,9 @@ def nnx_train_step(
     ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux``, ``noise_scale``
     and ``grad_metrics``, whose ``grad_metrics_fn`` gets an `nnx.State` of arrays.
     ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``
-    and ``trace`` too, which are called as the step is.
+    and ``trace`` too, which are called as the step is. Microbatches that arrive in several calls:
+    ``step.begin(model)``, ``step.add(cycle, model, batch)`` and ``step.finish(model, optimizer,
+    cycle)``.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and
@@ -178,21 +179,12 @@ class NnxTrainStep(flax_step.FlaxStep):
     nnx_objects.check_module("begin(model)", model)
     return Cycle()
 
-  @functools.cached_property
-  def add(self) -> Method[Cycle]:
-    """``add(cycle, model, batch, ...)`` adds microbatches, as `TrainStep.add`."""
-    return Method(self._prepared_add)
-
-  @functools.cached_property
-  def finish(self) -> Method[Metrics]:
-    """``finish(model, optimizer, cycle)`` takes one step by what was added, in place."""
-    return Method(self._prepared_finish)
-
-  def _prepared_add(self, cycle: Cycle, model, batch, *args, **kwargs):
-    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+  @method
+  def add(self, cycle: Cycle, model, batch, *args, **kwargs) -> "_Add":
+    """``add(cycle, model, batch, ...)`` adds microbatches, as `TrainStep.add`.
 
     What the loss changes in the model, the same Variables in all calls, is in the cycle from the
-    first call on, and in the model when it has finished. See `TrainStep.add`.
+    first call on, and in the model when it has finished.
     """
     check_cycle("add", cycle)
     nnx_objects.check_module("add(cycle, model, batch)", model)
@@ -211,11 +203,9 @@ class NnxTrainStep(flax_step.FlaxStep):
 
     return _Add(with_call)
 
-  def _prepared_finish(self, model, optimizer: Optimizer, cycle: Cycle):
-    """Takes one optimizer step by the gradients of a cycle, in place, and returns the metrics.
-
-    See `TrainStep.finish`.
-    """
+  @method
+  def finish(self, model, optimizer: Optimizer, cycle: Cycle):
+    """``finish(model, optimizer, cycle)`` steps in place, as `TrainStep.finish`: the metrics."""
     check_cycle("finish", cycle)
     self._check_objects(model, optimizer)
 

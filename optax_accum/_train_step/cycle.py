@@ -4,7 +4,8 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import inspect
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+import operator
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from optax_accum._train_step import donation
 from optax_accum._train_step.program import PreparedCall, StepProgram
 
 Result = TypeVar("Result")
+Returned = TypeVar("Returned", covariant=True)
 
 
 @jax.tree_util.register_dataclass
@@ -93,7 +95,10 @@ class Method(Generic[Result]):
   def __init__(self, prepare: Callable[..., Any]) -> None:
     self._prepare = prepare
     self.__doc__ = prepare.__doc__
-    self.__signature__ = inspect.signature(prepare)
+    signature = inspect.signature(prepare)
+    self.__signature__ = signature.replace(
+      return_annotation=inspect.Signature.empty
+    )
 
   def __call__(self, *args, **kwargs) -> Result:
     return self._prepare(*args, **kwargs).run()
@@ -109,6 +114,25 @@ class Method(Generic[Result]):
   def eval_shape(self, *args, **kwargs) -> Result:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
     return self._prepare(*args, **kwargs).eval_shape()
+
+
+class Prepared(Protocol[Returned]):
+  """A call of a `Method`, before it runs. It has ``trace`` and ``eval_shape`` too."""
+
+  def run(self) -> Returned:
+    """What the call returns."""
+
+
+def method(
+  prepare: Callable[..., Prepared[Result]],
+) -> functools.cached_property[Method[Result]]:
+  """A `Method` of a class, of what prepares its calls. The docstring is that of both."""
+
+  def bound(step):
+    return Method(prepare.__get__(step))
+
+  bound.__doc__ = prepare.__doc__
+  return functools.cached_property(bound)
 
 
 class PreparedAdd(NamedTuple):
@@ -267,11 +291,11 @@ def check_cycle(name: str, cycle) -> None:
       f"{name} got a {type(cycle).__name__} as cycle: pass what begin or the last add returned, or"
       " a checkpoint that was restored into a tree like that."
     )
-  held = donation.arrays(cycle.held)
-  if not any(x.is_deleted() for x in held):
+  deleted = operator.methodcaller("is_deleted")
+  if not any(map(deleted, donation.arrays(cycle.held))):
     return
   named = _validate.named_leaves("cycle", cycle.held)
-  gone = next(path for path, x in named if x.is_deleted())
+  gone = next(path for path, x in named if deleted(x))
   raise RuntimeError(
     f"{gone} has been deleted: the cycle was given to an earlier add, which updated it in place, or"
     " to finish, which ended it. Use what that add returned, or begin anew."

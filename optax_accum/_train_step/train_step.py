@@ -28,7 +28,12 @@ from optax_accum._arithmetic.reduction_words import (
 from optax_accum._microbatches import parameters
 from optax_accum._microbatches.grad_metrics import GradMetricsFn
 from optax_accum._microbatches.options import WeightFn
-from optax_accum._train_step.cycle import Cycle, CycleProgram, Method
+from optax_accum._train_step.cycle import (
+  Cycle,
+  CycleProgram,
+  method,
+  PreparedAdd,
+)
 from optax_accum._train_step.program import (
   Function,
   Loss,
@@ -105,18 +110,9 @@ class TrainStep(Step, Generic[Params, Args]):
     """
     return self._cycle.begin(params, carry)
 
-  @functools.cached_property
-  def add(self) -> Method[Cycle]:
-    """``add(cycle, params, batch, ...)`` adds the microbatches of a batch to a cycle."""
-    return Method(self._prepared_add)
-
-  @functools.cached_property
-  def finish(self) -> Method[Any]:
-    """``finish(params, opt_state, cycle)`` takes one step by what was added to a cycle."""
-    return Method(self._prepared_finish)
-
-  def _prepared_add(self, cycle: Cycle, params, /, *args, **kwargs):
-    """Runs microbatches, adds their gradients to a cycle, and returns the cycle.
+  @method
+  def add(self, cycle: Cycle, params, /, *args, **kwargs) -> PreparedAdd:
+    """``add(cycle, params, batch, ...)`` runs microbatches, and returns the cycle with these.
 
     It takes what the step takes after the optimizer state, but for the carry, which is in the
     cycle. It splits the batch as the step does, and goes on with the numbers of the microbatches,
@@ -143,8 +139,9 @@ class TrainStep(Step, Generic[Params, Args]):
         raise TypeError(f"add: {why}") from None
       raise
 
-  def _prepared_finish(self, params, opt_state, cycle: Cycle, /):
-    """Takes one optimizer step by the gradients of a cycle: ``(params, opt_state, metrics)``.
+  @method
+  def finish(self, params, opt_state, cycle: Cycle, /):
+    """``finish(params, opt_state, cycle)`` takes one optimizer step by what was added to a cycle.
 
     It reduces gradients over devices once, and returns what the step returns, the new carry before
     the metrics. Parameters and state are donated as in the step, and the arrays of the cycle
