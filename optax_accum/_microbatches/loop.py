@@ -163,7 +163,10 @@ class Loop:
 
   def add(self, progress: Progress) -> Progress:
     """What a cycle holds after all microbatches of this call, of what it held before."""
-    outputs = self.reductions.resumed(progress.outputs)
+    try:
+      outputs = self.reductions.resumed(progress.outputs)
+    except ValueError:
+      refuse_cycle("cycle.outputs has other leaves")
     progress = progress._replace(outputs=outputs)
     different = _validate.difference(
       "cycle", progress, self.empty(), "type", _validate.type_of

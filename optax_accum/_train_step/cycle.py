@@ -228,6 +228,7 @@ class CycleProgram:
   def add(self, cycle: Cycle, params, args, kwargs) -> PreparedAdd:
     """Prepares a call. The carry, which is in the cycle, is not among `args`."""
     check_cycle("add", cycle)
+    self._check_carry("add", cycle)
     of_loss = [params, *args]
     split = self._loss.local.split
     position = split.carry_argnum
@@ -264,9 +265,20 @@ class CycleProgram:
     if cycle.held is None:
       metrics = no_metrics(self._loss)
       return NoStep((params, opt_state, *updated, metrics), finished)
+    self._check_carry("finish", cycle)
     given = params, opt_state, cycle.held, *updated
     call = self._finish.prepare(given, {})
     return PreparedFinish(call, cycle, finished)
+
+  def _check_carry(self, name: str, cycle: Cycle) -> None:
+    """Checks that a cycle has a carry if the loss has one."""
+    started = len(cycle.start)
+    wanted = len(self._loss.local.split.carry)
+    if started != wanted:
+      raise ValueError(
+        f"{name} got a cycle with {started} carry, and the loss has {wanted} (carry_argnum): the"
+        " cycle is of another step. Pass one that begin of this step has begun."
+      )
 
   def _jit_begin(self, loss: Placed):
     def begin(params, /, *args, **kwargs):

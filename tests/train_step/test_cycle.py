@@ -337,6 +337,11 @@ def made(**options):
   return step, params, tx.init(params), *batches(np.float32, (8, 8))
 
 
+def begun(step, params, batch, *carry):
+  """A cycle with microbatches."""
+  return step.add(step.begin(params, *carry), params, batch)
+
+
 def test_a_cycle_is_used_once():
   step, params, opt_state, batch, other = made(donate=False)
   cycle = step.add(step.begin(params), params, batch)
@@ -435,6 +440,37 @@ def test_a_cycle_is_used_once():
         step.begin(params), deleted(params), batch
       ),
     ),
+    (
+      TypeError,
+      r"dot_general .* got \(4,\) and \(8,\)",
+      lambda step, params, state, batch: step.add(
+        begun(step, params, batch), params, batch | {"x": batch["x"][:, :4]}
+      ),
+    ),
+    (
+      KeyError,
+      "mask",
+      lambda step, params, state, batch: step.add(
+        begun(step, params, batch), params, {"x": batch["x"]}
+      ),
+    ),
+    (
+      ValueError,
+      "opt_state.0..count is missing: the state is not as init makes it",
+      lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
+        params, state, begun(step, params, batch)
+      ),
+    ),
+    (
+      ValueError,
+      "called inside pmap or shard_map over .* without axis_name",
+      lambda step, params, state, batch: jax.shard_map(
+        lambda x: begun(step, params, {"x": x, "mask": x[:, 0]}).held.number,
+        mesh=make_mesh(8),
+        in_specs=P("data"),
+        out_specs=P(),
+      )(jnp.ones((64, 8))),
+    ),
   ],
 )
 def test_what_is_no_cycle_of_this_step_is_refused(error, match, use):
@@ -452,6 +488,54 @@ def deleted(params):
   for x in jax.tree.leaves(params):
     x.delete()
   return params
+
+
+def test_batches_of_a_cycle_may_differ_where_their_results_are_alike():
+  def flexible(params, batch):
+    of_row = jnp.mean(batch["x"].astype(jnp.float32), axis=1)
+    aux = {name: jnp.sum(x) for name, x in batch.items()}
+    return jnp.mean(of_row) * jnp.sum(params), aux
+
+  def begin(**options):
+    step = optax_accum.make_train_step(
+      flexible,
+      optax.sgd(0.1),
+      num_microbatches=1,
+      has_aux=True,
+      donate=False,
+      **options,
+    )
+    return step, step.add(step.begin(params), params, {"x": jnp.ones((8, 4))})
+
+  params = jnp.ones(3)
+  step, cycle = begin()
+  cycle = step.add(cycle, params, {"x": jnp.full((4, 2), 4.0)})
+  metrics = step.finish(params, optax.sgd(0.1).init(params), cycle)[2]
+  assert metrics["loss"] == (8 * 3 + 4 * 12) / 12
+  step, cycle = begin(aux_reduction="sum")
+  with pytest.raises(ValueError, match=r"aux\['x'\] has type float32.*int32"):
+    step.add(cycle, params, {"x": jnp.ones((8, 4), jnp.int32)})
+  with pytest.raises(ValueError, match=r"outputs has other leaves: the cycle"):
+    step.add(cycle, params, {"x": jnp.ones((8, 4)), "y": jnp.ones(8)})
+
+
+def test_the_carry_is_in_the_cycle_and_nowhere_else():
+  def counting(params, batch, seen):
+    return loss_fn(params, batch), (seen + 1, None)
+
+  step = optax_accum.make_train_step(
+    counting, optax.sgd(0.1), num_microbatches=1, carry_argnum=2
+  )
+  other, params, state, batch, _ = made()
+  with pytest.raises(TypeError, match=r"1 carry .* it is begin\(params, carry"):
+    step.begin(params)
+  cycle = begun(step, params, batch, jnp.int32(0))
+  with pytest.raises(TypeError, match="3 positional arguments but 4 were"):
+    step.add(cycle, params, batch, jnp.int32(0))
+  with pytest.raises(ValueError, match="a cycle with 1 carry, and the loss ha"):
+    other.add(cycle, params, batch)
+  with pytest.raises(ValueError, match="finish got a cycle with 0 carry"):
+    step.finish(params, state, begun(other, params, batch))
 
 
 @pytest.mark.parametrize(
