@@ -1,4 +1,4 @@
-"""What ends a cycle of `accumulate`, compiled for TPUs and GPUs. Run as test_forgotten_sums.py."""
+"""What ends a cycle, of `accumulate` and of `add` and `finish`, compiled for TPUs and GPUs. Run as test_forgotten_sums.py."""
 
 import jax
 from jax import lax
@@ -10,7 +10,12 @@ import pytest
 from support import devices
 from test_forgotten_sums import mesh, PLATFORMS
 
-from optax_accum import accumulate, accumulate_specs, count_collectives
+from optax_accum import (
+  accumulate,
+  accumulate_specs,
+  count_collectives,
+  make_train_step,
+)
 
 PARAMS = {
   "w": np.zeros((64, 128), np.float32),
@@ -69,3 +74,46 @@ def test_gradients_are_summed_where_a_cycle_ends(platform, in_a_scan, reduces):
   else:
     assert report.inside == report.outside == {}
     report.assert_once_per_cycle()
+
+
+def large(program):
+  """The collectives of a gradient's size, and the loops that they are in."""
+  found = count_collectives(program).at_least(1024).operations
+  return {(op.kind, op.loop) for op in found}
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "shards"])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_microbatches_that_arrive_send_gradients_where_they_end(platform, spec):
+  chips = mesh(platform)
+  tx = optax.sgd(0.1, momentum=0.9)
+
+  def compiled(call, *args):
+    return call.lower(*args).compile()
+
+  def step_in(parts):
+    return make_train_step(loss_fn, tx, num_microbatches=parts, mesh=chips)
+
+  params = devices.abstract(PARAMS, chips, spec)
+  like = jax.eval_shape(tx.init, PARAMS)
+  held = jax.tree.map(lambda x: spec if x.ndim else P(), like)
+  opt_state = devices.abstract(like, chips, held)
+  rows = devices.abstract(np.zeros((256, 64), np.float32), chips, P("data"))
+  batch = rows.update(shape=(64, 64))
+  step = step_in(1)
+  cycle = step.add.eval_shape(step.begin(params), params, batch)
+  add = compiled(step.add, cycle, params, batch)
+  finish = compiled(step.finish, params, opt_state, cycle)
+  whole = compiled(step_in(4), params, opt_state, rows)
+  gathered, reduced, both = map(large, (add, finish, whole))
+  assert gathered == ({("all-gather", None)} if spec else set())
+  # XLA for TPU scatters what is as small by an all-reduce.
+  assert reduced in ({("all-reduce", None)}, {("reduce-scatter", None)})
+  assert both == gathered | reduced
+  found, expected = (x.memory_analysis() for x in (add, whole))
+  own = GRADIENTS // 8 if spec else GRADIENTS
+  sums = found.alias_size_in_bytes
+  # Added to in place, and no state is there: parameters, sums and the rows of a device.
+  assert GRADIENTS <= sums < GRADIENTS + 4096
+  assert found.argument_size_in_bytes < own + sums + 64 * 64 * 4 // 8 + 8192
+  assert found.temp_size_in_bytes <= expected.temp_size_in_bytes + 1024
