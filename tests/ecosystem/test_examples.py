@@ -57,6 +57,11 @@ SUCCEEDS = [
   ),
   ("streaming.py", (), r"skipped microbatches:  1\n"),
   (
+    "as_they_arrive.py",
+    (),
+    r"2 of 4 in its cycle\n(.*\n)+resumed: the same bits",
+  ),
+  (
     "flax_linen.py",
     ("--epochs", "5"),
     r"1 devices, .*\n(.*\n){5}test accuracy: 0\.9\d+ after 35 steps",
