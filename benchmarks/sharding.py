@@ -1,6 +1,6 @@
 """What a step needs and sends by the way in which parameters and state are sharded.
 
-    python benchmarks/sharding.py [--platform tpu|gpu] [--target-config FILE] [--save]
+    python benchmarks/sharding.py [--platform tpu|gpu] [--target-config FILE] [--programs] [--save]
     python benchmarks/sharding.py --processes [--save]
 
 A Transformer of scanned and rematerialised layers, float32 parameters, AdamW, 8 microbatches, on 2
@@ -12,6 +12,9 @@ second runs a smaller one, in float32, on two processes of this machine with 4 C
 that n devices reduce, and (n - 1) / n of one that they gather, scatter or transpose. If each
 replica is a host, what spans the replicas goes over the slow network: how often, how much of it
 after the last microbatch, and how much in loops.
+
+With --programs it compiles what microbatches that arrive call by call run, `add` and `finish`,
+beside the step of all rows, and prints the memory of a device.
 """
 
 import argparse
@@ -104,8 +107,8 @@ TIMED = (
 TIMED += ("layer by layer, reduced in each",)
 
 
-def compiled(mesh, sizes, way):
-  """The compiled step of a way, and what it takes: shapes with shardings."""
+def made(mesh, sizes, way, microbatches=MICROBATCHES):
+  """The step of a way, and what it takes: shapes with shardings."""
 
   def placed(tree, axes):
     last = lambda x: P(*[None] * (x.ndim - 1), axes) if x.ndim else P()  # noqa: E731
@@ -124,9 +127,27 @@ def compiled(mesh, sizes, way):
   loss_fn = layers.make_loss_fn(
     "rematerialised", dtype=sizes.dtype, rows_over=rows
   )
-  options = {"mesh": mesh, "num_microbatches": MICROBATCHES, **way.options}
+  options = {"mesh": mesh, "num_microbatches": microbatches, **way.options}
   args = placed(sizes.params, way.params), state, tokens
-  return make_train_step(loss_fn, TX, **options).lower(*args).compile(), args
+  return make_train_step(loss_fn, TX, **options), args
+
+
+def compiled(mesh, sizes, way):
+  """The compiled step of a way, and what it takes."""
+  step, args = made(mesh, sizes, way)
+  return step.lower(*args).compile(), args
+
+
+def programs(mesh, sizes, way):
+  """What a cycle runs, in a call of all rows, and in calls of one microbatch each."""
+  in_place = way._replace(options=way.options | {"in_place": True})
+  yield "step", compiled(mesh, sizes, way)[0]
+  yield "step, in_place", compiled(mesh, sizes, in_place)[0]
+  step, (params, state, tokens) = made(mesh, sizes, way, microbatches=1)
+  tokens = tokens.update(shape=(sizes.rows // MICROBATCHES, sizes.length))
+  cycle = step.add.eval_shape(step.begin(params), params, tokens)
+  yield "add", step.add.lower(cycle, params, tokens).compile()
+  yield "finish", step.finish.lower(params, state, cycle).compile()
 
 
 def sent(collectives, unit):
@@ -160,6 +181,24 @@ def needs(step, unit):
   )
 
 
+def memory_of(step, unit):
+  """What a device holds while a program runs: in the program's own terms, and in all."""
+  held = step.memory_analysis()
+  arguments, outputs, aliased, temp = (
+    getattr(held, f"{name}_size_in_bytes") / unit
+    for name in ("argument", "output", "alias", "temp")
+  )
+  in_all = arguments + outputs - aliased + temp
+  return arguments, outputs, aliased, temp, in_all
+
+
+MEMORY_COLUMNS = [
+  "arguments, P",
+  "outputs, P",
+  "aliased, P",
+  "temp, P",
+  "in all, P",
+]
 COLUMNS = [
   "held, P",
   "temp, P",
@@ -177,8 +216,8 @@ def mesh_of(devices):
   )
 
 
-def as_compiled(platform, target_config):
-  """The tables of compiled programs, and the device that they are for."""
+def chips_of(platform, target_config):
+  """A mesh of devices that need not be there, and their name."""
   kind = memory.device(platform, target_config).device_kind
   if platform == "tpu":
     topology = topologies.get_topology_desc("v5e:2x4", platform="tpu")
@@ -186,19 +225,39 @@ def as_compiled(platform, target_config):
   else:
     target = {"topology": "1x1x8", "target_config": target_config.read_text()}
     chips = topologies.get_topology_desc("", platform="cuda", **target).devices
-  mesh, where = mesh_of(chips), kind.replace("TPU v5 lite", "TPU v5e")
+  return mesh_of(chips), kind.replace("TPU v5 lite", "TPU v5e")
+
+
+def title_of(where, sizes):
+  """Of a table of compiled programs."""
+  return (
+    f"8 x {where}, compiled without them, {MESH}: {sizes.unit / 2**20:.0f} MiB of parameters (P),"
+    f" {sizes.rows} rows of {sizes.length - 1} tokens, {MICROBATCHES} microbatches"
+  )
+
+
+def memory_by_program(mesh, where):
+  """The table of the programs of a cycle."""
+  sizes = Sizes()
+  columns = ["way", "program", *MEMORY_COLUMNS]
+  table = results.Table(title_of(where, sizes), columns, text=(34, 16))
+  for name in ("replicated", "gathered once a step"):
+    for program, step in programs(mesh, sizes, WAYS[name]):
+      table.add(name, program, *memory_of(step, sizes.unit))
+  return [table]
+
+
+def as_compiled(mesh, where):
+  """The tables of compiled steps."""
   tables = []
   for sizes, names in ((Sizes(), WAYS), (MORE_ROWS, BY_LAYER)):
-    title = (
-      f"8 x {where}, compiled without them, {MESH}: {sizes.unit / 2**20:.0f} MiB of parameters (P),"
-      f" {sizes.rows} rows of {sizes.length - 1} tokens, {MICROBATCHES} microbatches"
-    )
+    title = title_of(where, sizes)
     tables.append(results.Table(title, ["way", *COLUMNS], text=(34,)))
     for name in names:
       tables[-1].add(
         name, *needs(compiled(mesh, sizes, WAYS[name])[0], sizes.unit)
       )
-  return tables, where
+  return tables
 
 
 def taken(step, held):
@@ -266,6 +325,9 @@ def main():
     "--target-config", type=pathlib.Path, help="of a GPU, as XLA writes it"
   )
   parser.add_argument(
+    "--programs", action="store_true", help="memory of `add` and `finish`"
+  )
+  parser.add_argument(
     "--processes", action="store_true", help="run it on two processes instead"
   )
   results.add_option(parser)
@@ -274,7 +336,11 @@ def main():
     return results.save(
       args.save, "sharding_processes", [on_processes()], "cpu"
     )
-  tables, where = as_compiled(args.platform, args.target_config)
+  mesh, where = chips_of(args.platform, args.target_config)
+  if args.programs:
+    found = memory_by_program(mesh, where)
+    return results.save(args.save, f"programs_{args.platform}", found, where)
+  tables = as_compiled(mesh, where)
   results.save(args.save, f"sharding_{args.platform}", tables, where)
 
 

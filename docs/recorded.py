@@ -47,6 +47,29 @@ def ways_to_shard():
   return Markdown("\n".join(f"|{line}|" for line in lines))
 
 
+def programs():
+  """The memory of what a cycle runs, from the files of `benchmarks/sharding.py --programs`."""
+  held = {
+    "step": ("parameters, moments", "sum, gradients"),
+    "step, in_place": ("parameters, moments", "sum"),
+    "add": ("parameters, sum", "gradients"),
+    "finish": ("parameters, moments, sum", "sum over the devices"),
+  }
+  tpu, gpu = (rows(f"programs_{x}") for x in ("tpu", "gpu"))
+  head = "program|arguments|P|temporary|P on a v5e|in all|P on an H100|in all"
+  lines = [head, "---|---|---:|---|---:|---:|---:|---:"]
+  for on_tpu, on_gpu in zip(tpu, gpu, strict=True):
+    name = on_tpu["program"]
+    arguments, temporary = held[name]
+    if on_tpu["way"] != "replicated":
+      name = f"{name}, shards"
+    cells = [name, arguments, f"{on_tpu['arguments, P']:.2f}", temporary]
+    for row in (on_tpu, on_gpu):
+      cells += [f"{row['temp, P']:.2f}", f"{row['in all, P']:.2f}"]
+    lines.append("|".join(cells))
+  return Markdown("\n".join(f"|{line}|" for line in lines))
+
+
 def five_batches():
   """The table of loss per token and per second, from the file of `benchmarks/batches.py`."""
   final, curves, timed = (rows("batches", i) for i in range(3))
