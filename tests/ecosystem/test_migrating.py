@@ -85,6 +85,19 @@ def test_the_loops_of_flax_have_the_same_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
+def test_the_loop_of_an_engine_has_the_same_steps():
+  trained = lambda names: [names["params"]["w"], names["params"]["b"]]  # noqa: E731
+  pair = Pair("MaxText", trained, linear, optax.adam(0.01))
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
+def test_the_loop_of_an_accumulator_has_the_same_steps():
+  trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
+  shared = migrating.PAGE.blocks("Flax's cookbook")[:1]
+  pair = Pair("Tunix", trained, linear, optax.adam(0.01), shared)
+  migrating.assert_a_pair(pair, "uneven", "cut short")
+
+
 def test_flax_goes_on_in_mid_cycle():
   section = "Flax's cookbook"
   shared, before, after = migrating.PAGE.blocks(section)
