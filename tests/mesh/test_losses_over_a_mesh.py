@@ -351,7 +351,8 @@ def calling_back(h):
 def test_callbacks_need_all_axes(kind):
   mesh = make_mesh(4, 2, kind=kind)
   with pytest.raises(
-    ValueError, match=r"callback in the function.* needs all axes .*name them there"
+    ValueError,
+    match=r"callback in the function.* needs all axes .*name them there",
   ):
     step_with(tanh_loss(calling_back), mesh)
   exact, _ = step_with(tanh_loss(calling_back), None)
