@@ -14,11 +14,12 @@ import optax
 import pytest
 from support import trees
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")
-MESHES = pytest.mark.parametrize("shape", [None, (8,)], ids=["one", "mesh"])
+MESHES = pytest.mark.parametrize("shape", [more(None), (8,)])
 
 
 def rows(*counts):

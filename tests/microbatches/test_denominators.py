@@ -10,6 +10,7 @@ import optax
 import pytest
 from support import oracle, trees
 from support.devices import make_mesh
+from support.samples import more
 
 from optax_accum import _versions, make_train_step, microbatch
 
@@ -192,8 +193,15 @@ def over_microbatches(pair, count):
   return loss_fn
 
 
-@devices
-@pytest.mark.parametrize("pair", [sum_and_count, drawn])
+@pytest.mark.parametrize(
+  ("count", "pair"),
+  [
+    (1, drawn),
+    (8, sum_and_count),
+    more(1, sum_and_count),
+    more(8, drawn),
+  ],
+)
 def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
   pair, count, params, batch
 ):

@@ -10,7 +10,7 @@ from support.samples import more
 import whole_batch
 
 # Of 150 seeds, the one whose first draws have the most pairs of choices.
-SEED, SAMPLE, DRAWS = 60, 18, 60
+SEED, SAMPLE, DRAWS = 60, 14, 60
 
 
 # CI runs on several versions of JAX: half of the draws on one, half on another.

@@ -11,6 +11,7 @@ from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import relaxed
+from support.samples import more
 
 import optax_accum
 from optax_accum import count_collectives
@@ -67,22 +68,30 @@ def joined(calls):
   return jax.tree.map(lambda *x: np.concatenate(x), *calls)
 
 
-@pytest.mark.parametrize("shape", MESHES.values(), ids=MESHES)
+IN_LOOP = {"reduce_gradients": "per_microbatch"}
+SKIPPING = {"skip_nonfinite": True, "noise_scale": True}
+
+
 @pytest.mark.parametrize(
-  ("spec", "options"),
+  ("mesh", "spec", "options"),
   [
-    (P(), {}),
-    (P(), {"in_place": True}),
-    (P(), {"skip_nonfinite": True, "noise_scale": True}),
-    (P(), {"reduce_gradients": "per_microbatch"}),
-    (P("data"), {}),
-    (P("data"), {"reduce_gradients": "per_microbatch"}),
+    ("one device", P(), {"in_place": True}),
+    more("one device", P(), {}),
+    more("one device", P(), SKIPPING),
+    ("8 devices", P(), SKIPPING),
+    ("8 devices", P("data"), IN_LOOP),
+    more("8 devices", P(), {}),
+    more("8 devices", P(), {"in_place": True}),
+    more("8 devices", P(), IN_LOOP),
+    more("8 devices", P("data"), {}),
+    ("2 axes", P("data"), {}),
+    more("2 axes", P(), {"in_place": True}),
+    more("2 axes", P(), SKIPPING),
+    more("2 axes", P("data"), IN_LOOP),
   ],
-  ids=["plain", "in_place", "skip", "per_microbatch", "fsdp", "fsdp_in_loop"],
 )
-def test_calls_are_the_step_of_all_rows(shape, spec, options):
-  if shape is None and (spec or "reduce_gradients" in options):
-    return
+def test_calls_are_the_step_of_all_rows(mesh, spec, options):
+  shape = MESHES[mesh]
   if "in_place" in options and jax.__version_info__ < (0, 10):
     return
   tx = optax.chain(optax.clip_by_global_norm(0.1), relaxed(optax.adam(0.1)))
