@@ -52,7 +52,10 @@ class LossFunction:
       if self.carries:
         carry, aux = _pair(aux, out, wanted)
     if self.split.has_weight:
-      wanted = "has_weight=True it must return (total, weight) in the place of the loss"
+      wanted = (
+        "has_weight=True it must return (total, weight) in the place of the loss, as in"
+        " ((total, weight), aux) with has_aux"
+      )
       loss, weight = _pair(loss, loss, wanted)
     check_loss(loss)
     if self.split.has_weight:

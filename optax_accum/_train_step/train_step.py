@@ -93,7 +93,9 @@ class TrainStep(Step, Generic[Params, Args]):
 
     ``cycle = step.add(cycle, params, batch)`` adds microbatches, any number of times, and
     ``params, opt_state, metrics = step.finish(params, opt_state, cycle)`` takes the step. It is
-    that of one call with all the rows, up to rounding.
+    that of one call with all the rows, up to rounding. Keep the parameters the same within a cycle,
+    and assign what ``add`` returns: a cycle that has just begun has no arrays, so that nothing
+    shows if it is used again. To drop a cycle, begin another.
 
     Examples:
       >>> import jax.numpy as jnp, optax, optax_accum
