@@ -57,7 +57,7 @@ class LossFunction:
         " ((total, weight), aux) with has_aux"
       )
       loss, weight = _pair(loss, loss, wanted)
-    check_loss(loss)
+    check_loss(loss, self.split.has_weight)
     if self.split.has_weight:
       weighted_mean.check_weight("The loss", weight)
       weight = _without_derivative(weighted_mean.as_weight(weight))
@@ -100,8 +100,12 @@ def _pair(x, returned, wanted: str):
   raise TypeError(f"The function returned a {kind}; with {wanted}.")
 
 
-def check_loss(out) -> None:
+def check_loss(out, is_total: bool) -> None:
   """Checks the loss, or the total, that a function returned."""
+  # A mean in the place of a total would be divided by its weight a second time.
+  how = "take the mean or sum over the rows"
+  if is_total:
+    how = "with has_weight=True, sum over the rows, and take no mean"
   got = ""
   if _container(out):
     got = f"is a {_container(out)}"
@@ -109,7 +113,7 @@ def check_loss(out) -> None:
     got = f"has shape {jnp.shape(out)} and dtype {jnp.result_type(out)}"
   if got:
     raise TypeError(
-      f"The loss {got}; it must be a real scalar: take the mean or sum over the rows, in a floating"
+      f"The loss {got}; it must be a real scalar: {how}, in a floating"
       " dtype. If the rest is auxiliary, return (loss, aux) and pass has_aux=True;"
       " if it is how much the rows count, return (total, weight), in this order, with"
       " has_weight=True; if it is jax.value_and_grad of a loss, give that loss itself."

@@ -411,6 +411,13 @@ REFUSED = [
     TypeError,
     r"The loss has .* dtype int32; .* return \(total, weight\), in this order",
   ),
+  (
+    lambda p, b: (b["y"] * 1.0, 4.0),
+    USUAL,
+    {"has_weight": True},
+    TypeError,
+    "must be a real scalar: with has_weight=True, sum over the rows, and take no",
+  ),
   *(
     (
       with_aux,
