@@ -58,6 +58,25 @@ def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
         )
 
 
+def committed(updated, held):
+  """`updated`, all committed to its device if some of `held`, the arrays in it, are: results are.
+
+  Otherwise the next call would compile the program again, for arguments that are.
+  """
+  if {x.committed for x in held} != {True, False}:
+    return updated
+  devices = {device for x in held for device in x.sharding.device_set}
+  if len(devices) > 1:
+    return updated  # JAX copies the others to where they are needed
+  return jax.tree.map(_committed, updated)
+
+
+def _committed(x):
+  if arrays(x):
+    return jax.device_put(x, x.sharding)
+  return x
+
+
 def distinct(donated, held, others, new):
   """What can be donated: `donated`, with a copy of each array whose buffer is passed twice.
 

@@ -149,12 +149,14 @@ class StepProgram:
     loss, placed, named = self.loss.place(args, kwargs)
     updated = {i: placed[i] for i in self.updated}
     held = passed
-    if self.loss.parallel is not None:  # they were put on the mesh
+    if self.loss.parallel is None:
+      updated = donation.committed(updated, held)
+    else:  # they were put on the mesh
       held = donation.arrays(updated)
     if self.donate:
       unknown = self._last.unknown(given)
       updated = donation.distinct(updated, held, others, unknown)
-      placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
+    placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
     jitted = self._jitted(loss, _shardings(loss, updated, held))
     return PreparedCall(self, loss, jitted, placed, named, others)
 
