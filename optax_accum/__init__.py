@@ -36,6 +36,9 @@ from optax_accum._streaming.state import (
   discard_cycle as discard_cycle,
   has_updated as has_updated,
 )
+from optax_accum._train_step.state_on_host import (
+  state_on_host as state_on_host,
+)
 from optax_accum._train_step.train_step import (
   make_train_step as make_train_step,
   TrainStep as TrainStep,

@@ -42,7 +42,11 @@ def place(mesh: Mesh, name: str, tree, specs_of: SpecsOf | None = None):
       )
     if isinstance(x, jax.core.Tracer):
       return x
-    target = NamedSharding(mesh, spec if sharding is None else sharding.spec)
+    if sharding is not None:
+      spec = sharding.spec
+    # What is in the host's memory stays there.
+    memory = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    target = NamedSharding(mesh, spec, memory_kind=memory)
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(sharding=target)
     return jax.device_put(x, target)

@@ -1,0 +1,105 @@
+"""`state_on_host`: an optimizer whose state is in the host's memory between its steps."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_accum import _validate
+
+_KIND = "pinned_host"
+
+
+def state_on_host(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Makes the state of `tx` wait in the host's memory between its steps, off the device.
+
+  A step fetches it, updates it on the device, and sends it back. The steps are those of `tx`, to
+  the bit.
+
+  Examples:
+    >>> import jax.numpy as jnp, optax, optax_accum
+    >>> tx = optax_accum.state_on_host(optax.adam(1e-3))
+    >>> loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)
+    >>> step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=2)
+    >>> params = jnp.ones(3)
+    >>> opt_state = tx.init(params)
+    >>> params, opt_state, metrics = step(params, opt_state, jnp.ones((8, 3)))
+    >>> print(params, opt_state[0].count)
+    [0.999 0.999 0.999] 1
+
+  Args:
+    tx: Any optax transformation whose state keeps its tree: `optax.monitor` goes around this one.
+      Put this inside `accumulate`, as in ``accumulate(state_on_host(adam), k)``, so that the state
+      moves once a cycle, and the accumulators never.
+
+  Returns:
+    A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
+    ``"pinned_host"``, sharded as on the device; scalars stay on the device. ``update`` returns each
+    array to the memory that it came from. So a state in device memory, as one that was restored
+    there, stays there: restore into shapes that have the shardings of what ``init`` returns, or
+    write ``jax.device_put(opt_state, jax.memory.Space.Host)``.
+
+  Raises:
+    TypeError: `tx` is no optax transformation.
+    ValueError: An update changes the tree of the state.
+    NotImplementedError: From ``init``: devices have no such memory.
+
+  Edge cases:
+    - How much of the state is on the device during a step, XLA decides: see "State on the host" in
+      the guide on sharding.
+    - A function of your own that donates the state must return parameters and state in the order
+      in which it takes them, as the steps of this library do. ``jax.jit(tx.apply,
+      donate_argnums=(1, 2))`` does not: JAX then puts the parameters where the state was, in the
+      other memory, and on CPUs ends the process.
+  """
+  _validate.transformation(tx, "tx")
+  tx = optax.with_extra_args_support(tx)
+
+  def init(params):
+    _check_host_memory()
+    return jax.tree.map(_to_host, tx.init(params))
+
+  def update(updates, state, params=None, **extra_args):
+    came_from = jax.tree.map(_memory, state)
+    fetched = jax.tree.map(_moved, state)
+    updates, new = tx.update(updates, fetched, params, **extra_args)
+    different = _validate.difference("state", new, state)
+    if different:
+      raise ValueError(
+        f"After an update {different}: state_on_host returns each array to the memory it came from."
+        " Put it around transformations whose state keeps its tree and its shapes."
+      )
+    return updates, jax.tree.map(_moved, new, came_from)
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _to_host(x):
+  """An array in the host's memory. A scalar stays."""
+  if jnp.ndim(x) == 0:
+    return x
+  return _moved(x, jax.memory.Space.Host)
+
+
+def _memory(x):
+  """The memory that an array is in."""
+  return jax.typeof(x).memory_space
+
+
+def _moved(x, memory=jax.memory.Space.Device):
+  """An array in such memory, sharded as it is."""
+  if _memory(x) == memory:
+    return x
+  return jax.device_put(x, memory)
+
+
+def _check_host_memory() -> None:
+  """Checks that there is such memory. JAX 0.8 for CPU says so, and leaves all where it is."""
+  device = jax.devices()[0]
+  kinds = [memory.kind for memory in device.addressable_memories()]
+  if _KIND not in kinds:
+    raise NotImplementedError(
+      f"state_on_host needs memory of the kind {_KIND!r}, and a {device.device_kind} has {kinds}:"
+      " leave state_on_host out here."
+    )
