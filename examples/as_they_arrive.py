@@ -3,8 +3,9 @@
 A generator packs documents (see packed_text.py) and yields 8 or 16 rows at a time. `step.add`
 runs what arrived, and `step.finish` takes the optimizer step, so no one needs to know beforehand
 how much will come. `add` sends parameters, but no gradient: each device has its own sums, which
-`finish` scatters, once. Orbax saves these after a call. A process is killed in the middle of a cycle
-(the calls of one optimizer step), and another goes on from the last checkpoint.
+`finish` scatters, once. The momentum, which only `finish` needs, waits in the host's memory. After a
+call orbax saves all of it. A process is killed in the middle of a cycle (the calls of one optimizer
+step), and another goes on from the last checkpoint.
 
 Run:      python examples/as_they_arrive.py
 Expected: the resumed run ends with the bits of one that was not interrupted. The step of a cycle is
@@ -60,7 +61,7 @@ def make():
   """A step, and parameters and moments, each of these sharded over its last dimension."""
   mesh = jax.sharding.Mesh(jax.devices(), ("data",))
   # Adam would hide a wrong scale of the gradients.
-  tx = optax.sgd(0.1, momentum=0.9)
+  tx = optax_accum.state_on_host(optax.sgd(0.1, momentum=0.9))
 
   def sharded(x):
     over = P(*[None] * (x.ndim - 1), "data")

@@ -46,8 +46,9 @@ def state_on_host(
     NotImplementedError: From ``init``: devices have no such memory.
 
   Edge cases:
-    - How much of the state is on the device during a step, XLA decides: see "State on the host" in
-      the guide on sharding.
+    - In the program that updates, XLA decides how much of the state is on the device at once: see
+      "State on the host" in the guide on sharding. With ``begin``, ``add`` and ``finish`` only
+      ``finish`` sees any of it.
     - A function of your own that donates the state must return parameters and state in the order
       in which it takes them, as the steps of this library do. ``jax.jit(tx.apply,
       donate_argnums=(1, 2))`` does not: JAX then puts the parameters where the state was, in the
