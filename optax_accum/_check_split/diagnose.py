@@ -14,7 +14,7 @@ from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._check_split import words
 from optax_accum._check_split.call import Call
 from optax_accum._check_split.devices import Devices
-from optax_accum._check_split.evidence import Evidence, How, WORDS
+from optax_accum._check_split.evidence import Evidence, How, Tried, WORDS
 from optax_accum._check_split.programs import Programs
 from optax_accum._check_split.report import SplitReport, Verdict
 from optax_accum._check_split.weights import ROWS, weights_of
@@ -106,7 +106,10 @@ def _of_batches(evidence: Evidence) -> Finding:
     return _aux(evidence, how) or Finding("ok", "", "", how)
   first = next(filter(None, (fits(evidence) for fits in _HYPOTHESES)))
   if evidence.programs.local.split.has_weight:
-    first = first._replace(fix=f"{words.TOTAL}\n{first.fix}")
+    fix = words.TOTAL
+    if first.fix:
+      fix += f" {words.QUOTIENT}\n{first.fix}"
+    first = first._replace(fix=fix)
   then = None
   if first.how:
     then = _aux(evidence, first.how)
@@ -183,6 +186,31 @@ def _sum(evidence: Evidence) -> Finding | None:
   how = How.of(evidence.programs, "sum")._replace(weight=ROWS)
   if evidence.agree(how):
     return Finding("sum", words.SUM, 'reduction="sum"', how)
+  return None
+
+
+def _mean_for_total(evidence: Evidence) -> Finding | None:
+  """Whether a loss that returns ``(total, weight)`` has a mean over rows in the first place."""
+  programs = evidence.programs
+  if not programs.local.split.has_weight:
+    return None
+
+  # What it has there: the check divides it by the weight.
+  def first_of(outcome):
+    return outcome.times(programs.weight(outcome.call))
+
+  tried = []
+  for x in evidence.tried:
+    for size, parts in x.splits:
+      if all(programs.weight(part.call) for part in parts):
+        split = size, list(map(first_of, parts))
+        tried.append(Tried(first_of(x.whole), [split]))
+  if not tried:
+    return None
+  first = evidence._replace(tried=tried)
+  how = How.of(programs)
+  if first.agree(how) or first.agree(how._replace(weight=ROWS)):
+    return Finding("weighted", words.MEAN_FOR_TOTAL, "")
   return None
 
 
@@ -283,6 +311,7 @@ _HYPOTHESES = (
   _gradients,
   _shared_noise,
   _sum,
+  _mean_for_total,
   _weighted,
   _weighted_by_something,
   _unsplit_or_coupled,

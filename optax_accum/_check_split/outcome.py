@@ -51,6 +51,14 @@ class Outcome(NamedTuple):
     """The loss and the gradients."""
     return {name: x for name, x in self.arrays.items() if name[:3] != "aux"}
 
+  def times(self, factor: float) -> "Outcome":
+    """The same with another loss and gradients: these, times a number."""
+    arrays = {name: factor * x for name, x in self.main.items()}
+    allowed = {name: factor * self.allowed[name] for name in arrays}
+    return self._replace(
+      arrays=self.arrays | arrays, allowed=self.allowed | allowed
+    )
+
   @property
   def is_finite(self) -> bool:
     return all(np.isfinite(x).all() for x in self.main.values())

@@ -57,7 +57,12 @@ OR_BOTH = (
 )
 TOTAL = (
   "With has_weight=True return (total, weight) of the rows that the loss is given: the sum of their"
-  " losses, which is no mean, and how much these rows count. Or return total / weight alone:"
+  " losses, which is no mean, and how much these rows count."
+)
+QUOTIENT = "Or return total / weight alone:"
+MEAN_FOR_TOTAL = (
+  "The first of what the loss returns, (total, weight), is a mean over its rows, and is divided by"
+  " their weight once more."
 )
 SOME_WEIGHT = (
   "The loss and gradients are a weighted mean of those of the microbatches. The check did not find"

@@ -197,15 +197,32 @@ def total_of(errors, mask):
   return jnp.sum(errors, where=mask), jnp.sum(mask)
 
 
+def mean_of(errors, mask):
+  total, count = total_of(errors, mask)
+  return total / count.astype(total.dtype), count
+
+
+MEAN = "The first of what the loss returns, (total, weight), is a mean over"
+
+
 @pytest.mark.parametrize(
-  ("pair", "verdict"),
+  ("pair", "verdict", "reason"),
   [
-    (total_of, "ok"),
-    (lambda errors, mask: (jnp.mean(errors), 1.0), "weighted"),
-    (lambda errors, mask: (jnp.sum(errors), 8), "sum"),
+    (total_of, "ok", ""),
+    (lambda errors, mask: (jnp.sum(errors), 8), "sum", "The losses and"),
+    (mean_of, "weighted", MEAN),
+    (lambda errors, mask: (jnp.mean(errors), jnp.sum(mask)), "weighted", MEAN),
+    (lambda errors, mask: (jnp.mean(errors), 1.0), "weighted", MEAN),
+    (
+      lambda errors, mask: (jnp.mean(errors) ** 2, len(errors)),
+      "coupled",
+      "The loss of a row",
+    ),
   ],
 )
-def test_a_loss_that_returns_its_weight_is_compared_by_that(pair, verdict):
+def test_a_loss_that_returns_its_weight_is_compared_by_that(
+  pair, verdict, reason
+):
   def drawn(params, batch, key):
     errors = (batch["x"] @ params - batch["y"]) ** 2
     mask = jax.random.bernoulli(key, 0.5, batch["y"].shape) & batch["mask"]
@@ -218,8 +235,10 @@ def test_a_loss_that_returns_its_weight_is_compared_by_that(pair, verdict):
   key = jax.random.key(0)
   report = check_split(drawn, np.ones(3), batch, key, **options)
   assert report.verdict == verdict, report
+  assert report.reason.startswith(reason), report
   if verdict != "ok":
     assert "the sum of their losses, which is no mean, and how" in report.fix
+    assert ("Or return total / weight" in report.fix) == (reason != MEAN)
 
 
 def test_a_weight_below_zero_is_no_fix():
