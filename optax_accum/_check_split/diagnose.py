@@ -184,9 +184,13 @@ def _shared_noise(evidence: Evidence) -> Finding | None:
 
 def _sum(evidence: Evidence) -> Finding | None:
   how = How.of(evidence.programs, "sum")._replace(weight=ROWS)
-  if evidence.agree(how):
-    return Finding("sum", words.SUM, 'reduction="sum"', how)
-  return None
+  if not evidence.agree(how):
+    return None
+  fix = 'reduction="sum"'
+  aux = evidence.programs.given.arrays.get("aux")
+  if aux is not None and not aux.shape:
+    fix = words.AUX_MAY_COUNT + fix
+  return Finding("sum", words.SUM, fix, how)
 
 
 def _mean_for_total(evidence: Evidence) -> Finding | None:

@@ -51,6 +51,10 @@ USE_FLOAT32 = (
   "Check a loss that computes in float32 (in flax, dtype=jnp.float32)."
 )
 SUM = "The losses and gradients of the microbatches add up to those of the whole batch."
+AUX_MAY_COUNT = (
+  "If the aux is how much the rows count, has_weight=True in the place of has_aux=True gives the"
+  " mean. If the sum is meant:\n"
+)
 OR_BOTH = (
   "Or let the loss return (total, weight), the sum of its losses and what it divides that by, with"
   " has_weight=True."

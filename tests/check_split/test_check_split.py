@@ -708,6 +708,22 @@ def test_a_loss_and_its_aux_are_mended_at_once():
   assert check_one_split(specimen, **options_of(report)).ok
 
 
+@pytest.mark.parametrize("dtype", [int, more(float)])
+def test_a_sum_whose_aux_is_one_number_may_lack_has_weight(dtype):
+  def pair(params, batch):
+    total, count = total_of(zoo.per_row(params, batch), batch["label"] > 0)
+    return total, count.astype(dtype)
+
+  uses = (*XY, "label")
+  report = check_one_split(Specimen(pair, uses, options={"has_aux": True}))
+  assert report.verdict == "sum", report
+  assert "has_weight=True in the place of has_aux=True gives" in report.fix
+  both = dict.fromkeys(("reduction", "aux_reduction"), "sum")
+  assert options_of(report) == both
+  specimen = Specimen(pair, uses)
+  assert check_one_split(specimen, has_weight=True).ok
+
+
 def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
   # 0/0 in the even rows
   batch = {
