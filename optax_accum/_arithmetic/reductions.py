@@ -152,7 +152,7 @@ class Mean(Sum):
     if not jnp.issubdtype(like.dtype, jnp.inexact):
       raise TypeError(
         f'{name} has dtype {like.dtype}, which "mean" cannot keep: cast it to a float in the'
-        ' function, or reduce it with "sum", "max", "min", "last" or "stack", in'
+        ' function, or reduce it with "sum", "max", "min", "last", "stack" or "concat", in'
         f" {_OPTIONS}."
       )
     super().check(name, like, rows, dtype)

@@ -325,7 +325,7 @@ AUX = [
   (
     "mean",
     TypeError,
-    r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it",
+    r"aux\['count'\] has dtype int32, which \"mean\" cannot keep: cast it.*, \"stack\" or \"concat\", in",
   ),
   (
     {"count": "sum", "ok": "mean", "mean": "mean"},
