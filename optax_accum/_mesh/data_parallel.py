@@ -127,7 +127,8 @@ class DataParallel:
       fit = f"{fewer} or {fewer + each}" if fewer else f"{each}"
       raise ValueError(
         f"{of} has {rows} rows, which {self} do not divide: use {fit} rows, or fill up with"
-        " rows that weight_fn counts as 0. (Otherwise each device would have to compute all rows.)"
+        " rows that weight_fn, or the weight that a loss returns (has_weight), counts as 0."
+        " (Otherwise each device would have to compute all rows.)"
       )
 
   def over_data(self, spec: PartitionSpec) -> PartitionSpec:

@@ -267,7 +267,7 @@ REFUSED = [
     mapped(make_mesh(8), ONES[:60]),
     ValueError,
     "argument 0 has 60 rows, which the 8 devices .* use 48 or 64 rows, or fill up with rows that"
-    " weight_fn counts as 0",
+    r" weight_fn, or the weight that a loss returns \(has_weight\), counts as 0",
   ),
   (
     mapped(make_mesh(8), ONES, num_microbatches=3),
