@@ -81,6 +81,7 @@ def microbatch(
     reduction: How the outputs of all microbatches are combined: ``"mean"`` (weighted), ``"sum"``,
       ``"max"``, ``"min"``, ``"last"``, ``"stack"`` (along a new first axis, of microbatches),
       ``"concat"`` (the rows, in their order), a function of your own, or a prefix tree of these.
+      A value per row is for "concat": "mean" would average different rows, and nothing refuses it.
     num_microbatches: The number of equal parts. It must divide the rows (with `mesh`, those on each
       device). Give this or the next.
     microbatch_size: The rows of one microbatch; with `mesh`, on all devices together, a multiple of
@@ -136,7 +137,8 @@ def microbatch(
     after those of another; functions of your own merge in the order of the mesh. Keys differ
     between devices too. What is not split may be sharded or not: parts over `data_axis` are
     gathered once a call, and other axes are left to the compiler. Arrays elsewhere are put on the
-    mesh. It works inside `jax.jit` and outside, and traces all arguments.
+    mesh. It works inside `jax.jit` and outside, and traces all arguments. What `fun` has summed
+    over devices itself, by `jax.lax.psum`, "sum" counts once for each device.
 
     >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
     >>> evaluate_over_mesh = optax_accum.microbatch(
