@@ -85,13 +85,16 @@ def hinted(
           raise
       raise TypeError(f"{fun.__qualname__}: {why}")
 
-    parameters = inspect.signature(fun).parameters.values()
-    called.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-      [p.replace(annotation=p.empty) for p in parameters]
-    )
+    called.__signature__ = untyped_signature(fun)  # type: ignore[attr-defined]
     return called
 
   return decorate
+
+
+def untyped_signature(fun: Callable[..., Any]) -> inspect.Signature:
+  """The arguments of a function, without their types."""
+  parameters = inspect.signature(fun).parameters.values()
+  return inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
 
 
 def hint_on(

@@ -216,19 +216,20 @@ class FlaxStep(Step):
     """As ``trace`` of a jitted function."""
     return self._with_call(PreparedCall.trace, *args, **kwargs)[1]
 
-  def _further(self, args, kwargs) -> Further:
-    """The further arguments of a call, if the loss takes them."""
+  def _further(self, call: str, args, kwargs) -> Further:
+    """The further arguments of a call, which messages show so, if the loss takes them."""
     given = [*self.takes.split(", "), *args]
     names = {**_spellings.WHOLE_BATCH, **self.decided}
+    name, _, taken = call.rstrip(")").partition("(")
     hint = (
-      f"It takes {self.call}. Fix a setting in the loss, functools.partial(loss_fn, train=True),"
-      " and make a step for each value. Put arrays with rows into the batch, keys into"
-      f" {self.keys}. Further arguments, which are not split, the loss takes too:"
-      f" loss_fn({self.takes}, teacher)."
+      f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and"
+      " make a step for each value. Put arrays with rows into the batch, keys into"
+      f" {self.keys}. Further arguments, which are not split, come after these, and the loss takes"
+      f" them too: {name}({taken}, teacher) and loss_fn({self.takes}, teacher)."
     )
     why = _spellings.hint_on(self._loss_fn, given, kwargs, names, hint)
     if why:
-      raise TypeError(f"step: {why}")
+      raise TypeError(f"{name}: {why}")
     return Further(args, kwargs)
 
 

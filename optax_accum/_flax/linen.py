@@ -153,8 +153,8 @@ class LinenTrainStep(flax_step.FlaxStep):
     "mutable": "It goes into linen_train_step.",
   }
 
-  call = 'step(state, batch, rngs={"dropout": key})'
-  keys = "rngs"
+  call = "step(state, batch, rngs)"
+  keys = 'rngs, which is {"dropout": key} or None'
 
   def __init__(
     self,
@@ -194,7 +194,8 @@ class LinenTrainStep(flax_step.FlaxStep):
     What ``mutable`` names is in the cycle.
     """
     _, constant, _ = self._fields_of(state)
-    further = self._further(args, kwargs)
+    call = "step.add(cycle, state, batch, rngs)"
+    further = self._further(call, args, kwargs)
     of_loss = batch, constant, rngs, further
     return self._cycle(state).add(cycle, state.params, of_loss, {})
 
@@ -237,7 +238,7 @@ class LinenTrainStep(flax_step.FlaxStep):
       constant,
       carried,
       rngs,
-      self._further(args, kwargs),
+      self._further(self.call, args, kwargs),
       count,
     )
     return state, use(self._program_of(state).prepare(given, {}, others))

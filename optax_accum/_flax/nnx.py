@@ -19,7 +19,6 @@ from optax_accum._flax.flax_step import (
 )
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._train_step.cycle import (
-  check_cycle,
   Cycle,
   method,
   PreparedAdd,
@@ -176,7 +175,7 @@ class NnxTrainStep(flax_step.FlaxStep):
 
   def begin(self, model: nnx.Module) -> Cycle:
     """Begins a cycle whose microbatches arrive in several calls, as `TrainStep.begin`."""
-    nnx_objects.check_module("begin(model)", model)
+    nnx_objects.check_module("step.begin(model)", model)
     return Cycle()
 
   @method
@@ -186,9 +185,9 @@ class NnxTrainStep(flax_step.FlaxStep):
     What the loss changes in the model, the same Variables in all calls, is in the cycle from the
     first call on, and in the model when it has finished.
     """
-    check_cycle("add", cycle)
-    nnx_objects.check_module("add(cycle, model, batch)", model)
-    further = self._further(args, kwargs)
+    call = "step.add(cycle, model, batch)"
+    nnx_objects.check_module(call, model)
+    further = self._further(call, args, kwargs)
 
     def with_call(use):
       def add(program, given):
@@ -206,8 +205,8 @@ class NnxTrainStep(flax_step.FlaxStep):
   @method
   def finish(self, model, optimizer: Optimizer, cycle: Cycle):
     """``finish(model, optimizer, cycle)`` steps in place, as `TrainStep.finish`: the metrics."""
-    check_cycle("finish", cycle)
-    self._check_objects(model, optimizer)
+    call = "step.finish(model, optimizer, cycle)"
+    self._check_objects(call, model, optimizer)
 
     def finish(program, given):
       return self._cycle_of(program).finish(
@@ -224,13 +223,14 @@ class NnxTrainStep(flax_step.FlaxStep):
       variables.write(written, new._replace(further=None))
       return metrics
 
-    places, call = self._with_program(finish, model, optimizer, _carried(cycle))
-    return call
+    known = _carried(cycle)
+    places, prepared = self._with_program(finish, model, optimizer, known)
+    return prepared
 
   def _with_call(self, use: Use, /, model, optimizer, batch, *args, **kwargs):
     """The Variables of a call with what these objects hold, and what `use` makes of the call."""
-    self._check_objects(model, optimizer)
-    further = self._further(args, kwargs)
+    self._check_objects(self.call, model, optimizer)
+    further = self._further(self.call, args, kwargs)
 
     def call(program, given):
       given = given._replace(batch=batch, further=further)
@@ -238,8 +238,8 @@ class NnxTrainStep(flax_step.FlaxStep):
 
     return self._with_program(call, model, optimizer)
 
-  def _check_objects(self, model, optimizer) -> None:
-    nnx_objects.check_objects(model, optimizer)
+  def _check_objects(self, call: str, model, optimizer) -> None:
+    nnx_objects.check_objects(call, model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
     variables.wrap_arrays(optimizer)
 

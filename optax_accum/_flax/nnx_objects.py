@@ -6,14 +6,14 @@ from optax_accum import _validate, _versions
 from optax_accum._flax.variables import is_variable, named
 
 
-def check_objects(model: object, optimizer: object) -> None:
+def check_objects(call: str, model: object, optimizer: object) -> None:
   """Checks that these are an nnx module and an nnx optimizer, in this order."""
   is_model = isinstance(model, nnx.Module)
   if not is_model or not isinstance(optimizer, nnx.Optimizer):
     raise TypeError(
-      f"step(model, optimizer, batch) got {type(model).__name__} and {type(optimizer).__name__}: it"
-      " takes an nnx module and an nnx.Optimizer(model, tx, wrt=nnx.Param), in this order. For"
-      " linen there is linen_train_step, and for parameters make_train_step."
+      f"{call} got {type(model).__name__} and {type(optimizer).__name__}: it takes an nnx module"
+      " and an nnx.Optimizer(model, tx, wrt=nnx.Param), in this order. For linen there is"
+      " linen_train_step, and for parameters make_train_step."
     )
   _validate.transformation(optimizer.tx, "optimizer.tx")
 

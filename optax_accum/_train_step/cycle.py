@@ -3,14 +3,13 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-import inspect
 import operator
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from optax_accum import _validate
+from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.trees import Args, Carry, Kwargs
 from optax_accum._mesh.loss import Loss, Placed
 from optax_accum._microbatches import parameters
@@ -95,17 +94,24 @@ class Method(Generic[Result]):
   def __init__(self, prepare: Callable[..., Any]) -> None:
     self._prepare = prepare
     self.__doc__ = prepare.__doc__
-    signature = inspect.signature(prepare)
-    self.__signature__ = signature.replace(
-      return_annotation=inspect.Signature.empty
-    )
+    self.__signature__ = _spellings.untyped_signature(prepare)
+    self._shown = f"step.{prepare.__name__}{self.__signature__}"
 
   def __call__(self, *args, **kwargs) -> Result:
-    return self._prepare(*args, **kwargs).run()
+    return self._prepared(args, kwargs).run()
+
+  def _prepared(self, args, kwargs):
+    """A call, whose arguments are checked to be in their places, by the cycle."""
+    try:
+      given = self.__signature__.bind(*args, **kwargs)
+    except TypeError as error:
+      raise TypeError(f"{self._shown}: {error}.") from None
+    check_cycle(self._shown, given.arguments["cycle"])
+    return self._prepare(*args, **kwargs)
 
   def trace(self, *args, **kwargs) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    return self._prepare(*args, **kwargs).trace()
+    return self._prepared(args, kwargs).trace()
 
   def lower(self, *args, **kwargs) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
@@ -113,7 +119,7 @@ class Method(Generic[Result]):
 
   def eval_shape(self, *args, **kwargs) -> Result:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    return self._prepare(*args, **kwargs).eval_shape()
+    return self._prepared(args, kwargs).eval_shape()
 
 
 class Prepared(Protocol[Returned]):
@@ -227,7 +233,6 @@ class CycleProgram:
 
   def add(self, cycle: Cycle, params, args, kwargs) -> PreparedAdd:
     """Prepares a call. The carry, which is in the cycle, is not among `args`."""
-    check_cycle("add", cycle)
     self._check_carry("add", cycle)
     of_loss = [params, *args]
     split = self._loss.local.split
@@ -260,7 +265,6 @@ class CycleProgram:
     finished: Callable[[Args], Any] = tuple,
   ) -> PreparedFinish | NoStep:
     """Prepares a call. `others` go into the program, after the carry."""
-    check_cycle("finish", cycle)
     updated = *cycle.start, *others
     if cycle.held is None:
       metrics = no_metrics(self._loss)
@@ -296,11 +300,11 @@ class CycleProgram:
     )
 
 
-def check_cycle(name: str, cycle) -> None:
+def check_cycle(call: str, cycle) -> None:
   """Checks that something is a cycle that no call has ended or donated."""
   if not isinstance(cycle, Cycle):
     raise TypeError(
-      f"{name} got a {type(cycle).__name__} as cycle: pass what begin or the last add returned, or"
+      f"{call} got a {type(cycle).__name__} as cycle: pass what begin or the last add returned, or"
       " a checkpoint that was restored into a tree like that."
     )
   deleted = operator.methodcaller("is_deleted")

@@ -133,12 +133,12 @@ class TrainStep(Step, Generic[Params, Args]):
       position = self.loss.local.split.carry_argnum
       if position is not None:
         of_loss.insert(position, cycle.start)
-      hint = "add(cycle, params, batch, ...) takes no optimizer state."
+      hint = "It takes step.add(cycle, params, batch, ...), no optimizer state."
       names = _spellings.WHOLE_BATCH
       fun = self.loss.local.fun
       why = _spellings.hint_on(fun, of_loss, kwargs, names, hint)
       if why:
-        raise TypeError(f"add: {why}") from None
+        raise TypeError(f"step.add: {why}") from None
       raise
 
   @method

@@ -180,18 +180,29 @@ def test_a_cycle_carries_what_its_own_calls_change():
 @pytest.mark.parametrize(
   ("match", "use"),
   [
-    ("begin.model. got a int as model", lambda step, m, o: step.begin(3)),
-    ("add got a Dropping as cycle", lambda step, m, o: step.add(m, None, 0)),
+    ("^step.begin.model. got a int as", lambda step, m, o: step.begin(3)),
     (
-      "finish got a Dropping as cycle",
+      r"^step\.add\(cycle, model, batch, .* got a Dropping as cycle",
+      lambda step, m, o: step.add(m, None, 0),
+    ),
+    (
+      r"^step\.add\(cycle, model, batch\) got a int as model",
+      lambda step, m, o: step.add(step.begin(m), 0, m),
+    ),
+    (
+      r"^step\.finish\(model, optimizer, cycle\) got a Dropping as cycle",
       lambda step, m, o: step.finish(o, o, m),
     ),
     (
-      "step.model, optimizer, batch. got Optimizer and Dropping",
+      r"^step\.finish\(model, optimizer, cycle\) got Optimizer and Dropping",
       lambda step, m, o: step.finish(o, m, step.begin(m)),
     ),
     (
-      "missing a required argument: 'scale'",
+      r"^step\.finish\(model, optimizer, cycle\): missing .*'cycle'",
+      lambda step, m, o: step.finish(m, step.begin(m)),
+    ),
+    (
+      r"^step\.add: missing .*'scale'.* step\.add\(cycle, model, batch, teacher\)",
       lambda step, m, o: step.add(step.begin(m), m, 0),
     ),
   ],
@@ -202,3 +213,32 @@ def test_what_is_in_another_order_is_refused(match, use):
   step = nnx_train_step(lambda model, batch, scale: 0.0, num_microbatches=1)
   with pytest.raises(TypeError, match=match):
     use(step, model, optimizer)
+
+
+@pytest.mark.parametrize(
+  ("match", "use"),
+  [
+    (
+      r"^step\.finish\(state, cycle\) got a State as cycle",
+      lambda step, state: step.finish(step.begin(state), state),
+    ),
+    (
+      r"^step\.finish\(state, cycle\): too many positional",
+      lambda step, state: step.finish(state, step.begin(state), 0),
+    ),
+    (
+      r"^step\.add: missing .*'scale'.* step\.add\(cycle, state, batch, rngs, teacher\)",
+      lambda step, state: step.add(step.begin(state), state, 0, 2.0),
+    ),
+  ],
+)
+def test_linen_refuses_another_order(match, use):
+  def loss_fn(variables, batch, rngs, scale):
+    return 0.0
+
+  state = State.create(
+    apply_fn=None, params={"w": jnp.ones(1)}, tx=optax.sgd(0.1), seen={}
+  )
+  step = linen_train_step(loss_fn, num_microbatches=1)
+  with pytest.raises(TypeError, match=match):
+    use(step, state)

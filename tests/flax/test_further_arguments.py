@@ -140,7 +140,7 @@ KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
       {},
       TypeError,
       r"^step: too many positional arguments\. It takes step\(.*Further arguments, which are not"
-      r" split, the loss takes too: loss_fn\(.*batch.*, teacher\)",
+      r" split, come after these, .*: step\(.*, teacher\) and loss_fn\(.*batch.*, teacher\)",
       None,
     ),
     (

@@ -371,24 +371,24 @@ def test_a_cycle_is_used_once():
   [
     (
       TypeError,
-      "add got a dict as cycle: pass what begin",
+      r"^step\.add\(cycle, params, .* got a dict as cycle: pass what begin",
       lambda step, params, state, batch: step.add(params, batch),
     ),
     (
       TypeError,
-      "add: too many positional arguments. add.cycle, params, batch, .* takes no",
+      "^step.add: too many positional arguments. It takes step.add.cycle, params, batch, .* no opt",
       lambda step, params, state, batch: step.add(
         step.begin(params), params, state, batch
       ),
     ),
     (
       TypeError,
-      "add: missing a required argument: 'batch'",
+      "^step.add: missing a required argument: 'batch'",
       lambda step, params, state, batch: step.add(step.begin(params), params),
     ),
     (
       TypeError,
-      "finish got a dict as cycle",
+      r"^step\.finish\(params, opt_state, cycle, /\) got a dict as cycle",
       lambda step, params, state, batch: step.finish(state, state, params),
     ),
     (
