@@ -230,6 +230,9 @@ class FlaxStep(Step):
     why = _spellings.hint_on(self._loss_fn, given, kwargs, names, hint)
     if why:
       raise TypeError(f"{name}: {why}")
+    for x in (*args, *kwargs.values()):
+      if isinstance(x, str):
+        raise TypeError(f"{name}: {x!r} is a string and no array. {hint}")
     return Further(args, kwargs)
 
 

@@ -8,6 +8,7 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
+from optax_accum._arithmetic.trees import Tree
 
 
 def check_step(params, opt_state, /, *others, **named) -> None:
@@ -24,12 +25,15 @@ def check_step(params, opt_state, /, *others, **named) -> None:
       "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
       " step(params, opt_state, batch)."
     )
-  batch = others[0] if others else ()
-  for name, x in _validate.named_leaves("batch", batch):
-    if isinstance(x, str):
-      raise TypeError(
-        f"{name} is the string {x!r} and no array: leave it out of the batch."
-      )
+  given = dict[object, Tree](enumerate(others, 2)) | named
+  for slot, tree in given.items():
+    root = "batch" if slot == 2 else f"argument {slot!r}"
+    for name, x in _validate.named_leaves(root, tree):
+      if isinstance(x, str):
+        raise TypeError(
+          f"{name} is the string {x!r} and no array: leave it out of the batch, or fix it in the"
+          " loss, functools.partial(loss_fn, mode=...), and make a step for each value."
+        )
 
 
 def check_order(tx: optax.GradientTransformation, *args) -> None:

@@ -151,6 +151,13 @@ KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
       None,
     ),
     (
+      (TEACHER, "train"),
+      {},
+      TypeError,
+      r"^step: 'train' is a string and no array\. .* Fix a setting in the loss",
+      None,
+    ),
+    (
       (TEACHER,),
       {"scal": 2.0},
       TypeError,

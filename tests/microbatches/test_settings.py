@@ -79,7 +79,18 @@ def test_a_branch_where_nothing_is_a_setting_names_nothing():
 
 @MESHES
 @pytest.mark.parametrize(
-  "value", ["train", np.array(["a"]), np.array([None]), np.float32]
+  ("args", "kwargs"), [(("train",), {}), ((), {"mode": "train"})]
+)
+def test_a_string_is_told_with_what_to_write(count, args, kwargs):
+  slot = "'mode'" if kwargs else "3"
+  match = f"^argument {slot} is the string 'train' and no array: .* or fix it in the loss, functools"
+  with pytest.raises(TypeError, match=match):
+    take_step(in_mode, *args, count=count, **kwargs)
+
+
+@MESHES
+@pytest.mark.parametrize(
+  "value", [np.array(["a"]), np.array([None]), np.float32]
 )
 def test_what_holds_no_numbers_is_an_error_of_jax(count, value):
   with pytest.raises(
