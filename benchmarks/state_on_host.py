@@ -4,7 +4,7 @@
 
 The model, the optimizer and the compilers are those of memory.py. Memory is what arguments and
 temporary buffers need on the device, in units of P, the parameters' bytes. "unhidden" is compiled
-without the scheduler that starts transfers early; "slices" updates one layer after another, which
+without the scheduler that starts transfers early, as a flag of XLA has it; "slices" updates one layer after another, which
 is right for optimizers that are element-wise alone, and no part of the library. JAX knows no kinds
 of memory of a GPU that is not there, so for one the state is moved by hand as state_on_host does.
 """
