@@ -120,10 +120,11 @@ def shares_mesh() -> bool:
 def _extreme(
   reduce: Callable[..., jax.Array],
   held: jax.Array,
-  axis_name: AxisName,
+  devices: Any,
   counted: object = True,
 ) -> jax.Array:
   """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
+  axis_name = devices.axis_name
   if not jnp.issubdtype(held.dtype, jnp.floating):
     return reduce(held, axis_name)
 
@@ -158,9 +159,10 @@ smallest = functools.partial(_extreme, lax.pmin)
 
 
 def of_last(
-  held: jax.Array, axis_name: AxisName, counted: bool | jax.Array
+  held: jax.Array, devices: Any, counted: bool | jax.Array
 ) -> jax.Array:
   """What the last device holds that has `counted` true; zeros where none has."""
+  axis_name = devices.axis_name
   index = lax.axis_index(axis_name)
   rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
   last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)

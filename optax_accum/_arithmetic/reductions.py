@@ -23,13 +23,12 @@ from optax_accum._arithmetic import (
   hoisting,
   weighted_mean,
 )
-from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.weighted_mean import Weight
 
 Type: TypeAlias = jax.ShapeDtypeStruct  # of an output
 # Makes one value of two values of an output, or of a tree of outputs.
 MergeFn: TypeAlias = Callable[[Any, Any], Any]
-# What all devices hold together, from what is held, the axis, and whether this device had a
+# What all devices hold together, from what is held, the devices, and whether this one had a
 # microbatch that counts.
 OverDevices: TypeAlias = Callable[..., Any]
 
@@ -47,6 +46,7 @@ class Reduction:
   name = ""
   ordered = False  # whether it matters which microbatch comes last
   collected = False  # whether every value is kept for `join`, and nothing held
+  summed = False  # whether what is held is a sum
   over_devices: OverDevices = lambda held, *_: held
   is_default: bool = False  # whether nobody asked for it
 
@@ -78,6 +78,10 @@ class Reduction:
     """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
     return held
 
+  def both(self, first, second, counted: bool | jax.Array):
+    """What is held of two devices; `counted`: whether the second had a microbatch that counts."""
+    return first
+
   def finish(self, held, weight: Weight, like: Type) -> jax.Array:
     """The reduced value, in the dtype of `like`; `weight` is the total over devices."""
     return held
@@ -92,7 +96,8 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  over_devices: OverDevices = lambda held, axis, _: lax.psum(held, axis)
+  summed = True
+  over_devices: OverDevices = lambda held, devices, _: devices.sum(held)
   # Reduces what a microbatch adds over devices, in every microbatch.
   reduce_term: Callable[..., jax.Array] | None = None
   # Whether it is in float32 or better, whatever `accumulator_dtype` is.
@@ -131,6 +136,9 @@ class Sum(Reduction):
     term = weighted_mean.select(counted, term, jnp.zeros_like(term))
     # Without the barrier XLA for TPU adds up full values and reduces after the loop.
     return held + lax.optimization_barrier(self.reduce_term(term))
+
+  def both(self, first, second, counted):
+    return first + second
 
   def finish(self, held, weight, like):
     if jnp.issubdtype(like.dtype, jnp.inexact):
@@ -202,6 +210,9 @@ class Extreme(Reduction):
     chosen = self.choose(held, value)
     return weighted_mean.select(counted, chosen, held)
 
+  def both(self, first, second, counted):
+    return self.choose(first, second)
+
 
 class Last(Reduction):
   """The value of the last microbatch that counts."""
@@ -211,6 +222,9 @@ class Last(Reduction):
 
   def add(self, held, value, weight):
     return weighted_mean.select(weighted_mean.counts(weight), value, held)
+
+  def both(self, first, second, counted):
+    return weighted_mean.select(counted, second, first)
 
 
 class Stack(Reduction):
@@ -296,6 +310,9 @@ class Merge(Reduction):
     value = jax.tree.map(_refusing_derivatives, value)
     return _merged(self.fun, held, (value, weighted_mean.counts(weight)))
 
+  def both(self, first, second, counted):
+    return _merged(self.fun, first, second)
+
   def finish(self, held, weight, like):
     return held[0]
 
@@ -318,10 +335,11 @@ def _merged(fun: MergeFn, first, second):
   return both, has_a | has_b
 
 
-def _merged_devices(fun: MergeFn, held, axis_name: AxisName, counted: object):
+def _merged_devices(fun: MergeFn, held, devices, counted: object):
   """What is held of all devices, in the order of the mesh."""
-  devices = jnp.arange(lax.axis_size(axis_name), dtype=jnp.int32)
-  own = devices == lax.axis_index(axis_name)
+  axis_name = devices.axis_name
+  numbers = jnp.arange(devices.size, dtype=jnp.int32)
+  own = numbers == lax.axis_index(axis_name)
 
   def gathered(x):
     row = x[None]

@@ -86,6 +86,11 @@ class WeightSum(NamedTuple):
     grown = total - self.total
     return WeightSum(total, (self.total - (total - grown)) + (owed - grown))
 
+  def both(self, other: "WeightSum") -> "WeightSum":
+    """The sum of two."""
+    total, rest = self.add(other.total)
+    return WeightSum(total, rest + other.rest)
+
   def over_devices(self, axis_name: Hashable | Sequence[Hashable]) -> jax.Array:
     """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
     low = lax.rem(self.total, jnp.full_like(self.total, 4096))

@@ -27,8 +27,9 @@ def check_step(
   kwargs,
 ) -> SplitReport:
   """`step.check`: the report on such a call of the loss of a step."""
-  local = loss.local
-  split = loss.local.split
+  split = _without_virtual(loss)
+  local = dataclasses.replace(loss.local, split=split)
+  loss = loss._replace(local=local)
   check_split.check_concrete(local.fun, args, kwargs)
   devices = Devices(names_of(split.axis_name))
   if isinstance(loss, PlacedLoss):
@@ -54,6 +55,24 @@ def check_step(
   if report.verdict == "coupled":
     fix = report.fix.replace(words.BATCH_NORM, fix)
   return dataclasses.replace(report, fix=fix)
+
+
+def _without_virtual(loss: LossWithoutMesh | PlacedLoss) -> Split:
+  """The split of real devices. In what order they sum makes no difference here."""
+  split = loss.local.split
+  lanes = split.virtual_devices
+  if lanes is None:
+    return split
+  if isinstance(loss, PlacedLoss):
+    lanes //= loss.parallel.devices
+  count = split.num_microbatches
+  size = split.microbatch_size
+  return dataclasses.replace(
+    split,
+    virtual_devices=None,
+    num_microbatches=count and count * lanes,
+    microbatch_size=size and size // lanes,
+  )
 
 
 def _on_host(x):

@@ -100,6 +100,7 @@ class StepOptions(TypedDict, total=False):
   mesh: jax.sharding.Mesh | None
   data_axis: str | Sequence[str]
   reduce_gradients: Literal["per_cycle", "per_microbatch"]
+  virtual_devices: int | None
   axis_name: AxisName | None
   in_place: bool
   accumulator_dtype: DTypeLike | None

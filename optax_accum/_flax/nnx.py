@@ -292,10 +292,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     if (key, changed) in self._programs:
       return self._programs[key, changed]
     graphdef, _ = key
-    axis = self._options.get("axis_name")
-    if self.loss.parallel is not None:
-      axis = self.loss.parallel.axes
-    pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed, axis)
+    pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed)
     program = self._program(self._step_loss(pure), tx)
     self._programs[key, changed] = program
     return program

@@ -6,8 +6,6 @@ from typing import Any
 from flax import nnx
 import jax
 
-from optax_accum._arithmetic import across_devices
-from optax_accum._arithmetic.devices import OverAxis
 from optax_accum._flax import variables
 from optax_accum._flax.flax_step import LossFn
 from optax_accum._flax.forwarded import forwarded
@@ -30,15 +28,11 @@ class PureLoss:
   has_aux: bool
   graphdef: Any
   changed: frozenset[str]  # the names of the Variables in the carry
-  axis: Any  # of the devices, which each draw their own noise
 
   def __call__(self, params, batch, fixed, carry, rngs: None, further):
     def loss_of(model):
       return self.fun(model, batch, *further.args, **further.kwargs)
 
-    if self.axis is not None and across_devices.is_bound(self.axis):
-      # `check` has one device. Each of several has noise of its own, as of a carry.
-      fixed = OverAxis(self.axis).with_own_noise(fixed)
     states = params, fixed, carry
     model, before, loss, after = self._run(states, loss_of)
     aux = None

@@ -12,6 +12,7 @@
    automatic ones `Shards` is told, so that no more is sent than the shards.
 5. `PlacedLoss.step_beside` cuts the parameters as the gradients are, outside of the map. The
    optimizer runs on these parts, and the new parameters are gathered: all comes out as it came in.
-6. `microbatch` is public: it maps any function alike, and each device gets in full what is not
+6. With virtual devices, of which `virtual` has the rules, shards are gathered for the optimizer.
+7. `microbatch` is public: it maps any function alike, and each device gets in full what is not
    split.
 """

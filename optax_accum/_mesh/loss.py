@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params, Tree
+from optax_accum._mesh import virtual
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.on_devices import OnEachDevice, place_arguments
 from optax_accum._mesh.placement import (
@@ -52,6 +53,7 @@ class LossWithoutMesh(NamedTuple):
         f"The step is called inside pmap or shard_map over {axes} without axis_name, so each device"
         " would step with its own gradient: pass axis_name=, or call it outside, with mesh=."
       )
+    virtual.check_arrays(self.local.split, (args, kwargs), on_mesh=False)
     return self, args, kwargs
 
   def beside(self, params, opt_state) -> "LossWithoutMesh":
@@ -77,11 +79,14 @@ class LossWithoutMesh(NamedTuple):
     self, params, opt_state, others, carries: int
   ) -> tuple["LossWithoutMesh", Args]:
     """As `place`, of what is updated: of `others` the first are so many carries."""
-    return self, (params, opt_state, others)
+    updated = params, opt_state, others
+    virtual.check_arrays(self.local.split, updated, on_mesh=False)
+    return self, updated
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
-    _check_devices(held, ())
+    count = self.local.split.virtual_devices
+    _check_devices(held, () if count is None else (count,))
     return held
 
   @property
@@ -128,11 +133,15 @@ class MeshLoss:
         "in_place=True keeps the full sum of the gradients on each device until the cycle ends, and"
         ' reduce_gradients="per_microbatch" keeps shards: pass in_place=False, or "per_cycle".'
       )
+    virtual.check_mesh(split, self.parallel)
 
   def place(self, args, kwargs) -> tuple["PlacedLoss", Args, Kwargs]:
     """Puts a step's arguments on the mesh: the batch by its rows, the rest as it came or copied."""
     local = self.local
     parallel = self.parallel
+    virtual.check_arrays(local.split, (args, kwargs), on_mesh=True)
+    given = args, kwargs
+    args, kwargs = virtual.on_automatic(local.split, parallel.mesh, given)
     params, opt_state, *rest = args
     of_loss = (params, *rest)
     roles = local.roles_of(of_loss, kwargs)
@@ -155,6 +164,10 @@ class MeshLoss:
   ) -> tuple["PlacedLoss", Args]:
     """As `place`, of what is updated: of `others` the first are so many carries."""
     mesh = self.parallel.mesh
+    updated = params, opt_state, others
+    virtual.check_arrays(self.local.split, updated, on_mesh=True)
+    updated = virtual.on_automatic(self.local.split, mesh, updated)
+    params, opt_state, others = updated
     params = place(mesh, "params", params)
     opt_state = place_state(mesh, "opt_state", params, opt_state)
     others = place(mesh, "carry", others)
@@ -183,6 +196,10 @@ class PlacedLoss(NamedTuple):
     """As parameters, state and carry came; left to choose, XLA may shard them otherwise."""
     return self.treedef.unflatten(out_shardings(self.shardings))
 
+  @property
+  def _is_virtual(self) -> bool:
+    return self.local.split.virtual_devices is not None
+
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]):
     """A function of the sharding of each parameter."""
     each = [fun(spec_of(sharding)) for sharding in self.shardings]
@@ -195,13 +212,16 @@ class PlacedLoss(NamedTuple):
     automatic = self._of_parameters(self.parallel.over_automatic)
 
     def of_gradient(own, to):
-      return over_data(to or own)
+      return over_data(own if to is None else to)
 
     gradients = jax.tree.map(of_gradient, parameters, self.wanted)
     return Shards(parameters, gradients, automatic)
 
   def beside(self, params, opt_state) -> "PlacedLoss":
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
+    if self._is_virtual:
+      whole = jax.tree.map(lambda _: PartitionSpec(), params)
+      return self._replace(wanted=whole)
     specs = list(map(spec_of, self.shardings))
     of_states = specs_of_states(params, opt_state, specs)
     wanted: list[Any] = []
@@ -218,6 +238,18 @@ class PlacedLoss(NamedTuple):
   def step_beside(self, update: Update, params, opt_state) -> ParamsAndState:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
     move = self.parallel.move
+    if self._is_virtual:
+      # The optimizer sees whole arrays: over shards the compiler would sum in an order of its own.
+      # It is pinned on both sides, so that nothing between is sharded.
+      def whole(tree):
+        return jax.tree.map(lambda x: move(x, PartitionSpec()), tree)
+
+      new = whole(update(whole((params, opt_state))))
+      params, (opt_state, stepped) = new
+      specs = self.treedef.unflatten(map(spec_of, self.shardings))
+      new = params, opt_state
+      params, opt_state = jax.tree.map(move, new, tuple(specs[:2]))
+      return params, (opt_state, stepped)
 
     def part(x, to):
       return x if to is None else move(x, to)
@@ -252,7 +284,7 @@ class PlacedLoss(NamedTuple):
     """What the devices hold before the first call of a cycle, on a first axis of devices."""
 
     def begin(local, _, *args, **kwargs):
-      return _stored(local.begin(*args, **kwargs))
+      return _stored(local, local.begin(*args, **kwargs))
 
     run = self._on_each_device(begin, args, kwargs)
     return run(self._each, None, args, kwargs)
@@ -261,7 +293,8 @@ class PlacedLoss(NamedTuple):
     """What the devices hold after a call, of what they held before."""
 
     def add(local, held, *args, **kwargs):
-      return _stored(local.add(_own(held), *args, **kwargs))
+      added = local.add(_own(local, held), *args, **kwargs)
+      return _stored(local, added)
 
     run = self._on_each_device(add, args, kwargs)
     return run(self._each, held, args, kwargs)
@@ -277,7 +310,7 @@ class PlacedLoss(NamedTuple):
     like = jax.eval_shape(lambda: params)
 
     def finish(held, start, _):
-      return local.finish(_own(held), start, like)
+      return local.finish(_own(local, held), start, like)
 
     specs = added._reduced_specs
     run = OnEachDevice(self.parallel, {}, {}, finish)
@@ -286,7 +319,8 @@ class PlacedLoss(NamedTuple):
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
-    _check_devices(held, (self.parallel.devices,))
+    split = self.parallel.on_device(self.local.split)
+    _check_devices(held, (split.virtual_devices or self.parallel.devices,))
 
     def specs_of(_):
       each = jax.tree.broadcast(self.held_shardings, held)
@@ -350,7 +384,7 @@ class PlacedLoss(NamedTuple):
     if not self.parallel.reduce_in_loop:
       return replace(grad_reduction=kinds), shards.gather
     # Parameters are gathered, and gradients scattered, in every microbatch.
-    in_every = functools.partial(in_loop, axis_name=self.parallel.axes)
+    in_every = functools.partial(in_loop, devices=split.devices)
     local = replace(
       grad_reduction=jax.tree.map(in_every, kinds),
       gather_in_loop=shards.gather_in_loop,
@@ -389,13 +423,17 @@ def _check_devices(held: Accumulated, wanted: tuple[int, ...]) -> None:
     )
 
 
-def _stored(tree):
-  """What a device has for itself, as the program returns it."""
+def _stored(local: LocalLoss, tree):
+  """What a device has for itself, as the program returns it. Lanes are on a first axis already."""
+  if local.split.virtual_devices is not None:
+    return tree
   return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 
-def _own(tree):
+def _own(local: LocalLoss, tree):
   """What a device has for itself, of what is `_stored`."""
+  if local.split.virtual_devices is not None:
+    return tree
   return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 

@@ -1,6 +1,6 @@
 """Parameters that every device holds a part of: gathered for use, their gradients scattered."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_accum._arithmetic import across_devices, dtypes, reduction_words
-from optax_accum._arithmetic.across_devices import AxisName, names_of
+from optax_accum._arithmetic.across_devices import names_of
+from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.reductions import Reduction, Sum
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._mesh.specs import sharded_dims
@@ -50,13 +51,13 @@ class Shards(NamedTuple):
     return jax.tree.map(scatter, each, self.gradients, self.automatic)
 
 
-def in_loop(kind: Reduction, axis_name: AxisName) -> Reduction:
+def in_loop(kind: Reduction, devices: Devices) -> Reduction:
   """The same reduction, but sums over devices are taken in every microbatch."""
   if not isinstance(kind, Sum):
     return kind
 
   def reduced(term):
-    return kind.over_devices(term, axis_name, True)
+    return kind.over_devices(term, devices, True)
 
   return dataclasses.replace(
     kind, over_devices=lambda held, *_: held, reduce_term=reduced
@@ -68,20 +69,21 @@ def _scattered(
   spec: PartitionSpec,
   automatic: PartitionSpec,
   held,
-  axis_name: Sequence[str],
+  devices: Devices,
   counted: bool | jax.Array,
 ):
   """What `kind` makes of what all devices hold; each keeps its part by `spec`."""
   # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
   if not isinstance(kind, Sum) or across_devices.is_explicit(held):
-    return _own_part(kind.over_devices(held, axis_name, counted), spec)
+    return _own_part(kind.over_devices(held, devices, counted), spec)
   held = _on_shards(
     lax.psum_scatter, "scatter_dimension", held, spec, automatic
   )
   scattered = {
     name for names in sharded_dims(spec).values() for name in names_of(names)
   }
-  rest = tuple(name for name in axis_name if name not in scattered)
+  names = names_of(devices.axis_name)
+  rest = tuple(name for name in names if name not in scattered)
   return lax.psum(held, rest) if rest else held
 
 

@@ -4,8 +4,9 @@
    a call is the batch, a key, a carry, or shared. `refusals` refuses what defaults get wrong.
 2. `call` has the microbatches of one call: `cut` takes their rows; each has its keys and weight.
 3. `loop` runs them. It traces the function, to know the types of its `outputs`, starts a reduction
-   for each of these, adds every microbatch in one scan, and finishes what is held, over all
-   devices. `carry` is what one microbatch hands to the next.
+   for each of these, adds every microbatch in one scan, and its `Ending` finishes what is held,
+   over all devices. A device that stands for several virtual ones runs the scan for each of these
+   lanes. `carry` is what one microbatch hands to the next.
 4. `loss` takes the gradient of a user's `loss_function`: in the loop's body, or `in_place`. Over
    devices `traced_loss` traces it first, and `collectives` refuses what they must not exchange.
    Where microbatches arrive in several calls, `Accumulated` is what is held between these.

@@ -48,27 +48,30 @@ class Microbatches:
     self.devices = split.devices
     self._num_args = len(args)
     self._arguments = by_slot(args, kwargs)
-    self.rows = checked_rows(split, roles, self._arguments)
+    rows = checked_rows(split, roles, self._arguments)
+    lanes = self.devices.lanes
+    self.rows = rows // lanes  # of a lane
+    size = split.microbatch_size
+    if size is not None:
+      size //= lanes
     self.size = microbatch_rows(
-      self.rows,
-      split.num_microbatches,
-      split.microbatch_size,
-      split.name(*roles.batch),
+      self.rows, split.num_microbatches, size, split.name(*roles.batch)
     )
     self.full, self.tail_rows = divmod(self.rows, self.size)
-    self._on_device = self.full + bool(self.tail_rows)
-    self.count = self._on_device * self.devices.size  # of all devices together
-    self._refuse_defaults()
+    in_lane = self.full + bool(self.tail_rows)
+    self._on_device = lanes * in_lane
+    self.count = in_lane * self.devices.size  # of all devices together
+    self._refuse_defaults(rows)
     carried = [self._arguments[slot] for slot in roles.carry]
     self.carry = tuple(jax.tree.map(jnp.asarray, x) for x in carried)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
 
-  def _refuse_defaults(self) -> None:
+  def _refuse_defaults(self, on_device: int) -> None:
     split = self.split
     roles = self.roles
     if split.batch_argnums is None:
       # All rows of the batch, or those on one device.
-      rows = {self.rows, self.rows * self.devices.size}
+      rows = {on_device, self.rows * self.devices.size}
       if split.rows is not None:
         rows = {split.rows}
       refusals.refuse_rows(split, roles, self._arguments, rows)
@@ -82,6 +85,8 @@ class Microbatches:
     """Whether the function runs once, as it is: nothing is to split, to weigh or to reduce."""
     if self.split.weighs or self.split.axis_name is not None:
       return False
+    if self.devices.lanes > 1:
+      return False
     return self.rows == self.size
 
   def map_shared(self, fun: Callable[[Leaf], Leaf]) -> None:
@@ -90,19 +95,37 @@ class Microbatches:
       self._arguments[slot] = jax.tree.map(fun, self._arguments[slot])
 
   def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry):
-    """What one microbatch is given and others are not: its rows, keys and carry."""
+    """What one microbatch is given and others are not: rows, keys, carry, keys of its device."""
+    lane: Leaf = 0
+    if self.devices.lanes > 1:
+      lane = jnp.asarray(index) // self.full
+    own_noise = self.devices.with_own_noise(self._held_keys, lane)
     number = self.devices.number(index, self._on_device)
     if self._before is not None:
       number = number + self._before
     keys = [self._arguments[slot] for slot in self.roles.rng]
     own = jax.tree.map(lambda x: fold_in(x, number), keys)
-    return *batch, *own, *carry
+    return *batch, *own, *carry, own_noise
+
+  @property
+  def _held_keys(self) -> list[jax.Array]:
+    """The keys in what a step gives its loss beside the user's arguments, which no number tells."""
+    held = [self._arguments[slot] for slot in self.roles.held]
+    return [x for x in jax.tree.leaves(held) if dtypes.is_key(x)]
 
   def arguments(self, inputs) -> tuple[Args, Any]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
     roles = self.roles
+    *inputs, own_noise = inputs
+    keys = iter(own_noise)
+
+    def own(x):
+      return next(keys) if dtypes.is_key(x) else x
+
     slots = (*roles.batch, *roles.rng, *roles.carry)
     arguments = self._arguments | dict(zip(slots, inputs, strict=True))
+    for slot in roles.held:
+      arguments[slot] = jax.tree.map(own, arguments[slot])
     args = tuple(arguments.pop(i) for i in range(self._num_args))
     return args, arguments
 
@@ -147,16 +170,21 @@ class Microbatches:
   def _cut(self) -> tuple[Cut, tuple[Batch, ...]]:
     """The microbatches of full size, by index, and the rows left over."""
     axes = tuple(self.roles.batch.values())
-    return cut_rows(self.batch, axes, self.size, self.full)
+    lanes = self.devices.lanes
+    return cut_rows(self.batch, axes, self.size, self.full, lanes)
 
 
 def checked_rows(split: Split, roles: Roles, arguments: Arguments) -> int:
   """The rows of the batch of a call, whose roles are right."""
   refusals.refuse_double_roles(split, roles, arguments)
   # Of a device's part of a batch, all has been looked at.
-  if split.rows is None:
+  is_part = split.rows is not None
+  if not is_part:
     refusals.refuse_key(split, roles, arguments)
-  return batch_rows(split, roles.batch, arguments)
+  rows = batch_rows(split, roles.batch, arguments)
+  if not is_part:
+    refusals.refuse_uneven_lanes(split, roles, rows)
+  return rows
 
 
 def _check_keys(root: str, keys) -> None:

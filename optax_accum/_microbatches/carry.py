@@ -13,8 +13,9 @@ from optax_accum._arithmetic import (
   reduction_words,
   weighted_mean,
 )
-from optax_accum._arithmetic.across_devices import AxisName
+from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
+from optax_accum._arithmetic.trees import Carry, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
@@ -25,49 +26,87 @@ def check(name: str, old, new) -> None:
   _validate.check_alike(returned, name, new, old)
 
 
-class Share(NamedTuple):
-  """What one of the devices counted, which all have one carry in the end."""
+class Together(NamedTuple):
+  """How devices that begin with one carry have one in the end. Has a tuple of one carry, or none.
 
-  axis_name: AxisName
-  weight: Weight  # of the microbatches of this device
-  total: Weight  # of those of all devices
+  A `term` is what a device gives of a leaf. Terms are combined by the reduction of the leaf.
+  """
 
-  def over_devices(self, split: Split, name: str, carry, start):
-    """One carry of all devices, each from `start`."""
+  kinds: Tree
+  start: tuple[Carry, ...]
 
-    def together(path, x, word, first):
-      if dtypes.is_key(x):
-        is_first = lax.axis_index(self.axis_name) == 0
-        return across_devices.of_one(x, self.axis_name, is_first)
-      kind = _reduction(_validate.leaf_name(name, path), word, x)
-      if kind.name in ("max", "min"):
-        return kind.over_devices(x, self.axis_name, True)
-      if kind.name == "sum":
-        return self._sum(x, first)
-      return self._mean(x, first)
-
+  @classmethod
+  def of(cls, split: Split, start: tuple[Carry, ...]) -> "Together":
+    """How `split` asks for it."""
+    if split.axis_name is None and split.devices.size == 1:
+      return cls(jax.tree.map(lambda _: _AS_IT_IS, start), start)
+    name = split.name(*split.carry)
     words = "" if split.carry_reduction is None else split.carry_reduction
-    each = reduction_words.match("carry_reduction", words, carry)
-    return jax.tree_util.tree_map_with_path(together, carry, each, start)
 
-  def _sum(self, x: jax.Array, first: jax.Array) -> jax.Array:
-    """The start and what all devices added to it."""
-    wide = dtypes.accumulator_dtype(x.dtype)
-    grown = x.astype(wide) - first.astype(wide)
-    total = first.astype(wide) + lax.psum(grown, self.axis_name)
-    return total.astype(x.dtype)
+    def kind(path, word, x):
+      return _reduction(_validate.leaf_name(name, path), word, x)
 
-  def _mean(self, x: jax.Array, first: jax.Array) -> jax.Array:
-    """The mean over devices, weighted by what they counted."""
-    wide = dtypes.accumulator_dtype(x.dtype)
-    term = weighted_mean.weigh(x, self.weight, wide)
-    held = lax.psum(term, self.axis_name)
-    mean = weighted_mean.mean(held, self.total, x.dtype)
-    return weighted_mean.select(weighted_mean.counts(self.total), mean, first)
+    def kinds_of(carry):
+      each = reduction_words.match("carry_reduction", words, carry)
+      return jax.tree_util.tree_map_with_path(kind, each, carry)
+
+    return cls(tuple(map(kinds_of, start)), start)
+
+  def terms(self, carry, weight: Weight):
+    """What a device gives, whose microbatches weigh so much."""
+
+    def term(kind, x, first):
+      if kind is _FIRST:
+        return jax.random.key_data(x)
+      if not kind.summed:
+        return x
+      wide = dtypes.accumulator_dtype(x.dtype)
+      if kind.name == "mean":
+        return weighted_mean.weigh(x, weight, wide)
+      return x.astype(wide) - first.astype(wide)
+
+    return jax.tree.map(term, self.kinds, carry, self.start)
+
+  def both(self, first, second):
+    """The terms of two."""
+
+    def both(kind, a, b):
+      return kind.both(a, b, True)
+
+    return jax.tree.map(both, self.kinds, first, second)
+
+  def over_devices(self, terms, devices: Devices, total: Weight):
+    """The carry of all devices, whose microbatches weigh `total`."""
+
+    def over_devices(kind, term, first):
+      term = devices.reduced(kind, term, True)
+      if kind is _FIRST:
+        return jax.random.wrap_key_data(term, impl=jax.random.key_impl(first))
+      if not kind.summed:
+        return term
+      if kind.name == "mean":
+        mean = weighted_mean.mean(term, total, first.dtype)
+        counted = weighted_mean.counts(total)
+        return weighted_mean.select(counted, mean, first)
+      return (first.astype(term.dtype) + term).astype(first.dtype)
+
+    return jax.tree.map(over_devices, self.kinds, terms, self.start)
+
+
+def _of_first(held: jax.Array, devices: Devices, counted: object) -> jax.Array:
+  """What the first device holds."""
+  is_first = lax.axis_index(devices.axis_name) == 0
+  return across_devices.of_one(held, devices.axis_name, is_first)
+
+
+_FIRST = Reduction(over_devices=_of_first)
+_AS_IT_IS = Reduction()
 
 
 def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   """How a leaf is reduced, by default if its `word` is ""."""
+  if dtypes.is_key(x):
+    return _FIRST
   if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
       f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"

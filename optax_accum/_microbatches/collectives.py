@@ -66,14 +66,18 @@ class Value(NamedTuple):
     return not self.differs and not self.reduced
 
 
-def axes_sent_over(jaxpr) -> set[Any]:
-  """The axes over which a traced function sends anything from one device to another."""
+def axes_sent_over(jaxpr, with_index: bool = False) -> set[Any]:
+  """The axes over which a traced function sends anything from one device to another.
+
+  Those too of which it only asks for the index of the device, if `with_index`.
+  """
+  sends_nothing = _CASTS if with_index else ("axis_index", *_CASTS)
   axes: set[Any] = set()
   for eqn in jaxpr.eqns:
-    if eqn.primitive.name not in ("axis_index", *_CASTS):
+    if eqn.primitive.name not in sends_nothing:
       axes.update(_axes(eqn))
     for inner in _versions.inner_jaxprs(eqn):
-      axes |= axes_sent_over(inner)
+      axes |= axes_sent_over(inner, with_index)
   return axes
 
 

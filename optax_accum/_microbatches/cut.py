@@ -27,12 +27,17 @@ _ROWS = (
 
 
 def cut_rows(
-  batch: tuple[Batch, ...], axes: tuple[int, ...], size: int, full: int
+  batch: tuple[Batch, ...],
+  axes: tuple[int, ...],
+  size: int,
+  full: int,
+  lanes: int = 1,
 ) -> tuple[Cut, tuple[Batch, ...]]:
   """The `full` microbatches of equal size, by index, and the rows left over.
 
   Strided: microbatch i has the rows i, i + full, i + 2 full, ... So a device that holds a
-  contiguous part of the batch holds a part of every microbatch. The batch is not copied.
+  contiguous part of the batch holds a part of every microbatch. The batch is not copied. Each of
+  several `lanes` has a contiguous part, of `full` microbatches, and no rows are left over.
   """
   batch = jax.tree.map(jnp.asarray, batch)
   each = jax.tree.broadcast(axes, batch)
@@ -43,14 +48,18 @@ def cut_rows(
     # otherwise be copied once for all trips.
     def rows(x, axis):
       _check_sharding(x, axis, size)
+      own = index
+      if lanes > 1:
+        lane, own = jnp.divmod(index, full)
+        x = lax.dynamic_slice_in_dim(x, lane * full * size, full * size, axis)
       x = lax.slice_in_dim(x, 0, full * size, axis=axis)
       x = x.reshape(*x.shape[:axis], size, full, *x.shape[axis + 1 :])
-      return lax.dynamic_index_in_dim(x, index, axis=axis + 1, keepdims=False)
+      return lax.dynamic_index_in_dim(x, own, axis=axis + 1, keepdims=False)
 
     return jax.tree.map(rows, batch, each)
 
   def rest(x, axis):
-    return lax.slice_in_dim(x, full * size, None, axis=axis)
+    return lax.slice_in_dim(x, lanes * full * size, None, axis=axis)
 
   return take, jax.tree.map(rest, batch, each)
 

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_accum import _validate
-from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
+from optax_accum._arithmetic import (
+  across_devices,
+  hoisting,
+  in_order,
+  weighted_mean,
+)
 from optax_accum._arithmetic.conditional import update_if
 from optax_accum._arithmetic.trees import Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import (
@@ -96,7 +101,7 @@ def runner(
     one = jax.jit(run_fn, inline=True, static_argnums=known)
 
   def run(index, carry, take, rows, unit=1.0):
-    batch = take()
+    batch = call.devices.apart(lambda _: take(), call.batch)
     weight = None
     factor = None
     if split.weighs:
@@ -148,21 +153,23 @@ class Loop:
   def reduced(self) -> Reduced:
     """The combined results of all microbatches."""
     call = self.call
-    progress = self.run_all(self.empty())
     known = call.rows, call.size
-    return over_devices(
-      call.split, self.reductions, progress, call.carry, known
-    )
+    ending = Ending(call.split, self.reductions, call.carry, known)
 
-  def begin(self) -> Progress:
-    """What a cycle holds that has no microbatch yet."""
-    progress = self.empty()
+    def of_lane(lane):
+      return self.run_all(self.empty(lane), lane)
+
+    return ending.of_all(of_lane)
+
+  def begin(self, lane: Leaf) -> Progress:
+    """What a cycle holds of a lane that has no microbatch yet."""
+    progress = self.empty(lane)
     collected = self.reductions.collected(self.full.outputs)
     joined = self.reductions.join(progress.outputs, collected, None)
     return progress._replace(outputs=joined)
 
-  def add(self, progress: Progress) -> Progress:
-    """What a cycle holds after all microbatches of this call, of what it held before."""
+  def add(self, progress: Progress, lane: Leaf) -> Progress:
+    """What a cycle holds of a lane after its microbatches of this call, of what it held before."""
     try:
       outputs = self.reductions.resumed(progress.outputs)
     except ValueError:
@@ -172,10 +179,10 @@ class Loop:
       "cycle", progress, self.empty(), "type", _validate.type_of
     )
     refuse_cycle(different)
-    return self.run_all(progress)
+    return self.run_all(progress, lane)
 
-  def run_all(self, progress: Progress) -> Progress:
-    """What is held after all microbatches, of what is held before."""
+  def run_all(self, progress: Progress, lane: Leaf = 0) -> Progress:
+    """What is held after all microbatches of a lane, of what is held before."""
     call = self.call
     split = call.split
     add = self._add
@@ -197,18 +204,20 @@ class Loop:
       if call.tail_rows and not is_ordered:
         progress, tail = add(progress, last, call.tail_rows)
       indices = jnp.arange(call.full, dtype=jnp.int32)
+      if call.devices.lanes > 1:
+        indices = lane * call.full + indices
       progress, collected = lax.scan(add_full, progress, indices)
       if call.tail_rows and is_ordered:
         progress, tail = add(progress, last, call.tail_rows)
     joined = self.reductions.join(progress.outputs, collected, tail)
     return progress._replace(outputs=joined)
 
-  def empty(self) -> Progress:
-    """What is held before the first microbatch."""
+  def empty(self, lane: Leaf = 0) -> Progress:
+    """What is held before the first microbatch of a lane."""
     like = self.full
     devices = self.call.devices
     outputs = self.reductions.start()
-    carry = devices.with_own_noise(self.call.carry)
+    carry = devices.with_own_noise(self.call.carry, lane)
     weights = None
     unit = None
     if like.weight is not None:
@@ -301,41 +310,81 @@ def refuse_cycle(different: str) -> None:
     )
 
 
-def over_devices(
-  split: Split,
-  reductions: Reductions,
-  progress: Progress,
-  start: tuple[Carry, ...],
-  known: tuple[int, int] = (0, 1),
-) -> Reduced:
-  """What is held, of all devices together. They began with the carry `start`.
+class Ending(NamedTuple):
+  """How the results of a call, or of a cycle, are put together of what its devices hold.
 
-  Where weights are known when tracing, `known` has the rows, and those of a full microbatch.
+  They began with the carry `start`. Where weights are known when tracing, `known` has the rows of a
+  device, and those of a full microbatch.
   """
-  devices = split.devices
-  weights = progress.weights
-  # What counted: on this device, on all, and on all in the unit of the outputs.
-  if weights is None:
-    rows, size = known
-    own: Weight = rows / size
-    total: Weight = rows * devices.size
-    in_unit: Weight = own * devices.size
+
+  split: Split
+  reductions: Reductions
+  start: tuple[Carry, ...]
+  known: tuple[int, int] = (0, 1)
+
+  def of_all(self, of_lane: Callable[..., Progress]) -> Reduced:
+    """The results of all devices, each of which runs its lanes: most have one."""
+    lanes = self.split.devices.lanes
+
+    def part_of(lane):
+      part = self._part(of_lane(lane))
+      held, collected = self.reductions.apart(part.outputs)
+      return part._replace(outputs=held), collected
+
+    if lanes == 1:
+      return self._over_devices(self._part(of_lane(0)))
+    part, collected = in_order.fold(part_of, lanes, self._both)
+    collected = jax.tree.map(lambda x: lax.collapse(x, 0, 2), collected)
+    outputs = self.reductions.again(part.outputs, collected)
+    return self._over_devices(part._replace(outputs=outputs))
+
+  @property
+  def _together(self) -> carries.Together:
+    return carries.Together.of(self.split, self.start)
+
+  def _own(self, progress: Progress) -> Weight:
+    """What the microbatches of a device, or of a lane, weigh."""
+    if progress.weights is not None:
+      return progress.weights.total
+    rows, size = self.known
+    return rows / size
+
+  def _part(self, progress: Progress) -> Progress:
+    """What a device, or a lane, gives: of a carry its terms."""
+    own = self._own(progress)
+    terms = functools.partial(self._together.terms, weight=own)
+    carry = self.split.devices.apart(terms, progress.carry)
+    return progress._replace(carry=carry)
+
+  def _both(self, first: Progress, second: Progress) -> Progress:
+    """What two lanes give."""
+    counted = weighted_mean.counts(self._own(second))
+    outputs = self.reductions.both(first.outputs, second.outputs, counted)
+    weights = None
+    if first.weights is not None and second.weights is not None:
+      weights = first.weights.both(second.weights)
+    skipped = jax.tree.map(jnp.add, first.skipped, second.skipped)
+    carry = self._together.both(first.carry, second.carry)
+    return Progress(carry, outputs, weights, first.unit, skipped)
+
+  def _over_devices(self, part: Progress) -> Reduced:
+    """The results, of what each device gives."""
+    devices = self.split.devices
+    weights = part.weights
+    own = self._own(part)
     counted = devices.has_counted(own)
-  else:
-    own = weights.total
-    counted = devices.has_counted(own)
-    total, in_unit = devices.total(weights, progress.unit)
-  skipped = devices.sum(progress.skipped)
-  carry = progress.carry
-  if split.axis_name is not None:
-    share = carries.Share(split.axis_name, own, in_unit)
-    of_carry = functools.partial(
-      share.over_devices, split, split.name(*split.carry)
-    )
-    carry = tuple(map(of_carry, carry, start))
-  outputs = reductions.over_devices(progress.outputs, devices, counted)
-  outputs = reductions.finish(outputs, in_unit)
-  return Reduced(carry, outputs, _stats(total, skipped))
+    # What counted on all devices, and the same in the unit of the outputs.
+    if weights is None:
+      rows, _ = self.known
+      total: Weight = rows * devices.size
+      in_unit: Weight = own * devices.size
+    else:
+      total, in_unit = devices.total(weights, part.unit)
+    skipped = devices.sum(part.skipped)
+    carry = self._together.over_devices(part.carry, devices, in_unit)
+    outputs = self.reductions.over_devices(part.outputs, devices, counted)
+    outputs = self.reductions.finish(outputs, in_unit)
+    return Reduced(carry, outputs, _stats(total, skipped))
 
 
 def run_in_microbatches(

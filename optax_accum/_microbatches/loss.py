@@ -31,8 +31,8 @@ from optax_accum._microbatches import in_place, noise_scale, parameters
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.grad_metrics import GradMetrics
 from optax_accum._microbatches.loop import (
+  Ending,
   Loop,
-  over_devices,
   Progress,
   Reduced,
   refuse_cycle,
@@ -187,6 +187,21 @@ class LocalLoss:
     words = gradients.reductions
     return run_in_microbatches(call, gradients.run, words, "", use)
 
+  @property
+  def described(self) -> tuple[str, ...]:
+    """How it weighs and combines, in words that are the same in every process."""
+    split = self.split
+    shown = {
+      "reduction": self.reduction,
+      "grad_reduction": self.grad_reduction,
+      "aux_reduction": self.aux_reduction,
+      "weight_fn": split.weight_fn is not None,
+      "has_weight": split.has_weight,
+      "skip_nonfinite": split.skip_nonfinite,
+      "virtual_devices": split.virtual_devices,
+    }
+    return tuple(f"{name}={value!r}" for name, value in shown.items())
+
   def in_parts(self) -> "LocalLoss":
     """The same loss, of microbatches that arrive in several calls."""
     asked = {
@@ -212,7 +227,12 @@ class LocalLoss:
 
     def begin(loop):
       results = loop.full.outputs._replace(grads=None)
-      return Accumulated(none, loop.begin(), jax.tree.map(zero, results))
+      results = jax.tree.map(zero, results)
+
+      def of_lane(lane, _):
+        return Accumulated(none, loop.begin(lane), results)
+
+      return self.split.devices.in_lanes(of_lane)
 
     first: Any = dataclasses.replace(self, part=Part(none, begin))
     return first.value_and_grad(None, *args, **kwargs)
@@ -221,24 +241,35 @@ class LocalLoss:
     """What a device holds after a call, of what it held before."""
 
     def add(loop):
-      number = held.number + loop.call.count
-      return held._replace(number=number, progress=loop.add(held.progress))
+      def of_lane(lane, held):
+        number = held.number + loop.call.count
+        progress = loop.add(held.progress, lane)
+        return held._replace(number=number, progress=progress)
 
-    part: Any = dataclasses.replace(self, part=Part(held.number, add))
+      return self.split.devices.in_lanes(of_lane, held)
+
+    number = self.split.devices.of_lane(held.number, 0)
+    part: Any = dataclasses.replace(self, part=Part(number, add))
     return part.value_and_grad(None, *args, **kwargs)
 
   def finish(self, held: Accumulated, start, params) -> Reduced:
     """What `value_and_grad` gives, of all calls. They began with the carry `start`."""
+    devices = self.split.devices
     words = Outputs(
       self.reduction,
       self.aux_reduction,
       self.grad_reduction,
       self.metrics.reductions,
     )
-    self._check_finishes(held, params)
-    like = held.results._replace(grads=params)
+    first = devices.of_lane(held, 0)
+    self._check_finishes(first, params)
+    like = first.results._replace(grads=params)
     reductions = Reductions(words, like, self.split.accumulator_dtype)
-    return over_devices(self.split, reductions, held.progress, start)
+
+    def of_lane(lane):
+      return devices.of_lane(held, lane).progress
+
+    return Ending(self.split, reductions, start).of_all(of_lane)
 
   def _check_finishes(self, held: Accumulated, params) -> None:
     """Checks that a cycle has gradients of these parameters, and the metrics of this loss."""

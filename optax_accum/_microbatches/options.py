@@ -32,6 +32,7 @@ class Split:
   carry_argnum: int | None = None
   skip_nonfinite: bool = False
   skip_empty: bool = False
+  virtual_devices: int | None = None
   axis_name: AxisName | None = None
   in_place: bool = False
   accumulator_dtype: DTypeLike | None = None
@@ -61,7 +62,7 @@ class Split:
     known = {field.name for field in dataclasses.fields(cls)}
     given = {name: x for name, x in asked.items() if name in known}
     given["default_argnum"] = default_argnum
-    for name in ("num_microbatches", "microbatch_size"):
+    for name in ("num_microbatches", "microbatch_size", "virtual_devices"):
       if given.get(name) is not None:
         given[name] = _validate.positive_int(name, given[name])
     for name, kind in _ARGUMENTS.items():
@@ -95,7 +96,7 @@ class Split:
   @property
   def devices(self) -> Devices:
     """The devices that the rows are spread over."""
-    return devices_of(self.axis_name)
+    return devices_of(self.axis_name, self.virtual_devices)
 
   @property
   def weighs(self) -> bool:
@@ -172,6 +173,36 @@ def _check(split: Split) -> None:
   words = _validate.named_leaves("carry_reduction", split.carry_reduction)
   for name, word in words:
     _validate.one_of(name, word, ("mean", "max", "min", "sum"))
+
+  check_virtual(split)
+
+
+def check_virtual(split: Split) -> None:
+  """Checks the number of virtual devices, and what they are given with."""
+  count = split.virtual_devices
+  if count is None:
+    return
+  if count & (count - 1):
+    raise ValueError(
+      f"virtual_devices={count} is no power of two, and sums are taken in a tree of pairs: use 2,"
+      " 4, 8 or another power of two, which the devices that you train on divide."
+    )
+  if split.in_place:
+    raise ValueError(
+      f"virtual_devices={count} keeps a sum for each virtual device, and in_place=True has one that"
+      " all microbatches of a device are added to: leave one of them out."
+    )
+  size = split.microbatch_size
+  if size is not None and size % count:
+    raise ValueError(
+      f"microbatch_size={size} counts the rows on all virtual_devices={count} together, which do"
+      f" not divide it: use a multiple of {count}."
+    )
+  if split.axis_name is not None:
+    raise ValueError(
+      f"virtual_devices={count} is for a step that is called outside pmap and shard_map, and"
+      f" axis_name={split.axis_name!r} for one inside: make the step with mesh=, or without."
+    )
 
 
 def _axes_of(asked, batch: tuple[Slot, ...]) -> tuple[int, ...]:

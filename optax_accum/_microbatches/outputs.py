@@ -95,6 +95,26 @@ class Reductions:
       lambda kind, x, value: kind.add(x, value, weight), held, outputs
     )
 
+  def apart(self, held):
+    """What is held of outputs, and what was collected of others; None for each in the other."""
+
+    def of(is_collected):
+      return self._map(
+        lambda kind, x: x if kind.collected is is_collected else None, held
+      )
+
+    return of(False), of(True)
+
+  def again(self, held, collected):
+    """What is held of outputs, and what was collected, of both of which `apart` makes."""
+    return self._map(
+      lambda kind, x, y: y if kind.collected else x, held, collected
+    )
+
+  def both(self, first, second, counted: bool | jax.Array):
+    """What is held of two lanes; `counted`: whether a microbatch of the second counts."""
+    return self._map(lambda kind, a, b: kind.both(a, b, counted), first, second)
+
   def collected(self, outputs):
     """What the loop keeps of the outputs of every microbatch; None for others."""
     outputs = self._in_same_nodes(outputs)

@@ -39,6 +39,24 @@ def refuse_double_roles(
       )
 
 
+def refuse_uneven_lanes(split: Split, roles: Roles, rows: int) -> None:
+  """Refuses microbatches of unequal size on virtual devices."""
+  count = split.virtual_devices
+  if count is None:
+    return
+  each = split.microbatch_size
+  asked = f"microbatch_size={each}"
+  if each is None:
+    each = count * (split.num_microbatches or 1)
+    asked = f"num_microbatches={split.num_microbatches}"
+  if rows % each:
+    raise ValueError(
+      f"{split.name(*roles.batch)} has {rows} rows, which virtual_devices={count} and {asked} do"
+      f" not cut into microbatches of one size: use a multiple of {each} rows, or fill up with rows"
+      " that do not count, by weight_fn or has_weight."
+    )
+
+
 def refuse_rows(
   split: Split, roles: Roles, arguments: Arguments, rows: Collection[int]
 ) -> None:

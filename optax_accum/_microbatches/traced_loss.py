@@ -92,11 +92,19 @@ class TracedLoss:
 
     jax.eval_shape(send_back, *map(jax.tree.leaves, (params, inputs)))
     self.sends |= self.sends_back or self._sends(closed.jaxpr)
+    count = self._call.split.virtual_devices
+    if count is not None and self._sends(closed.jaxpr, with_index=True):
+      raise ValueError(
+        "The loss asks for other devices, or for its own index (lax.psum, lax.axis_index), and with"
+        f" virtual_devices={count} would find the real ones: compute what it needs of all rows"
+        " before the step, by microbatch(..., mesh=mesh), and pass it as a further argument."
+      )
     self._programs[_shapes(inputs)] = program, structure
 
-  def _sends(self, jaxpr) -> bool:
+  def _sends(self, jaxpr, with_index: bool = False) -> bool:
     axes = across_devices.names_of(self._call.split.axis_name)
-    return not collectives.axes_sent_over(jaxpr).isdisjoint(axes)
+    sent = collectives.axes_sent_over(jaxpr, with_index)
+    return not sent.isdisjoint(axes)
 
 
 def _shapes(inputs) -> tuple[Any, ...]:

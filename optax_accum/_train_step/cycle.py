@@ -13,11 +13,15 @@ from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.trees import Args, Carry, Kwargs
 from optax_accum._mesh.loss import Loss, Placed
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.loop import Reduced
+from optax_accum._microbatches.loop import Reduced, refuse_cycle
 from optax_accum._microbatches.loss import Accumulated, LocalLoss
 from optax_accum._microbatches.noise_scale import NoiseScaleTerms
 from optax_accum._train_step import donation
-from optax_accum._train_step.program import PreparedCall, StepProgram
+from optax_accum._train_step.program import (
+  jitted,
+  PreparedCall,
+  StepProgram,
+)
 
 Result = TypeVar("Result")
 Returned = TypeVar("Returned", covariant=True)
@@ -29,18 +33,23 @@ class Cycle:
   """What the microbatches of one optimizer step have added up to so far, a pytree of arrays.
 
   ``step.begin`` makes one, ``step.add`` takes it and returns the next, ``step.finish`` ends it.
-  Save and restore all of it; over a mesh on as many devices, since a device has its own sums. What
-  to restore it into is ``step.add.eval_shape(step.begin(params), params, batch)``. Zeros in such a
-  tree are no cycle: to add in `jax.lax.scan`, add a first batch before.
+  Save and restore all of it; over a mesh on as many devices, since a device has its own sums, or
+  with `virtual_devices` on any number. What to restore it into is
+  ``step.add.eval_shape(step.begin(params), params, batch)``. Zeros in such a tree are no cycle: to
+  add in `jax.lax.scan`, add a first batch before.
 
   Attributes:
     start: A tuple of the carry that the cycle began with; empty if there is none.
     held: Sums, weights and a count; with `mesh`, each with a first axis of devices. None before the
       first ``add``.
+    options: How the step weighs and combines, which no array tells. Static, and empty before that.
   """
 
   start: tuple[Carry, ...] = ()
   held: Accumulated | None = None
+  options: tuple[str, ...] = dataclasses.field(
+    default=(), metadata={"static": True}
+  )
 
 
 class CycleLoss(NamedTuple):
@@ -216,6 +225,7 @@ class CycleProgram:
     self._finish = dataclasses.replace(
       program, loss=of_cycle, elsewhere=_refuse_value, updated=updated
     )
+    self._options = self._loss.local.described
     self._begin = functools.cache(self._jit_begin)
     self._add = functools.cache(self._jit_add)
 
@@ -252,7 +262,9 @@ class CycleProgram:
         begin = functools.partial(jax.eval_shape, begin)
       held = begin(params, *others, **named)
     else:
+      self._check_options(cycle)
       held = loss.place_held(cycle.held)
+    cycle = dataclasses.replace(cycle, options=self._options)
     args = held, params, *others
     return PreparedAdd(cycle, self._add(loss), args, named)
 
@@ -270,6 +282,7 @@ class CycleProgram:
       metrics = no_metrics(self._loss)
       return NoStep((params, opt_state, *updated, metrics), finished)
     self._check_carry("finish", cycle)
+    self._check_options(cycle)
     given = params, opt_state, cycle.held, *updated
     call = self._finish.prepare(given, {})
     return PreparedFinish(call, cycle, finished)
@@ -284,20 +297,26 @@ class CycleProgram:
         " cycle is of another step. Pass one that begin of this step has begun."
       )
 
+  def _check_options(self, cycle: Cycle) -> None:
+    """Checks that a cycle was added up as this step does."""
+    pairs = zip(cycle.options, self._options, strict=True)
+    for of_cycle, own in pairs:
+      if of_cycle != own:
+        refuse_cycle(f"cycle is of {of_cycle}, and this step of {own}")
+
   def _jit_begin(self, loss: Placed):
     def begin(params, /, *args, **kwargs):
       return loss.beside(params, ()).begin(params, *args, **kwargs)
 
-    return jax.jit(begin, out_shardings=loss.held_shardings)
+    return jitted(loss, begin, out_shardings=loss.held_shardings)
 
   def _jit_add(self, loss: Placed):
     def add_to_cycle(held, params, /, *args, **kwargs):
       parameters.check_differentiable("params", params)
       return loss.beside(params, ()).add(held, params, *args, **kwargs)
 
-    return jax.jit(
-      add_to_cycle, donate_argnums=0, out_shardings=loss.held_shardings
-    )
+    shardings = loss.held_shardings
+    return jitted(loss, add_to_cycle, donate_argnums=0, out_shardings=shardings)
 
 
 def check_cycle(call: str, cycle) -> None:

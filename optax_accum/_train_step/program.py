@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import in_order
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import Loss, LossWithoutMesh, MeshLoss, Placed
 from optax_accum._mesh.placement import out_shardings, sharding_of
 from optax_accum._mesh.refused import explained, LOWERED
+from optax_accum._mesh.virtual import automatic
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss
@@ -65,6 +67,10 @@ class Step:
       devices = parallel.devices
     if "noise_scale" in self.loss.local.metrics.funs and devices == 1:
       fewest = 2
+    virtual = self.loss.local.split.virtual_devices
+    if virtual is not None:
+      devices = virtual
+      uneven = False
     sizes = cut.sizes(rows // devices, uneven, fewest)
     return [devices * size for size in sizes]
 
@@ -179,7 +185,7 @@ class StepProgram:
     if not self.donate:
       donated = ()
     run = self.compiled(self._step_by(loss))
-    return jax.jit(run, donate_argnums=donated, out_shardings=shardings)
+    return jitted(loss, run, donate_argnums=donated, out_shardings=shardings)
 
   def _step_by(self, loss: Placed) -> Function:
     """One step of `tx` by the gradient of `loss`."""
@@ -199,6 +205,9 @@ class StepProgram:
         weight = 1.0
       if not local.split.weighs:
         counted = True
+      if local.split.virtual_devices is not None:
+        # Under a condition, the optimizer is compiled by itself.
+        counted = counted & in_order.true_of(out.loss)
       extra_args = {
         "value": out.loss,
         "grad": out.grads,
@@ -222,7 +231,8 @@ class StepProgram:
     local = self.loss.local
     out = reduced.outputs
     stats = reduced.stats
-    of_mean = squared_norm(local.derivatives(out.grads))
+    derivatives = local.derivatives(out.grads)
+    of_mean = local.split.devices.apart(squared_norm, derivatives)
     metrics = {
       "loss": out.loss,
       "grad_norm": jnp.sqrt(of_mean),
@@ -236,6 +246,36 @@ class StepProgram:
     if local.has_aux or reduced.carry:
       metrics["aux"] = out.aux
     return metrics
+
+
+# With this pass, the algebraic simplifier, XLA for CPU writes one computation in different ways in
+# programs for one device and for several. For GPUs and TPUs nothing was found that helps.
+_SAME_BITS = {"xla_disable_hlo_passes": "algsimp"}
+
+
+def jitted(loss: Placed, run: Function, **options):
+  """`jax.jit`, with what `virtual_devices` asks of the compiler."""
+  if loss.local.split.virtual_devices is None:
+    return jax.jit(run, **options)
+  platform = jax.default_backend()
+  if loss.parallel is not None:
+    mesh = loss.parallel.mesh
+    platform = mesh.devices.flat[0].platform
+    run = _on_automatic(mesh, run)
+  if platform == "cpu":
+    options["compiler_options"] = _SAME_BITS
+  return jax.jit(run, **options)
+
+
+def _on_automatic(mesh: jax.sharding.Mesh, run: Function) -> Function:
+  """`run` where this mesh is set, and not one of explicit axes."""
+
+  @functools.wraps(run)
+  def on_mesh(*args, **kwargs):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      return run(*args, **kwargs)
+
+  return on_mesh
 
 
 def _shardings(loss: Placed, updated, held):
@@ -277,4 +317,6 @@ def step_loss(
     return LossWithoutMesh(local)
   in_loop = reduce_gradients == "per_microbatch"
   parallel = DataParallel.of(mesh, data_axis, split.axis_name, in_loop)
+  if split.virtual_devices is not None:
+    parallel = dataclasses.replace(parallel, mesh=automatic(mesh))
   return MeshLoss(local, parallel)

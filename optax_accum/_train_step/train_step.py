@@ -225,6 +225,8 @@ class TrainStep(Step, Generic[Params, Args]):
     shown = [name, f"{size}={getattr(split, size)}"]
     if parallel is not None:
       shown.append(f"mesh={parallel.mesh}")
+    if split.virtual_devices is not None:
+      shown.append(f"virtual_devices={split.virtual_devices}")
     shown.append(f"donate={self._program.donate}")
     return f"TrainStep({', '.join(shown)})"
 
@@ -285,6 +287,7 @@ def make_train_step(
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
   reduce_gradients: Literal["per_cycle", "per_microbatch"] = "per_cycle",
+  virtual_devices: int | None = None,
   axis_name: AxisName | None = None,
   in_place: bool = False,
   accumulator_dtype: DTypeLike | None = None,
@@ -378,6 +381,11 @@ def make_train_step(
     reduce_gradients: When to sum gradients over `data_axis`: once ``"per_cycle"``, or
       ``"per_microbatch"``, which sends more but saves memory if parameters are sharded over it.
       Over further axes they are summed in every microbatch.
+    virtual_devices: A power of two, such as 8, which the devices divide: on CPUs the step is then
+      the same to the bit on 1, 2, 4 or 8 devices, and elsewhere up to how the compiler writes a
+      microbatch. Rows, keys, carries and sums are those of so many devices, and each device stands
+      for its share of them, one after the other. Default: none, as it costs memory on fewer
+      devices. See the guide "The same bits".
     axis_name: Instead of `mesh`, for a step that is called inside `pmap` or `shard_map`: the axis
       that rows are sharded over, or several. Gradients are summed over it once per step, and every
       device takes the same step. "stack" and "concat" keep the values of each device.

@@ -83,6 +83,11 @@ SUCCEEDS = [
     r"seconds a step: \d+\.\d+ per_cycle, \d+\.\d+ per_microbatch",
   ),
   (
+    "same_bits.py",
+    (),
+    r"virtual_devices=8\n( +.* [0-9a-f]{16}\n){5}(.*\n)+the same bits, in files of \d",
+  ),
+  (
     "contrastive.py",
     ("--steps", "60", "--batch", "64", "--microbatch", "8"),
     r"found by their other view: 0\.\d+ of 450 test images",

@@ -430,6 +430,13 @@ def test_a_cycle_is_used_once():
     ),
     (
       ValueError,
+      "cycle is of reduction='mean', and this step of reduction='sum': the cycle",
+      lambda step, params, state, batch: made(reduction="sum")[0].finish(
+        params, state, step.add(step.begin(params), params, batch)
+      ),
+    ),
+    (
+      ValueError,
       "cycle.number has shape .., not .8,.: with mesh= a cycle has sums of each",
       lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(
         step.add(step.begin(params), params, batch), params, batch
