@@ -113,7 +113,7 @@ def test_memory_grows_by_a_sum_for_each_halving_of_the_devices():
   assert sent == {"all-to-all": size, "all-gather": size}
   a_copy = size  # of the parameters, as XLA for CPU does without some passes
   assert temp < plain + a_copy + size / 4
-  for lanes in (2, 4, 8):
+  for lanes in (2, 8):
     sums = np.log2(lanes) * size
     assert needs(8, 8 // lanes)[0] < plain + a_copy + sums + size / 2, lanes
 
@@ -122,13 +122,12 @@ def test_a_cycle_goes_on_on_other_devices():
   params, batch = arguments()
   state = optax.adam(1e-3).init(params)
   ends = []
-  for counts in ((8, 8, 8), (8, 2, 0), (0, 0, 0)):
+  for counts in ((8, 8, 8), (8, 2, 0)):
     first, second, last = (make(count=count) for count in counts)
     cycle = first.add(first.begin(params), params, batch)
     cycle = second.add(jax.device_get(cycle), params, batch[::-1] / 2)
     ends.append(last.finish(params, state, jax.device_get(cycle)))
-  assert not different(ends[0], ends[1])
-  assert not different(ends[0], ends[2])
+  assert not different(*ends)
   whole = jnp.concatenate([batch, batch[::-1] / 2])
   exact = make(None, 0, num_microbatches=1)(params, state, whole)
   np.testing.assert_allclose(ends[0][0]["w"], exact[0]["w"], rtol=1e-4)

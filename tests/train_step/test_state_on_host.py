@@ -13,6 +13,7 @@ from support import devices
 from support.compiled import compilations
 from support.devices import make_mesh
 from support.optimizers import mini_step, relaxed, with_loss_elsewhere
+from support.samples import more
 
 from optax_accum import (
   accumulate,
@@ -88,7 +89,7 @@ def in_place(tx, mesh=None, of_params=WHOLE, of_state=WHOLE):
     (None, WHOLE, WHOLE, None),
     (None, WHOLE, WHOLE, positive),
     (devices.AUTO, WHOLE, SHARDS, positive),
-    (devices.AUTO, SHARDS, SHARDS, None),
+    more(devices.AUTO, SHARDS, SHARDS, None),
     (EXPLICIT, SHARDS, SHARDS, positive),
   ],
   ids=["one device", "weighted", "ZeRO-1", "FSDP", "explicit"],
@@ -180,7 +181,7 @@ def test_within_and_around_others(wrapped, plain):
 
 @pytest.mark.parametrize(
   ("form", "over_devices"),
-  [("update", False), ("apply", False), ("apply", True)],
+  [more("update", False), more("apply", False), ("apply", True)],
 )
 def test_in_accumulate(form, over_devices):
   def calls(inner):
