@@ -17,7 +17,7 @@ def check_mesh(split: Split, parallel: DataParallel) -> None:
   if count % parallel.devices:
     raise ValueError(
       f"virtual_devices={count} is no multiple of {parallel}, each of which stands for as many: use"
-      " a power of two that they divide, or fewer devices."
+      " a power of two of devices, and as many virtual ones or more."
     )
   if parallel.reduce_in_loop:
     raise ValueError(
@@ -68,8 +68,9 @@ def check_arrays(split: Split, tree, on_mesh: bool) -> None:
   for x in jax.tree.leaves(tree):
     if isinstance(x, jax.core.Tracer):
       raise ValueError(
-        f"A step with virtual_devices={count} is called inside jax.jit, or another transformation,"
-        " where it has no word in how the program is compiled: call it outside."
+        f"A step with virtual_devices={count} is called inside jax.jit, jax.eval_shape or another"
+        " transformation, and needs options of the compiler, which only an outer call can set: call"
+        " it outside. For shapes and memory it has eval_shape and lower."
       )
     sharding = getattr(x, "sharding", None)
     if sharding is not None and not on_mesh and len(sharding.device_set) > 1:

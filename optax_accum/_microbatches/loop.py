@@ -412,6 +412,12 @@ def run_in_microbatches(
     one = functools.partial(run, 0, start, call.taken(0, rows), rows)
     # In this frame, so that few stand between a call and the loss.
     programs.append(jax.make_jaxpr(one, return_shape=True)())
+  count = call.split.virtual_devices
+  if count is not None and axes_sent_over(programs[0][0].jaxpr):
+    raise ValueError(
+      f"weight_fn, or grad_metrics_fn, sends something to other devices, which with"
+      f" virtual_devices={count} would be the real ones: return what it has of its own rows."
+    )
   full = across_devices.types(programs[0])
   tail = across_devices.types(programs[-1])
   reductions = Reductions(words, full.outputs, dtype)

@@ -97,7 +97,8 @@ class TracedLoss:
       raise ValueError(
         "The loss asks for other devices, or for its own index (lax.psum, lax.axis_index), and with"
         f" virtual_devices={count} would find the real ones: compute what it needs of all rows"
-        " before the step, by microbatch(..., mesh=mesh), and pass it as a further argument."
+        " before the step, by microbatch(..., mesh=mesh), and pass it as a further argument. For"
+        " noise of each device pass a key, by rng_argnums."
       )
     self._programs[_shapes(inputs)] = program, structure
 

@@ -13,7 +13,7 @@ from optax_accum import _spellings, _validate
 from optax_accum._arithmetic.trees import Args, Carry, Kwargs
 from optax_accum._mesh.loss import Loss, Placed
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.loop import Reduced, refuse_cycle
+from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import Accumulated, LocalLoss
 from optax_accum._microbatches.noise_scale import NoiseScaleTerms
 from optax_accum._train_step import donation
@@ -302,7 +302,10 @@ class CycleProgram:
     pairs = zip(cycle.options, self._options, strict=True)
     for of_cycle, own in pairs:
       if of_cycle != own:
-        refuse_cycle(f"cycle is of {of_cycle}, and this step of {own}")
+        raise ValueError(
+          f"cycle is of {of_cycle}, and this step of {own}: go on with it by the step that began"
+          " it, or begin another."
+        )
 
   def _jit_begin(self, loss: Placed):
     def begin(params, /, *args, **kwargs):

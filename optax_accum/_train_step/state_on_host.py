@@ -36,9 +36,10 @@ def state_on_host(
   Returns:
     A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
     ``"pinned_host"``, sharded as on the device; scalars stay on the device. ``update`` returns each
-    array to the memory that it came from. So a state in device memory, as one that was restored
-    there, stays there: restore into shapes that have the shardings of what ``init`` returns, or
-    write ``jax.device_put(opt_state, jax.memory.Space.Host)``.
+    array to the memory that it came from. So a state that was restored to the device stays there,
+    and so do NumPy arrays: restore into the shardings of what ``init`` returns, as in
+    ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding, tx.init(params)))``. Shapes of
+    `jax.eval_shape` have none.
 
   Raises:
     TypeError: `tx` is no optax transformation.
@@ -46,11 +47,12 @@ def state_on_host(
     NotImplementedError: From ``init``: devices have no such memory.
 
   Edge cases:
+    - On a CPU both memories are one: there it can be tested, and saves nothing.
     - In the program that updates, XLA decides how much of the state is on the device at once: see
       "State on the host" in the guide on sharding. With ``begin``, ``add`` and ``finish`` only
       ``finish`` sees any of it.
     - A function of your own that donates the state must return parameters and state in the order
-      in which it takes them, as the steps of this library do. ``jax.jit(tx.apply,
+      in which it takes them, as the steps of this library do. ``jax.jit(accumulate(tx, k).apply,
       donate_argnums=(1, 2))`` does not: JAX then puts the parameters where the state was, in the
       other memory, and on CPUs ends the process.
   """

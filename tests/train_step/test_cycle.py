@@ -430,7 +430,7 @@ def test_a_cycle_is_used_once():
     ),
     (
       ValueError,
-      "cycle is of reduction='mean', and this step of reduction='sum': the cycle",
+      "cycle is of reduction='mean', and this step of reduction='sum': go on",
       lambda step, params, state, batch: made(reduction="sum")[0].finish(
         params, state, step.add(step.begin(params), params, batch)
       ),
