@@ -277,6 +277,7 @@ def state_of(model, kind=TrainState, **fields):
   )
 
 
+@pytest.mark.more
 def test_a_step_of_linen_is_checked_with_its_rngs():
   model = Model()
 
@@ -469,6 +470,7 @@ def check_pair(loss, num_microbatches=1, params=PAIR, further=(), **options):
   return step.check(params, TX.init(params), ITEMS, *further)
 
 
+@pytest.mark.more
 def test_what_devices_gather_is_right_in_one_microbatch():
   report = check_pair(gathered)
   assert report.ok, report
@@ -539,6 +541,7 @@ def of_neighbor(params, batch):
   return own_mean(jnp.sum(hidden * others, -1) ** 2, batch)
 
 
+@pytest.mark.more
 def test_a_loss_that_does_not_run_on_one_device_is_compared_over_the_mesh():
   report = check_pair(of_neighbor, 3, weight_fn=weigh)
   assert report.ok, report
@@ -602,6 +605,7 @@ def test_a_step_that_adds_up_wrongly_over_devices_shows(monkeypatch):
     assert "the step over its mesh does not" in report.reason
 
 
+@pytest.mark.more
 def test_rows_that_do_not_count_on_some_device_are_no_evidence():
   # 0/0 on a device without valid rows, as in the first 4
   def loss(params, batch):
@@ -617,6 +621,7 @@ def test_rows_that_do_not_count_on_some_device_are_no_evidence():
   assert check_pair(penalized, weight_fn=weigh).ok
 
 
+@pytest.mark.more
 def test_noise_and_a_carry_of_several_devices_are_compared():
   def loss(params, batch, key, carry):
     keep = jax.random.bernoulli(key, 0.5, batch["x"].shape).astype(float)

@@ -224,6 +224,7 @@ class Transformed(nnx.Module):
     return self.head(x)
 
 
+@pytest.mark.more
 def test_a_loss_may_use_the_transforms_of_nnx():
   batch = make_batch()
   model, optimizer = make(Transformed(), optax.sgd(0.1))

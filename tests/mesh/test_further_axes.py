@@ -266,6 +266,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.more
 def test_everything_at_once_is_that_without_further_axes():
   with jax.enable_x64(True):
     here, without = (
@@ -376,6 +377,7 @@ def test_an_nnx_model_that_is_sharded_stays_so():
     )
 
 
+@pytest.mark.more
 def test_in_the_users_own_map_over_the_data_axis_alone_it_is_the_same_step():
   """Microbatches one by one, and all at once: the further axis is the compiler's there too."""
   mesh = devices.make_mesh(2, 4, axes=AXES[:2])

@@ -227,6 +227,7 @@ def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
   assert not count_collectives(compiled).inside
 
 
+@pytest.mark.more
 def test_optimizers_may_accumulate_or_search_a_line():
   params, batch = params_of(scanned), jax.device_get(make_batch(12))
   adam = relaxed(optax.adam(0.1))

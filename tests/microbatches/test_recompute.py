@@ -176,6 +176,7 @@ def test_noise_is_the_same_going_backward(options):
     trees.assert_close(actual, expected, 1e-10)
 
 
+@pytest.mark.more
 def test_cotangents_of_bfloat16_parameters_are_added_up_in_float32():
   rng = np.random.default_rng(0)
   params = jnp.asarray(rng.normal(size=(16, 16)) / 10, jnp.bfloat16)

@@ -43,6 +43,7 @@ from optax_accum.flax import linen_train_step, nnx_train_step
 pytestmark = pytest.mark.usefixtures("usual_promotion")  # as users compile
 
 
+@pytest.mark.more
 def test_the_answer_is_that_of_exhaustive_compilation():
   args = arguments([shape(64, 64)] * 4, shape(ROWS, 16, 64))
   steps = Compilations(mlp_loss, args)
@@ -777,6 +778,7 @@ def test_a_step_that_needs_a_number_gets_one():
   assert plan.microbatch_size == 48
 
 
+@pytest.mark.more
 def test_a_step_of_a_size_has_a_smaller_last_microbatch():
   made = []
 

@@ -64,6 +64,7 @@ def test_a_sum_in_the_order_of_the_compiler_is_found(monkeypatch):
   assert different(after_two_steps(ALL, 0), trained(ALL, 8, steps=2))
 
 
+@pytest.mark.more
 def test_rows_and_noise_are_those_of_as_many_devices():
   """The plain step on 8 devices has the same microbatches, of the same keys; that on 2 has not."""
   alone = after_two_steps(ALL, 0)
