@@ -31,7 +31,7 @@ def main() -> None:
       if any(found.values()):
         wrong += 1
         print(seed, draw, {n: x[:5] for n, x in found.items() if x}, flush=True)
-      if args.plain:
+      if args.plain and not draw.explicit:  # where Adafactor is an error of JAX
         few, many = (trained(draw, n, None) for n in (2, 8))
         plain += bool(different(few, many))
     except Exception as error:

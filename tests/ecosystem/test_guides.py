@@ -15,9 +15,8 @@ from support import oracle, trees
 from support.pages import Page
 
 BATCH = Page("guides/batch_size.md")
-LIBRARIES = Page("guides/equinox_haiku.md")
 LOGGING = Page("guides/logging.md")
-NNX = Page("guides/flax_nnx.md")
+MODELS = Page("guides/nnx_equinox_haiku.md")
 TROUBLESHOOTING = Page("guides/troubleshooting.md")
 
 RESULTS = pathlib.Path(__file__).parents[2] / "benchmarks" / "results"
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("usual_promotion")
 @pytest.mark.parametrize(
   ("page", "section"),
   [
-    (LIBRARIES, "Equinox"),
-    (LIBRARIES, "Haiku"),
+    (MODELS, "Equinox"),
+    (MODELS, "Haiku"),
     (LOGGING, "A setting of the loss"),
   ],
 )
@@ -52,11 +51,11 @@ def test_training_ends_as_on_whole_batches(page, section):
 
 
 def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
-  model, _, loop = LIBRARIES.blocks("Equinox")[0].rpartition("step = ")
+  model, _, loop = MODELS.blocks("Equinox")[0].rpartition("step = ")
   keep = "original = jax.tree.leaves(params)\n"
-  names = LIBRARIES.run(f"{model}{keep}step = {loop}")
+  names = MODELS.run(f"{model}{keep}step = {loop}")
   assert all(leaf.is_deleted() for leaf in names["original"])
-  names = LIBRARIES.run(
+  names = MODELS.run(
     f"{model}{keep}step = {loop}".replace("num_m", "donate=False, num_m")
   )
   assert not any(leaf.is_deleted() for leaf in names["original"])
@@ -67,8 +66,8 @@ def test_the_first_step_deletes_the_arrays_of_an_equinox_model():
 )
 def test_state_is_that_of_a_loop_over_microbatches(section):
   with jax.enable_x64(True):
-    model, _, loop = LIBRARIES.blocks(section)[0].rpartition("step = ")
-    start = LIBRARIES.run(model)
+    model, _, loop = MODELS.blocks(section)[0].rpartition("step = ")
+    start = MODELS.run(model)
     params, state, loss_fn, tx = (
       start[name] for name in ("params", "state", "loss_fn", "tx")
     )
@@ -81,7 +80,7 @@ def test_state_is_that_of_a_loop_over_microbatches(section):
         total = jax.tree.map(lambda t, g: t + g / 4, total, grads)
       updates, opt_state = tx.update(total, opt_state, params)
       params = optax.apply_updates(params, updates)
-    actual = LIBRARIES.run(model + "step = " + loop)
+    actual = MODELS.run(model + "step = " + loop)
     found = jax.tree.leaves((actual["params"], actual["state"]))
     trees.assert_close(
       found, jax.tree.leaves((params, state)), 1e-10, least=1.0
@@ -89,7 +88,7 @@ def test_state_is_that_of_a_loop_over_microbatches(section):
 
 
 def test_nnx_keeps_the_best_model_and_pads():
-  names = NNX.run(*NNX.blocks("Statistics, masks, and the best model"))
+  names = MODELS.run(*MODELS.blocks("Statistics, masks, and the best model"))
   model, evaluate, held_out = (
     names[name] for name in ("model", "evaluate", "held_out")
   )
