@@ -35,8 +35,8 @@ def state_on_host(
 
   Returns:
     A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
-    ``"pinned_host"``, sharded as on the device; scalars stay on the device. ``update`` returns each
-    array to the memory that it came from. So a state that was restored to the device stays there,
+    ``"pinned_host"``, sharded as on the device; scalars and random keys stay on the device.
+    ``update`` returns each array to the memory that it came from. So a state that was restored to the device stays there,
     and so do NumPy arrays: restore into the shardings of what ``init`` returns, as in
     ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding, tx.init(params)))``. Shapes of
     `jax.eval_shape` have none.
@@ -79,8 +79,8 @@ def state_on_host(
 
 
 def _to_host(x):
-  """An array in the host's memory. A scalar stays."""
-  if jnp.ndim(x) == 0:
+  """An array in the host's memory. A scalar stays, and so do keys, whose types name no memory."""
+  if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return x
   return _moved(x, jax.memory.Space.Host)
 

@@ -246,6 +246,15 @@ def test_a_state_on_the_device_stays_there():
   assert {x.sharding.memory_kind for x in jax.tree.leaves(state)} == {"device"}
 
 
+def test_arrays_of_keys_stay_on_the_device():
+  def split(updates, state, params=None):
+    return updates, jax.random.split(state[0])
+
+  keys = jax.random.split(jax.random.key(0))
+  tx = optax.GradientTransformation(lambda _: keys, split)
+  trained(state_on_host(tx), in_place)
+
+
 def test_what_is_refused(monkeypatch):
   with pytest.raises(TypeError, match="call it first, as in adam"):
     state_on_host(optax.adam)
