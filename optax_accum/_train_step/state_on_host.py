@@ -36,10 +36,10 @@ def state_on_host(
   Returns:
     A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
     ``"pinned_host"``, sharded as on the device; scalars and random keys stay on the device.
-    ``update`` returns each array to the memory that it came from. So a state that was restored to the device stays there,
-    and so do NumPy arrays: restore into the shardings of what ``init`` returns, as in
-    ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding, tx.init(params)))``. Shapes of
-    `jax.eval_shape` have none.
+    ``update`` returns each array to the memory that it came from. So a state that was restored to
+    the device stays there, and so do NumPy arrays: restore into the shardings of what ``init``
+    returns, as in ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else
+    None, tx.init(params)))``. Shapes of `jax.eval_shape` have none.
 
   Raises:
     TypeError: `tx` is no optax transformation.

@@ -239,6 +239,18 @@ def test_a_checkpoint_is_restored_to_the_host(tmp_path):
   assert_same(step(*restored, BATCH)[:2], step(*held, BATCH)[:2])
 
 
+def test_a_state_of_numpy_is_put_back_on_the_host():
+  tx = state_on_host(relaxed(optax.adam(1e-2)))
+  params = devices.put(PARAMS, make_mesh(8), SHARDS)
+  state = tx.init(params)
+  shardings = jax.tree.map(lambda x: x.sharding if x.ndim else None, state)
+  state = jax.device_put(jax.device_get(state), shardings)
+  # Without mesh= a scalar that was put on one device would not go with the others.
+  step = make_train_step(loss_fn, tx, num_microbatches=2)
+  _, state, _ = step(params, state, BATCH)
+  check_kinds(state)
+
+
 def test_a_state_on_the_device_stays_there():
   plain = relaxed(optax.adam(1e-2))
   tx = state_on_host(plain)
