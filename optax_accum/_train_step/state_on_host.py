@@ -51,10 +51,17 @@ def state_on_host(
     - In the program that updates, XLA decides how much of the state is on the device at once: see
       "State on the host" in the guide on sharding. With ``begin``, ``add`` and ``finish`` only
       ``finish`` sees any of it.
-    - A function of your own that donates the state must return parameters and state in the order
-      in which it takes them, as the steps of this library do. ``jax.jit(accumulate(tx, k).apply,
-      donate_argnums=(1, 2))`` does not: JAX then puts the parameters where the state was, in the
-      other memory, and on CPUs ends the process.
+    - A function of your own that donates the state, such as ``jax.jit(accumulate(tx, k).apply,
+      donate_argnums=(1, 2))``: give `jax.jit` both ``in_shardings`` and ``out_shardings``, of all
+      that it takes and returns, as by ``jax.tree.map(lambda x: x.sharding, (params, state))``.
+      Without them JAX does not ask which memory an array is in. It may put parameters or updates
+      where the state was, and ends the process on CPUs, and when it compiles for TPUs.
+    - Without them it is safe where parameters are donated too, both are returned first and in the
+      order in which they are taken, as in the steps of this library, and no update widens the
+      state (as float32 gradients of bfloat16 parameters do). ``jax.jit(tx.update,
+      donate_argnums=1)`` is not. A step of this library whose optimizer widens beside another that
+      has arrays on the device, such as `accumulate`, needs ``donate=False``.
+    - `jax.pmap` returns all arrays to the device.
   """
   _validate.transformation(tx, "tx")
   tx = optax.with_extra_args_support(tx)

@@ -222,6 +222,27 @@ def test_in_accumulate(form, over_devices):
   assert_same(calls(state_on_host(tx)), calls(tx))
 
 
+@pytest.mark.skipif(
+  HOST != "pinned_host", reason="XLA of JAX 0.8 for CPU cannot compile it."
+)
+def test_the_state_alone_is_donated_where_shardings_are_given():
+  tx = accumulate(state_on_host(relaxed(optax.adam(1e-2))), 2)
+  grads = jax.tree.map(jnp.asarray, PARAMS)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = tx.init(params)
+  given = jax.tree.map(lambda x: x.sharding, (grads, state, params))
+  _, of_state, of_params = given
+  apply = jax.jit(
+    tx.apply,
+    donate_argnums=1,
+    in_shardings=given,
+    out_shardings=(of_params, of_state),
+  )
+  for _ in range(2):
+    params, state = apply(grads, state, params)
+  check_kinds(state.inner_opt_state)
+
+
 def test_a_checkpoint_is_restored_to_the_host(tmp_path):
   mesh = make_mesh(8)
   tx = state_on_host(relaxed(optax.adam(1e-2)))
