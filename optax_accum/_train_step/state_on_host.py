@@ -29,7 +29,8 @@ def state_on_host(
     [0.999 0.999 0.999] 1
 
   Args:
-    tx: Any optax transformation whose state keeps its tree: `optax.monitor` goes around this one.
+    tx: Any optax transformation whose state keeps its tree, shapes and dtypes: `optax.monitor` goes
+      around this one.
       Put this inside `accumulate`, as in ``accumulate(state_on_host(adam), k)``, so that the state
       moves once a cycle, and the accumulators never.
 
@@ -43,7 +44,8 @@ def state_on_host(
 
   Raises:
     TypeError: `tx` is no optax transformation.
-    ValueError: An update changes the tree of the state.
+    ValueError: An update changes the tree of the state, a shape or a dtype, as float32 gradients of
+      bfloat16 parameters do.
     NotImplementedError: From ``init``: devices have no such memory.
 
   Edge cases:
@@ -56,11 +58,9 @@ def state_on_host(
       that it takes and returns, as by ``jax.tree.map(lambda x: x.sharding, (params, state))``.
       Without them JAX does not ask which memory an array is in. It may put parameters or updates
       where the state was, and ends the process on CPUs, and when it compiles for TPUs.
-    - Without them it is safe where parameters are donated too, both are returned first and in the
-      order in which they are taken, as in the steps of this library, and no update widens the
-      state (as float32 gradients of bfloat16 parameters do). ``jax.jit(tx.update,
-      donate_argnums=1)`` is not. A step of this library whose optimizer widens beside another that
-      has arrays on the device, such as `accumulate`, needs ``donate=False``.
+    - Without them it is safe where parameters are donated too, and both are returned first and in
+      the order in which they are taken, as in the steps of this library. ``jax.jit(tx.update,
+      donate_argnums=1)`` is not.
     - `jax.pmap` returns all arrays to the device.
   """
   _validate.transformation(tx, "tx")
@@ -74,11 +74,12 @@ def state_on_host(
     came_from = jax.tree.map(_memory, state)
     fetched = jax.tree.map(_moved, state)
     updates, new = tx.update(updates, fetched, params, **extra_args)
-    different = _validate.difference("state", new, state)
+    different = _validate.difference("state", new, state, "type", _type)
     if different:
       raise ValueError(
         f"After an update {different}: state_on_host returns each array to the memory it came from."
-        " Put it around transformations whose state keeps its tree and its shapes."
+        " Put it around transformations whose state keeps its tree and its types. If gradients are"
+        " wider than parameters, begin with init of parameters as wide as the gradients."
       )
     return updates, jax.tree.map(_moved, new, came_from)
 
@@ -90,6 +91,12 @@ def _to_host(x):
   if jnp.ndim(x) == 0 or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
     return x
   return _moved(x, jax.memory.Space.Host)
+
+
+def _type(x) -> str:
+  """The dtype and shape of an array."""
+  of = jax.typeof(x)
+  return f"{of.dtype}{list(of.shape)}"
 
 
 def _memory(x):

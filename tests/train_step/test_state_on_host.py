@@ -222,9 +222,6 @@ def test_in_accumulate(form, over_devices):
   assert_same(calls(state_on_host(tx)), calls(tx))
 
 
-@pytest.mark.skipif(
-  HOST != "pinned_host", reason="XLA of JAX 0.8 for CPU cannot compile it."
-)
 def test_the_state_alone_is_donated_where_shardings_are_given():
   tx = accumulate(state_on_host(relaxed(optax.adam(1e-2))), 2)
   grads = jax.tree.map(jnp.asarray, PARAMS)
@@ -232,12 +229,10 @@ def test_the_state_alone_is_donated_where_shardings_are_given():
   state = tx.init(params)
   given = jax.tree.map(lambda x: x.sharding, (grads, state, params))
   _, of_state, of_params = given
-  apply = jax.jit(
-    tx.apply,
-    donate_argnums=1,
-    in_shardings=given,
-    out_shardings=(of_params, of_state),
-  )
+  options = {"in_shardings": given, "out_shardings": (of_params, of_state)}
+  if HOST != "pinned_host":
+    options = {}  # XLA of JAX 0.8 for CPU cannot compile these
+  apply = jax.jit(tx.apply, donate_argnums=1, **options)
   for _ in range(2):
     params, state = apply(grads, state, params)
   check_kinds(state.inner_opt_state)
@@ -300,6 +295,13 @@ def test_what_is_refused(monkeypatch):
     ValueError, match=r"state\['b'\] is not expected: state_on"
   ):
     tx.update(params, tx.init(params), params)
+  narrow = optax.tree_utils.tree_cast(params, jnp.bfloat16)
+  tx = accumulate(state_on_host(relaxed(optax.trace(0.9))), 2)
+  with pytest.raises(
+    ValueError,
+    match=r"state.trace\['b'\] has type float32\[8\], not bfloat16\[8\]: ",
+  ):
+    jax.jit(tx.apply)(params, tx.init(narrow), narrow)
 
   class Memoryless:
     device_kind = "Metal"
