@@ -319,9 +319,11 @@ def make_train_step(
       scalar. Positions below count its arguments: 0 is the parameters, 1 is the batch.
     tx: Any optax transformation except `optax.lookahead`: with it use `microbatch_value_and_grad`.
     num_microbatches: The number of equal parts. It must divide the rows of the batch (with `mesh`,
-      the rows on each device). Give this or `microbatch_size`.
-    microbatch_size: The rows of one microbatch; with `mesh`, on all devices together, a multiple of
-      their number. The last microbatch may have fewer rows, and then counts less.
+      the rows on each device; with `virtual_devices`, on each of those). Give this or
+      `microbatch_size`.
+    microbatch_size: The rows of one microbatch; with `mesh` or `virtual_devices`, on all devices
+      together, a multiple of their number. The last microbatch may have fewer rows, and then counts
+      less.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
       tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
     has_weight: Whether `loss_fn` returns ``(total, weight)`` where others return the loss: the sum
@@ -384,13 +386,12 @@ def make_train_step(
     virtual_devices: A power of two, such as 8, which the devices divide: on CPUs the step is then
       the same to the bit on 1, 2, 4 or 8 devices, and elsewhere up to how the compiler writes a
       microbatch. Rows, keys, carries and sums are those of so many devices, and each device stands
-      for its share of them, one after the other. `num_microbatches` and `microbatch_size` count as
-      on so many devices, and microbatches have one size. Processes with other numbers of devices
-      need the same environment variable ``NPROC``. Excludes `in_place`, `axis_name`,
-      ``reduce_gradients="per_microbatch"``, further axes of the mesh, collectives over `data_axis`
-      in `loss_fn`, and a call inside `jax.jit`. (``lax.axis_size`` and ``lax.psum(1, axis)`` are
-      not seen, and tell of the real devices.) Default: none, as it costs memory. See the guide
-      "The same bits".
+      for its share of them, one after the other. Microbatches have one size. Processes with other
+      numbers of devices need the same environment variable ``NPROC``. Excludes `in_place`,
+      `axis_name`, ``reduce_gradients="per_microbatch"``, further axes of the mesh, collectives over
+      `data_axis` in `loss_fn`, and a call inside `jax.jit`. (``lax.axis_size`` and ``lax.psum(1,
+      axis)`` are not seen, and tell of the real devices.) Default: none, as it costs memory. See
+      the guide "The same bits".
     axis_name: Instead of `mesh`, for a step that is called inside `pmap` or `shard_map`: the axis
       that rows are sharded over, or several. Gradients are summed over it once per step, and every
       device takes the same step. "stack" and "concat" keep the values of each device.
