@@ -40,7 +40,7 @@ STEPS = 3
 CALLS = 3  # of a step whose rows arrive one call after the other
 ROWS, LENGTH = 64, 64  # rows of a call, and bytes in a row
 MICROBATCH = 4  # rows on each device, real or virtual
-MODEL = Transformer(layers=3, width=128)
+MODEL = Transformer(layers=2, width=128)
 LIMIT = 240  # seconds that a process may take
 
 # XLA has a thread for each core or each CPU device, whichever are more, and cuts large products of
