@@ -221,7 +221,8 @@ class PlacedLoss(NamedTuple):
     """The loss whose gradients come sharded as the state, where that follows the parameters."""
     if self._is_virtual:
       whole = jax.tree.map(lambda _: PartitionSpec(), params)
-      return self._replace(wanted=whole)
+      unknown = (None,) * len(self.shardings)
+      return self._replace(shardings=unknown, wanted=whole)
     specs = list(map(spec_of, self.shardings))
     of_states = specs_of_states(params, opt_state, specs)
     wanted: list[Any] = []
@@ -244,12 +245,7 @@ class PlacedLoss(NamedTuple):
       def whole(tree):
         return jax.tree.map(lambda x: move(x, PartitionSpec()), tree)
 
-      new = whole(update(whole((params, opt_state))))
-      params, (opt_state, stepped) = new
-      specs = self.treedef.unflatten(map(spec_of, self.shardings))
-      new = params, opt_state
-      params, opt_state = jax.tree.map(move, new, tuple(specs[:2]))
-      return params, (opt_state, stepped)
+      return whole(update(whole((params, opt_state))))
 
     def part(x, to):
       return x if to is None else move(x, to)

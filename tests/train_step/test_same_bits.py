@@ -134,6 +134,29 @@ def test_a_cycle_goes_on_on_other_devices():
   np.testing.assert_allclose(ends[0][0]["w"], exact[0]["w"], rtol=1e-4)
 
 
+def test_a_line_search_sees_whole_parameters():
+  """So that the compiler sums nothing of what it computes over their shards."""
+  params, batch = arguments()
+
+  def update(grads, state, params, *, value_fn, **_):
+    moved = optax.apply_updates(params, grads)
+    slope = jax.grad(value_fn)(moved)
+    size = optax.tree.vdot(slope, moved)
+    return jax.tree.map(lambda g: -size * g, grads), state
+
+  tx = optax.GradientTransformationExtraArgs(lambda _: (), update)
+  ends = []
+  for count in (0, 8):
+    options = {"virtual_devices": 8, "donate": False, "num_microbatches": 2}
+    mesh = None
+    if count:
+      mesh = make_mesh(count, axes=("data",))
+      params = same_bits.sharded(mesh, params)
+    step = optax_accum.make_train_step(loss_fn, tx, mesh=mesh, **options)
+    ends.append(step(params, (), batch))
+  assert not different(*ends)
+
+
 @pytest.mark.parametrize(
   ("options", "words"),
   [
