@@ -11,7 +11,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic import across_devices, dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.conditional import update_if
 
@@ -19,7 +19,7 @@ Both = Callable[[Any, Any], Any]
 
 
 def true_of(x: jax.Array) -> jax.Array:
-  """True, computed from a scalar, so that no compiler knows it."""
+  """True, computed from numbers of any dtype, so that no compiler knows it."""
   wide = x.real.astype(jnp.float32)
   return lax.bitcast_convert_type(wide, jnp.int32) | 1 != 0
 
@@ -40,8 +40,11 @@ def apart(fun: Callable[..., Any], *args):
     results, _ = lax.optimization_barrier((fun(*tied), held))
     return results
 
-  some = jnp.ravel(jax.tree.leaves(args)[0])[:1].sum()
-  return update_if(true_of(some), run, start, "apart")
+  first = jax.tree.leaves(args)[0]
+  if dtypes.is_key(first):
+    first = jax.random.key_data(first)
+  some = jnp.ravel(first)[:1]
+  return update_if(true_of(some).all(), run, start, "apart")
 
 
 def fold(of_one: Callable[..., tuple[Any, Any]], count: int, both: Both):

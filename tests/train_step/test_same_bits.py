@@ -157,6 +157,18 @@ def test_a_line_search_sees_whole_parameters():
   assert not different(*ends)
 
 
+def test_whatever_is_read_first_can_be_compiled_apart():
+  for first in (
+    jax.random.key(0),
+    jnp.ones(3, jnp.int4),
+    jnp.ones(3, jnp.float8_e4m3fn),
+    jnp.ones((2, 2), jnp.complex64),
+    jnp.zeros((0, 3)),
+  ):
+    doubled = jax.jit(in_order.apart, static_argnums=0)
+    assert doubled(lambda _, x: 2 * x, first, 3.0) == 6.0
+
+
 @pytest.mark.parametrize(
   ("options", "words"),
   [
