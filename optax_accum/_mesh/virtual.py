@@ -9,6 +9,16 @@ from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._microbatches.options import Split
 
 
+def check_order(split: Split, reduce_in_loop: bool) -> None:
+  """Checks that the microbatches of a virtual device are added up before those of others."""
+  count = split.virtual_devices
+  if count is not None and reduce_in_loop:
+    raise ValueError(
+      f"virtual_devices={count} adds up the microbatches of each virtual device first, and"
+      ' reduce_gradients="per_microbatch" those of all devices: use "per_cycle".'
+    )
+
+
 def check_mesh(split: Split, parallel: DataParallel) -> None:
   """Checks that each device can stand for as many virtual ones, and that nothing else sums."""
   count = split.virtual_devices
@@ -18,11 +28,6 @@ def check_mesh(split: Split, parallel: DataParallel) -> None:
     raise ValueError(
       f"virtual_devices={count} is no multiple of {parallel}, each of which stands for as many: use"
       " a power of two of devices, and as many virtual ones or more."
-    )
-  if parallel.reduce_in_loop:
-    raise ValueError(
-      f"virtual_devices={count} adds up the microbatches of each virtual device first, and"
-      ' reduce_gradients="per_microbatch" those of all devices: use "per_cycle".'
     )
   more = {name: parallel.mesh.shape[name] for name in sorted(parallel.others)}
   if math.prod(more.values()) > 1:

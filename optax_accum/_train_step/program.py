@@ -12,11 +12,11 @@ import optax
 from optax_accum import _validate
 from optax_accum._arithmetic import in_order
 from optax_accum._arithmetic.trees import Args, Kwargs, Leaves, Tree
+from optax_accum._mesh import virtual
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.loss import Loss, LossWithoutMesh, MeshLoss, Placed
 from optax_accum._mesh.placement import out_shardings, sharding_of
 from optax_accum._mesh.refused import explained, LOWERED
-from optax_accum._mesh.virtual import automatic
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.loop import Reduced
 from optax_accum._microbatches.loss import LocalLoss
@@ -67,9 +67,9 @@ class Step:
       devices = parallel.devices
     if "noise_scale" in self.loss.local.metrics.funs and devices == 1:
       fewest = 2
-    virtual = self.loss.local.split.virtual_devices
-    if virtual is not None:
-      devices = virtual
+    count = self.loss.local.split.virtual_devices
+    if count is not None:
+      devices = count
       uneven = False
     sizes = cut.sizes(rows // devices, uneven, fewest)
     return [devices * size for size in sizes]
@@ -313,10 +313,11 @@ def step_loss(
   }
   split = Split.of(asked, default_argnum=1)
   local = LocalLoss.of(loss_fn, 0, asked["has_aux"], split, asked)
+  in_loop = reduce_gradients == "per_microbatch"
+  virtual.check_order(split, in_loop)
   if mesh is None:
     return LossWithoutMesh(local)
-  in_loop = reduce_gradients == "per_microbatch"
   parallel = DataParallel.of(mesh, data_axis, split.axis_name, in_loop)
   if split.virtual_devices is not None:
-    parallel = dataclasses.replace(parallel, mesh=automatic(mesh))
+    parallel = dataclasses.replace(parallel, mesh=virtual.automatic(mesh))
   return MeshLoss(local, parallel)

@@ -177,6 +177,7 @@ def test_whatever_is_read_first_can_be_compiled_apart():
     ({"virtual": 0}, "at least 1"),
     ({"in_place": True}, "in_place=True has one that all"),
     ({"reduce_gradients": "per_microbatch"}, 'use "per_cycle"'),
+    ({"reduce_gradients": "per_microbatch", "count": 0}, 'use "per_cycle"'),
     ({"count": 0, "axis_name": "data"}, "outside pmap and shard_map"),
     (
       {"num_microbatches": None, "microbatch_size": 12},
