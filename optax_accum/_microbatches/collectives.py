@@ -17,7 +17,7 @@ Python, so that no equation tells where it came from.
 
 from collections.abc import Sequence
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from jax import lax
 import numpy as np
@@ -79,6 +79,16 @@ def axes_sent_over(jaxpr, with_index: bool = False) -> set[Any]:
     for inner in _versions.inner_jaxprs(eqn):
       axes |= axes_sent_over(inner, with_index)
   return axes
+
+
+def refuse_real_devices(fun: str, count: int) -> NoReturn:
+  """Refuses a function that asks for devices, of which `count` virtual ones are meant."""
+  raise ValueError(
+    f"{fun} asks for other devices, or for its own index (lax.psum, lax.axis_index), and with"
+    f" virtual_devices={count} would find the real ones: compute what it needs of all rows before"
+    " the step, by microbatch(..., mesh=mesh), and pass it as a further argument. For noise of each"
+    " device pass a key, by rng_argnums."
+  )
 
 
 def check_own_loss(

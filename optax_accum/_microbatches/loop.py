@@ -33,7 +33,10 @@ from optax_accum._arithmetic.weighted_mean import (
 )
 from optax_accum._microbatches import carry as carries
 from optax_accum._microbatches.call import Microbatches, Take
-from optax_accum._microbatches.collectives import axes_sent_over
+from optax_accum._microbatches.collectives import (
+  axes_sent_over,
+  refuse_real_devices,
+)
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.outputs import Reductions
 
@@ -413,11 +416,11 @@ def run_in_microbatches(
     # In this frame, so that few stand between a call and the loss.
     programs.append(jax.make_jaxpr(one, return_shape=True)())
   count = call.split.virtual_devices
-  if count is not None and axes_sent_over(programs[0][0].jaxpr):
-    raise ValueError(
-      f"weight_fn, or grad_metrics_fn, sends something to other devices, which with"
-      f" virtual_devices={count} would be the real ones: return what it has of its own rows."
-    )
+  if count is not None:
+    # Over several devices keys need the index of the device too.
+    alone = call.split.axis_name is None
+    if axes_sent_over(programs[0][0].jaxpr, with_index=alone):
+      refuse_real_devices("The loss, weight_fn or grad_metrics_fn", count)
   full = across_devices.types(programs[0])
   tail = across_devices.types(programs[-1])
   reductions = Reductions(words, full.outputs, dtype)

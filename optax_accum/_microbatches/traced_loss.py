@@ -94,12 +94,7 @@ class TracedLoss:
     self.sends |= self.sends_back or self._sends(closed.jaxpr)
     count = self._call.split.virtual_devices
     if count is not None and self._sends(closed.jaxpr, with_index=True):
-      raise ValueError(
-        "The loss asks for other devices, or for its own index (lax.psum, lax.axis_index), and with"
-        f" virtual_devices={count} would find the real ones: compute what it needs of all rows"
-        " before the step, by microbatch(..., mesh=mesh), and pass it as a further argument. For"
-        " noise of each device pass a key, by rng_argnums."
-      )
+      collectives.refuse_real_devices("The loss", count)
     self._programs[_shapes(inputs)] = program, structure
 
   def _sends(self, jaxpr, with_index: bool = False) -> bool:

@@ -218,17 +218,21 @@ def test_what_the_compiler_would_sum_is_refused():
   def relative(params, batch):
     return loss_fn(params, batch) / lax.pmax(jnp.max(batch), "data")
 
-  step = optax_accum.make_train_step(
-    relative,
-    optax.adam(1e-3),
-    num_microbatches=2,
-    mesh=make_mesh(8, axes=("data",)),
-    virtual_devices=8,
-  )
-  with pytest.raises(
-    ValueError, match="virtual_devices=8 would find the real ones"
-  ):
-    step(*args)
+  def by_index(params, batch):
+    return loss_fn(params, batch) * lax.axis_index("data")
+
+  for count, loss in ((8, relative), (8, by_index), (1, by_index)):
+    step = optax_accum.make_train_step(
+      loss,
+      optax.adam(1e-3),
+      num_microbatches=2,
+      mesh=make_mesh(count, axes=("data",)),
+      virtual_devices=8,
+    )
+    with pytest.raises(
+      ValueError, match="virtual_devices=8 would find the real ones"
+    ):
+      step(*args)
 
 
 def test_a_check_looks_at_the_microbatches_of_the_virtual_devices():
