@@ -85,7 +85,9 @@ class LossWithoutMesh(NamedTuple):
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
-    count = self.local.split.virtual_devices
+    split = self.local.split
+    virtual.check_arrays(split, held, on_mesh=False)
+    count = split.virtual_devices
     _check_devices(held, () if count is None else (count,))
     return held
 
@@ -315,14 +317,17 @@ class PlacedLoss(NamedTuple):
 
   def place_held(self, held: Accumulated) -> Accumulated:
     """What a cycle holds, where it belongs."""
-    split = self.parallel.on_device(self.local.split)
+    split = self.local.split
+    mesh = self.parallel.mesh
+    virtual.check_arrays(split, held, on_mesh=True)
+    held = virtual.on_automatic(split, mesh, held)
     _check_devices(held, (split.virtual_devices or self.parallel.devices,))
 
     def specs_of(_):
       each = jax.tree.broadcast(self.held_shardings, held)
       return list(map(spec_of, jax.tree.leaves(each)))
 
-    return place(self.parallel.mesh, "cycle", held, specs_of)
+    return place(mesh, "cycle", held, specs_of)
 
   @property
   def held_shardings(self) -> Accumulated:

@@ -81,5 +81,6 @@ def check_arrays(split: Split, tree, on_mesh: bool) -> None:
     if sharding is not None and not on_mesh and len(sharding.device_set) > 1:
       raise ValueError(
         f"virtual_devices={count} got an array on {len(sharding.device_set)} devices, and the step"
-        " has no mesh, so that the compiler would sum in an order of its own: pass mesh=."
+        " has no mesh, so that the compiler would sum in an order of its own: pass mesh=, or what"
+        " jax.device_get makes of it."
       )

@@ -168,8 +168,14 @@ class PreparedAdd(NamedTuple):
     return self.jitted.trace(*self.args, **self.kwargs)
 
   def eval_shape(self) -> Cycle:
-    """Shapes and dtypes of what `run` returns, and shardings over a mesh."""
-    return dataclasses.replace(self.cycle, held=self.trace().out_info)
+    """Shapes and dtypes of what `run` returns, and the shardings of what it adds to."""
+
+    def sharded(x, before):
+      return x.update(sharding=getattr(before, "sharding", None))
+
+    before, *_ = self.args
+    held = jax.tree.map(sharded, self.trace().out_info, before)
+    return dataclasses.replace(self.cycle, held=held)
 
 
 class PreparedFinish(NamedTuple):

@@ -7,7 +7,7 @@ import re
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 import pytest
@@ -122,11 +122,22 @@ def test_memory_grows_by_a_sum_for_each_halving_of_the_devices():
 def test_a_cycle_goes_on_on_other_devices():
   params, batch = arguments()
   state = optax.adam(1e-3).init(params)
+  explicit = make_mesh(8, axes=("data",), kind=AxisType.Explicit)
+  by_lane = NamedSharding(explicit, PartitionSpec("data"))
+  moves = jax.device_get, lambda cycle: jax.device_put(cycle, by_lane)
   ends = []
-  for counts in ((8, 8, 8), (8, 2, 0)):
+  for counts, move in zip(((8, 2, 0), (8, 8, 8)), moves, strict=True):
     first, second, last = (make(count=count) for count in counts)
     cycle = first.add(first.begin(params), params, batch)
-    cycle = second.add(jax.device_get(cycle), params, batch[::-1] / 2)
+    with pytest.raises(ValueError, match="an array on 8 devices, and the"):
+      make(count=0).finish(params, state, cycle)
+    with pytest.raises(ValueError, match=r"called inside jax\.jit"):
+      jax.jit(functools.partial(last.finish, params, state))(cycle)
+    like = last.add.eval_shape(last.begin(params), params, batch)
+    # Where a checkpoint is restored to.
+    places = {len(x.sharding.device_set) for x in jax.tree.leaves(like)}
+    assert places == {max(1, counts[-1])}
+    cycle = second.add(move(cycle), params, batch[::-1] / 2)
     ends.append(last.finish(params, state, jax.device_get(cycle)))
   assert not different(*ends)
   whole = jnp.concatenate([batch, batch[::-1] / 2])
