@@ -100,15 +100,14 @@ class OneDevice:
 
 
 @dataclasses.dataclass(frozen=True)
-class OverAxis:
+class OverAxis(OneDevice):
   """The devices of one or several axes of `pmap`, `shard_map` or `vmap`."""
 
   axis_name: AxisName
-  lanes = 1
   first_unit = 1  # devices that are added up share theirs
 
   @property
-  def size(self) -> int:
+  def size(self) -> int:  # type: ignore[override]
     """How many there are. Raises where no collective over the axis can run."""
     return across_devices.check_bound(self.axis_name)
 
@@ -174,10 +173,6 @@ class OverAxis:
     """The dtype that what devices have is summed in: a term of `dtype` each."""
     return dtypes.accumulator_dtype(dtype, requested)
 
-  def apart(self, fun: Callable[..., Any], *args):
-    """``fun(*args)``, compiled by itself where that makes a difference."""
-    return fun(*args)
-
   def stored(self, tree):
     """What is a device's own, as it is kept between calls: with an axis of devices in front."""
     tree = jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
@@ -188,14 +183,6 @@ class OverAxis:
   def own(self, tree):
     """What is a device's own, of what is `stored`."""
     return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
-
-  def of_lane(self, held, lane: ArrayLike):
-    """What is one lane's, of what all lanes of a device hold."""
-    return held
-
-  def in_lanes(self, fun: Callable[..., Any], held=None):
-    """What all lanes hold, of ``fun(lane, held)`` of what each holds."""
-    return fun(0, held)
 
 
 @dataclasses.dataclass(frozen=True)
