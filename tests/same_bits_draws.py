@@ -8,8 +8,11 @@ of the plain step on 2 and on 8 devices do, which adds up in another order. `sup
 """
 
 import argparse
+import os
 
-import conftest  # noqa: F401 (eight devices)
+# Not as in the suite, where programs compile fast and are not optimised.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
 import jax
 from support.same_bits import different, drawn, trained
 

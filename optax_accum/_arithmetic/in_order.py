@@ -18,10 +18,14 @@ from optax_accum._arithmetic.conditional import update_if
 Both = Callable[[Any, Any], Any]
 
 
-def true_of(x: jax.Array) -> jax.Array:
-  """True, computed from numbers of any dtype, so that no compiler knows it."""
-  wide = x.real.astype(jnp.float32)
-  return lax.bitcast_convert_type(wide, jnp.int32) | 1 != 0
+def true_of(tree) -> jax.Array:
+  """True, computed from an array that is not empty, so that no compiler knows it."""
+  array = max(jax.tree.leaves(tree), key=jnp.size)
+  if dtypes.is_key(array):
+    array = jax.random.key_data(array)
+  some = jnp.ravel(array)[:1].real.astype(jnp.float32)
+  known = lax.bitcast_convert_type(some, jnp.int32) | 1 != 0
+  return known.all()
 
 
 def apart(fun: Callable[..., Any], *args):
@@ -40,11 +44,7 @@ def apart(fun: Callable[..., Any], *args):
     results, _ = lax.optimization_barrier((fun(*tied), held))
     return results
 
-  first = jax.tree.leaves(args)[0]
-  if dtypes.is_key(first):
-    first = jax.random.key_data(first)
-  some = jnp.ravel(first)[:1]
-  return update_if(true_of(some).all(), run, start, "apart")
+  return update_if(true_of(args), run, start, "apart")
 
 
 def fold(of_one: Callable[..., tuple[Any, Any]], count: int, both: Both):

@@ -209,7 +209,10 @@ class Loop:
       indices = jnp.arange(call.full, dtype=jnp.int32)
       if call.devices.lanes > 1:
         indices = lane * call.full + indices
-      progress, collected = lax.scan(add_full, progress, indices)
+      if split.virtual_devices is not None and call.full == 1:
+        progress, collected = self._add_apart(add_full, progress, indices)
+      else:
+        progress, collected = lax.scan(add_full, progress, indices)
       if call.tail_rows and is_ordered:
         progress, tail = add(progress, last, call.tail_rows)
     joined = self.reductions.join(progress.outputs, collected, tail)
@@ -255,6 +258,23 @@ class Loop:
       skipped = jax.tree.map(jnp.add, progress.skipped, new.skipped)
     progress = Progress(carry, outputs, weights, unit, skipped)
     return progress, self.reductions.collected(new.outputs)
+
+  def _add_apart(
+    self, add: Callable[..., Any], progress: Progress, indices: jax.Array
+  ) -> tuple[Progress, Tree]:
+    """As a scan of one microbatch, which XLA would unroll and fuse with what is around it."""
+    zeros = across_devices.zeros_like(
+      self.reductions.collected(self.full.outputs)
+    )
+
+    def run(operand):
+      # Tied to what the loop carries, or XLA would move all of it out of the loop.
+      (progress, _), index = lax.optimization_barrier((operand, indices[0]))
+      return add(progress, index)
+
+    unknown = in_order.true_of(self.call.batch)
+    progress, collected = update_if(unknown, run, (progress, zeros), "alone")
+    return progress, jax.tree.map(lambda x: x[None], collected)
 
   def _add_unless_empty(
     self, agree: bool, progress: Progress, index: ArrayLike, rows: int

@@ -2,7 +2,11 @@
 
 import dataclasses
 import functools
+import os
+import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 from jax import lax
@@ -168,16 +172,34 @@ def test_a_line_search_sees_whole_parameters():
   assert not different(*ends)
 
 
-def test_whatever_is_read_first_can_be_compiled_apart():
-  for first in (
-    jax.random.key(0),
+def test_whatever_is_read_can_be_compiled_apart():
+  for largest in (
+    jax.random.split(jax.random.key(0)),
     jnp.ones(3, jnp.int4),
     jnp.ones(3, jnp.float8_e4m3fn),
     jnp.ones((2, 2), jnp.complex64),
-    jnp.zeros((0, 3)),
   ):
     doubled = jax.jit(in_order.apart, static_argnums=0)
-    assert doubled(lambda _, x: 2 * x, first, 3.0) == 6.0
+    assert doubled(lambda _, x: 2 * x, largest, 3.0) == 6.0
+
+
+def test_one_microbatch_on_each_device_is_compiled_apart():
+  """XLA unrolls a loop of one microbatch, and fuses a carry's statistics with what is around it.
+
+  It does so in programs that are optimised, as those of the suite are not.
+  """
+  code = (
+    "from support import same_bits as s; print(s.different(*s.normalized()))"
+  )
+  eight = "--xla_force_host_platform_device_count=8"
+  run = subprocess.run(
+    [sys.executable, "-c", code],
+    cwd=pathlib.Path(__file__).parents[1],
+    env=os.environ | {"XLA_FLAGS": eight},
+    capture_output=True,
+    text=True,
+  )
+  assert run.stdout == "[]\n", run.stderr
 
 
 @pytest.mark.parametrize(
