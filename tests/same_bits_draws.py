@@ -10,7 +10,7 @@ of the plain step on 2 and on 8 devices do, which adds up in another order. `sup
 import argparse
 import os
 
-# Not as in the suite, where programs compile fast and are not optimised.
+# As users compile, and not as conftest.py does, by which code is not optimised.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import jax

@@ -287,33 +287,3 @@ def different(one, other) -> list[str]:
     for (path, a), b in pairs
     if np.asarray(a).tobytes() != np.asarray(b).tobytes()
   ]
-
-
-def normalized():
-  """Ends of a step with batch statistics, of one microbatch on each of 8 virtual devices."""
-  rng = np.random.default_rng(0)
-  batch = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-  params = {"w": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)}
-  carry = {"mean": jnp.zeros(64), "variance": jnp.ones(64)}
-  tx = optax.adam(0.1)
-
-  def loss_fn(params, batch, carry):
-    found = {"mean": batch.mean(0), "variance": batch.var(0)}
-    rows = (batch - found["mean"]) / jnp.sqrt(found["variance"] + 1e-5)
-    carry = jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, carry, found)
-    return jnp.mean(jnp.tanh(rows @ params["w"]) ** 2), (carry, ())
-
-  for count in (0, VIRTUAL):
-    mesh = None
-    if count:
-      mesh = Mesh(np.array(jax.devices()), ("data",))
-    step = optax_accum.make_train_step(
-      loss_fn,
-      tx,
-      num_microbatches=1,
-      carry_argnum=2,
-      mesh=mesh,
-      virtual_devices=VIRTUAL,
-      donate=False,
-    )
-    yield step(params, tx.init(params), batch, carry)

@@ -2,11 +2,7 @@
 
 import dataclasses
 import functools
-import os
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 from jax import lax
@@ -23,6 +19,7 @@ from support.samples import more
 import optax_accum
 from optax_accum import count_collectives
 from optax_accum._arithmetic import in_order
+from optax_accum._train_step import program
 
 pytestmark = pytest.mark.usefixtures("usual_promotion")
 
@@ -47,8 +44,16 @@ DRAWS = [
     )
   ),
   more(dataclasses.replace(ALL, arrives=True, skips="empty", key="rbg")),
-  *[more(same_bits.drawn(seed)) for seed in range(4)],
 ]
+
+
+@pytest.fixture
+def optimized(monkeypatch):
+  """Programs as users compile them. Those of other tests are not optimised (conftest.py)."""
+  options = program._SAME_BITS | {"xla_backend_optimization_level": 3}
+  if jax.__version_info__ < (0, 11):
+    options["xla_cpu_use_fusion_emitters"] = True
+  monkeypatch.setattr(program, "_SAME_BITS", options)
 
 
 @functools.cache
@@ -56,6 +61,7 @@ def after_two_steps(draw, count, virtual=8):
   return trained(draw, count, virtual, steps=2)
 
 
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("draw", DRAWS, ids=str)
 def test_all_that_a_step_returns_is_equal_to_the_bit(draw):
   alone = after_two_steps(draw, 0)
@@ -63,12 +69,14 @@ def test_all_that_a_step_returns_is_equal_to_the_bit(draw):
     assert not different(alone, after_two_steps(draw, count)), count
 
 
+@pytest.mark.usefixtures("optimized")
 def test_a_sum_in_the_order_of_the_compiler_is_found(monkeypatch):
   monkeypatch.setattr(in_order, "sum_over", lambda axis, x: lax.psum(x, axis))
   assert different(after_two_steps(ALL, 0), trained(ALL, 8, steps=2))
 
 
 @pytest.mark.more
+@pytest.mark.usefixtures("optimized")
 def test_rows_and_noise_are_those_of_as_many_devices():
   """The plain step on 8 devices has the same microbatches, of the same keys; that on 2 has not."""
   alone = after_two_steps(ALL, 0)
@@ -183,23 +191,34 @@ def test_whatever_is_read_can_be_compiled_apart():
     assert doubled(lambda _, x: 2 * x, largest, 3.0) == 6.0
 
 
-def test_one_microbatch_on_each_device_is_compiled_apart():
-  """XLA unrolls a loop of one microbatch, and fuses a carry's statistics with what is around it.
+def test_one_microbatch_on_each_device_is_compiled_apart(optimized):
+  """XLA unrolls a loop of one, and fuses the statistics of a carry with what is around it."""
+  rng = np.random.default_rng(0)
+  batch = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
+  params = {"w": jnp.asarray(rng.normal(size=(64, 8)), jnp.float32)}
+  carry = {"mean": jnp.zeros(64), "variance": jnp.ones(64)}
+  tx = optax.adam(0.1)
 
-  It does so in programs that are optimised, as those of the suite are not.
-  """
-  code = (
-    "from support import same_bits as s; print(s.different(*s.normalized()))"
-  )
-  eight = "--xla_force_host_platform_device_count=8"
-  run = subprocess.run(
-    [sys.executable, "-c", code],
-    cwd=pathlib.Path(__file__).parents[1],
-    env=os.environ | {"XLA_FLAGS": eight},
-    capture_output=True,
-    text=True,
-  )
-  assert run.stdout == "[]\n", run.stderr
+  def normalized(params, batch, carry):
+    found = {"mean": batch.mean(0), "variance": batch.var(0)}
+    rows = (batch - found["mean"]) / jnp.sqrt(found["variance"] + 1e-5)
+    carry = jax.tree.map(lambda x, y: 0.9 * x + 0.1 * y, carry, found)
+    return jnp.mean(jnp.tanh(rows @ params["w"]) ** 2), (carry, ())
+
+  ends = []
+  for count in (0, 8):
+    mesh = make_mesh(count, axes=("data",)) if count else None
+    step = optax_accum.make_train_step(
+      normalized,
+      tx,
+      num_microbatches=1,
+      carry_argnum=2,
+      mesh=mesh,
+      virtual_devices=8,
+      donate=False,
+    )
+    ends.append(step(params, tx.init(params), batch, carry))
+  assert not different(*ends)
 
 
 @pytest.mark.parametrize(
