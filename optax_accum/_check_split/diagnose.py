@@ -19,6 +19,7 @@ from optax_accum._check_split.programs import Programs
 from optax_accum._check_split.report import SplitReport, Verdict
 from optax_accum._check_split.weights import ROWS, weights_of
 from optax_accum._microbatches.refusals import (
+  naming,
   refuse_keys,
   with_keys,
   with_rows,
@@ -57,7 +58,7 @@ def refused(programs: Programs) -> Finding | None:
     slots = with_keys(call.roles, call.arguments)
     fix = words.PASS_A_KEY
     if all(map(is_key, jax.tree.leaves([call.arguments[x] for x in slots]))):
-      fix = words.naming("rng", slots)
+      fix = naming("rng", [*call.roles.rng, *slots])
     return Finding("random", str(error), fix)
   return None
 
@@ -175,7 +176,7 @@ def _shared_noise(evidence: Evidence) -> Finding | None:
   shared = [x for x in programs.call.arrays if x.role in ("shared", "held")]
   keys = dict.fromkeys(x.slot for x in shared if x.may_be_key)
   if keys:
-    fix = words.naming("rng", [*programs.batch.roles.rng, *keys])
+    fix = naming("rng", [*programs.batch.roles.rng, *keys])
     return Finding("random", words.SHARED_KEY, fix)
   if programs.facts.draws_from_others:
     return Finding("random", words.SHARED_KEY, words.PASS_A_KEY)

@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 import jax
 
 from optax_accum._microbatches.options import Slot
+from optax_accum._microbatches.refusals import naming
 
 DRAWS = (
   "the random numbers that the loss draws: whether the noise of a row depends on other rows, or"
@@ -166,11 +167,6 @@ OVERWRITTEN = (
 )
 
 
-def option(name: str, value) -> str:
-  """An option as Python has it."""
-  return f"{name}={value!r}".replace("'", '"')
-
-
 def tree_option(name: str, tree) -> str:
   """An option with a tree of words; a part of it whose words are all the same is that word."""
 
@@ -178,7 +174,7 @@ def tree_option(name: str, tree) -> str:
     return len(set(jax.tree.leaves(x))) == 1
 
   tree = jax.tree.map(lambda x: jax.tree.leaves(x)[0], tree, is_leaf=is_one)
-  return option(name, tree)
+  return f"{name}={tree!r}".replace("'", '"')
 
 
 def unsplit(
@@ -193,15 +189,3 @@ def unsplit(
     f"or, if {which} has as many rows by chance and every microbatch needs all of it,\n"
     f"  {naming('batch', given)}",
   )
-
-
-def naming(role: str, slots: Collection[Slot]) -> str:
-  """The options that name arguments of a role, by position and by name."""
-  positions = [x for x in slots if isinstance(x, int)]
-  names = [x for x in slots if isinstance(x, str)]
-  shown = []
-  for end, found in (("nums", positions), ("names", names)):
-    if found:
-      value = found[0] if len(found) == 1 else tuple(found)
-      shown.append(option(f"{role}_arg{end}", value))
-  return ", ".join(shown)

@@ -27,7 +27,7 @@ def check_mesh(split: Split, parallel: DataParallel) -> None:
   if count % parallel.devices:
     raise ValueError(
       f"virtual_devices={count} is no multiple of {parallel}, each of which stands for as many: use"
-      " a power of two of devices, and as many virtual ones or more."
+      " 1, 2, 4 or another power of two of devices, and as many virtual ones or more."
     )
   more = {name: parallel.mesh.shape[name] for name in sorted(parallel.others)}
   if math.prod(more.values()) > 1:

@@ -50,10 +50,13 @@ def refuse_uneven_lanes(split: Split, roles: Roles, rows: int) -> None:
     each = count * (split.num_microbatches or 1)
     asked = f"num_microbatches={split.num_microbatches}"
   if rows % each:
+    fix = f"use a multiple of {each} rows"
+    if split.num_microbatches and rows % count == 0:
+      fix = f"use a number that divides {rows // count}, or a multiple of {each} rows"
     raise ValueError(
       f"{split.name(*roles.batch)} has {rows} rows, which virtual_devices={count} and {asked} do"
-      f" not cut into microbatches of one size: use a multiple of {each} rows, or fill up with rows"
-      " that do not count, by weight_fn or has_weight."
+      f" not cut into microbatches of one size: {fix}, or fill up with rows that do not count, by"
+      " weight_fn or has_weight."
     )
 
 
@@ -68,8 +71,8 @@ def refuse_rows(
   first = next(iter(found.values()))
   fix = split.fixes.get(
     "unsplit",
-    f"If the rows of both belong together, name both, {_option(both)}; if every microbatch needs"
-    f" all of it, name the batch alone, {_option(roles.batch)}.",
+    f"If the rows of both belong together, name both, {naming('batch', both)}; if every microbatch"
+    f" needs all of it, name the batch alone, {naming('batch', roles.batch)}.",
   )
   raise ValueError(
     f"{first}, as many as the batch, and batch_argnums=None does not split it. {fix}"
@@ -116,17 +119,31 @@ def _has_rows(axes: Iterable[int], leaf, rows: Collection[int]) -> str:
 
 
 def refuse_keys(split: Split, roles: Roles, arguments: Arguments) -> None:
-  """Refuses shared arguments with a typed key."""
-  for slot in with_keys(roles, arguments):
-    leaves = _validate.named_leaves(split.name(slot), arguments[slot])
-    keys = [name for name, leaf in leaves if dtypes.is_key(leaf)]
-    fix = f"name it, {_rng_option(slot)}, to fold each microbatch's index in"
-    if len(keys) < len(leaves):
-      fix = "pass it as an argument of its own, named in rng_argnums, or carry all (carry_argnum)"
-    fix = split.fixes.get("random", f"{fix}; or share it, rng_argnums=().")
-    raise ValueError(
-      f"{keys[0]} is a random key, from which every microbatch would get the same noise: {fix}"
+  """Refuses shared arguments with a typed key: first those that have anything else."""
+  slots = with_keys(roles, arguments)
+  if not slots:
+    return
+  named = {
+    slot: _validate.named_leaves(split.name(slot), arguments[slot])
+    for slot in slots
+  }
+
+  def is_mixed(slot):
+    return not all(dtypes.is_key(leaf) for _, leaf in named[slot])
+
+  slot = next(filter(is_mixed, slots), slots[0])
+  name = next(name for name, leaf in named[slot] if dtypes.is_key(leaf))
+  option = naming("rng", [*roles.rng, *slots])
+  fix = f"name it, {option}, to fold each microbatch's index in"
+  if is_mixed(slot):
+    fix = (
+      "pass it as an argument of its own, and name all keys in rng_argnums, or carry all"
+      " (carry_argnum)"
     )
+  fix = split.fixes.get("random", f"{fix}; or share it, rng_argnums=().")
+  raise ValueError(
+    f"{name} is a random key, from which every microbatch would get the same noise: {fix}"
+  )
 
 
 def with_keys(roles: Roles, arguments: Arguments) -> list[Slot]:
@@ -153,10 +170,11 @@ def refuse_key(split: Split, roles: Roles, arguments: Arguments) -> None:
   if not named or not all(seems_key(x) for _, x in named):
     return
   name, key = named[0]
+  keys = [*roles.rng, slot, *with_keys(roles, arguments)]
   raise ValueError(
     f"{name} is a random key, {_validate.type_of(key)}:"
-    f" {_other_batch(roles, arguments)}, and the key, {_rng_option(slot)}. If it is the batch, say"
-    f" so, {_option([slot])}."
+    f" {_other_batch(roles, arguments)}, and the key, {naming('rng', keys)}. If it is the batch,"
+    f" say so, {naming('batch', [slot])}."
   )
 
 
@@ -170,7 +188,7 @@ def _is_one_key(x) -> bool:
 def _other_batch(roles: Roles, arguments: Arguments) -> str:
   """What to write where the argument that is split by default is not the batch."""
   slots = _arrays_in(roles, arguments)
-  option = _option(slots) if slots else "batch_argnums=..."
+  option = naming("batch", slots) if slots else "batch_argnums=..."
   which = ", or those of these that have its rows" if len(slots) > 1 else ""
   return f"batch_argnums=None splits it, so name the batch, {option}{which}"
 
@@ -185,18 +203,19 @@ def _arrays_in(roles: Roles, arguments: Arguments) -> Sequence[Slot]:
   return list(filter(may_be_batch, roles.shared))
 
 
-def _rng_option(slot: Slot) -> str:
-  """The option that says that an argument is a random key."""
-  option = "rng_argnums" if isinstance(slot, int) else "rng_argnames"
-  return f"{option}={slot!r}"
+def naming(role: str, slots: Collection[Slot]) -> str:
+  """The options that name arguments of a role, by position and by name."""
+  positions = [slot for slot in slots if isinstance(slot, int)]
+  names = [slot for slot in slots if isinstance(slot, str)]
+  shown = []
+  # The batch has a position if none is named.
+  if positions or role == "batch":
+    shown.append(_option(f"{role}_argnums", positions))
+  if names:
+    shown.append(_option(f"{role}_argnames", names))
+  return ", ".join(shown)
 
 
-def _option(slots: Collection[Slot]) -> str:
-  """The options that split these arguments."""
-  argnums = tuple(slot for slot in slots if isinstance(slot, int))
-  argnames = tuple(slot for slot in slots if isinstance(slot, str))
-  shown = argnums[0] if len(argnums) == 1 else argnums
-  option = f"batch_argnums={shown!r}"
-  if argnames:
-    option += f" with batch_argnames={argnames!r}"
-  return option
+def _option(name: str, slots: Sequence[Slot]) -> str:
+  value = slots[0] if len(slots) == 1 else tuple(slots)
+  return f"{name}={value!r}".replace("'", '"')

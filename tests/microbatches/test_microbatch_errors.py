@@ -628,7 +628,7 @@ def test_a_key_in_the_place_of_the_batch_is_refused(key, mesh):
     )
   with pytest.raises(
     ValueError,
-    match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\) with",
+    match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\), batch_argnames=",
   ):
     optax_accum.microbatch_value_and_grad(noisy_loss, num_microbatches=2)(
       jnp.float32(1), {"k": key}, data=data

@@ -14,7 +14,12 @@ from support import trees
 from support.devices import AUTO, EXPLICIT, make_mesh
 from support.optimizers import relaxed
 
-from optax_accum import make_train_step, microbatch, microbatch_value_and_grad
+from optax_accum import (
+  check_split,
+  make_train_step,
+  microbatch,
+  microbatch_value_and_grad,
+)
 
 ROWS = 8
 rng = np.random.default_rng(0)
@@ -130,13 +135,13 @@ def nested(w, x, *others, named=None):
       (),
       {"m": np.ones(6)},
       {},
-      r"argument 'named'\['m'\].*batch_argnums=1 with .*\('named',\)",
+      r"argument 'named'\['m'\].*batch_argnums=1, batch_argnames=\"named\"; ",
     ),
     (
       (np.ones(6),),
       np.ones(6),
       {"batch_argnames": "named"},
-      r"argument 2 has 6 rows.*\(1, 2\) with batch_argnames=\('named',\);.*\('named',\)\.",
+      r"argument 2 has 6 rows.*\(1, 2\), batch_argnames=\"named\";.*=1, batch_argnames=\"named\"\.",
     ),
     ((np.ones((6, 2)),), None, {"batch_axis": -1}, None),
     (
@@ -332,7 +337,8 @@ def test_microbatch_of_several_arguments_says_which_is_split():
     run(batch_argnames="x")(w[:3], x=x[:, :3]), x @ w - 3
   )
   with pytest.raises(
-    ValueError, match=r"argument 0 has 4 rows.*batch_argnums=0 with .*\('x',\)"
+    ValueError,
+    match=r"argument 0 has 4 rows.*batch_argnums=0, batch_argnames=\"x\";",
   ):
     run(batch_argnames="x")(w, x=x)
   np.testing.assert_array_equal(
@@ -403,19 +409,48 @@ def test_keys_that_microbatch_would_share_are_refused():
   options = {"reduction": "stack", "num_microbatches": 2, "batch_argnums": 0}
   run = lambda **more: jax.jit(microbatch(noise, **options, **more))  # noqa: E731
   key = jax.random.key(0)
-  match = r"argument 'key' is a random key, .* rng_argnames='key', .* share it, rng_argnums=\(\)"
+  match = r"argument 'key' is a random key, .* rng_argnames=\"key\", .* share it, rng_argnums=\(\)"
   with pytest.raises(ValueError, match=match):
     run()(jnp.ones(4), key=key)
-  with pytest.raises(ValueError, match="argument 'other' is a random key"):
+  # The fix names all keys, those that are named already too.
+  match = r"argument 'other' is a random key, .* rng_argnames=\(\"key\", \"other\"\), "
+  with pytest.raises(ValueError, match=match):
     run(rng_argnames="key")(jnp.ones(4), key=key, other=key)
-  match = r"'other'\['k'\] is a random key, .* an argument of its own, .* or carry all \(carry_argnum"
+  match = (
+    r"argument 'key' is a random key, .* rng_argnames=\(\"key\", \"other\"\), "
+  )
+  with pytest.raises(ValueError, match=match):
+    run()(jnp.ones(4), key=key, other=key)
+  match = r"argument 'other'\['k'\] is a random key, .* an argument of its own, .* or carry all \(carry_argnum"
   with pytest.raises(ValueError, match=match):
     run(rng_argnames="key")(
       jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())}
     )
+  # Also if another key could be named.
+  with pytest.raises(
+    ValueError, match=r"'k'\] .* name all keys in rng_argnums"
+  ):
+    run()(jnp.ones(4), key=key, other={"k": key, "count": jnp.ones(())})
   own = run(rng_argnames="key")(jnp.ones(4), key=key)
   shared = run(rng_argnums=())(jnp.ones(4), key=key, other=key)
   assert (len(set(own.tolist())), len(set(shared.tolist()))) == (2, 1)
+
+
+def test_a_fix_names_all_keys():
+  def loss_fn(w, first, x, second):
+    keys = first, second
+    masks = [jax.random.bernoulli(key, 0.5, x.shape) for key in keys]
+    return jnp.mean(w * x * masks[0] * masks[1])
+
+  args = jnp.ones(()), jax.random.key(0), jnp.ones(4), jax.random.key(1)
+  run = microbatch_value_and_grad(loss_fn, num_microbatches=2)
+  with pytest.raises(
+    ValueError, match=r"batch_argnums=2, and the key, rng_argnums=\(1, 3\)\."
+  ):
+    run(*args)
+  options = {"batch_argnums": 2, "rng_argnames": "first"}
+  report = check_split(loss_fn, *args, **options)
+  assert (report.verdict, report.fix) == ("random", "rng_argnums=(1, 3)")
 
 
 def test_keys_that_are_split_or_carried_are_not_refused():

@@ -256,7 +256,9 @@ def test_what_the_compiler_would_sum_is_refused():
       mesh=make_mesh(4, 2),
       virtual_devices=4,
     )
-  with pytest.raises(ValueError, match="use a multiple of 24 rows"):
+  with pytest.raises(
+    ValueError, match="use a number that divides 8, or a multiple of 24 rows"
+  ):
     make(count=0, num_microbatches=3)(*args)
   with pytest.raises(ValueError, match=r"called inside jax\.jit"):
     jax.jit(make())(*args)
