@@ -19,6 +19,11 @@ _EXPLICIT = (
   "The optimizer cannot compute over explicit axes of a mesh. Over automatic axes it works:"
   " jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * n)."
 )
+_ON_HOST = (
+  "The optimizer's state is in the host's memory, and the optimizer computes on the device: wrap"
+  " that, optax_accum.state_on_host(tx), or put the state there, jax.device_put(opt_state,"
+  " jax.memory.Space.Device)."
+)
 
 
 def same_types(name: str, new, old):
@@ -88,17 +93,28 @@ def updated(
   try:
     new, new_state = update()
   except Exception as error:
+    note = ""
     # JAX has no public name for it.
-    if type(error).__name__ != "ShardingTypeError":
+    if type(error).__name__ == "ShardingTypeError":
+      note = _EXPLICIT
+    elif "memory_space" in str(error) and _is_on_host(state):
+      note = _ON_HOST
+    else:
       check_made(error)
-    elif _EXPLICIT not in getattr(error, "__notes__", ()):
-      error.add_note(_EXPLICIT)
+    if note and note not in getattr(error, "__notes__", ()):
+      error.add_note(note)
     raise
   if _difference(name, new, params) or _difference(name, new_state, state):
     check_made()
   if may_grow and _validate.difference(name, new_state, state):
     return new, new_state
   return new, same_types(name, new_state, state)
+
+
+def _is_on_host(tree) -> bool:
+  """Whether some of a tree is in the host's memory."""
+  host = jax.memory.Space.Host
+  return any(jax.typeof(x).memory_space == host for x in jax.tree.leaves(tree))
 
 
 def _difference(name: str, got, wanted) -> str:

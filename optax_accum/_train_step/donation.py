@@ -58,6 +58,28 @@ def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
         )
 
 
+def check_memory(leaves: Iterable[jax.Array]) -> None:
+  """Checks that what is in the host's memory has a type that says so: else JAX ends the process."""
+  kinds = {(x.aval, x.sharding.memory_kind) for x in leaves}
+  for aval, memory in kinds:
+    if memory == "pinned_host" and aval.memory_space != jax.memory.Space.Host:
+      raise RuntimeError(
+        f"An array of parameters or state is in the host's memory, and its type, {aval}, does not"
+        " say so. Orbax restores such arrays on one device without a mesh: restore them to the"
+        " device, into the shapes of jax.eval_shape, and jax.device_put them."
+      )
+
+
+def beside(tree, given):
+  """What was computed of no array, on the device where some of the `given` arrays are committed."""
+  devices = {
+    device for x in given if x.committed for device in x.sharding.device_set
+  }
+  if len(devices) != 1 or not arrays(tree):
+    return tree
+  return jax.device_put(tree, *devices)
+
+
 def committed(updated, held):
   """`updated`, all committed to its device if some of `held`, the arrays in it, are: results are.
 

@@ -159,8 +159,10 @@ class StepProgram:
       updated = donation.committed(updated, held)
     else:  # they were put on the mesh
       held = donation.arrays(updated)
+    unknown = self._last.unknown(given)
+    new = set(map(id, unknown))
+    donation.check_memory(x for x in passed if id(x) in new)
     if self.donate:
-      unknown = self._last.unknown(given)
       updated = donation.distinct(updated, held, others, unknown)
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
     jitted = self._jitted(loss, _shardings(loss, updated, held))
@@ -168,9 +170,8 @@ class StepProgram:
 
   def remember(self, results, others) -> None:
     """Tells the next call which arrays are of this one, whose buffers are known."""
-    if self.donate:
-      updated = donation.arrays(results[: len(self.updated)])
-      self._last = donation.Known([*updated, *others])
+    updated = donation.arrays(results[: len(self.updated)])
+    self._last = donation.Known([*updated, *others])
 
   def _jit(self, loss: Placed, kept):
     """The jitted function for a loss, and for the shardings that results keep without `mesh`."""

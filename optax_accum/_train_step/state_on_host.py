@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import _validate
+from optax_accum._streaming.accumulation import AccumulateTransformation
 
 _KIND = "pinned_host"
 
@@ -31,19 +32,20 @@ def state_on_host(
   Args:
     tx: Any optax transformation whose state keeps its tree, shapes and dtypes: `optax.monitor` goes
       around this one.
-      Put this inside `accumulate`, as in ``accumulate(state_on_host(adam), k)``, so that the state
+      `accumulate` goes around it too, as in ``accumulate(state_on_host(adam), k)``: the state then
       moves once a cycle, and the accumulators never.
 
   Returns:
     A transformation with the state of `tx`. What ``init`` returns is in memory of the kind
     ``"pinned_host"``, sharded as on the device; scalars and random keys stay on the device.
     ``update`` returns each array to the memory that it came from. So a state that was restored to
-    the device stays there, and so do NumPy arrays: restore into the shardings of what ``init``
-    returns, as in ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else
-    None, tx.init(params)))``. Shapes of `jax.eval_shape` have none.
+    the device stays there, and so do NumPy arrays: put it into the shardings of what ``init``
+    returns, ``jax.device_put(opt_state, jax.tree.map(lambda x: x.sharding if x.ndim else None,
+    tx.init(params)))``. Over a mesh Orbax restores into these too. What it restores so on one
+    device without a mesh has a type that does not say where it is, and a step refuses it.
 
   Raises:
-    TypeError: `tx` is no optax transformation.
+    TypeError: `tx` is no optax transformation, or one of `accumulate`.
     ValueError: An update changes the tree of the state, a shape or a dtype, as float32 gradients of
       bfloat16 parameters do.
     NotImplementedError: From ``init``: devices have no such memory.
@@ -53,17 +55,24 @@ def state_on_host(
     - In the program that updates, XLA decides how much of the state is on the device at once: see
       "State on the host" in the guide on sharding. With ``begin``, ``add`` and ``finish`` only
       ``finish`` sees any of it.
-    - A function of your own that donates the state, such as ``jax.jit(accumulate(tx, k).apply,
-      donate_argnums=(1, 2))``: give `jax.jit` both ``in_shardings`` and ``out_shardings``, of all
-      that it takes and returns, as by ``jax.tree.map(lambda x: x.sharding, (params, state))``.
-      Without them JAX does not ask which memory an array is in. It may put parameters or updates
-      where the state was, and ends the process on CPUs, and when it compiles for TPUs.
-    - Without them it is safe where parameters are donated too, and both are returned first and in
-      the order in which they are taken, as in the steps of this library. ``jax.jit(tx.update,
-      donate_argnums=1)`` is not.
+    - A function of your own is safe if it takes ``(params, state, ...)``, donates both and returns
+      ``(params, state, ...)``. Any other that donates the state, such as ``accumulate(tx,
+      k).apply``, needs the shardings of all that it takes and returns. Without these JAX does not
+      ask which memory an array is in: it may put parameters where the state was, and ends the
+      process on CPUs, and when it compiles for TPUs. With gradients sharded as the parameters::
+
+        p, s = jax.tree.map(lambda x: x.sharding, (params, state))
+        apply = jax.jit(
+          tx.apply, donate_argnums=(1, 2), in_shardings=(p, s, p), out_shardings=(p, s))
+
     - `jax.pmap` returns all arrays to the device.
   """
   _validate.transformation(tx, "tx")
+  if isinstance(tx, AccumulateTransformation):
+    raise TypeError(
+      "state_on_host(accumulate(...)) would move the accumulators in every call: write"
+      " accumulate(state_on_host(optimizer), every_k)."
+    )
   tx = optax.with_extra_args_support(tx)
 
   def init(params):

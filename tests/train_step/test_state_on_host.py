@@ -255,6 +255,41 @@ def test_a_checkpoint_is_restored_to_the_host(tmp_path):
   assert_same(step(*restored, BATCH)[:2], step(*held, BATCH)[:2])
 
 
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+def test_what_the_type_of_an_array_hides_is_refused(donate):
+  """As Orbax restores it on one device: donated, it would end the process."""
+  tx = state_on_host(relaxed(optax.trace(0.9)))
+  step = make_train_step(loss_fn, tx, num_microbatches=2, donate=donate)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  like = tx.init(params)
+
+  def hidden(x):
+    value = np.asarray(x)
+    return jax.make_array_from_callback(x.shape, x.sharding, value.__getitem__)
+
+  if HOST == "pinned_host":
+    restored = jax.tree.map(hidden, like)
+    with pytest.raises(
+      RuntimeError, match=r"type, float32.*, does not say so\. Orbax"
+    ):
+      step(params, restored, BATCH)
+  shapes = jax.eval_shape(tx.init, params)
+  restored = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+  placed = jax.device_put(restored, jax.tree.map(lambda x: x.sharding, like))
+  check_kinds(step(params, placed, BATCH)[1])
+
+
+def test_a_state_on_the_host_without_the_transformation_is_explained():
+  tx = relaxed(optax.trace(0.9))
+  step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
+  params = jax.tree.map(jnp.asarray, PARAMS)
+  state = state_on_host(tx).init(params)
+  with pytest.raises(ValueError, match="memory_space") as raised:
+    step(params, state, BATCH)
+  assert "state_on_host(tx), or put the state" in raised.value.__notes__[0]
+  step(params, jax.device_put(state, jax.memory.Space.Device), BATCH)
+
+
 def test_a_state_of_numpy_is_put_back_on_the_host():
   tx = state_on_host(relaxed(optax.adam(1e-2)))
   params = devices.put(PARAMS, make_mesh(8), SHARDS)
@@ -286,6 +321,8 @@ def test_arrays_of_keys_stay_on_the_device():
 def test_what_is_refused(monkeypatch):
   with pytest.raises(TypeError, match="call it first, as in adam"):
     state_on_host(optax.adam)
+  with pytest.raises(TypeError, match=r"write accumulate\(state_on_host\(opti"):
+    state_on_host(accumulate(optax.adam(0.1), 2))
   grows = optax.GradientTransformation(
     lambda params: {}, lambda updates, state, params: (updates, updates)
   )
