@@ -25,19 +25,29 @@ def check_step(params, opt_state, /, *others, **named) -> None:
       "The step got 2 arguments, so the batch or the optimizer state is missing: the order is"
       " step(params, opt_state, batch)."
     )
+  check_arrays(*others, **named)
+
+
+def check_arrays(*others, **named) -> None:
+  """Checks that what a step is given from the batch on has arrays and numbers alone."""
   given = dict[object, Tree](enumerate(others, 2)) | named
   for slot, tree in given.items():
     root = "batch" if slot == 2 else f"argument {slot!r}"
     for name, x in _validate.named_leaves(root, tree):
+      is_array = hasattr(x, "dtype") or hasattr(x, "__jax_array__")
+      if is_array or isinstance(x, complex | float | int):
+        continue
+      what = f"of type {type(x).__name__}"
       if isinstance(x, str):
-        raise TypeError(
-          f"{name} is the string {x!r} and no array: leave it out of the batch, or fix it in the"
-          " loss, functools.partial(loss_fn, mode=...), and make a step for each value."
-        )
+        what = f"the string {x!r}"
+      raise TypeError(
+        f"{name} is {what} and no array: leave it out of the batch, or fix it in the loss,"
+        " functools.partial(loss_fn, mode=...), and make a step for each value."
+      )
 
 
-def check_order(tx: optax.GradientTransformation, *args) -> None:
-  """Checks, after a step failed, that its arguments are not in another order."""
+def check_order(tx: optax.GradientTransformation, order: str, *args) -> None:
+  """Checks, after a step failed, that its arguments are not in another order than this."""
 
   def misfit(params, state):
     try:
@@ -52,7 +62,7 @@ def check_order(tx: optax.GradientTransformation, *args) -> None:
     if why and len(args) > max(i, j) and not misfit(args[i], args[j]):
       raise TypeError(
         f"opt_state is not a state of the first argument ({why}), but argument {j} is one of"
-        f" argument {i}: the order is step(params, opt_state, batch)."
+        f" argument {i}: the order is {order}."
       )
 
 

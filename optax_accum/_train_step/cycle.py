@@ -42,7 +42,8 @@ class Cycle:
     start: A tuple of the carry that the cycle began with; empty if there is none.
     held: Sums, weights and a count; with `mesh`, each with a first axis of devices. None before the
       first ``add``.
-    options: How the step weighs and combines, which no array tells. Static, and empty before that.
+    options: How the step weighs and combines, which no array tells, and so no checkpoint: go on by
+      a step of the same options. Static, and empty before that.
   """
 
   start: tuple[Carry, ...] = ()
@@ -97,30 +98,38 @@ class CycleLoss(NamedTuple):
 class Method(Generic[Result]):
   """A method of a step, with ``lower``, ``trace`` and ``eval_shape`` of the program that it runs.
 
-  `prepare` takes the arguments of a call, and has its signature and docstring.
+  `prepare` takes the arguments of a call, and has its signature and docstring. `explain` takes them
+  too, after the call failed, and raises a better error if it knows one.
   """
 
-  def __init__(self, prepare: Callable[..., Any]) -> None:
+  def __init__(
+    self, prepare: Callable[..., Any], explain: Callable[..., object]
+  ) -> None:
     self._prepare = prepare
+    self._explain = explain
     self.__doc__ = prepare.__doc__
     self.__signature__ = _spellings.untyped_signature(prepare)
     self._shown = f"step.{prepare.__name__}{self.__signature__}"
 
   def __call__(self, *args, **kwargs) -> Result:
-    return self._prepared(args, kwargs).run()
+    return self._with_call(operator.methodcaller("run"), args, kwargs)
 
-  def _prepared(self, args, kwargs):
-    """A call, whose arguments are checked to be in their places, by the cycle."""
+  def _with_call(self, use: Callable[[Any], Any], args, kwargs):
+    """What `use` makes of a call, whose arguments are checked to be in their places."""
     try:
       given = self.__signature__.bind(*args, **kwargs)
     except TypeError as error:
       raise TypeError(f"{self._shown}: {error}.") from None
     check_cycle(self._shown, given.arguments["cycle"])
-    return self._prepare(*args, **kwargs)
+    try:
+      return use(self._prepare(*args, **kwargs))
+    except Exception:
+      self._explain(*args, **kwargs)
+      raise
 
   def trace(self, *args, **kwargs) -> jax.stages.Traced:
     """As ``trace`` of a jitted function."""
-    return self._prepared(args, kwargs).trace()
+    return self._with_call(operator.methodcaller("trace"), args, kwargs)
 
   def lower(self, *args, **kwargs) -> jax.stages.Lowered:
     """As ``lower`` of a jitted function. Its arguments may be `jax.ShapeDtypeStruct`."""
@@ -128,7 +137,7 @@ class Method(Generic[Result]):
 
   def eval_shape(self, *args, **kwargs) -> Result:
     """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-    return self._prepared(args, kwargs).eval_shape()
+    return self._with_call(operator.methodcaller("eval_shape"), args, kwargs)
 
 
 class Prepared(Protocol[Returned]):
@@ -138,13 +147,18 @@ class Prepared(Protocol[Returned]):
     """What the call returns."""
 
 
+def _knows_nothing(*args, **kwargs) -> None:
+  """What explains no error."""
+
+
 def method(
   prepare: Callable[..., Prepared[Result]],
+  explain: Callable[..., object] = _knows_nothing,
 ) -> functools.cached_property[Method[Result]]:
   """A `Method` of a class, of what prepares its calls. The docstring is that of both."""
 
   def bound(step):
-    return Method(prepare.__get__(step))
+    return Method(prepare.__get__(step), functools.partial(explain, step))
 
   bound.__doc__ = prepare.__doc__
   return functools.cached_property(bound)
@@ -250,12 +264,8 @@ class CycleProgram:
   def add(self, cycle: Cycle, params, args, kwargs) -> PreparedAdd:
     """Prepares a call. The carry, which is in the cycle, is not among `args`."""
     self._check_carry("add", cycle)
-    of_loss = [params, *args]
-    split = self._loss.local.split
-    position = split.carry_argnum
-    if position is not None:
-      of_loss[position:position] = cycle.start
-    names = list(map(split.name, range(len(of_loss))))
+    of_loss, kwargs = self.of_loss(cycle, params, args, kwargs)
+    names = list(map(self._loss.local.split.name, range(len(of_loss))))
     given = donation.arrays((of_loss, kwargs))
     donation.check_alive(given, names, of_loss, kwargs)
     params, *others = of_loss
@@ -267,12 +277,37 @@ class CycleProgram:
       if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         begin = functools.partial(jax.eval_shape, begin)
       held = begin(params, *others, **named)
+      if loss.parallel is None:
+        held = donation.beside(held, given)  # as the next call has it
     else:
       self._check_options(cycle)
       held = loss.place_held(cycle.held)
     cycle = dataclasses.replace(cycle, options=self._options)
     args = held, params, *others
     return PreparedAdd(cycle, self._add(loss), args, named)
+
+  def of_loss(
+    self, cycle: Cycle, params, args, kwargs
+  ) -> tuple[list[Any], Kwargs]:
+    """The arguments of the loss: those of `add`, and the carry that the cycle began with."""
+    of_loss = [params, *args]
+    local = self._loss.local
+    position = local.split.carry_argnum
+    if position is None:
+      return of_loss, kwargs
+    carry = next(iter(cycle.start), None)
+    if position < 0:
+      position += len(of_loss) + 1
+    name = local.roles_of.signature.name(position)
+    if name in kwargs:
+      raise TypeError(
+        f"add got {name}=, the carry, which is in the cycle: leave it out."
+      )
+    if position > len(of_loss) and name != "...":
+      # What stands before it is passed by name.
+      return of_loss, {**kwargs, name: carry}
+    of_loss.insert(position, carry)
+    return of_loss, kwargs
 
   def finish(
     self,

@@ -112,7 +112,27 @@ class TrainStep(Step, Generic[Params, Args]):
     """
     return self._cycle.begin(params, carry)
 
-  @method
+  def _explain_add(self, cycle: Cycle, params, /, *args, **kwargs) -> None:
+    """Raises an error that says what was passed wrongly to `add`, if anything was."""
+    fun = self.loss.local.fun
+    of_loss, named = self._cycle.of_loss(cycle, params, args, kwargs)
+    hint = (
+      "It takes step.add(cycle, params, batch, ...): no optimizer state, and no carry, which is in"
+      " the cycle."
+    )
+    names = _spellings.WHOLE_BATCH
+    why = _spellings.hint_on(fun, of_loss, named, names, hint)
+    if why:
+      raise TypeError(f"step.add: {why}") from None
+    parameters.check_arrays(*args, **kwargs)
+
+  def _explain_finish(self, params, opt_state, cycle: Cycle, /) -> None:
+    """Raises an error that says what was passed wrongly to `finish`, if anything was."""
+    order = "finish(params, opt_state, cycle)"
+    parameters.check_order(self._program.tx, order, params, opt_state)
+    parameters.check_step(params, opt_state, cycle)
+
+  @functools.partial(method, explain=_explain_add)
   def add(self, cycle: Cycle, params, /, *args, **kwargs) -> PreparedAdd:
     """``add(cycle, params, batch, ...)`` runs microbatches, and returns the cycle with these.
 
@@ -126,22 +146,9 @@ class TrainStep(Step, Generic[Params, Args]):
     as its arrays tell, of another step, or where the step would raise one. "stack" and "concat" of
     aux need all microbatches at once, and are refused.
     """
-    try:
-      return self._cycle.add(cycle, params, args, kwargs)
-    except ValueError:
-      of_loss = [params, *args]
-      position = self.loss.local.split.carry_argnum
-      if position is not None:
-        of_loss.insert(position, cycle.start)
-      hint = "It takes step.add(cycle, params, batch, ...), no optimizer state."
-      names = _spellings.WHOLE_BATCH
-      fun = self.loss.local.fun
-      why = _spellings.hint_on(fun, of_loss, kwargs, names, hint)
-      if why:
-        raise TypeError(f"step.add: {why}") from None
-      raise
+    return self._cycle.add(cycle, params, args, kwargs)
 
-  @method
+  @functools.partial(method, explain=_explain_finish)
   def finish(self, params, opt_state, cycle: Cycle, /):
     """``finish(params, opt_state, cycle)`` takes one optimizer step by what was added to a cycle.
 
@@ -210,7 +217,8 @@ class TrainStep(Step, Generic[Params, Args]):
       why = _spellings.hint_on(fun, of_loss, named, _spellings.WHOLE_BATCH)
       if why:
         raise TypeError(f"step: {why}") from None
-      parameters.check_order(self._program.tx, *given)
+      order = "step(params, opt_state, batch)"
+      parameters.check_order(self._program.tx, order, *given)
       parameters.check_step(*given, **named)
       raise
 

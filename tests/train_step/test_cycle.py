@@ -128,22 +128,26 @@ def test_calls_are_the_step_of_all_rows(mesh, spec, options):
       assert x.sharding.is_equivalent_to(before.sharding, x.ndim)
 
 
+@pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
 @pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
-def test_carry_aux_and_keys_go_on_through_the_cycle(shape):
+def test_carry_aux_and_keys_go_on_through_the_cycle(shape, by_name):
   def drawing(params, batch, seen, key, scale):
     bits = jax.random.bits(key, (), jnp.uint32).astype(jnp.int32) // 2**8
     new = {"rows": seen["rows"] + batch["x"].shape[0]}
     loss = loss_fn(params, batch) * scale
     return loss, (new, {"bits": bits, "rows": jnp.int32(batch["x"].shape[0])})
 
+  def drawing_last(params, batch, key, scale, seen):
+    return drawing(params, batch, seen, key, scale)
+
   mesh = None if shape is None else make_mesh(*shape)
   step = optax_accum.make_train_step(
-    drawing,
+    drawing_last if by_name else drawing,
     optax.sgd(0.1),
     microbatch_size=8,
-    carry_argnum=2,
+    carry_argnum=4 if by_name else -3,
     carry_reduction="sum",
-    rng_argnums=3,
+    rng_argnames="key",
     aux_reduction={"bits": "sum", "rows": "sum"},
     mesh=mesh,
     donate=False,
@@ -153,7 +157,13 @@ def test_carry_aux_and_keys_go_on_through_the_cycle(shape):
   start = {"rows": jnp.int32(100)}
   cycle = step.begin(params, start)
   for batch in batches(np.float32):
-    cycle = step.add(cycle, params, batch, key, jnp.float32(2))
+    if by_name:
+      cycle = step.add(cycle, params, batch, key=key, scale=jnp.float32(2))
+    else:
+      cycle = step.add(cycle, params, batch, key, jnp.float32(2))
+  if by_name:
+    with pytest.raises(TypeError, match=r"^step.add: missing .*: 'key'"):
+      step.add(step.begin(params, start), params, batch, scale=jnp.float32(2))
   params, _, carry, metrics = step.finish(params, opt_state, cycle)
   assert carry["rows"] == 100 + sum(CALLS)
   assert metrics["aux"]["rows"] == sum(CALLS)
@@ -337,6 +347,12 @@ def test_each_number_of_rows_is_compiled_once():
     for _ in range(2):
       params, opt_state, _ = take(step, params, opt_state, calls)
   assert not compiled
+  # Of parameters that were put on a device too.
+  step = optax_accum.make_train_step(loss_fn, tx, num_microbatches=1)
+  params = jax.device_put(params_of(np.float32), jax.devices()[3])
+  with compilations() as compiled:
+    take(step, params, tx.init(params), 3 * calls[:1])
+  assert sum("add_to_cycle" in line for line in compiled) == 1
 
 
 def made(**options):
@@ -471,6 +487,20 @@ def test_a_cycle_is_used_once():
       ),
     ),
     (
+      TypeError,
+      "argument 0 is one of argument 1: the order is finish.params, opt_state, c",
+      lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
+        optax.adam(0.1).init(params), params, begun(step, params, batch)
+      ),
+    ),
+    (
+      TypeError,
+      "^batch is of type object and no array: leave it",
+      lambda step, params, state, batch: step.add(
+        step.begin(params), params, object()
+      ),
+    ),
+    (
       ValueError,
       "opt_state.0..count is missing: the state is not as init makes it",
       lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
@@ -546,7 +576,9 @@ def test_the_carry_is_in_the_cycle_and_nowhere_else():
   with pytest.raises(TypeError, match=r"1 carry .* it is begin\(params, carry"):
     step.begin(params)
   cycle = begun(step, params, batch, jnp.int32(0))
-  with pytest.raises(TypeError, match="3 positional arguments but 4 were"):
+  with pytest.raises(TypeError, match="got seen=, the carry, which is in the"):
+    step.add(cycle, params, batch, seen=jnp.int32(0))
+  with pytest.raises(TypeError, match=r"too many .* no carry, which is in"):
     step.add(cycle, params, batch, jnp.int32(0))
   with pytest.raises(ValueError, match="a cycle with 1 carry, and the loss ha"):
     other.add(cycle, params, batch)
