@@ -44,4 +44,4 @@ from optax_accum._train_step.train_step import (
   TrainStep as TrainStep,
 )
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
