@@ -163,6 +163,7 @@ def test_a_row_with_a_weight_below_zero_that_others_outweigh_is_left_out():
   assert any("= 0 in row" in x for x in report.left_out)
 
 
+@pytest.mark.more
 def test_a_length_that_is_none_is_no_evidence():
   def loss(params, batch):
     valid = jnp.arange(zoo.TIMES)[None] < batch["lengths"][:, None]
@@ -301,6 +302,7 @@ def test_the_fix_of_a_contrastive_loss_is_the_whole_batch():
   )
 
 
+@pytest.mark.more
 def test_what_a_loss_splits_itself_is_compared_with_the_same_unsplit():
   def norm(x):
     return (x - jnp.mean(x, 0, keepdims=True)) / (
@@ -692,6 +694,7 @@ def test_an_aux_that_the_default_cannot_reduce_gets_the_word_that_can(aux):
   assert check_one_split(specimen, **options_of(report)).ok
 
 
+@pytest.mark.more
 def test_a_loss_and_its_aux_are_mended_at_once():
   def loss(params, batch):
     count = jnp.sum(batch["mask"])
@@ -724,6 +727,7 @@ def test_a_sum_whose_aux_is_one_number_may_lack_has_weight(dtype):
   assert check_one_split(specimen, has_weight=True).ok
 
 
+@pytest.mark.more
 def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
   # 0/0 in the even rows
   batch = {
@@ -768,6 +772,7 @@ def test_a_carry_of_which_a_loss_reads_what_is_far_or_what_is_near_couples():
   assert "another carry['far'] and carry['near']" in report.reason
 
 
+@pytest.mark.more
 def test_rows_in_groups_are_coupled_where_a_microbatch_parts_them():
   def in_pairs(params, batch):
     each = zoo.per_row(params, batch).reshape(-1, 2)
@@ -830,6 +835,7 @@ def test_shares_that_do_not_add_up_to_one_are_no_weights():
   assert check_one_split(Specimen(loss, XY)).verdict == "coupled"
 
 
+@pytest.mark.more
 def test_each_wrong_word_for_an_aux_is_named_with_the_right_one():
   def loss(params, batch):
     each = zoo.per_row(params, batch)

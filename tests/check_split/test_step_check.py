@@ -324,6 +324,7 @@ def test_a_step_of_linen_with_statistics_of_the_batch_is_coupled():
   assert "argnum" not in report.fix
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("axis", ["data", more(None)])
 def test_batch_normalization_over_devices_is_right_by_the_rows_of_all(axis):
   """Without `axis`, a device normalizes by its own rows."""
@@ -508,6 +509,7 @@ def test_statistics_of_all_devices_are_right_in_one_microbatch(
   assert not fix or report.fix == fix
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", [AxisType.Auto, more(AxisType.Explicit)])
 def test_statistics_are_right_over_all_axes_of_the_rows(kind):
   mesh, wide = (
@@ -556,6 +558,7 @@ def test_a_loss_that_does_not_run_on_one_device_is_compared_over_the_mesh():
   )
 
 
+@pytest.mark.more
 def test_a_loss_that_depends_on_the_number_of_devices_is_told_so():
   """Of which no traced equation tells, where it is one of Python."""
 
@@ -585,6 +588,7 @@ def test_a_loss_that_depends_on_the_number_of_devices_is_told_so():
   assert "may also depend on their number" in report.reason
 
 
+@pytest.mark.more
 def test_a_step_that_adds_up_wrongly_over_devices_shows(monkeypatch):
   right = PlacedLoss.value_and_grad
 

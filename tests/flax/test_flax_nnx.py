@@ -286,6 +286,7 @@ class SecondAxis(nnx.Module):
     return with_its_own_derivative(self.head, x)
 
 
+@pytest.mark.more
 def test_transforms_may_give_parameters_back_in_other_words():
   batch = make_batch()
   (model, optimizer), (expected, other) = (

@@ -316,6 +316,7 @@ def total(batch):
 FLAX = {"num_microbatches": 4, "weight_fn": total}
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("usual_promotion")
 def test_a_linen_model_with_logical_axes_keeps_its_shardings():
   mesh, rules = devices.make_mesh(2, 4, axes=AXES), [("embed", "fsdp")]

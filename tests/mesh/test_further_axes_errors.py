@@ -48,6 +48,7 @@ def gathering(params, batch):
   return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
   ("kinds", "sizes"),
   [

@@ -163,6 +163,7 @@ def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
   trees.assert_close(ours, plain, 1e-12)
 
 
+@pytest.mark.more
 def test_outside_jit_and_by_several_arguments_it_is_the_same_gradient():
   def loss_fn(scale, batch, params):
     return scale * scanned(params, batch)
@@ -267,6 +268,7 @@ class Block(nn.Module):
     return x + nn.Dense(WIDTH, param_dtype=jnp.float64)(jnp.tanh(x)), None
 
 
+@pytest.mark.more
 @pytest.mark.usefixtures("usual_promotion")
 def test_steps_of_flax_take_it_too():
   rng = np.random.default_rng(0)

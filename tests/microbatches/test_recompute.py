@@ -255,6 +255,7 @@ def test_padding_that_is_not_finite_adds_nothing():
     trees.assert_close(actual, expected, 1e-10)
 
 
+@pytest.mark.more
 def test_steps_in_a_loop_have_a_derivative():
   """As in meta-learning: a second derivative, by reverse mode of reverse mode."""
   weight_fn = lambda x: jnp.sum(x[:, 0] ** 2)  # noqa: E731

@@ -260,6 +260,7 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
     assert times * gradients <= c.collective_bytes < times * gradients + 1024
 
 
+@pytest.mark.more
 def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
   mesh, args = make_mesh(8), mlp_args(rows=32)
   build_step = functools.partial(build_mlp, mesh=mesh)
@@ -293,6 +294,7 @@ def test_arrays_that_are_not_on_the_mesh_yet_are_put_there():
     plan_microbatches(build_step, odd, batch_size=500, memory_limit="1GiB")
 
 
+@pytest.mark.more
 def test_chips_need_not_be_there():
   one = SingleDeviceSharding(devices.tpu_topology().devices[0])
   args = arguments([shape(128, 128)] * 3, shape(4096, 128))

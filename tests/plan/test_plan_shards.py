@@ -229,6 +229,7 @@ def sizes_that_fit_nothing(loss, args, rows, **options):
   return {*asked}
 
 
+@pytest.mark.more
 def test_sizes_are_those_that_all_devices_with_rows_divide():
   mesh = make_mesh(2, 4, axes=AXES)
   square = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731

@@ -211,6 +211,7 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
 
 
+@pytest.mark.more
 def test_lbfgs_searches_its_line_once_a_cycle():
   rng = np.random.default_rng(0)
   batch = {"rows": rng.normal(size=(8, 3)), "targets": rng.normal(size=8)}

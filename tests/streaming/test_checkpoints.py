@@ -680,6 +680,7 @@ def resume(monkeypatch):
   return module
 
 
+@pytest.mark.more
 def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     held = resume.train("streaming", 1, 1, 2, tmp_path)

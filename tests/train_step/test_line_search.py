@@ -188,6 +188,7 @@ def test_a_microbatch_that_is_skipped_at_the_present_parameters_is_left_out_of_t
   assert int(metrics["skipped_microbatches"]) == 1
 
 
+@pytest.mark.more
 def test_the_memory_of_lbfgs_falls_with_the_microbatches():
   def deep(layers, batch):
     x, _ = jax.lax.scan(
