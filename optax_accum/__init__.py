@@ -12,7 +12,9 @@ from optax_accum._compiled.collectives import (
   count_collectives as count_collectives,
 )
 from optax_accum._mesh.microbatch import microbatch as microbatch
-from optax_accum._microbatches.loop import MicrobatchStats as MicrobatchStats
+from optax_accum._microbatches.accumulator import (
+  MicrobatchStats as MicrobatchStats,
+)
 from optax_accum._microbatches.noise_scale import (
   gradient_noise_scale as gradient_noise_scale,
   GradientNoiseScale as GradientNoiseScale,
@@ -27,13 +29,9 @@ from optax_accum._streaming.accumulate import accumulate as accumulate
 from optax_accum._streaming.accumulation import (
   AccumulateTransformation as AccumulateTransformation,
 )
-from optax_accum._streaming.multi_steps import (
-  from_multi_steps as from_multi_steps,
-)
 from optax_accum._streaming.state import (
   accumulate_specs as accumulate_specs,
   AccumulateState as AccumulateState,
-  discard_cycle as discard_cycle,
   has_updated as has_updated,
 )
 from optax_accum._train_step.state_on_host import (

@@ -30,8 +30,8 @@ WHOLE_BATCH = {
   "every_k": "every_k= is num_microbatches= here, because a call gets the whole batch.",
   "argnums": "argnums= of optax.microbatching is batch_argnums= here: what is split. What is"
   " differentiated is an option of microbatch_value_and_grad alone.",
-  "argnames": "argnames= of optax.microbatching is batch_argnames= here.",
-  "in_axes": "in_axes= of optax.microbatching is batch_axis= here.",
+  "argnames": "argnames= of optax.microbatching is batch_argnums= here.",
+  "in_axes": "in_axes= is gone: rows are on the first axis. Move them there by jnp.moveaxis.",
   "accumulator": 'accumulator= of optax.microbatching is reduction= here, such as "mean".',
   "rngs": "rngs= is rng_argnums= here, the positions of keys in the arguments of the function.",
   "mutable": "mutable= is carry_argnum= here, the position of what each microbatch updates.",

@@ -1,7 +1,6 @@
 """Reductions over the devices of an axis, and the types of values that differ between devices."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-import functools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -9,6 +8,7 @@ from jax import lax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_accum import _versions
 from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.trees import Tree
 
@@ -23,17 +23,6 @@ def is_bound(axis_name: AxisName) -> bool:
   except NameError:
     return False
   return True
-
-
-def check_bound(axis_name: AxisName) -> int:
-  """The number of devices of an axis, over which a collective must be able to run here."""
-  if not is_bound(axis_name):
-    raise ValueError(
-      f"axis_name={axis_name!r} is not bound here: call this inside jax.pmap, jax.shard_map or"
-      " jax.vmap with that axis name, or leave axis_name out (under plain jax.jit a sharded batch"
-      " needs none)."
-    )
-  return int(lax.axis_size(axis_name))
 
 
 def names_of(names) -> tuple[Any, ...]:
@@ -59,7 +48,6 @@ def vary_like(x: jax.Array, like) -> jax.Array:
 
 def varying(tree, axis_name: AxisName):
   """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
-  check_bound(axis_name)
   # With check_vma=False types do not tell, and there is nothing to cast.
   axes = varying_axes(jax.eval_shape(lambda: lax.axis_index(axis_name)))
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), axes), tree)
@@ -82,7 +70,7 @@ def full_like(
   like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
 ) -> jax.Array:
   """An array of one value with the type of `like`, or another dtype, for the carry of a scan."""
-  sharding = like.sharding if _is_explicit(like.sharding) else None
+  sharding = like.sharding if is_explicit(like.sharding) else None
   full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding)
   return vary_like(full, like)
 
@@ -92,22 +80,30 @@ def zeros_like(tree):
   return jax.tree.map(lambda x: full_like(x, 0), tree)
 
 
-def _is_explicit(sharding) -> bool:
+def is_explicit(sharding) -> bool:
+  """Whether a sharding of a type has explicit axes of a mesh."""
   explicit = jax.sharding.AxisType.Explicit
   return sharding is not None and explicit in sharding.mesh.axis_types
-
-
-def is_explicit(x: jax.Array) -> bool:
-  """Whether the type of an array has explicit axes of a mesh."""
-  return _is_explicit(jax.typeof(x).sharding)
 
 
 def sharded_like(x: jax.Array, like) -> jax.Array:
   """`x` with the explicit sharding of `like`, where it has one."""
   sharding = jax.typeof(like).sharding
-  if not is_explicit(like) or jax.typeof(x).sharding == sharding:
+  if not is_explicit(sharding) or jax.typeof(x).sharding == sharding:
     return x
   return jax.reshard(x, sharding)
+
+
+def axes_sent_over(jaxpr) -> set[Any]:
+  """The axes over which a traced function sends anything from one device to another."""
+  axes: set[Any] = set()
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+      for name in ("axes", "axis_name"):
+        axes.update(names_of(eqn.params.get(name)))
+    for inner in _versions.inner_jaxprs(eqn):
+      axes |= axes_sent_over(inner)
+  return {name for name in axes if isinstance(name, str)}
 
 
 def shares_mesh() -> bool:
@@ -115,58 +111,6 @@ def shares_mesh() -> bool:
   mesh = jax.sharding.get_abstract_mesh()
   sizes = mesh.shape.items()
   return any(n > 1 for name, n in sizes if name not in mesh.manual_axes)
-
-
-def _extreme(
-  reduce: Callable[..., jax.Array],
-  held: jax.Array,
-  devices: Any,
-  counted: object = True,
-) -> jax.Array:
-  """The largest or smallest over devices, as `lax.pmax` or `lax.pmin`; NaN where one has that."""
-  axis_name = devices.axis_name
-  if not jnp.issubdtype(held.dtype, jnp.floating):
-    return reduce(held, axis_name)
-
-  @jax.custom_jvp
-  def of_all(held):
-    # XLA for CPU drops what is NaN, so whether it is goes along.
-    is_nan = jnp.isnan(held)
-    sign = 1 if reduce is lax.pmax else -1
-    flag = is_nan.astype(held.dtype) * sign
-    number = jnp.where(is_nan, jnp.zeros_like(held), held)
-    number, flag = reduce(jnp.stack([number, flag]), axis_name)
-    return jnp.where(flag != 0, jnp.full_like(number, jnp.nan), number)
-
-  @of_all.defjvp
-  def derivative(primals, tangents):  # which JAX has none of
-    """Devices that hold the extreme share its derivative."""
-    (held,) = primals
-    (tangent,) = tangents
-    most = of_all(held)
-    holds = (held == most) | (jnp.isnan(held) & jnp.isnan(most))
-    shared = jnp.where(holds, tangent, jnp.zeros_like(tangent))
-    both = shared, holds.astype(tangent.dtype)
-    total, holders = lax.psum(both, axis_name)
-    return most, total / holders
-
-  wide = jnp.float32 if dtypes.is_float8(held.dtype) else held.dtype
-  return of_all(held.astype(wide)).astype(held.dtype)
-
-
-largest = functools.partial(_extreme, lax.pmax)
-smallest = functools.partial(_extreme, lax.pmin)
-
-
-def of_last(
-  held: jax.Array, devices: Any, counted: bool | jax.Array
-) -> jax.Array:
-  """What the last device holds that has `counted` true; zeros where none has."""
-  axis_name = devices.axis_name
-  index = lax.axis_index(axis_name)
-  rank = weighted_mean.select(counted, index, jnp.full_like(index, -1))
-  last = (rank == lax.pmax(rank, axis_name)) & (rank >= 0)
-  return of_one(held, axis_name, last)
 
 
 def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:

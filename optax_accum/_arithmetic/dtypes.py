@@ -81,6 +81,18 @@ def check_holds(
     )
 
 
+def check_wide(what: str, x) -> None:
+  """Checks that a loss, or a weight, is in float32 or wider, as their product is."""
+  dtype = jnp.result_type(x)
+  if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+    raise TypeError(
+      f"{what} has dtype {dtype}, which would round the weight that the loss is multiplied by:"
+      " compute the mean, and count the weight, in float32. Cast the mask, and the logits or the"
+      " losses of tokens; not the mean alone, whose gradient would round the weight on its way"
+      " back."
+    )
+
+
 def in_dtype_of(x, like):
   """`x` in the dtype of `like`."""
   if jnp.result_type(x) == like.dtype:

@@ -1,7 +1,7 @@
 """Trees of reductions, from names and functions: one for each output, or for all below a node."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, get_args, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import jax
 
@@ -15,7 +15,6 @@ from optax_accum._arithmetic.reductions import (
 ReductionName: TypeAlias = Literal[
   "mean", "sum", "max", "min", "last", "stack", "concat"
 ]
-GradReductionName: TypeAlias = Literal["mean", "sum", "max", "min", "last"]
 
 
 class _Dataclass(Protocol):
@@ -25,7 +24,6 @@ class _Dataclass(Protocol):
 # Names at the leaves. (A `Sequence` would let any string pass a type checker.)
 _Tree: TypeAlias = Mapping | tuple | list | _Dataclass | None
 ReductionTree: TypeAlias = ReductionName | MergeFn | _Tree
-GradReductionTree: TypeAlias = GradReductionName | _Tree
 
 
 def named(option: str, tree, default):
@@ -40,32 +38,22 @@ def named(option: str, tree, default):
       raise TypeError(
         f"{where}={name!r} must take two values, merge(a, b): {why}."
       )
-    return Merge.by(name)
+    return Merge(fun=name)
 
   if tree is None:
     return default
   return jax.tree_util.tree_map_with_path(find, tree)
 
 
-def named_of_gradients(tree, default):
-  """The same of `grad_reduction`, which takes fewer names and no function."""
-  for where, name in _validate.named_leaves("grad_reduction", tree):
-    _validate.one_of(where, name, get_args(GradReductionName))
-  return named("grad_reduction", tree, default)
-
-
-def match(option: str, reductions, like, of: str = "outputs"):
-  """A reduction for each leaf of `like`, or a `Merge` for a node of it, from a prefix tree of them.
-
-  Messages call the leaves `of`.
-  """
+def match(option: str, reductions, like):
+  """A reduction for each leaf of `like`, or a `Merge` for a node, from a prefix tree of them."""
   try:
     jax.tree.broadcast(reductions, like)  # raises if it is no prefix tree
   except ValueError as error:
     why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
-      f"{option}={reductions!r} is not a prefix tree of the {of}: give one name for all, or a tree"
-      f" with a name for each {of[:-1]}, or for all below a node of it. {why}"
+      f"{option}={reductions!r} is not a prefix tree of the outputs: give one name for all, or a"
+      f" tree with a name for each output, or for all below a node of it. {why}"
     ) from None
 
   def each(reduction, below):

@@ -1,8 +1,8 @@
 """The reductions of a function's outputs over microbatches and devices: one object for each.
 
-A loop calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are sharded over
-an axis, and `finish`. Where one microbatch is the whole batch, it calls `only`. What is `held` of
-an output is what the loop carries of it from one microbatch to the next.
+An accumulator calls `start`, `add` with every microbatch, `join`, `over_devices` if rows are
+sharded over an axis, and `finish`; `merge` joins what two accumulators have. Where one microbatch
+is the whole batch, it calls `only`. The `state` of an output is what the loop carries of it.
 """
 
 from collections.abc import Callable
@@ -28,15 +28,9 @@ from optax_accum._arithmetic.weighted_mean import Weight
 Type: TypeAlias = jax.ShapeDtypeStruct  # of an output
 # Makes one value of two values of an output, or of a tree of outputs.
 MergeFn: TypeAlias = Callable[[Any, Any], Any]
-# What all devices hold together, from what is held, the devices, and whether this one had a
-# microbatch that counts.
-OverDevices: TypeAlias = Callable[..., Any]
 
 # Where users name reductions, for messages.
-_OPTIONS = (
-  "aux_reduction, grad_reduction, carry_reduction, grad_metrics_reduction, or reduction of"
-  " microbatch"
-)
+_OPTIONS = "aux_reduction, carry_reduction, or reduction of microbatch"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -45,9 +39,9 @@ class Reduction:
 
   name = ""
   ordered = False  # whether it matters which microbatch comes last
-  collected = False  # whether every value is kept for `join`, and nothing held
-  summed = False  # whether what is held is a sum
-  over_devices: OverDevices = lambda held, *_: held
+  collected = (
+    False  # whether every value is kept for `join`, and there is no state
+  )
   is_default: bool = False  # whether nobody asked for it
 
   def __repr__(self) -> str:
@@ -59,32 +53,39 @@ class Reduction:
     """Checks that outputs of a type, of `rows` rows, can be reduced, in `dtype` if given."""
 
   def start(self, like: Type, dtype: DTypeLike | None):
-    """What is held before the first microbatch."""
-    return across_devices.full_like(like, 0)
+    """The state before the first microbatch."""
+    return None
 
-  def resumed(self, held):
-    """What the loop begins with, of what is held after the microbatches before."""
-    return held
+  def resumed(self, state):
+    """The state that the loop begins with, after microbatches of other calls."""
+    return state
 
-  def unhoisted(self, held, shapes: hoisting.Shapes):
-    """What is held, such that XLA reduces arrays of these shapes over devices in the loop."""
-    return hoisting.unhoisted(held, shapes)
+  def unhoisted(self, state, shapes: hoisting.Shapes):
+    """The state, such that XLA reduces arrays of these shapes over devices in the loop."""
+    return hoisting.unhoisted(state, shapes)
 
-  def add(self, held, value: jax.Array, weight: Weight):
-    """What is held after one more microbatch. A weight of zero changes nothing."""
-    return held
+  def add(self, state, value: jax.Array, weight: Weight, finite):
+    """The state after one more microbatch. What has a weight of zero changes nothing.
 
-  def join(self, held, collected, tail=None):
-    """What is held in the end; `tail` is what was collected of the smaller last one, or None."""
-    return held
+    `finite` says whether gradients were found finite; True where nobody looked.
+    """
+    return state
 
-  def both(self, first, second, counted: bool | jax.Array):
-    """What is held of two devices; `counted`: whether the second had a microbatch that counts."""
+  def join(self, state, collected, tail=None):
+    """The state in the end; `tail` is what was collected of the smaller last one, or None."""
+    return state
+
+  def merge(self, first, second):
+    """The state of the microbatches of two states."""
     return first
 
-  def finish(self, held, weight: Weight, like: Type) -> jax.Array:
+  def over_devices(self, state, devices):
+    """The state of the microbatches of all devices."""
+    return state
+
+  def finish(self, state, weight: Weight, like: Type) -> jax.Array:
     """The reduced value, in the dtype of `like`; `weight` is the total over devices."""
-    return held
+    return state
 
   def only(self, value: jax.Array) -> jax.Array:
     """The reduced value where there is one microbatch, which counts."""
@@ -96,14 +97,15 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
-  summed = True
-  over_devices: OverDevices = lambda held, devices, _: devices.sum(held)
-  # Reduces what a microbatch adds over devices, in every microbatch.
-  reduce_term: Callable[..., jax.Array] | None = None
   # Whether it is in float32 or better, whatever `accumulator_dtype` is.
   wide: bool = False
-  # Whether values were weighed before, and none is to be left out.
-  is_weighed: bool = False
+  # Whether values were weighed already.
+  weighed: bool = False
+  # Whether they are gradients: what weighs zero is then zero or not finite, but for what a device's
+  # rows count in the losses of other devices.
+  of_gradients: bool = False
+  # Sums over devices; where a device keeps a part of the sum, in another way.
+  sum_over: Callable[..., jax.Array] = lambda state, devices: devices.sum(state)
 
   def check(self, name, like, rows, dtype):
     dtypes.check_holds(name, like.dtype, dtype)
@@ -112,11 +114,7 @@ class Sum(Reduction):
     if self.wide:
       dtype = None
     dtype = dtypes.accumulator_dtype(like.dtype, dtype)
-    zeros = across_devices.full_like(like, 0, dtype)
-    if self.reduce_term is None:
-      return zeros
-    reduced = jax.make_jaxpr(self.reduce_term, return_shape=True)(zeros)
-    return across_devices.zeros_like(across_devices.types(reduced))
+    return across_devices.full_like(like, 0, dtype)
 
   def term(
     self, value: jax.Array, weight: Weight, dtype: DTypeLike
@@ -124,26 +122,26 @@ class Sum(Reduction):
     """What one microbatch adds if it counts."""
     return value.astype(dtype)
 
-  def add(self, held, value, weight):
-    if self.is_weighed:
-      weight = 1.0
-    term = self.term(value, weight, held.dtype)
-    if self.reduce_term is None:
-      # XLA for GPU keeps a second gradient where the term is selected and not the sum.
-      total = held + term
-      return weighted_mean.select(weighted_mean.counts(weight), total, held)
+  def add(self, state, value, weight, finite):
     counted = weighted_mean.counts(weight)
-    term = weighted_mean.select(counted, term, jnp.zeros_like(term))
-    # Without the barrier XLA for TPU adds up full values and reduces after the loop.
-    return held + lax.optimization_barrier(self.reduce_term(term))
+    if self.of_gradients and finite is not True:
+      counted = finite
+    elif self.of_gradients and counted is not True:
+      counted = counted | jnp.isfinite(value)
+    # XLA for GPU keeps a second gradient where the term is selected and not the sum.
+    total = state + self.term(value, weight, state.dtype)
+    return weighted_mean.select(counted, total, state)
 
-  def both(self, first, second, counted):
+  def merge(self, first, second):
     return first + second
 
-  def finish(self, held, weight, like):
+  def over_devices(self, state, devices):
+    return self.sum_over(state, devices)
+
+  def finish(self, state, weight, like):
     if jnp.issubdtype(like.dtype, jnp.inexact):
-      return held.astype(like.dtype)
-    return held
+      return state.astype(like.dtype)
+    return state
 
   def only(self, value):
     if jnp.issubdtype(value.dtype, jnp.inexact):
@@ -166,65 +164,101 @@ class Mean(Sum):
     super().check(name, like, rows, dtype)
 
   def term(self, value, weight, dtype):
+    if self.weighed:
+      return value.astype(dtype)
     return weighted_mean.product(value, weight, dtype)
 
-  def finish(self, held, weight, like):
-    return weighted_mean.mean(held, weight, like.dtype)
-
-
-class Ratio(Mean):
-  """The sum over that of the weights: of totals, the weighted mean."""
-
-  term = Sum.term
+  def finish(self, state, weight, like):
+    return weighted_mean.mean(state, weight, like.dtype)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Extreme(Reduction):
-  """The largest value, or the smallest, element by element."""
+class Fold(Reduction):
+  """Two values become one, in the order of the microbatches: the largest, smallest or last value.
+
+  The state is a value, and whether there is one yet: before, it is zeros, which do not count.
+  """
 
   name: str
-  choose: Callable[..., jax.Array]
-  # The value that all others replace, and what `jnp.finfo` and `jnp.iinfo` call it.
-  limit: float
-  limit_name: str
+  fun: MergeFn
+  ordered: bool = False
 
   def check(self, name, like, rows, dtype):
-    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+    if jnp.issubdtype(like.dtype, jnp.complexfloating) and not self.ordered:
       raise TypeError(
         f'{name} has dtype {like.dtype}, which has no {self!r}: use "mean" or "sum", in'
         f" {_OPTIONS}."
       )
 
   def start(self, like, dtype):
-    limit = self.limit
-    if like.dtype == jnp.bool_:
-      limit = limit > 0
-    elif jnp.issubdtype(like.dtype, jnp.integer):
-      limit = int(getattr(jnp.iinfo(like.dtype), self.limit_name))
-    elif dtypes.is_float8(like.dtype):  # some have no infinity
-      limit = float(getattr(jnp.finfo(like.dtype), self.limit_name))
-    return across_devices.full_like(like, limit)
+    zeros = across_devices.zeros_like(like)
+    one = jax.tree.leaves(zeros)[0]
+    return zeros, across_devices.vary_like(jnp.asarray(False), one)
 
-  def add(self, held, value, weight):
-    counted = weighted_mean.counts(weight)
-    chosen = self.choose(held, value)
-    return weighted_mean.select(counted, chosen, held)
+  def add(self, state, value, weight, finite):
+    return self.merge(state, (value, weighted_mean.counts(weight)))
 
-  def both(self, first, second, counted):
-    return self.choose(first, second)
+  def merge(self, first, second):
+    (a, has_a) = first
+    (b, has_b) = second
+    # One value is merged with itself.
+    either = _where(has_b, b, a)
+    one = _where(has_a, a, either)
+    return self.merged(has_a & has_b, one, either), has_a | has_b
+
+  def merged(self, has_both: jax.Array, one, other):
+    """Both values as one; `other`, if it is the only one."""
+    return self.fun(one, other)
+
+  def over_devices(self, state, devices):
+    # Each device puts its state into its own place, and the sum over devices has all of them.
+    numbers = jnp.arange(devices.size, dtype=jnp.int32)
+    own = numbers == lax.axis_index(devices.axis_name)
+
+    def gathered(x):
+      place = own.reshape(-1, *[1] * x.ndim)
+      return across_devices.of_one(x[None], devices.axis_name, place)
+
+    def add(state, other):
+      return self.merge(state, other), None
+
+    each = jax.tree.map(gathered, state)  # on a new first axis
+    first = jax.tree.map(lambda x: x[0], each)
+    others = jax.tree.map(lambda x: x[1:], each)
+    return lax.scan(add, first, others)[0]
+
+  def finish(self, state, weight, like):
+    return state[0]
 
 
-class Last(Reduction):
-  """The value of the last microbatch that counts."""
+@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Merge(Fold):
+  """A function of the user that makes one value of two. A value may be a tree of arrays."""
 
-  name = "last"
-  ordered = True
+  name: str = ""
+  ordered: bool = True
 
-  def add(self, held, value, weight):
-    return weighted_mean.select(weighted_mean.counts(weight), value, held)
+  def __repr__(self) -> str:
+    return getattr(self.fun, "__qualname__", repr(self.fun))
 
-  def both(self, first, second, counted):
-    return weighted_mean.select(counted, second, first)
+  def check(self, name, like, rows, dtype):
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+    merged = jax.eval_shape(self.fun, like, like)
+    returned = f"what {self!r}(a, b) returned"
+    _validate.check_alike(returned, name, merged, like)
+
+  def add(self, state, value, weight, finite):
+    value = jax.tree.map(_refusing_derivatives, value)
+    return super().add(state, value, weight, finite)
+
+  def merged(self, has_both, one, other):
+    def of_both(a, b):
+      a, b = jax.tree.map(lambda x: x, (a, b))  # containers that it may change
+      return self.fun(a, b)
+
+    # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
+    # although they are not selected.
+    return lax.cond(has_both, of_both, lambda a, b: b, one, other)
 
 
 class Stack(Reduction):
@@ -233,10 +267,7 @@ class Stack(Reduction):
   name = "stack"
   collected = True
 
-  def start(self, like, dtype):
-    return None
-
-  def join(self, held, collected, tail=None):
+  def join(self, state, collected, tail=None):
     if tail is None:
       return collected
     return jnp.concatenate([collected, tail[None]])
@@ -258,7 +289,7 @@ class Concat(Stack):
         " microbatch."
       )
 
-  def join(self, held, collected, tail=None):
+  def join(self, state, collected, tail=None):
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
     rows = lax.collapse(jnp.moveaxis(collected, 0, 1), 0, 2)
     if tail is None:
@@ -269,96 +300,9 @@ class Concat(Stack):
     return value
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
-class Merge(Reduction):
-  """A function of the user that makes one value of two. A value may be a tree of arrays.
-
-  What is held is a value, and whether there is one yet: before, it is zeros, which do not count.
-  """
-
-  fun: MergeFn
-  ordered = True
-
-  @classmethod
-  def by(cls, fun: MergeFn) -> "Merge":
-    """The reduction by a function."""
-    return cls(fun=fun, over_devices=functools.partial(_merged_devices, fun))
-
-  @property
-  def name(self) -> str:  # type: ignore[override]
-    """What the function is called."""
-    return getattr(self.fun, "__qualname__", repr(self.fun))
-
-  def check(self, name, like, rows, dtype):
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
-    try:
-      merged = jax.eval_shape(self.fun, like, like)
-    except Exception as error:
-      error.add_note(
-        f"{name} is reduced by {self.name}(a, b), which was given two of {like}."
-      )
-      raise
-    returned = f"what {self.name}(a, b) returned"
-    _validate.check_alike(returned, name, merged, like)
-
-  def start(self, like, dtype):
-    zeros = across_devices.zeros_like(like)
-    one = jax.tree.leaves(zeros)[0]
-    return zeros, across_devices.vary_like(jnp.asarray(False), one)
-
-  def add(self, held, value, weight):
-    value = jax.tree.map(_refusing_derivatives, value)
-    return _merged(self.fun, held, (value, weighted_mean.counts(weight)))
-
-  def both(self, first, second, counted):
-    return _merged(self.fun, first, second)
-
-  def finish(self, held, weight, like):
-    return held[0]
-
-
-def _merged(fun: MergeFn, first, second):
-  """What is held of two, of which there may be none yet."""
-  (a, has_a) = first
-  (b, has_b) = second
-  either = _where(has_b, b, a)
-  has_both = has_a & has_b
-  one = _where(has_a, a, either)
-
-  def of_both(a, b):
-    a, b = jax.tree.map(lambda x: x, (a, b))  # containers that it may change
-    return fun(a, b)
-
-  # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
-  # although they are not selected. Where `vmap` runs both, one value is merged with itself.
-  both = lax.cond(has_both, of_both, lambda a, b: either, one, either)
-  return both, has_a | has_b
-
-
-def _merged_devices(fun: MergeFn, held, devices, counted: object):
-  """What is held of all devices, in the order of the mesh."""
-  axis_name = devices.axis_name
-  numbers = jnp.arange(devices.size, dtype=jnp.int32)
-  own = numbers == lax.axis_index(axis_name)
-
-  def gathered(x):
-    row = x[None]
-    place = own.reshape(-1, *[1] * x.ndim)
-    return across_devices.of_one(row, axis_name, place)
-
-  def add(held, other):
-    return _merged(fun, held, other), None
-
-  each = jax.tree.map(gathered, held)  # on a new first axis
-  first = jax.tree.map(lambda x: x[0], each)
-  others = jax.tree.map(lambda x: x[1:], each)
-  return lax.scan(add, first, others)[0]
-
-
 def _where(flag: bool | jax.Array, value, other):
-  return jax.tree.map(
-    lambda x, y: weighted_mean.select(flag, x, y), value, other
-  )
+  choose = functools.partial(weighted_mean.select, flag)
+  return jax.tree.map(choose, value, other)
 
 
 def refusing_derivatives(
@@ -384,24 +328,16 @@ _refusing_derivatives = refusing_derivatives(
 )
 
 
+def _second(a, b):
+  return b
+
+
 REDUCTIONS: dict[str, Reduction] = {
   "mean": Mean(),
   "sum": Sum(),
-  "max": Extreme(
-    name="max",
-    choose=jnp.maximum,
-    limit=-jnp.inf,
-    limit_name="min",
-    over_devices=across_devices.largest,
-  ),
-  "min": Extreme(
-    name="min",
-    choose=jnp.minimum,
-    limit=jnp.inf,
-    limit_name="max",
-    over_devices=across_devices.smallest,
-  ),
-  "last": Last(over_devices=across_devices.of_last),
+  "max": Fold(name="max", fun=jnp.maximum),
+  "min": Fold(name="min", fun=jnp.minimum),
+  "last": Fold(name="last", fun=_second, ordered=True),
   "stack": Stack(),
   "concat": Concat(),
 }

@@ -8,9 +8,6 @@ A loop holds the plain sum. Dividing once, after it, rounds as the whole batch d
 devices be reduced over once per cycle.
 """
 
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
-
 import jax
 from jax import lax
 import jax.numpy as jnp
@@ -21,12 +18,6 @@ from optax_accum._arithmetic import dtypes
 
 # A Python number is a weight known when tracing: it costs nothing when it is 1.
 Weight = float | jax.Array
-
-# The weights that float32 can weigh with, and the largest sum of them that it can divide by: to XLA
-# numbers below 1.2e-38, reciprocals included, are zero.
-LEAST = 1e-30
-MOST = 1e30
-MOST_IN_TOTAL = 1e36
 
 
 def check_weight(source: str, value) -> None:
@@ -47,12 +38,9 @@ def check_weight(source: str, value) -> None:
     raise ValueError(message)
   if isinstance(value, jax.core.Tracer):
     return
-  # Python compares an int of any size with a float.
-  number = value if isinstance(value, (int, float)) else float(value)
-  if number and not LEAST <= number <= MOST:
+  if not float(value) >= 0:
     raise ValueError(
-      f"{source} gave the weight {value}; it must be 0, or from {LEAST} to {MOST}, which float32"
-      " can divide by. In a mean their ratios alone matter, so all of them can be rescaled."
+      f"{source} gave the weight {value}; it must be 0 or more: in a mean ratios alone matter."
     )
 
 
@@ -68,62 +56,6 @@ def as_weight(weight: ArrayLike) -> jax.Array:
     return jnp.asarray(np.asarray(weight).astype(dtype))
   weight = weight.astype(dtype)
   return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
-
-
-class WeightSum(NamedTuple):
-  """A sum of weights, rounded once, and what that rounding took from it (Knuth's TwoSum).
-
-  A float32 sum of token counts stops being exact at 2**24. With `rest` it is exact to 2**47.
-  """
-
-  total: jax.Array
-  rest: jax.Array
-
-  def add(self, weight: jax.Array) -> "WeightSum":
-    """The sum with one more weight."""
-    owed = weight + self.rest
-    total = self.total + owed
-    grown = total - self.total
-    return WeightSum(total, (self.total - (total - grown)) + (owed - grown))
-
-  def both(self, other: "WeightSum") -> "WeightSum":
-    """The sum of two."""
-    total, rest = self.add(other.total)
-    return WeightSum(total, rest + other.rest)
-
-  def over_devices(self, axis_name: Hashable | Sequence[Hashable]) -> jax.Array:
-    """The sum over devices: multiples of 4096 and the rest apart, so that counts stay exact."""
-    low = lax.rem(self.total, jnp.full_like(self.total, 4096))
-    high, low = lax.psum((self.total - low, low + self.rest), axis_name)
-    return high + low
-
-
-def in_first_units(
-  unit: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """The unit that weights are counted in, and `weight` in it.
-
-  A `unit` of 0 says that there is none yet, since no microbatch has counted: this one may set it.
-
-  The unit is the first weight that is not 0, or 1 if that weight is extreme. Equal weights are then
-  1, and round as the plain mean does. Otherwise a sum over a million microbatches of 51 tokens has
-  a relative error of 1e-4, because every addition rounds in the same direction.
-  """
-  # 1e-30 / 1e7 is a normal float32. Divided by more, the least weight would be 0.
-  usual = (weight >= 1e-3) & (weight <= 1e7)
-  # A weight of 0 sets none, but 0 again.
-  usual = usual | (weight == 0)
-  is_none = unit == 0
-  first = jnp.where(usual, weight, jnp.ones_like(weight))
-  unit = jnp.where(is_none, first, unit)
-  return unit, in_units(weight, unit)
-
-
-def in_units(weight: jax.Array, unit: jax.Array) -> jax.Array:
-  """A weight, or a sum of weights, in units."""
-  return weight / jnp.where(
-    unit == 0, jnp.ones_like(unit), lax.stop_gradient(unit)
-  )
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -157,15 +89,8 @@ def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   return product(value, weight, dtype)
 
 
-def usable(weight: jax.Array) -> jax.Array:
-  """Whether sums of this weight can be divided by it: it is 0, or in range, and no NaN."""
-  is_large = jnp.abs(weight) >= LEAST
-  is_small = jnp.abs(weight) <= MOST_IN_TOTAL
-  return is_large & is_small | (weight == 0)
-
-
 def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
-  """``total / weight`` in `dtype`; zero where the weight is zero, NaN where it is out of range.
+  """``total / weight`` in `dtype`; zero where the weight is zero.
 
   Multiplies by the reciprocal: XLA gives a quotient a buffer of its own, and fuses a product.
   """
@@ -177,6 +102,4 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return (total * (1 / weight)).astype(dtype)
   one = jnp.ones((), wide)
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
-  inverse = jnp.where(usable(weight), inverse, jnp.nan)
-  inverse = jnp.where(weight == 0, jnp.zeros((), wide), inverse)
   return (total * inverse).astype(dtype)

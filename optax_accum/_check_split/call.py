@@ -27,7 +27,6 @@ class Array(NamedTuple):
   slot: Slot
   argument: str  # what the loss calls it
   name: str  # as Python writes it: "batch['mask']", "batch.mask"
-  axis: int  # of the rows, counted from the left
 
   @property
   def kind(self) -> str:
@@ -48,7 +47,7 @@ class Array(NamedTuple):
   @property
   def has_longer_rows(self) -> bool:
     """Whether the entries of a row can be told apart."""
-    shape = np.moveaxis(self.value, self.axis, 0).shape
+    shape = self.value.shape
     return len(shape) > 1 and shape[-1] > 1
 
   @property
@@ -84,7 +83,7 @@ class Call(NamedTuple):
     role_of |= dict.fromkeys(roles.rng, "rng")
     role_of |= dict.fromkeys(roles.carry, "carry")
     role_of |= dict.fromkeys(roles.shared, "shared")
-    role_of |= dict.fromkeys(roles.held, "held")
+    role_of |= dict.fromkeys(roles.of_step, "held")
     given = by_slot(args, kwargs)
     slots = [*given]
     leaves, treedef = jax.tree_util.tree_flatten_with_path([*given.values()])
@@ -97,8 +96,7 @@ class Call(NamedTuple):
         argument = signature.name(slot).replace("...", f"batch_{slot}")
         name = argument + jax.tree_util.keystr(path[1:])
         value = _in_check_dtype(x)
-        axis = roles.batch.get(slot, 0) % (value.ndim or 1)
-        arrays[n] = Array(value, role, slot, argument, name, axis)
+        arrays[n] = Array(value, role, slot, argument, name)
 
     def called(fun, values):
       new = dict(zip(arrays, values, strict=True))
@@ -120,7 +118,7 @@ class Call(NamedTuple):
   @property
   def rows(self) -> int:
     first, *_ = self.batch
-    return first.value.shape[first.axis]
+    return len(first.value)
 
   def mapped(self, role: str, fun: Callable[[Array], Leaf]) -> "Call":
     """The call with `fun` of every array of this role, in its dtype, or keys."""
@@ -144,9 +142,7 @@ class Call(NamedTuple):
 
   def take(self, rows: Sequence[int] | np.ndarray, name: str = "") -> "Call":
     """The call with some rows of the batch."""
-    part = self.mapped(
-      "batch", lambda x: x.value[(slice(None),) * x.axis + (rows,)]
-    )
+    part = self.mapped("batch", lambda x: x.value[rows])
     return part._replace(name=name, taken=rows)
 
   def moved(self, number: int, size: float = 0.1) -> "Call":

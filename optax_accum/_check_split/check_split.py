@@ -20,7 +20,6 @@ from optax_accum._check_split.probes import LEVELS
 from optax_accum._check_split.programs import Programs
 from optax_accum._check_split.report import SplitReport
 from optax_accum._microbatches import cut, parameters
-from optax_accum._microbatches.call import checked_rows
 from optax_accum._microbatches.loss import LocalLoss
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import by_slot, Signature
@@ -38,11 +37,8 @@ _OF_STEPS = dict.fromkeys(
   (
     "mesh",
     "data_axis",
-    "reduce_gradients",
     "donate",
     "noise_scale",
-    "grad_metrics_fn",
-    "grad_metrics_reduction",
   ),
   "The check runs the loss on one device: leave it out, or have a step check its own loss,"
   " step.check(params, opt_state, batch).",
@@ -83,7 +79,6 @@ def check_split(
     ``weighted``     the loss is a mean over something other than rows: a `weight_fn`
     ``coupled``      rows depend on each other, or terms have several denominators
     ``random``       equal arguments give unequal losses, or microbatches share noise
-    ``overwritten``  the "gradient" of a leaf is its new value, as for scales of fp8 layers
     ``unsplit``      an argument that has as many rows as the batch is not split
     ``unknown``      results differ for another reason: rounding in bfloat16, or devices
     ===============  ======================================================================
@@ -156,7 +151,7 @@ def programs_of(
   roles = local.roles_of(args, kwargs)
   for i in roles.differentiated:
     parameters.check_differentiable(split.name(i), args[i])
-  rows = checked_rows(split, roles, by_slot(args, kwargs))
+  rows = cut.batch_rows(split, roles.batch, by_slot(args, kwargs))
   if rows == 1:
     of = split.name(*roles.batch)
     raise ValueError(
@@ -171,8 +166,6 @@ def programs_of(
     microbatch_size=None,
     axis_name=None,
     accumulator_dtype=None,
-    # What the defaults refuse is looked at before: few rows may be as many as something else has.
-    rows=rows,
   )
   asked = dict(local.asked)
   if asked["aux_reduction"] is None:
@@ -268,6 +261,8 @@ def report_of(programs: Programs) -> SplitReport:
     finding = diagnose.of_step(devices)
   elif finding.verdict != "ok" and devices.sends:
     finding = finding._replace(reason=f"{finding.reason}\n{words.SENDS}")
+    if finding.verdict == "coupled":
+      finding = finding._replace(fix=f"{words.OWN_MEAN}\n{finding.fix}")
   ran = [x.whole.call.name for x in evidence.tried]
   return finding.report(
     where=shown.where,

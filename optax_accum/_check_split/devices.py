@@ -19,7 +19,7 @@ class Devices(NamedTuple):
   """The devices of a step."""
 
   axes: tuple[Any, ...] = ()  # which the loss may name
-  loss: Any = None  # the `PlacedLoss` of the step, over its mesh
+  loss: Any = None  # that of the step, over its mesh
   sends: bool = False  # whether devices exchange something in it
   is_alone: bool = True  # whether the whole batch runs on one device
 
@@ -58,11 +58,14 @@ class Devices(NamedTuple):
       mesh.devices[tuple(some)], mesh.axis_names, axis_types=mesh.axis_types
     )
     parallel = dataclasses.replace(self.loss.parallel, mesh=mesh)
-    return self._replace(loss=self.loss._replace(parallel=parallel))
+    loss = dataclasses.replace(self.loss, parallel=parallel)
+    return self._replace(loss=loss)
 
   def loss_of(self, local: LocalLoss):
     """A loss, over the mesh if there is one."""
-    return self.loss._replace(local=local) if self.loss else local
+    if self.loss:
+      return dataclasses.replace(self.loss, local=local)
+    return local
 
   def mapped(self, run: Run) -> Run:
     """`run`, in which a loss may name the axes: over a mesh it may anyway."""

@@ -26,9 +26,6 @@ from optax_accum._microbatches.refusals import (
 )
 from optax_accum._microbatches.roles import Roles
 
-_EXTREMES = ("max", "min")
-_KEY = "_overwrite_with_gradient"  # flax names such a collection so
-
 
 class Finding(NamedTuple):
   """What is wrong, why that is known, and what to do about it."""
@@ -50,7 +47,7 @@ def refused(programs: Programs) -> Finding | None:
     finding = unsplit(programs, call.roles)
     if finding:
       return finding
-  if split.rng_argnums is not None and not split.held:
+  if split.rng_argnums == () and not split.of_step:
     return None
   try:
     refuse_keys(split, call.roles, call.arguments)
@@ -128,40 +125,6 @@ def _not_a_function(evidence: Evidence) -> Finding | None:
   if is_same and programs.given.fits(again.arrays):
     return None
   return Finding("random", words.NOT_A_FUNCTION, words.PASS_A_KEY)
-
-
-def _gradients(evidence: Evidence) -> Finding | None:
-  """Whether the loss agrees, and gradients would, reduced by another `grad_reduction`.
-
-  A layer in 8 bits records its largest cotangent as a "gradient", by which it rounds the others.
-  """
-  programs = evidence.programs
-  how = How.of(programs)
-  default = programs.local.reduction.name
-  if "loss" in evidence.wrong(how):
-    return None
-  tree, _ = programs.given.names
-  names = jax.tree.leaves(tree)
-  found = _words_for(evidence, how, (default, *_EXTREMES), names)
-  recorded = []
-  if programs.facts.is_half:
-    recorded = [name for name in names if _KEY in name]
-  for name in recorded:
-    if found.get(name) not in _EXTREMES:
-      found[name] = "max"
-  fixed = how.reworded({name: found.get(name, default) for name in names})
-  is_known = recorded or len(found) == len(names)
-  if fixed == how or not is_known:
-    return None
-  overwritten = sorted(x for x in names if fixed.words[x] in _EXTREMES)
-  if not overwritten:
-    return Finding("unknown", words.GRADIENTS, "grad_reduction=None", fixed)
-  reason = words.OVERWRITTEN.format(names=", ".join(overwritten))
-  fix = words.tree_option("grad_reduction", jax.tree.map(fixed.words.get, tree))
-  if evidence.agree(fixed):
-    return Finding("overwritten", reason, fix, fixed)
-  reason, fix = f"{reason}\n{words.HALF}", f"{fix}\n{words.USE_FLOAT32}"
-  return Finding("overwritten", reason, fix)
 
 
 def _shared_noise(evidence: Evidence) -> Finding | None:
@@ -281,7 +244,7 @@ def _has_share(
 def maybe_unsplit(programs: Programs) -> Finding | None:
   """As `unsplit`, also of what the step itself gives the loss."""
   roles = programs.batch.roles
-  shared = roles.shared + roles.held
+  shared = roles.shared + roles.of_step
   return unsplit(programs, roles._replace(shared=shared))
 
 
@@ -289,9 +252,10 @@ def unsplit(programs: Programs, roles: Roles) -> Finding | None:
   """Whether an argument that is not split has the batch's rows, which nobody tried to split."""
   call = programs.batch
   split = programs.local.split
-  more = with_rows(split, roles, call.arguments, (call.rows,))
-  if not more:
+  slots = with_rows(roles, call.arguments, call.rows)
+  if not slots:
     return None
+  more = {slot: f"{split.name(slot)} has {call.rows} rows" for slot in slots}
   reason, fix = words.unsplit(roles.batch, more)
   return Finding("unsplit", reason, fix)
 
@@ -313,7 +277,6 @@ def _unsplit_or_coupled(evidence: Evidence) -> Finding:
 
 _HYPOTHESES = (
   _not_a_function,
-  _gradients,
   _shared_noise,
   _sum,
   _mean_for_total,

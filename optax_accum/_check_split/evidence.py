@@ -31,11 +31,8 @@ class How(NamedTuple):
     asked = programs.local.asked
     names = programs.given.names
     reduction = reduction or asked["reduction"]
-    grads = asked["grad_reduction"]
-    if grads is None:
-      grads = reduction
     match = reduction_words.match
-    grads = match("grad_reduction", grads, names[0], "gradients")
+    grads = match("reduction", reduction, names[0])
     aux = match("aux_reduction", asked["aux_reduction"], names[1])
     each = zip(
       jax.tree.leaves(names), jax.tree.leaves((grads, aux)), strict=True

@@ -82,7 +82,7 @@ def _changes(
 ) -> Iterator[tuple[str, np.ndarray]]:
   """What becomes of an array by one change: in row 0, in the first and the last, or in others."""
   value = x.value
-  last = x.value.shape[x.axis] - 1
+  last = len(x.value) - 1
   is_integer = x.kind in "iu"
   empty = 0
   entries = list[tuple[str, ArrayLike]]()
@@ -113,8 +113,8 @@ def _put(
 ) -> np.ndarray:
   """An array with other rows, but for the first entry of longer ones."""
   out = np.array(x.value)
-  to = np.moveaxis(out, x.axis, 0)  # a view of it
-  source = np.moveaxis(np.broadcast_to(entry, out.shape), x.axis, 0)
+  to = out
+  source = np.broadcast_to(entry, out.shape)
   if x.has_longer_rows and not is_whole:
     to, source = to[..., 1:], source[..., 1:]
   to[[*rows]] = source[[*rows]]

@@ -1,19 +1,19 @@
 """What a check runs of a loss: all rows of a batch, microbatches of it, and a step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 import numpy as np
 
 from optax_accum import _validate
 from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic.across_devices import axes_sent_over
 from optax_accum._arithmetic.dtypes import is_key
-from optax_accum._arithmetic.reductions import REDUCTIONS
+from optax_accum._arithmetic.reductions import Mean, REDUCTIONS
 from optax_accum._arithmetic.trees import Leaf
 from optax_accum._check_split.call import Call
 from optax_accum._check_split.devices import Devices, on, Run
@@ -22,10 +22,24 @@ from optax_accum._check_split.outcome import Outcome, without_keys
 from optax_accum._check_split.probes import probes_of
 from optax_accum._microbatches.call import Microbatches
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.options import WeightFn
 from optax_accum._microbatches.whole import whole_batches
 
 _ONE = Devices()
+
+
+class _InPlaceOfLoss(NamedTuple):
+  """In the place of a `LossFunction`, which weighs nothing."""
+
+  fun: Callable[..., Any]
+
+  def __call__(self, /, *args, **kwargs):
+    return self.fun(*args, **kwargs)
+
+  def weighed(self, weight, /, *args, **kwargs):
+    loss, others = self.fun(*args, **kwargs)
+    return loss, (loss, *others)
+
+
 # What the roundings of a loss may be, of what the last bit of parameters changes.
 _MANY_UNITS = 20.0
 
@@ -109,10 +123,9 @@ class Programs:
       return [self._outcome(self._run, call.take(x)) for x in rows]
     parts = []
     for x in rows:
-      weights = np.eye(self.devices.few.loss.parallel.devices)
-      each = zip(weights, np.split(x, len(weights)), strict=True)
-      for only, own in each:
-        part = self._outcome(self._each, call.take(x), only)
+      count = self.devices.few.loss.parallel.devices
+      for index, own in enumerate(np.split(x, count)):
+        part = self._outcome(self._each[index], call.take(x))
         parts.append(part._replace(call=call.take(own)))
     return parts
 
@@ -162,9 +175,17 @@ class Programs:
     with on(devices.mesh):
       return jax.make_jaxpr(devices.mapped(run))(call.values)
 
-  def _outcome(self, program: Run, call: Call, *weights: np.ndarray) -> Outcome:
+  def sends(self) -> bool:
+    """Whether devices exchange something in the loss; also if it runs on no single one."""
     try:
-      outputs, _ = program(call.values, *weights)
+      closed = self._trace(self.call)
+    except Exception:
+      return True
+    return not axes_sent_over(closed.jaxpr).isdisjoint(self.devices.axes)
+
+  def _outcome(self, program: Run, call: Call) -> Outcome:
+    try:
+      outputs, _ = program(call.values)
     except Exception as error:
       where = f"{self.devices.where}, on {call.rows} of {self.rows} rows."
       if call.rows < self.rows:
@@ -185,9 +206,11 @@ class Programs:
     return self._compiled(self._alone, self._whole)
 
   @functools.cached_property
-  def _each(self) -> Run:
-    """One microbatch over few devices, whose weights are given."""
-    return self._compiled(self.devices.few, self._unreduced(len))
+  def _each(self) -> list[Run]:
+    """One microbatch over few devices, of which one alone counts: a program for each."""
+    few = self.devices.few
+    each = range(few.loss.parallel.devices)
+    return [self._compiled(few, self._of_one_device(i)) for i in each]
 
   @functools.cached_property
   def _step(self) -> Run:
@@ -208,6 +231,7 @@ class Programs:
       carry_argnum=None,
       carry_reduction=None,
       rng_argnums=self.local.split.rng_argnums or (),
+      of_step=(*self.local.split.of_step, *self.batch.roles.carry),
     )
     loss = LocalLoss.of(with_aux, local.argnums, True, split, local.asked)
     return self._compiled(self.devices, loss)
@@ -229,15 +253,11 @@ class Programs:
     return self.devices.first.compiled(run)
 
   def _compiled(self, devices: Devices, local: LocalLoss) -> Run:
-    """What it gives for arrays and, if given, the weights of microbatches."""
+    """What it gives for arrays."""
     loss = devices.loss_of(local)
 
-    def run(values, weights=None):
-      if weights is not None:
-        own = PartitionSpec(devices.axes)
-        weights = devices.loss.parallel.move_over_data(weights, own)
-      value_and_grad = functools.partial(loss.value_and_grad, weights)
-      reduced = self.call.called(value_and_grad, values)
+    def run(values):
+      reduced = self.call.called(loss.value_and_grad, values)
       return reduced.outputs, reduced.carry
 
     return devices.compiled(run)
@@ -247,24 +267,41 @@ class Programs:
     """What runs all rows at once: on one device it is `jax.value_and_grad`."""
     return self._unreduced() if self.devices.is_alone else self.local
 
-  def _unreduced(self, weight_fn: WeightFn | None = None) -> LocalLoss:
+  def _unreduced(self) -> LocalLoss:
     split = dataclasses.replace(
       self.local.split,
-      weight_fn=weight_fn,
+      weight_fn=None,
       has_weight=False,
       skip_nonfinite=False,
-      skip_empty=False,
       in_place=False,
     )
-    mean = REDUCTIONS["mean"]
-    mean_loss: Any = self._mean
+    mean_loss: Any = _InPlaceOfLoss(self._mean)
     return dataclasses.replace(
       self.local,
       function=mean_loss,
       split=split,
-      reduction=mean,
-      grad_reduction=mean,
+      reduction=REDUCTIONS["mean"],
+      grad_reduction=Mean(weighed=True, of_gradients=True),
       aux_reduction=REDUCTIONS["last"],
+    )
+
+  def _of_one_device(self, index: int) -> LocalLoss:
+    """The mean where the rows of one device alone count, by its index."""
+    unreduced = self._unreduced()
+    axes = self.devices.axes
+
+    def of_one(*args, **kwargs):
+      loss, (_, *others) = self._mean(*args, **kwargs)
+      weight = (jax.lax.axis_index(axes) == index).astype(loss.dtype)
+      total = weighted_mean.weigh(loss, weight, loss.dtype)
+      return total, (weight, *others)
+
+    function: Any = _InPlaceOfLoss(of_one)
+    return dataclasses.replace(
+      unreduced,
+      function=function,
+      split=dataclasses.replace(unreduced.split, has_weight=True),
+      reduction=Mean(weighed=True),
     )
 
   def _mean(self, /, *args, **kwargs):

@@ -11,7 +11,6 @@ Verdict: TypeAlias = Literal[
   "weighted",
   "coupled",
   "random",
-  "overwritten",
   "unsplit",
   "unknown",
 ]

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.dtypes import is_key
 from optax_accum._check_split import check_split, diagnose, words
 from optax_accum._check_split.devices import Devices, on, one_device
 from optax_accum._check_split.programs import Programs
 from optax_accum._check_split.report import SplitReport
-from optax_accum._mesh.loss import LossWithoutMesh, PlacedLoss
+from optax_accum._mesh.loss import Loss
 from optax_accum._microbatches import cut
 from optax_accum._microbatches.options import Split
 
@@ -22,25 +21,23 @@ _ROWS = 4  # at a time: more take longer, and seldom tell more
 
 
 def check_step(
-  loss: LossWithoutMesh | PlacedLoss,
+  loss: Loss,
   args,
   kwargs,
 ) -> SplitReport:
   """`step.check`: the report on such a call of the loss of a step."""
-  split = _without_virtual(loss)
-  local = dataclasses.replace(loss.local, split=split)
-  loss = loss._replace(local=local)
+  local = loss.local
+  split = local.split
   check_split.check_concrete(local.fun, args, kwargs)
-  devices = Devices(names_of(split.axis_name))
-  if isinstance(loss, PlacedLoss):
+  devices = Devices()
+  if loss.parallel is not None:
     devices = Devices(loss.parallel.axes, loss)
   args, kwargs = jax.tree.map(_on_host, (args, kwargs))
   with on(one_device(devices.mesh, devices.axes)):
     programs = check_split.programs_of(local, args, kwargs)
     programs = dataclasses.replace(programs, devices=devices)
     if devices.axes and not diagnose.refused(programs):
-      sends = _sends(loss, devices, args, kwargs)
-      devices = devices._replace(sends=sends)
+      devices = devices._replace(sends=programs.sends())
       programs = dataclasses.replace(programs, devices=devices)
     if devices.axes or split.num_microbatches != 1:
       report = _first_that_tells(_tries(programs, split))
@@ -57,24 +54,6 @@ def check_step(
   return dataclasses.replace(report, fix=fix)
 
 
-def _without_virtual(loss: LossWithoutMesh | PlacedLoss) -> Split:
-  """The split of real devices. In what order they sum makes no difference here."""
-  split = loss.local.split
-  lanes = split.virtual_devices
-  if lanes is None:
-    return split
-  if isinstance(loss, PlacedLoss):
-    lanes //= loss.parallel.devices
-  count = split.num_microbatches
-  size = split.microbatch_size
-  return dataclasses.replace(
-    split,
-    virtual_devices=None,
-    num_microbatches=count and count * lanes,
-    microbatch_size=size and size // lanes,
-  )
-
-
 def _on_host(x):
   """A copy: of `x` itself NumPy would have a view, and it be donated no more."""
   if is_key(x):
@@ -85,25 +64,6 @@ def _on_host(x):
   return x
 
 
-def _sends(
-  loss: LossWithoutMesh | PlacedLoss,
-  devices: Devices,
-  args,
-  kwargs,
-) -> bool:
-  """Whether devices exchange something in the loss of a step over a mesh. Raises what that does."""
-  told = list[bool]()
-  local = dataclasses.replace(loss.local, tell=told.append)
-  own = loss._replace(local=local)
-
-  def run(args, kwargs):
-    return own.value_and_grad(None, *args, **kwargs)
-
-  with on(devices.mesh):
-    jax.eval_shape(devices.mapped(run), args, kwargs)
-  return any(told) and devices.mesh is not None
-
-
 def _tries(programs: Programs, split: Split) -> list[Programs]:
   """What to try: few rows first, and at last all, where those tell nothing."""
   rows = programs.rows
@@ -111,7 +71,7 @@ def _tries(programs: Programs, split: Split) -> list[Programs]:
   count = 1
   if devices.loss:
     count = devices.loss.parallel.devices
-    split = devices.loss.parallel.local_split(split, rows)
+    split = devices.loss.parallel.on_device(split)
   own = cut.microbatch_rows(
     rows // count, split.num_microbatches, split.microbatch_size
   )

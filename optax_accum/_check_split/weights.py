@@ -50,7 +50,7 @@ def weights_of(call: Call, facts: Facts) -> Iterator[tuple[str, str, Weight]]:
     if x.role != "batch":
       continue
     parts = [""]
-    if x.has_longer_rows and x.axis != x.value.ndim - 1:
+    if x.has_longer_rows and x.value.ndim > 1:
       parts = [*_PARTS]
     for part, (code, n) in itertools.product(parts, _formulas(x, facts)):
       number = str(n).removesuffix(".0")

@@ -23,16 +23,18 @@ NOT_ALONE = (
 )
 SENDS = (
   "Devices exchange something in the loss, so a microbatch is that of all of them together. The"
-  " loss may also depend on their number, as l.sum() / lax.psum(len(l), axis) does."
+  " loss may also depend on their number, as l.sum() / lax.psum(count, axis) does, or be a mean of"
+  " means, as lax.pmean of a mean over a mask is."
 )
 OVER_MESH = (
   "On one device each microbatch agrees, but the step over its mesh does not: the loss depends on"
   " the number of devices."
 )
 OWN_MEAN = (
-  "Return the mean of the device's own rows, l.sum() / count, and let weight_fn return count:"
-  " lax.psum of a Python number, lax.axis_size and lax.axis_index differ with the devices. Leave"
-  " out options that should change no value, such as in_place, one by one."
+  "Return the mean of the device's own rows, l.sum() / count, without lax.psum or lax.pmean, and"
+  " let weight_fn return count: lax.psum of a Python number, lax.axis_size and lax.axis_index"
+  " differ with the devices. Leave out options that should change no value, such as in_place, one"
+  " by one."
 )
 NOT_A_FUNCTION = (
   "A second call with the same arguments gives another result. The loss may draw numbers with"
@@ -137,9 +139,6 @@ ALL_ZERO = (
 )
 OTHER_BATCH = "Give parameters and a batch for which they are finite, and the loss is not zero."
 RATIO = 'Return what each aux divides, and what it divides by, as two aux reduced by "sum".'
-GRADIENTS = (
-  "The loss agrees, but gradients do not: grad_reduction does not fit them."
-)
 AUX = (
   "Loss and gradients agree, but aux does not: aux_reduction does not fit it."
 )
@@ -160,10 +159,6 @@ DENOMINATOR = (
 )
 WEIGHTED = (
   "The loss divides by {what}. With this weight the microbatches agree."
-)
-OVERWRITTEN = (
-  "The loss agrees. The gradient of {names} is an extreme of the rows, and no mean over them: a"
-  " value to overwrite the leaf with, such as flax's OVERWRITE_WITH_GRADIENT."
 )
 
 

@@ -17,11 +17,7 @@ from jax.typing import DTypeLike
 import optax
 
 from optax_accum import _spellings, _validate
-from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reduction_words import (
-  GradReductionTree,
-  ReductionTree,
-)
+from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import (
   Args,
   Batch,
@@ -31,9 +27,8 @@ from optax_accum._arithmetic.trees import (
   Tree,
 )
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.grad_metrics import GradMetricsFn
-from optax_accum._microbatches.options import WeightFn
-from optax_accum._train_step.cycle import CycleProgram
+from optax_accum._microbatches.options import Slots, WeightFn
+from optax_accum._train_step.cycle import Cycle, CycleProgram, method
 from optax_accum._train_step.program import (
   Function,
   Loss,
@@ -89,34 +84,22 @@ class StepOptions(TypedDict, total=False):
   weight_fn: WeightFn | None
   has_weight: bool
   aux_reduction: ReductionTree
-  batch_argnums: int | Sequence[int] | None
+  batch_argnums: Slots
   reduction: Literal["mean", "sum"]
   donate: bool
   skip_nonfinite: bool
-  skip_empty: bool
   noise_scale: bool
-  grad_metrics_fn: GradMetricsFn | None
-  grad_metrics_reduction: ReductionTree
   mesh: jax.sharding.Mesh | None
   data_axis: str | Sequence[str]
-  reduce_gradients: Literal["per_cycle", "per_microbatch"]
-  virtual_devices: int | None
-  axis_name: AxisName | None
   in_place: bool
   accumulator_dtype: DTypeLike | None
-  grad_reduction: GradReductionTree
   carry_reduction: ReductionTree
-  batch_axis: int | tuple[int, ...]
 
 
 UNSPLIT = (
   "Put what has the batch's rows into the batch. If every microbatch needs all of it, say that the"
   " batch alone is split, batch_argnums=1."
 )
-# Options that the steps have not, and why.
-DECIDED = {
-  "batch_argnames": "The batch is the second argument.",
-}
 
 
 class FlaxStep(Step):
@@ -129,8 +112,9 @@ class FlaxStep(Step):
   fixes: ClassVar[Mapping[str, str]]  # what errors and `check` say instead
   call: ClassVar[str]  # as messages show it
   keys: ClassVar[str]  # where they go
-  # ``(use, *args, **kwargs)``: what such a call updates, and what `use` makes of the call.
-  _with_call: Callable[..., tuple[Any, Any]]
+  # ``(use, *args, **kwargs)``: what such a call updates, and what `use` makes of the program, its
+  # arguments, and what else is kept.
+  _on_program: Callable[..., tuple[Any, Any]]
 
   def __init__(
     self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any
@@ -169,7 +153,7 @@ class FlaxStep(Step):
       has_aux=True,
       carry_argnum=_SLOT("carried"),
       rng_argnums=_SLOT("rngs"),
-      held=(_SLOT("constant"),),
+      of_step=(_SLOT("constant"),),
       names=dict(enumerate(self.names.of_loss())),
       fixes=self.fixes,
       **self._options | decided,
@@ -201,13 +185,40 @@ class FlaxStep(Step):
     counting.__name__ = self.name
     return counting
 
-  def _of_loss(self, args: Sequence[Any]):
+  def of_loss(self, args: Sequence[Any]):
     batch = args[self.batch_position]
     return Arguments(batch=batch).of_loss()
 
   def check(self, *args, **kwargs) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
-    return self._with_call(_checked, *args, **kwargs)[1]
+    # Training does without.
+    from optax_accum._check_split.step_check import check_step
+
+    def check(program, given, _):
+      loss, args, _ = program.place(given, {})
+      given = Arguments(*args)
+      loss = loss.with_state(given.params, given.opt_state)
+      return check_step(loss, given.of_loss(), {})
+
+    return self._on_program(check, *args, **kwargs)[1]
+
+  def _with_call(self, use: Use, /, *args, **kwargs):
+    """What a call updates, and what `use` makes of it."""
+
+    def on_program(program, given, others):
+      return use(program.prepare(given, {}, others))
+
+    return self._on_program(on_program, *args, **kwargs)
+
+  @method
+  def merge(self, cycle: Cycle, other: Cycle, /) -> PreparedCall:
+    """``merge(cycle, other)`` returns one cycle of two, as `TrainStep.merge`."""
+    return self._merging.merge(cycle, other)
+
+  @functools.cached_property
+  def _merging(self) -> CycleProgram:
+    # Of whatever optimizer: what is merged knows of none.
+    return self._cycle_of(self._program(self.loss, optax.identity()))
 
   def lower(self, *args, **kwargs) -> jax.stages.Lowered:
     """The program of a call, lowered, for its memory and collectives."""
@@ -235,10 +246,6 @@ class FlaxStep(Step):
       if isinstance(x, str):
         raise TypeError(f"{name}: {x!r} is a string and no array. {hint}")
     return Further(args, kwargs)
-
-
-def _checked(call: PreparedCall):
-  return call.check(Arguments(*call.args).of_loss())
 
 
 def run(call: PreparedCall) -> tuple[Arguments, Metrics]:

@@ -5,7 +5,6 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
 from flax.training import train_state
 import jax
-import optax
 
 from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
@@ -16,21 +15,10 @@ from optax_accum._flax.flax_step import (
   LossFn,
   Metrics,
   StepOptions,
-  Use,
-)
-from optax_accum._flax.fp8_statistics import (
-  beside_overwritten,
-  OVERWRITTEN,
-  variables_of,
 )
 from optax_accum._flax.state_fields import Collections
-from optax_accum._train_step.cycle import (
-  Cycle,
-  CycleProgram,
-  method,
-  PreparedAdd,
-)
-from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.cycle import Cycle, CycleProgram, method
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
@@ -96,11 +84,11 @@ def linen_train_step(
     In the new state parameters, optimizer state and `mutable` are updated, and ``state.step`` is
     greater by one if the optimizer took a step. ``metrics`` is the dict of a `TrainStep`: ``loss``,
     ``grad_norm``, ``total_weight``, ``skipped_microbatches``, ``stepped``, and what was asked for
-    of ``aux``, ``noise_scale`` and ``grad_metrics``, whose ``grad_metrics_fn`` gets gradients as
-    ``state.params`` has parameters. Give new ``rngs`` in each call: each microbatch gets them with
+    of ``aux`` and ``noise_scale``. Give new ``rngs`` in each call: each microbatch gets them with
     its index folded in. The step has ``check``, ``lower``, ``trace`` and ``eval_shape`` too, which
     are called as the step is. Microbatches that arrive in several calls: ``step.begin(state)``,
-    ``step.add(cycle, state, batch)`` and ``step.finish(state, cycle)``.
+    ``step.add(cycle, state, batch)``, ``step.merge(cycle, other)`` and ``step.finish(state,
+    cycle)``.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax
@@ -141,11 +129,10 @@ class LinenTrainStep(flax_step.FlaxStep):
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
   }
-  decided = flax_step.DECIDED | {
+  decided: ClassVar[dict[str, str]] = {
     "tx": "It is the state's.",
     "optimizer": "It is the state's.",
     "rng_argnums": "Pass keys to the step, as rngs.",
-    "rng_argnames": "Pass keys to the step, as rngs.",
     "rngs": "Pass keys to the step, as rngs.",
     "wrt": "All of state.params is. Freeze some by optax.partition.",
     "argnums": "All of state.params is. Freeze some by optax.partition.",
@@ -188,7 +175,7 @@ class LinenTrainStep(flax_step.FlaxStep):
   @method
   def add(
     self, cycle: Cycle, state, batch, rngs: Rngs = None, *args, **kwargs
-  ) -> PreparedAdd:
+  ) -> PreparedCall:
     """``add(cycle, state, batch, rngs=None, ...)`` adds microbatches, as `TrainStep.add`.
 
     What ``mutable`` names is in the cycle.
@@ -202,7 +189,7 @@ class LinenTrainStep(flax_step.FlaxStep):
   @method
   def finish(self, state, cycle: Cycle):
     """``finish(state, cycle)`` returns ``(state, metrics)``, as `TrainStep.finish`."""
-    self._fields_of(state)
+    _, *kept = self._fields_of(state)
 
     def finished(results):
       params, opt_state, carried, count, metrics = results
@@ -213,7 +200,7 @@ class LinenTrainStep(flax_step.FlaxStep):
 
     count = state_fields.counted(state.step)
     return self._cycle(state).finish(
-      state.params, state.opt_state, cycle, count, finished=finished
+      state.params, state.opt_state, cycle, count, returned=finished, kept=kept
     )
 
   def _cycle(self, state) -> CycleProgram:
@@ -227,8 +214,8 @@ class LinenTrainStep(flax_step.FlaxStep):
 
     return _replaced(*self._with_call(shapes, *args, **kwargs))
 
-  def _with_call(self, use: Use, /, state, batch, rngs=None, *args, **kwargs):
-    """The state of a call, and what `use` makes of the call of the program for such a state."""
+  def _on_program(self, use, /, state, batch, rngs=None, *args, **kwargs):
+    """The state of a call, and what `use` makes of the program for such a state."""
     carried, constant, others = self._fields_of(state)
     count = state_fields.counted(state.step)
     given = Arguments(
@@ -241,7 +228,7 @@ class LinenTrainStep(flax_step.FlaxStep):
       self._further(self.call, args, kwargs),
       count,
     )
-    return state, use(self._program_of(state).prepare(given, {}, others))
+    return state, use(self._program_of(state), given, others)
 
   def _fields_of(self, state):
     """What a state has beside parameters, optimizer state and count: see `state_fields`."""
@@ -255,20 +242,11 @@ class LinenTrainStep(flax_step.FlaxStep):
 
   def _program_of(self, state: train_state.TrainState) -> StepProgram:
     """The program for states of this optimizer."""
-    overwrites = OVERWRITTEN in variables_of(state.params)
-    key = state.tx, overwrites
-    if key not in self._programs:
+    if state.tx not in self._programs:
       _validate.transformation(state.tx, "state.tx")
-      tx = state.tx
-      loss = self.loss
-      if overwrites:
-        tx = beside_overwritten(optax.with_extra_args_support(tx))
-        if self._options.get("grad_reduction") is None:
-          kept = self._options.get("reduction", "mean")
-          reductions = {"params": kept, OVERWRITTEN: "max"}
-          loss = self._step_loss(self._loss, grad_reduction=reductions)
-      self._programs[key] = self._program(loss, tx)
-    return self._programs[key]
+      state_fields.refuse_fp8(state.params)
+      self._programs[state.tx] = self._program(self.loss, state.tx)
+    return self._programs[state.tx]
 
   def _loss(
     self,
@@ -286,7 +264,7 @@ class LinenTrainStep(flax_step.FlaxStep):
       for name, x in constant.items()
       if not any(map(dtypes.is_key, jax.tree.leaves(x)))
     }
-    given = {**variables_of(params), **fixed, **carried}
+    given = {"params": params, **fixed, **carried}
     both = given, further
     with boxes.constraining_automatic_axes(both) as (variables, further):
       out = self._loss_fn(

@@ -15,15 +15,10 @@ from optax_accum._flax.flax_step import (
   LossFn,
   Metrics,
   StepOptions,
-  Use,
 )
 from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
-from optax_accum._train_step.cycle import (
-  Cycle,
-  method,
-  PreparedAdd,
-)
-from optax_accum._train_step.program import StepProgram
+from optax_accum._train_step.cycle import Cycle, method
+from optax_accum._train_step.program import PreparedCall, StepProgram
 
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
@@ -86,12 +81,11 @@ def nnx_train_step(
     stream: of such a model pass the parameters that `nnx.split` returns.
 
     ``metrics`` is the dict of a `TrainStep`: ``loss``, ``grad_norm``, ``total_weight``,
-    ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux``, ``noise_scale``
-    and ``grad_metrics``, whose ``grad_metrics_fn`` gets an `nnx.State` of arrays.
+    ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux`` and ``noise_scale``.
     ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``
     and ``trace`` too, which are called as the step is. Microbatches that arrive in several calls:
-    ``step.begin(model)``, ``step.add(cycle, model, batch)`` and ``step.finish(model, optimizer,
-    cycle)``.
+    ``step.begin(model)``, ``step.add(cycle, model, batch)``, ``step.merge(cycle, other)`` and
+    ``step.finish(model, optimizer, cycle)``.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and
@@ -138,11 +132,10 @@ class NnxTrainStep(flax_step.FlaxStep):
     " another model pass what draws nothing, graphdef, params, rest = nnx.split(teacher, nnx.Param,"
     " ...), and have the loss nnx.merge(graphdef, params, rest).",
   }
-  decided = flax_step.DECIDED | {
+  decided: ClassVar[dict[str, str]] = {
     "tx": "It goes into the call: step(model, optimizer, batch).",
     "optimizer": "It goes into the call: step(model, optimizer, batch).",
     "rng_argnums": "Random streams are in the model.",
-    "rng_argnames": "Random streams are in the model.",
     "rngs": "Random streams are in the model.",
     "carry_argnum": "What the loss changes in the model is carried.",
     "mutable": "What the loss changes in the model is carried.",
@@ -192,7 +185,7 @@ class NnxTrainStep(flax_step.FlaxStep):
     def with_call(use):
       def add(program, given):
         own = cycle
-        if cycle.held is None:
+        if cycle.state is None:
           own = Cycle((given.carried,))
         of_loss = batch, given.constant, given.rngs, further
         cycles = self._cycle_of(program)
@@ -210,7 +203,12 @@ class NnxTrainStep(flax_step.FlaxStep):
 
     def finish(program, given):
       return self._cycle_of(program).finish(
-        given.params, given.opt_state, cycle, given.count, finished=finished
+        given.params,
+        given.opt_state,
+        cycle,
+        given.count,
+        returned=finished,
+        kept=given.constant,
       )
 
     def finished(results):
@@ -227,14 +225,14 @@ class NnxTrainStep(flax_step.FlaxStep):
     places, prepared = self._with_program(finish, model, optimizer, known)
     return prepared
 
-  def _with_call(self, use: Use, /, model, optimizer, batch, *args, **kwargs):
-    """The Variables of a call with what these objects hold, and what `use` makes of the call."""
+  def _on_program(self, use, /, model, optimizer, batch, *args, **kwargs):
+    """The Variables of a call with what these objects hold, and what `use` makes of the program."""
     self._check_objects(self.call, model, optimizer)
     further = self._further(self.call, args, kwargs)
 
     def call(program, given):
       given = given._replace(batch=batch, further=further)
-      return use(program.prepare(given, {}))
+      return use(program, given, ())
 
     return self._with_program(call, model, optimizer)
 
@@ -301,23 +299,23 @@ class NnxTrainStep(flax_step.FlaxStep):
 class _Add(NamedTuple):
   """A call of `add`. Only when its program is traced is it known what the loss changes."""
 
-  with_call: Callable[[Callable[[PreparedAdd], Any]], Any]
+  with_call: Callable[[Callable[[PreparedCall], Any]], Any]
 
   def run(self) -> Cycle:
-    """As `PreparedAdd.run`."""
-    return self.with_call(PreparedAdd.run)
+    """As `PreparedCall.run`."""
+    return self.with_call(PreparedCall.run)
 
   def trace(self) -> jax.stages.Traced:
-    """As `PreparedAdd.trace`."""
-    return self.with_call(PreparedAdd.trace)
+    """As `PreparedCall.trace`."""
+    return self.with_call(PreparedCall.trace)
 
   def eval_shape(self) -> Cycle:
-    """As `PreparedAdd.eval_shape`."""
-    return self.with_call(PreparedAdd.eval_shape)
+    """As `PreparedCall.eval_shape`."""
+    return self.with_call(PreparedCall.eval_shape)
 
 
 def _carried(cycle: Cycle) -> frozenset[str] | None:
   """The names of what a cycle has of the model; None where no call has told yet."""
-  if cycle.held is None:
+  if cycle.state is None:
     return None
   return frozenset(name for x in cycle.start for name in variables.named(x))

@@ -1,10 +1,11 @@
 """The fields of a `TrainState`, as a step takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import TypeAlias
 
 from flax.core import FrozenDict, unfreeze
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 from flax.training import dynamic_scale, train_state
 import jax
 import jax.numpy as jnp
@@ -93,3 +94,12 @@ def counted(step):
   if isinstance(step, jax.ShapeDtypeStruct):
     return step.update(weak_type=False)
   return jnp.asarray(step, getattr(step, "dtype", jnp.int32))
+
+
+def refuse_fp8(params) -> None:
+  """Refuses fp8 statistics beside the parameters: a step would average them."""
+  if isinstance(params, Mapping) and OVERWRITTEN in params:
+    raise TypeError(
+      f"state.params has {OVERWRITTEN!r}, fp8 statistics, whose gradients are new values and have"
+      " no mean over microbatches: take the step of the whole batch, or train in bfloat16."
+    )

@@ -8,7 +8,7 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Grads, Params
-from optax_accum._flax.fp8_statistics import OVERWRITTEN, variables_of
+from optax_accum._flax import state_fields
 from optax_accum._streaming.accumulation import AccumulateTransformation
 from optax_accum._streaming.state import states_in
 
@@ -36,6 +36,7 @@ class TrainState(train_state.TrainState):
     cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any
   ) -> Self:
     """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
+    state_fields.refuse_fp8(params)
     _validate.transformation(tx, "tx")
     return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
@@ -55,8 +56,7 @@ class TrainState(train_state.TrainState):
     """Adds gradients up, steps at the end of a cycle, and returns the state with ``step + 1``.
 
     Args:
-      grads: Those of one microbatch, a tree like `params`. What flax keeps under
-        ``"_overwrite_with_gradient"`` is overwritten in every call.
+      grads: Those of one microbatch, a tree like `params`.
       weight, flush: As in `accumulate`. They raise a ValueError if ``tx`` holds no `accumulate`.
       **kwargs: Further fields to replace.
     """
@@ -67,17 +67,14 @@ class TrainState(train_state.TrainState):
         f"{_NOT_ACCUMULATING}, so it would ignore weight={weight!r} and flush={flush!r}: wrap it,"
         " accumulate(tx, every_k), or leave them out."
       )
-    own = variables_of(grads)["params"]
-    params = variables_of(self.params)["params"]
+    params = self.params
     given = {"weight": weight, "flush": flush}
     if accumulates:
-      params, state = self.tx.apply(own, self.opt_state, params, **given)
+      params, state = self.tx.apply(grads, self.opt_state, params, **given)
     else:
       tx = optax.with_extra_args_support(self.tx)
-      updates, state = tx.update(own, self.opt_state, params, **given)
+      updates, state = tx.update(grads, self.opt_state, params, **given)
       params = optax.apply_updates(params, updates)
-    if own is not grads:
-      params = {"params": params, OVERWRITTEN: grads[OVERWRITTEN]}
     return self.replace(
       step=self.step + 1, params=params, opt_state=state, **kwargs
     )

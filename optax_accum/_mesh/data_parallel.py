@@ -6,7 +6,6 @@ import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic.across_devices import names_of
@@ -15,18 +14,15 @@ from optax_accum._mesh.specs import normal, over, shown
 from optax_accum._microbatches.options import Split
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+@dataclasses.dataclass(frozen=True)
 class DataParallel:
-  """A mesh, the axes of it that rows are spread over, and when gradients are reduced."""
+  """A mesh, and the axes of it that rows are spread over."""
 
   mesh: Mesh
   axes: tuple[str, ...]
-  reduce_in_loop: bool
 
   @classmethod
-  def of(
-    cls, mesh: Mesh, data_axis, axis_name, reduce_in_loop: bool = False
-  ) -> "DataParallel":
+  def of(cls, mesh: Mesh, data_axis) -> "DataParallel":
     """What was asked for. Checked."""
     if not isinstance(mesh, Mesh):
       raise TypeError(
@@ -43,19 +39,7 @@ class DataParallel:
           f"data_axis={name!r} is no axis of the mesh, which has {mesh.axis_names}: name the axis"
           " that the rows are sharded over, or a tuple of several."
         )
-    parallel = cls(mesh, axes, reduce_in_loop)
-    manual = parallel._of_kind(AxisType.Manual)
-    if manual:
-      raise ValueError(
-        f"The mesh axes {manual} are manual, i.e. this is inside shard_map or pmap: pass axis_name="
-        " there, or the mesh outside."
-      )
-    if axis_name is not None:
-      raise ValueError(
-        f"axis_name={axis_name!r} is for a call inside pmap or shard_map, and mesh= for one"
-        " outside: give one of the two."
-      )
-    return parallel
+    return cls(mesh, axes)
 
   def _of_kind(self, kind: AxisType) -> list[str]:
     """The axes of the mesh that are of this kind."""
@@ -86,19 +70,11 @@ class DataParallel:
     word = "axis" if len(self.axes) == 1 else "axes"
     return f"the {self.devices} devices of {word} {shown(self.axes)}"
 
-  def local_split(self, split: Split, rows: int) -> Split:
-    """The split of one device's part of a global batch of `rows` rows."""
-    count = split.num_microbatches
+  def on_device(self, split: Split) -> Split:
+    """The split of one of the devices. Checked."""
+    axis_name = None if self.devices == 1 else self.axes
     size = split.microbatch_size
     devices = self.devices
-    self.check_rows(rows, count)
-    each = rows // devices
-    if count is not None and each % count:
-      fit = [n for n in range(1, each + 1) if each % n == 0]
-      raise ValueError(
-        f"num_microbatches={count} does not divide the {each} rows that each of {self}"
-        f" has: use one of {fit}, or microbatch_size=, a multiple of {devices}."
-      )
     if size is not None and size % devices:
       below = size - size % devices
       fits = f"{below} or {below + devices}" if below else f"{devices}"
@@ -107,15 +83,8 @@ class DataParallel:
         f" divide it: use {fits}."
       )
     return dataclasses.replace(
-      self.on_device(split),
-      microbatch_size=None if size is None else size // devices,
-      rows=rows,
+      split, axis_name=axis_name, microbatch_size=size and size // devices
     )
-
-  def on_device(self, split: Split) -> Split:
-    """The split of one of the devices."""
-    axis_name = None if self.devices == 1 else self.axes
-    return dataclasses.replace(split, axis_name=axis_name)
 
   def check_rows(
     self, rows: int, microbatches: int | None = None, of: str = "The batch"
@@ -164,11 +133,6 @@ class DataParallel:
     kept = over(own, self.others - taken)
     pairs = itertools.zip_longest(kept, state)
     return normal(of_state or of_own for of_own, of_state in pairs)
-
-  def batch_spec(self, x, batch_axis: int) -> PartitionSpec:
-    """The `PartitionSpec` of a batch leaf over the data axes alone."""
-    before = [None] * (batch_axis % jnp.ndim(x))
-    return PartitionSpec(*before, self.axes)
 
   def output_spec(self, kind: Reduction) -> PartitionSpec:
     """The `PartitionSpec` of an output that is so reduced."""

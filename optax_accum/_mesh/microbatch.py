@@ -14,13 +14,11 @@ from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._mesh.data_parallel import DataParallel
-from optax_accum._mesh.on_devices import OnEachDevice, place_arguments
-from optax_accum._mesh.refused import explained, LOWERED
-from optax_accum._microbatches import cut
+from optax_accum._mesh.on_devices import on_each_device, place_arguments
 from optax_accum._microbatches.function import LocalFunction
-from optax_accum._microbatches.options import Split, WeightFn
+from optax_accum._microbatches.options import Slots, Split, WeightFn
 from optax_accum._microbatches.recompute import widened
-from optax_accum._microbatches.roles import by_slot, map_by_slot, RolesOf
+from optax_accum._microbatches.roles import map_by_slot, RolesOf
 from optax_accum._microbatches.whole import splits_nothing
 
 P = ParamSpec("P")
@@ -38,16 +36,12 @@ def microbatch(
   num_microbatches: int | None = None,
   microbatch_size: int | None = None,
   weight_fn: WeightFn | None = None,
-  batch_argnums: int | Sequence[int] | None = None,
-  rng_argnums: int | Sequence[int] | None = None,
-  skip_empty: bool = False,
+  batch_argnums: Slots = None,
+  rng_argnums: Slots = None,
   mesh: jax.sharding.Mesh | None = None,
   data_axis: str | Sequence[str] = "data",
   axis_name: AxisName | None = None,
   accumulator_dtype: DTypeLike | None = None,
-  batch_axis: int | tuple[int, ...] = 0,
-  batch_argnames: str | Sequence[str] = (),
-  rng_argnames: str | Sequence[str] = (),
 ) -> Callable[P, Out]:
   """Makes `fun` run on one microbatch of its batch after the other, in one `jax.lax.scan`.
 
@@ -63,8 +57,6 @@ def microbatch(
   4. Microbatches draw different noise: a key has the number of the microbatch folded in.
   5. Differentiated, it keeps the intermediate values of one microbatch, and not of all.
   6. With `mesh` or `axis_name` the results are those of all devices.
-  7. Instead of `num_real_microbatches` there is `skip_empty`: fill up with rows that `weight_fn`
-     counts as 0.
 
   Examples:
     >>> import jax.numpy as jnp, optax_accum
@@ -86,29 +78,23 @@ def microbatch(
       device). Give this or the next.
     microbatch_size: The rows of one microbatch; with `mesh`, on all devices together, a multiple of
       their number; with `axis_name`, on one device. The last one may have fewer.
-    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts in a mean: 0, or from
-      1e-30 to 1e30. It gets every argument that is split. Default: its rows.
-    batch_argnums: The positions of what is split. Default: the only argument that is not a key.
-    rng_argnums: The positions of random keys, typed or raw, into which the number of the microbatch
-      is folded. Default: none, and then a typed key is an error. With ``()`` all share it.
-
-  Robustness and monitoring:
-    skip_empty: Whether not to run microbatches of weight 0, to save time; on a `mesh` with further
-      axes, those of weight 0 on all devices. "stack" and "concat" have zeros for weight 0. Needs
-      `weight_fn`, and excludes reverse-mode differentiation.
+    weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts in a mean: 0 or more. It
+      gets every argument that is split, in the order of `batch_argnums`. Default: its rows.
+    batch_argnums: What is split along its first axis: a position, the name of a keyword of the
+      call, or a tuple of these. Default: the only argument that is not a key.
+    rng_argnums: The positions, or names of keywords, of random keys, typed or raw, into which the
+      number of the microbatch is folded. Default: none, and then a typed key is an error. With
+      ``()`` all share it.
 
   Several devices:
     mesh: A `jax.sharding.Mesh`, whose devices share the rows: see "Over a mesh". Default: where the
       arrays are.
-    data_axis: The axis of `mesh` that rows are sharded over, or several: ``("data", "fsdp")``.
+    data_axis: The axis of `mesh` that rows are sharded over, or several.
     axis_name: Instead of `mesh`, inside `pmap` or `shard_map`: the axis that rows are sharded over,
       or several. "stack" and "concat" keep the values of each device.
 
   Expert options:
     accumulator_dtype: The dtype in which outputs are summed, and gradients of unsplit arguments.
-    batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
-      order of `batch_argnums` and then `batch_argnames`.
-    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:
     A function with `fun`'s arguments that returns `fun`'s outputs, combined.
@@ -151,8 +137,10 @@ def microbatch(
   Differentiation:
     The backward pass computes each microbatch again from its inputs, with the same keys, so it
     keeps the intermediate values of only one: see the guide "Contrastive losses, and large
-    vocabularies". Pass parameters as arguments: with `mesh`, or `axis_name` in a `shard_map` of
-    yours, their gradients are then summed over devices once, not in every microbatch. Of parameters
+    vocabularies". Pass parameters as arguments: their gradients are then added up in float32 or
+    wider, without microbatches of weight 0, and with `mesh`, or `axis_name` in a `shard_map` of
+    yours, summed over devices once. Of what `fun` closes over JAX adds gradients up in their own
+    dtype, and in every microbatch. Of parameters
     sharded over automatic axes they come out whole, unless `jax.jit` is given `out_shardings`.
     Outside `jax.jit`, JAX differentiates over explicit axes only in `jax.set_mesh(mesh)`. What
     `fun` changes in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be
@@ -162,15 +150,20 @@ def microbatch(
   reductions = reduction_words.named("reduction", reduction, None)
   local = LocalFunction(fun, split, RolesOf(fun, split), reductions)
   whole = dataclasses.replace(split, num_microbatches=1, microbatch_size=None)
-  run: Callable[..., Tree] = functools.partial(local.outputs, None)
+  run: Callable[..., Tree] = local.outputs
   if mesh is not None:
-    run = _over_mesh(local, DataParallel.of(mesh, data_axis, axis_name))
+    if axis_name is not None:
+      raise ValueError(
+        f"axis_name={axis_name!r} is for a call inside pmap or shard_map, and mesh= for one"
+        " outside: give one of the two."
+      )
+    run = _over_mesh(local, DataParallel.of(mesh, data_axis))
 
   @functools.wraps(fun)
   def microbatched(*args, **kwargs):
     if splits_nothing():
-      return local._replace(split=whole).outputs(None, args, kwargs)
-    return run(args, kwargs)
+      return local._replace(split=whole).outputs(*args, **kwargs)
+    return run(*args, **kwargs)
 
   return microbatched
 
@@ -183,7 +176,6 @@ def _over_mesh(
 
   def on_mesh(args, kwargs):
     batch = local.roles_of(args, kwargs).batch
-    rows = cut.batch_rows(split, batch, by_slot(args, kwargs))
 
     # Cotangents of what is not split are added up over the devices where they leave the map. So
     # wide copies go into it, and within the function gets them in their own dtype.
@@ -200,18 +192,19 @@ def _over_mesh(
       args, kwargs = jax.tree.map(dtypes.in_dtype_of, within, given)
       return local.fun(*args, **kwargs)
 
-    split_on_device = parallel.local_split(split, rows)
-    on_device = local._replace(fun=narrowed, split=split_on_device)
+    on_device = local._replace(fun=narrowed, split=parallel.on_device(split))
+
+    def run(_, args, kwargs):
+      return on_device.outputs(*args, **kwargs)
+
     specs = jax.tree.map(parallel.output_spec, local.reductions)
-    run = OnEachDevice(parallel, batch, {}, on_device.outputs)
-    return run(specs, None, *wide)
+    return on_each_device(parallel, run, (), *wide, specs, batch)()
 
   jitted = jax.jit(on_mesh)
 
-  def outputs(args, kwargs):
+  def outputs(*args, **kwargs):
     roles = local.roles_of(args, kwargs)
     placed = place_arguments(parallel, split, roles, args, kwargs)
-    with explained(LOWERED, parallel):
-      return jitted(*placed)
+    return jitted(*placed)
 
   return outputs

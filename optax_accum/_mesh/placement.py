@@ -2,24 +2,26 @@
 
 from collections.abc import Callable, Iterable, Sequence
 import operator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_accum import _validate
 from optax_accum._arithmetic.trees import Leaves
 from optax_accum._mesh.state_of_parameters import followed
 
 SpecsOf: TypeAlias = Callable[[Leaves], Sequence[PartitionSpec]]
 
 
-def place(mesh: Mesh, name: str, tree, specs_of: SpecsOf | None = None):
-  """`tree` on a mesh: leaves that are there stay, others get their `PartitionSpec`, or copies.
+def place(
+  mesh: Mesh, tree, specs_of: SpecsOf | None = None, copies: bool = True
+):
+  """`tree` on a mesh: leaves that are there stay, others get their `PartitionSpec`, or are whole.
 
   `specs_of` is given all leaves. Shapes are placed as arrays, and Python numbers as weakly typed
-  arrays. Tracers stay.
+  arrays. Tracers stay. JAX puts an array on a mesh without a copy for the device that has it, so
+  that to donate the new one deletes the old: hence the copies.
   """
   leaves, treedef = jax.tree.flatten(tree)
   if _are_on(mesh, leaves):
@@ -28,34 +30,26 @@ def place(mesh: Mesh, name: str, tree, specs_of: SpecsOf | None = None):
     [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
   )
 
-  def put(path, x, spec: PartitionSpec):
-    sharding = sharding_of(x)
-    if sharding is not None and sharding.mesh == mesh:
+  def put(x, spec: PartitionSpec):
+    own: Any = getattr(x, "sharding", None)
+    own_mesh = getattr(own, "mesh", None)
+    if isinstance(x, jax.core.Tracer) or own_mesh == mesh:
       return x
-    if sharding is not None and sharding.mesh != mesh.abstract_mesh:
-      both = zip(*map(_facts, (sharding.mesh, mesh)), strict=False)
-      found = "; ".join(f"{x}, where mesh= has {y}" for x, y in both if x != y)
-      raise ValueError(
-        f"{_validate.leaf_name(name, path)} is on another mesh than mesh=, with {found}: pass the"
-        " mesh that the arrays are on, or put them on this one, jax.device_put(x,"
-        " NamedSharding(mesh, spec))."
-      )
-    if isinstance(x, jax.core.Tracer):
-      return x
-    if sharding is not None:
-      spec = sharding.spec
+    if own_mesh == mesh.abstract_mesh:
+      spec = own.spec
     # What is in the host's memory stays there.
-    memory = getattr(getattr(x, "sharding", None), "memory_kind", None)
+    memory = getattr(own, "memory_kind", None)
     target = NamedSharding(mesh, spec, memory_kind=memory)
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(sharding=target)
+    if isinstance(x, jax.Array) and copies:
+      x = jnp.copy(x)
     return jax.device_put(x, target)
 
-  paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-  return jax.tree.unflatten(treedef, map(put, paths, leaves, specs))
+  return jax.tree.unflatten(treedef, map(put, leaves, specs))
 
 
-def place_state(mesh: Mesh, name: str, params, opt_state):
+def place_state(mesh: Mesh, params, opt_state):
   """An optimizer state on a mesh. What is not there yet goes where its parameter is.
 
   So the moments of a sharded parameter are sharded too, also if they were made on one device.
@@ -72,7 +66,7 @@ def place_state(mesh: Mesh, name: str, params, opt_state):
 
     return list(map(spec, followed(params, opt_state), leaves))
 
-  return place(mesh, name, opt_state, specs_of)
+  return place(mesh, opt_state, specs_of)
 
 
 def sharding_of(x) -> NamedSharding | None:
@@ -84,33 +78,25 @@ def sharding_of(x) -> NamedSharding | None:
   sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return None
-  told = (
+  is_known = (
     isinstance(sharding.mesh, Mesh)
     or AxisType.Explicit in sharding.mesh.axis_types
   )
-  return sharding if told else None
+  return sharding if is_known else None
 
 
 def out_shardings(
   shardings: Iterable[NamedSharding | None],
 ) -> tuple[NamedSharding | None, ...]:
-  """Those that are known of a program's results, which take these of its arguments."""
+  """The shardings of a program's results, which are those of its arguments where they are known."""
   # A tracer's, over an abstract mesh, does not tell about automatic axes.
   return tuple(
     s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings
   )
 
 
-def _facts(mesh) -> list[str]:
-  """What tells a mesh from another. One that is abstract has no devices."""
-  facts = [f"axes {dict(mesh.shape)}", f"axis_types {mesh.axis_types}"]
-  if isinstance(mesh, Mesh):
-    facts.append(f"devices {[x.id for x in mesh.devices.flat]}")
-  return facts
-
-
 def _are_on(mesh: Mesh, leaves) -> bool:
-  """Whether all are arrays on a mesh, told from the few types and shardings that they share."""
+  """Whether all are arrays on a mesh, is_known from the few types and shardings that they share."""
   for kind in set(map(type, leaves)):
     if not issubclass(kind, jax.Array) or issubclass(kind, jax.core.Tracer):
       return False

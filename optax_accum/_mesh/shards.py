@@ -9,10 +9,10 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_accum._arithmetic import across_devices, dtypes, reduction_words
+from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import names_of
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.reductions import Reduction, Sum
+from optax_accum._arithmetic.reductions import Sum
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._mesh.specs import sharded_dims
 
@@ -29,62 +29,34 @@ class Shards(NamedTuple):
     gathered = functools.partial(_on_shards, lax.all_gather, "axis")
     return jax.tree.map(gathered, params, self.parameters, self.automatic)
 
-  def gather_in_loop(self, params, *others):
-    """The same in every microbatch, whose arguments are `others`."""
-    # Tied to the microbatch, because a compiler would otherwise move the gathering out of
-    # the loop, and keep what should be dropped between microbatches.
-    numbers = [x for x in jax.tree.leaves(others) if not dtypes.is_key(x)]
-    return self.gather(lax.optimization_barrier((params, numbers))[0])
+  def scattered(self, kind: Sum):
+    """The reduction of each gradient: a device keeps its part of the sum."""
 
-  def scattered(self, reductions):
-    """The reduction of each gradient, from a prefix tree of them: a device keeps its part."""
-
-    def scatter(kind, spec, automatic):
+    def scatter(spec, automatic):
       if not spec:
         return kind
-      fun = functools.partial(_scattered, kind, spec, automatic)
-      return dataclasses.replace(kind, over_devices=fun)
+      fun = functools.partial(_scattered, spec, automatic)
+      return dataclasses.replace(kind, sum_over=fun)
 
-    each = reduction_words.match(
-      "grad_reduction", reductions, self.gradients, "gradients"
-    )
-    return jax.tree.map(scatter, each, self.gradients, self.automatic)
-
-
-def in_loop(kind: Reduction, devices: Devices) -> Reduction:
-  """The same reduction, but sums over devices are taken in every microbatch."""
-  if not isinstance(kind, Sum):
-    return kind
-
-  def reduced(term):
-    return kind.over_devices(term, devices, True)
-
-  return dataclasses.replace(
-    kind, over_devices=lambda held, *_: held, reduce_term=reduced
-  )
+    return jax.tree.map(scatter, self.gradients, self.automatic)
 
 
 def _scattered(
-  kind: Reduction,
-  spec: PartitionSpec,
-  automatic: PartitionSpec,
-  held,
-  devices: Devices,
-  counted: bool | jax.Array,
+  spec: PartitionSpec, automatic: PartitionSpec, total, devices: Devices
 ):
-  """What `kind` makes of what all devices hold; each keeps its part by `spec`."""
+  """The sum over devices, of which each keeps its part by `spec`."""
   # Where other axes of the mesh are explicit, JAX (to 0.12) cannot lower psum_scatter.
-  if not isinstance(kind, Sum) or across_devices.is_explicit(held):
-    return _own_part(kind.over_devices(held, devices, counted), spec)
-  held = _on_shards(
-    lax.psum_scatter, "scatter_dimension", held, spec, automatic
+  if across_devices.is_explicit(jax.typeof(total).sharding):
+    return _own_part(devices.sum(total), spec)
+  total = _on_shards(
+    lax.psum_scatter, "scatter_dimension", total, spec, automatic
   )
   scattered = {
     name for names in sharded_dims(spec).values() for name in names_of(names)
   }
   names = names_of(devices.axis_name)
   rest = tuple(name for name in names if name not in scattered)
-  return lax.psum(held, rest) if rest else held
+  return lax.psum(total, rest) if rest else total
 
 
 def _own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:

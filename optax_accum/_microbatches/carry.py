@@ -14,7 +14,13 @@ from optax_accum._arithmetic import (
   weighted_mean,
 )
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.reductions import Reduction, REDUCTIONS
+from optax_accum._arithmetic.reductions import (
+  Fold,
+  Mean,
+  Reduction,
+  REDUCTIONS,
+  Sum,
+)
 from optax_accum._arithmetic.trees import Carry, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
@@ -26,22 +32,20 @@ def check(name: str, old, new) -> None:
   _validate.check_alike(returned, name, new, old)
 
 
-class Together(NamedTuple):
-  """How devices that begin with one carry have one in the end. Has a tuple of one carry, or none.
+class Carries(NamedTuple):
+  """How devices, or cycles, that begin with one carry `start` have one in the end.
 
-  A `term` is what a device gives of a leaf. Terms are combined by the reduction of the leaf.
+  A term is what one of them gives of a leaf. Terms are combined by the reduction of the leaf.
   """
 
   kinds: Tree
-  start: tuple[Carry, ...]
+  start: tuple[Carry, ...]  # one, or none
 
   @classmethod
-  def of(cls, split: Split, start: tuple[Carry, ...]) -> "Together":
+  def of(cls, split: Split, start: tuple[Carry, ...]) -> "Carries":
     """How `split` asks for it."""
-    if split.axis_name is None and split.devices.size == 1:
-      return cls(jax.tree.map(lambda _: _AS_IT_IS, start), start)
-    name = split.name(*split.carry)
     words = "" if split.carry_reduction is None else split.carry_reduction
+    name = split.name(*split.carry)
 
     def kind(path, word, x):
       return _reduction(_validate.leaf_name(name, path), word, x)
@@ -53,60 +57,56 @@ class Together(NamedTuple):
     return cls(tuple(map(kinds_of, start)), start)
 
   def terms(self, carry, weight: Weight):
-    """What a device gives, whose microbatches weigh so much."""
+    """What one gives, whose microbatches weigh so much."""
 
     def term(kind, x, first):
-      if kind is _FIRST:
-        return jax.random.key_data(x)
-      if not kind.summed:
+      if isinstance(kind, Fold):
+        return x, jnp.asarray(weighted_mean.counts(weight))
+      if not isinstance(kind, Sum):
         return x
       wide = dtypes.accumulator_dtype(x.dtype)
-      if kind.name == "mean":
+      if isinstance(kind, Mean):
         return weighted_mean.weigh(x, weight, wide)
       return x.astype(wide) - first.astype(wide)
 
     return jax.tree.map(term, self.kinds, carry, self.start)
 
-  def both(self, first, second):
-    """The terms of two."""
+  def merge(self, first, second, total: Weight):
+    """The carry, of the terms of two that weigh `total` together."""
 
-    def both(kind, a, b):
-      return kind.both(a, b, True)
+    def merge(kind, *terms):
+      return kind.merge(*terms)
 
-    return jax.tree.map(both, self.kinds, first, second)
+    return self._values(jax.tree.map(merge, self.kinds, first, second), total)
 
   def over_devices(self, terms, devices: Devices, total: Weight):
-    """The carry of all devices, whose microbatches weigh `total`."""
+    """The carry, of the terms of all devices, which weigh `total` together."""
+    return self._values(jax.tree.map(devices.reduced, self.kinds, terms), total)
 
-    def over_devices(kind, term, first):
-      term = devices.reduced(kind, term, True)
-      if kind is _FIRST:
-        return jax.random.wrap_key_data(term, impl=jax.random.key_impl(first))
-      if not kind.summed:
-        return term
-      if kind.name == "mean":
-        mean = weighted_mean.mean(term, total, first.dtype)
-        counted = weighted_mean.counts(total)
-        return weighted_mean.select(counted, mean, first)
-      return (first.astype(term.dtype) + term).astype(first.dtype)
+  def _values(self, terms, total: Weight):
+    def value(kind, term, first):
+      if kind.name == "sum":
+        return (first.astype(term.dtype) + term).astype(first.dtype)
+      new = kind.finish(term, total, first)
+      if isinstance(kind, _First):
+        return new
+      return weighted_mean.select(weighted_mean.counts(total), new, first)
 
-    return jax.tree.map(over_devices, self.kinds, terms, self.start)
+    return jax.tree.map(value, self.kinds, terms, self.start)
 
 
-def _of_first(held: jax.Array, devices: Devices, counted: object) -> jax.Array:
-  """What the first device holds."""
-  is_first = lax.axis_index(devices.axis_name) == 0
-  return across_devices.of_one(held, devices.axis_name, is_first)
+class _First(Reduction):
+  """What the first device, or the first cycle, has."""
 
-
-_FIRST = Reduction(over_devices=_of_first)
-_AS_IT_IS = Reduction()
+  def over_devices(self, state, devices):
+    is_first = lax.axis_index(devices.axis_name) == 0
+    return across_devices.of_one(state, devices.axis_name, is_first)
 
 
 def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   """How a leaf is reduced, by default if its `word` is ""."""
   if dtypes.is_key(x):
-    return _FIRST
+    return _First()
   if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
     raise TypeError(
       f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"

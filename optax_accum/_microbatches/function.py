@@ -7,9 +7,9 @@ import jax
 
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._microbatches.call import Microbatches
-from optax_accum._microbatches.loop import run_in_microbatches, runner
+from optax_accum._microbatches.loop import reduced, runner
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.recompute import Recomputed
+from optax_accum._microbatches.recompute import Recomputed, recomputed
 from optax_accum._microbatches.roles import RolesOf
 
 
@@ -21,18 +21,16 @@ class LocalFunction(NamedTuple):
   roles_of: RolesOf
   reductions: Tree  # a prefix tree of the outputs
 
-  def outputs(self, weights, args, kwargs):
-    """The combined outputs. `weights` are those of the microbatches, if they are known."""
+  def outputs(self, /, *args, **kwargs):
+    """The combined outputs."""
     roles = self.roles_of(args, kwargs)
-    call = Microbatches(self.split, roles, args, kwargs, weights)
+    call = Microbatches(self.split, roles, args, kwargs)
+    kinds = jax.tree.leaves(self.reductions)
+    keeps_all = any(kind.collected for kind in kinds)
+    fun = Recomputed(call, self.fun, guards=not keeps_all)
 
-    def run_fn(_, *inputs):
-      args, kwargs = call.arguments(inputs)
-      return None, None, self.fun(*args, **kwargs)
+    def run_fn(weight, *inputs):
+      return None, None, None, fun(weight, *inputs)
 
-    run = runner(call, run_fn)
-    if not call.is_whole:
-      kinds = jax.tree.leaves(self.reductions)
-      keeps_all = any(kind.collected for kind in kinds)
-      run = Recomputed(call, run, keeps_all)
-    return run_in_microbatches(call, run, self.reductions).outputs
+    run = recomputed(call, runner(call, run_fn))
+    return reduced(call, run, self.reductions).outputs

@@ -13,11 +13,13 @@ the gradient exists before it is added.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any, cast, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+import numpy as np
 
 from optax_accum import _validate, _versions
 from optax_accum._arithmetic import (
@@ -28,7 +30,6 @@ from optax_accum._arithmetic import (
 )
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Tree
-from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
 # What an operand of a linear program is: the tangent of parameter i, which has a reference; another
@@ -54,97 +55,96 @@ _INNER = {
 
 
 class Accumulators:
-  """The accumulators of gradients, as references. `reductions` is a prefix tree over them."""
+  """The accumulators of gradients, as references. `kinds` is a prefix tree of their reductions."""
 
   def __init__(
     self,
     args,
     argnums: int | Sequence[int],
-    reductions,
+    kinds: Tree,
     dtype: DTypeLike | None,
   ) -> None:
-    self._is_one = isinstance(argnums, int)
-    self._positions = (argnums,) if isinstance(argnums, int) else argnums
-    params = [args[i] for i in self._positions]
-    for i, tree in zip(self._positions, params, strict=True):
-      for name, x in _validate.named_leaves(f"argument {i}", tree):
-        _check_dtype(name, x, dtype)
+    self._argnums = argnums
+    params = self._differentiated(args)
+    for name, x in _validate.named_leaves("params", params):
+      _check_dtype(name, x, dtype)
 
     def accumulator(x):
       return jax.new_ref(across_devices.full_like(jax.typeof(x), 0))
 
-    def added(of, ref):
-      return AddedGradients(of=of, ref=ref, over_devices=of.over_devices)
-
-    refs = self._like_gradients(jax.tree.map(accumulator, params))
-    each = reduction_words.match(
-      "grad_reduction", reductions, refs, "gradients"
-    )
-    self.reductions = jax.tree.map(added, each, refs)
+    refs = jax.tree.map(accumulator, params)
     self._refs = jax.tree.leaves(refs)
+    each = reduction_words.match("reduction", kinds, refs)
+    self.reductions = jax.tree.map(AddedGradients, each, refs)
 
-  def _like_gradients(self, trees: list[Tree]):
-    """What `argnums` has one or several of, as `jax.grad` returns it."""
-    return trees[0] if self._is_one else tuple(trees)
+  def _differentiated(self, args):
+    """One or several arguments, as `jax.grad` returns their gradients."""
+    if isinstance(self._argnums, int):
+      return args[self._argnums]
+    return tuple(args[i] for i in self._argnums)
 
-  def value_and_grad(
-    self,
-    fun: Callable[..., Tree],
-    factor: Weight,
-    /,
-    *args,
-    **kwargs,
-  ):
-    """As `jax.value_and_grad`, but it adds gradients times `factor`, and returns empty ones."""
+  def value_and_grad(self, fun: Callable[..., Tree]) -> Callable[..., Any]:
+    """As `jax.value_and_grad` with aux, but it adds the gradients up, and returns empty ones."""
+    return functools.partial(self._add_gradients, fun)
+
+  def _add_gradients(self, fun: Callable[..., Tree], /, *args, **kwargs):
     args, kwargs = refuse_transforms((args, kwargs))
-    params = [args[i] for i in self._positions]
+    params = self._differentiated(args)
     leaves = jax.tree.leaves(params)
     treedef: Any = jax.tree.structure(params)
 
     def of_leaves(*leaves):
-      all_args = [*args]
-      for i, x in zip(self._positions, treedef.unflatten(leaves), strict=True):
-        all_args[i] = x
-      return fun(*all_args, **kwargs)
+      given = treedef.unflatten(leaves)
+      if isinstance(self._argnums, int):
+        given = (given,)
+      positions = [i % len(args) for i in np.ravel(self._argnums)]
+      new = dict(zip(positions, given, strict=True))
+      return fun(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
 
     vjp: Any = jax.vjp  # which JAX does not type with references
     loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
     refs = [*self._refs]
-    apart = kept_apart(backward.jaxpr, leaves)
-    for i in apart:
+    whole = without_references(backward.jaxpr, leaves)
+    for i in whole:
       refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
-    cotangent = _cotangent(loss, leaves, factor)
-    loss, aux, cotangent = refuse_transforms((loss, aux, cotangent))
+    given = loss, aux, jnp.ones_like(loss)
+    loss, aux, cotangent = refuse_transforms(given)
     grads = backward.with_refs(*refs)(cotangent)
-    for i in apart:
+    for i in whole:
       self._refs[i][...] += grads[i]
 
     def empty(x):
       return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
 
-    return (loss, aux), self._like_gradients(jax.tree.map(empty, params))
+    return (loss, aux), jax.tree.map(empty, params)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AddedGradients(Reduction):
-  """The sum or mean `of` gradients that the backward pass has added to `ref`."""
+  """The sum or mean `kind` of gradients that the backward pass has added to `ref`."""
 
-  of: Reduction
+  kind: Reduction
   ref: Any
 
-  def resumed(self, held):
-    self.ref[...] = held
-    return across_devices.vary_like(jnp.zeros((0,), held.dtype), held)
+  def start(self, like, dtype):
+    return across_devices.full_like(like, 0)
 
-  def unhoisted(self, held, shapes):
+  def resumed(self, state):
+    self.ref[...] = state
+    return across_devices.vary_like(jnp.zeros((0,), state.dtype), state)
+
+  def unhoisted(self, state, shapes):
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
-    return held
+    return state
 
-  def join(self, held, collected, tail=None):
+  def join(self, state, collected, tail=None):
     return refuse_transforms(jax.freeze(self.ref))
 
-  def finish(self, held, weight, like):
-    return self.of.finish(held, weight, like)
+  def over_devices(self, state, devices):
+    return self.kind.over_devices(state, devices)
+
+  def finish(self, state, weight, like):
+    return self.kind.finish(state, weight, like)
 
 
 _unmapped = jax.custom_batching.custom_vmap(lambda x: x)
@@ -170,21 +170,15 @@ def refuse_transforms(tree):
   return jax.tree.map(refusing, tree)
 
 
-def check_options(split: Split, grad_reduction, metrics) -> None:
+def check_options(split: Split, noise_scale: bool) -> None:
   """Checks what ``in_place`` is given with, and that this JAX can do it."""
   if not split.in_place:
     return
-  if metrics:
-    raise ValueError(
-      f"What is asked for ({', '.join(metrics)}) needs the gradients of microbatches, and"
-      " in_place=True adds these up within the backward pass, so that none ever exists: pass"
-      " in_place=False, or leave noise_scale and grad_metrics_fn out."
-    )
-  if split.skip_nonfinite or grad_reduction is not None:
+  if split.skip_nonfinite or noise_scale:
     raise ValueError(
       "in_place=True adds gradients up before they are complete, so that"
-      f" skip_nonfinite={split.skip_nonfinite} with grad_reduction={grad_reduction!r} cannot leave"
-      " them out, nor combine them in another way than losses: pass in_place=False."
+      f" skip_nonfinite={split.skip_nonfinite} cannot leave them out, nor"
+      f" noise_scale={noise_scale} compare them: pass in_place=False."
     )
   if not _versions.ADDS_TO_REFERENCES:
     raise NotImplementedError(
@@ -205,30 +199,17 @@ def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
   )
 
 
-def _cotangent(loss: jax.Array, leaves, factor: Weight) -> jax.Array:
-  """The factor of the loss, and so of all gradients."""
-  widest = max((jnp.finfo(x.dtype).bits for x in leaves), default=0)
-  is_narrow = jnp.finfo(loss.dtype).bits < widest
-  is_one = isinstance(factor, float) and factor == 1
-  if is_narrow and not is_one:
-    raise TypeError(
-      f"The loss has dtype {loss.dtype}, narrower than the parameters', and in_place=True would"
-      " round weights to it: return the loss in the parameters' dtype, or pass in_place=False."
-    )
-  return jnp.ones_like(loss) * jnp.asarray(factor, loss.dtype)
-
-
-def kept_apart(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
+def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
-  apart = {i for i, x in enumerate(leaves) if not x.size}
+  whole = {i for i, x in enumerate(leaves) if not x.size}
   residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
   while True:
     kinds: list[_Kind] = [None] * residuals
-    kinds += [_VALUE if i in apart else i for i in range(len(leaves))]
+    kinds += [_VALUE if i in whole else i for i in range(len(leaves))]
     found = _unfit(jaxpr, kinds)
     if not found:
-      return apart
-    apart |= found
+      return whole
+    whole |= found
 
 
 def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.reductions import refusing_derivatives
 from optax_accum._arithmetic.trees import Leaf, Tree
-from optax_accum._microbatches.cut import batch_rows
+from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
-from optax_accum._microbatches.roles import Arguments, by_slot, RolesOf
+from optax_accum._microbatches.roles import by_slot, RolesOf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,70 +27,84 @@ class LossFunction:
   split: Split
   roles_of: RolesOf
   has_aux: bool
-
-  @property
-  def carries(self) -> bool:
-    """Whether it takes a carry, and returns a new one."""
-    return self.split.carry_argnum is not None
+  is_mean: bool  # or a sum
 
   def __call__(self, /, *args, **kwargs) -> tuple[Leaf, Tree]:
     """The loss of one microbatch, its weight, its new carry and its aux."""
+    _, (loss, *others) = self.weighed(1.0, *args, **kwargs)
+    return loss, tuple(others)
+
+  def weighed(self, weight: Any, /, *args, **kwargs) -> tuple[Leaf, Tree]:
+    """The loss times its weight, to be differentiated, and ``(loss, weight, new_carry, aux)``.
+
+    Here and nowhere else a weight enters. It is None where `fun` tells it.
+    """
     try:
       out = self.fun(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-      for note in self._notes_on(error, args, kwargs):
-        error.add_note(note)
+    except jax.errors.JAXTypeError as error:
+      self._add_note(error, args, kwargs)
       raise
     loss = out
-    weight: Any = None
+    own_weight: Any = None
     carry = None
     aux = None
-    if self.has_aux or self.carries:
+    carries = self.split.carry_argnum is not None
+    if self.has_aux or carries:
       wanted = "has_aux=True it must return (loss, aux)"
-      if self.carries:
+      if carries:
         wanted = "carry_argnum it must return (loss, (new_carry, aux))"
       loss, aux = _pair(out, out, wanted)
-      if self.carries:
+      if carries:
         carry, aux = _pair(aux, out, wanted)
     if self.split.has_weight:
       wanted = (
         "has_weight=True it must return (total, weight) in the place of the loss, as in"
         " ((total, weight), aux) with has_aux"
       )
-      loss, weight = _pair(loss, loss, wanted)
+      loss, own_weight = _pair(loss, loss, wanted)
     check_loss(loss, self.split.has_weight)
+    # One that devices reduced is the loss of each of them.
+    loss = self.split.devices.varying(loss)
     if self.split.has_weight:
-      weighted_mean.check_weight("The loss", weight)
-      weight = _without_derivative(weighted_mean.as_weight(weight))
-    return loss, (weight, carry, aux)
-
-  def _notes_on(self, error: Exception, args, kwargs) -> list[str]:
-    """What an error in the function may come from."""
-    notes: list[str] = []
-    arguments = by_slot(args, kwargs)
-    roles = self.roles_of(args, kwargs)
-    if isinstance(error, jax.errors.JAXTypeError):
-      # Python asked for the value of an argument that is traced.
-      scalars = [slot for slot in roles.shared if _has_scalar(arguments, slot)]
-      names = map(self.roles_of.signature.name, scalars)
-      fixed = ", ".join(f"{name}=..." for name in names)
-      if fixed:
-        notes.append(
-          "A step traces all its arguments, so Python cannot branch on them, nor can they be"
-          " static. Fix a setting in the loss, functools.partial(loss_fn,"
-          f" {fixed}), and make a step for each value."
-        )
-    if "shape" in str(error):
-      rows = batch_rows(self.split, roles.batch, arguments)
-      notes.append(
-        f"The loss was given {rows} rows, a microbatch on one device."
+      weighted_mean.check_weight("The loss", own_weight)
+      dtypes.check_wide("The weight of the loss", own_weight)
+      weight = own_weight = _without_derivative(
+        weighted_mean.as_weight(own_weight)
       )
-    return notes
+    if self.split.has_weight or not self.is_mean:
+      # A total was weighed by the user, and a sum has no weight: the factor is 1, or 0 for what
+      # does not count.
+      weight = weighted_mean.counts(weight)
+    return _times(loss, weight), (loss, own_weight, carry, aux)
+
+  def _add_note(self, error: Exception, args, kwargs) -> None:
+    """Says what to write where Python asked for the value of a traced setting: ``if train:``."""
+    arguments = by_slot(args, kwargs)
+    shared = self.roles_of(args, kwargs).shared
+
+    def has_scalar(slot):
+      return any(jnp.shape(x) == () for x in jax.tree.leaves(arguments[slot]))
+
+    names = map(self.roles_of.signature.name, filter(has_scalar, shared))
+    fixed = ", ".join(f"{name}=..." for name in names)
+    if fixed:
+      error.add_note(
+        "A step traces all its arguments, so Python cannot branch on them, nor can they be static."
+        f" Fix a setting in the loss, functools.partial(loss_fn, {fixed}), and make a step for each"
+        " value."
+      )
 
 
-def _has_scalar(arguments: Arguments, slot: int | str) -> bool:
-  leaves = jax.tree.leaves(arguments[slot])
-  return any(getattr(x, "shape", ()) == () for x in leaves)
+def _times(loss: jax.Array, weight: Weight) -> jax.Array:
+  """The loss times its weight, as it is differentiated. Where that is known to be 1, the loss."""
+  dtype = jnp.result_type(loss)
+  if isinstance(weight, jax.Array):
+    dtypes.check_wide("The loss", loss)
+  elif weight == 1:
+    return loss
+  elif np.asarray(weight).astype(dtype) != weight:  # as 257 rows in bfloat16
+    dtypes.check_wide("The loss", loss)
+  return loss * jnp.asarray(weight, dtype)
 
 
 def _pair(x, returned, wanted: str):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_accum._arithmetic import dtypes
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.reductions import Mean, Sum
 from optax_accum._arithmetic.trees import Leaf
+from optax_accum._arithmetic.weighted_mean import Weight
 
 
 class NoiseScaleTerms(NamedTuple):
@@ -76,7 +77,6 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
 
   Raises:
     ValueError: `decay` is below 0, or not below 1 (in float32).
-    TypeError: ``update`` got something other than the terms of one step and the state.
 
   References:
     McCandlish et al. 2018, arXiv:1812.06162, section 2 and appendix A.1 (for SGD).
@@ -95,16 +95,6 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
   def update(
     terms: NoiseScaleTerms, state: optax.EmaState
   ) -> tuple[jax.Array, optax.EmaState]:
-    kinds = isinstance(terms, NoiseScaleTerms) and isinstance(
-      state, optax.EmaState
-    )
-    if not kinds or jnp.shape(terms.trace):
-      raise TypeError(
-        'update takes metrics["noise_scale"] of one step, and what init() or the last update'
-        f" returned, not a {type(terms).__name__} of shape {jnp.shape(getattr(terms, 'trace', 0))}"
-        f" and a {type(state).__name__}: scan it over the terms of several steps, and restore a"
-        " checkpoint into the tree that init() returns."
-      )
     terms = jax.tree.map(
       lambda x: jnp.asarray(x, jnp.result_type(float)), terms
     )
@@ -113,9 +103,11 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     new = average.update(terms, state)[1]
     new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
     terms = new.ema
-    told = terms.squared_norm > 0
-    scale = jnp.maximum(terms.trace, 0) / jnp.where(told, terms.squared_norm, 1)
-    return jnp.where(told, scale, jnp.inf), new
+    is_positive = terms.squared_norm > 0
+    scale = jnp.maximum(terms.trace, 0) / jnp.where(
+      is_positive, terms.squared_norm, 1
+    )
+    return jnp.where(is_positive, scale, jnp.inf), new
 
   return GradientNoiseScale(init, update)
 
@@ -130,9 +122,13 @@ class Noise(NamedTuple):
 NOISE = Noise(Mean(wide=True), Sum(wide=True))  # how they are reduced
 
 
-def noise_of(grads, /) -> Noise:
-  """The values of one microbatch, from its gradient."""
-  squared = squared_norm(grads)
+def noise_of(grads, weight: Weight) -> Noise:
+  """The values of one microbatch, from its gradient times its weight."""
+
+  def mean(g):
+    return weighted_mean.mean(g, weight, dtypes.accumulator_dtype(g.dtype))
+
+  squared = squared_norm(jax.tree.map(mean, grads))
   # One of the same dtype, so that devices reduce them together.
   return Noise(squared, jnp.ones_like(squared))
 
@@ -165,15 +161,6 @@ def noise_terms(
   return NoiseScaleTerms(
     *(jnp.where(tells, x, 0) for x in (squared_norm, trace))
   )
-
-
-def check_count(microbatches: int) -> None:
-  """Checks that there are several, on all devices together."""
-  if microbatches < 2:
-    raise ValueError(
-      "noise_scale=True compares microbatches, and there is one: use num_microbatches=2 or more, a"
-      " smaller microbatch_size, or a mesh of several devices."
-    )
 
 
 def check_reduction(reduction: str) -> None:

@@ -14,14 +14,14 @@ Arguments: TypeAlias = dict[Any, Tree]  # by position or name
 class Roles(NamedTuple):
   """Where the arguments of each role are in a call."""
 
-  batch: dict[Slot, int]  # what is split, and the axis of its rows
+  batch: tuple[Slot, ...]
   rng: tuple[Slot, ...]
   carry: tuple[Slot, ...]  # one at most
   differentiated: tuple[int, ...]
   # What every microbatch gets in full, and no gradient is taken of.
   shared: tuple[Slot, ...]
   # The same, of the step's own.
-  held: tuple[Slot, ...]
+  of_step: tuple[Slot, ...]
 
 
 def by_slot(args, kwargs) -> Arguments:
@@ -41,42 +41,32 @@ class Signature:
   """The parameters of a function, by which the arguments of a call are found."""
 
   def __init__(self, fun: Callable[..., Tree]) -> None:
-    self._parameters: list[inspect.Parameter] = []
+    self._names: list[str] = []
     try:
       parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # builtins and some callables have none
       return
-    kinds = (
-      inspect.Parameter.POSITIONAL_ONLY,
-      inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    self._parameters = [p for p in parameters if p.kind in kinds]
+    for p in parameters:
+      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+        # One that is positional only has a place, and no name that a call could use.
+        self._names.append(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "")
 
   def name(self, slot: Slot) -> str:
     """What the function calls an argument: "..." where it has no name."""
     if isinstance(slot, str):
       return slot
-    if slot >= len(self._parameters):
-      return "..."
-    return self._name_of(self._parameters[slot]) or "..."
-
-  def _name_of(self, parameter: inspect.Parameter) -> str:
-    # One that is positional only has a place, and no name that a call could use.
-    is_named = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    return parameter.name if is_named else ""
+    return dict(enumerate(self._names)).get(slot) or "..."
 
   def slots(self, count: int, names: Sequence[str]) -> dict[Slot, Slot]:
     """Where a call of `count` arguments by position and these by name has each of them.
 
-    The keys are positions and names, by either of which an option may name an argument.
+    The keys are positions and names, by which an option may name an argument.
     """
     slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}
     slots.update(zip(names, names, strict=True))
     # Not bound to the signature: a decorated function has that of what it wraps, and may take more.
-    for i, name in enumerate(map(self._name_of, self._parameters)):
-      if i < count:
-        slots.setdefault(name, i)
-      elif name in names:
+    for i, name in enumerate(self._names[count:], count):
+      if name in names:
         slots[i] = name
     return slots
 
@@ -101,37 +91,29 @@ class RolesOf:
     slots = self.signature.slots(count, names)
     every: Sequence[Slot] = (*range(count), *names)
 
-    def find(option, wanted):
+    def find(option, wanted, slots=slots):
       for argument in wanted:
         if argument not in slots:
           raise ValueError(_missing(option, argument, count, names))
-      return tuple(slots[argument] for argument in wanted)
+      return tuple(dict.fromkeys(slots[argument] for argument in wanted))
 
-    differentiated = self._differentiated(count)
+    positions = {i: i % count for i in range(-count, count)}
+    differentiated = find("argnums", self._argnums, positions)
     batch = find("batch_argnums", split.batch)
     rng = find("rng_argnums", split.rng)
     carry = find("carry_argnum", split.carry)
     if not batch:
       batch = _only([slot for slot in every if slot not in rng])
-    axes: dict[Slot, int] = {}
-    for slot, axis in zip(batch, split.batch_axis, strict=True):
-      if axes.setdefault(slot, axis) != axis:
+    taken = [*differentiated, *batch, *rng, *carry]
+    for slot in taken:
+      if taken.count(slot) > 1:
         raise ValueError(
-          f"Argument {slot!r} is named twice, with batch_axis {axes[slot]}, {axis}."
+          f"Argument {slot!r} has two roles: differentiated are {differentiated}, split {batch},"
+          f" random keys {rng}, carried {carry} (batch_argnums=None is {split.batch})."
         )
-    # As the batch, one key may be named by position and by name.
-    rng = tuple(dict.fromkeys(rng))
-    held = split.held
-    taken = {*axes, *rng, *carry, *differentiated, *held}
+    taken += split.of_step
     shared = tuple(slot for slot in every if slot not in taken)
-    return Roles(axes, rng, carry, differentiated, shared, held)
-
-  def _differentiated(self, count: int) -> tuple[int, ...]:
-    """The positions of what is differentiated, which is passed by position."""
-    for i in self._argnums:
-      if not -count <= i < count:
-        raise ValueError(_missing("argnums", i, count, ()))
-    return tuple(i % count for i in self._argnums)
+    return Roles(batch, rng, carry, differentiated, shared, split.of_step)
 
 
 def _missing(
@@ -141,13 +123,12 @@ def _missing(
   got = f"{count} positional"
   if names:
     got += f" and the keywords {sorted(names)}"
-  name = option
+  fix = "Pass it, or change the option"
   if isinstance(argument, str):
-    name = option.replace("nums", "names")
-  how = " by position" if option == "argnums" else ""
+    fix = f"A name is a keyword of the call: pass {argument}=..., or give its position"
   return (
-    f"{name} names argument {argument!r} of the function, to which this call gives {got}"
-    f" arguments (opt_state of a step is none of them). Pass it{how}, or change {name}."
+    f"{option} names argument {argument!r} of the function, to which this call gives {got}"
+    f" arguments (opt_state of a step is none of them). {fix}."
   )
 
 

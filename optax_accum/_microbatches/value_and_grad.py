@@ -8,12 +8,9 @@ from jax.typing import DTypeLike
 
 from optax_accum import _spellings
 from optax_accum._arithmetic.across_devices import AxisName
-from optax_accum._arithmetic.reduction_words import (
-  GradReductionTree,
-  ReductionTree,
-)
+from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._microbatches.loss import LocalLoss
-from optax_accum._microbatches.options import Split, WeightFn
+from optax_accum._microbatches.options import Slots, Split, WeightFn
 
 P = ParamSpec("P")
 
@@ -32,20 +29,15 @@ def microbatch_value_and_grad(
   weight_fn: WeightFn | None = None,
   has_weight: bool = False,
   aux_reduction: ReductionTree = None,
-  batch_argnums: int | Sequence[int] | None = None,
+  batch_argnums: Slots = None,
   reduction: Literal["mean", "sum"] = "mean",
-  rng_argnums: int | Sequence[int] | None = None,
+  rng_argnums: Slots = None,
   carry_argnum: int | None = None,
   skip_nonfinite: bool = False,
-  skip_empty: bool = False,
   axis_name: AxisName | None = None,
   in_place: bool = False,
   accumulator_dtype: DTypeLike | None = None,
-  grad_reduction: GradReductionTree = None,
   carry_reduction: ReductionTree = None,
-  batch_axis: int | tuple[int, ...] = 0,
-  batch_argnames: str | Sequence[str] = (),
-  rng_argnames: str | Sequence[str] = (),
 ) -> Callable[P, tuple[Any, ...]]:
   """`jax.value_and_grad` that runs one microbatch after the other, in one `jax.lax.scan`.
 
@@ -72,24 +64,26 @@ def microbatch_value_and_grad(
     num_microbatches: The number of equal parts. It must divide the rows. Give this or the next.
     microbatch_size: The rows of one microbatch, on one device. The last one may have fewer.
     weight_fn: ``weight_fn(batch) -> scalar``, how much a microbatch counts, such as its valid
-      tokens: 0, or from 1e-30 to 1e30. It gets every argument that is split. Default: its rows.
+      tokens: 0 or more. It gets every argument that is split, in the order of `batch_argnums`. The
+      loss is multiplied by it before it is differentiated, so both must be in float32 or wider.
+      Default: its rows.
     has_weight: Whether `fun` returns ``(total, weight)`` where others return the loss: the sum of
       the losses of its rows, and how much they count, as for `weight_fn`. The loss is the sum of
       the totals over that of the weights, and so are gradients; the weight has none. No mask is
-      written twice, and one that `fun` draws is counted as drawn. Excludes `weight_fn`,
-      ``reduction="sum"`` and `skip_empty`. With `in_place`, what weighs 0 must have gradients of 0.
+      written twice, and one that `fun` draws is counted as drawn. Excludes `weight_fn`
+      and ``reduction="sum"``. With `in_place`, rows that do not count must be finite.
     aux_reduction: How aux is combined: ``"mean"`` (weighted), ``"sum"``, ``"max"``, ``"min"``,
       ``"last"``, ``"stack"`` (on a new first axis), ``"concat"`` (the rows, in their order), a
       function ``merge(a, b)``, or a prefix tree of these. Default: the mean, which refuses an aux
       with one value per row.
-    batch_argnums: The positions of the arguments that are split, all with as many rows. Default: 1,
-      and then no other may have as many rows: give ``(1, 2)`` to split both, or ``1`` not to.
+    batch_argnums: What is split along its first axis: a position, the name of a keyword of the
+      call, or a tuple of these, all with as many rows. Default: 1.
     reduction: ``"mean"``, weighted; or ``"sum"``, for a loss that is a sum over rows.
 
   Randomness and carried state:
-    rng_argnums: The positions of random keys, typed or raw, or of pytrees of keys, into which the
-      number of the microbatch is folded. Default: none, and then a typed key is an error. With
-      ``()`` all microbatches share it.
+    rng_argnums: The positions, or names of keywords, of random keys, typed or raw, or of pytrees of
+      keys, into which the number of the microbatch is folded. Default: none, and then a typed key
+      is an error. With ``()`` all microbatches share it.
     carry_argnum: The position of an argument that each microbatch updates for the next, such as
       batch statistics. `fun` then returns ``(loss, (new_carry, aux))``. Microbatches of weight 0 do
       not change it.
@@ -97,9 +91,6 @@ def microbatch_value_and_grad(
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite. They
       count as weight 0, and a `MicrobatchStats` follows the results.
-    skip_empty: Whether not to run microbatches of weight 0, to save time. Needs `weight_fn`, and
-      excludes reverse-mode differentiation.
-
   Several devices:
     axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
       summed over it once, after the scan. "stack" and "concat" keep the values of each device.
@@ -111,17 +102,10 @@ def microbatch_value_and_grad(
       `weight_fn` and further axes of a mesh, or collectives in the loss, a microbatch that is empty
       on one device runs if it counts on another, and its loss must be finite.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
-    grad_reduction: How gradients are combined: ``"mean"``, ``"sum"``, ``"max"``, ``"min"``,
-      ``"last"``, or a prefix tree of these. For parameters that are overwritten with their
-      "gradient", such as fp8 statistics: the optimizer must overwrite them too, as
-      `linen_train_step` does. Default: `reduction`.
     carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
       default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
       all increments. Keys are not combined: each device folds its index into its own, and those of
       the first come out.
-    batch_axis: The axis that is split: one for all arrays, or a tuple with one per argument, in the
-      order of `batch_argnums` and then `batch_argnames`.
-    batch_argnames, rng_argnames: The names of keyword arguments that are split, or random keys.
 
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
@@ -151,7 +135,7 @@ def microbatch_value_and_grad(
 
   @functools.wraps(fun)
   def value_and_grad(*args, **kwargs):
-    reduced = loss.value_and_grad(None, *args, **kwargs)
+    reduced = loss.value_and_grad(*args, **kwargs)
     out = reduced.outputs
     value = out.loss
     if reduced.carry:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import inspect
 import logging
 import math
@@ -13,8 +14,7 @@ import jax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Args, Leaves
-from optax_accum._microbatches import cut
-from optax_accum._plan import sizes
+from optax_accum._plan import of_step, sizes
 from optax_accum._plan.candidate import Choice, measured, PlanCandidate
 from optax_accum._train_step.program import Step
 
@@ -78,7 +78,7 @@ class Builder:
       return sizes.parse(given)
     found = []
     if isinstance(self._first, Step):
-      found = self._first.devices
+      found = of_step.devices(self._first)
     if not found:
       held = (getattr(x, "sharding", None) for x in jax.tree.leaves(self._args))
       found = [d for x in held for d in getattr(x, "device_set", ())]
@@ -97,12 +97,12 @@ class Builder:
     rows = self._rows
     step = self._first
     args = self._args_name
-    possible: Any = cut.sizes
+    possible: Any = of_step.sizes_of
     batch: Args = ()
     if isinstance(step, Step):
-      possible = step.sizes
+      possible = functools.partial(of_step.sizes, step)
       batch = self._args[getattr(step, "batch_position", 2) :]
-      found = step.rows(self._args)
+      found = of_step.rows(step, self._args)
       if found not in (None, rows):
         fix = f"give {found}"
         if args != "args":
@@ -121,7 +121,6 @@ class Builder:
     def in_parts(uneven):
       return [n for n in possible(rows, uneven) if n % parts == 0]
 
-    # If there is none, as for noise_scale=True with one row, lowering raises an error of its own.
     even = in_parts(False) or [rows]
     if self._takes_size:
       return even, in_parts(True)

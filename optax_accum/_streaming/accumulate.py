@@ -9,18 +9,11 @@ from optax_accum import _spellings, _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.devices import devices_of
-from optax_accum._arithmetic.reductions import REDUCTIONS
-from optax_accum._arithmetic.skip import SkipFn
 from optax_accum._streaming.accumulation import (
   AccumulateTransformation,
   Accumulation,
 )
-from optax_accum._streaming.calls import (
-  Calls,
-  MeanOfOne,
-  Schedule,
-  SeveralCalls,
-)
+from optax_accum._streaming.calls import Calls, Schedule
 
 
 @_spellings.hinted()
@@ -29,7 +22,7 @@ def accumulate(
   every_k: int | Schedule,
   *,
   reduction: Literal["mean", "sum"] = "mean",
-  skip_fn: SkipFn | None = None,
+  skip_fn: optax.ShouldSkipUpdateFunction | None = None,
   axis_name: AxisName | None = None,
   accumulator_dtype: DTypeLike | None = None,
   differentiable: bool = False,
@@ -80,10 +73,10 @@ def accumulate(
     An `AccumulateTransformation`, which works wherever an optax transformation does.
 
   Raises:
-    TypeError: An argument or gradient has the wrong type, or ``weight`` or ``flush`` is misspelled.
-    ValueError: An argument is out of range; gradients differ from parameters in tree or shape;
-      `inner` changes tree or shapes of its state; `axis_name` is unbound; ``value`` is no real
-      scalar; the state belongs to other options or another model. With ``check_vma=True`` also:
+    TypeError: An argument or gradient has the wrong type, such as `optax.MultiSteps` for `inner`.
+    ValueError: An argument is out of range; ``weight`` is no scalar; gradients differ from
+      parameters in tree or shape; `inner` changes tree or shapes of its state; `axis_name` is
+      unbound; the state belongs to other options or another model. With ``check_vma=True`` also:
       gradients were already summed over `axis_name`, or parameters are sharded over it.
     NotImplementedError: `inner` calls the ``value_fn`` of a `make_train_step`.
 
@@ -104,9 +97,9 @@ def accumulate(
     - ``weight``: how much the microbatch counts, such as its valid tokens. Default: 1. Give it in
       every call of a cycle, or in none.
 
-      Give 0, or 1e-30 to 1e30 such that its product with the gradients is in the range of the
-      accumulators. The step is NaN if a traced weight is below 0, or the total below 1e-30 or above
-      1e36. The derivative by a weight of 0 is 0.
+      Give 0, or a number above 0 such that its product with the gradients is in the range of the
+      accumulators. The step is NaN if a traced weight is below 0. The derivative by a weight of 0
+      is 0.
     - ``flush``: a bool. True ends the cycle with this call, such as the last of an epoch, and the
       mean is over what was accumulated. With gradients of zero and ``weight=0.0`` it adds nothing.
 
@@ -114,8 +107,7 @@ def accumulate(
 
     - ``value`` is the loss, a real scalar. `inner` gets that of the cycle, reduced as the gradients
       are, over the calls that have one. With `axis_name` give that of the device's rows.
-    - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`. With
-      ``every_k=1`` and ``"mean"``, and no `axis_name`, ``grad`` and ``value`` are passed on.
+    - ``grad``: `inner` gets the reduced `updates`, so put what changes gradients into `inner`.
     - ``value_fn`` is passed on, so give the loss of all rows of the cycle. The one that
       `make_train_step` gives is the loss of one call. An `inner` that calls it raises an error,
       unless ``every_k=1``: take the step on all rows in one call.
@@ -161,34 +153,23 @@ def accumulate(
   12. Types of the state of `inner`. If an update widens them (by float32 gradients of bfloat16
       parameters), they stay wide, as in plain optax. There they are rounded back.
   13. The state. The first five fields have the names of `optax.MultiStepsState`, but ``acc_grads``
-      has a weighted sum, where that has a mean. `from_multi_steps` converts one.
+      has a weighted sum, where that has a mean. At the end of a cycle a state of `optax.MultiSteps`
+      goes on as ``tx.init(params)._replace(inner_opt_state=old.inner_opt_state,
+      gradient_step=old.gradient_step)``. To drop a cycle that has begun:
+      ``optax.tree.set(state, mini_step=0, acc_weight=0.0)``.
   14. The form. This is a transformation, without a ``gradient_transformation()``, and `has_updated`
       is a function, of any state that holds one of `accumulate`.
   """
-  if isinstance(every_k, optax.GradientTransformation):
-    raise TypeError(
-      "The optimizer comes before the number: accumulate(inner, every_k)."
-    )
   _validate.transformation(inner)
-  if skip_fn is not None and not callable(skip_fn):
-    raise TypeError(
-      f"skip_fn={skip_fn!r} must be a function, as optax.skip_not_finite, or None."
-    )
   if not callable(every_k):
     every_k = _validate.positive_int("every_k", every_k)
-  kind = REDUCTIONS[_validate.one_of("reduction", reduction, ("mean", "sum"))]
-  dtype = dtypes.check_accumulator_dtype(accumulator_dtype)
-  devices = devices_of(axis_name)
-  calls: type[Calls] = SeveralCalls
-  if every_k == 1:
-    calls = Calls
-    if reduction == "mean" and axis_name is None:
-      calls = MeanOfOne
+  _validate.one_of("reduction", reduction, ("mean", "sum"))
   accumulation = Accumulation(
     optax.with_extra_args_support(inner),
-    calls(every_k, kind, dtype, devices),
+    Calls(every_k, dtypes.check_accumulator_dtype(accumulator_dtype)),
+    reduction,
     skip_fn,
-    devices,
+    devices_of(axis_name),
     differentiable,
   )
   return AccumulateTransformation(accumulation.init, accumulation)

@@ -3,18 +3,18 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 import optax
 
-from optax_accum import _scopes, _spellings
+from optax_accum import _scopes
 from optax_accum._arithmetic import conditional, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.skip import asks_to_skip, SkipFn
+from optax_accum._arithmetic.skip import asks_to_skip
 from optax_accum._arithmetic.trees import (
   Args,
   Grads,
@@ -25,8 +25,8 @@ from optax_accum._arithmetic.trees import (
 )
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._streaming import checks
-from optax_accum._streaming.calls import Call, Calls
-from optax_accum._streaming.inner_state import same_types, updated, widened
+from optax_accum._streaming.calls import Call, Calls, refused, ValueOfOneCall
+from optax_accum._streaming.inner_state import same_types, widened
 from optax_accum._streaming.state import (
   AccumulateState,
   own,
@@ -37,31 +37,12 @@ from optax_accum._streaming.state import (
 
 Model = TypeVar("Model", bound=Any)  # the type of the parameters
 
-# The methods of `optax.MultiSteps`, and what is no method here.
-_METHODS = {
-  "has_updated": ": write optax_accum.has_updated(opt_state), a function of the state",
-  "gradient_transformation": ": pass it as it is",
-  "flush": ": write tx.apply(grads, opt_state, params, flush=True)",
-}
-
-
-class Given(NamedTuple):
-  """What `update` and `apply` are given, beside the state."""
-
-  updates: Grads
-  params: Params
-  weight: ArrayLike
-  flush: Flag
-  may_end: Flag | None  # of a step: does anything of its batch count?
-  extra_args: Kwargs
-
 
 class MiniStep(NamedTuple):
   """What one call adds up and decides, before `inner` runs."""
 
   call: Call
   sums: AccumulateState  # of the cycle, with this call
-  divisor: Weight  # of the sum of gradients over the devices, for the mean
   emit: Flag  # whether `inner` steps in this call
   state: AccumulateState  # the next, but for `acc_grads` and `inner_opt_state`
 
@@ -72,7 +53,8 @@ class Accumulation:
 
   inner: optax.GradientTransformationExtraArgs
   calls: Calls
-  skip_fn: SkipFn | None
+  reduction: Literal["mean", "sum"]  # over the cycle's calls and the devices
+  skip_fn: optax.ShouldSkipUpdateFunction | None
   devices: Devices
   differentiable: bool
 
@@ -108,15 +90,11 @@ class Accumulation:
     *,
     weight: ArrayLike = 1.0,
     flush: Flag = False,
-    _may_end: Flag | None = None,
     **extra_args,
   ) -> tuple[Grads, AccumulateState]:
     """Adds `updates` up; gives `inner`'s updates when the cycle emits, and zeros before."""
-    checks.check_arguments("update", updates, state, params, extra_args)
-    params = checks.with_gradients(updates, params, arrays_too=True)
-    given = Given(updates, params, weight, flush, _may_end, extra_args)
-    step = self.add(given, state)
-
+    params = checks.with_gradients(updates, params)
+    step = self.add(updates, state, params, weight, flush, extra_args)
     total = step.sums.acc_grads
     inner_state = state.inner_opt_state
     run = functools.partial(self.run_inner, step, params)
@@ -142,73 +120,61 @@ class Accumulation:
     return updates, stored(state, self.devices)
 
   @jax.named_scope("accumulate")
-  def add(self, given: Given, state: AccumulateState) -> MiniStep:
+  def add(
+    self,
+    updates,
+    state: AccumulateState,
+    params,
+    weight: ArrayLike,
+    flush: Flag,
+    extra_args: Kwargs,
+  ) -> MiniStep:
     """Adds one microbatch's gradients up, and decides whether the cycle emits."""
-    updates = checks.gradients(given.updates)
-    checks.check_arrived(
-      weight=not isinstance(given.weight, float),
-      _may_end=given.may_end is not None,
-    )
-    kept = self.calls.kept(updates)
-    skips = self.skip_fn is not None
-    checks.check_state(state, updates, kept, self.calls.every_k, skips)
+    updates = checks.gradients(updates)
+    checks.check_is_state(state)
     checks.check_not_reduced(updates, self.devices)
-    checks.check_whole(given.params, self.devices)
+    checks.check_whole(params, self.devices)
     state = own(state, self.devices)
+    checks.check_accumulators(self.calls.kept(updates), state.acc_grads)
 
-    call = self._agreed(given._replace(updates=updates), state)
-    sums, divisor = self.calls.add(state, call)
-    ends, after = self.calls.end(state, sums, call)
-    emit = ends
-    if isinstance(call.all_weights, jax.Array):  # else they are not 0
-      emit = ends & (sums.acc_weight != 0)
-    steps = optax.safe_increment(state.gradient_step)
-    after = after._replace(
-      gradient_step=weighted_mean.select(emit, steps, state.gradient_step),
-      skip_state=call.info,
-      has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(call.updates)),
-    )
-    return MiniStep(call, sums, divisor, emit, after)
-
-  def _agreed(self, given: Given, state: AccumulateState) -> Call:
-    """The call, weighed, and as all devices agree on it."""
-    updates, params, weight, flush, may_end, extra_args = given
     # What this device has to say.
-    dtype = state.acc_weight.dtype
-    weight = checks.checked_weight(weight, dtype)
-    flush = checks.checked_flush(flush)
+    dtype = jnp.result_type(state.acc_weight)
+    own_weight = checks.checked_weight(weight, dtype)
+    if not isinstance(flush, bool):
+      flush = jnp.asarray(flush, jnp.bool_)
     skip, info = asks_to_skip(
-      self.skip_fn, updates, state.gradient_step, params, weight
+      self.skip_fn, updates, state.gradient_step, params, own_weight
     )
     info = checks.checked_info(info, state.skip_state)
     loss = checks.checked_value(extra_args.get("value"))
     value: Weight = 0.0
     if loss is not None:
-      value = weighted_mean.weigh(loss, weight, dtype)
+      value = weighted_mean.weigh(loss, own_weight, dtype)
     # What all say together. If one skips the call, or flushes, so do all.
-    skip, flush, all_weights, value = self.devices.agreed(
-      [skip, flush], [weight, value], dtype
+    skip, flush, total, value = self.devices.agreed(
+      [skip, flush], [own_weight, value], dtype
     )
-    numbers = [weight, all_weights, value]
+    numbers = [own_weight, total, value]
     if isinstance(skip, jax.Array):
       numbers = [jnp.where(skip, 0, x).astype(dtype) for x in numbers]
-    weight, all_weights, value = numbers
-    value_weight: Weight = 0.0
-    if loss is not None:
-      value_weight = all_weights
-    return Call(
-      updates=updates,
-      extra_args=extra_args,
-      loss=loss,
-      skip=skip,
-      info=info,
-      flush=flush,
-      may_end=may_end,
-      weight=weight,
-      all_weights=all_weights,
-      value=value,
-      value_weight=value_weight,
+    own_weight, total, value = numbers
+    terms = {"acc_weight": total, "acc_value": value, "value_weight": total}
+    if loss is None:
+      terms["value_weight"] = 0.0
+    call = Call(updates, extra_args, loss, skip, flush, own_weight, terms)
+
+    sums = self.calls.add(state, call)
+    ends, after = self.calls.end(state, sums, call)
+    emit = ends
+    if isinstance(total, jax.Array):  # else it is not 0
+      emit = ends & (sums.acc_weight != 0)
+    steps = optax.safe_increment(state.gradient_step)
+    after = after._replace(
+      gradient_step=weighted_mean.select(emit, steps, state.gradient_step),
+      skip_state=info,
+      has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
+    return MiniStep(call, sums, emit, after)
 
   def if_it_emits(
     self, step: MiniStep, run: Callable[..., Args], target
@@ -249,33 +215,47 @@ class Accumulation:
 
     Sums over devices are returned in place of `total`, in its buffers: nothing reads it again.
     """
-    updates = step.call.updates
-    reduction = self.calls.reduction
-    total = jax.tree.map(self.devices.sum, total)
+    call = step.call
+    sums = step.sums
+    if self.calls.every_k == 1:
+      # Weighed in the conditional, and so without a buffer.
+      weighed = self.calls.weighed(total, call.weight)
+      gradient = jax.tree.map(self.devices.sum, weighed)
+    else:
+      total = jax.tree.map(self.devices.sum, total)
+      gradient = total
 
-    def divided(x, g):
-      return reduction.finish(x, step.divisor, g)
+    def divided(weight, x, like):
+      if self.reduction == "sum":
+        return x.astype(like.dtype)
+      return weighted_mean.mean(x, weight, like.dtype)
 
-    reduced = jax.tree.map(divided, total, updates)
-    extra_args = self.calls.extra_args(step.call, step.sums, reduced)
-    if reduction.name == "mean" and states_in(inner_state):
+    of_cycle = functools.partial(divided, sums.acc_weight)
+    reduced = jax.tree.map(of_cycle, gradient, call.updates)
+    given: dict[str, Any] = {"grad": reduced}
+    if call.loss is not None:
+      given["value"] = divided(sums.value_weight, sums.acc_value, call.loss)
+    value_fn = call.extra_args.get("value_fn")
+    if self.calls.every_k != 1 and isinstance(value_fn, ValueOfOneCall):
+      given["value_fn"] = refused
+    extra_args = {
+      name: given.get(name, x) for name, x in call.extra_args.items()
+    }
+    if self.reduction == "mean" and states_in(inner_state):
       # An accumulation in `inner` counts this cycle as what it weighs. A sum has no weight.
-      weight = weighted_mean.as_weight(step.sums.acc_weight)
-      extra_args = {**extra_args, "weight": weight}
-    update = functools.partial(
-      self.inner.update, reduced, inner_state, params, **extra_args
-    )
-    like = checks.with_gradients(updates, params)
-    if like is None:
-      like = updates
-    new, inner_state = updated(
-      "inner_opt_state",
-      self.inner.init,
-      like,
-      inner_state,
-      functools.partial(checks.sending, extra_args, update),
-    )
-    return total, new, inner_state
+      extra_args["weight"] = weighted_mean.as_weight(sums.acc_weight)
+    try:
+      new, new_state = self.inner.update(
+        reduced, inner_state, params, **extra_args
+      )
+    except Exception as error:
+      like = checks.with_gradients(call.updates, params)
+      if params is None:
+        like = call.updates
+      checks.check_made(self.inner.init, like, inner_state, error)
+      raise
+    new_state = same_types("inner_opt_state", new_state, inner_state)
+    return total, new, new_state
 
 
 class AccumulateTransformation(optax.GradientTransformationExtraArgs):
@@ -287,7 +267,6 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       returns ``(updates, state)``: zeros, until a cycle ends.
   """
 
-  @_spellings.hinted("The order is apply(updates, state, params).")
   def apply(
     self,
     updates: Grads,
@@ -299,19 +278,9 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     **extra_args: Any,
   ) -> tuple[Model, AccumulateState]:
     """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
-    accumulation = self.update
-    if not isinstance(accumulation, Accumulation):
-      raise AttributeError(
-        "The `update` of this transformation was replaced, and `apply` would ignore that: use"
-        " `update` and optax.apply_updates."
-      )
-    if params is None:
-      raise ValueError(
-        "apply(updates, state, params) got params=None; it needs the parameters."
-      )
-    checks.check_arguments("apply", updates, state, params, extra_args)
-    given = Given(updates, params, weight, flush, None, extra_args)
-    step = accumulation.add(given, state)
+    accumulation: Any = self.update
+    trained = checks.with_gradients(updates, params)
+    step = accumulation.add(updates, state, trained, weight, flush, extra_args)
 
     # `update` and `optax.apply_updates`, with both inside the conditional.
     def run(total, params, inner_state):
@@ -321,7 +290,6 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       new = optax.apply_updates(params, new)
       return total, same_types("params", new, params), inner_state
 
-    trained = checks.with_gradients(updates, params)
     _, trained, state = accumulation.if_it_emits(step, run, trained)
 
     def chosen(given, new):
@@ -331,12 +299,3 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
 
     params = jax.tree.map(chosen, params, trained)
     return params, stored(state, accumulation.devices)
-
-  if not TYPE_CHECKING:  # to which every name would be one that there is
-
-    def __getattr__(self, name: str):
-      """Says what to write for a name that there is elsewhere."""
-      instead = _METHODS.get(name, "")
-      raise AttributeError(
-        f"This {type(self).__name__} has no {name!r}{instead}."
-      )

@@ -1,7 +1,7 @@
 """`AccumulateState`, the functions of one, and which parts of it each device has for itself."""
 
 import functools
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +9,10 @@ from jax.sharding import PartitionSpec
 import numpy as np
 import optax
 
-from optax_accum import _validate
 from optax_accum._arithmetic import across_devices
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.trees import Grads, Tree
-
-State = TypeVar("State")
 
 # In states that are made without such fields.
 _ZERO: Any = np.zeros((), np.float32)
@@ -24,9 +21,9 @@ _ZERO: Any = np.zeros((), np.float32)
 class AccumulateState(NamedTuple):
   """The state of `accumulate`. The guide "Checkpoints and resuming" says how to change options.
 
-  `optax.MultiStepsState` has fields of the first five names, with other contents: see
-  `from_multi_steps`. With `axis_name`, `acc_grads` and `skip_state` differ between devices, with a
-  further first axis: of length 1 on a device, of all devices outside `jax.shard_map`. Save all.
+  `optax.MultiStepsState` has fields of the first five names; its `acc_grads` is a mean. With
+  `axis_name`, `acc_grads` and `skip_state` differ between devices, with a further first axis: of
+  length 1 on a device, of all devices outside `jax.shard_map`. Save all.
 
   Attributes:
     mini_step: int32 scalar, the calls so far in this cycle; 0 when it has ended.
@@ -37,7 +34,6 @@ class AccumulateState(NamedTuple):
     skip_state: the ``info`` that `skip_fn` returned on the last call; ``()`` without it.
     acc_weight: float32 scalar (float64 with x64), the sum of the cycle's weights on all devices.
     has_updated: bool scalar, whether the last call took a step. Always False without parameters.
-    weight_rest: float scalar, the rounding error of `acc_weight`, which makes counts exact.
     acc_value: float scalar like `acc_weight`, the weighted sum of the cycle's ``value=`` on all
       devices; 0 if ``every_k=1`` or none is given.
     value_weight: float scalar like `acc_weight`, the sum of the weights of the calls with a value.
@@ -50,13 +46,12 @@ class AccumulateState(NamedTuple):
   skip_state: Tree
   acc_weight: jax.Array
   has_updated: jax.Array
-  weight_rest: jax.Array = _ZERO
   acc_value: jax.Array = _ZERO
   value_weight: jax.Array = _ZERO
 
 
 # The float scalars, which are zero between cycles.
-SUMS = ("acc_weight", "weight_rest", "acc_value", "value_weight")
+SUMS = ("acc_weight", "acc_value", "value_weight")
 
 
 def has_updated(opt_state: optax.OptState) -> jax.Array:
@@ -82,39 +77,6 @@ def has_updated(opt_state: optax.OptState) -> jax.Array:
   states = required("has_updated", opt_state)
   flags = [jnp.asarray(state.has_updated) for state in states]
   return functools.reduce(jnp.logical_or, flags)
-
-
-def discard_cycle(opt_state: State) -> State:
-  """Drops the gradients that the present cycle has accumulated, so that the cycle starts again.
-
-  Examples:
-    >>> import jax.numpy as jnp, optax, optax_accum
-    >>> tx, params = optax_accum.accumulate(optax.sgd(1.0), every_k=2), jnp.zeros(2)
-    >>> _, state = tx.update(jnp.full(2, 100.0), tx.init(params))
-    >>> state = optax_accum.discard_cycle(state)
-    >>> int(state.mini_step), float(state.acc_weight)
-    (0, 0.0)
-
-  Args:
-    opt_state: As in `has_updated`. May be traced.
-
-  Returns:
-    `opt_state` with ``mini_step`` and weight 0. Nothing else changes; an `accumulate` in
-    ``inner_opt_state`` goes on. ``acc_grads`` is not read again, and may be replaced.
-
-  Raises:
-    ValueError: `opt_state` holds no `AccumulateState`.
-  """
-
-  def begun_anew(x):
-    if not is_state(x):
-      return x
-    names = ("mini_step", "acc_weight", "weight_rest")
-    held = {name: getattr(x, name) for name in names}
-    return x._replace(**jax.tree.map(jnp.zeros_like, held))
-
-  required("discard_cycle", opt_state)
-  return jax.tree.map(begun_anew, opt_state, is_leaf=is_state)
 
 
 def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
@@ -149,22 +111,14 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
     A pytree like `opt_state` with a `jax.sharding.PartitionSpec` for each leaf.
 
   Raises:
-    ValueError: `opt_state` holds no `AccumulateState`, or one that was made without `axis_name`.
+    ValueError: `opt_state` holds no `AccumulateState`.
   """
   devices = PartitionSpec(across_devices.names_of(axis_name))
 
   def specs(x):
     if not is_state(x):
       return PartitionSpec()
-    own = _of_device(x)
-    shapes = [leaf.shape for leaf in jax.tree.leaves(own)]
-    shapes = [shape for shape in shapes if shape[:1] != (1,)]
-    if shapes:
-      raise ValueError(
-        f"accumulate_specs got accumulators of shapes {shapes}, without an axis of length 1 in"
-        " front: pass jax.eval_shape(tx.init, params) of an accumulate with axis_name."
-      )
-    own = jax.tree.map(lambda _: devices, own)
+    own = jax.tree.map(lambda _: devices, _of_device(x))
     # All else is the same on all devices.
     same = jax.tree.map(lambda _: PartitionSpec(), x)
     return same._replace(**own)
@@ -185,20 +139,7 @@ def stored(state: AccumulateState, devices: Devices) -> AccumulateState:
 
 def own(state: AccumulateState, devices: Devices) -> AccumulateState:
   """A device's state, of what is kept between calls."""
-
-  def of_device(path, x):
-    try:
-      return devices.own(x)
-    except ValueError:
-      raise ValueError(
-        f"{_validate.leaf_name('.', path)} has shape {jnp.shape(x)} on a device; with axis_name it"
-        " starts with an axis of devices, of length 1 on each. In jax.shard_map, run init and"
-        " update with the specs of optax_accum.accumulate_specs. Save a state whole, by"
-        " jax.device_get(state) and not by flax's unreplicate, and restore it on as many devices."
-      ) from None
-
-  kept = jax.tree.map_with_path(of_device, _of_device(state))
-  return state._replace(**kept)
+  return state._replace(**devices.own(_of_device(state)))
 
 
 def states_in(opt_state) -> list[AccumulateState]:

@@ -1,12 +1,17 @@
 """A training step, from a call to new parameters. Steps of Flax go the same way.
 
-1. `train_step` is public. A `TrainStep` has a loss, over a mesh or not, and a `StepProgram`.
-2. `StepProgram.prepare` checks and places the arguments. `donation` says which of their arrays can
-   be donated, and copies those that something else holds. That makes a `PreparedCall`.
-3. `PreparedCall.run` calls what was jitted for these shardings: the loss gives the gradients of all
-   microbatches, and an `OptimizerStep` takes one step by them, unless nothing counted.
-4. `stepped` tells whether the optimizer took a step. `value_fn` is the loss at other parameters,
-   which line searches ask for.
-5. `cycle` has `begin`, `add` and `finish`, for microbatches that arrive in several calls, which are
-   two programs. What is held between these is the `Accumulated` of a loss.
+From ``step(...)`` to the sum over devices, a call and its gradient pass these stations:
+
+1. `TrainStep.__call__`, which is public. It has a loss, on one device or over a mesh.
+2. `StepProgram.prepare` checks and places the arguments; `donation` copies arrays that are passed
+   twice. That makes a `PreparedCall`, which runs what was jitted for these shardings.
+3. `LocalLoss.value_and_grad`; over a mesh `OverMesh.value_and_grad`, one `jax.shard_map` of it.
+4. `Loop.add`, one scan, whose body runs a microbatch.
+5. `LossFunction.weighed`, the user's loss times its weight, which is differentiated there.
+6. `Accumulator.add`, which adds its gradient to the sums.
+7. `Accumulator.finish`, which sums over devices (`psum`) and divides.
+8. `OptimizerStep`, one step by these gradients, unless nothing counted.
+
+`cycle` has `begin`, `add`, `merge` and `finish`, for microbatches that arrive in several calls: the
+same stations, in programs of their own. `state_on_host` is an optimizer whose state waits there.
 """

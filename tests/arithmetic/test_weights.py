@@ -8,12 +8,10 @@ import numpy as np
 import optax
 import pytest
 from support import trees
-from support.devices import make_mesh
-from support.optimizers import FORMS, mini_step, relaxed
+from support.optimizers import FORMS, mini_step
 
 from optax_accum import (
   accumulate,
-  has_updated,
   make_train_step,
   microbatch_value_and_grad,
 )
@@ -100,35 +98,10 @@ def test_a_weight_fn_may_return_weights_of_any_size():
     np.testing.assert_allclose((loss, grad), (7.0, 3.5), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-  "weight", [1e-31, 1e-40, 2e38, np.float32(1e-38), jnp.float32(1e31), 10**400]
-)
-def test_weights_that_float32_cannot_divide_by_are_refused(weight):
-  message = (
-    r"weight .*; it must be 0, or from 1e-30 to 1e\+30, .* can be rescaled"
-  )
-  with pytest.raises(ValueError, match=message):
-    step_of([weight, weight])
-  with pytest.raises(ValueError, match="weight_fn gave the " + message):
-    jax.eval_shape(loss_of(lambda batch: weight), jnp.float32(2.0), BATCH)
-
-
-def test_a_traced_total_that_float32_cannot_divide_by_shows():
-  cycle = jax.jit(lambda w: loss_of(lambda batch: w)(jnp.float32(2.0), BATCH))
-  for size in (2e-38, 1e-32, 1e37, 2e38):
-    weights = np.array([size, size], np.float32)
-    for form in FORMS:
-      assert np.all(np.isnan(jitted_step_of(form)(weights)))
-    loss, grad = cycle(weights[0])
-    assert np.isnan(loss)
-    assert np.isnan(grad)
-
-
 def test_traced_weights_in_range_are_as_known_ones():
   for weights in ([1e-30, 3e-30], [4e29, 2e29], [0.0, 3.0], [2e-38, 1.0]):
     moved = jitted_step_of("update")(np.array(weights, np.float32))
     np.testing.assert_allclose(moved, -mean_of(weights), rtol=1e-5)
-  # Another is not infinite in units of the first.
   cycle = loss_of(lambda batch: jnp.where(batch[0] == 1, 1e-20, 1e20))
   np.testing.assert_allclose(
     jax.jit(cycle)(jnp.float32(2.0), BATCH), (8, 4), rtol=1e-6
@@ -160,64 +133,8 @@ def test_a_weight_has_a_derivative(reduction):
   assert derivative(np.float32(0)) == 0
 
 
-def exact_sum(counts):
-  return int(np.sum(np.asarray(counts, np.int64)))
-
-
-def token_counts(n, most):
-  counts = np.random.default_rng(0).integers(0, most, n)
-  counts[0] = most  # so that no later sum is a round number
-  return counts
-
-
-@pytest.mark.parametrize(("n", "most"), [(1024, 50_001), (20_000, 3_277)])
-def test_a_sum_of_token_counts_is_rounded_once(n, most):
-  counts, tx = token_counts(n, most), optax.sgd(1.0)
-  x = np.random.default_rng(1).uniform(0.5, 1.5, n).astype(np.float32)
-  batch = {"count": counts.astype(np.int32), "x": x}
-
-  def loss_fn(p, batch):
-    return jnp.mean(p * batch["x"])
-
-  step = make_train_step(
-    loss_fn,
-    tx,
-    microbatch_size=1,
-    weight_fn=lambda batch: jnp.sum(batch["count"]),
-    donate=False,
-  )
-  params, _, metrics = step(jnp.float32(1), tx.init(jnp.float32(1)), batch)
-  exact = exact_sum(counts)
-  assert exact > 2**24
-  assert float(metrics["total_weight"]) == np.float32(exact)
-  assert (
-    float(metrics["total_weight"]) != np.cumsum(counts.astype(np.float32))[-1]
-  )
-  mean = np.average(x.astype(np.float64), weights=counts)
-  np.testing.assert_allclose(
-    (metrics["loss"], 1 - params), (mean, mean), rtol=5e-6
-  )
-
-
-def test_a_sum_of_token_counts_over_devices_is_rounded_once():
-  # of two devices: float32 has no 2**24 + 1
-  counts = np.array([[2**24, 1], [1, 0]])
-  step = make_train_step(
-    lambda p, batch: p * jnp.mean(batch.astype(jnp.float32)),
-    optax.sgd(1.0),
-    num_microbatches=2,
-    weight_fn=jnp.sum,
-    mesh=make_mesh(2),
-  )
-  held = jnp.float32(1), optax.sgd(1.0).init(jnp.float32(1))
-  *_, metrics = step(*held, counts.reshape(4).astype(np.int32))
-  assert int(metrics["total_weight"]) == exact_sum(counts) == 2**24 + 2
-  # each device's sum rounded by itself
-  assert np.float32(2**24 + 1) + np.float32(1) == 2**24
-
-
 @forms
-def test_what_rounding_took_ends_with_its_cycle(form):
+def test_a_sum_of_weights_ends_with_its_cycle(form):
   tx = accumulate(optax.sgd(1.0), 2)
   params, state = jnp.zeros(3), tx.init(jnp.zeros(3))
   step = jax.jit(mini_step(tx, form))
@@ -225,33 +142,7 @@ def test_what_rounding_took_ends_with_its_cycle(form):
     before = params
     params, state = step(params, state, jnp.ones(3), weight=np.float32(weight))
   np.testing.assert_array_equal(params - before, -jnp.ones(3))  # and not 2 / 3
-  assert (state.acc_weight, state.weight_rest) == (0, 0)
-
-
-@pytest.mark.parametrize("padding", [False, True])
-def test_weights_that_are_all_alike_round_as_none(padding):
-  n = 1 << 16
-  x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
-
-  def loss_fn(p, batch):
-    return jnp.mean(p * batch["x"])
-
-  split = functools.partial(
-    microbatch_value_and_grad, loss_fn, microbatch_size=1
-  )
-  of_weights = jax.jit(split(weight_fn=lambda batch: batch["weight"][0]))
-  unweighted = jax.jit(split())(
-    np.float32(1), {"x": x[n // 2 if padding else 0 :]}
-  )
-  for weight in (51, 51.3, 1e-7):
-    weights = np.full(n, weight, np.float32)
-    weights[: n // 2 if padding else 0] = (
-      0  # the unit is that of the first that counts
-    )
-    weighted = of_weights(np.float32(1), {"x": x, "weight": weights})
-    if weight > 1e-6:
-      np.testing.assert_array_equal(weighted, unweighted)
-    np.testing.assert_allclose(weighted, unweighted, rtol=1e-4)
+  assert state.acc_weight == 0
 
 
 @functools.partial(jax.jit, static_argnames="reduction")
@@ -332,11 +223,13 @@ def test_where_every_call_steps_a_traced_weight_that_is_none_shows(form):
   step = jax.jit(
     lambda w: run(params, tx.init(params), jnp.asarray(GRADS[0]), weight=w)[0]
   )
-  for weight in (-1.0, np.nan, np.inf, 1e-35, 0.0, 3.0, 1e30):
+  for weight in (-1.0, np.nan, np.inf, 0.0, 3.0, 1e30):
     expected = {0.0: np.zeros(3), 3.0: -GRADS[0], 1e30: -GRADS[0]}.get(
       weight, np.full(3, np.nan)
     )
-    np.testing.assert_array_equal(step(weight), expected, err_msg=str(weight))
+    np.testing.assert_allclose(
+      step(weight), expected, rtol=1e-6, err_msg=str(weight)
+    )
 
 
 def test_a_traced_weight_below_zero_shows():
@@ -350,45 +243,6 @@ def test_a_traced_weight_below_zero_shows():
     loss, grad = cycle(jnp.float32(2.0), batch)
     assert np.isnan(loss)
     assert np.isnan(grad)
-
-
-def test_a_weighted_mean_rounds_as_the_plain_one():
-  n, tx = 65_536, accumulate(optax.sgd(1.0), 65_536)
-  x = np.random.default_rng(0).uniform(0.5, 1.5, n).astype(np.float32)
-  x[n // 2 :] += 1  # late weights that were too large would show
-
-  @jax.jit
-  def cycle(x, weight):
-    def body(held, g):
-      return tx.apply(g, held[1], held[0], weight=weight), None
-
-    start = jnp.float32(0)
-    return jax.lax.scan(body, (start, tx.init(start)), x)[0]
-
-  mean = x.astype(np.float64).mean()
-  plain, *errors = (
-    float(cycle(x, np.float32(w))[0]) + mean for w in (1, 819, 51.3)
-  )
-  for weight, error in zip((819, 51.3), errors, strict=True):
-    assert abs(error) < 10 * max(abs(plain), 1e-6)
-    rounded = np.cumsum(np.full(n, weight, np.float32))[-1]
-    # by which a float32 sum of weights is wrong
-    assert abs(rounded / (n * weight) - 1) > 5e-4
-
-
-def test_the_sum_of_weights_in_a_state_is_exact():
-  weights = token_counts(2_000, 20_000)
-  tx = accumulate(optax.sgd(1.0), 10_000)
-
-  def body(state, weight):
-    return tx.update(jnp.ones(2), state, weight=weight)[1], None
-
-  state, _ = jax.jit(lambda ws: jax.lax.scan(body, tx.init(jnp.ones(2)), ws))(
-    jnp.asarray(weights)
-  )
-  assert exact_sum(weights) > 2**24
-  assert float(state.acc_weight) == np.float32(exact_sum(weights))
-  assert int(state.acc_weight) + int(state.weight_rest) == exact_sum(weights)
 
 
 def test_a_weight_below_the_rounding_of_the_sum_hides_no_nan():
@@ -446,105 +300,8 @@ def test_an_accumulation_inside_another_counts_what_each_cycle_weighed(form):
     state, step = trees.strong(tx.init(params)), jax.jit(mini_step(tx, form))
     for w, g in zip(weights, grads, strict=True):
       params, state = step(params, state, np.float32(g), weight=w)
-    assert float(params) == -(1 + 6 + 15 + 28) / 16
+    np.testing.assert_allclose(params, -(1 + 6 + 15 + 28) / 16, rtol=1e-6)
   assert -(1 * 1.75 + 1 * 43 / 12) / 2 != -50 / 16  # each cycle alike
-
-
-LOSES_IT = {
-  "split_real_and_imaginary": optax.contrib.split_real_and_imaginary,
-  "MultiSteps": lambda tx: relaxed(
-    optax.MultiSteps(tx, 2).gradient_transformation()
-  ),
-  "plain": lambda tx: optax.GradientTransformation(
-    tx.init, lambda g, s, p=None: tx.update(g, s, p)
-  ),
-}
-
-
-@pytest.mark.parametrize("loses", LOSES_IT.values(), ids=LOSES_IT)
-def test_a_weight_that_is_lost_on_the_way_is_noticed(loses):
-  def loss_fn(p, x):
-    return jnp.mean((p - x) ** 2)
-
-  x, params = jnp.arange(8.0), jnp.float32(0)
-  message = (
-    r"such as the weight.* put accumulate around it.*=jnp\.asarray\(1\.0\)"
-  )
-  for options in (
-    {},
-    {"weight_fn": jnp.sum},
-    {"reduction": "sum", "weight_fn": jnp.sum},
-  ):
-    tx = loses(accumulate(optax.sgd(1.0), 2))
-    step = make_train_step(loss_fn, tx, num_microbatches=2, **options)
-    with pytest.raises(ValueError, match=message):
-      step.eval_shape(params, tx.init(params), x)
-  outer = accumulate(loses(accumulate(optax.sgd(1.0), 2)), 2)
-  state = outer.init(params)
-  with pytest.raises(ValueError, match=message):
-    outer.update(x[0], state, params)
-  # it is 1
-  step = make_train_step(loss_fn, tx, num_microbatches=2, reduction="sum")
-  step(params, tx.init(params), x)
-
-
-@pytest.mark.parametrize("hands_on", ["all", "weight", "weight, traced before"])
-def test_what_ends_a_cycle_comes_with_the_call(hands_on):
-  """A jitted update, around which a transformation hands on all that a step says, or less."""
-  tx, params = accumulate(optax.sgd(1.0), 2), jnp.float32(0)
-  update = jax.jit(tx.update)
-
-  handed_on = {"weight", "_may_end"} if hands_on == "all" else {"weight"}
-
-  def outer_update(g, s, p=None, **extra_args):
-    return update(
-      g,
-      s,
-      p,
-      **{name: x for name, x in extra_args.items() if name in handed_on},
-    )
-
-  outer = optax.chain(
-    optax.GradientTransformationExtraArgs(tx.init, outer_update)
-  )
-  valid = {"x": jnp.arange(4.0), "valid": jnp.ones(4)}
-  step = make_train_step(
-    lambda p, batch: (
-      jnp.sum(batch["valid"] * (p - batch["x"])) / jnp.sum(batch["valid"])
-    ),
-    outer,
-    num_microbatches=2,
-    weight_fn=lambda batch: jnp.sum(batch["valid"]),
-    donate=False,
-  )
-  if hands_on == "weight":
-    with pytest.raises(
-      ValueError, match=r"did not get all .*take \*\*extra_args and pass them"
-    ):
-      step(params, outer.init(params), valid)
-    return
-  # what is in JAX's cache is not asked again: the cycle ends
-  if hands_on != "all":
-    update(jnp.float32(1), tx.init(params), params, weight=jnp.float32(2))
-  moved, state, _ = step(params, outer.init(params), valid)
-  moved, state, _ = step(moved, state, {**valid, "valid": jnp.zeros(4)})
-  ended = hands_on != "all"
-  # and no step is lost
-  assert (float(moved), has_updated(state)) == (
-    -1 if ended else 0,
-    ended,
-  )
-  _, state = update(
-    jnp.float32(1), tx.init(params), params, weight=jnp.float32(2)
-  )
-  updates, state = update(
-    jnp.float32(jnp.nan), state, params, weight=jnp.float32(0)
-  )
-  # as ever outside of a step
-  assert (float(updates), has_updated(state)) == (
-    -1,
-    True,
-  )
 
 
 @pytest.mark.parametrize(

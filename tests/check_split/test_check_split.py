@@ -5,19 +5,16 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-import flax.linen
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from support import trees, zoo
 from support.samples import first_of_each, more
 from support.zoo import BATCH, EVEN, KEY, PARAMS, Specimen, XY, ZOO
 
 from optax_accum import check_split, microbatch, microbatch_value_and_grad
-from optax_accum._microbatches.loss import LocalLoss
 
 FIXED = {
   x.fixed.fun.__name__: x.fixed for x in ZOO.values() if x.fixed is not None
@@ -338,7 +335,6 @@ def test_the_zoo_has_what_people_train_with():
     "weighted",
     "coupled",
     "random",
-    "overwritten",
     "unsplit",
   }
 
@@ -436,19 +432,6 @@ def test_an_argument_that_may_have_as_many_rows_by_chance_gets_two_fixes():
   assert report.fix.endswith("  batch_argnums=1")
 
 
-def test_rows_of_an_argument_that_lacks_the_axis_of_rows_are_unsplit():
-  loss = lambda params, x, y: jnp.mean((params @ x - y) ** 2)  # noqa: E731
-  args = (
-    np.ones(3, np.float32),
-    np.ones((3, 8), np.float32),
-    np.ones(8, np.float32),
-  )
-  # which the split refuses
-  assert check_split(loss, *args, batch_axis=1).verdict == "unsplit"
-  with pytest.raises(ValueError, match="argument 2 has 8 rows on axis 0"):
-    microbatch_value_and_grad(loss, num_microbatches=2, batch_axis=1)(*args)
-
-
 def test_it_gives_the_same_report_again():
   again = check_one_split(ZOO["dropout, key shared"])
   assert again == report_of("dropout, key shared")
@@ -532,23 +515,6 @@ def test_an_aux_that_is_nan_in_microbatches_does_not_agree():
   assert "Loss and gradients agree, but aux does not" in report.reason
 
 
-def test_options_that_change_a_value_are_told_from_the_loss(monkeypatch):
-  right = LocalLoss.value_and_grad
-
-  def doubled(loss, *args):
-    reduced = right(loss, *args)
-    if loss.split.num_microbatches == 1:  # the whole batch, or one of them
-      return reduced
-    return jax.tree.map(lambda x: 2 * x, reduced)
-
-  monkeypatch.setattr(LocalLoss, "value_and_grad", doubled)
-  report = check_one_split(ZOO["mean"])
-  assert report.verdict == "unknown"
-  assert (
-    "microbatch_value_and_grad with these options does not" in report.reason
-  )
-
-
 @pytest.mark.parametrize(
   ("rows", "name"),
   [(2, "mean"), (3, "sum"), (2, "NumPy's noise"), more(2, "contrastive")],
@@ -559,24 +525,6 @@ def test_two_or_three_rows_are_enough_for_a_verdict(rows, name):
     assert not report.ok
   else:
     assert report.verdict == ZOO[name].verdict, report
-
-
-def test_rows_on_another_axis_are_split_there():
-  def loss(params, x, y):
-    each = (jnp.einsum("...ir,i->...r", x, params) - y) ** 2
-    return jnp.mean(each)
-
-  x, y = BATCH["tokens"].T[:, 0], BATCH["y"]
-  args = [jnp.asarray(a, jnp.float32) for a in (PARAMS["w"][:, 0], x, y)]
-  options = {"batch_argnums": (1, 2), "batch_axis": (1, 0)}
-  assert check_split(loss, *args, **options, microbatch_size=6).ok
-  sums = lambda params, x, y: loss(params, x, y) * y.size  # noqa: E731
-  assert check_split(sums, *args, **options, microbatch_size=6).verdict == "sum"
-  beside = lambda params, x, y: loss(params, x, y[0])  # noqa: E731
-  report = check_split(
-    beside, *args[:2], args[2][None], batch_axis=1, microbatch_size=6
-  )
-  assert report.verdict == "unsplit"
 
 
 def test_gradients_by_several_arguments_are_named_by_their_argument():
@@ -594,86 +542,6 @@ def test_gradients_by_several_arguments_are_named_by_their_argument():
     "grads[0]",
     "grads[1]['w']",
   ]
-
-
-@pytest.mark.more  # "overwritten" in the zoo is like it
-def test_scales_of_fp8_are_overwritten():
-  fp8 = flax.linen.fp8_ops.Fp8DirectDotGeneralOp
-  model = flax.linen.Dense(2, dot_general_cls=fp8)
-  batch = {
-    "x": jnp.asarray(BATCH["tokens"][:, 0], jnp.float32),
-    "label": BATCH["label"] % 2,
-  }
-
-  def mean_of(variables, batch):
-    losses = optax.losses.softmax_cross_entropy_with_integer_labels
-    return losses(model.apply(variables, batch["x"]), batch["label"]).mean()
-
-  with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-    variables = jax.jit(model.init)(KEY, batch["x"])
-    report = check_split(mean_of, variables, batch, microbatch_size=4)
-    assert report.verdict == "overwritten", report
-    fix = {
-      "grad_reduction": {"params": "mean", "_overwrite_with_gradient": "max"}
-    }
-    assert options_of(report) == fix
-    again = check_split(mean_of, variables, batch, microbatch_size=4, **fix)
-  # The other gradients are rounded to 8 bits, by scales of fewer rows.
-  assert again.verdict == "unknown", again
-  assert "float32" in report.fix
-  assert "float32" in again.fix
-
-
-def test_a_wrong_gradient_beside_one_that_is_overwritten_shows():
-  @jax.custom_vjp
-  def records_its_largest(x, largest):
-    return x
-
-  records_its_largest.defvjp(
-    lambda x, _: (x, x), lambda x, g: (g, jnp.max(jnp.abs(x)))
-  )
-
-  @jax.custom_vjp
-  def differentiated_wrongly(x):
-    return x
-
-  differentiated_wrongly.defvjp(
-    lambda x: (x, x), lambda x, g: (g * len(x) ** 1.5,)
-  )
-
-  def loss(params, x):
-    y = records_its_largest(x @ params["a"], params["largest"])
-    return jnp.mean(y**2 + differentiated_wrongly(x @ params["b"]) * wrong)
-
-  x = np.linspace(-0.4, 0.8, 24, dtype=np.float32).reshape(6, 4)
-  params = {"a": jnp.ones(4), "b": jnp.ones(4), "largest": jnp.float32(1)}
-  wrong = np.float32(0)
-  assert check_split(loss, params, x).verdict == "overwritten"
-  wrong = np.float32(1)  # no words for gradients are right for all of them
-  assert check_split(loss, params, x).verdict == "coupled"
-
-
-def test_overwritten_leaves_keep_their_words():
-  loss = lambda params, batch: jnp.sum(zoo.per_row(params, batch)) / 8  # noqa: E731
-
-  def recorded(params, batch):
-    x = zoo.record_amax(batch["x"], params["_overwrite_with_gradient"]["a"])
-    return loss(params["params"], {**batch, "x": x})
-
-  params, batch = Specimen(loss, XY).call()
-  params = {"params": params, "_overwrite_with_gradient": {"a": jnp.ones(())}}
-  given = {"params": "mean", "_overwrite_with_gradient": "max"}
-  report = check_split(
-    recorded, params, batch, reduction="sum", grad_reduction=given
-  )
-  assert report.verdict == "overwritten", report
-  assert options_of(report) == {"grad_reduction": {**given, "params": "sum"}}
-
-
-@pytest.mark.parametrize("word", ["max", "sum"])
-def test_a_wrong_grad_reduction_is_to_be_left_out(word):
-  report = check_one_split(ZOO["mean"], grad_reduction=word)
-  assert (report.verdict, report.fix) == ("unknown", "grad_reduction=None")
 
 
 @pytest.mark.parametrize("aux", ["each", "count", more("steps")])
@@ -742,7 +610,6 @@ def test_a_microbatch_that_holds_nothing_agrees_where_it_weighs_nothing():
     return jnp.maximum(jnp.sum(batch["mask"]), 1e-6)
 
   assert in_two(weight_fn=never_zero, skip_nonfinite=True).ok
-  assert in_two(**weigh, skip_empty=True).ok
   assert in_two(skip_nonfinite=True).verdict == "weighted"
 
 
@@ -974,16 +841,17 @@ def test_an_error_of_the_loss_comes_with_the_rows_that_it_was_given():
   assert raised.value.__notes__[-1] == f"{where} 4 of 8 rows. On all it ran."
 
 
-@pytest.mark.parametrize("option", ["aux_reduction", "grad_reduction"])
-def test_an_empty_tree_of_words_is_refused(option):
+def test_an_empty_tree_of_words_is_refused():
   def loss(params, batch):
     return jnp.sum(batch["x"] @ params["w"]), {
       "rows": jnp.float32(len(batch["x"]))
     }
 
   batch = {"x": np.ones((6, 2), np.float32)}
-  with pytest.raises(ValueError, match=f"{option}={{}} is not a prefix tree"):
-    check_split(loss, {"w": jnp.ones(2)}, batch, has_aux=True, **{option: {}})
+  with pytest.raises(
+    ValueError, match=r"aux_reduction=\{\} is not a prefix tree"
+  ):
+    check_split(loss, {"w": jnp.ones(2)}, batch, has_aux=True, aux_reduction={})
 
 
 def test_a_loss_that_returns_no_scalar_is_refused():

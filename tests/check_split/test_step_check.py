@@ -16,7 +16,6 @@ from support.samples import more
 from support.zoo import ZOO
 
 from optax_accum import _versions, check_split, make_train_step, microbatch
-from optax_accum._mesh.loss import PlacedLoss
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 TX = optax.sgd(0.1)
@@ -81,7 +80,7 @@ def test_a_masked_loss_gets_a_weight_fn_with_which_it_is_right():
   report = check()
   assert (report.verdict, report.fix) == ("weighted", WEIGHT)
   assert report.not_checked == (f"more than 4 of the {ROWS} rows at a time",)
-  options = {"in_place": _versions.ADDS_TO_REFERENCES, "skip_empty": True}
+  options = {"in_place": _versions.ADDS_TO_REFERENCES}
   report = check(weight_fn=lambda batch: jnp.sum(batch["mask"]), **options)
   assert report.ok, report
   report = check(with_weight, has_weight=True, mesh=mesh_of())
@@ -104,11 +103,7 @@ def test_arguments_may_come_by_name():
 
   weighed = lambda batch: jnp.sum(batch["mask"])  # noqa: E731
   for weight_fn in (None, weighed):
-    names = {
-      "batch_argnums": (),
-      "batch_argnames": "batch",
-      "rng_argnames": "key",
-    }
+    names = {"batch_argnums": "batch", "rng_argnums": "key"}
     step = make_train_step(
       loss, TX, num_microbatches=3, weight_fn=weight_fn, **names
     )
@@ -126,28 +121,16 @@ def test_a_fix_names_by_keyword_what_came_by_keyword():
     "y": BATCH["y"],
     **dict(zip(both, jax.random.split(jax.random.key(0)), strict=True)),
   }
-  one_named = {"rng_argnums": (), "rng_argnames": "key"}
+  batches = {"batch_argnums": (1, "y")}
   for options, fix in [
-    (
-      {"rng_argnames": both},
-      'batch_argnums=1, batch_argnames="y"\nor, if argument y has',
-    ),
-    ({"batch_argnames": "y"}, 'rng_argnames=("key", "other")'),
-    ({"batch_argnames": "y", **one_named}, 'rng_argnames=("key", "other")'),
+    ({"rng_argnums": both}, 'batch_argnums=(1, "y")\nor, if argument y has'),
+    (batches, 'rng_argnums=("key", "other")'),
+    ({**batches, "rng_argnums": "key"}, 'rng_argnums=("key", "other")'),
   ]:
     step = make_train_step(loss, TX, num_microbatches=3, **options)
     report = step.check(W, TX.init(W), BATCH["x"], **given)
     assert report.fix.startswith(fix), report
     assert "argnums=2" not in report.reason + report.fix
-
-
-@pytest.mark.parametrize("names", [("y", "x"), ("x", "y")])
-def test_an_argument_may_be_split_by_position_or_by_name(names):
-  loss = lambda params, x, y: jnp.mean((x @ params - y) ** 2)  # noqa: E731
-  step = make_train_step(loss, TX, num_microbatches=3, batch_argnames=names)
-  for args, kwargs in [((), BATCH), ((BATCH["x"],), {"y": BATCH["y"]})]:
-    kwargs = {k: kwargs[k] for k in ("x", "y") if k in kwargs}
-    assert step.check(W, TX.init(W), *args, **kwargs).ok
 
 
 def test_a_weight_that_fits_by_chance_is_no_fix():
@@ -371,7 +354,7 @@ def test_a_step_of_nnx_is_checked_and_the_model_stays_as_it_was(over_mesh):
 
   model = Net(nnx.Rngs(0))
   optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-  options = {"mesh": mesh_of()} if over_mesh else {}
+  options = {"carry_reduction": "max", "mesh": mesh_of()} if over_mesh else {}
   if not over_mesh:
     step = nnx_train_step(loss, num_microbatches=3)
     assert step.check(model, optimizer, BATCH).fix == WEIGHT
@@ -524,11 +507,7 @@ def test_statistics_are_right_over_all_axes_of_the_rows(kind):
     return jnp.mean(normalized(params, batch, axes))
 
   over = lambda axes: functools.partial(loss, axes=axes)  # noqa: E731
-  both = {
-    "mesh": mesh,
-    "data_axis": ("data", "fsdp"),
-    "reduce_gradients": "per_microbatch",
-  }
+  both = {"mesh": mesh, "data_axis": ("data", "fsdp")}
   if kind is AxisType.Explicit:
     assert check_pair(over(("data", "fsdp")), params=wide, **both).ok
   else:  # explicitly sharded parameters would be for the loss to gather
@@ -586,27 +565,6 @@ def test_a_loss_that_depends_on_the_number_of_devices_is_told_so():
   report = check_pair(centred)
   assert report.verdict == "sum"
   assert "may also depend on their number" in report.reason
-
-
-@pytest.mark.more
-def test_a_step_that_adds_up_wrongly_over_devices_shows(monkeypatch):
-  right = PlacedLoss.value_and_grad
-
-  def doubled(loss, weights, /, *args, **kwargs):
-    reduced = right(loss, weights, *args, **kwargs)
-    if weights is not None:  # the check looks at one device
-      return reduced
-    grads = jax.tree.map(lambda g: 2 * g, reduced.outputs.grads)
-    return reduced._replace(outputs=reduced.outputs._replace(grads=grads))
-
-  monkeypatch.setattr(PlacedLoss, "value_and_grad", doubled)
-  for loss in (
-    lambda params, batch: jnp.mean((batch["x"] @ params["a"]) ** 2),
-    gathered,
-  ):
-    report = check_pair(loss)
-    assert report.verdict == "unknown", report
-    assert "the step over its mesh does not" in report.reason
 
 
 @pytest.mark.more
@@ -669,7 +627,9 @@ def test_a_carry_that_is_read_couples(over_mesh):
     return jnp.mean(error**2) + 0.0 * carry["count"].astype(float), (new, None)
 
   carry = {"teacher": W, "same": W, "count": jnp.zeros((), jnp.int32)}
-  options = {"carry_argnum": 2, "mesh": mesh_of() if over_mesh else None}
+  words = {"teacher": "mean", "same": "mean", "count": "max"}
+  options = {"carry_argnum": 2, "carry_reduction": words}
+  options["mesh"] = mesh_of() if over_mesh else None
   reads = True
   report = check(loss, W, BATCH, carry, **options)
   assert report.verdict == "coupled", report
@@ -728,49 +688,52 @@ def test_a_carry_that_linen_and_nnx_read_couples():
     assert "group or layer norm" not in report.fix
 
 
-@pytest.mark.parametrize("over_mesh", [False, True])
-def test_what_a_step_over_devices_refuses_its_check_refuses(over_mesh):
-  where = {"mesh": mesh_of()} if over_mesh else {"axis_name": "data"}
-  with pytest.raises(ValueError, match="The loss is the same on all devices"):
-    check(
-      lambda params, batch: jax.lax.pmean(loss_fn(params, batch), "data"),
-      **where,
-    )
+def reduced_mean(params, batch):
+  errors = (batch["x"] @ params - batch["y"]) ** 2
+  return jax.lax.pmean(jnp.mean(errors), "data")
 
-  def divided(params, batch):
-    errors = (batch["x"] @ params - batch["y"]) ** 2 * batch["mask"]
-    return jnp.sum(errors) / jax.lax.psum(jnp.sum(batch["mask"]), "data")
 
-  with pytest.raises(
-    ValueError, match="The loss depends on the number of devices"
-  ):
-    check(divided, **where)
-  # which a step refuses too, and a check says what to write
+def reduced_ratio(params, batch):
+  errors = (batch["x"] @ params - batch["y"]) ** 2 * batch["mask"]
+  totals = jnp.sum(errors), jnp.sum(batch["mask"])
+  total, count = jax.lax.psum(totals, "data")
+  return total / count
+
+
+def divided_by_all(params, batch):
+  """The mistake: a device's sum by the count of all."""
+  errors = (batch["x"] @ params - batch["y"]) ** 2 * batch["mask"]
+  return jnp.sum(errors) / jax.lax.psum(jnp.sum(batch["mask"]), "data")
+
+
+@pytest.mark.parametrize(
+  ("loss", "weight_fn", "ok"),
+  [
+    (reduced_mean, None, True),
+    (reduced_ratio, weigh, True),
+    (divided_by_all, weigh, False),
+  ],
+)
+def test_a_loss_that_devices_reduced_is_right_and_one_they_divided_is_not(
+  loss, weight_fn, ok
+):
+  report = check(loss, mesh=mesh_of(), weight_fn=weight_fn)
+  assert report.ok == ok, report
+
+
+def test_over_a_mesh_a_key_that_is_not_named_gets_what_to_write():
   key = jax.random.key(0)
 
   def drawn(params, batch, key):
     return loss_fn(params, batch) * jax.random.uniform(key)
 
-  report = check(drawn, W, BATCH, key, **where)
-  assert report.fix == "rng_argnums=2"
-  told = any("the check ran on one" in x for x in report.not_checked)
-  assert told != over_mesh
-
   def drawn_by_rate(params, batch, noise):
     return drawn(params, batch, noise["key"]) * noise["rate"]
 
-  report = check(drawn_by_rate, W, BATCH, {"key": key, "rate": 0.1}, **where)
+  assert check(drawn, W, BATCH, key, mesh=mesh_of()).fix == "rng_argnums=2"
+  noise = {"key": key, "rate": 0.1}
+  report = check(drawn_by_rate, W, BATCH, noise, mesh=mesh_of())
   assert "a key that is an argument of the loss" in report.fix
-
-
-def test_a_step_that_is_called_inside_shard_map_is_checked_on_one_device():
-  report = check_pair(
-    normalized_mean, 3, mesh=None, axis_name=("data", "other")
-  )
-  assert report.verdict == "coupled", report
-  assert any("the check ran on one" in x for x in report.not_checked)
-  report = check(loss_fn, axis_name="data")
-  assert (report.verdict, report.fix) == ("weighted", WEIGHT)
 
 
 def test_an_error_of_a_loss_that_closes_over_a_mesh_says_where_it_ran():

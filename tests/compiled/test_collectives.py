@@ -17,7 +17,6 @@ from optax_accum import (
   accumulate,
   accumulate_specs,
   make_train_step,
-  microbatch_value_and_grad,
 )
 from optax_accum import count_collectives as count
 from optax_accum._compiled import hlo
@@ -197,27 +196,6 @@ def test_what_ends_a_cycle_is_told_from_loops(
   assert len(report.unknown_trip_counts) == (fun is settled)
   assert report.streaming
   report.assert_once_per_cycle(nbytes=4)
-
-
-def test_microbatches_that_are_skipped_end_no_cycle():
-  def loss_fn(params, x):
-    return jnp.mean(lax.all_gather(x @ params, "data") ** 2)
-
-  cycle = microbatch_value_and_grad(
-    loss_fn,
-    num_microbatches=4,
-    weight_fn=lambda x: jnp.sum(x[:, 0]),
-    skip_empty=True,
-    axis_name="data",
-  )
-  params = X.update(shape=(8, 32))
-  report = count(
-    compiled(cycle, params, X, in_specs=(P(), ROWS), out_specs=P())
-  )
-  assert report.inside["all-gather"] == (4, 4 * 64 // 4 * 32 * 4)
-  assert report.at_cycle_end == {}
-  with pytest.raises(AssertionError, match=r"4 a call: all-gather f32\["):
-    report.assert_once_per_cycle()
 
 
 def test_every_branch_of_a_conditional_counts():
@@ -409,25 +387,17 @@ def test_gradients_that_the_compiler_sums_in_every_call_are_caught():
   assert report.at_least(4).streaming
 
 
-@pytest.mark.parametrize(
-  ("how", "accumulates"),
-  [("always", False), ("unless_empty", True), ("per_microbatch", True)],
-)
-def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_step_of_the_optimizer_runs_once_a_cycle(accumulates):
   """It has a loop, in which the devices exchange parts of what they hold."""
   tx = optax.stateless(
     lambda g, _: jax.tree.map(repeated(lambda x: jnp.tanh(x @ x.T @ x), 3), g)
   )
   tx = optax.chain(accumulate(tx, 2)) if accumulates else tx
   mesh = devices.make_mesh(8)
-  options = (
-    {"weight_fn": lambda x: jnp.sum(x[:, 0])} if how == "unless_empty" else {}
-  )
-  options["reduce_gradients"] = (
-    "per_microbatch" if how == "per_microbatch" else "per_cycle"
-  )
+  weigh = (lambda x: jnp.sum(x[:, 0])) if accumulates else None
   step = make_train_step(
-    mean_loss, tx, num_microbatches=4, mesh=mesh, **options
+    mean_loss, tx, num_microbatches=4, mesh=mesh, weight_fn=weigh
   )
   args = PARAMS, jax.eval_shape(tx.init, PARAMS), np.zeros((64, 32), np.float32)
   args = devices.abstract(args, mesh, ({"w": P(None, "data")}, P(), ROWS))
@@ -435,12 +405,8 @@ def test_a_step_of_the_optimizer_runs_once_a_cycle(how, accumulates):
   assert report.at_cycle_end == {"all-reduce": (3, 3 * 32 * 32 * 4)}
   # where `accumulate` takes a whole cycle in a call
   assert not report.streaming
-  if how == "per_microbatch":
-    with pytest.raises(AssertionError, match=r"4 a call: .*f32\["):
-      report.assert_once_per_cycle()
-  else:
-    assert report.inside == {}
-    report.assert_once_per_cycle()
+  assert report.inside == {}
+  report.assert_once_per_cycle()
 
 
 def test_small_collectives_can_be_left_out():

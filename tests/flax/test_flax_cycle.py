@@ -72,18 +72,29 @@ def test_linen(shape):
       **options(shape),
     )
     expected, metrics = step(state, np.concatenate(calls), None, 2.0)
-    cycle = step.begin(state)
-    for batch in calls:
-      cycle = step.add(cycle, state, batch, None, scale=2.0)
-    shapes, _ = step.finish.eval_shape(state, cycle)
-    new, found = step.finish(state, cycle)
-    trees.assert_close(new.params, expected.params, 1e-12)
-    assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-12)
-    assert new.seen["rows"] == expected.seen["rows"] == 8 + 32
-    assert new.step == 1
-    assert shapes.step.dtype == new.step.dtype
-    same, none = step.finish(new, step.begin(new))
-    assert (same.step, bool(none["stepped"])) == (1, False)
+
+    def added(*calls):
+      cycle = step.begin(state)
+      for batch in calls:
+        cycle = step.add(cycle, state, batch, None, scale=2.0)
+      return cycle
+
+    pair = added(calls[0]), added(calls[1])
+    shapes = step.merge.eval_shape(*pair)
+    for cycle in added(*calls), step.merge(*pair):
+      for x, like in zip(*map(jax.tree.leaves, (cycle, shapes)), strict=True):
+        assert x.shape == like.shape
+      assert cycle.total_weight == 32
+      assert cycle.num_microbatches == 2 * (shape or (1,))[0]
+      shaped, _ = step.finish.eval_shape(state, cycle)
+      new, found = step.finish(state, cycle)
+      trees.assert_close(new.params, expected.params, 1e-12)
+      assert found["loss"] == pytest.approx(float(metrics["loss"]), rel=1e-12)
+      assert new.seen["rows"] == expected.seen["rows"] == 8 + 32
+      assert new.step == 1
+      assert shaped.step.dtype == new.step.dtype
+    with pytest.raises(ValueError, match="empty"):
+      step.finish(new, step.begin(new))
 
 
 class Dropping(nnx.Module):
@@ -136,9 +147,37 @@ def test_nnx(shape):
     again = nnx_train_step(loss_fn, donate=False, **options(shape))
     cycle = again.add(cycle, twin, calls[1], 2.0)
     assert again.finish(twin, optimizers[1], cycle)["stepped"]
-    none = step.finish(twin, optimizers[1], step.begin(twin))
-    assert not none["stepped"]
+    with pytest.raises(ValueError, match="empty"):
+      step.finish(twin, optimizers[1], step.begin(twin))
     assert optimizers[1].step[...] == 3
+
+
+@MESHES
+def test_cycles_of_an_nnx_model_are_merged(shape):
+  """Its parameters are those of one cycle, and what it counts is the mean by weight."""
+
+  def loss_fn(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+  with jax.enable_x64(True):
+    calls = rows(8, 24)
+    step = nnx_train_step(loss_fn, donate=False, **options(shape))
+    found = []
+    for merges in False, True:
+      model = Dropping()
+      optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      cycle = step.add(step.begin(model), model, calls[0])
+      if merges:
+        other = step.add(step.begin(model), model, calls[1])
+        cycle = step.merge(cycle, other)
+      else:
+        cycle = step.add(cycle, model, calls[1])
+      assert cycle.total_weight == 32
+      metrics = step.finish(model, optimizer, cycle)
+      found += [(nnx.state(model, nnx.Param), metrics)]
+    trees.assert_close(*found, 1e-12)
+    count = (shape or (1,))[0]
+    assert model.seen[...] == pytest.approx((8 * 8 + 24 * 24) / 32 / count)
 
 
 def test_nothing_holds_a_step_that_had_a_cycle():
@@ -182,7 +221,7 @@ def test_a_cycle_carries_what_its_own_calls_change():
   [
     ("^step.begin.model. got a int as", lambda step, m, o: step.begin(3)),
     (
-      r"^step\.add\(cycle, model, batch, .* got a Dropping as cycle",
+      "got a NoneType as model: it takes an nnx module",
       lambda step, m, o: step.add(m, None, 0),
     ),
     (
@@ -190,7 +229,7 @@ def test_a_cycle_carries_what_its_own_calls_change():
       lambda step, m, o: step.add(step.begin(m), 0, m),
     ),
     (
-      r"^step\.finish\(model, optimizer, cycle\) got a Dropping as cycle",
+      "got Optimizer and Optimizer: it takes an nnx module and",
       lambda step, m, o: step.finish(o, o, m),
     ),
     (
@@ -198,7 +237,7 @@ def test_a_cycle_carries_what_its_own_calls_change():
       lambda step, m, o: step.finish(o, m, step.begin(m)),
     ),
     (
-      r"^step\.finish\(model, optimizer, cycle\): missing .*'cycle'",
+      "missing 1 required positional argument: 'cycle'",
       lambda step, m, o: step.finish(m, step.begin(m)),
     ),
     (
@@ -219,11 +258,11 @@ def test_what_is_in_another_order_is_refused(match, use):
   ("match", "use"),
   [
     (
-      r"^step\.finish\(state, cycle\) got a State as cycle",
+      "state is a Cycle; linen_train_step takes a flax TrainState",
       lambda step, state: step.finish(step.begin(state), state),
     ),
     (
-      r"^step\.finish\(state, cycle\): too many positional",
+      "takes 3 positional arguments but 4 were given",
       lambda step, state: step.finish(state, step.begin(state), 0),
     ),
     (
@@ -242,3 +281,45 @@ def test_linen_refuses_another_order(match, use):
   step = linen_train_step(loss_fn, num_microbatches=1)
   with pytest.raises(TypeError, match=match):
     use(step, state)
+
+
+class Teacher(nnx.Variable):
+  pass
+
+
+class Taught(nnx.Module):
+  def __init__(self):
+    self.w = nnx.Param(jnp.ones((4, 2)))
+    self.teacher = Teacher(self.w[...])
+
+
+class TaughtState(TrainState):
+  teacher: dict
+
+
+@MESHES
+def test_finish_leaves_what_starts_as_the_parameters(shape):
+  x, tx = rows(16)[0].astype(np.float32), optax.sgd(0.1)
+
+  def distance(w, batch, teacher):
+    return jnp.mean((batch @ w - 2 * batch @ teacher) ** 2)
+
+  step = linen_train_step(
+    lambda v, batch, _: distance(v["params"]["w"], batch, v["teacher"]["w"]),
+    **options(shape),
+  )
+  params = {"w": jnp.ones((4, 2))}
+  state = TaughtState.create(
+    apply_fn=None, params=params, tx=tx, teacher=params
+  )
+  state, _ = step.finish(state, step.add(step.begin(state), state, x))
+  assert state.teacher["w"].tolist() == np.ones((4, 2)).tolist()
+
+  model = Taught()
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  step = nnx_train_step(
+    lambda m, batch: distance(m.w[...], batch, m.teacher[...]),
+    **options(shape),
+  )
+  step.finish(model, optimizer, step.add(step.begin(model), model, x))
+  assert model.teacher[...].tolist() == np.ones((4, 2)).tolist()

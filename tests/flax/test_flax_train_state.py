@@ -125,13 +125,13 @@ def test_multi_steps_is_refused():
 
 
 @pytest.mark.parametrize("weight", [1.0, 16.0])
-def test_a_state_of_multi_steps_is_to_be_converted(weight):
+def test_a_state_of_multi_steps_is_refused(weight):
   params, tx = {"w": jnp.ones(2)}, optax.sgd(0.1)
   state = TrainState.create(apply_fn=None, params=params, tx=accumulate(tx, 2))
   state = state.replace(opt_state=optax.MultiSteps(tx, 2).init(params))
   with pytest.raises(
     ValueError,
-    match=r"convert it with optax_accum\.from_multi_steps\(state, weight=",
+    match="state is a MultiStepsState and not an AccumulateState",
   ):
     state.apply_gradients(grads=params, weight=weight)
 
@@ -144,18 +144,16 @@ def test_a_misspelt_argument_is_refused():
     state.apply_gradients(grads={"w": jnp.ones(2)}, weights=2.0)
 
 
-def test_further_fields_are_replaced_and_what_is_overwritten_is():
-  params = {
-    "params": {"w": jnp.ones(2)},
-    "_overwrite_with_gradient": {"amax": jnp.ones(())},
-  }
-  grads = jax.tree.map(lambda x: 3 * x, params)
-  state = TrainState.create(
-    apply_fn=None, params=params, tx=accumulate(optax.sgd(1.0), 2)
-  )
+def test_further_fields_are_replaced_and_fp8_statistics_are_refused():
+  params, tx = {"w": jnp.ones(2)}, accumulate(optax.sgd(1.0), 2)
+  state = TrainState.create(apply_fn=None, params=params, tx=tx)
   state = state.replace(step=np.int32(5)).apply_gradients(
-    grads=grads, apply_fn=len
+    grads=params, apply_fn=len
   )
   assert (int(state.step), state.apply_fn) == (6, len)
-  assert float(state.params["_overwrite_with_gradient"]["amax"]) == 3
-  assert state.params["params"]["w"].tolist() == [1, 1]
+  assert state.params["w"].tolist() == [1, 1]
+  overwritten = {"_overwrite_with_gradient": {"amax": jnp.ones(())}}
+  with pytest.raises(TypeError, match=r"fp8 statistics, .* no mean over"):
+    TrainState.create(
+      apply_fn=None, params={"params": params, **overwritten}, tx=tx
+    )

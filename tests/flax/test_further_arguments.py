@@ -97,7 +97,6 @@ def test_every_method_takes_further_arguments(kind):
   assert sum(f"{kind}_train_step" in line for line in compiled) == 1
 
 
-ROWED = {"w": TEACHER["w"], "mask": np.ones(ROWS)}
 KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
 
 
@@ -106,21 +105,6 @@ KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
 @pytest.mark.parametrize(
   ("args", "kwargs", "error", "match", "verdict"),
   [
-    (
-      (ROWED,),
-      {},
-      ValueError,
-      r"^args\[0\]\['mask'\] has 24 rows on axis 0, as many as the batch, .* Put what has the"
-      r" batch's rows into the batch.* batch_argnums=1",
-      "unsplit",
-    ),
-    (
-      (TEACHER,),
-      {"scale": np.ones(ROWS)},
-      ValueError,
-      r"^kwargs\['scale'\] has 24 rows",
-      "unsplit",
-    ),
     (
       (KEYED,),
       {},
@@ -179,15 +163,13 @@ def test_what_a_plain_step_refuses_is_refused(
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_as_many_rows_by_chance_are_told(kind):
+def test_as_many_rows_by_chance_are_not_split(kind):
   def loss_fn(model, batch, *others):
     return jnp.sum(others[-1]) * jnp.mean(batch["x"])
 
   batch = make_batch(np.float32)
-  step, first, between, run = call_of(kind, loss_fn, batch_argnums=1)
-  table = np.ones(ROWS, np.float32)
-  assert step.check(*first, batch, *between, table).ok
-  _, metrics = run(batch, *between, table)
+  _, _, between, run = call_of(kind, loss_fn)
+  _, metrics = run(batch, *between, np.ones(ROWS, np.float32))
   assert metrics["loss"] == pytest.approx(ROWS * batch["x"].mean(), rel=1e-4)
   with pytest.raises(ValueError, match="splits the batch alone: put what has"):
     call_of(kind, batch_argnums=(1, 2))

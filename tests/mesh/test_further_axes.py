@@ -41,7 +41,7 @@ from optax_accum import (
   accumulate_specs,
   count_collectives,
   make_train_step,
-  plan_microbatches,
+  microbatch_value_and_grad,
 )
 from optax_accum.flax import linen_train_step, nnx_train_step
 
@@ -157,12 +157,11 @@ def test_three_steps_are_those_of_the_whole_batch(shape):
 
 EMPTY = range(1, ROWS // 2, 4)  # of 4 microbatches one, on half of the replicas
 WAYS = {
-  "reduced in every microbatch": {"reduce_gradients": "per_microbatch"},
+  "some are empty": {"batch": make_batch(EMPTY)},
   "FSDP over replicas": {"specs": over_replicas},
-  "over both": {"specs": beside_replicas, "reduce_gradients": "per_microbatch"},
+  "over both": {"specs": beside_replicas},
   "over both on one dimension": {"specs": over_all},
   "ZeRO-1": {"state": beside_replicas},
-  "skip_empty": {"batch": make_batch(EMPTY), "skip_empty": True},
 }
 if _versions.ADDS_TO_REFERENCES:
   WAYS["in_place"] = {"in_place": True, "batch": make_batch(EMPTY)}
@@ -170,13 +169,14 @@ if _versions.ADDS_TO_REFERENCES:
 
 # Each way on a mesh, each mesh with a way or two.
 ON_SHAPES = [(way, SHAPES[i % 4]) for i, way in enumerate(WAYS)]
-# Of which others are made of two.
-OTHERS = ("reduced in every microbatch", "over both on one dimension")
 
 
 @pytest.mark.parametrize(
   ("way", "shape"),
-  [more(*case) if case[0] in OTHERS else case for case in ON_SHAPES],
+  [
+    more(*case) if case[0] == "over both on one dimension" else case
+    for case in ON_SHAPES
+  ],
 )
 def test_however_it_is_held_and_sent_the_step_is_that_of_the_whole_batch(
   way, shape
@@ -212,11 +212,8 @@ WITHIN = {
 }
 
 
-@pytest.mark.parametrize(
-  ("shape", "when"),
-  [((2, 4), "per_cycle"), ((2, 2, 2), "per_cycle"), ((2, 4), "per_microbatch")],
-)
-def test_replicas_reduce_once_a_cycle_or_in_every_microbatch(shape, when):
+@pytest.mark.parametrize("shape", WITHIN, ids=str)
+def test_replicas_reduce_once_a_cycle(shape):
   mesh, tx = devices.make_mesh(*shape, axes=AXES), optax.sgd(0.1)
   params = jax.tree.map(np.float32, init_params())
   specs = over_fsdp(params, mesh)
@@ -224,7 +221,7 @@ def test_replicas_reduce_once_a_cycle_or_in_every_microbatch(shape, when):
   batch = devices.abstract(jax.tree.map(jnp.asarray, make_batch()), mesh, BOTH)
   batch["mask"] = batch["mask"].update(dtype=jnp.float32)
   loss_of = loss_fn if len(shape) == 2 else without_gathers
-  options = {"mesh": mesh, "data_axis": "replica", "reduce_gradients": when}
+  options = {"mesh": mesh, "data_axis": "replica"}
   step = make_train_step(loss_of, tx, num_microbatches=4, **options)
   found = count_collectives(
     step.lower(params, tx.init(params), batch).compile()
@@ -233,7 +230,7 @@ def test_replicas_reduce_once_a_cycle_or_in_every_microbatch(shape, when):
   gradients = sum(4 * math.prod(shard) for shard in shards)
   replicas = ((0, 4), (1, 5), (2, 6), (3, 7))
   between = [c for c in found if c.groups == replicas and c.bytes > 64]
-  assert {c.executions for c in between} == {1 if when == "per_cycle" else 4}
+  assert {c.executions for c in between} == {1}
   assert sum(c.bytes for c in between) == pytest.approx(gradients, rel=0.02)
   in_loops = {c.groups for c in found if c.loop and c.groups and c.bytes > 64}
   assert in_loops - {replicas} == WITHIN[shape]
@@ -247,7 +244,6 @@ EVERYTHING = {
   "microbatch_size": 24,
   "weight_fn": valid,
   "skip_nonfinite": True,
-  "skip_empty": True,
   "noise_scale": True,
   "batch_argnums": 1,
   "rng_argnums": 2,
@@ -406,13 +402,16 @@ def test_in_the_users_own_map_over_the_data_axis_alone_it_is_the_same_step():
     trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
     tx = optimizer()
-    step = make_train_step(
-      loss_fn, tx, axis_name="replica", donate=False, **TIMES
-    )
+    cycle = microbatch_value_and_grad(loss_fn, axis_name="replica", **TIMES)
+
+    def step(params, state, batch):
+      updates, state = tx.update(cycle(params, batch)[1], state, params)
+      return optax.apply_updates(params, updates), state
+
     step = mapped(step, in_specs=(P(), P(), P("replica")), out_specs=P())
     step, held = jax.jit(step), (params, tx.init(params))
     for _ in range(3):
-      *held, _ = step(*held, devices.put(make_batch(), mesh, BOTH))
+      held = step(*held, devices.put(make_batch(), mesh, BOTH))
     trees.assert_close(jax.device_get(held[0]), whole_batch()[0], 1e-10)
 
 
@@ -446,22 +445,3 @@ def test_an_explicit_data_axis_of_one_device_is_among_those_of_the_rows():
     -1
   ]
   assert metrics["loss"] == np.mean(rows.sum(1) ** 2)
-
-
-def test_a_plan_has_microbatches_that_the_further_axis_divides():
-  mesh, tx = devices.make_mesh(2, 4, axes=AXES), optax.sgd(0.1)
-  params = devices.abstract(jax.tree.map(np.float32, init_params()), mesh)
-  words = jax.ShapeDtypeStruct((40, 6), jnp.int32)
-  batch = {"words": words, "mask": jax.ShapeDtypeStruct((40, 5), jnp.float32)}
-
-  def build(num_microbatches):
-    options = {
-      "mesh": mesh,
-      "data_axis": "replica",
-      "num_microbatches": num_microbatches,
-    }
-    return make_train_step(loss_fn, tx, **options)
-
-  args = params, tx.init(params), devices.abstract(batch, mesh, BOTH)
-  with pytest.raises(ValueError, match="Nothing fits"):
-    plan_microbatches(build, args, batch_size=40, memory_limit=100)

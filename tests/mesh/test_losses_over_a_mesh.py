@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import re
 
 import jax
 from jax import lax
@@ -129,10 +128,7 @@ PLACES = {
   ),
   "automatic axis": ((4, 2), AUTO, TENSOR, TENSOR, {"num_microbatches": 4}),
   "FSDP": ((8,), AUTO, FSDP, FSDP, {"num_microbatches": 2}),
-  "FSDP in the loop": (
-    *((8,), AUTO, FSDP, FSDP),
-    {"num_microbatches": 2, "reduce_gradients": "per_microbatch"},
-  ),
+  "FSDP, explicit": ((8,), EXPLICIT, FSDP, FSDP, {"num_microbatches": 2}),
   "ZeRO-1": ((8,), AUTO, P(), FSDP, {"microbatch_size": 24}),
 }
 if _versions.ADDS_TO_REFERENCES:
@@ -172,9 +168,7 @@ def momentum_of(name):
 @pytest.mark.parametrize(
   ("place", "name"),
   [
-    more(*case)
-    if case[0] in ("explicit", "FSDP in the loop", "ragged")
-    else case
+    more(*case) if case[0] in ("explicit", "FSDP, explicit", "ragged") else case
     for case in zip(PLACES, LOSSES, strict=False)
   ],
 )
@@ -227,19 +221,6 @@ def tanh_loss(between=lambda h: h):
   )
 
 
-def right_or_refused(exact, match, *args, **options):
-  """Whether a step has this gradient; else its error is this. Some versions of JAX can do more."""
-  try:
-    found, _ = step_with(*args, **options)
-  except ValueError as error:
-    message = str(error)
-  else:
-    trees.assert_close(found, exact, TOLERANCE)
-    return True
-  assert re.search(match, message), message
-  return False
-
-
 @pytest.mark.parametrize(
   ("use", "shape", "kind"),
   [
@@ -251,9 +232,10 @@ def right_or_refused(exact, match, *args, **options):
     ("weight", BESIDE, AUTO),
   ],
 )
-def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(
+def test_an_array_that_the_loss_closes_over_is_right_or_an_error(
   use, shape, kind
 ):
+  """Some versions of JAX can do more; as a further argument it always works."""
   mesh, table = (
     make_mesh(*shape, kind=kind),
     np.random.default_rng(1).normal(size=(16, 8)),
@@ -268,32 +250,17 @@ def test_an_array_that_the_loss_closes_over_works_or_is_to_be_an_argument(
 
   exact, _ = step_with(lambda *args: loss_fn(*args, jnp.asarray(table)), None)
   weight_fn = (lambda batch: jnp.sum(placed**2)) if use == "weight" else None
-  match = (
-    r"closes over .* is on the mesh, .*data_axis=\('data',\): pass an array as a further argument,"
-    r" step\(params, opt_state, batch, table\)"
-  )
 
   def closing(*args):
     return loss_fn(*args, jnp.asarray(table) if weight_fn else placed)
 
-  right_or_refused(exact, match, closing, mesh, weight_fn=weight_fn)
+  try:
+    found, _ = step_with(closing, mesh, weight_fn=weight_fn)
+  except (NotImplementedError, TypeError, ValueError):  # JAX's own
+    found = exact
+  trees.assert_close(found, exact, TOLERANCE)
   as_argument, _ = step_with(loss_fn, mesh, placed, batch_argnums=1)
   trees.assert_close(as_argument, exact, TOLERANCE)
-
-
-SHARDED = {
-  "data": lambda h, mesh: lax.with_sharding_constraint(h, P("data")),
-  "data and model": lambda h, mesh: lax.with_sharding_constraint(
-    h, P("data", "model")
-  ),
-  "of the mesh": lambda h, mesh: lax.with_sharding_constraint(
-    h, NamedSharding(mesh, P("data"))
-  ),
-  "reshard": lambda h, mesh: jax.reshard(h, P("data", "model")),
-  "further": lambda h, mesh: lax.with_sharding_constraint(
-    h, NamedSharding(mesh, P(None, "model"))
-  ),
-}
 
 
 @functools.cache
@@ -303,41 +270,18 @@ def of_one_device():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sharding_in_a_loss_is_of_further_axes(kind):
-  mesh, exact = make_mesh(4, 2, kind=kind), of_one_device()
-  match = "Name further axes alone, in a bare PartitionSpec"
-  for how, shard in SHARDED.items():
-    loss_fn = tanh_loss(lambda h, shard=shard: shard(h, mesh))
-    assert right_or_refused(exact, match, loss_fn, mesh) == (
-      how == "further" and kind == AUTO
-    ), how
-  # As the error says.
-  shard = jax.reshard if kind == EXPLICIT else lax.with_sharding_constraint
-  found, _ = step_with(tanh_loss(lambda h: shard(h, P(None, "model"))), mesh)
-  trees.assert_close(found, exact, TOLERANCE)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_over_further_axes_arrays_are_whole(kind):
+def test_over_further_axes_arrays_are_whole_and_may_be_sharded(kind):
   mesh = make_mesh(4, 2, kind=kind)
-  match = r"collective over 'model', which is not in data_axis=\('data',\).*leave it out"
-  with pytest.raises(ValueError, match=match):
-    step_with(tanh_loss(lambda h: lax.psum(jnp.sum(h, 1), "model")), mesh)
+  shard = jax.reshard if kind == EXPLICIT else lax.with_sharding_constraint
+  specs = [P(None, "model")]
+  if kind == AUTO:
+    specs += [NamedSharding(mesh, P(None, "model"))]
+  for spec in specs:
+    loss_fn = tanh_loss(lambda h, spec=spec: shard(h, spec))
+    trees.assert_close(step_with(loss_fn, mesh)[0], of_one_device(), TOLERANCE)
   exact, _ = step_with(tanh_loss(lambda h: jnp.sum(h, 1)), None)
   found, _ = step_with(tanh_loss(lambda h: jnp.sum(h, 1)), mesh)
   trees.assert_close(found, exact, TOLERANCE)
-
-
-@pytest.mark.parametrize(("mesh", "rows"), [(None, 16), (make_mesh(8), 2)])
-def test_a_loss_that_wants_more_rows_than_a_microbatch_has_is_told_how_many(
-  mesh, rows
-):
-  with pytest.raises(TypeError, match="cannot reshape") as raised:
-    step_with(tanh_loss(lambda h: h.reshape(32, 8)), mesh)
-  assert (
-    f"The loss was given {rows} rows, a microbatch on one device."
-    in raised.value.__notes__
-  )
 
 
 def calling_back(h):
@@ -348,13 +292,8 @@ def calling_back(h):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_callbacks_need_all_axes(kind):
+def test_callbacks_work_over_all_axes(kind):
   mesh = make_mesh(4, 2, kind=kind)
-  with pytest.raises(
-    ValueError,
-    match=r"callback in the function.* needs all axes .*name them there",
-  ):
-    step_with(tanh_loss(calling_back), mesh)
   exact, _ = step_with(tanh_loss(calling_back), None)
   found, _ = step_with(
     tanh_loss(calling_back), mesh, data_axis=("data", "model")

@@ -5,7 +5,7 @@ import functools
 import jax
 from jax import lax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -213,44 +213,23 @@ def assert_steps_as_the_whole_batch(step, tx, mesh, specs):
   return functools.partial(step.lower, *shapes)
 
 
-@pytest.mark.parametrize(
-  ("kind", "reduce_gradients"),
-  [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")],
-)
-def test_one_step_takes_replicated_and_sharded_parameters(
-  kind, reduce_gradients
-):
+@kinds
+def test_one_step_takes_replicated_and_sharded_parameters(kind):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
     step = make_train_step(
-      loss_fn,
-      tx,
-      mesh=mesh,
-      num_microbatches=4,
-      weight_fn=valid_tokens,
-      reduce_gradients=reduce_gradients,
+      loss_fn, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens
     )
     compiled = assert_steps_as_the_whole_batch(step, tx, mesh, P())().compile()
     assert_steps_as_the_whole_batch(step, tx, mesh, SHARDED)
     assert_steps_as_the_whole_batch(step, tx, mesh, P())
-    if reduce_gradients == "per_cycle":
-      assert_one_reduction(compiled, init_params())
-    else:
-      with pytest.raises(AssertionError):
-        assert_one_reduction(compiled, init_params())
-      size = sum(x.nbytes for x in jax.tree.leaves(init_params()))
-      inside = count_collectives(compiled).at_least(64).inside["all-reduce"]
-      assert inside.bytes >= 4 * size
+    assert_one_reduction(compiled, init_params())
 
 
 @pytest.mark.parametrize(
-  ("specs", "kind", "reduce_gradients"),
-  [
-    (SHARDED_2D, AUTO, "per_cycle"),
-    (TENSOR_PARALLEL, EXPLICIT, "per_microbatch"),
-  ],
+  ("specs", "kind"), [(SHARDED_2D, AUTO), (TENSOR_PARALLEL, EXPLICIT)]
 )
-def test_parameters_may_be_sharded_over_two_axes(specs, kind, reduce_gradients):
+def test_parameters_may_be_sharded_over_two_axes(specs, kind):
   def fun(params, batch):
     if kind == EXPLICIT:  # explicit axes want to be told where a product goes
       params = jax.tree.map(lambda x: jax.reshard(x, P()), params)
@@ -259,18 +238,9 @@ def test_parameters_may_be_sharded_over_two_axes(specs, kind, reduce_gradients):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(4, 2, kind=kind), with_loss_elsewhere(optimizer())
     step = make_train_step(
-      fun,
-      tx,
-      mesh=mesh,
-      num_microbatches=4,
-      weight_fn=valid_tokens,
-      reduce_gradients=reduce_gradients,
+      fun, tx, mesh=mesh, num_microbatches=4, weight_fn=valid_tokens
     )
     assert_steps_as_the_whole_batch(step, tx, mesh, specs)
-
-
-def columns_loss(params, x, y):
-  return jnp.mean((jnp.einsum("ib,i->b", x, params) - y) ** 2)
 
 
 def test_rows_of_an_explicit_mesh_need_not_divide():
@@ -345,20 +315,15 @@ def test_one_step_takes_the_batch_by_position_and_by_name():
       params, state = (new, new_state) if goes_on else (params, state)
 
 
-@pytest.mark.parametrize(
-  ("axis", "spec"), [(0, ("data",)), (-1, (None, "data"))]
-)
-def test_a_batch_from_numpy_is_placed_by_its_rows(axis, spec):
+def test_a_batch_from_numpy_is_placed_by_its_rows():
   def fun(params, batch, scale):
     return jnp.mean(params * batch["x"]) * jnp.sum(scale)
 
   mesh, tx = make_mesh(8), optax.sgd(0.1)
-  step = make_train_step(
-    fun, tx, mesh=mesh, num_microbatches=1, batch_axis=axis
-  )
+  step = make_train_step(fun, tx, mesh=mesh, num_microbatches=1)
   batch = {"x": np.ones((16, 16), np.float32)}
   params, scale = np.float32(1), np.ones(8, np.float32)
-  rows = NamedSharding(mesh, P(*spec))
+  rows = NamedSharding(mesh, P("data"))
   lowered = step.lower(params, tx.init(params), batch, scale)
   args, _ = lowered.compile().input_shardings
   assert args[2]["x"].is_equivalent_to(rows, 2)
@@ -426,44 +391,16 @@ def test_one_gradient_reduction_a_cycle_on_tpus():
   assert_one_reduction(compiled, params)
 
 
-def test_a_reduction_every_microbatch_stays_in_the_loop_on_tpus():
-  mesh = make_mesh(8, platform="tpu")
-  compiled, params = compiled_step(
-    mesh,
-    rows=1024,
-    width=128,
-    num_microbatches=8,
-    reduce_gradients="per_microbatch",
-  )
-  size = sum(4 * x.size for x in jax.tree.leaves(params))
-  report = count_collectives(compiled).at_least(1024)
-  assert report.inside["all-reduce"].bytes >= 8 * size
-  assert report.outside == {}
-
-
-def test_fsdp_gathers_and_scatters_once_or_holds_less():
-  mesh = make_mesh(8)
+def test_fsdp_gathers_and_scatters_once():
   sharded = [name for name, spec in SHARDED.items() if spec]
-  temp = {}
-  for when in ("per_cycle", "per_microbatch"):
-    compiled, params = compiled_step(
-      mesh,
-      width=256,
-      specs=SHARDED,
-      num_microbatches=8,
-      rows=64,
-      reduce_gradients=when,
-    )
-    temp[when] = compiled.memory_analysis().temp_size_in_bytes
-    report = count_collectives(compiled).at_least(1024)
-    size = sum(4 * params[name].size for name in sharded)
-    where = report.outside if when == "per_cycle" else report.inside
-    times = 1 if when == "per_cycle" else 8
-    assert where["all-gather"] == (times * len(sharded), times * size)
-    assert where["reduce-scatter"] == (times * len(sharded), times * size)
-    other = report.inside if when == "per_cycle" else report.outside
-    assert not {"all-gather", "reduce-scatter"} & set(other)
-  assert temp["per_microbatch"] < 0.8 * temp["per_cycle"]
+  compiled, params = compiled_step(
+    make_mesh(8), width=256, specs=SHARDED, num_microbatches=8, rows=64
+  )
+  report = count_collectives(compiled).at_least(1024)
+  size = sum(4 * params[name].size for name in sharded)
+  assert report.outside["all-gather"] == (len(sharded), size)
+  assert report.outside["reduce-scatter"] == (len(sharded), size)
+  assert not {"all-gather", "reduce-scatter"} & set(report.inside)
 
 
 def test_every_device_computes_its_share():
@@ -647,7 +584,11 @@ def test_of_a_carried_count_the_largest_is_kept(check_vma):
     return jnp.mean(w * x), (count + jnp.sum(x > 0), None)
 
   cycle = microbatch_value_and_grad(
-    fun, num_microbatches=2, carry_argnum=2, axis_name="data"
+    fun,
+    num_microbatches=2,
+    carry_argnum=2,
+    carry_reduction="max",
+    axis_name="data",
   )
   mapped = jax.shard_map(
     cycle,
@@ -729,6 +670,7 @@ def test_over_a_mesh_aux_carry_keys_and_skips_are_as_on_one_device(kind):
     mesh=mesh,
     num_microbatches=2,
     carry_argnum=2,
+    carry_reduction={"mean": "mean", "big": "max"},
     rng_argnums=3,
     skip_nonfinite=True,
     donate=False,
@@ -818,81 +760,6 @@ def test_accumulators_take_the_shardings_of_the_parameters():
   assert cycle(params, jnp.ones(4))[1].sharding.is_equivalent_to(
     params.sharding, 2
   )
-
-
-def test_arrays_that_are_on_another_mesh_are_refused_with_where_they_are():
-  mesh = make_mesh(4, 2)
-  step = make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, num_microbatches=2)
-  params, batch = init_params(np.float32), make_batch(dtype=np.float32)
-  state = optax.sgd(0.1).init(params)
-  turned = Mesh(
-    mesh.devices[::-1, ::-1], mesh.axis_names, axis_types=mesh.axis_types
-  )
-  others = [
-    (
-      make_mesh(2),
-      r"axes {'data': 2}, where .* {'data': 4, 'model': 2}; .*devices \[0, 1\]",
-    ),
-    (
-      make_mesh(4, 2, kind=EXPLICIT),
-      r"axis_types .*Explicit.* where [^;]*Auto[^;]*: pass",
-    ),
-    (
-      turned,
-      r"with devices \[7, .*, 0\], where mesh= has devices \[0, .*, 7\]: pass",
-    ),
-  ]
-  for other, found in others:
-    with pytest.raises(
-      ValueError, match=rf"params\['bias'\] is on another mesh .*{found}"
-    ):
-      step(devices.put(params, other), state, batch)
-    # as it says
-    moved = jax.device_put(devices.put(params, other), NamedSharding(mesh, P()))
-    step(moved, state, batch)
-  wrong = devices.put(batch, mesh, P("model"))
-  with pytest.raises(
-    ValueError, match=r"\['token'\] has its rows sharded over 'model'"
-  ):
-    step(params, state, wrong)
-
-
-def test_rows_on_the_last_axis_are_where_they_must_be():
-  mesh, tx = make_mesh(4, 2), optax.sgd(1.0)
-  step = make_train_step(columns_loss, tx, mesh=mesh, num_microbatches=2, batch_axis=-1,
-                         batch_argnums=(1, 2), donate=False)  # fmt: skip
-  x = np.arange(64, dtype=np.float32).reshape(4, 16) / 64
-  params, y = np.ones(4, np.float32), np.ones(16, np.float32)
-  at = lambda *spec: devices.put(x, mesh, P(*spec))  # noqa: E731
-  with pytest.raises(
-    ValueError, match=r"^argument 1 has its rows sharded over 'model'"
-  ):
-    step(params, tx.init(params), at(None, "model"), y)
-  new, _, _ = step(params, tx.init(params), at("model", "data"), y)
-  expected = params - jax.jit(jax.grad(columns_loss))(params, x, y)
-  np.testing.assert_allclose(new, expected, rtol=1e-5)
-
-
-def test_a_step_that_every_device_would_take_for_itself_is_refused():
-  step = make_train_step(
-    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False
-  )
-  params, batch = init_params(np.float32), make_batch(dtype=np.float32)
-  split = trees.blocks(batch, 8)
-  with pytest.raises(
-    ValueError, match=r"pmap or shard_map over .*'data'.* without axis_name"
-  ):
-    jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
-      params, optax.sgd(0.1).init(params), split
-    )
-  step = make_train_step(
-    loss_fn, optax.sgd(0.1), num_microbatches=2, donate=False, axis_name="data"
-  )
-  new, _, _ = jax.pmap(step, axis_name="data", in_axes=(None, None, 0))(
-    params, optax.sgd(0.1).init(params), split
-  )
-  for x in jax.tree.leaves(jax.device_get(new)):
-    np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
 
 
 def test_last_over_devices_is_the_last_that_counts():

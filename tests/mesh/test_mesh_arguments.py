@@ -110,14 +110,9 @@ def expected_step_of_adam():
 
 
 @pytest.mark.parametrize(
-  ("axis_types", "reduce_gradients"),
-  [
-    ((EXPLICIT, AUTO), "per_cycle"),
-    ((AUTO, EXPLICIT), "per_microbatch"),
-    ((EXPLICIT, EXPLICIT), "per_cycle"),
-  ],
+  "axis_types", [(EXPLICIT, AUTO), (AUTO, EXPLICIT), (EXPLICIT, EXPLICIT)]
 )
-def test_axes_may_be_of_two_kinds(axis_types, reduce_gradients):
+def test_axes_may_be_of_two_kinds(axis_types):
   mesh = Mesh(
     np.array(jax.devices()).reshape(4, 2),
     ("data", "model"),
@@ -130,14 +125,7 @@ def test_axes_may_be_of_two_kinds(axis_types, reduce_gradients):
       params = jax.tree.map(lambda p: jax.reshard(p, P()), params)
     return loss_fn(params, x)
 
-  step = make_train_step(
-    fun,
-    tx,
-    num_microbatches=2,
-    mesh=mesh,
-    donate=False,
-    reduce_gradients=reduce_gradients,
-  )
+  step = make_train_step(fun, tx, num_microbatches=2, mesh=mesh, donate=False)
   with jax.enable_x64(True):
     specs = {"w": P("data", "model"), "b": P("model")}
     params, x = (
@@ -152,19 +140,22 @@ def test_axes_may_be_of_two_kinds(axis_types, reduce_gradients):
       assert array.sharding.is_equivalent_to(params[name].sharding, array.ndim)
 
 
-# with 64 every device has rows enough for all
-@pytest.mark.parametrize("rows", [32, 64])
-def test_a_mesh_inside_shard_map_or_pmap_is_refused(rows):
-  mesh, tx = make_mesh(8), optax.sgd(0.1)
+@pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])
+def test_a_step_inside_shard_map_or_pmap_is_refused(mesh):
+  """Where every device would take one for itself, and `mesh` maps over them already."""
+  tx = optax.sgd(0.1)
   step = make_train_step(
     loss_fn, tx, num_microbatches=1, mesh=mesh, donate=False
   )
   params = jax.tree.map(jnp.asarray, init_params())
-  match = r"inside pmap or shard_map over .*'data'.* with mesh=.*axis_name="
-  x = jnp.ones((rows, 16))
+  match = (
+    r"inside pmap or shard_map over .*'data'.*"
+    r"microbatch_value_and_grad.*axis_name=.*accumulate.*axis_name="
+  )
+  x = jnp.ones((64, 16))  # enough rows for all on each device
   inside = jax.shard_map(
     step,
-    mesh=mesh,
+    mesh=make_mesh(8),
     in_specs=(P(), P(), P("data")),
     out_specs=P(),
     check_vma=False,
@@ -186,24 +177,17 @@ def compiled_costs(lowered):
   )
 
 
-@pytest.mark.parametrize("reduce_gradients", ["per_cycle", "per_microbatch"])
-def test_sharded_parameters_stay_so_under_an_outer_jit(reduce_gradients):
+def test_sharded_parameters_stay_so_under_an_outer_jit():
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
   step = make_train_step(
-    loss_fn,
-    tx,
-    num_microbatches=2,
-    mesh=mesh,
-    donate=False,
-    reduce_gradients=reduce_gradients,
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
   )
   params = devices.put(init_params(), mesh, {"w": P("data"), "b": P()})
   args = (params, tx.init(params), devices.put(make_batch(), mesh, P("data")))
   outer = jax.jit(lambda *args: step(*args)).lower(*args)
   inside, outside, temp = compiled_costs(step.lower(*args))
   assert compiled_costs(outer) == (inside, outside, temp)
-  where = outside if reduce_gradients == "per_cycle" else inside
-  assert set(where) == {"all-gather", "reduce-scatter"}
+  assert set(outside) == {"all-gather", "reduce-scatter"}
   new, state, metrics = jax.jit(lambda *args: step(*args))(*args)
   trees.assert_close(
     jax.device_get((new, state, metrics)), jax.device_get(step(*args)), 1e-6
@@ -214,12 +198,7 @@ def test_sharded_parameters_stay_so_under_an_outer_jit(reduce_gradients):
 def test_sharded_parameters_stay_so_in_a_scan_over_steps():
   mesh, tx = make_mesh(8, kind=EXPLICIT), relaxed(optax.adam(0.1))
   step = make_train_step(
-    loss_fn,
-    tx,
-    num_microbatches=2,
-    mesh=mesh,
-    donate=False,
-    reduce_gradients="per_microbatch",
+    loss_fn, tx, num_microbatches=2, mesh=mesh, donate=False
   )
   x = devices.put(
     np.stack([make_batch(), 2 * make_batch()]), mesh, P(None, "data")
@@ -241,7 +220,7 @@ def test_sharded_parameters_stay_so_in_a_scan_over_steps():
   assert (
     report.inside["all-gather"].operations
     == report.inside["reduce-scatter"].operations
-    == 4
+    == 2
   )
   (actual, _), losses = train(params, opt_state, x)
   for i in range(2):
@@ -321,71 +300,61 @@ def test_a_state_stays_sharded_where_its_parameters_are_not(tx):
   assert abs(results[0][0] - 1) > 0.05
 
 
-@pytest.mark.parametrize(
-  ("spec", "reduce_gradients", "kind"),
-  [
-    (P(), "per_cycle", AUTO),
-    (P("data"), "per_microbatch", EXPLICIT),
-  ],
-)
-def test_a_loss_that_was_reduced_over_the_devices_is_refused(
-  kind, reduce_gradients, spec
-):
+@pytest.mark.parametrize(("spec", "kind"), [(P(), AUTO), (P("data"), EXPLICIT)])
+def test_a_loss_that_devices_reduced_is_that_of_the_whole_batch(kind, spec):
+  """A mean of means, and a ratio of sums whose counts differ between devices."""
   mesh = make_mesh(4, kind=kind)
-  params = devices.put(init_params(), mesh, {"w": spec, "b": P()})
-  tx, x = optax.sgd(0.1), make_batch()
-  options = {
-    "num_microbatches": 2,
-    "mesh": mesh,
-    "reduce_gradients": reduce_gradients,
-  }
-  message = r"The loss is the same on all devices of the axes \['data'\], so it was reduced .*: return"
+  tx = optax.sgd(1.0)
 
   def mean(params, x):
     return lax.pmean(loss_fn(params, x), "data")
 
-  def of_counts(params, x):
-    errors = (x @ params["w"]) ** 2
-    return lax.psum(jnp.sum(errors), "data") / lax.psum(
-      jnp.float32(errors.size), "data"
-    )
+  def ratio(summed):
+    def fun(params, x):
+      errors = jnp.sum((x @ params["w"] + params["b"][None]) ** 2, 1)
+      # None of the last device's rows count, and all of the first one's.
+      counted = jnp.where(x[:, 0] > x[:, 1] + x[:, 2], 1, 0).astype(x.dtype)
+      return summed(jnp.sum(errors * counted)) / summed(jnp.sum(counted))
 
-  for reduced in (mean, of_counts):
-    with pytest.raises(ValueError, match=message):
-      make_train_step(reduced, tx, donate=False, **options)(
-        params, tx.init(params), x
+    return fun
+
+  def over_devices(x):
+    return lax.psum(x, "data")
+
+  with jax.enable_x64(True):
+    x = make_batch(np.float64)
+    x[24:, 0] = -9
+    x[:8, 0] = 9
+    for reduced, fun in (
+      (mean, loss_fn),
+      (ratio(over_devices), ratio(lambda x: x)),
+    ):
+      loss, exact = jax.jit(jax.value_and_grad(fun))(init_params(np.float64), x)
+      step = make_train_step(
+        reduced, tx, num_microbatches=1, mesh=mesh, donate=False
       )
-
-  # what is reduced within a loss is the user's own
-  def synchronized(params, x):
-    return loss_fn(params, x - lax.pmean(jnp.mean(x), "data"))
-
-  make_train_step(synchronized, tx, donate=False, **options)(
-    params, tx.init(params), x
-  )
+      params = devices.put(init_params(np.float64), mesh, {"w": spec, "b": P()})
+      new, _, metrics = step(params, tx.init(params), x)
+      grads = jax.tree.map(
+        jnp.subtract, init_params(np.float64), jax.device_get(new)
+      )
+      trees.assert_close((metrics["loss"], grads), (loss, exact), 1e-12)
 
 
-def test_in_a_users_shard_map_a_reduced_loss_is_refused_too():
+def test_in_a_users_shard_map_a_reduced_loss_is_that_of_the_whole_batch():
   params, x, mesh = init_params(), make_batch(), make_mesh(4)
   exact = jax.jit(jax.grad(loss_fn))(params, x)
-
-  def gradients(reduced, check_vma):
+  for reduced in (True, False):
     fun = (
       (lambda p, x: lax.pmean(loss_fn(p, x), "data")) if reduced else loss_fn
     )
     split = microbatch_value_and_grad(fun, num_microbatches=2, axis_name="data")
-    mapped = jax.shard_map(
-      split,
-      mesh=mesh,
-      in_specs=(P(), P("data")),
-      out_specs=P(),
-      check_vma=check_vma,
-    )
-    return jax.jit(mapped)(params, x)[1]
-
-  for check_vma in (True, False):
-    with pytest.raises(
-      ValueError, match="The loss is the same on all devices of the axes"
-    ):
-      gradients(True, check_vma)
-    trees.assert_close(gradients(False, check_vma), exact, 1e-5)
+    for check_vma in (True, False):
+      mapped = jax.shard_map(
+        split,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=check_vma,
+      )
+      trees.assert_close(jax.jit(mapped)(params, x)[1], exact, 1e-5)

@@ -88,19 +88,17 @@ SPECS = {
 
 
 @pytest.mark.parametrize(
-  ("name", "types", "reduce_gradients"),
+  ("name", "types"),
   [
-    ("whole", (AUTO, AUTO), "per_cycle"),
-    ("over one", (EXPLICIT, EXPLICIT), "per_microbatch"),
-    more("over the other", (AUTO, AUTO), "per_microbatch"),
-    ("one dimension over both", (AUTO, AUTO), "per_cycle"),
-    ("in another order", (EXPLICIT, EXPLICIT), "per_cycle"),
-    ("two dimensions", (AUTO, EXPLICIT), "per_cycle"),
+    ("whole", (AUTO, AUTO)),
+    ("over one", (EXPLICIT, EXPLICIT)),
+    more("over the other", (AUTO, AUTO)),
+    ("one dimension over both", (AUTO, AUTO)),
+    ("in another order", (EXPLICIT, EXPLICIT)),
+    ("two dimensions", (AUTO, EXPLICIT)),
   ],
 )
-def test_parameters_may_be_sharded_over_some_of_the_data_axes(
-  name, types, reduce_gradients
-):
+def test_parameters_may_be_sharded_over_some_of_the_data_axes(name, types):
   specs, tx = SPECS[name], optimizer()
   if name == "two dimensions":  # `value_fn` gathers them too
     tx = with_loss_elsewhere(tx)
@@ -113,7 +111,6 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(
       weight_fn=valid,
       mesh=mesh,
       data_axis=AXES,
-      reduce_gradients=reduce_gradients,
       donate=False,
     )
     params = devices.put(init_params(), mesh, specs)
@@ -132,8 +129,6 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(
         sharding, x.ndim
       )
     report = count_collectives(step.lower(*args).compile())
-  times = 1 if reduce_gradients == "per_cycle" else 2
-  where = report.outside if times == 1 else report.inside
   w, b = 8 * 16 * 8, 8 * 8
   if name == "whole":  # one reduction over both axes
     assert report.inside == {}
@@ -141,12 +136,13 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(
     assert report.outside["all-reduce"].operations == 1
     assert w + b <= report.outside["all-reduce"].bytes <= w + b + 64
   # a shard is reduced over the axis that it is not sharded over
+  sent = report.outside
   if name == "over one":
-    assert where["all-gather"] == where["reduce-scatter"] == (times, times * w)
+    assert sent["all-gather"] == sent["reduce-scatter"] == (1, w)
     # a shard, a bias, scalars
-    assert where["all-reduce"].bytes < times * (w / 4 + b + 128)
+    assert sent["all-reduce"].bytes < w / 4 + b + 128
   if name == "one dimension over both":
-    assert where["reduce-scatter"] == (2 * times, times * (w + b))
+    assert sent["reduce-scatter"] == (2, w + b)
     reduced = [op for op in report.operations if op.kind == "all-reduce"]
     assert sum(op.bytes for op in reduced) <= 128  # scalars
 
@@ -154,7 +150,7 @@ def test_parameters_may_be_sharded_over_some_of_the_data_axes(
 @pytest.mark.parametrize(
   ("data_kind", "options"),
   [
-    (EXPLICIT, {"reduce_gradients": "per_microbatch"}),
+    (EXPLICIT, {"num_microbatches": 4}),
     (AUTO, {"microbatch_size": 20}),
   ],
 )
@@ -167,7 +163,7 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
       ("data", "explicit", "auto"),
       axis_types=(data_kind, EXPLICIT, AUTO),
     )
-    tx, count = optimizer(), None if "microbatch_size" in options else 4
+    tx = optimizer()
 
     def fun(params, batch):
       # on each device
@@ -177,14 +173,13 @@ def test_explicit_and_automatic_axes_may_be_beside_the_data_axis(
     step = make_train_step(
       fun,
       tx,
-      num_microbatches=count,
       weight_fn=valid,
       mesh=mesh,
       donate=False,
       **options,
     )
     specs = {
-      "w": P("data" if "reduce_gradients" in options else None, "explicit"),
+      "w": P("data" if "num_microbatches" in options else None, "explicit"),
       "b": P(),
     }
     params = devices.put(init_params(), mesh, specs)

@@ -210,12 +210,15 @@ def test_it_works_outside_of_jit_and_in_a_step_without_a_mesh():
     trees.assert_close(jax.grad(squares)(params), expected, 1e-10)
 
 
-def test_keys_are_those_of_a_step():
+@pytest.mark.parametrize(
+  "split", [{"num_microbatches": 2}, {"microbatch_size": 24}]
+)
+def test_keys_are_those_of_a_step(split):
   def draw(params, batch, key):
     noise = jax.random.normal(key, batch["x"].shape[:1])
     return jnp.sum(params * 0), noise
 
-  options = {"mesh": make_mesh(8), "num_microbatches": 2, "rng_argnums": 2}
+  options = {"mesh": make_mesh(8), "rng_argnums": 2, **split}
   tx = optax.sgd(1.0)
   step = make_train_step(
     draw, tx, has_aux=True, aux_reduction="concat", donate=False, **options
@@ -230,32 +233,3 @@ def test_keys_are_those_of_a_step():
   _, noise = run(params, batch, key)
   np.testing.assert_array_equal(noise, metrics["aux"])
   assert len(np.unique(noise)) == ROWS
-
-
-@pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["no mesh", "mesh"])
-def test_what_is_empty_is_not_run(mesh):
-  calls = []
-
-  def mean(params, batch):
-    jax.debug.callback(lambda: calls.append(1))
-    total = jnp.sum(encode(params, batch["x"])[:, 0] * batch["valid"])
-    return total / jnp.sum(batch["valid"])  # NaN where it is empty
-
-  run = microbatch(
-    mean,
-    reduction="mean",
-    batch_argnums=1,
-    microbatch_size=8,
-    weight_fn=valid,
-    skip_empty=True,
-    mesh=mesh,
-  )
-  params, x = init_params(np.float32), make_batch()["x"].astype(np.float32)
-  counted = np.isin(np.arange(ROWS), [0, 4, 8, 12])
-  batch = {"x": x, "valid": counted.astype(np.float32)}
-  found = run(params, batch)
-  jax.effects_barrier()
-  expected = np.tanh(x[counted] @ params)[:, 0].mean()
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
-  # Rows are cut by turns: all four are in one microbatch, or in the first ones of four devices.
-  assert len(calls) == (1 if mesh is None else 4)

@@ -94,25 +94,16 @@ STATE = {"w": P("data"), "b": P("data"), "three": P()}
 ALL = {"w": P(), "b": P(), "three": P()}
 
 
-@pytest.mark.parametrize(
-  ("kind", "reduce_gradients"),
-  [(AUTO, "per_microbatch"), (EXPLICIT, "per_cycle")],
-)
-def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
+@kinds
+def test_three_steps_equal_one_devices_whole_batch(kind):
   with jax.enable_x64(True):
     mesh, tx = make_mesh(8, kind=kind), with_loss_elsewhere(optimizer())
     step = make_train_step(
-      loss_fn,
-      tx,
-      mesh=mesh,
-      num_microbatches=2,
-      weight_fn=valid,
-      reduce_gradients=reduce_gradients,
+      loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
     )
     params = devices.put(init_params(), mesh)
     state = sharded(tx, params, mesh, STATE)
-    if reduce_gradients == "per_cycle":
-      assert scatters(step, params, state, make_batch()) == 2
+    assert scatters(step, params, state, make_batch()) == 2
     for _ in range(3):
       params, state, metrics = step(params, state, make_batch())
     state, elsewhere = state
@@ -131,29 +122,18 @@ def test_three_steps_equal_one_devices_whole_batch(kind, reduce_gradients):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
 
 
-@pytest.mark.parametrize(
-  ("kind", "reduce_gradients"),
-  [(EXPLICIT, "per_cycle"), (AUTO, "per_microbatch")],
-)
-def test_parameters_alone_are_gathered(kind, reduce_gradients):
+@kinds
+def test_parameters_alone_are_gathered(kind):
   mesh, tx = make_mesh(8, kind=kind), optimizer()
   step = make_train_step(
-    loss_fn,
-    tx,
-    mesh=mesh,
-    num_microbatches=2,
-    weight_fn=valid,
-    reduce_gradients=reduce_gradients,
+    loss_fn, tx, mesh=mesh, num_microbatches=2, weight_fn=valid
   )
   params = devices.put(init_params(np.float32), mesh)
   args = params, sharded(tx, params, mesh, STATE), make_batch(np.float32)
   report = count_collectives(step.lower(*args).compile())
   size = params["w"].nbytes + params["b"].nbytes
   assert report.outside["all-gather"].bytes == size
-  if reduce_gradients == "per_cycle":
-    assert report.outside["reduce-scatter"].bytes == size
-  else:
-    assert report.inside["reduce-scatter"].bytes == 2 * size
+  assert report.outside["reduce-scatter"].bytes == size
 
 
 # On meshes of two axes: of the parameters, of the state, and of how many the state decides.
@@ -253,16 +233,10 @@ def test_beside_tensor_parallel_parameters_only_shards_are_sent(parameters):
 
 
 @pytest.mark.parametrize(
-  ("kind", "shape", "reduce_gradients"),
-  [
-    more(AUTO, (1, 1), "per_cycle"),
-    (AUTO, (1, 8), "per_cycle"),
-    (EXPLICIT, (1, 8), "per_microbatch"),
-  ],
+  ("kind", "shape"),
+  [more(AUTO, (1, 1)), (AUTO, (1, 8)), (EXPLICIT, (1, 8))],
 )
-def test_over_a_data_axis_of_one_device_nothing_is_reduced(
-  kind, shape, reduce_gradients
-):
+def test_over_a_data_axis_of_one_device_nothing_is_reduced(kind, shape):
   """XLA cannot reduce over such an axis beside others, and there is nothing to reduce."""
   specs = {"w": P("data", "model"), "b": P("model"), "three": P()}
 
@@ -280,13 +254,12 @@ def test_over_a_data_axis_of_one_device_nothing_is_reduced(
       mesh=mesh,
       microbatch_size=24,
       weight_fn=lambda batch: valid(batch) * jax.lax.axis_size("data"),
-      reduce_gradients=reduce_gradients,
     )
     params = devices.put(init_params(), mesh, specs)
     # one part, of three numbers
     state = sharded(tx, params, mesh, specs | {"three": P("data")})
     # Under a jit the shardings are not known.
-    first = jax.jit(step) if reduce_gradients == "per_microbatch" else step
+    first = jax.jit(step) if kind == EXPLICIT else step
     held = first(params, state, make_batch())
     for _ in range(2):
       params, state, metrics = held = step(*held[:2], make_batch())
@@ -499,6 +472,7 @@ def test_in_a_scan_over_steps_of_an_explicit_mesh_gradients_are_scattered():
 # What is sharded over explicit axes, of the parameter and of its momentum.
 APART = {
   "whole momentum": (P("data"), P()),
+  "whole momentum, one dimension over both": (P(("data", "model")), P()),
   "momentum over another axis": (P(), P("model")),
   "each over another axis": (P("data"), P(None, "model")),
 }
@@ -712,18 +686,3 @@ def test_a_state_of_nnx_goes_where_its_parameters_are():
   ):
     assert x[...].sharding.spec == P("data")
   assert model.bias[...].sharding.is_fully_replicated
-
-
-@pytest.mark.usefixtures("usual_promotion")
-def test_an_optimizer_that_cannot_compute_over_explicit_axes_gets_a_note():
-  mesh, tx = make_mesh(4, kind=EXPLICIT), accumulate(optax.contrib.muon(0.1), 1)
-  placed = devices.put(init_params(np.float32), mesh, {**ALL, "w": P("data")})
-  step = make_train_step(loss_fn, tx, num_microbatches=2, mesh=mesh)
-  with pytest.raises(Exception, match="sharded") as raised:
-    step(placed, tx.init(init_params(np.float32)), make_batch(np.float32))
-  assert (
-    "".join(raised.value.__notes__).count(
-      "Over automatic axes it works: jax.make_mesh("
-    )
-    == 1
-  )

@@ -60,7 +60,6 @@ def test_floats_are_averaged_with_what_each_device_counted(kind):
   mesh = make_mesh(4, kind=kind)
   on_one_device = make_step(statistics, weight_fn=tokens)
   over_devices = make_step(statistics, mesh, **options)
-  by_default = make_step(statistics, mesh, weight_fn=tokens)
   for valid in (
     np.ones(16),
     np.r_[np.ones(4), np.zeros(12)],
@@ -74,8 +73,6 @@ def test_floats_are_averaged_with_what_each_device_counted(kind):
     np.testing.assert_allclose(actual["mean"], whole["mean"], rtol=1e-6)
     assert int(actual["seen"]) == int(whole["seen"]) == 3 + valid.sum()
     counts = valid.reshape(4, 4).sum(1)
-    # Integers, without a word.
-    assert int(by_default(batch, carry)["seen"]) == 3 + counts.max()
     if len(set(counts)) > 1:  # what a mean over devices would give
       parts = (batch["x"] * valid).reshape(4, 4).sum(1) / np.maximum(counts, 1)
       wrong = np.mean(np.where(counts > 0, 1 + 0.5 * parts, 2.0))
@@ -123,7 +120,11 @@ def test_where_nothing_counted_the_carry_stays(kind):
     "seen": jnp.int32(3),
   }
   mesh = make_mesh(3, kind=kind)
-  actual = [one_step(statistics, batch, carry, mesh, weight_fn=tokens)]
+  options = {
+    "weight_fn": tokens,
+    "carry_reduction": {"mean": "mean", "seen": "max"},
+  }
+  actual = [one_step(statistics, batch, carry, mesh, **options)]
   words = {"sum": "sum", "min": "min"}
   options = {"weight_fn": tokens, "carry_reduction": words}
   actual += one_step(
@@ -343,7 +344,8 @@ def test_an_aux_may_depend_on_no_batch(kind):
 
 def test_words_that_cannot_be_kept_are_refused():
   def fun(p, x, c):
-    return p * jnp.mean(x), (c, None)
+    new = jax.tree.map(lambda a: a + jnp.ones((), a.dtype), c)
+    return p * jnp.mean(x), (new, None)
 
   def step(word, carry, **options):
     return one_step(
@@ -385,20 +387,22 @@ def test_words_that_cannot_be_kept_are_refused():
 
 
 @pytest.mark.parametrize(
-  "raw", [jax.random.PRNGKey(0), jnp.zeros((3, 4), jnp.uint32)]
+  "held", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str
 )
-def test_a_raw_key_looks_like_numbers_which_a_word_may_say_that_it_is(raw):
+def test_over_devices_what_is_no_float_has_a_word(held):
   def fun(p, x, carry):
-    return p * jnp.mean(x), (carry, None)
+    new = {**carry, "n": carry["n"] + jnp.ones((), held.dtype)}
+    return p * jnp.mean(x), (new, None)
 
-  mesh, message = (
-    make_mesh(2),
-    r"argument 2\['key'\] has dtype uint32 .* as a raw random key, with",
-  )
-  x = np.ones(8, np.float32)
-  with pytest.raises(TypeError, match=message + ".*carry a typed key"):
-    one_step(fun, x, {"key": raw}, mesh)
-  carry = one_step(fun, x, {"key": raw}, mesh, carry_reduction="max")
-  np.testing.assert_array_equal(carry["key"], raw)
-  np.testing.assert_array_equal(one_step(fun, x, {"key": raw})["key"], raw)
-  one_step(fun, x, {"key": np.uint32(0)}, mesh)
+  x, carry = np.ones(8, np.float32), {"n": held, "same": held}
+  if held.shape:  # a raw key, or numbers
+    with pytest.raises(TypeError, match=r"2\['n'\] .*carry_reduction"):
+      one_step(fun, x, carry, make_mesh(2))
+  alone = one_step(fun, x, carry)
+  words = {"n": "max", "same": "max"}
+  for new in (
+    alone,
+    one_step(fun, x, carry, make_mesh(2), carry_reduction=words),
+  ):
+    np.testing.assert_array_equal(new["n"], held + jnp.ones((), held.dtype))
+    np.testing.assert_array_equal(new["same"], held)

@@ -212,8 +212,6 @@ def test_a_loss_that_returns_a_sum_and_its_count_takes_the_whole_batchs_step(
   expected = once(whole, params, batch)
   options = {"num_microbatches": MICROBATCHES, "rng_argnums": 2}
   ways = [{"in_place": _versions.ADDS_TO_REFERENCES}, {"skip_nonfinite": True}]
-  if count > 1:
-    ways[1]["reduce_gradients"] = "per_microbatch"
   for way in ways:
     step = make_step(pair, count, has_weight=True, **options, **way)
     new, _, metrics = step(params, TX.init(params), batch, key)
@@ -305,11 +303,8 @@ def shares_of(params, batch):
 def balance(shares_of, axis_name=None):
   def loss_fn(params, batch):
     shares = shares_of(params, batch)
-    # gathered, because a loss that is reduced by psum is refused
     if axis_name is not None:
-      shares = jax.tree.map(
-        lambda x: jnp.sum(lax.all_gather(x, axis_name), axis=0), shares
-      )
+      shares = lax.psum(shares, axis_name)
     probability, chosen = (x / jnp.sum(x) for x in shares)
     return EXPERTS * jnp.sum(probability * chosen)
 

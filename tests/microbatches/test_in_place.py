@@ -24,7 +24,6 @@ from optax_accum import (
   make_train_step,
   microbatch_value_and_grad,
 )
-import optax_accum._microbatches.in_place as in_place_module
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 LAYERS, WIDTH, VOCABULARY, LENGTH = 3, 8, 16, 4
@@ -131,7 +130,8 @@ def test_the_gradient_is_that_of_the_whole_batch(loss_fn, padded, split):
   trees.assert_close(run(params, batch), whole(loss_fn, padded), 1e-10)
 
 
-def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
+@pytest.mark.parametrize("weights", [{}, {"weight_fn": tokens_in}])
+def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan(weights):
   def loss_fn(params, batch, seen, key):
     noise = jax.random.uniform(key, batch["tokens"].shape)
     scaled = (
@@ -155,6 +155,7 @@ def test_sums_aux_carry_and_keys_are_those_of_the_plain_scan():
     "aux_reduction": "concat",
     "carry_argnum": 2,
     "rng_argnums": 3,
+    **weights,
   }
   ours, plain = (
     jax.jit(microbatch_value_and_grad(loss_fn, in_place=x, **options))(*args)
@@ -226,6 +227,20 @@ def test_over_devices_each_adds_its_own_and_they_are_reduced_once(
   new, *_ = step(placed, tx.init(placed), batch)
   trees.assert_close(jax.device_get(new), expected, 1e-10)
   assert not count_collectives(compiled).inside
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 2)])
+def test_over_further_axes_a_microbatch_runs_on_all_devices_or_on_none(shape):
+  """The compiler may have them send something in it."""
+  params, tx = params_of(scanned), optax.sgd(1.0)
+  options = {
+    "in_place": True,
+    "weight_fn": tokens_in,
+    "mesh": make_mesh(*shape),
+  }
+  step = make_train_step(scanned, tx, num_microbatches=3, **options)
+  text = str(step.trace(params, tx.init(params), make_batch(24)).jaxpr)
+  assert ("pmax" in text) == (len(shape) > 1)
 
 
 @pytest.mark.more
@@ -355,14 +370,30 @@ def beside_a_value(params, batch):
   return jnp.mean(x**2)
 
 
-def test_a_scan_that_some_versions_mix_up_is_right():
+def beside_a_carry(params, batch):
+  """A scan over what a loop around it carries, and over a parameter."""
+
+  def layer(x, rows):
+    return jnp.tanh(x * rows[0] + rows[1]), None
+
+  def around(h, _):
+    x, _ = jax.lax.scan(layer, jnp.ones(WIDTH), (h, params["bias"]))
+    return h + x[None], None
+
+  start = jnp.ones((LAYERS, WIDTH)) * jnp.mean(batch["mask"])
+  h, _ = jax.lax.scan(around, start, None, length=2)
+  return jnp.mean(h**2)
+
+
+@pytest.mark.parametrize("loss_fn", [beside_a_value, beside_a_carry])
+def test_a_scan_that_some_versions_mix_up_is_right(loss_fn):
   params, batch = (
     params_of(scanned) | {"bias": jnp.full((LAYERS, WIDTH), 0.3)},
     make_batch(8),
   )
-  expected = jitted_value_and_grad(beside_a_value)(params, batch)
+  expected = jitted_value_and_grad(loss_fn)(params, batch)
   run = jax.jit(
-    microbatch_value_and_grad(beside_a_value, in_place=True, num_microbatches=4)
+    microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4)
   )
   trees.assert_close(run(params, batch), expected, 1e-10)
 
@@ -406,60 +437,11 @@ def behind_a_barrier(params, batch):
 @pytest.mark.parametrize(
   "loss_fn", [clamped, twice, before_the_array, behind_a_barrier]
 )
-def test_what_is_not_known_to_be_right_is_added_whole(loss_fn, monkeypatch):
+def test_what_is_not_known_to_be_right_is_added_whole(loss_fn):
   params, batch = {"embedding": params_of(scanned)["embedding"]}, make_batch(8)
   expected = jitted_value_and_grad(loss_fn)(params, batch)[1]
-
-  def grads():
-    run = microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4)
-    return jax.jit(run)(params, batch)[1]
-
-  trees.assert_close(grads(), expected, 1e-10)
-  if loss_fn is clamped:
-    monkeypatch.setattr(
-      in_place_module, "kept_apart", lambda jaxpr, leaves: set()
-    )
-    assert not np.allclose(grads()["embedding"], expected["embedding"])
-
-
-def test_parameters_are_kept_apart_where_references_are_known_to_be_right():
-  x = jnp.ones((2, 3))
-
-  def cond(a, b):
-    return jax.lax.cond(
-      b[0, 0] > 0, lambda a, b: jnp.sum(a * b), lambda a, b: jnp.sum(a), a, b
-    )
-
-  def beside_a_barrier(a, b):
-    layer = lambda x, w: (jnp.tanh(x * w[0] * w[1]), None)  # noqa: E731
-    x, _ = jax.lax.scan(layer, jnp.ones(3), (a, b))
-    return jnp.sum(x) + jnp.sum(jax.lax.optimization_barrier(a))
-
-  def scan_in_a_scan(a, b):
-    def outer(x, _):
-      inner = lambda y, _: (jnp.tanh(y * x * a), None)  # noqa: E731
-      return jax.lax.scan(inner, jnp.ones((2, 3)), None, 2)[0], None
-
-    return jnp.sum(jax.lax.scan(outer, jnp.ones((2, 3)), None, 2)[0] * b)
-
-  # such as a map over a mesh, whose derivative is not looked into
-  def of_another_kind(a, b):
-    return jnp.sum(
-      jax.shard_map(jnp.sin, mesh=make_mesh(1), in_specs=P(), out_specs=P())(a)
-      * b
-    )
-
-  for fun, expected in (
-    (cond, set()),
-    (beside_a_barrier, {0, 1}),
-    (scan_in_a_scan, {0}),
-    (of_another_kind, {0}),
-  ):
-    jaxpr = jax.vjp(fun, x, x)[1].jaxpr
-    assert in_place_module.kept_apart(jaxpr, [x, x]) == expected, fun
-  none = x[:0]  # of whose reference a scan would slice a row
-  jaxpr = jax.vjp(lambda a, b: jnp.sum(a) + jnp.sum(b), x, none)[1].jaxpr
-  assert in_place_module.kept_apart(jaxpr, [x, none]) == {1}
+  run = microbatch_value_and_grad(loss_fn, in_place=True, num_microbatches=4)
+  trees.assert_close(jax.jit(run)(params, batch)[1], expected, 1e-10)
 
 
 def test_a_loss_may_be_narrower_than_parameters_where_nothing_is_weighed():

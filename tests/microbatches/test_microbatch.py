@@ -1,6 +1,5 @@
 """A cycle of microbatches equals the whole batch, whatever the split, weights and dtypes."""
 
-import dataclasses
 import functools
 
 import chex
@@ -146,12 +145,18 @@ def test_any_number_of_microbatches_equals_the_whole_batch():
 
 
 def two_batches(params, x, scale, *, y):
+  """Of x (3, rows) and y (4, rows)."""
   return jnp.mean(
     (jnp.einsum("ib,ij->bj", x, params[0]) * params[1] * scale - y.T) ** 2
   )
 
 
-def test_batch_arguments_may_come_by_position_and_name_on_any_axis():
+def rows_first(params, x, scale, *, y):
+  x, y = (jnp.moveaxis(part, 0, -1) for part in (x, y))
+  return two_batches(params, x, scale, y=y)
+
+
+def test_rows_on_another_axis_are_moved_before_and_back_in_the_loss():
   with jax.enable_x64(True):
     rng = np.random.default_rng(1)
     params = (jnp.asarray(rng.normal(size=(3, 4))), jnp.asarray(2.0))
@@ -163,54 +168,19 @@ def test_batch_arguments_may_come_by_position_and_name_on_any_axis():
 
     @jax.jit
     def every(*args, **kwargs):
-      options = {"argnums": (0, 2), "batch_argnames": "y"}
-      # of so many rows, on which axis
-      splits = [
-        (1, 1),
-        (2, -1),
-        (5, 1),
-        (5, -1),
-        (6, -1),
-      ]
+      options = {"argnums": (0, 2), "batch_argnums": (1, "y")}
+      params, x, scale = args
+      moved, y = jnp.moveaxis(x, -1, 0), jnp.moveaxis(kwargs["y"], -1, 0)
       return jax.value_and_grad(two_batches, argnums=(0, 2))(*args, **kwargs), [
         optax_accum.microbatch_value_and_grad(
-          two_batches, microbatch_size=size, batch_axis=axis, **options
-        )(*args, **kwargs)
-        for size, axis in splits
+          rows_first, microbatch_size=size, **options
+        )(params, moved, scale, y=y)
+        for size in (1, 2, 5, 6)
       ]
 
     expected, found = every(params, x, scale, y=y)
     for actual in found:
       trees.assert_close(actual, expected, 1e-12)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Scores:
-  total: jax.Array
-  rows: int = dataclasses.field(metadata={"static": True})
-
-
-def test_nodes_may_say_something_else_of_the_smaller_last_microbatch():
-  def scores(x):
-    return Scores(jnp.sum(x), len(x))
-
-  def loss_fn(w, x):
-    return w * jnp.mean(x), scores(x)
-
-  x = jnp.arange(6.0)
-  expected = Scores(jnp.sum(x), 4)
-  size = {"microbatch_size": 4}
-  assert optax_accum.microbatch(scores, reduction="sum", **size)(x) == expected
-  run = optax_accum.microbatch_value_and_grad(
-    loss_fn, has_aux=True, aux_reduction="sum", **size
-  )
-  (_, aux), _ = run(1.0, x)
-  assert aux == expected
-  with pytest.raises(ValueError, match=r"structure error|key mismatch"):
-    optax_accum.microbatch(
-      lambda x: {str(len(x)): jnp.sum(x)}, reduction="sum", **size
-    )(x)
 
 
 def test_arguments_are_found_by_position_or_name():
@@ -239,13 +209,13 @@ def test_arguments_are_found_by_position_or_name():
       )
       for options, args, kwargs in [
         ({"batch_argnums": (1, 2)}, (x,), {"y": y, "more": 1}),
-        ({"batch_argnames": ("x", "y")}, (x, y), {"more": 1}),
         ({"batch_argnums": (1, 2)}, (x, y), {}),
         ({"batch_argnums": (-2, -1)}, (x, y), {}),
         ({"batch_argnums": (1, 2)}, (), {"x": x, "y": y}),
-        ({"batch_argnums": 1, "batch_argnames": "y"}, (x,), {"y": y}),
-        ({"batch_argnames": ("x", "y")}, (), {"x": x, "y": y}),
-        ({"batch_argnums": (), "batch_argnames": ("x", "y")}, (x,), {"y": y}),
+        ({"batch_argnums": (1, "y")}, (x,), {"y": y}),
+        ({"batch_argnums": ("y", 1)}, (x,), {"y": y, "more": 1}),
+        ({"batch_argnums": ("x", "y")}, (), {"x": x, "y": y}),
+        ({"batch_argnums": [1, "x", "y"]}, (), {"x": x, "y": y}),
       ]
     ]
 
@@ -257,33 +227,33 @@ def test_arguments_may_be_positional_only():
   def product(x, /, batch, offset):
     return x * jnp.sum(batch) + offset
 
-  run = optax_accum.microbatch(
-    product,
-    reduction="sum",
-    batch_argnums=(),
-    batch_argnames="batch",
-    num_microbatches=2,
+  run = functools.partial(
+    optax_accum.microbatch, product, reduction="sum", num_microbatches=2
   )
   x, batch, offset = (
     jnp.asarray(2.0),
     np.arange(6, dtype=np.float32),
     jnp.asarray(0.0),
   )
-  assert float(jax.jit(run)(x, batch, offset)) == 30
-  assert float(jax.jit(run)(x, batch=batch, offset=offset)) == 30
+  assert float(jax.jit(run(batch_argnums=1))(x, batch, offset)) == 30
+  by_name = jax.jit(run(batch_argnums="batch"))
+  assert float(by_name(x, batch=batch, offset=offset)) == 30
 
 
-def test_weight_fn_is_given_every_batch_argument():
+@pytest.mark.parametrize("argnums", [(1, "valid"), ("valid", 1)])
+def test_weight_fn_is_given_every_batch_argument_in_their_order(argnums):
   def loss_fn(params, x, *, valid):
-    return params * jnp.sum(x * valid) / jnp.sum(valid)
+    return params * jnp.sum(x[:, 0] * valid) / jnp.sum(valid)
 
-  def weight_fn(x, *, valid):
-    assert x.shape == valid.shape == (2,)
+  def weight_fn(*split):
+    x, valid = split if argnums[0] == 1 else split[::-1]
+    assert (x.shape, valid.shape) == ((2, 1), (2,))
     return jnp.sum(valid)
 
-  x, valid = np.arange(6, dtype=np.float32), np.float32([1, 1, 1, 0, 0, 0])
+  x = np.arange(6, dtype=np.float32)[:, None]
+  valid = np.float32([1, 1, 1, 0, 0, 0])
   cycle = optax_accum.microbatch_value_and_grad(
-    loss_fn, microbatch_size=2, batch_argnames="valid", weight_fn=weight_fn
+    loss_fn, microbatch_size=2, batch_argnums=argnums, weight_fn=weight_fn
   )
   loss, grad = jax.jit(cycle)(jnp.asarray(3.0), x, valid=valid)
   assert (float(loss), float(grad)) == (3.0, 1.0)
@@ -320,14 +290,35 @@ def test_a_batch_that_is_all_padding_gives_zero_and_not_nan():
   )
 
 
-def test_skip_nonfinite_leaves_a_microbatch_out():
+@pytest.mark.parametrize("has_weight", [True, False])
+def test_a_total_of_padding_adds_nothing(has_weight):
+  def loss_fn(params, batch):
+    total = jnp.sum(params * batch["x"])
+    return (total, jnp.sum(batch["valid"])) if has_weight else total
+
+  batch = {"x": np.float32([1, 2, 3, 4]), "valid": np.float32([1, 0, 1, 0])}
+  options = {"has_weight": True}
+  if not has_weight:
+    options = {"weight_fn": lambda b: jnp.sum(b["valid"]), "reduction": "sum"}
+  cycle = optax_accum.microbatch_value_and_grad(
+    loss_fn, num_microbatches=2, **options
+  )
+  divisor = 2 if has_weight else 1
+  assert jax.jit(cycle)(jnp.float32(2), batch) == (8 / divisor, 4 / divisor)
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+def test_skip_nonfinite_leaves_a_microbatch_out(has_weight):
   def loss_fn(params, x):
+    if has_weight:  # the weight alone is not finite
+      total = jnp.sum(params * jnp.where(jnp.isinf(x), 0, x))
+      return total, jnp.sum(1 + 0 * x)
     return jnp.mean(params * x)
 
   cycle, plain = (
     jax.jit(
       optax_accum.microbatch_value_and_grad(
-        loss_fn, num_microbatches=3, **options
+        loss_fn, num_microbatches=3, has_weight=has_weight, **options
       )
     )
     for options in ({"skip_nonfinite": True}, {})
@@ -357,7 +348,7 @@ def test_skip_nonfinite_leaves_a_microbatch_out():
 )
 def test_skip_nonfinite_looks_at_the_loss_and_at_every_gradient(broken_at_zero):
   def loss_fn(params, x):
-    return jnp.mean(params["a"] * x) + broken_at_zero(params, x)
+    return jnp.mean(params["a"] * (x - 1)) + broken_at_zero(params, x)
 
   params = {
     "a": jnp.asarray(3.0),
@@ -600,7 +591,7 @@ def test_keys_may_be_alone_by_name_and_in_arrays(make_key):
   key, keys = make_key(0), jax.random.split(make_key(1), 3)
   names = ("key", "keys", "key")  # one of them twice
   run = optax_accum.microbatch(
-    draw, reduction="stack", num_microbatches=2, rng_argnames=names
+    draw, reduction="stack", num_microbatches=2, rng_argnums=names
   )
   one, three = jax.jit(run)(np.arange(4, dtype=np.float32), key=key, keys=keys)
 
@@ -787,7 +778,7 @@ def test_half_precision_is_added_up_in_float32(dtype):
 
 def test_weights_beyond_half_precision_are_not_rounded():
   def loss_fn(params, x):
-    return jnp.mean(params * x.astype(jnp.float32)).astype(jnp.bfloat16)
+    return jnp.mean(params * x.astype(jnp.float32))
 
   x = jnp.array([1.0, 3.0], jnp.bfloat16)
   cycle = optax_accum.microbatch_value_and_grad(

@@ -1,7 +1,5 @@
 """Bad input is an error that names the value, the requirement and the fix."""
 
-import functools
-
 from flax import nnx
 from flax.training.train_state import TrainState
 import jax
@@ -39,7 +37,7 @@ def raises(error, match, fun=loss_fn, args=(PARAMS, BATCH), **options):
 
 
 def _train_step(fun, **options):
-  if "argnums" in options:  # a step differentiates its first argument
+  if {"argnums", "axis_name"} & options.keys():  # of no step
     return optax_accum.microbatch_value_and_grad(fun, **options)
   step = optax_accum.make_train_step(
     fun, optax.sgd(0.1), donate=False, **options
@@ -93,58 +91,23 @@ OPTIONS = [
   ({"batch_argnums": 3}, ValueError, "batch_argnums names argument 3"),
   ({"batch_argnums": -3}, ValueError, "batch_argnums names argument -3"),
   (
-    {"batch_argnums": 1.0},
-    TypeError,
-    "batch_argnums=1.0 must hold positions",
+    {"batch_argnums": "mask"},
+    ValueError,
+    "batch_argnums names argument 'mask'",
   ),
   (
     {"batch_argnums": "batch"},
-    TypeError,
-    "batch_argnums='batch' must hold positions",
-  ),
-  (
-    {"batch_argnames": "mask"},
     ValueError,
-    "batch_argnames names argument 'mask'",
+    "batch_argnums names argument 'batch' .*keyword",
   ),
-  ({"batch_argnames": 1}, TypeError, "batch_argnames=1 must hold names"),
-  ({"batch_argnums": ()}, ValueError, "both empty: name what is split"),
+  ({"batch_argnums": ()}, ValueError, r"=\(\) is empty: name what is split"),
   ({"rng_argnums": 2}, ValueError, "rng_argnums names argument 2"),
-  ({"rng_argnames": "key"}, ValueError, "rng_argnames names argument 'key'"),
+  ({"rng_argnums": "key"}, ValueError, "rng_argnums names argument 'key'"),
   ({"carry_argnum": 2}, ValueError, "carry_argnum names argument 2"),
-  (
-    {"batch_argnums": 0},
-    ValueError,
-    "Argument 0 is both differentiated and split",
-  ),
-  (
-    {"batch_argnums": -2},
-    ValueError,
-    "Argument 0 is both differentiated and split",
-  ),
-  (
-    {"rng_argnums": 1},
-    ValueError,
-    r"Argument 1 is both split and a random key: batch_argnums=None splits it, so name the batch,"
-    r" batch_argnums=\.\.\.",
-  ),
-  (
-    {"rng_argnums": 1, "batch_argnums": 1},
-    ValueError,
-    "Argument 1 is both split and a random key: name it once",
-  ),
-  ({"carry_argnum": 1}, ValueError, "Argument 1 is both split and carried"),
-  (
-    {"batch_axis": 1},
-    ValueError,
-    r"argument 1\['y'\] has shape \(6,\), without an axis 1",
-  ),
-  (
-    {"batch_axis": -3},
-    ValueError,
-    r"argument 1\['x'\] has shape \(6, 3\), without an axis",
-  ),
-  ({"batch_axis": 0.0}, TypeError, "batch_axis=0.0 must be an int"),
+  ({"batch_argnums": 0}, ValueError, "Argument 0 has two roles"),
+  ({"batch_argnums": -2}, ValueError, "Argument 0 has two roles"),
+  ({"rng_argnums": 1}, ValueError, "Argument 1 has two roles"),
+  ({"carry_argnum": 1}, ValueError, "Argument 1 has two roles"),
   (
     {"reduction": "max"},
     ValueError,
@@ -165,7 +128,7 @@ OPTIONS = [
     TypeError,
     "accumulator_dtype=int32 cannot hold a mean",
   ),
-  ({"axis_name": "data"}, ValueError, "axis_name='data' is not bound here"),
+  ({"axis_name": "data"}, NameError, "unbound axis name: data"),
   (
     {"weight_fn": lambda b: b["y"]},
     ValueError,
@@ -174,27 +137,12 @@ OPTIONS = [
   (
     {"weight_fn": lambda b: -1.0},
     ValueError,
-    "weight -1.0; it must be 0, or from",
-  ),
-  (
-    {"weight_fn": lambda b: np.nan},
-    ValueError,
-    "weight nan; it must be 0, or from",
-  ),
-  (
-    {"weight_fn": lambda b: np.inf},
-    ValueError,
-    "weight inf; it must be 0, or from",
+    "weight -1.0; it must be 0 or",
   ),
   (
     {"weight_fn": lambda b: None},
     TypeError,
     "weight None; it must be a real scalar",
-  ),
-  (
-    {"weight_fn": 3},
-    TypeError,
-    "weight_fn=3 must be a function of the batch",
   ),
   (
     {"has_weight": True},
@@ -206,7 +154,6 @@ OPTIONS = [
     TypeError,
     r"a single value; with has_aux=True it must return \(loss, aux\)",
   ),
-  ({"has_weight": 1}, TypeError, "has_weight=1 must be True or False"),
   (
     {"has_weight": True, "weight_fn": len},
     ValueError,
@@ -217,13 +164,6 @@ OPTIONS = [
     ValueError,
     'has_weight=True .*, and reduction="sum" does not: leave one',
   ),
-  (
-    {"has_weight": True, "skip_empty": True},
-    ValueError,
-    r"before microbatches run, .*: give weight_fn \(and not has_weight",
-  ),
-  ({"carry_argnum": 1.5}, TypeError, "carry_argnum=1.5 must be an int"),
-  ({"carry_argnum": (2,)}, TypeError, r"carry_argnum=\(2,\) must be an int"),
   (
     {"weight_fn": lambda b: 1j},
     TypeError,
@@ -236,19 +176,8 @@ OPTIONS = [
   ),
 ]
 OPTIONS += [
-  (
-    {"argnums": argnums},
-    ValueError,
-    "Argument 1 is both differentiated and split",
-  )
+  ({"argnums": argnums}, ValueError, "Argument 1 has two roles")
   for argnums in (1, -1, (0, -1))
-]
-OPTIONS += [
-  (
-    {"argnums": (0, -2)},
-    ValueError,
-    "Argument 0 is both differentiated and differentiated",
-  )
 ]
 # A batch, and what is said of it.
 BATCHES = [
@@ -258,11 +187,11 @@ BATCHES = [
   ),
   (
     {"x": jnp.ones((6, 3)), "y": jnp.ones(())},
-    r"1\['y'\] has shape \(\), without an axis 0",
+    r"1\['y'\] has shape \(\), without rows",
   ),
   (
     {"x": jnp.ones((6, 3)), "y": 1.0},
-    r"1\['y'\] has shape \(\), without an axis 0",
+    r"1\['y'\] has shape \(\), without rows",
   ),
   (
     {"x": jnp.ones((0, 3)), "y": jnp.ones(0)},
@@ -308,12 +237,7 @@ WEIGHTS = [
     "loss gave .* complex64; it must be a real scalar",
   ),
   (lambda p, b: None, TypeError, "loss gave the weight None; it must"),
-  (lambda p, b: -1, ValueError, "loss gave the weight -1; it must be 0, or"),
-  (
-    lambda p, b: np.float32("nan"),
-    ValueError,
-    "loss gave the weight nan; it must be 0, or from",
-  ),
+  (lambda p, b: -1, ValueError, "loss gave the weight -1; it must be 0 or"),
   (
     loss_fn,
     TypeError,
@@ -373,10 +297,6 @@ CARRIES = [
 
 def weighing(weight):
   return lambda params, batch: (loss_fn(params, batch), weight(params, batch))
-
-
-def positional_only(params, batch, /):
-  return loss_fn(params, batch)
 
 
 def returning(new_carry):
@@ -448,25 +368,11 @@ REFUSED = [
     r"with carry_argnum it must return \(loss, \(new_carry, aux\)\)",
   ),
   (
-    positional_only,
-    USUAL,
-    {"batch_argnums": (), "batch_argnames": "batch"},
-    ValueError,
-    "batch_argnames names argument 'batch' of the function, to which this call gives 2 positional",
-  ),
-  (
     loss_fn,
     ({"w": jnp.ones(3), "step": jnp.asarray(0)}, BATCH),
     {},
     TypeError,
     r"argument 0\['step'\] has dtype int32 .* as another argument",
-  ),
-  (
-    lambda params, batch, key: loss_fn(params, batch),
-    (PARAMS, BATCH, {"key": jnp.ones(())}),
-    {"rng_argnums": 2},
-    TypeError,
-    r"^argument 2\['key'\] is float32\[\]: give a key, such as jax.random.key\(0\)",
   ),
   (
     lambda params, batch: jnp.sum(jnp.abs(params["w"])),
@@ -485,25 +391,6 @@ def test_an_error_names_the_value_the_requirement_and_the_fix(
   raises(error, match, fun, args, **options)
 
 
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_what_is_no_bool_is_refused(value):
-  options = [
-    "has_aux",
-    "skip_nonfinite",
-    "skip_empty",
-    "in_place",
-    "noise_scale",
-    "donate",
-  ]
-  for name in options:
-    with pytest.raises(
-      TypeError, match=rf"^{name}={value!r} must be True or False\.$"
-    ):
-      optax_accum.make_train_step(
-        loss_fn, optax.sgd(0.1), num_microbatches=2, **{name: value}
-      )
-
-
 def test_argnums_out_of_range_are_refused():
   with pytest.raises(
     ValueError, match=r"argnums names argument 2.*2 positional arguments"
@@ -513,7 +400,7 @@ def test_argnums_out_of_range_are_refused():
     )(PARAMS, BATCH)
   cycle = optax_accum.microbatch_value_and_grad(loss_fn, num_microbatches=2)
   with pytest.raises(
-    ValueError, match=r"argnums names argument 0.*0 positional arguments"
+    ValueError, match=r"argnums names argument 0.*0 positional and the keywords"
   ):
     cycle(params=PARAMS, batch=BATCH)
 
@@ -561,16 +448,6 @@ def test_complex_values_have_no_order(kind, num_microbatches):
   )
 
 
-def test_values_per_row_that_a_smaller_last_microbatch_cannot_reduce_are_named():
-  run = optax_accum.microbatch(
-    lambda x: {"rows": x}, reduction="stack", microbatch_size=4
-  )
-  with pytest.raises(
-    ValueError, match=r"output\['rows'\] has shape \(4,\).*\(2,\).*\"concat\""
-  ):
-    run(jnp.ones(6))
-
-
 def test_leaves_that_are_no_arrays_are_refused():
   match = r"argument 0\['name'\] has type str and cannot be differentiated"
   with pytest.raises(TypeError, match=match):
@@ -586,78 +463,77 @@ def noisy_loss(params, key, data):
 @pytest.mark.parametrize(
   "mesh", [{}, {"mesh": make_mesh(2)}], ids=["alone", "mesh"]
 )
-@pytest.mark.parametrize(
-  "key",
-  [jax.random.PRNGKey(0), jax.random.key(0), np.zeros(4, np.uint32)],
-  ids=str,
-)
-def test_a_key_in_the_place_of_the_batch_is_refused(key, mesh):
-  data, tx = jnp.ones((8, 3)), optax.sgd(0.1)
-  fix = r"batch_argnums=None splits it, so name the batch, batch_argnums=2"
-  is_key = rf"^argument 1 is a random key, .*\[.*\]: {fix}, and the key, rng_argnums=1\."
+def test_a_key_in_the_place_of_the_batch_is_refused(mesh):
+  w, key, x, tx = (
+    jnp.float32(1),
+    jax.random.key(0),
+    jnp.ones((8, 3)),
+    optax.sgd(0.1),
+  )
 
-  def step(**options):
-    run = optax_accum.make_train_step(
-      noisy_loss, tx, donate=False, **options, **mesh
-    )
-    return run(jnp.float32(1), tx.init(jnp.float32(1)), key, data)[2]
+  def run(**options):
+    options |= {"num_microbatches": 2, "donate": False, **mesh}
+    step = optax_accum.make_train_step(noisy_loss, tx, **options)
+    return step(w, tx.init(w), key, x)
 
-  def cycle(**options):
-    return optax_accum.microbatch_value_and_grad(noisy_loss, **options)(
-      jnp.float32(1), key, data
-    )
-
-  def report(num_microbatches=None, **options):
-    return optax_accum.check_split(
-      noisy_loss, jnp.float32(1), key, data, **options
-    )
-
-  for run in (step,) if mesh else (step, cycle, report):
-    with pytest.raises(ValueError, match=is_key):
-      run(num_microbatches=2)
-    with pytest.raises(
-      ValueError, match=rf"both split and a random key: {fix}\."
-    ):
-      run(num_microbatches=2, rng_argnums=1)
-  if key.shape != (4,):  # of another implementation of random keys
-    assert (
-      float(
-        step(num_microbatches=2, batch_argnums=2, rng_argnums=1)["total_weight"]
-      )
-      == 8
-    )
   with pytest.raises(
     ValueError,
-    match=r"1\['k'\] is a random key.* batch, batch_argnums=\(\), batch_argnames=",
+    match=r"^argument 1 is a random key: .*rng_argnums.*batch_argnums",
   ):
-    optax_accum.microbatch_value_and_grad(noisy_loss, num_microbatches=2)(
-      jnp.float32(1), {"k": key}, data=data
-    )
+    run()
+  with pytest.raises(ValueError, match="Argument 1 has two roles"):
+    run(rng_argnums=1)
+  assert float(run(batch_argnums=2, rng_argnums=1)[2]["total_weight"]) == 8
 
 
-def test_two_numbers_that_could_be_a_key_are_rows_where_that_is_said():
-  fun = lambda w, x: jnp.mean(w * x.astype(jnp.float32))  # noqa: E731
-  for shape, dtype in (
-    ((2,), np.int32),
-    ((2, 2), np.uint32),
-    ((3,), np.uint32),
+# A loss or a weight below float32, and where its dtype has to hold how much a microbatch counts.
+def narrow(params, batch):
+  return jnp.mean(batch["x"] @ params["w"]).astype(jnp.bfloat16)
+
+
+def of_rows(rows):
+  return PARAMS, {"x": jnp.ones((rows, 3))}
+
+
+ROWS_OF = {"weight_fn": lambda batch: jnp.sum(batch["x"][:, 0])}
+HALF_ROWS = {"weight_fn": lambda b: jnp.sum(b["x"][:, 0]).astype(jnp.bfloat16)}
+WIDE = lambda p, b: jnp.mean(b["x"] @ p["w"])  # noqa: E731
+PAIR = {"has_weight": True}
+RAGGED = {"num_microbatches": None, "microbatch_size": 257}
+
+
+@pytest.mark.parametrize(
+  ("fun", "rows", "options"),
+  [
+    (narrow, 6, ROWS_OF),
+    (lambda p, b: (narrow(p, b), jnp.float32(1)), 6, PAIR),
+    (lambda p, b: (WIDE(p, b), jnp.bfloat16(1)), 6, PAIR),
+    (WIDE, 6, HALF_ROWS),
+    (narrow, 300, RAGGED),
+  ],
+)
+def test_a_narrow_loss_that_is_weighed_is_refused(fun, rows, options):
+  """bfloat16 has no 257, and a weight that is traced may be any number."""
+  raises(TypeError, "bfloat16.*float32", fun, of_rows(rows), **options)
+
+
+def test_a_narrow_loss_is_weighed_by_numbers_that_it_holds():
+  for rows, options in (
+    (514, {"num_microbatches": 2}),  # equal parts are not weighed
+    (300, {"microbatch_size": 176}),
+    (300, {"microbatch_size": 256, "skip_nonfinite": True}),
   ):
-    run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
-    jax.eval_shape(run, np.float32(1), jax.ShapeDtypeStruct(shape, dtype))
-  # As hashed ids are; they are a key only where something else can be the batch.
-  for ids in (np.zeros(2, np.uint32), np.zeros(4, np.uint32)):
-    run = optax_accum.microbatch_value_and_grad(fun, microbatch_size=1)
-    jax.eval_shape(run, np.float32(1), ids)
-  beside = lambda w, x, table: fun(w, x) + jnp.sum(table)  # noqa: E731
-  args = np.float32(1), np.zeros(2, np.uint32), np.ones(3, np.float32)
-  run = functools.partial(
-    optax_accum.microbatch_value_and_grad, beside, microbatch_size=1
-  )
-  with pytest.raises(
-    ValueError, match=r"If it is the batch, say so, batch_argnums=1\.$"
-  ):
-    run()(*args)
-  jax.eval_shape(run(batch_argnums=1), *args)
+    run = optax_accum.microbatch_value_and_grad(narrow, **options)
+    loss, grads, *_ = jax.jit(run)(*of_rows(rows))
+    np.testing.assert_allclose([loss, *grads["w"]], [3, 1, 1, 1], rtol=1e-6)
+
+
+def test_a_narrow_loss_of_many_rows_is_refused_as_they_arrive():
+  tx = optax.sgd(0.1)
+  step = optax_accum.make_train_step(narrow, tx, num_microbatches=1)
+  cycle = step.add(step.begin(PARAMS), *of_rows(256))
+  with pytest.raises(TypeError, match=r"bfloat16.*float32"):
+    step.add(cycle, *of_rows(257))
 
 
 def sparse_of(dense, n_batch=0):
@@ -672,9 +548,9 @@ def sparse_of(dense, n_batch=0):
 def test_sparse_rows_that_are_not_split_are_refused():
   dense = np.eye(8, 5, dtype=np.float32)
   loss = lambda p, y, rows: jnp.mean((rows @ p - y) ** 2)  # noqa: E731
-  run = optax_accum.microbatch_value_and_grad(loss, num_microbatches=8)
+  run = _train_step(loss, num_microbatches=8)
   with pytest.raises(
-    ValueError, match=r"argument 2 has 8 rows on axis 0, as many as the batch"
+    ValueError, match=r"argument 2 has 8 rows, as many as the batch"
   ):
     run(jnp.ones(5), jnp.ones(8), sparse_of(dense))
 
@@ -782,15 +658,16 @@ def test_where_rows_are_on_another_axis_or_missing_the_error_says_what_to_write(
     loss = lambda model, batch: positions_loss(model.kernel[0, 0], batch)  # noqa: E731
     step = nnx_train_step(loss, **options, donate=False)
     run = lambda batch: step(model, optimizer, batch)["loss"]  # noqa: E731
-  fix = r"Move rows .* jnp\.moveaxis, .* np\.broadcast_to\(x, \(rows, \*np\.shape\(x\)\)\), or pass it"
+  fix = r".* np\.broadcast_to\(x, .*\), or pass it"
   name = "argument 1" if make == "step" else "batch"
   each = np.broadcast_to(count, (4, *np.shape(count)))
   with pytest.raises(
-    ValueError, match=rf"^{name}\['count'\] has shape \(\), .*{fix}"
+    ValueError, match=rf"^{name}\['count'\] has shape \(\),{fix}"
   ):
     run({"positions": jnp.moveaxis(positions, 1, 0), "count": count})
   with pytest.raises(
-    ValueError, match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. {fix}"
+    ValueError,
+    match=rf"{name}\['count'\]: 4, {name}\['positions'\]: 3\. Move rows .*moveaxis,{fix}",
   ):
     run({"positions": positions, "count": each})
   got = run({"positions": jnp.moveaxis(positions, 1, 0), "count": each})

@@ -18,8 +18,6 @@ X = jnp.arange(12.0).reshape(4, 3)
 
 
 class Normed(nnx.Module):
-  """All its leaves are floats, so nothing but its class tells it from parameters."""
-
   def __init__(self):
     self.linear, self.norm = (
       nnx.Linear(3, 2, rngs=nnx.Rngs(0)),
@@ -52,15 +50,8 @@ def mlp():
 
 
 REFUSED = [
-  (linen_state, r"is a TrainState, .* pass state.params and state.opt_state"),
-  (
-    Normed,
-    r"is Normed, an nnx module, .* the params of nnx.split\(model, nnx.Param, .*",
-  ),
-  (
-    Noisy,
-    r"is Noisy, an nnx module, .* nnx\.merge them with copy=True, and nnx\.update",
-  ),
+  (linen_state, r"argument 0\.step has .* cannot be differentiated: "),
+  (Noisy, r"argument 0\.rngs.* has .* cannot be differentiated: "),
   (
     mlp,
     r"activation has type .* cannot be differentiated: .* eqx.partition\(model, eqx.is_inexact",
@@ -92,11 +83,8 @@ def test_a_step_refuses_objects_that_hold_more_than_parameters(
 @refused
 def test_gradients_are_refused_where_a_leaf_has_none(make, match):
   run = microbatch_value_and_grad(lambda p, x: jnp.mean(x), num_microbatches=2)
-  if make is Normed:  # jax.value_and_grad takes it too
-    assert isinstance(run(make(), X)[1], Normed)
-  else:
-    with pytest.raises(TypeError, match=match):
-      run(make(), X)
+  with pytest.raises(TypeError, match=match):
+    run(make(), X)
 
 
 def one_step(fun, params, opt_state):
@@ -197,25 +185,17 @@ def test_a_call_without_a_state_or_a_batch_is_refused():
       step(*args)
 
 
-ORDER = r"opt_state is not a state of the .*, but argument \d is one of argument \d: the order is"
-
-
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 @pytest.mark.parametrize(
   "tx", [TX, MOMENTUM, accumulate(TX, 2)], ids=["sgd", "momentum", "acc"]
 )
-def test_arguments_in_another_order_are_refused_with_the_right_one(tx, mesh):
+def test_parameters_and_a_state_in_each_others_place_are_refused(tx, mesh):
   step = make_train_step(
     linear_loss, tx, num_microbatches=2, mesh=mesh, donate=False
   )
   state = tx.init(PARAMS)
-  for arguments in ((state, PARAMS, X), (PARAMS, X, state)):
-    with pytest.raises(TypeError, match=ORDER):
-      step(*arguments)
-  with pytest.raises(
-    TypeError, match=r"opt_state is a .*, the transformation itself: pass"
-  ):
-    step(PARAMS, tx, X)
+  with pytest.raises(TypeError, match="the order is"):
+    step(state, PARAMS, X)
   step(PARAMS, state, X)
 
 
@@ -235,7 +215,7 @@ def test_parameters_that_an_earlier_step_was_donated_are_named(mesh):
   step = make_train_step(linear_loss, TX, num_microbatches=2, mesh=mesh)
   params, state, _ = step(params, TX.init(params), X)
   step(params, state, X)
-  message = r"argument 0\['w'\] has been deleted: .* Use what that step returned, or make"
+  message = r"\['w'\] has been deleted: .* Use what that step returned, or make"
   # over a mesh, XLA would end the process
   with pytest.raises(RuntimeError, match=message):
     step(params, state, X)
@@ -244,14 +224,5 @@ def test_parameters_that_an_earlier_step_was_donated_are_named(mesh):
   )
   gone = X.copy()
   gone.delete()
-  with pytest.raises(RuntimeError, match=r"argument 2 has been deleted"):
+  with pytest.raises(RuntimeError, match="has been deleted"):
     step(PARAMS, TX.init(PARAMS), gone)
-
-
-def test_an_error_of_an_optimizer_with_the_state_of_another_says_so():
-  step = make_train_step(
-    linear_loss, optax.adam(0.1), num_microbatches=2, donate=False
-  )
-  message = r"opt_state\[0\]\.count is missing: the state is not as init makes it .* of this model"
-  with pytest.raises(ValueError, match=message):
-    step(PARAMS, TX.init(PARAMS), X)

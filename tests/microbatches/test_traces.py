@@ -52,8 +52,6 @@ def arguments():
     ({}, EXPLICIT),
     ({"weight_fn": rows_of}, AUTO),
     ({"skip_nonfinite": True}, None),
-    ({"weight_fn": rows_of, "skip_empty": True}, None),
-    ({"weight_fn": rows_of, "skip_empty": True}, AUTO),
   ],
 )
 def test_equal_microbatches_are_traced_once(options, mesh):

@@ -71,6 +71,8 @@ WRONG = {
       "place=pmap devices=4 entry=gradient weights=counts dtype=bfloat16",
     ),
     more("devices", "place=mesh devices=4 weights=counts dtype=bfloat16"),
+    ("microbatches", "weights=counts size=3 arrives=merged"),
+    ("devices", "place=mesh devices=4 weights=floats arrives=merged"),
     (
       "microbatches",
       "place=mesh devices=2 mesh=auto+model params=data+model placed=True weights=counts tail=True"

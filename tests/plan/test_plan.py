@@ -228,11 +228,8 @@ def test_columns_that_a_page_has_no_room_for_are_left_out_from_the_right():
   ]
 
 
-@pytest.mark.parametrize(
-  ("kind", "reduce_gradients"),
-  [(AUTO, "per_cycle"), (EXPLICIT, "per_microbatch")],
-)
-def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_over_a_mesh_the_rows_of_one_device_are_split(kind):
   mesh = make_mesh(8, kind=kind)
   params, state, _ = mlp_args()
   batch = shape(32, 256, 64)
@@ -240,9 +237,7 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
     *devices.abstract((params, state), mesh),
     devices.abstract(batch, mesh, jax.P("data")),
   )
-  build_step = functools.partial(
-    build_mlp, mesh=mesh, reduce_gradients=reduce_gradients
-  )
+  build_step = functools.partial(build_mlp, mesh=mesh)
   plan = functools.partial(
     plan_microbatches, compiled_once(build_step, args), args, batch_size=32
   )
@@ -256,8 +251,7 @@ def test_over_a_mesh_the_rows_of_one_device_are_split(kind, reduce_gradients):
   assert split.microbatch_size * split.num_microbatches == 32
   gradients = sum(4 * x.size for x in jax.tree.leaves(params))
   for c in split.candidates:
-    times = 1 if reduce_gradients == "per_cycle" else c.num_microbatches
-    assert times * gradients <= c.collective_bytes < times * gradients + 1024
+    assert gradients <= c.collective_bytes < gradients + 1024
 
 
 @pytest.mark.more
@@ -723,12 +717,6 @@ def test_a_step_that_needs_two_microbatches_gets_them():
     build_step, mlp_args(rows=4), batch_size=4, memory_limit="1GiB"
   )
   assert plan.num_microbatches == 2
-  with pytest.raises(
-    ValueError, match="noise_scale=True compares microbatches, and there is one"
-  ):
-    plan_microbatches(
-      build_step, mlp_args(rows=1), batch_size=1, memory_limit="1GiB"
-    )
 
 
 def by_size(temp, asked=None):

@@ -233,15 +233,13 @@ def sizes_that_fit_nothing(loss, args, rows, **options):
 def test_sizes_are_those_that_all_devices_with_rows_divide():
   mesh = make_mesh(2, 4, axes=AXES)
   square = lambda w, batch: jnp.mean((batch @ w) ** 2)  # noqa: E731
-  columns = lambda w, batch: jnp.mean((w @ batch) ** 2)  # noqa: E731
 
   def args(rows, spec, of_params=devices.EVERYWHERE, width=8):
     w = devices.abstract(shape(width, width), mesh, of_params)
-    dims = (rows, width) if len(spec) < 2 else (width, rows)
     return (
       w,
       jax.eval_shape(TX.init, w),
-      devices.abstract(shape(*dims), mesh, spec),
+      devices.abstract(shape(rows, width), mesh, spec),
     )
 
   replicas = {"mesh": mesh, "data_axis": "replica"}
@@ -250,15 +248,6 @@ def test_sizes_are_those_that_all_devices_with_rows_divide():
     assert (
       min(sizes_that_fit_nothing(square, args(16, BOTH), 16, **options)) == 8
     )
-  second = P(None, AXES)
-  assert (
-    min(
-      sizes_that_fit_nothing(
-        columns, args(16, second), 16, batch_axis=1, **replicas
-      )
-    )
-    == 8
-  )
   # Parameters of as many columns as there are rows are not taken for rows.
   same = args(16, P("replica"), of_params=P(None, AXES), width=16)
   assert min(sizes_that_fit_nothing(square, same, 16, **replicas)) == 2

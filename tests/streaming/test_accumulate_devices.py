@@ -763,17 +763,11 @@ def test_pmap_communicates_the_same(form):
     assert report.outside == outside
 
 
-def test_specs_are_refused_for_what_has_no_axis_of_devices():
-  params = init_params(np.float32)
+def test_specs_are_refused_for_what_has_no_state():
   with pytest.raises(
     ValueError, match="accumulate_specs got a tuple without an AccumulateState"
   ):
     accumulate_specs((), "data")
-  tx = accumulate(optax.sgd(1.0), 2)
-  with pytest.raises(
-    ValueError, match=r"\(16, 8\).*of an accumulate with axis_name\."
-  ):
-    accumulate_specs(jax.eval_shape(tx.init, params), "data")
 
 
 def test_specs_are_those_of_the_outermost_accumulation():
@@ -803,8 +797,7 @@ def test_a_state_from_outside_of_shard_map_is_refused():
   state = tx.init(params)._replace(
     acc_grads=jax.tree.map(lambda x: x[:, 0], whole)
   )
-  message = r"acc_grads\['\w'\] has shape \(8.*on a device.*run init and update with the specs"
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match="squeeze"):  # JAX's own
     step(params, state, replicate(params))
 
 
@@ -857,7 +850,7 @@ def test_a_state_without_its_axis_of_devices_is_refused(lost):
   step = jax.vmap(tx.apply, in_axes=(0, None, None), axis_name="data")
   message = {
     "axis": r"updates\['w'\] has shape \(1, 3\), not \(3,\)",
-    "devices": r"acc_grads\['w'\] has shape .*Save a state whole, by jax\.device_get\(state\)",
+    "devices": "squeeze",  # JAX's own
   }[lost]
   with pytest.raises(ValueError, match=message):
     step({"w": np.zeros((8, 1, 3), np.float32)}, state, params)

@@ -40,16 +40,10 @@ def called(every_k=2, method="update", grads=PARAMS, options=(), **keywords):
   return call
 
 
-def returns(*result):
-  """A `skip_fn` that returns this."""
-  return started(skip_fn=lambda *_: result)
-
-
 NO_INT = "must be an int of at least 1"
 CALL_IT = "something that may make one: call it first, as in"
 NO_SCALAR = "must be a real scalar"
-NO_WEIGHT = "it must be 0, or from"
-NO_BOOL = "must be a bool, or a bool scalar array"
+NO_WEIGHT = "it must be 0 or more"
 UNLIKE_THE_STATE = [
   ({"w": PARAMS["w"]}, ValueError, r"updates\['b'\] is missing"),
   ({**PARAMS, "c": PARAMS["b"]}, ValueError, r"\['c'\] is not expected"),
@@ -62,11 +56,6 @@ UNLIKE_THE_STATE = [
     {**PARAMS, "b": jnp.zeros(3, int)},
     TypeError,
     r"updates\['b'\] is int32\[3\]; gradients",
-  ),
-  (
-    {**PARAMS, "b": jnp.zeros(3, complex)},
-    TypeError,
-    r"updates\['b'\].*imaginary part",
   ),
   (
     tuple(PARAMS.values()),
@@ -85,9 +74,6 @@ KEYWORDS = [
   ("weight", jnp.float32(-1), ValueError, rf"the weight -1\.0; {NO_WEIGHT}"),
   ("weight", float("nan"), ValueError, rf"the weight nan; {NO_WEIGHT}"),
   ("weight", 1j, TypeError, NO_SCALAR),
-  ("flush", 1, TypeError, f"flush=1 {NO_BOOL}"),
-  ("flush", jnp.ones(2, bool), TypeError, f"flush=.* {NO_BOOL}"),
-  ("flush", jnp.int32(1), TypeError, f"flush=.* {NO_BOOL}"),
 ]
 REFUSED = [
   (built(every_k=0), ValueError, "every_k=0 must be at least 1"),
@@ -100,18 +86,17 @@ REFUSED = [
   (
     called(lambda _: 2.0),
     TypeError,
-    r"shape \(\) and dtype float32; .* integer scalar: cast it",
+    r"returned float32\[\]; .* integer scalar: cast it",
   ),
   (
     called(lambda step: jnp.stack([step, step])),
     TypeError,
-    r"shape \(2,\) and dtype int32; .* integer scalar",
+    r"returned int32\[2\]; .* integer scalar",
   ),
-  (called(lambda _: True), TypeError, "dtype bool; it must be an integer"),
   (
-    called(lambda _: 0),
-    ValueError,
-    "The schedule every_k returned 0; it must return 1 or more",
+    called(lambda _: True),
+    TypeError,
+    r"bool\[\]; it must be an integer scalar",
   ),
   (built(inner=optax.adam), TypeError, rf"{CALL_IT} adam\(\.\.\.\)"),
   (built(inner=Optimizer), TypeError, rf"{CALL_IT} Optimizer\(\.\.\.\)"),
@@ -135,22 +120,6 @@ REFUSED = [
     ValueError,
     "reduction='max' must be one of 'mean', 'sum'",
   ),
-  (built(skip_fn=3), TypeError, "skip_fn=3 must be a function"),
-  (
-    started(skip_fn=lambda *_: jnp.bool_(True)),
-    TypeError,
-    r"skip_fn returned .*; it must return the pair \(should_skip, info\)",
-  ),
-  (
-    returns(jnp.int32(1), ()),
-    TypeError,
-    "should_skip=.*; it must be a bool scalar",
-  ),
-  (
-    returns(jnp.ones(2, bool), ()),
-    TypeError,
-    "should_skip=.*; it must be a bool scalar",
-  ),
   (
     started(COMPLEX, accumulator_dtype=jnp.int32),
     TypeError,
@@ -169,8 +138,8 @@ REFUSED = [
   *(
     (
       called(every_k, options={"axis_name": "batch"}),
-      ValueError,
-      r"axis_name='batch' is not bound here.*jax\.pmap",
+      NameError,
+      "unbound axis name: batch",
     )
     for every_k in (1, 2)
   ),
@@ -204,30 +173,6 @@ def test_an_error_names_the_kind_of_tree_where_the_leaves_are_the_same():
 @pytest.mark.parametrize("one", [np.int64(1), jnp.int32(1)])
 def test_every_k_takes_integers_of_arrays(one):
   assert accumulate(SGD, one).init(PARAMS).acc_grads == ()
-
-
-def test_float64_gradients_are_not_rounded_to_a_float32_accumulator():
-  tx = accumulate(SGD, 2)
-  state = tx.init(PARAMS)
-  with jax.enable_x64(True):
-    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float64), PARAMS)
-    match = r"updates\['b'\] has dtype float64.* float32.*would round it: .*converted .*jnp\.float64"
-    with pytest.raises(TypeError, match=match):
-      jax.eval_shape(tx.update, grads, state)
-    state = state._replace(
-      acc_grads=optax.tree.cast(state.acc_grads, jnp.float64)
-    )
-    jax.eval_shape(tx.update, grads, state)
-
-
-def test_an_accumulator_that_is_restored_in_another_dtype_is_refused():
-  tx = accumulate(SGD, 2)
-  for dtype in (jnp.bfloat16, jnp.int32):
-    state = tx.init(PARAMS)
-    state = state._replace(acc_grads=optax.tree.cast(state.acc_grads, dtype))
-    match = rf"updates\['b'\] has dtype float32 and its accumulator {dtype.__name__}, .* round it"
-    with pytest.raises(TypeError, match=match):
-      jax.eval_shape(tx.update, PARAMS, state)
 
 
 @pytest.mark.parametrize("every_k", [1, 2])
@@ -267,10 +212,6 @@ def test_parameters_that_are_missing_are_asked_for():
     pytest.raises(ValueError, match=r"passing `params`"),
   ):
     tx.update(PARAMS, state)
-  with pytest.raises(
-    ValueError, match=r"apply\(.*\) got params=None; it needs the parameters"
-  ):
-    tx.apply(PARAMS, state, None)
 
 
 @pytest.mark.parametrize(("before", "now"), [(8, 1), (1, 3)])
@@ -280,7 +221,6 @@ def test_a_state_with_or_without_an_accumulator_is_told_from_the_other(
   params = jnp.ones(2)
   state = accumulate(optax.sgd(0.1), before).init(params)
   with pytest.raises(
-    ValueError,
-    match=rf"every_k={now}, and the state (has|lacks) an accumulator",
+    ValueError, match=r"every_k=1 there are no accumulators: .* flush=True"
   ):
     accumulate(optax.sgd(0.1), now).update(params, state, params)

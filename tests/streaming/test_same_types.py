@@ -189,7 +189,7 @@ def test_a_cast_that_loses_nothing_stays(form, every_k):
     (
       jax.random.key(0),
       lambda s: jnp.uint32(0),
-      r"dtype key<fry>, and uint32 after an update: h",
+      "key<fry>",  # JAX's own
     ),
   ],
 )
@@ -252,7 +252,7 @@ def weighed_step(tx, **options):
   return make_train_step(loss_fn, tx, num_microbatches=2, **options)
 
 
-COUNTS = changing(0, lambda s: s + 0.6)
+COUNTS = changing(np.int32(0), lambda s: jnp.asarray(s, jnp.float32) + 0.6)
 
 
 @pytest.mark.parametrize(

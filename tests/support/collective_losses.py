@@ -1,4 +1,4 @@
-"""Losses that use collectives: what a step must make of each, and the objective that says so.
+"""Losses that use collectives, and the objective that says what a step must make of each.
 
 The loss of a device is L_d, and its weight w_d. The objective is ``sum_d w_d L_d / sum_d w_d``,
 with parameters that all devices share. `jax.vmap` over the rows of the devices, which gives
@@ -22,20 +22,12 @@ from support.devices import make_mesh
 
 ROWS, WIDTH = 8, 8  # rows of each device
 AXIS = "data"
-RIGHT, EITHER = "right", "right or refused"
-# and so refused
-REDUCED, DIVIDED, WITHIN = (
-  "reduced",
-  "divided",
-  "a gradient within",
-)
 
 
 class Row(NamedTuple):
   """A loss of the table."""
 
   fun: Any
-  verdict: str
   typed: bool = True  # whether JAX's types of varying values take it
   alone: bool = False  # whether it sends nothing to other devices
 
@@ -43,9 +35,9 @@ class Row(NamedTuple):
 TABLE: dict[str, Row] = {}
 
 
-def row(name, verdict=RIGHT, **options):
+def row(name, **options):
   def known(fun):
-    TABLE[name] = Row(fun, verdict, **options)
+    TABLE[name] = Row(fun, **options)
     return fun
 
   return known
@@ -126,7 +118,7 @@ def of_features(name, **options):
         errors(params, fun(features(params, batch), batch), batch), batch
       )
 
-    TABLE[name] = Row(loss, RIGHT, **options)
+    TABLE[name] = Row(loss, **options)
     return fun
 
   return known
@@ -344,7 +336,7 @@ def by_frequency(params, batch):
   return own_mean(each * jnp.where(frequent, 4 * ROWS / (count + 1), 1), batch)
 
 
-@row("features of gathered rows, summed", alone=True)
+@row("features of gathered rows, summed")
 def over_gathered_features(params, batch):
   """A share of what is not summed over devices."""
   h = jnp.exp(features(params, batch))
@@ -354,47 +346,47 @@ def over_gathered_features(params, batch):
   return own_mean(jnp.sum(h @ shares.T, axis=1), batch)
 
 
-@row("sum * devices / psum(count)", EITHER)
+@row("sum * devices / psum(count)")
 def times_devices(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   return total_error(params, batch) * lax.axis_size(AXIS) / count
 
 
-@row("sum / (pmean(count) * devices)", EITHER)
+@row("sum / (pmean(count) * devices)")
 def mean_count_times_devices(params, batch):
   count = lax.pmean(jnp.sum(batch["mask"]), AXIS) * lax.axis_size(AXIS)
   return total_error(params, batch) / count
 
 
-@row("sum / psum(count)", DIVIDED)
+@row("sum / psum(count)")
 def over_count(params, batch):
   return total_error(params, batch) / lax.psum(jnp.sum(batch["mask"]), AXIS)
 
 
-row("sum / psum(count), in a jit", DIVIDED)(jax.jit(over_count))
-row("sum / psum(count), checkpointed", DIVIDED)(jax.checkpoint(over_count))
+row("sum / psum(count), in a jit")(jax.jit(over_count))
+row("sum / psum(count), checkpointed")(jax.checkpoint(over_count))
 
 
-@row("sum / psum(size)", DIVIDED)
+@row("sum / psum(size)")
 def over_size(params, batch):
   each = errors(params, features(params, batch), batch)
   return jnp.sum(each) / lax.psum(jnp.float64(each.size), AXIS)
 
 
-@row("sum / max(psum(count), 1)", DIVIDED)
+@row("sum / max(psum(count), 1)")
 def over_count_or_one(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   return total_error(params, batch) / jnp.maximum(count, 1)
 
 
-@row("sum * (1 / psum(count))", DIVIDED)
+@row("sum * (1 / psum(count))")
 def times_inverse(params, batch):
   return total_error(params, batch) * (
     1 / lax.psum(jnp.sum(batch["mask"]), AXIS)
   )
 
 
-@row("where(count, sum / count, 0)", DIVIDED)
+@row("where(count, sum / count, 0)")
 def where_counted(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   return jnp.where(
@@ -402,7 +394,7 @@ def where_counted(params, batch):
   )
 
 
-@row("sum * psum(count) ** -1 + own", DIVIDED)
+@row("sum * psum(count) ** -1 + own")
 def a_part_beside_a_mean(params, batch):
   part = (
     total_error(params, batch) * lax.psum(jnp.sum(batch["mask"]), AXIS) ** -1
@@ -410,26 +402,26 @@ def a_part_beside_a_mean(params, batch):
   return part + 0.1 * lax.pmean(second(params, batch), AXIS)
 
 
-@row("sum(each / psum(count))", DIVIDED)
+@row("sum(each / psum(count))")
 def each_over_count(params, batch):
   each = errors(params, features(params, batch), batch)
   return total(each / lax.psum(jnp.sum(batch["mask"]), AXIS), batch)
 
 
-@row("sum / all_gather(count).sum()", DIVIDED)
+@row("sum / all_gather(count).sum()")
 def over_gathered_count(params, batch):
   count = jnp.sum(lax.all_gather(jnp.sum(batch["mask"]), AXIS))
   return total_error(params, batch) / count
 
 
-@row("sum / psum(count), row by row in a scan", DIVIDED, typed=False)
+@row("sum / psum(count), row by row in a scan", typed=False)
 def over_count_in_scan(params, batch):
   each = errors(params, features(params, batch), batch) * batch["mask"]
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   return lax.scan(lambda s, x: (s + x / count, None), jnp.zeros(()), each)[0]
 
 
-@row("sum / psum(count), in a cond", DIVIDED)
+@row("sum / psum(count), in a cond")
 def over_count_in_cond(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   yes = lambda s: s / count  # noqa: E731
@@ -441,19 +433,19 @@ def over_count_in_cond(params, batch):
   )
 
 
-@row("own + sum / psum(count)", EITHER)
+@row("own + sum / psum(count)")
 def own_and_over_count(params, batch):
   return second(params, batch) + over_count(params, batch)
 
 
-@row("softmax over all rows", EITHER)
+@row("softmax over all rows")
 def softmax_of_all(params, batch):
   h = features(params, batch)
   p = jnp.exp(h @ params["b"]) * batch["mask"]
   return jnp.sum(p * errors(params, h, batch)) / lax.psum(jnp.sum(p), AXIS)
 
 
-@row("psum(sum) / count", EITHER)
+@row("psum(sum) / count")
 def numerator(params, batch):
   count = jnp.maximum(jnp.sum(batch["mask"]), 1)
   return lax.psum(total_error(params, batch), AXIS) / count
@@ -462,78 +454,78 @@ def numerator(params, batch):
 # The whole loss is reduced.
 
 
-@row("pmean, last", REDUCED)
+@row("pmean, last")
 def mean_last(params, batch):
   return lax.pmean(plain(params, batch), AXIS)
 
 
-row("pmean, last, in a jit", REDUCED)(jax.jit(mean_last))
-row("pmean, last, checkpointed", REDUCED)(jax.checkpoint(mean_last))
+row("pmean, last, in a jit")(jax.jit(mean_last))
+row("pmean, last, checkpointed")(jax.checkpoint(mean_last))
 
 
-@row("psum, last", REDUCED)
+@row("psum, last")
 def sum_last(params, batch):
   return lax.psum(plain(params, batch), AXIS)
 
 
-@row("psum / devices, last", REDUCED)
+@row("psum / devices, last")
 def sum_over_devices(params, batch):
   return lax.psum(plain(params, batch), AXIS) / lax.axis_size(AXIS)
 
 
-@row("psum(sum) / psum(count)", REDUCED)
+@row("psum(sum) / psum(count)")
 def sum_over_sum(params, batch):
   count = lax.psum(jnp.sum(batch["mask"]), AXIS)
   return lax.psum(total_error(params, batch), AXIS) / count
 
 
-@row("psum(sum / psum(count))", REDUCED)
+@row("psum(sum / psum(count))")
 def sum_of_parts(params, batch):
   return lax.psum(over_count(params, batch), AXIS)
 
 
-@row("all_gather and mean, last", REDUCED)
+@row("all_gather and mean, last")
 def gather_last(params, batch):
   return jnp.mean(lax.all_gather(plain(params, batch), AXIS))
 
 
-@row("all_gather tiled and mean of rows, last", REDUCED)
+@row("all_gather tiled and mean of rows, last")
 def gather_rows_last(params, batch):
   each = errors(params, features(params, batch), batch) * batch["mask"]
   return jnp.mean(lax.all_gather(each, AXIS, tiled=True))
 
 
-@row("all_gather, last, of the first device", REDUCED)
+@row("all_gather, last, of the first device")
 def gather_first(params, batch):
   return lax.all_gather(plain(params, batch), AXIS)[0]
 
 
-@row("pmean of rows, then mean", REDUCED)
+@row("pmean of rows, then mean")
 def mean_of_rows(params, batch):
   return jnp.mean(
     lax.pmean(errors(params, features(params, batch), batch), AXIS)
   )
 
 
-@row("pmean, then root", REDUCED)
+@row("pmean, then root")
 def root_of_mean(params, batch):
   return jnp.sqrt(lax.pmean(plain(params, batch), AXIS))
 
 
-@row("pmean + penalty", REDUCED)
+@row("pmean + penalty")
 def mean_and_penalty(params, batch):
   return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(
     lax.pmean(params["w"], AXIS) ** 2
   )
 
 
-@row("pmean + own penalty", REDUCED)
+@row("pmean + own penalty")
 def mean_and_own_penalty(params, batch):
   """To types the parameters vary, and so does the sum. But each device has the same ones."""
   return lax.pmean(plain(params, batch), AXIS) + 0.1 * jnp.sum(params["w"] ** 2)
 
 
-@row("pmean, last, in a scan", REDUCED)
+@row("pmean, last, in a scan")
 def mean_in_scan(params, batch):
   def body(mean, _):
     return mean + lax.pmean(plain(params, batch), AXIS), None
@@ -541,7 +533,7 @@ def mean_in_scan(params, batch):
   return lax.scan(body, jnp.zeros(()), None, length=2)[0]
 
 
-@row("pmean, last, in a cond", REDUCED)
+@row("pmean, last, in a cond")
 def mean_in_cond(params, batch):
   mean = lambda x: lax.pmean(x, AXIS)  # noqa: E731
   most = lambda x: lax.psum(x, AXIS)  # noqa: E731
@@ -550,13 +542,13 @@ def mean_in_cond(params, batch):
   )
 
 
-@row("pmean, last, in a vmap", REDUCED, typed=False)  # which JAX 0.8.2 cannot
+@row("pmean, last, in a vmap", typed=False)  # which JAX 0.8.2 cannot
 def mean_in_vmap(params, batch):
   each = errors(params, features(params, batch), batch)
   return jnp.sum(jax.vmap(lambda x: lax.pmean(x, AXIS))(each))
 
 
-@row("psum_scatter and all_gather, last", EITHER)
+@row("psum_scatter and all_gather, last")
 def scatter_and_gather(params, batch):
   part = lax.psum_scatter(params["v"] * plain(params, batch), AXIS, tiled=True)
   return jnp.sum(lax.all_gather(part, AXIS, tiled=True) ** 2)
@@ -616,7 +608,7 @@ def by_temperature(params, batch):
   return plain(params, batch) / temperature
 
 
-@row("pmean(own) + 0.1 * aux", EITHER)
+@row("pmean(own) + 0.1 * aux")
 def mean_and_own(params, batch):
   return lax.pmean(plain(params, batch), AXIS) + 0.1 * second(params, batch)
 
@@ -634,7 +626,7 @@ def inner_gradient(params, batch):
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
 
 
-@row("a gradient by inputs, of a mean over devices", EITHER, typed=False)
+@row("a gradient by inputs, of a mean over devices", typed=False)
 def inner_gradient_of_mean(params, batch):
   """Where values have types, JAX gives a part of what it gives where they have none."""
 
@@ -646,7 +638,7 @@ def inner_gradient_of_mean(params, batch):
   return own_mean(jnp.sum(jax.grad(out)(batch["x"]) ** 2, -1), batch)
 
 
-@row("an inner step by gradients of a mean, in a jit", WITHIN, typed=False)
+@row("an inner step by gradients of a mean, in a jit", typed=False)
 def inner_step_of_mean(params, batch):
   of_mean = jax.jit(lambda params: lax.pmean(plain(params, batch), AXIS))
   inner = jax.tree.map(
@@ -655,7 +647,7 @@ def inner_step_of_mean(params, batch):
   return plain(inner, batch)
 
 
-@row("an inner step by gradients of a gathered mean", WITHIN)
+@row("an inner step by gradients of a gathered mean")
 def inner_step_of_gathered(params, batch):
   of_mean = lambda params: jnp.mean(lax.all_gather(plain(params, batch), AXIS))  # noqa: E731
   inner = jax.tree.map(
@@ -781,7 +773,9 @@ def gradient_function(
 
 def error_of(actual, wanted):
   """The largest error, relative to the largest number."""
-  most = max(float(np.max(np.abs(x))) for x in jax.tree.leaves(wanted)) or 1.0
+  most = max(float(np.max(np.abs(x))) for x in jax.tree.leaves(wanted))
+  if most < 1e-25:  # zero, but for rounding
+    most = 1.0
   difference = trees.largest_difference(actual, wanted)
   return difference / most if math.isfinite(difference) else math.inf
 

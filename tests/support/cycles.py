@@ -35,7 +35,6 @@ class Call:
   microbatches: list[Microbatch]
   flush: bool
   skipped: bool  # it is no part of the cycle
-  ends: bool = True  # the cycle may end with it
 
 
 def initial_params(draw) -> dict[str, Any]:
@@ -80,8 +79,8 @@ def cycles_of(draw) -> list[list[Call]]:
     flush = draw.flush and cycle == 1 and wanted > 1
     wanted -= flush
     calls: list[Call] = []
-    while wanted > 0 or not calls[-1].ends:
-      may_skip = not calls or (calls[-1].ends and not calls[-1].skipped)
+    while wanted > 0:
+      may_skip = not calls or not calls[-1].skipped
       fewer = (
         dataclasses.replace(draw, size=1)
         if draw.uneven and wanted == 1
@@ -127,6 +126,9 @@ def _call(
   skipped = draw.streams and any(m.skipped for m in microbatches)
   for m in microbatches:
     m.counts = m.counts and not skipped
+  # A step of which nothing counts is none.
+  if draw.entry == "step+accumulate":
+    skipped = not any(m.counts for m in microbatches)
   real = np.float64 if draw.dtype == "float64" else np.float32
   y = (
     (y + 1j * rng.normal(size=y.shape)).astype(np.complex64)
@@ -138,9 +140,7 @@ def _call(
     "y": y if np.iscomplexobj(y) else y.astype(real),
     "mask": mask.astype(np.int32 if draw.weights == "counts" else real),
   }
-  # A train step of which nothing counts moves no parameter, so it ends no cycle.
-  ends = draw.entry != "step+accumulate" or any(m.counts for m in microbatches)
-  return Call(number, batch, microbatches, False, skipped, ends)
+  return Call(number, batch, microbatches, False, skipped)
 
 
 def _tokens(

@@ -40,7 +40,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     True,
   ),
   "opt_state": ("like params", "data", "whole"),
-  "reduce_gradients": ("per_cycle", "per_microbatch"),
   "placed": (False, True),  # is the batch on the mesh already?
   "microbatches": (2, 1, 3, 4),
   "size": (1, 2, 3),  # rows of a microbatch on a device
@@ -81,11 +80,10 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     *("all", "all", "all", "all", "all"),
   ),
   "carry": (False, True),
-  "carry_reduction": ("default", "mean", "max", "min", "sum"),
+  "carry_reduction": ("mean", "max", "min", "sum"),
   "further": ("none", "array", "python"),  # an argument that is not split
   "key": ("none", "typed", "raw", "named"),
   "batch": ("one", "two", "named", "mixed"),  # how the batch is passed
-  "batch_axis": (0, 1, -1),
   "reduction": ("mean", "sum"),
   "dtype": ("float32", "float64", "bfloat16", "complex64"),
   "accumulator_dtype": ("default", "float32"),
@@ -113,8 +111,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     True,
   ),
   "has_weight": (False, True),  # does the loss return a total and its weight?
-  # Does the batch come in two calls, and the step after them?
-  "arrives": (False, True, True, True),
+  # Does the batch come in two calls of `add`, to one cycle or to two that are merged?
+  "arrives": (False, *("one cycle", "merged") * 2),
 }
 
 _FIELDS = [
@@ -182,10 +180,13 @@ class Draw(_Draw):
 
 # Where a choice means something. Elsewhere it is the plainest. In order: later ones see earlier.
 MEANS = {
+  # A step goes into no map over devices, and what is no step has no mesh.
   "place": lambda d: (
     d.place in ("one", "mesh")
     if d.entry == "linen"
-    else d.place != "mesh" or d.steps
+    else d.place in ("one", "jit", "mesh")
+    if d.steps
+    else d.place != "mesh"
   ),
   "devices": lambda d: d.place != "one",
   "mesh": lambda d: d.place == "mesh",
@@ -201,7 +202,6 @@ MEANS = {
   "opt_state": lambda d: (
     d.place == "mesh" and (d.params == "whole") == (d.opt_state == "data")
   ),
-  "reduce_gradients": lambda d: d.place == "mesh",
   "placed": lambda d: d.place == "mesh",
   "microbatches": lambda d: not d.streams,
   "tail": lambda d: not d.streams and d.size > 1,
@@ -227,9 +227,8 @@ MEANS = {
   "further": lambda d: not d.streams and d.entry != "linen",
   "key": lambda d: not d.streams and d.entry != "linen",
   "batch": lambda d: not d.streams and d.entry != "linen",
-  "batch_axis": lambda d: not d.streams,
   "accumulator_dtype": lambda d: d.dtype in ("float64", "bfloat16"),
-  "donate": lambda d: d.steps and not d.local and d.loop == "jit",
+  "donate": lambda d: d.steps and d.loop == "jit",
   # Rows are taken out of a batch, and one device's keys have the numbers of one call.
   "arrives": lambda d: (
     d.entry == "step"
@@ -237,6 +236,8 @@ MEANS = {
     and d.aux not in ("stack", "concat", "all")
     and d.optimizer not in ("linesearch", "lbfgs")
     and not (d.placed or (d.key != "none" and d.parts > 1))
+    # Merged cycles begin with one carry, and number their microbatches from 0.
+    and not (d.arrives == "merged" and (d.carry or d.key != "none"))
   ),
   "spread": lambda d: (
     d.placed and d.mesh in ("auto+model", "explicit+auto model")

@@ -37,7 +37,7 @@ class Training:
   def train_step(self):
     draw, options = self.draw, self.model.options()
     if draw.place == "mesh":
-      options |= {"mesh": self.mesh, "reduce_gradients": draw.reduce_gradients}
+      options["mesh"] = self.mesh
       if "fsdp" in draw.mesh:
         options["data_axis"] = ("data", "fsdp")
     if draw.entry == "linen":
@@ -61,16 +61,18 @@ class Training:
     return params, state, new_carry[0] if new_carry else carry, metrics
 
   def two_calls(self, params, state, carry, batch, key):
-    """The step of microbatches that arrive in two calls."""
-    carried = [carry] if self.draw.carry else []
-    cycle = self.train_step.begin(params, *carried)
+    """The step of microbatches that arrive in two calls, of one cycle or of two."""
+    step, carried = self.train_step, [carry] if self.draw.carry else []
+    cycle = step.begin(params, *carried)
     for part in _parts(self.draw, batch):
       args, kwargs = self.model.arguments(part, carry, key)
       args = [x for x in args if x is not carry]
-      cycle = self.train_step.add(cycle, params, *args, **kwargs)
-    params, state, *new_carry, metrics = self.train_step.finish(
-      params, state, cycle
-    )
+      if self.draw.arrives == "merged":
+        other = step.add(step.begin(params, *carried), params, *args, **kwargs)
+        cycle = step.merge(cycle, other)
+      else:
+        cycle = step.add(cycle, params, *args, **kwargs)
+    params, state, *new_carry, metrics = step.finish(params, state, cycle)
     return params, state, new_carry[0] if new_carry else carry, metrics
 
   def linen(self, params, state, carry, batch, key, flush):

@@ -33,13 +33,11 @@ class Model:
     self.positional += ["further"] * (draw.further != "none")
 
   def unpacked(self, args, kwargs):
-    """The arguments of the loss after the parameters, by name, with rows first."""
+    """The arguments of the loss after the parameters, by name."""
     named = dict(zip(self.positional, args, strict=False)) | kwargs
     batch = (
       named["batch"] if "batch" in named else {"x": named["x"], **named["rest"]}
     )
-    if self.draw.batch_axis:
-      batch = jax.tree.map(jnp.transpose, batch)
     return (
       batch,
       named.get("key"),
@@ -108,12 +106,14 @@ class Model:
       return {name: found[name]() for name in AUX}
     return None if wanted == "none" else found[wanted]()
 
-  def weight(self, *args, **kwargs):
-    return jnp.sum(self.unpacked(args, kwargs)[0]["mask"])
+  def weight(self, *split):
+    names = POSITIONAL[self.draw.batch] + NAMED[self.draw.batch]
+    named = dict(zip(names, split, strict=True))
+    return jnp.sum(self.unpacked((), named)[0]["mask"])
 
   def options(self):
     draw, of_batch = self.draw, len(POSITIONAL[self.draw.batch])
-    out = {"batch_axis": draw.batch_axis, "reduction": draw.reduction}
+    out = {"reduction": draw.reduction}
     if draw.tail or draw.arrives:
       out["microbatch_size"] = draw.full_size // (
         draw.devices if draw.local else 1
@@ -121,10 +121,9 @@ class Model:
     else:
       out["num_microbatches"] = draw.microbatches
     if draw.batch != "one":
-      out["batch_argnums"] = tuple(range(1, 1 + of_batch))
-      out["batch_argnames"] = tuple(NAMED[draw.batch])
+      out["batch_argnums"] = (*range(1, 1 + of_batch), *NAMED[draw.batch])
     if draw.key == "named":
-      out["rng_argnames"] = "key"
+      out["rng_argnums"] = "key"
     elif draw.key != "none":
       out["rng_argnums"] = 1 + of_batch
     if draw.carry:
@@ -138,7 +137,7 @@ class Model:
       out["has_aux"] = not draw.carry
     if draw.local:
       out["axis_name"] = "data"
-    if draw.carry_reduction != "default":
+    if draw.carry and draw.parts > 1:
       out["carry_reduction"] = plain.carry_reductions(draw)
     if draw.accumulator_dtype != "default":
       out["accumulator_dtype"] = draw.accumulator_dtype
@@ -146,8 +145,6 @@ class Model:
 
   def arguments(self, batch, carry, key):
     """What follows the parameters in a call of the loss function."""
-    if self.draw.batch_axis:
-      batch = jax.tree.map(lambda x: x.T, batch)
     rest = {"y": batch["y"], "mask": batch["mask"]}
     named = {
       "batch": batch,

@@ -152,7 +152,9 @@ def _in_shard_map(training, params, inputs):
   if not draw.streams and draw.aux != "none":
     rows = {"stack": P("data"), "concat": P("data")}
     aux = {name: rows.get(name, P()) for name in AUX}
-    metrics = {name: P() for name in _metric_names(draw)}
+    metrics = {"loss": P()}
+    if draw.nan:
+      metrics |= {"total_weight": P(), "skipped_microbatches": P()}
     metrics["aux"] = aux if draw.aux == "all" else aux[draw.aux]
   mapped = jax.shard_map(
     training.call,
@@ -170,13 +172,6 @@ def _in_shard_map(training, params, inputs):
     inputs,
     lambda held: held,
   )
-
-
-def _metric_names(draw):
-  names = ["loss", "aux"]
-  if draw.nan or draw.entry != "gradient":
-    names += ["total_weight", "skipped_microbatches"]
-  return names if draw.entry == "gradient" else [*names, "grad_norm", "stepped"]
 
 
 def _in_pmap(training, params, inputs):

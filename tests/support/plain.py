@@ -109,7 +109,7 @@ def offsets_and_carries(draw, call, carry):
 
 
 def next_carry(draw, call, carry):
-  """Over devices: by default floats weighted by what each counted, integers the largest."""
+  """Over devices, whose means are weighted by what each counted."""
   if not draw.carry:
     return carry
   _, held = offsets_and_carries(draw, call, carry)
@@ -135,11 +135,9 @@ def next_carry(draw, call, carry):
 
 
 def carry_reductions(draw):
-  """What `carry_reduction` is, or stands for where it is left out."""
+  """What `carry_reduction` is. No mean is that of integers."""
   name = draw.carry_reduction
-  if name in ("default", "mean"):
-    return {"mean": "mean", "seen": "max"}
-  return {"mean": name, "seen": name}
+  return {"mean": name, "seen": "max" if name == "mean" else name}
 
 
 def weight_of(call, m):
@@ -222,17 +220,16 @@ def whole_batch_steps(draw, all_cycles, gradient=gradient):
     state = optimizer_of(draw.optimizer, draw.wrap == "partition").init(
       jax.tree.map(jnp.asarray, params)
     )
-    carry, held, steps = cycles.initial_carry(draw), [], 0
+    carry, held, steps, emits = cycles.initial_carry(draw), [], 0, False
     for calls in all_cycles:
       batches, mini_step = [], 0
       for call in calls:
         batch = rows_of(draw, call, carry, lambda m: m.counts)
         metrics = _metrics(draw, call, params, carry, batch, gradient)
         carry, batches = next_carry(draw, call, carry), [*batches, batch]
-        mini_step, emits = (
-          mini_step + (draw.every_k != 1 and not call.skipped),
-          False,
-        )
+        mini_step += draw.every_k != 1 and not call.skipped
+        # The state of a step of which nothing counted is the one before.
+        emits = emits and call.skipped and not draw.streams
         if call is calls[-1]:
           cycle = join(batches)
           params, state = _step(draw, params, state, cycle, gradient)

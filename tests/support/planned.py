@@ -116,13 +116,10 @@ def written_down(temp, asked=None):
   return build_step
 
 
-def build_mlp(
-  num_microbatches, remat=False, mesh=None, reduce_gradients="per_cycle"
-):
+def build_mlp(num_microbatches, remat=False, mesh=None):
   loss_fn = jax.checkpoint(mlp_loss) if remat else mlp_loss
-  options = {"mesh": mesh, "reduce_gradients": reduce_gradients}
   return make_train_step(
-    loss_fn, TX, num_microbatches=num_microbatches, **options
+    loss_fn, TX, num_microbatches=num_microbatches, mesh=mesh
   )
 
 

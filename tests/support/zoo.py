@@ -507,24 +507,6 @@ def neighbours(params, batch):
   return mean(params, {**batch, "x": x - jnp.roll(x, 1, 0)})
 
 
-@jax.custom_vjp
-def record_amax(x, amax):
-  return x
-
-
-record_amax.defvjp(
-  lambda x, amax: (x, x), lambda x, g: (g, jnp.max(jnp.abs(x)))
-)
-
-
-def overwritten(params, batch):
-  x = record_amax(batch["x"], params["b"][0] * 0 + params["scale"])
-  return mean(
-    {**params, "scale": jax.lax.stop_gradient(params["scale"])},
-    {**batch, "x": x},
-  )
-
-
 def labels_apart(params, batch, y):
   return jnp.mean((logits(params, batch["x"])[:, :1] - y) ** 2)
 
@@ -797,9 +779,6 @@ ZOO = {
   ),
   "class weights": Specimen(
     class_weights, ("x", "label"), "weighted", "what the loss divides by"
-  ),
-  "overwritten": Specimen(
-    overwritten, XY, "overwritten", 'grad_reduction={"b": "mean"'
   ),
   "labels apart": Specimen(
     labels_apart, ("x",), "unsplit", "batch_argnums=(1, 2)", further=(targets,)

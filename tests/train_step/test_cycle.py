@@ -56,59 +56,80 @@ def params_of(dtype=np.float64):
   }
 
 
-def take(step, params, opt_state, calls, *carry):
-  """One step by microbatches that arrive in these calls."""
+def added(step, params, calls, *carry):
+  """A cycle of microbatches that arrived in these calls."""
   cycle = step.begin(params, *carry)
   for batch in calls:
     cycle = step.add(cycle, params, batch)
-  return step.finish(params, opt_state, cycle)
+  return cycle
+
+
+def merged(step, params, calls, *carry):
+  """A cycle of two that were added up apart: of the first call, and of the others."""
+  parts = calls[:1], calls[1:]
+  return step.merge(*(added(step, params, part, *carry) for part in parts))
+
+
+def take(step, params, opt_state, calls, *carry):
+  """One step by microbatches that arrive in these calls."""
+  return step.finish(params, opt_state, added(step, params, calls, *carry))
 
 
 def joined(calls):
   return jax.tree.map(lambda *x: np.concatenate(x), *calls)
 
 
-IN_LOOP = {"reduce_gradients": "per_microbatch"}
 SKIPPING = {"skip_nonfinite": True, "noise_scale": True}
 
 
+def total_and_weight(params, batch):
+  return loss_fn(params, batch) * tokens(batch), tokens(batch)
+
+
+@pytest.mark.parametrize("arrive", [added, merged])
 @pytest.mark.parametrize(
   ("mesh", "spec", "options"),
   [
     ("one device", P(), {"in_place": True}),
     more("one device", P(), {}),
+    ("one device", P(), {"has_weight": True}),
     more("one device", P(), SKIPPING),
     ("8 devices", P(), SKIPPING),
-    ("8 devices", P("data"), IN_LOOP),
+    ("8 devices", P("data"), {"has_weight": True}),
     more("8 devices", P(), {}),
     more("8 devices", P(), {"in_place": True}),
-    more("8 devices", P(), IN_LOOP),
     more("8 devices", P("data"), {}),
     ("2 axes", P("data"), {}),
     more("2 axes", P(), {"in_place": True}),
     more("2 axes", P(), SKIPPING),
-    more("2 axes", P("data"), IN_LOOP),
   ],
 )
-def test_calls_are_the_step_of_all_rows(mesh, spec, options):
+def test_calls_are_the_step_of_all_rows(mesh, spec, options, arrive):
   shape = MESHES[mesh]
   if "in_place" in options and jax.__version_info__ < (0, 10):
     return
   tx = optax.chain(optax.clip_by_global_norm(0.1), relaxed(optax.adam(0.1)))
+  count = 1
   with jax.enable_x64(True):
     params, calls = params_of(), batches()
     if shape is not None:
       options = options | {"mesh": make_mesh(*shape)}
       params = devices.put(params, make_mesh(*shape), spec)
+      count = shape[0]
+    if "has_weight" not in options:
+      options = options | {"weight_fn": tokens}
     step = optax_accum.make_train_step(
-      loss_fn,
+      total_and_weight if "has_weight" in options else loss_fn,
       tx,
       microbatch_size=8,
-      weight_fn=tokens,
       donate=False,
       **options,
     )
-    new, state, metrics = take(step, params, tx.init(params), calls)
+    opt_state = tx.init(params)
+    cycle = arrive(step, params, calls)
+    assert cycle.total_weight == tokens(joined(calls))
+    assert cycle.num_microbatches == sum(CALLS) // 8 * count
+    new, state, metrics = step.finish(params, opt_state, cycle)
     whole = oracle.whole_batch_step(loss_fn, tx)
     expected = whole(params_of(), tx.init(params_of()), joined(calls))
     wrong = oracle.whole_batch_step(
@@ -126,6 +147,9 @@ def test_calls_are_the_step_of_all_rows(mesh, spec, options):
     assert bool(metrics["stepped"])
     for x, before in zip(*map(jax.tree.leaves, (new, params)), strict=True):
       assert x.sharding.is_equivalent_to(before.sharding, x.ndim)
+    if arrive is merged:  # what the whole batch does not have
+      one = take(step, params, opt_state, calls)[2]
+      trees.assert_close(*jax.device_get((metrics, one)), 1e-10)
 
 
 @pytest.mark.parametrize("by_name", [False, True], ids=["by place", "by name"])
@@ -147,7 +171,7 @@ def test_carry_aux_and_keys_go_on_through_the_cycle(shape, by_name):
     microbatch_size=8,
     carry_argnum=4 if by_name else -3,
     carry_reduction="sum",
-    rng_argnames="key",
+    rng_argnums="key" if by_name else 3,
     aux_reduction={"bits": "sum", "rows": "sum"},
     mesh=mesh,
     donate=False,
@@ -162,7 +186,7 @@ def test_carry_aux_and_keys_go_on_through_the_cycle(shape, by_name):
     else:
       cycle = step.add(cycle, params, batch, key, jnp.float32(2))
   if by_name:
-    with pytest.raises(TypeError, match=r"^step.add: missing .*: 'key'"):
+    with pytest.raises(ValueError, match=r"rng_argnums names argument 'key'"):
       step.add(step.begin(params, start), params, batch, scale=jnp.float32(2))
   params, _, carry, metrics = step.finish(params, opt_state, cycle)
   assert carry["rows"] == 100 + sum(CALLS)
@@ -254,8 +278,7 @@ def test_a_cycle_that_was_saved_goes_on_to_the_bit(shape, tmp_path):
   jax.tree.map(np.testing.assert_array_equal, resumed, expected)
 
 
-@pytest.mark.parametrize("when", ["per_cycle", "per_microbatch"])
-def test_a_state_may_be_sharded_where_parameters_are_whole(when):
+def test_a_state_may_be_sharded_where_parameters_are_whole():
   mesh, tx = make_mesh(8), optax.sgd(0.1, momentum=0.9)
   step = optax_accum.make_train_step(
     loss_fn,
@@ -263,7 +286,6 @@ def test_a_state_may_be_sharded_where_parameters_are_whole(when):
     microbatch_size=8,
     weight_fn=tokens,
     mesh=mesh,
-    reduce_gradients=when,
     donate=False,
   )
   params = devices.put(params_of(np.float32), mesh)
@@ -307,16 +329,19 @@ def test_a_cycle_of_nothing_is_no_step(shape):
   opt_state = tx.init(params)
   (batch,) = batches(np.float32, (8,))
   padding = batch | {"mask": np.zeros_like(batch["mask"])}
-  for calls in [], [padding, padding]:
-    new, state, metrics = take(step, params, opt_state, calls)
-    assert not metrics["stepped"]
-    assert metrics["total_weight"] == 0
-    jax.tree.map(
-      np.testing.assert_array_equal, (new, state), (params, opt_state)
-    )
+  new, state, metrics = take(step, params, opt_state, [padding, padding])
+  assert not metrics["stepped"]
+  assert metrics["total_weight"] == 0
+  jax.tree.map(np.testing.assert_array_equal, (new, state), (params, opt_state))
+  begin = step.begin(params)
+  assert (begin.total_weight, begin.num_microbatches) == (0, 0)
+  for empty in begin, step.merge(step.begin(params), step.begin(params)):
+    with pytest.raises(ValueError, match="empty"):
+      step.finish(params, opt_state, empty)
 
 
-def test_what_is_not_finite_spoils_its_own_cycle_or_is_skipped():
+@pytest.mark.parametrize("arrive", [added, merged])
+def test_what_is_not_finite_spoils_its_own_cycle_or_is_skipped(arrive):
   tx = optax.sgd(0.1)
   params = params_of(np.float32)
   good, bad = batches(np.float32, (8, 8))
@@ -327,7 +352,8 @@ def test_what_is_not_finite_spoils_its_own_cycle_or_is_skipped():
       loss_fn, tx, num_microbatches=1, skip_nonfinite=skip, donate=False
     )
     state = tx.init(params)
-    new, _, metrics = take(step, params, state, [good, bad])
+    cycle = arrive(step, params, [good, bad])
+    new, _, metrics = step.finish(params, state, cycle)
     assert bool(jnp.isfinite(metrics["loss"])) == skip
     assert metrics["skipped_microbatches"] == int(skip)
     alone = take(step, params, state, [good])
@@ -374,12 +400,21 @@ def test_a_cycle_is_used_once():
   with pytest.raises(RuntimeError, match="deleted: the cycle was given to an"):
     step.add(cycle, params, other)
   step.finish(params, opt_state, new)
-  for use in step.add, step.finish:
-    given = (
-      (new, params, other) if use is step.add else (params, opt_state, new)
-    )
-    with pytest.raises(RuntimeError, match="or to finish, which ended it"):
-      use(*given)
+  pair = begun(step, params, batch), begun(step, params, other)
+  step.merge(*pair)
+  for given in (new, *pair):
+    for use in (
+      lambda x: step.add(x, params, other),
+      lambda x: step.finish(params, opt_state, x),
+      lambda x: step.merge(x, begun(step, params, batch)),
+      lambda x: step.merge(begun(step, params, batch), x),
+    ):
+      with pytest.raises(RuntimeError, match="deleted: the cycle was given to"):
+        use(given)
+
+
+def narrow(params):
+  return params | {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)}
 
 
 @pytest.mark.parametrize(
@@ -387,82 +422,66 @@ def test_a_cycle_is_used_once():
   [
     (
       TypeError,
-      r"^step\.add\(cycle, params, .* got a dict as cycle: pass what begin",
+      "^add got a dict as cycle: pass what begin",
       lambda step, params, state, batch: step.add(params, batch),
     ),
     (
-      TypeError,
-      "^step.add: too many positional arguments. It takes step.add.cycle, params, batch, .* no opt",
-      lambda step, params, state, batch: step.add(
-        step.begin(params), params, state, batch
-      ),
-    ),
-    (
-      TypeError,
-      "^step.add: missing a required argument: 'batch'",
+      ValueError,
+      "batch_argnums names argument 1 of the function, to which this call gives 1 pos",
       lambda step, params, state, batch: step.add(step.begin(params), params),
     ),
     (
       TypeError,
-      r"^step\.finish\(params, opt_state, cycle, /\) got a dict as cycle",
+      "^finish got a dict as cycle",
       lambda step, params, state, batch: step.finish(state, state, params),
-    ),
-    (
-      TypeError,
-      "begin got 2 arguments, and the loss has 0 carry",
-      lambda step, params, state, batch: step.begin(params, {}),
     ),
     (
       ValueError,
       "has type float32.8., not float32.4.: the cycle is of another step, of",
       lambda step, params, state, batch: step.add(
-        step.add(step.begin(params), params, batch),
-        params | {"w": jnp.zeros((8, 4)), "b": jnp.zeros(4)},
-        batch,
+        begun(step, params, batch), narrow(params), batch
       ),
     ),
     (
       ValueError,
       "cycle.grads.'b'. is not expected: the cycle is of another step, of",
       lambda step, params, state, batch: step.finish(
-        {"w": params["w"]}, state, step.add(step.begin(params), params, batch)
+        {"w": params["w"]}, state, begun(step, params, batch)
       ),
     ),
     (
       ValueError,
       "cycle.grads.'b'. has shape .8,., not .4,.: the cycle is of another",
       lambda step, params, state, batch: step.finish(
-        params | {"b": jnp.zeros(4)},
-        state,
-        step.add(step.begin(params), params, batch),
+        params | {"b": jnp.zeros(4)}, state, begun(step, params, batch)
       ),
     ),
     (
       ValueError,
-      "cycle.metrics.'noise_scale'. is missing: the cycle is of another step",
-      lambda step, params, state, batch: made(noise_scale=True)[0].finish(
-        params, state, step.add(step.begin(params), params, batch)
+      "cycle.* of another",
+      lambda step, params, state, batch: step.merge(
+        begun(step, params, batch), begun(step, narrow(params), batch)
       ),
     ),
     (
       ValueError,
-      "cycle is of reduction='mean', and this step of reduction='sum': go on",
-      lambda step, params, state, batch: made(reduction="sum")[0].finish(
-        params, state, step.add(step.begin(params), params, batch)
+      "merge got one cycle twice: a cycle is used once",
+      lambda step, params, state, batch: step.merge(
+        *2 * [begun(step, params, batch)]
       ),
     ),
     (
       ValueError,
-      "cycle.number has shape .., not .8,.: with mesh= a cycle has sums of each",
+      r"sums of \(\) devices, and the step of \(8,\): with mesh= each device has",
       lambda step, params, state, batch: made(mesh=make_mesh(8))[0].add(
-        step.add(step.begin(params), params, batch), params, batch
+        begun(step, params, batch), params, batch
       ),
     ),
     (
       ValueError,
-      "cycle.number has shape .8,., not ..: with mesh= .* Go on with it on as many",
+      r"sums of \(8,\) devices, and the step of \(\): with mesh= .* on as many",
       lambda step, params, state, batch: step.finish(
-        params, state, made_on_mesh(params, batch)
+        params, state, begun(made(mesh=make_mesh(8))[0], params, batch)
       ),
     ),
     (
@@ -474,21 +493,7 @@ def test_a_cycle_is_used_once():
     ),
     (
       TypeError,
-      r"dot_general .* got \(4,\) and \(8,\)",
-      lambda step, params, state, batch: step.add(
-        begun(step, params, batch), params, batch | {"x": batch["x"][:, :4]}
-      ),
-    ),
-    (
-      KeyError,
-      "mask",
-      lambda step, params, state, batch: step.add(
-        begun(step, params, batch), params, {"x": batch["x"]}
-      ),
-    ),
-    (
-      TypeError,
-      "argument 0 is one of argument 1: the order is finish.params, opt_state, c",
+      "is in the place of the parameters: the order is .* finish.params, opt_state, c",
       lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
         optax.adam(0.1).init(params), params, begun(step, params, batch)
       ),
@@ -502,16 +507,9 @@ def test_a_cycle_is_used_once():
     ),
     (
       ValueError,
-      "opt_state.0..count is missing: the state is not as init makes it",
-      lambda step, params, state, batch: made(tx=optax.adam(0.1))[0].finish(
-        params, state, begun(step, params, batch)
-      ),
-    ),
-    (
-      ValueError,
-      "called inside pmap or shard_map over .* without axis_name",
+      "inside pmap or shard_map over .*microbatch_value_and_grad",
       lambda step, params, state, batch: jax.shard_map(
-        lambda x: begun(step, params, {"x": x, "mask": x[:, 0]}).held.number,
+        lambda x: begun(step, params, {"x": x, "mask": x[:, 0]}).total_weight,
         mesh=make_mesh(8),
         in_specs=P("data"),
         out_specs=P(),
@@ -523,11 +521,6 @@ def test_what_is_no_cycle_of_this_step_is_refused(error, match, use):
   step, params, state, batch, _ = made()
   with pytest.raises(error, match=match):
     use(step, params, state, batch)
-
-
-def made_on_mesh(params, batch):
-  step, *_ = made(mesh=make_mesh(8))
-  return step.add(step.begin(params), params, batch)
 
 
 def deleted(params):
@@ -561,7 +554,9 @@ def test_batches_of_a_cycle_may_differ_where_their_results_are_alike():
   step, cycle = begin(aux_reduction="sum")
   with pytest.raises(ValueError, match=r"aux\['x'\] has type float32.*int32"):
     step.add(cycle, params, {"x": jnp.ones((8, 4), jnp.int32)})
-  with pytest.raises(ValueError, match=r"outputs has other leaves: the cycle"):
+  with pytest.raises(
+    ValueError, match=r"outputs.aux\['y'\] is missing: the cycle"
+  ):
     step.add(cycle, params, {"x": jnp.ones((8, 4)), "y": jnp.ones(8)})
 
 
@@ -572,40 +567,27 @@ def test_the_carry_is_in_the_cycle_and_nowhere_else():
   step = optax_accum.make_train_step(
     counting, optax.sgd(0.1), num_microbatches=1, carry_argnum=2
   )
-  other, params, state, batch, _ = made()
-  with pytest.raises(TypeError, match=r"1 carry .* it is begin\(params, carry"):
+  plain, params, opt_state, batch, _ = made()
+  with pytest.raises(TypeError, match="carry"):
     step.begin(params)
+  with pytest.raises(TypeError, match="finish got 0 carry"):
+    step.finish(params, opt_state, begun(plain, params, batch))
   cycle = begun(step, params, batch, jnp.int32(0))
-  with pytest.raises(TypeError, match="got seen=, the carry, which is in the"):
+  with pytest.raises(TypeError, match="seen"):
     step.add(cycle, params, batch, seen=jnp.int32(0))
-  with pytest.raises(TypeError, match=r"too many .* no carry, which is in"):
+  with pytest.raises(TypeError, match="takes 3 positional"):
     step.add(cycle, params, batch, jnp.int32(0))
-  with pytest.raises(ValueError, match="a cycle with 1 carry, and the loss ha"):
-    other.add(cycle, params, batch)
-  with pytest.raises(ValueError, match="finish got a cycle with 0 carry"):
-    step.finish(params, state, begun(other, params, batch))
 
 
 @pytest.mark.parametrize(
-  ("options", "match"),
+  ("words", "match"),
   [
-    ({"has_aux": True, "aux_reduction": "stack"}, "aux_reduction is 'stack'"),
-    (
-      {"has_aux": True, "aux_reduction": {"x": "concat"}},
-      r"\['x'\] is 'concat'",
-    ),
-    (
-      {
-        "grad_metrics_fn": optax.tree.norm,
-        "grad_metrics_reduction": "stack",
-      },
-      "grad_metrics_reduction is 'stack', which needs all microbatches at once",
-    ),
-    ({"axis_name": "data"}, "make the step with mesh="),
+    ("stack", "aux_reduction is 'stack'"),
+    ({"x": "concat"}, r"\['x'\] is 'concat'"),
   ],
 )
-def test_what_needs_all_microbatches_at_once_is_refused(options, match):
-  step, params, *_ = made(**options)
+def test_what_needs_all_microbatches_at_once_is_refused(words, match):
+  step, params, *_ = made(has_aux=True, aux_reduction=words)
   with pytest.raises(ValueError, match=match):
     step.begin(params)
 
@@ -615,3 +597,172 @@ def test_an_optimizer_that_searches_a_line_is_refused():
   cycle = step.add(step.begin(params), params, batch)
   with pytest.raises(NotImplementedError, match="calls value_fn, as line"):
     step.finish(params, state, cycle)
+
+
+def ends(a, b):
+  return {"first": a["first"], "last": b["last"]}
+
+
+WORDS = {
+  "mean": "mean",
+  "sum": "sum",
+  "max": "max",
+  "min": "min",
+  "last": "last",
+}
+
+
+@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+def test_merge_combines_aux_and_carries_by_their_words(shape):
+  """As what the cycles finish with, each by itself. One that is skipped has no last aux."""
+  carried = {name: WORDS[name] for name in ("mean", "sum", "max")}
+
+  def fun(params, batch, carry):
+    loss = loss_fn(params, batch)
+    x = jnp.mean(batch["x"])
+    aux = dict.fromkeys(WORDS, loss) | {"ends": {"first": x, "last": x}}
+    new = {name: 0.5 * value + x for name, value in carry.items()}
+    return loss, (new, aux)
+
+  with jax.enable_x64(True):
+    tx, params = optax.sgd(0.1), params_of()
+    step = optax_accum.make_train_step(
+      fun,
+      tx,
+      microbatch_size=8,
+      weight_fn=tokens,
+      carry_argnum=2,
+      carry_reduction=carried,
+      aux_reduction=WORDS | {"ends": ends},
+      skip_nonfinite=True,
+      mesh=shape and make_mesh(*shape),
+      donate=False,
+    )
+    start = {name: jnp.asarray(3.0) for name in carried}
+
+    def finished(cycle):
+      *_, carry, metrics = step.finish(params, tx.init(params), cycle)
+      return jax.device_get((carry, metrics))
+
+    first, *others = batches()
+    calls = [[first], others]
+    apart = [finished(added(step, params, each, start)) for each in calls]
+    carries, metrics = zip(*apart, strict=True)
+    aux = [x["aux"] for x in metrics]
+    weights = [x["total_weight"] for x in metrics]
+    assert weights[0] != weights[1]
+
+    def combined(values, word):
+      if word == "mean":
+        return np.average(values, weights=weights)
+      return {"sum": sum, "max": max, "min": min, "last": lambda x: x[1]}[word](
+        values
+      )
+
+    carry, found = finished(merged(step, params, batches(), start))
+    for name, word in WORDS.items():
+      np.testing.assert_allclose(
+        found["aux"][name], combined([x[name] for x in aux], word), rtol=1e-12
+      )
+    assert found["aux"]["ends"] == ends(*(x["ends"] for x in aux))
+    for name, word in carried.items():
+      expected = combined([x[name] for x in carries], word)
+      if word == "sum":  # the start, and all increments
+        expected -= 3.0
+      np.testing.assert_allclose(carry[name], expected, rtol=1e-12)
+
+    nothing = first | {"x": np.full_like(first["x"], np.nan)}
+    carry, found = finished(merged(step, params, [first, nothing], start))
+    trees.assert_close(carry, carries[0], 1e-12)
+    assert found["aux"]["last"] == aux[0]["last"]
+    assert found["skipped_microbatches"] > 0
+
+
+@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+def test_a_carry_may_start_as_the_parameters(shape):
+  """Such as their moving average: finish donates the parameters, and reads the carry."""
+
+  def averaging(params, batch, average):
+    return loss_fn(params, batch), ({**average, "b": params["b"]}, None)
+
+  mesh = shape and make_mesh(*shape)
+  step = optax_accum.make_train_step(
+    averaging, optax.sgd(0.1), num_microbatches=1, carry_argnum=2, mesh=mesh
+  )
+  params, batch = params_of(np.float32), batches(np.float32, (8,))[0]
+  if mesh:
+    params = devices.put(params, mesh)
+  cycle = begun(step, params, batch, params)
+  _, _, average, _ = step.finish(params, optax.sgd(0.1).init(params), cycle)
+  trees.assert_close(jax.device_get(average), params_of(np.float32), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+def test_an_empty_cycle_leaves_the_other_as_it_is(shape):
+  step, params, state, batch, other = made(
+    mesh=shape and make_mesh(*shape), donate=False
+  )
+  expected = take(step, params, state, [batch, other])
+  for empty_first in False, True:
+    pair = step.begin(params), added(step, params, [batch, other])
+    cycle = step.merge(*pair) if empty_first else step.merge(*pair[::-1])
+    assert all(x.is_deleted() for x in jax.tree.leaves(pair[1]))
+    found = step.finish(params, state, cycle)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("shape", [None, (8,)], ids=["one device", "mesh"])
+def test_merge_can_be_looked_at_and_sends_nothing(shape):
+  step, params, _, *calls = made(mesh=shape and make_mesh(*shape), donate=False)
+  pair = [begun(step, params, batch) for batch in calls]
+  shapes = step.merge.eval_shape(*pair)
+  compiled = step.merge.lower(*pair).compile()
+  assert count_collectives(compiled).operations == ()
+  assert "add" in str(step.merge.trace(*pair).jaxpr)
+  new = step.merge(*pair)
+  assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, shapes)
+
+
+def test_workers_on_any_number_of_devices_give_the_same_bits():
+  """Each on one device, with a key of its own, and merged in a fixed tree."""
+
+  def dropping(params, batch, key):
+    kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+    return loss_fn(params, batch | {"x": batch["x"] * kept.astype(jnp.float32)})
+
+  tx = relaxed(optax.adam(0.1))
+  step = optax_accum.make_train_step(
+    dropping,
+    tx,
+    num_microbatches=2,
+    rng_argnums=2,
+    weight_fn=tokens,
+    donate=False,
+  )
+  workers = batches(np.float32, (8,) * 8)
+  keys = jax.random.split(jax.random.key(0), 8)
+
+  def trained(count):
+    """Parameters, state and metrics after two steps, all as bytes."""
+    params = params_of(np.float32)
+    state = tx.init(params)
+    for _ in range(2):
+      places = [jax.devices()[i * count // 8] for i in range(8)]
+      cycles = []
+      for place, batch, key in zip(places, workers, keys, strict=True):
+        own, key = jax.device_put((params, key), place)
+        cycles.append(step.add(step.begin(own), own, batch, key))
+      while len(cycles) > 1:
+        places = places[::2]
+        cycles = [
+          step.merge(a, jax.device_put(b, place))
+          for a, b, place in zip(cycles[::2], cycles[1::2], places, strict=True)
+        ]
+      params, state = jax.device_put((params, state), places[0])
+      params, state, metrics = step.finish(params, state, *cycles)
+    leaves = jax.tree.leaves(jax.device_get((params, state, metrics)))
+    return [x.tobytes() for x in leaves]
+
+  expected = trained(1)
+  for count in 2, 4, 8:
+    assert trained(count) == expected

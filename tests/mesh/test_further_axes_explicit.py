@@ -11,7 +11,6 @@ from support import devices, trees
 from support.devices import AUTO, EXPLICIT
 from support.layered import (
   init_params,
-  loss_fn,
   make_batch,
   optimizer,
   over_fsdp,
@@ -86,18 +85,3 @@ def test_a_loss_may_gather_over_an_explicit_axis(kinds, sizes):
   )
   replicas = [c for c in found if c.groups == ((0, 4), (1, 5), (2, 6), (3, 7))]
   assert [c.loop for c in replicas if c.bytes > 64] == [None]
-
-
-def test_a_loss_that_does_not_gather_is_told_where_by_jax():
-  with jax.enable_x64(True):
-    mesh = devices.make_mesh(2, 4, axes=AXES, kind=EXPLICIT)
-    step = make_train_step(
-      loss_fn, optimizer(), mesh=mesh, data_axis="replica", **TIMES
-    )
-    params = devices.put(init_params(), mesh, over_fsdp(init_params(), mesh))
-    with pytest.raises(Exception, match="out_sharding"):
-      step(
-        params,
-        optimizer().init(params),
-        devices.put(make_batch(), mesh, P("replica")),
-      )

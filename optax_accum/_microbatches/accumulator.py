@@ -1,0 +1,166 @@
+"""The accumulator: begin, add one microbatch after the other, merge, finish.
+
+`finish` has the only sums over devices, and the only division.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
+from optax_accum._arithmetic.skip import leave_out
+from optax_accum._arithmetic.trees import Carry, Leaf, Tree
+from optax_accum._arithmetic.weighted_mean import Weight
+from optax_accum._microbatches.carry import Carries
+from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.outputs import Reductions
+
+
+class MicrobatchStats(NamedTuple):
+  """Counts over the microbatches of one batch.
+
+  Attributes:
+    total_weight: float32 scalar (float64 with x64), the sum of the weights.
+    skipped_microbatches: int32 scalar, how many were left out because they were not finite.
+  """
+
+  total_weight: jax.Array
+  skipped_microbatches: jax.Array
+
+
+class Reduced(NamedTuple):
+  """The combined results of all microbatches."""
+
+  # The carried argument at the end; empty where there is none.
+  carry: tuple[Carry, ...]
+  outputs: Tree
+  stats: Tree  # a MicrobatchStats, or the specs of one
+
+
+class Microbatch(NamedTuple):
+  """The results of one microbatch."""
+
+  carry: tuple[Carry, ...]
+  outputs: Tree
+  weight: Leaf
+  finite: Leaf  # whether loss and gradients are; True where nobody looked
+
+
+class Accumulated(NamedTuple):
+  """What a device has added up: a loop carries it from microbatch to microbatch."""
+
+  carry: tuple[Carry, ...]
+  outputs: Tree  # the states of the reductions
+  weight: Leaf  # the sum of the weights; None where it is known when tracing
+  skipped: Leaf  # how many were left out; None where nobody looks
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Accumulator:
+  """Adds up the results of microbatches, which began with the carry `start`.
+
+  `known` is the sum of the weights of a device, where that is known when tracing; a weight of 1
+  stands for `rows_in_unit` rows.
+  """
+
+  split: Split
+  reductions: Reductions
+  start: tuple[Carry, ...]
+  known: float = 0.0
+  rows_in_unit: int = 1
+
+  def begin(self, like: Microbatch) -> Accumulated:
+    """Nothing added up yet, of microbatches of these types."""
+    carry = self.split.devices.with_own_noise(self.start)
+    weight: Any = None
+    skipped = None
+    if self.split.counts:
+      dtype = jnp.result_type(float)
+      weight = across_devices.full_like(like.weight, 0, dtype)
+    if self.split.skip_nonfinite:
+      # Devices skip by themselves, so that also known weights come to differ between them.
+      weight = across_devices.vary_like(weight, like.finite)
+      skipped = across_devices.full_like(like.finite, 0, jnp.int32)
+    return Accumulated(carry, self.reductions.start(), weight, skipped)
+
+  def unhoisted(
+    self, accumulated: Accumulated, shapes: hoisting.Shapes
+  ) -> Accumulated:
+    """The same, such that XLA reduces arrays of these shapes over devices in the loop."""
+    return accumulated._replace(
+      outputs=self.reductions.unhoisted(accumulated.outputs, shapes),
+      carry=hoisting.unhoisted(accumulated.carry, shapes),
+    )
+
+  @jax.named_scope("accumulate")
+  def add(self, accumulated: Accumulated, new: Microbatch) -> Accumulated:
+    """With one more microbatch."""
+    weight = new.weight
+    total = accumulated.weight
+    skipped = accumulated.skipped
+    if new.finite is not True:
+      weight, left_out = leave_out(jnp.asarray(weight), new.finite)
+      skipped = skipped + left_out
+    if total is not None:
+      total = total + weight
+    outputs = self.reductions.add(
+      accumulated.outputs, new.outputs, weight, new.finite
+    )
+    keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
+    carry = jax.tree.map(keep, new.carry, accumulated.carry)
+    return Accumulated(carry, outputs, total, skipped)
+
+  def merge(self, first: Accumulated, second: Accumulated) -> Accumulated:
+    """The microbatches of two, which began with one carry."""
+    carries = Carries.of(self.split, self.start)
+    terms = carries.terms(first.carry, first.weight)
+    others = carries.terms(second.carry, second.weight)
+    total = first.weight + second.weight
+    return Accumulated(
+      carries.merge(terms, others, total),
+      self.reductions.merge(first.outputs, second.outputs),
+      total,
+      jax.tree.map(jnp.add, first.skipped, second.skipped),
+    )
+
+  def finish(self, accumulated: Accumulated) -> Reduced:
+    """The results of all devices."""
+    devices = self.split.devices
+    carry = accumulated.carry
+    # What a device has, and all of them: known when tracing, or summed.
+    own: Weight = self.known
+    total: Weight = own * devices.size
+    if accumulated.weight is not None:
+      own = accumulated.weight
+      total = devices.sum(own)
+    if devices.axis_name is not None:
+      carries = Carries.of(self.split, self.start)
+      terms = carries.terms(carry, own)
+      carry = carries.over_devices(terms, devices, total)
+    skipped = devices.sum(accumulated.skipped)
+    outputs = self.reductions.over_devices(accumulated.outputs, devices)
+    outputs = self.reductions.finish(outputs, total)
+    return Reduced(carry, outputs, stats(total * self.rows_in_unit, skipped))
+
+
+def stats(weight: Weight, skipped: Leaf = None) -> MicrobatchStats:
+  """The counts of all microbatches."""
+  if skipped is None:
+    skipped = 0
+  return MicrobatchStats(
+    jnp.asarray(weight, jnp.result_type(float)),
+    jnp.asarray(skipped, jnp.int32),
+  )
+
+
+def refuse_cycle(different: str) -> None:
+  """Refuses a cycle that is `different` from what a call goes on with; "" is not."""
+  if different:
+    raise ValueError(
+      f"{different}: the cycle is of another step, of other parameters, or of batches that give"
+      " other results. Add to one cycle what is alike but for its rows, and begin another for the"
+      " rest."
+    )
