@@ -86,16 +86,6 @@ def approaches(loss_fn, tx, mesh, n):
   make = optax_accum.make_train_step
   found = {
     "optax_accum": (make(loss_fn, tx, num_microbatches=n, mesh=mesh), tx),
-    'optax_accum, reduce_gradients="per_microbatch"': (
-      make(
-        loss_fn,
-        tx,
-        num_microbatches=n,
-        mesh=mesh,
-        reduce_gradients="per_microbatch",
-      ),
-      tx,
-    ),
     "pmean of each microbatch": (scan_of(parts, pmean_each), tx),
     "optax.MultiSteps, scanned": (multi_steps, multi),
     "strided scan, plain jit": (scan_of(parts, grad), tx),

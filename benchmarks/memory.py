@@ -49,7 +49,6 @@ OPTIONS = {
   "plain": {},
   "weight_fn": {"weight_fn": valid_rows},
   "skip_nonfinite": {"skip_nonfinite": True},
-  "skip_empty": {"weight_fn": valid_rows, "skip_empty": True},
   "ragged": {"microbatch_size": None},
   "noise_scale": {"noise_scale": True},
   "in_place": {"in_place": True},

@@ -23,10 +23,9 @@ def runs(target_config):
       "memory.py --platform tpu --save",
       "streaming.py --tpu --save",
       "sharding.py --save",
-      "same_bits.py --platform tpu --save",
     ]
   for_gpu = ["--platform", "gpu", "--target-config", target_config, "--save"]
-  for_gpus = "memory.py", "sharding.py", "same_bits.py"
+  for_gpus = "memory.py", "sharding.py"
   gpu = [[script, *for_gpu] for script in for_gpus]
   trained = ["noise_scale.py --save", "batches.py --save"]
   timed = [
@@ -34,7 +33,6 @@ def runs(target_config):
     "streaming.py --save",
     "whole_cycle.py --save",
     "sharding.py --processes --save",
-    "same_bits.py --save",
     "host_time.py --arrays 50 500 --save",  # 2000 on 8 devices compile for minutes
   ]
   return [

@@ -81,18 +81,13 @@ class Way(NamedTuple):
 
 
 ONCE, REPLICA = {"data_axis": AXES}, {"data_axis": "replica"}
-IN_EACH = {"reduce_gradients": "per_microbatch"}
 WAYS = {
   "replicated": Way((), (), ONCE),
   "state sharded (ZeRO-1)": Way((), AXES, ONCE),
   "gathered once a step": Way(AXES, AXES, ONCE),
-  "gathered in each microbatch": Way(AXES, AXES, ONCE | IN_EACH),
   "layer by layer": Way("fsdp", "fsdp", REPLICA, "fsdp"),
   "layer by layer, in_place": Way(
     "fsdp", "fsdp", REPLICA | {"in_place": True}, "fsdp"
-  ),
-  "layer by layer, reduced in each": Way(
-    "fsdp", "fsdp", REPLICA | IN_EACH, "fsdp"
   ),
   "layer by layer, unconstrained": Way("fsdp", "fsdp", REPLICA),
   "layer by layer, no replicas": Way(AXES, AXES, {"mesh": None}, AXES),
@@ -104,7 +99,6 @@ TIMED = (
   "gathered once a step",
   *BY_LAYER,
 )
-TIMED += ("layer by layer, reduced in each",)
 
 
 def made(mesh, sizes, way, microbatches=MICROBATCHES):

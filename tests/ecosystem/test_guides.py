@@ -122,7 +122,7 @@ def test_the_log_has_every_loss(tmp_path, monkeypatch):
   assert int(names["metrics"]["aux"]["rows"]) == 64
   assert names["accuracy"] * 64 == int(names["metrics"]["aux"]["correct"]) > 0
   logged = names["numbers"](names["before"])
-  asked_for = {"noise_scale", "grad_metrics"}
+  asked_for = {"noise_scale"}
   noise = {
     f"noise_scale.{field}" for field in names["before"]["noise_scale"]._fields
   }
@@ -133,17 +133,18 @@ def test_the_log_has_every_loss(tmp_path, monkeypatch):
   # The agreement is the mean over pairs.
   params = jax.device_get(names["params"])
   step, loss, batch = (
-    names["looking_step"],
+    names["step"],
     names["loss_fn"],
     names["batches"][0],
   )
+  of_grads = names["look_at"](names["params"], batch)
   *_, seen = step(names["params"], names["opt_state"], batch)
   grads = [
     jax.grad(loss)(params, part)["w"] for part in trees.strided(batch, 4)
   ]
   products = np.array([[np.vdot(a, b) for a in grads] for b in grads])
   pairs = (products.sum() - products.trace()) / 12 / (products.trace() / 4)
-  ratio = seen["grad_norm"] ** 2 / seen["grad_metrics"]["squared"]
+  ratio = seen["grad_norm"] ** 2 / of_grads["squared"]
   assert (4 * ratio - 1) / 3 == pytest.approx(pairs, rel=1e-3)
   assert 0 < names["agreement"] < 1
   with open(names["path"]) as file:
@@ -164,7 +165,6 @@ def test_a_mark_of_a_profile_is_a_step_of_the_optimizer():
     "accumulate",
     "optimizer",
     "end_of_cycle",
-    "skip_empty",
   }
   assert documented == scopes  # and the page finds the first three
   for mark, function, count in [

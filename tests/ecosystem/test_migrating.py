@@ -5,13 +5,14 @@ Those of PyTorch are in tests/peers.
 
 import re
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from support import migrating, trees
 from support.migrating import Pair
 
-from optax_accum import from_multi_steps
+import optax_accum
 
 # a page's code is for JAX as it comes
 pytestmark = pytest.mark.usefixtures("usual_promotion")
@@ -28,14 +29,22 @@ def test_the_loop_of_multi_steps_has_the_same_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
-def test_multi_steps_goes_on_in_mid_cycle():
+def converted():
+  """The page's function of that name."""
+  [code] = migrating.PAGE.blocks("Checkpoints of `MultiSteps`")
+  names = {}
+  exec(code.partition("old_tx")[0], names)
+  return names["converted"]
+
+
+def test_multi_steps_goes_on_after_a_cycle():
   before, after = migrating.PAGE.blocks("`optax.MultiSteps`")
   [code] = migrating.PAGE.blocks("Checkpoints of `MultiSteps`")
-  old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])
+  old = migrating.PAGE.run(before, batches=migrating.EVEN[:8])
   names = migrating.PAGE.run(after, batches=[])
   names["restore"] = lambda like: (old["params"], old["opt_state"])
   exec(code, names)
-  for batch in migrating.EVEN[6:]:
+  for batch in migrating.EVEN[8:]:
     state = names["params"], names["opt_state"]
     names["params"], names["opt_state"] = names["mini_step"](
       *state, batch, False
@@ -62,18 +71,16 @@ def test_the_loop_of_a_linen_train_state_has_the_same_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
-def test_a_linen_train_state_goes_on_in_mid_cycle():
+def test_a_linen_train_state_goes_on_after_a_cycle():
   section = "A linen `TrainState`"
   before, after = migrating.PAGE.blocks(section)
   [code] = re.findall(
     r"`(state\.replace\(.*\))`\.", migrating.PAGE.sections[section]
   )
-  old = migrating.PAGE.run(before, batches=migrating.EVEN[:6])["state"]
+  old = migrating.PAGE.run(before, batches=migrating.EVEN[:8])["state"]
   names = migrating.PAGE.run(after, batches=[])
-  names["state"] = eval(
-    code, {**names, "old": old, "from_multi_steps": from_multi_steps}
-  )
-  for batch in migrating.EVEN[6:]:
+  names["state"] = eval(code, {**names, "old": old, "converted": converted()})
+  for batch in migrating.EVEN[8:]:
     names["state"] = names["mini_step"](names["state"], batch, False)
   expected = linen_weights(migrating.PAGE.run(before, batches=migrating.EVEN))
   trees.assert_close(linen_weights(names), expected, 1e-6)
@@ -98,14 +105,14 @@ def test_the_loop_of_an_accumulator_has_the_same_steps():
   migrating.assert_a_pair(pair, "uneven", "cut short")
 
 
-def test_flax_goes_on_in_mid_cycle():
+def test_flax_goes_on_after_a_cycle():
   section = "Flax's cookbook"
   shared, before, after = migrating.PAGE.blocks(section)
   [code] = re.findall(
     r"`(optimizer\.opt_state = .*)`\.", migrating.PAGE.sections[section]
   )
   trained = lambda names: [names["model"].kernel[...], names["model"].bias[...]]  # noqa: E731
-  old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:6])
+  old = migrating.PAGE.run(shared, before, batches=migrating.EVEN[:8])
   # The loop after, around the model that the loop before has trained.
   names = migrating.PAGE.run(
     shared,
@@ -114,8 +121,8 @@ def test_flax_goes_on_in_mid_cycle():
     batches=[],
     trained_model=old["model"],
   )
-  exec(code, {**names, "old": old["optimizer"]})
-  for batch in migrating.EVEN[6:]:
+  exec(code, {**names, "old": old["optimizer"], "converted": converted()})
+  for batch in migrating.EVEN[8:]:
     names["mini_step"](names["model"], names["optimizer"], batch, False)
   expected = trained(migrating.PAGE.run(shared, before, batches=migrating.EVEN))
   trees.assert_close(trained(names), expected, 1e-6)
@@ -169,3 +176,60 @@ def test_keras_dropout_draws_anew_in_each_microbatch():
   )
   assert seeds[1] == len(names["batches"])  # how often it was drawn from
   assert jnp.any(mean != 0)
+
+
+def recipe(number, **names):
+  """What a recipe for an option of version 0.3 defines, and the step of the whole batch."""
+  setup, *recipes = migrating.PAGE.blocks("Version 0.3")
+  before = migrating.PAGE.run(setup, **names)
+  after = migrating.PAGE.run(setup, recipes[number], **names)
+  grads = jax.grad(before["loss_fn"])(before["params"], before["batch"])
+  updates, _ = before["tx"].update(grads, before["opt_state"])
+  return after, optax.apply_updates(before["params"], updates)
+
+
+@pytest.mark.parametrize("number", [0, 4], ids=["rows last", "no mesh="])
+def test_a_recipe_takes_the_step_of_the_whole_batch(number):
+  after, expected = recipe(number)
+  trees.assert_close(after["params"], expected, 1e-6)
+
+
+def test_a_batch_goes_by_name():
+  after, _ = recipe(1)
+  loss, grads = jax.value_and_grad(after["loss_fn"])(
+    after["params"], after["batch"]
+  )
+  trees.assert_close((after["loss"], after["grads"]), (loss, grads), 1e-6)
+
+
+def test_what_is_empty_is_left_out():
+  batches = migrating.batches([16, 0, 7, 0])
+  after, expected = recipe(2, batches=batches)
+  trees.assert_close(after["params"], expected, 1e-6)
+  assert after["metrics"]["total_weight"] == 23
+
+
+def test_norms_of_the_gradients_of_microbatches():
+  after, _ = recipe(3)
+  grad = jax.grad(after["loss_fn"])
+  parts = trees.strided(after["batch"], migrating.K)
+  expected = [optax.tree.norm(grad(after["params"], part)) for part in parts]
+  found = after["norms"](after["params"], after["batch"])
+  trees.assert_close(found, jnp.stack(expected), 1e-6)
+
+
+@pytest.mark.parametrize("jitted", [True, False])
+def test_a_cycle_is_dropped(jitted):
+  pages = "".join(migrating.PAGE.sections.values())
+  [code] = set(re.findall(r"`(optax\.tree\.set\(state, .*?\))`", pages))
+  tx = optax_accum.accumulate(optax.adam(0.01), every_k=2)
+  update = jax.jit(tx.update) if jitted else tx.update
+  params, grads = jnp.ones(3), jnp.arange(3.0)
+  expected = tx.init(params)
+  _, begun = tx.update(jnp.full(3, jnp.nan), expected, params, weight=3.0)
+  state = eval(code, {"optax": optax, "state": begun})
+  for _ in range(2):
+    updates, state = update(grads, state, params)
+    like, expected = update(grads, expected, params)
+    trees.assert_close(updates, like, 0)
+  assert optax_accum.has_updated(state)

@@ -21,7 +21,6 @@ from optax_accum import (
   check_split,
   CollectiveReport,
   count_collectives,
-  discard_cycle,
   has_updated,
   make_train_step,
   microbatch,
@@ -100,6 +99,8 @@ def train(params: Params, batch: Batch) -> Params:
   for _ in range(3):
     params, opt_state, metrics = step(params, opt_state, batch)
     print(f"loss {float(metrics['loss']):.4f}, skipped {int(metrics['skipped_microbatches'])}")
+  cycle, other = (step.add(step.begin(params), params, batch) for _ in range(2))
+  params, opt_state, metrics = step.finish(params, opt_state, step.merge(cycle, other))
   stepped = step(params, opt_state, batch)
   assert_type(stepped[0], Params)
   return stepped[0]
@@ -121,7 +122,6 @@ def build_step(tx: optax.GradientTransformation) -> TrainStep[Params, [Batch]]:
     microbatch_size=20,
     aux_reduction={"logits": "concat", "correct": "sum"},
     skip_nonfinite=True,
-    skip_empty=True,
     weight_fn=valid_tokens,
     donate=False,
   )
@@ -138,6 +138,9 @@ def train_with_noise(params: Params, batch: Batch, key: jax.Array) -> Params:
   tx = optax.sgd(0.1)
   step = make_train_step(noisy_loss, tx, num_microbatches=4, rng_argnums=2)
   params, _, metrics = step(params, tx.init(params), batch, key)
+  step = make_train_step(
+    noisy_loss, tx, num_microbatches=4, batch_argnums=(1,), rng_argnums=("key",)
+  )
   params, _, metrics = step(params, tx.init(params), batch, key=key, rate=0.2)
   loss: jax.Array = metrics["loss"]
   print(f"with noise {float(loss):.4f}")
@@ -164,9 +167,8 @@ def steps_of_flax() -> None:
     aux_reduction={"logits": "concat"},
     has_aux=True,
     mesh=jax.make_mesh((jax.device_count(),), ("data",)),
-    grad_reduction={"params": "mean"},
   )
-  nnx_train_step(flax_loss, microbatch_size=8, donate=False, reduce_gradients="per_microbatch")
+  nnx_train_step(flax_loss, microbatch_size=8, donate=False)
 
 
 def train_on_a_mesh(params: Params, batch: Batch) -> Params:
@@ -178,10 +180,6 @@ def train_on_a_mesh(params: Params, batch: Batch) -> Params:
     num_microbatches=2,
     mesh=mesh,
     data_axis=("data",),
-    grad_reduction={"w": "mean", "b": "mean"},
-    grad_metrics_fn=optax.tree.norm,
-    grad_metrics_reduction="stack",
-    reduce_gradients="per_cycle",
     donate=False,
   )
   sharded, _, metrics = step(params, tx.init(params), batch=batch)
@@ -214,6 +212,8 @@ def evaluate(params: Params, batch: Batch) -> dict[str, jax.Array]:
   out = in_parts(params, batch)
   assert_type(out, dict[str, jax.Array])
   encode = microbatch(predict, reduction="concat", batch_argnums=1, num_microbatches=4)
+  by_name = microbatch(predict, reduction="concat", batch_argnums="batch", num_microbatches=4)
+  assert_type(by_name(params, batch=batch), jax.Array)
   assert_type(encode(params, batch), jax.Array)
   assert_type(encode(params, batch=batch), jax.Array)
   return out
@@ -228,7 +228,6 @@ def stream(params: Params, batches: list[Batch]) -> Params:
     last = i == len(batches) - 1
     applied = tx.apply(grads, state, params, weight=valid_tokens(batch), flush=last)
     assert_type(applied, tuple[Params, AccumulateState])
-    assert_type(discard_cycle(applied[1]), AccumulateState)
     params, state = applied
     assert_type(has_updated(state), jax.Array)
     print(f"mini step {int(state.mini_step)}, updated {bool(has_updated(state))}")

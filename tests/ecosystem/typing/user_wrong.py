@@ -35,8 +35,6 @@ def wrong(params: Params, batch: Batch) -> None:
   make_train_step(loss_fn, tx, num_microbatches=8, reduction="avg")  # MISTAKE 1
   microbatch(predict, reduction="cat", batch_argnums=1, num_microbatches=8)  # MISTAKE 1
   make_train_step(loss_fn, tx, num_microbatches=8, has_aux=True, aux_reduction="avg")  # MISTAKE 1
-  microbatch_value_and_grad(loss_fn, num_microbatches=8, grad_reduction="concat")  # MISTAKE 1
-  make_train_step(loss_fn, tx, num_microbatches=8, grad_reduction="stack")  # MISTAKE 1
 
   # A number that is text.
   make_train_step(loss_fn, tx, num_microbatches="8")  # MISTAKE 2
@@ -53,6 +51,7 @@ def wrong(params: Params, batch: Batch) -> None:
 
   # An option that is not the user's there.
   linen_train_step(flax_loss, num_microbatches=8, rng_argnums=2)  # MISTAKE 3
+  make_train_step(loss_fn, tx, num_microbatches=8, axis_name="data")  # MISTAKE 3
 
   # What a function that runs in microbatches is called with.
   encode = microbatch(predict, reduction="concat", batch_argnums=1, num_microbatches=8)
@@ -64,8 +63,7 @@ def wrong(params: Params, batch: Batch) -> None:
   step(params, tx.init(params), batch["x"])  # MISTAKE 4
   step(batch["x"], tx.init(params), batch)  # MISTAKE 4
 
-  # When gradients are reduced; what `apply` returns.
-  make_train_step(loss_fn, tx, num_microbatches=8, reduce_gradients="per_step")  # MISTAKE 5
+  # What `apply` returns.
   streaming = accumulate(tx, every_k=8)
   state = streaming.init(params)
   applied: Params = streaming.apply(params, state, params)  # MISTAKE 5
