@@ -41,6 +41,8 @@ def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
 
 def check_memory(leaves) -> None:
   """Checks that what is in the host's memory has a type that says so: else JAX ends the process."""
+  if "pinned_host" not in {x.sharding.memory_kind for x in leaves}:
+    return
   for x in leaves:
     is_on_host = x.sharding.memory_kind == "pinned_host"
     if is_on_host and x.aval.memory_space != jax.memory.Space.Host:
@@ -51,15 +53,14 @@ def check_memory(leaves) -> None:
       )
 
 
-def committed(updated):
-  """`updated`, all committed to its device if some of it is: results are.
+def committed(updated, held):
+  """`updated`, all committed to its device if some of `held`, the arrays in it, is: results are.
 
   Otherwise the next call would compile the program again, for arguments that are.
   """
-  given = arrays(updated)
-  if {x.committed for x in given} != {True, False}:
+  if {x.committed for x in held} != {True, False}:
     return updated
-  devices = {device for x in given for device in x.sharding.device_set}
+  devices = {device for x in held for device in x.sharding.device_set}
   if len(devices) > 1:
     return updated  # JAX copies the others to where they are needed
 
@@ -69,14 +70,16 @@ def committed(updated):
   return jax.tree.map(commit, updated)
 
 
-def distinct(updated, others):
-  """What can be donated: `updated`, with a copy of each array that is passed twice.
+def distinct(updated, held, others):
+  """What can be donated: `updated`, with a copy of each array, `held`, that is passed twice.
 
   A buffer can be donated once, and over several devices JAX ends the process if it is used twice,
   as in a state of optax's `lbfgs`, or by a teacher that starts as the parameters. `others` are not
   donated.
   """
   seen = set(map(id, others))
+  if len(seen.union(map(id, held))) == len(seen) + len(held):
+    return updated
 
   def once(x):
     if id(x) in seen and arrays(x):

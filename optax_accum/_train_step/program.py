@@ -134,15 +134,16 @@ class StepProgram:
   def donated(self, loss: Loss, placed, others):
     """The arguments, of which those that are updated can be donated, and shardings of these."""
     updated = {i: placed[i] for i in self.updated}
-    donation.check_memory(donation.arrays(updated))
-    if loss.parallel is None:
-      updated = donation.committed(updated)
+    held = donation.arrays(updated)
+    donation.check_memory(held)
     if self.donate:
       rest = [x for i, x in enumerate(placed) if i not in self.updated]
       others = donation.arrays((rest, others))
-      updated = donation.distinct(updated, others)
+      updated = donation.distinct(updated, held, others)
+    if loss.parallel is None:
+      updated = donation.committed(updated, held)
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
-    return placed, _shardings(loss, updated)
+    return placed, _shardings(loss, updated, held)
 
   def _jit(self, loss: Loss, kept):
     def step(params, opt_state, /, *args, **kwargs):
@@ -229,16 +230,14 @@ def check_not_mapped() -> None:
     )
 
 
-def _shardings(loss: Loss, updated):
+def _shardings(loss: Loss, updated, held):
   """Without a mesh: those of the leaves of what is updated, with their tree; None on one device."""
   if loss.parallel is not None:
     return None
-  leaves, treedef = jax.tree.flatten(updated)
-  first = next(iter(donation.arrays(leaves[:1])), None)
-  if first is not None and isinstance(
-    first.sharding, jax.sharding.SingleDeviceSharding
-  ):
+  of_one_device = jax.sharding.SingleDeviceSharding
+  if held and isinstance(held[0].sharding, of_one_device):
     return None  # asking each array would take longer
+  leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))
   if not any(known):
     return None
