@@ -38,6 +38,7 @@ def check_weight(source: str, value) -> None:
     raise ValueError(message)
   if isinstance(value, jax.core.Tracer):
     return
+  # Written so that NaN is refused too.
   if not float(value) >= 0:
     raise ValueError(
       f"{source} gave the weight {value}; it must be 0 or more: in a mean ratios alone matter."

@@ -71,7 +71,7 @@ class OverMesh:
   def place_updated(
     self, params, opt_state, carry: Args, others: Args
   ) -> tuple["OverMesh", Args]:
-    """As `place`, of what the last call of a cycle updates."""
+    """As the method `place`, for the last call of a cycle. `others` are not updated by it."""
     mesh = self.parallel.mesh
     params = place(mesh, params)
     opt_state = place_state(mesh, params, opt_state)

@@ -15,17 +15,18 @@ def followed(params, opt_state) -> list[int | None]:
   """For each leaf of the state the number of the parameter that it follows, or None."""
 
   def words_of(path):
+    # As text: a container may name its children by objects of any type.
     return tuple(map(str, path))
 
   paths = jax.tree_util.tree_leaves_with_path(params)
   numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
-  def parameter(path, x) -> int | None:
-    # A scalar for each parameter follows none.
+  def number_of(path, x) -> int | None:
+    # A scalar has no axis to shard, also if there is one for each parameter.
     if not jnp.ndim(x):
       return None
     words = words_of(path)
-    # The longest end first; the last is that of a parameter that is the whole tree.
+    # The longest end first. The last is (): the path of `params` itself, if that is one array.
     for i in range(len(words) + 1):
       end = words[i:]
       if end in numbers:
@@ -33,7 +34,7 @@ def followed(params, opt_state) -> list[int | None]:
     return None
 
   state = jax.tree_util.tree_leaves_with_path(opt_state)
-  return [parameter(path, x) for path, x in state]
+  return [number_of(path, x) for path, x in state]
 
 
 def specs_of_states(

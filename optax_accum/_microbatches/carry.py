@@ -59,7 +59,7 @@ class Carries(NamedTuple):
   def terms(self, carry, weight: Weight):
     """What one gives, whose microbatches weigh so much."""
 
-    def term(kind, x, first):
+    def term(kind, x, start):
       if isinstance(kind, Fold):
         return x, jnp.asarray(weighted_mean.counts(weight))
       if not isinstance(kind, Sum):
@@ -67,7 +67,7 @@ class Carries(NamedTuple):
       wide = dtypes.accumulator_dtype(x.dtype)
       if isinstance(kind, Mean):
         return weighted_mean.weigh(x, weight, wide)
-      return x.astype(wide) - first.astype(wide)
+      return x.astype(wide) - start.astype(wide)
 
     return jax.tree.map(term, self.kinds, carry, self.start)
 
@@ -84,13 +84,15 @@ class Carries(NamedTuple):
     return self._values(jax.tree.map(devices.reduced, self.kinds, terms), total)
 
   def _values(self, terms, total: Weight):
-    def value(kind, term, first):
+    def value(kind, term, start):
+      # Asked by name, since a `Mean` is a `Sum` too. The term of a sum is what `start` grew by.
       if kind.name == "sum":
-        return (first.astype(term.dtype) + term).astype(first.dtype)
-      new = kind.finish(term, total, first)
+        return (start.astype(term.dtype) + term).astype(start.dtype)
+      new = kind.finish(term, total, start)
+      # The key of the first, whether its rows counted or not.
       if isinstance(kind, _First):
         return new
-      return weighted_mean.select(weighted_mean.counts(total), new, first)
+      return weighted_mean.select(weighted_mean.counts(total), new, start)
 
     return jax.tree.map(value, self.kinds, terms, self.start)
 

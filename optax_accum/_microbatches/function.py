@@ -26,10 +26,12 @@ class LocalFunction(NamedTuple):
     roles = self.roles_of(args, kwargs)
     call = Microbatches(self.split, roles, args, kwargs)
     kinds = jax.tree.leaves(self.reductions)
-    keeps_all = any(kind.collected for kind in kinds)
-    fun = Recomputed(call, self.fun, guards=not keeps_all)
+    # A stack has the outputs of all microbatches, also of those that weigh zero.
+    stacks = any(kind.collected for kind in kinds)
+    fun = Recomputed(call, self.fun, guards=not stacks)
 
     def run_fn(weight, *inputs):
+      # No carry, no weight of its own, and nobody asks whether it is finite.
       return None, None, None, fun(weight, *inputs)
 
     run = recomputed(call, runner(call, run_fn))

@@ -223,7 +223,7 @@ class LocalLoss:
   def place_updated(
     self, params, opt_state, carry: Args, others: Args
   ) -> tuple["LocalLoss", Args]:
-    """As `place`, of what the last call of a cycle updates."""
+    """As the method `place`, for the last call of a cycle. `others` are not updated by it."""
     return self, (params, opt_state, *carry, *others)
 
   def place_cycle(self, state: CycleState) -> CycleState:
@@ -269,7 +269,7 @@ class LocalLoss:
       given[i] = self.split.devices.varying(arrays)
     call = Microbatches(self.split, roles, given, kwargs, before)
     words = self._words
-    differentiated: Callable[..., Any] = functools.partial(
+    differentiate: Callable[..., Any] = functools.partial(
       jax.value_and_grad, argnums=self.argnums, has_aux=True
     )
     if self.split.in_place and not call.is_whole:
@@ -279,11 +279,11 @@ class LocalLoss:
         self.grad_reduction,
         self.split.accumulator_dtype,
       )
-      differentiated = accumulators.value_and_grad
+      differentiate = accumulators.value_and_grad
       words = words._replace(grads=accumulators.reductions)
     if self._tells_kept:
       words = words._replace(kept=REDUCTIONS["stack"])
-    run_fn = functools.partial(self._run, call, differentiated)
+    run_fn = functools.partial(self._run, call, differentiate)
     return call, runner(call, run_fn), words
 
   @property
@@ -294,16 +294,17 @@ class LocalLoss:
   def _run(
     self,
     call: Microbatches,
-    differentiated: Callable[..., Any],
+    differentiate: Callable[..., Any],
     weight: Any,
     /,
     *inputs,
   ) -> tuple[Carry, Leaf, Leaf, Outputs]:
-    """One microbatch's new carry, weight if the loss tells it, if it is finite, and results."""
+    """One microbatch's new carry, own weight or None, whether it is finite or None, and results."""
     args, kwargs = call.arguments(inputs)
     weighed = functools.partial(self.function.weighed, weight)
-    value_and_grad = differentiated(weighed)
+    value_and_grad = differentiate(weighed)
     (_, (loss, own_weight, carry, aux)), grads = value_and_grad(*args, **kwargs)
+    # An error where they do not fit, with the name of the option.
     reduction_words.match("aux_reduction", self.aux_reduction, aux)
     if own_weight is not None:
       weight = own_weight

@@ -76,7 +76,7 @@ def check_made(
   """Checks that `state` is as the optimizer's `init` makes it, where its update raised an error."""
   try:
     made = jax.eval_shape(init, params)
-  except Exception:  # it fails by itself, or wants values
+  except Exception:  # init itself fails, or needs arrays and not shapes
     return
   different = _validate.difference("inner_opt_state", state, made)
   if different:
