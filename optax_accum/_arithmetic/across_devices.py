@@ -48,7 +48,7 @@ def vary_like(x: jax.Array, like) -> jax.Array:
 
 def varying(tree, axis_name: AxisName):
   """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
-  # With check_vma=False types do not tell, and there is nothing to cast.
+  # The type of an index names the axes; with check_vma=False it names none, and nothing is cast.
   axes = varying_axes(jax.eval_shape(lambda: lax.axis_index(axis_name)))
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), axes), tree)
 
@@ -62,7 +62,7 @@ def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
 
 def types(traced: tuple[Any, Tree]):
   """The types of the results, which `jax.make_jaxpr` (``return_shape=True``) has in two parts."""
-  closed, shapes = traced  # these lack some explicit shardings
+  closed, shapes = traced  # `shapes` lack some explicit shardings
   return jax.tree.unflatten(jax.tree.structure(shapes), closed.out_avals)
 
 
@@ -103,6 +103,7 @@ def axes_sent_over(jaxpr) -> set[Any]:
         axes.update(names_of(eqn.params.get(name)))
     for inner in _versions.inner_jaxprs(eqn):
       axes |= axes_sent_over(inner)
+  # Operations on arrays, such as reduce_sum, have numbers of dimensions as their `axes`.
   return {name for name in axes if isinstance(name, str)}
 
 
@@ -114,7 +115,10 @@ def shares_mesh() -> bool:
 
 
 def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
-  """What the device holds where `chosen` is true; zeros where none is. `chosen` may have axes."""
+  """On all devices, the `x` of the one whose `chosen` is true; zeros if there is none.
+
+  Where `chosen` has axes, it chooses for each place by itself, broadcast with `x`.
+  """
   if dtypes.is_key(x):
     data = jax.random.key_data(x)
     of_words = chosen[..., None] if chosen.ndim else chosen

@@ -68,7 +68,7 @@ def _lower(ctx, x):
 
 @functools.cache
 def _barrier():
-  """A primitive: at its lowering, and not before, it is known for what is compiled."""
+  """A primitive, because platform and devices are known at its lowering, and not before."""
   from jax.extend.core import Primitive  # longer to import than this package
 
   barrier = Primitive("unhoisted")

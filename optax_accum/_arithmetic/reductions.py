@@ -101,8 +101,8 @@ class Sum(Reduction):
   wide: bool = False
   # Whether values were weighed already.
   weighed: bool = False
-  # Whether they are gradients: what weighs zero is then zero or not finite, but for what a device's
-  # rows count in the losses of other devices.
+  # Whether values are gradients. Those of weight zero are zero or not finite, unless the losses of
+  # other devices depend on these rows; so `add` counts what is finite.
   of_gradients: bool = False
   # Sums over devices; where a device keeps a part of the sum, in another way.
   sum_over: Callable[..., jax.Array] = lambda state, devices: devices.sum(state)
@@ -201,7 +201,7 @@ class Fold(Reduction):
   def merge(self, first, second):
     (a, has_a) = first
     (b, has_b) = second
-    # One value is merged with itself.
+    # A value without a partner stands on both sides, and `merged` leaves it as it is.
     either = _where(has_b, b, a)
     one = _where(has_a, a, either)
     return self.merged(has_a & has_b, one, either), has_a | has_b

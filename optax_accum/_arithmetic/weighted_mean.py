@@ -56,6 +56,7 @@ def as_weight(weight: ArrayLike) -> jax.Array:
     # Cast by NumPy, as JAX would wrap an int to 32 bits.
     return jnp.asarray(np.asarray(weight).astype(dtype))
   weight = weight.astype(dtype)
+  # The root of 0 is 0, and that of a negative number or of NaN is NaN.
   return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
 
 

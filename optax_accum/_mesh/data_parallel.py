@@ -123,6 +123,7 @@ class DataParallel:
     """
 
     def differ(part: Callable[[PartitionSpec], PartitionSpec]) -> bool:
+      # A state that these axes do not shard asks for nothing.
       return part(state) not in (PartitionSpec(), part(own))
 
     if not differ(self.over_data) and not differ(

@@ -43,10 +43,10 @@ class OverMesh:
 
   local: LocalLoss
   parallel: DataParallel
-  # Of the parameters, the optimizer state and the carry, if any; of their leaves.
+  # The tree of (parameters, optimizer state, carry if any), and the shardings of its leaves.
   treedef: Any = None
   shardings: tuple[Any, ...] = ()
-  # The `PartitionSpec` of each gradient, or None: as its parameter.
+  # For each gradient its `PartitionSpec`, or None: as its parameter. `with_state` sets it.
   gradient_specs: Any = None
 
   def in_parts(self) -> "OverMesh":
@@ -280,7 +280,10 @@ class OverMesh:
 
 
 def _stored(tree):
-  """What a device has for itself, as the program returns it."""
+  """What a device has for itself, as the program returns it: with an axis of devices in front.
+
+  `Devices.stored` would add none on a mesh with one device.
+  """
   return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
 
 

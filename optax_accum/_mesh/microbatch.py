@@ -140,11 +140,10 @@ def microbatch(
     vocabularies". Pass parameters as arguments: their gradients are then added up in float32 or
     wider, without microbatches of weight 0, and with `mesh`, or `axis_name` in a `shard_map` of
     yours, summed over devices once. Of what `fun` closes over JAX adds gradients up in their own
-    dtype, and in every microbatch. Of parameters
-    sharded over automatic axes they come out whole, unless `jax.jit` is given `out_shardings`.
-    Outside `jax.jit`, JAX differentiates over explicit axes only in `jax.set_mesh(mesh)`. What
-    `fun` changes in place is lost. A `fun` that calls `jax.experimental.io_callback` cannot be
-    differentiated.
+    dtype, and in every microbatch. Gradients of parameters sharded over automatic axes come out
+    whole, unless `jax.jit` is given `out_shardings`. Outside `jax.jit`, JAX differentiates over
+    explicit axes only in `jax.set_mesh(mesh)`. What `fun` changes in place is lost. A `fun` that
+    calls `jax.experimental.io_callback` cannot be differentiated.
   """
   split = Split.of(locals())
   reductions = reduction_words.named("reduction", reduction, None)
@@ -161,6 +160,7 @@ def microbatch(
 
   @functools.wraps(fun)
   def microbatched(*args, **kwargs):
+    # `check_split` compares with the function on the whole batch.
     if splits_nothing():
       return local._replace(split=whole).outputs(*args, **kwargs)
     return run(*args, **kwargs)
@@ -178,7 +178,7 @@ def _over_mesh(
     batch = local.roles_of(args, kwargs).batch
 
     # Cotangents of what is not split are added up over the devices where they leave the map. So
-    # wide copies go into it, and within the function gets them in their own dtype.
+    # wide copies go into the map, and `narrowed` gives the function each in its own dtype.
     def widen(slot, tree):
       if slot in batch:
         return tree

@@ -44,7 +44,7 @@ def on_each_device(
   batch: Sequence[Slot] = (),
   sharded: Mapping[Slot, Tree] = types.MappingProxyType({}),
 ) -> Callable[[], Any]:
-  """``run(own, args, kwargs)`` on each device, given that device's part of each, yet to be called.
+  """A function that calls ``run(own, args, kwargs)`` on each device, with its part of each.
 
   `own` has an axis of devices in front. Of the `batch` arguments each device gets its rows, of
   those that are `sharded` its part by these specs, and all of others. Results are sharded as

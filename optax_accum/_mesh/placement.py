@@ -96,7 +96,7 @@ def out_shardings(
 
 
 def _are_on(mesh: Mesh, leaves) -> bool:
-  """Whether all are arrays on a mesh, is_known from the few types and shardings that they share."""
+  """Whether all are arrays on a mesh, known from the few types and shardings that they share."""
   for kind in set(map(type, leaves)):
     if not issubclass(kind, jax.Array) or issubclass(kind, jax.core.Tracer):
       return False

@@ -74,7 +74,7 @@ def _on_shards(
   spec: PartitionSpec,
   automatic: PartitionSpec,
 ) -> jax.Array:
-  """`send` of the shards of `x` over `automatic`: XLA would gather `x` over these axes first."""
+  """`send`, mapped over the `automatic` axes too, as XLA would else gather `x` over these first."""
   sent = sharded_dims(spec)
   dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
   axes = {name for names in dims for name in names_of(names)}

@@ -31,6 +31,7 @@ def over(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 def sharded_dims(spec: PartitionSpec) -> dict[int, Any]:
   """The dimensions that are sharded, each with its axes."""
+  # A `PartitionSpec` turns the () of `normal` into None.
   return {dim: names for dim, names in enumerate(spec) if names is not None}
 
 

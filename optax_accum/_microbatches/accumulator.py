@@ -118,6 +118,7 @@ class Accumulator:
     carries = Carries.of(self.split, self.start)
     terms = carries.terms(first.carry, first.weight)
     others = carries.terms(second.carry, second.weight)
+    # A cycle sums its weights as it runs, so neither is None; a `skipped` of None is an empty tree.
     total = first.weight + second.weight
     return Accumulated(
       carries.merge(terms, others, total),
@@ -157,7 +158,7 @@ def stats(weight: Weight, skipped: Leaf = None) -> MicrobatchStats:
 
 
 def refuse_cycle(different: str) -> None:
-  """Refuses a cycle that is `different` from what a call goes on with; "" is not."""
+  """Refuses a cycle if `different` says how it differs from what is expected; "" says nothing."""
   if different:
     raise ValueError(
       f"{different}: the cycle is of another step, of other parameters, or of batches that give"

@@ -20,8 +20,8 @@ from optax_accum._microbatches.roles import by_slot, Roles
 class Microbatches:
   """The microbatches of one call, on one device.
 
-  `before` is how many the cycle had in calls before, on all devices. `kept` says which of them are
-  kept, where a call before has found that.
+  `before` is how many the cycle had in calls before, on all devices. `kept` says of each
+  microbatch of this call whether it is kept, where `skip_nonfinite` decided that before.
   """
 
   def __init__(
@@ -50,7 +50,7 @@ class Microbatches:
     self.full, self.tail_rows = divmod(self.rows, self.size)
     self.on_device = self.full + bool(self.tail_rows)
     self.count = self.on_device * self.devices.size  # of all devices together
-    if split.rng_argnums != () or roles.of_step:
+    if split.rng_argnums != ():
       refusals.refuse_keys(split, roles, self._arguments)
     carried = [self._arguments[slot] for slot in roles.carry]
     self.carry = tuple(jax.tree.map(jnp.asarray, x) for x in carried)
@@ -91,7 +91,10 @@ class Microbatches:
 
   @property
   def _step_keys(self) -> list[jax.Array]:
-    """The keys in what a step gives its loss beside the user's arguments, which no number tells."""
+    """The keys in what a step gives its loss beside the user's arguments.
+
+    Each device folds its index into them, and no microbatch folds in its number.
+    """
     of_step = [self._arguments[slot] for slot in self.roles.of_step]
     return [x for x in jax.tree.leaves(of_step) if dtypes.is_key(x)]
 
@@ -132,7 +135,8 @@ class Microbatches:
     if self._kept is None:
       return weight
     if weight is None:
-      weight = 1.0  # or nothing
+      # The loss tells the weight of what is kept: here 1 and 0 only say whether it is.
+      weight = 1.0
     return jnp.where(self._kept[index], weight, 0.0)
 
   def _weight_of(self, batch: tuple[Batch, ...]) -> jax.Array:
@@ -155,7 +159,7 @@ class Microbatches:
     return [self.size]
 
   def taken(self, index: ArrayLike, rows: int) -> tuple[Batch, ...]:
-    """The rows of one microbatch, which has so many."""
+    """The part of the batch that one microbatch gets; `rows` is how many rows it has."""
     if self.is_whole:
       return self.batch
     if rows == self.size:

@@ -43,7 +43,7 @@ class Carries(NamedTuple):
 
   @classmethod
   def of(cls, split: Split, start: tuple[Carry, ...]) -> "Carries":
-    """How `split` asks for it."""
+    """As the `carry_reduction` of `split` asks; a leaf for which it has no word gets a default."""
     words = "" if split.carry_reduction is None else split.carry_reduction
     name = split.name(*split.carry)
 

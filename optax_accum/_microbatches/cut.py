@@ -21,8 +21,8 @@ def strided(batch: Batch, index: ArrayLike, size: int, full: int) -> Batch:
   the batch holds a part of every microbatch. The batch is not copied.
   """
 
-  # In the loop's body: the rows of a batch that does not divide would otherwise be copied once for
-  # all trips.
+  # This slices in the loop's body: before the loop, it would copy the rows of a batch that does not
+  # divide, for all trips at once.
   def rows(x):
     x = lax.slice_in_dim(jnp.asarray(x), 0, full * size)
     x = x.reshape(size, full, *x.shape[1:])

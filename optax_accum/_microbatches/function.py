@@ -26,7 +26,7 @@ class LocalFunction(NamedTuple):
     roles = self.roles_of(args, kwargs)
     call = Microbatches(self.split, roles, args, kwargs)
     kinds = jax.tree.leaves(self.reductions)
-    # A stack has the outputs of all microbatches, also of those that weigh zero.
+    # A stack keeps outputs of weight zero too, whose gradients `guards` would cut off.
     stacks = any(kind.collected for kind in kinds)
     fun = Recomputed(call, self.fun, guards=not stacks)
 

@@ -105,8 +105,9 @@ class Accumulators:
     loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
     refs = [*self._refs]
     whole = without_references(backward.jaxpr, leaves)
+    # For a `GradValue`, `with_refs` returns the gradient, and adds it to no reference.
     for i in whole:
-      refs[i] = cast(Any, jax).ad.GradValue()  # which has it returned
+      refs[i] = cast(Any, jax).ad.GradValue()
     given = loss, aux, jnp.ones_like(loss)
     loss, aux, cotangent = refuse_transforms(given)
     grads = backward.with_refs(*refs)(cotangent)
@@ -127,6 +128,7 @@ class AddedGradients(Reduction):
   ref: Any
 
   def start(self, like, dtype):
+    # `like` is of an empty gradient: the sum is in `ref`, and the state holds nothing.
     return across_devices.full_like(like, 0)
 
   def resumed(self, state):
@@ -147,6 +149,7 @@ class AddedGradients(Reduction):
     return self.kind.finish(state, weight, like)
 
 
+# The identity, for which both a derivative and `jax.vmap` call `_refuse`.
 _unmapped = jax.custom_batching.custom_vmap(lambda x: x)
 _identity = jax.custom_jvp(_unmapped)
 
@@ -162,7 +165,7 @@ def _refuse(*args):
 
 
 def refuse_transforms(tree):
-  """`tree`, which refuses derivatives and `jax.vmap`, wrong in JAX if a loop has references."""
+  """`tree`, refusing derivatives and `jax.vmap`, which JAX has wrong in a loop with references."""
 
   def refusing(x):
     return _identity(x) if isinstance(x, jax.Array) else x
@@ -203,6 +206,7 @@ def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
   whole = {i for i, x in enumerate(leaves) if not x.size}
   residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
+  # A parameter without a reference is a value, next to which others may become unfit in a scan.
   while True:
     kinds: list[_Kind] = [None] * residuals
     kinds += [_VALUE if i in whole else i for i in range(len(leaves))]

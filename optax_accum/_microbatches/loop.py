@@ -3,7 +3,8 @@
 The smaller last microbatch, where there is one, runs before the scan or after it.
 
 Known weaknesses: that the scan copies nothing rests on XLA (`Sum.add` and `hoisting` say where). A
-function is traced before the loop, to know the types of its results, and again in it.
+microbatch is traced before the loop, to know the types of its results, and again in it; the user's
+function only the first time, as `runner` jits it.
 """
 
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     if weight is None:
       weight = own_weight
     elif own_weight is not None:
+      # The loss tells its weight, and `weight` only whether an earlier call kept the microbatch.
       weight = jnp.where(weighted_mean.counts(weight), own_weight, 0)
     return Microbatch(new_carry, outputs, weight, finite is None or finite)
 
@@ -104,6 +106,7 @@ class Loop:
     """What a cycle has before its first call."""
     begun = self.accumulator.begin(self.full)
     reductions = self.accumulator.reductions
+    # Gradients that are added in place stay in references until `join` takes them out.
     collected = reductions.collected(self.full.outputs)
     return begun._replace(outputs=reductions.join(begun.outputs, collected))
 

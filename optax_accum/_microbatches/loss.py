@@ -110,6 +110,7 @@ class LocalLoss:
         f'has_weight=True divides by the weights, and reduction="{word}" does not: leave one of'
         " them out."
       )
+    # The loss times its weight is differentiated, so gradients come weighed, as totals do.
     grads: Reduction = Sum(of_gradients=True)
     if word == "mean":
       grads = Mean(weighed=True, of_gradients=True)
@@ -164,6 +165,7 @@ class LocalLoss:
     """What a device has before the first call, which has arguments of these types."""
     call, run, words = self._gradients(args, kwargs)
     loop = Loop(call, run, words, "")
+    # Sums may be wider than what is summed: `finish` casts them back to these dtypes.
     results = loop.full.outputs._replace(grads=None)
     zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), results)
     return CycleState(jnp.zeros((), jnp.int32), loop.begin(), zeros)
@@ -204,7 +206,7 @@ class LocalLoss:
     split = dataclasses.replace(self.split, in_parts=True)
     return dataclasses.replace(self, split=split)
 
-  # Of a step without a mesh, which leaves its arrays where they are.
+  # What a step asks of `OverMesh` too: without a mesh, arrays stay where they are.
 
   @property
   def local(self) -> "LocalLoss":
@@ -212,7 +214,7 @@ class LocalLoss:
     return self
 
   parallel = None
-  # Of what a step returns first, and of a cycle: left to the compiler.
+  # The shardings of a step's updated arguments, and of a cycle: left to the compiler.
   out_shardings = None
   cycle_shardings = None
 

@@ -63,7 +63,7 @@ class LossFunction:
       )
       loss, own_weight = _pair(loss, loss, wanted)
     check_loss(loss, self.split.has_weight)
-    # One that devices reduced is the loss of each of them.
+    # A loss that the user reduced over devices counts as the loss of each of them.
     loss = self.split.devices.varying(loss)
     if self.split.has_weight:
       weighted_mean.check_weight("The loss", own_weight)

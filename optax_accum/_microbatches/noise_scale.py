@@ -129,7 +129,7 @@ def noise_of(grads, weight: Weight) -> Noise:
     return weighted_mean.mean(g, weight, dtypes.accumulator_dtype(g.dtype))
 
   squared = squared_norm(jax.tree.map(mean, grads))
-  # One of the same dtype, so that devices reduce them together.
+  # The count has the dtype of the norm, so that devices reduce both together.
   return Noise(squared, jnp.ones_like(squared))
 
 

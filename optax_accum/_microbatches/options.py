@@ -43,7 +43,8 @@ class Split:
   names: Mapping[Slot, str] = dataclasses.field(default_factory=dict)
   # What to write instead, by the verdict of `check`, where a step calls its loss in its own way.
   fixes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  # What such a step gives its loss in addition to what the user passes, and nothing refuses.
+  # What such a step gives its loss in addition to what the user passes. Neither rows nor keys in
+  # it are refused, because no option of the user could name it.
   of_step: tuple[Slot, ...] = ()
   # Whether a call has a part of the cycle's microbatches, of any number of rows.
   in_parts: bool = False
@@ -112,7 +113,7 @@ def slots_of(value) -> tuple[Any, ...]:
 
 
 def _check(split: Split) -> None:
-  """Checks the options, of which the counts and the names of arguments have been."""
+  """Checks the options, after `Split.of` has checked each of the counts."""
   if (split.num_microbatches is None) == (split.microbatch_size is None):
     raise ValueError(
       f"num_microbatches={split.num_microbatches!r} and microbatch_size={split.microbatch_size!r}:"

@@ -9,7 +9,7 @@ from optax_accum._arithmetic.trees import Tree
 
 
 def check_step(params, opt_state, /, *others, **named) -> None:
-  """Checks what a step is given: parameters, which it updates and returns, and their state."""
+  """Checks what a step is given: parameters, a batch, and further arguments; not `opt_state`."""
   check_differentiable("argument 0", params)
   if not others and not named:
     raise TypeError(
@@ -21,6 +21,7 @@ def check_step(params, opt_state, /, *others, **named) -> None:
 
 def check_arrays(*others, **named) -> None:
   """Checks that what a step is given from the batch on has arrays and numbers alone."""
+  # A step has the batch at position 2, behind two arguments; so has the `add` of a cycle.
   given = dict[object, Tree](enumerate(others, 2)) | named
   for slot, tree in given.items():
     root = "batch" if slot == 2 else f"argument {slot!r}"

@@ -29,7 +29,8 @@ class Recomputed:
     self._call = call
     self._fun = fun
     self._guards = guards
-    self._dtypes: dict[int, Any] = {}  # of what wide copies are of, by their id
+    # The dtype that each wide copy is cast back to, by the id of the copy, which the call holds.
+    self._dtypes: dict[int, Any] = {}
     if not call.is_whole:
       call.map_unsplit(self._widened)
 
@@ -46,7 +47,8 @@ class Recomputed:
     args, kwargs = jax.tree.map(lambda x: self._narrowed(x, weight), given)
     if not _versions.HOISTS_ALL_REDUCES or self._call.is_whole:
       return self._fun(*args, **kwargs)
-    # What the function closes over here are its arguments.
+    # The lambda takes nothing, so the arguments are constants of the jaxpr. Those of a shape that
+    # is gathered from go through a barrier, and so do their cotangents: `hoisting` says why.
     trace = jax.make_jaxpr(
       lambda: self._fun(*args, **kwargs), return_shape=True
     )
@@ -73,13 +75,15 @@ def recomputed(call: Microbatches, run: Run) -> Run:
     return run
 
   def again(index, carry, rows):
-    # A weight that is known when tracing is to stay so.
+    # A checkpoint makes arrays of all that it returns. A weight that is known when tracing, and
+    # `finite`, which is True here, are to stay what they are, so they go around it.
     def arrays(index, carry):
       new = run(index, carry, rows)
       weight = new.weight if isinstance(new.weight, jax.Array) else None
       return new._replace(weight=weight, finite=None)
 
-    # What a loop's body computes again cannot be merged with what the loop before it computed.
+    # What a loop's body computes again cannot be merged with what the loop before it computed. A
+    # loop of one trip is no loop to XLA, which inlines it.
     in_loop = rows == call.size and call.rows >= 2 * call.size
     new = jax.checkpoint(arrays, prevent_cse=not in_loop)(index, carry)
     weight = call.known_weight(rows) if new.weight is None else new.weight
@@ -93,6 +97,7 @@ def widened(split: Split, x: jax.Array) -> jax.Array:
   if not dtypes.is_inexact(x):
     return x
   wide = dtypes.accumulator_dtype(x.dtype, split.accumulator_dtype)
+  # An `accumulator_dtype` may be narrower than `x`, which is not to be rounded.
   wide = dtypes.promote(x.dtype, wide)
   # What has that dtype stays weakly typed, if it is.
   return x if x.dtype == wide else x.astype(wide)

@@ -31,7 +31,10 @@ def refuse_rows(
 
 
 def with_rows(roles: Roles, arguments: Arguments, rows: int) -> list[Slot]:
-  """The shared arguments all of whose leaves have the rows of the batch. One row is not split."""
+  """The shared arguments all of whose leaves have the rows of the batch.
+
+  A batch of one row is not split, so then there are none.
+  """
 
   def has_rows(slot):
     leaves = jax.tree.leaves(arguments[slot], is_leaf=dtypes.is_sparse)

@@ -20,7 +20,7 @@ class Roles(NamedTuple):
   differentiated: tuple[int, ...]
   # What every microbatch gets in full, and no gradient is taken of.
   shared: tuple[Slot, ...]
-  # The same, of the step's own.
+  # The same, of what a step adds to the user's arguments: see `Split`.
   of_step: tuple[Slot, ...]
 
 
@@ -97,6 +97,7 @@ class RolesOf:
           raise ValueError(_missing(option, argument, count, names))
       return tuple(dict.fromkeys(slots[argument] for argument in wanted))
 
+    # `jax.value_and_grad` differentiates only what is passed by position.
     positions = {i: i % count for i in range(-count, count)}
     differentiated = find("argnums", self._argnums, positions)
     batch = find("batch_argnums", split.batch)

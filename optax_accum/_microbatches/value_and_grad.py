@@ -91,6 +91,7 @@ def microbatch_value_and_grad(
   Robustness and monitoring:
     skip_nonfinite: Whether to leave out microbatches whose loss or gradients are not finite. They
       count as weight 0, and a `MicrobatchStats` follows the results.
+
   Several devices:
     axis_name: Inside `pmap` or `shard_map`, the axis that rows are sharded over. Gradients are
       summed over it once, after the scan. "stack" and "concat" keep the values of each device.
@@ -111,8 +112,8 @@ def microbatch_value_and_grad(
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the
     same dtypes: ``(loss, grads)``, ``((loss, aux), grads)`` or ``((loss, (carry, aux)), grads)``.
     With `skip_nonfinite` a third result is a `MicrobatchStats`, the pair ``(total_weight,
-    skipped_microbatches)``. `jax.jit` returns gradients of sharded
-    parameters whole, unless it is given `out_shardings`.
+    skipped_microbatches)``. `jax.jit` returns gradients of sharded parameters whole, unless it is
+    given `out_shardings`.
 
   Raises:
     ValueError: A count, a name, an argument or a shape cannot work.

@@ -68,7 +68,8 @@ class Accumulation:
     gradient_step = jnp.zeros((), jnp.int32)
     info: Tree = ()
     if self.skip_fn is not None:
-      # What is no array, as a function in an Equinox model, `skip_fn` alone may refuse.
+      # This runs only with a `skip_fn`, since `jax.eval_shape` refuses what is no array, such as a
+      # function in an Equinox model.
       asked = functools.partial(asks_to_skip, self.skip_fn, weight=1.0)
       _, info = jax.eval_shape(asked, grads, gradient_step, params)
     state = AccumulateState(
@@ -99,7 +100,7 @@ class Accumulation:
     inner_state = state.inner_opt_state
     run = functools.partial(self.run_inner, step, params)
     if step.emit is True:
-      # In every call: so nothing is kept, and no zeros stand for updates.
+      # Tracing knows that every call steps, so no sums are kept and no updates are zeros.
       _, updates, inner_state = run(total, inner_state)
       state = step.state._replace(inner_opt_state=inner_state)
       return updates, stored(state, self.devices)
@@ -172,6 +173,7 @@ class Accumulation:
     after = after._replace(
       gradient_step=weighted_mean.select(emit, steps, state.gradient_step),
       skip_state=info,
+      # Without gradients, as for an empty part of optax.partition, `inner` has nothing to step.
       has_updated=jnp.asarray(emit) & bool(jax.tree.leaves(updates)),
     )
     return MiniStep(call, sums, emit, after)
@@ -185,7 +187,8 @@ class Accumulation:
     state of `inner`. The last is returned in the state after this call.
     """
 
-    # In the shape that sums are stored in: XLA for CPU copies what is reshaped after a loop.
+    # The conditional takes and returns sums in the shape that they are stored in, because XLA for
+    # CPU copies what is reshaped after a loop.
     def run_stored(operand):
       total, target, inner_state = operand
       total = self.devices.own(total)

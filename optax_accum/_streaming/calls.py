@@ -76,6 +76,7 @@ class Calls:
   def add(self, state: AccumulateState, call: Call) -> AccumulateState:
     """The state with the sums of the cycle, this call included."""
     if self.every_k == 1:
+      # The gradients are not weighed yet: `run_inner` weighs them.
       return state._replace(acc_grads=call.updates, **call.sums)
     dtype = jnp.result_type(state.acc_weight)
     is_first = state.mini_step == 0

@@ -119,7 +119,7 @@ def check_whole(params, devices: Devices) -> None:
 
 
 def checked_weight(value: ArrayLike, dtype: DTypeLike) -> Weight:
-  """A weight in `dtype`. One that is known, and so not zero, is a float."""
+  """A weight in `dtype`; but a Python number other than 0 is a float, so that tracing knows it."""
   weighted_mean.check_weight("The caller of update", value)
   if isinstance(value, (int, float)) and value != 0:
     return float(value)

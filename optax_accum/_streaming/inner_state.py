@@ -38,5 +38,5 @@ def widened(update: Callable[..., Any], operand):
   wide = jax.tree.map(dtypes.in_dtype_of, operand, like)
   if jax.tree.all(jax.tree.map(operator.is_, operand, wide)):
     return operand
-  # What the next update makes may be wider: the widest ends it.
+  # An update of the wider operand may return a wider one still, so this repeats until none does.
   return widened(update, wide)

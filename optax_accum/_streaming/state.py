@@ -118,10 +118,10 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   def specs(x):
     if not is_state(x):
       return PartitionSpec()
-    own = jax.tree.map(lambda _: devices, _of_device(x))
+    of_device = jax.tree.map(lambda _: devices, _of_device(x))
     # All else is the same on all devices.
     same = jax.tree.map(lambda _: PartitionSpec(), x)
-    return same._replace(**own)
+    return same._replace(**of_device)
 
   required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)

@@ -95,7 +95,7 @@ def method(
   return functools.cached_property(bound)
 
 
-# Of the microbatches of one cycle alone.
+# `merge` runs this where at most one of the two cycles has microbatches.
 _SAME = jax.jit(lambda states: states, donate_argnums=0)
 
 
@@ -128,10 +128,12 @@ class CycleProgram:
     given = donation.arrays((args, kwargs))
     donation.check_alive(given, ["params"], args, kwargs)
     params, *others = args
+    # The empty tuple stands for the optimizer state, which `place` takes and a cycle has not.
     loss, placed, kwargs = self._loss.place((params, (), *others), kwargs)
     params, _, *others = placed
     if cycle.state is None:
       begin = self._begin(loss)
+      # `lower` and `eval_shape` may be given shapes, from which no program can run.
       leaves = jax.tree.leaves((placed, kwargs))
       if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         begin = functools.partial(jax.eval_shape, begin)
@@ -171,7 +173,10 @@ class CycleProgram:
   def finish(
     self, params, opt_state, cycle: Cycle, *others, returned=tuple, kept=()
   ) -> PreparedCall:
-    """Prepares a call. `others` go into the program, after the carry; what is `kept` does not."""
+    """Prepares a call. `others` go into the program, after the carry.
+
+    What is `kept` does not go into it: the caller keeps it, so its arrays are not donated.
+    """
     check_not_mapped()
     check_cycle("finish", cycle)
     if cycle.state is None:
@@ -218,7 +223,7 @@ class CycleProgram:
     def begin_cycle(params, /, *args, **kwargs):
       return loss.with_state(params, ()).begin(params, *args, **kwargs)
 
-    # On the device of its arguments, of which it uses none.
+    # Unused arguments are kept, since they decide on which device the cycle begins.
     return jax.jit(
       begin_cycle, out_shardings=loss.cycle_shardings, keep_unused=True
     )
@@ -231,14 +236,14 @@ class CycleProgram:
       add_to_cycle, donate_argnums=0, out_shardings=loss.cycle_shardings
     )
 
-  def _jit_finish(self, loss: Loss, kept):
+  def _jit_finish(self, loss: Loss, kept_shardings):
     def finish_cycle(params, opt_state, state, *start):
       sharded = loss.with_state(params, opt_state)
       reduced = sharded.finish(state, start, params)
       value_fn = ValueOfOneCall(_refuse_value)
       return self._step.take(sharded, reduced, params, opt_state, value_fn)
 
-    return self._step.jit(loss, finish_cycle, kept)
+    return self._step.jit(loss, finish_cycle, kept_shardings)
 
 
 def check_cycle(name: str, cycle) -> None:

@@ -54,9 +54,10 @@ def check_memory(leaves) -> None:
 
 
 def committed(updated, held):
-  """`updated`, all committed to its device if some of `held`, the arrays in it, is: results are.
+  """`updated`, with all of `held`, its arrays, committed to their device if only some are.
 
-  Otherwise the next call would compile the program again, for arguments that are.
+  A program commits all of its results if some argument is committed. Without this the next call,
+  which is given these results, would compile the program again.
   """
   if {x.committed for x in held} != {True, False}:
     return updated

@@ -31,7 +31,7 @@ class OptimizerStep:
   def __call__(self, before: tuple[Params, OptState]):
     """The new parameters; and the new state, with whether the optimizer took a step."""
     params, opt_state = before
-    # What is returned, as it was before the step.
+    # The flag is False, no step, unless `_take` runs and replaces it.
     operand = params, (opt_state, jnp.zeros((), jnp.bool_))
     if self.counted is True:
       return self._take(operand)
@@ -47,7 +47,7 @@ class OptimizerStep:
       self.grads, state, params, **self.extra_args
     )
     new = same_types("params", optax.apply_updates(params, updates), params)
-    # Without a condition an update may fill a state, as that of optax.monitor.
+    # Without a conditional an update may change the tree of a state, as optax.monitor does.
     old: Any = jax.tree.structure(state)
     keeps = old == jax.tree.structure(new_state)
     if keeps or self.counted is not True:

@@ -145,7 +145,7 @@ class StepProgram:
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
     return placed, _shardings(loss, updated, held)
 
-  def _jit(self, loss: Loss, kept):
+  def _jit(self, loss: Loss, kept_shardings):
     def step(params, opt_state, /, *args, **kwargs):
       sharded = loss.with_state(params, opt_state)
       reduced = sharded.value_and_grad(params, *args, **kwargs)
@@ -153,13 +153,13 @@ class StepProgram:
       value_fn = ValueOfOneCall(_value_at, value, args, kwargs)
       return self.take(sharded, reduced, params, opt_state, value_fn)
 
-    return self.jit(loss, step, kept)
+    return self.jit(loss, step, kept_shardings)
 
-  def jit(self, loss: Loss, step: Function, kept):
+  def jit(self, loss: Loss, step: Function, kept_shardings):
     """A jitted function that steps, for the shardings that results keep without a mesh."""
     shardings = loss.out_shardings
-    if kept is not None:
-      treedef, known = kept
+    if kept_shardings is not None:
+      treedef, known = kept_shardings
       shardings = treedef.unflatten(known).values()
     if shardings is not None:
       unknown = self.results - len(shardings)

@@ -69,7 +69,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     self._program = StepProgram(
       loss, tx, donate, _checked, results, names=names
     )
-    # One whose names do not go with these two has that of `__call__`.
+    # A loss without a signature, or with one that cannot follow these two, leaves `__call__`'s.
     with contextlib.suppress(TypeError, ValueError):
       self.__signature__ = _signature(loss.local.fun)
 
@@ -175,6 +175,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
 
   @functools.cached_property
   def _cycle(self) -> CycleProgram:
+    # `_checked` would take the state of the cycle, which follows the optimizer state, for a batch.
     own = dataclasses.replace(self._program, compiled=as_it_is)
     return CycleProgram(own, updated=(0, 1))
 
