@@ -264,7 +264,7 @@ class OverMesh:
   def _on_devices(
     self, method: Callable[..., Any], own: Args, args, kwargs, out_specs
   ) -> Callable[[], Any]:
-    """``method(local, *own, *args, **kwargs)`` of the loss of one device on each."""
+    """A function that calls ``method(local, *own, *args, **kwargs)`` on each device's rows."""
     batch = self.local.roles_of(args, kwargs).batch
     local = self._on_device()
     shards = self._shards
@@ -273,6 +273,7 @@ class OverMesh:
       params, *others = args
       return method(local, *own, shards.gather(params), *others, **kwargs)
 
+    # The parameters, argument 0, come in shards, which `run` gathers.
     sharded: Any = {0: shards.parameters}
     return on_each_device(
       self.parallel, run, own, args, kwargs, out_specs, batch, sharded

@@ -101,6 +101,7 @@ class Microbatches:
   def arguments(self, inputs) -> tuple[Args, Any]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
     roles = self.roles
+    # In the order of `inputs`; last the keys of the step, in the order of their leaves.
     *inputs, step_keys = inputs
     keys = iter(step_keys)
 

@@ -108,11 +108,12 @@ class Accumulation:
     # Traced once, for the types of the updates and for the conditional.
     traced = jax.jit(run, inline=True)
     _, like, _ = jax.eval_shape(traced, total, inner_state)
-    # Where they can, sums go in and updates come out in the same buffers.
+    # Updates come out in the buffers of the sums, or in spare ones where they do not fit there.
     buffers = conditional.OutputBuffers(total, like)
 
     def run_in_buffers(total, _, inner_state):
       total, new, inner_state = traced(total, inner_state)
+      # The sums are used up: from here on `total` has updates, and `spare` has the others.
       total, spare = buffers.filled(new, total)
       return total, spare, inner_state
 

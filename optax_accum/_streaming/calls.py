@@ -58,7 +58,8 @@ class Calls:
       if not isinstance(param, jax.core.Tracer):
         return jnp.zeros_like(param, dtype)
       # Under jit the compiler shards results as the arguments that they are computed from. Zeros
-      # that are computed from nothing end up on one device, or replicated.
+      # that are computed from nothing end up on one device, or replicated. The barrier keeps the
+      # compiler from seeing that `no` is False.
       no = lax.optimization_barrier(jnp.zeros((), jnp.bool_))
       return jnp.where(no, param.astype(dtype), jnp.zeros((), dtype))
 

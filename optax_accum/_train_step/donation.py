@@ -63,9 +63,10 @@ def committed(updated, held):
     return updated
   devices = {device for x in held for device in x.sharding.device_set}
   if len(devices) > 1:
-    return updated  # JAX copies the others to where they are needed
+    return updated  # JAX copies the uncommitted to where they are needed
 
   def commit(x):
+    # An array that is put where it is already becomes committed.
     return jax.device_put(x, x.sharding) if arrays(x) else x
 
   return jax.tree.map(commit, updated)
