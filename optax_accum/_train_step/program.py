@@ -36,6 +36,11 @@ class Step:
     params, _, *others = args
     return params, *others
 
+  def __copy__(self, memo=None):
+    return self  # as a function is its own copy
+
+  __deepcopy__ = __copy__
+
 
 def as_it_is(results):
   """What is changed in no way."""
