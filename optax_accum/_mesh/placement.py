@@ -35,6 +35,7 @@ def place(
     own_mesh = getattr(own, "mesh", None)
     if isinstance(x, jax.core.Tracer) or own_mesh == mesh:
       return x
+    # A shape from `jax.eval_shape` may say how it is sharded, over the abstract mesh.
     if own_mesh == mesh.abstract_mesh:
       spec = own.spec
     # What is in the host's memory stays there.

@@ -50,6 +50,7 @@ class Microbatches:
     self.full, self.tail_rows = divmod(self.rows, self.size)
     self.on_device = self.full + bool(self.tail_rows)
     self.count = self.on_device * self.devices.size  # of all devices together
+    # An empty rng_argnums asks for keys to be shared.
     if split.rng_argnums != ():
       refusals.refuse_keys(split, roles, self._arguments)
     carried = [self._arguments[slot] for slot in roles.carry]

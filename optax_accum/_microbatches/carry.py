@@ -60,8 +60,10 @@ class Carries(NamedTuple):
     """What one gives, whose microbatches weigh so much."""
 
     def term(kind, x, start):
+      # A fold takes a value and whether it counts.
       if isinstance(kind, Fold):
         return x, jnp.asarray(weighted_mean.counts(weight))
+      # A key stays as it is. Sums and means go on, since a `Mean` is a `Sum` too.
       if not isinstance(kind, Sum):
         return x
       wide = dtypes.accumulator_dtype(x.dtype)

@@ -204,6 +204,7 @@ def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
 
 def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
+  # An empty gradient takes no memory, so a reference to it would save nothing.
   whole = {i for i, x in enumerate(leaves) if not x.size}
   residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
   # A parameter without a reference is a value, next to which others may become unfit in a scan.

@@ -24,6 +24,7 @@ def same_types(name: str, new, old):
   def cast(x, before):
     x = jnp.asarray(x)
     dtype = jnp.result_type(before)
+    # Where this is wider than `before`, `widened` makes that as wide, ahead of the conditional.
     if x.dtype != dtype:
       x = x.astype(dtypes.promote(x.dtype, dtype))
     return across_devices.sharded_like(x, before)

@@ -236,12 +236,12 @@ def check_not_mapped() -> None:
 
 
 def _shardings(loss: Loss, updated, held):
-  """Without a mesh: those of the leaves of what is updated, with their tree; None on one device."""
+  """Those of the leaves of what is updated, and their tree. None with `mesh=`, or on one device."""
   if loss.parallel is not None:
     return None
   of_one_device = jax.sharding.SingleDeviceSharding
   if held and isinstance(held[0].sharding, of_one_device):
-    return None  # asking each array would take longer
+    return None  # the first stands for all: asking each would take longer
   leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))
   if not any(known):
