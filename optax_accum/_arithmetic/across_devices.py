@@ -70,6 +70,7 @@ def full_like(
   like: jax.ShapeDtypeStruct, value: ArrayLike, dtype: DTypeLike | None = None
 ) -> jax.Array:
   """An array of one value with the type of `like`, or another dtype, for the carry of a scan."""
+  # An explicit sharding is part of the type, and the carry of a scan keeps its type.
   sharding = like.sharding if is_explicit(like.sharding) else None
   full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding)
   return vary_like(full, like)
@@ -98,7 +99,9 @@ def axes_sent_over(jaxpr) -> set[Any]:
   """The axes over which a traced function sends anything from one device to another."""
   axes: set[Any] = set()
   for eqn in jaxpr.eqns:
+    # These three name an axis, and send nothing.
     if eqn.primitive.name not in ("axis_index", "pcast", "pvary"):
+      # A collective has its axes in one of these two parameters.
       for name in ("axes", "axis_name"):
         axes.update(names_of(eqn.params.get(name)))
     for inner in _versions.inner_jaxprs(eqn):
@@ -120,10 +123,14 @@ def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
   Where `chosen` has axes, it chooses for each place by itself, broadcast with `x`.
   """
   if dtypes.is_key(x):
+    # Keys cannot be summed, but the integers in them can.
     data = jax.random.key_data(x)
+    # The integers of a key are on a last axis, which a `chosen` with axes must broadcast with.
     of_words = chosen[..., None] if chosen.ndim else chosen
     data = of_one(data, axis_name, of_words)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+  # In at least 32 bits, so that also a bool can be summed.
   number = x.astype(dtypes.accumulator_dtype(x.dtype))
+  # All devices but the chosen one add zeros, so the sum is its value.
   number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
   return lax.psum(number, axis_name).astype(x.dtype)

@@ -31,6 +31,7 @@ def update_if(
   """
   if isinstance(pred, bool):
     return fun(operand) if pred else operand
+  # A loop carries arrays, so a Python number becomes one.
   operand = jax.tree.map(jnp.asarray, operand)
 
   def run(operand: Operand) -> Operand:
@@ -41,6 +42,7 @@ def update_if(
   with jax.named_scope(scope):
     if differentiable:
       return lax.cond(pred, run, lambda operand: operand, operand)
+    # A false flag in the type of `pred`: after one run it ends the loop.
     stop = jnp.zeros_like(pred)
 
     # What the loop carries: whether it runs (again), and the operand.
@@ -56,21 +58,23 @@ class OutputBuffers:
   """The buffers in which a conditional returns updates: those of `total` if they fit, or spare."""
 
   def __init__(self, total, like):
+    # `like` has the types of the updates, and `total` the sums of the gradients.
     self._treedef: Any
     self._like, self._treedef = jax.tree.flatten(like)
+    # Sums in another tree than the updates lend no buffer.
     sums = [None] * len(self._like)
     if jax.tree.structure(total) == self._treedef:
       sums = jax.tree.leaves(total)
     # Of each update: whether it comes out in the buffer of the sum in the same place.
     self._shared = list(map(_holds, sums, self._like))
-    spare = [
+    unshared = [
       x
       for x, shared in zip(self._like, self._shared, strict=True)
       if not shared
     ]
     # Behind a barrier: of equal constants XLA makes one array, and copies it to each place.
-    numbers = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in spare])
-    self.spare = list(map(across_devices.full_like, spare, numbers))
+    zeros = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in unshared])
+    self.spare = list(map(across_devices.full_like, unshared, zeros))
 
   def filled(self, updates, total) -> tuple[Grads, Leaves]:
     """`total` and the spare buffers, with `updates` in them where they come out."""
@@ -78,6 +82,7 @@ class OutputBuffers:
     spare = []
     for i, update in enumerate(jax.tree.leaves(updates)):
       if self._shared[i]:
+        # The sum was used up to make the updates, so that its buffer is free.
         sums[i] = jnp.asarray(update).astype(sums[i].dtype)
       else:
         spare.append(update)
@@ -86,6 +91,7 @@ class OutputBuffers:
   def updates(self, total, spare, emit: Flag):
     """What `filled` put there where the cycle emits, and else zeros."""
     sums = jax.tree.leaves(total)
+    # Those in spare buffers, in the order in which `filled` put them there.
     others = iter(spare)
     updates = []
     for i, like in enumerate(self._like):
@@ -93,8 +99,10 @@ class OutputBuffers:
         # Zeros already, where the cycle does not emit.
         updates.append(next(others))
         continue
+      # The dtype of the sum holds the update without rounding, so this gives it back exactly.
       update = sums[i].astype(like.dtype)
       zeros = jnp.zeros_like(update)
+      # Where the cycle does not emit, the buffer still has the sum, which is no update.
       updates.append(weighted_mean.select(emit, update, zeros))
     return self._treedef.unflatten(updates)
 
@@ -105,6 +113,8 @@ def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
     acc is not None
     and acc.shape == like.shape
     and dtypes.promote(acc.dtype, like.dtype) == acc.dtype
+    # A complex dtype holds real numbers too, but a real update stays out of a complex sum.
     and jnp.iscomplexobj(acc) == jnp.issubdtype(like.dtype, jnp.complexfloating)
+    # In shard_map both must differ between devices over the same axes, to have one type.
     and across_devices.varying_axes(acc) == across_devices.varying_axes(like)
   )

@@ -105,12 +105,16 @@ class OverAxis(OneDevice):
     scalars = [*flags, *numbers]
     traced = [x.astype(dtype) for x in scalars if isinstance(x, jax.Array)]
     if traced:
+      # All of them are stacked in one array, so that there is one reduction.
       traced = list(self.sum(self.varying(jnp.stack(traced))))
     for i, x in enumerate(scalars):
       if isinstance(x, jax.Array):
+        # The sums are in the order of the scalars.
         scalars[i] = traced.pop(0)
       else:
+        # A Python number is the same on all devices, so no device has to send it.
         scalars[i] = x * self.size
+    # The flags come first; the sum of one is above 0 where it is true on some device.
     return [x > 0 for x in scalars[: len(flags)]] + scalars[len(flags) :]
 
   def stored(self, tree):

@@ -46,6 +46,7 @@ def accumulator_dtype(
   """
   if jnp.issubdtype(dtype, jnp.unsignedinteger):
     return promote(dtype, jnp.uint32)
+  # Signed integers and bools, which ignore what is requested, as unsigned ones do.
   if not jnp.issubdtype(dtype, jnp.inexact):
     return promote(dtype, jnp.int32)
   if requested is None:
@@ -58,6 +59,7 @@ def accumulator_dtype(
 
 def check_accumulator_dtype(value: DTypeLike | None) -> jnp.dtype | None:
   """Checks that accumulators of this dtype can hold a mean."""
+  # None leaves it to the default of `accumulator_dtype`.
   if value is None:
     return None
   dtype = jnp.dtype(value)
@@ -73,6 +75,7 @@ def check_holds(
   leaf: str, dtype: DTypeLike, accumulator: DTypeLike | None
 ) -> None:
   """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
+  # Without a request the default is complex for complex values, and loses nothing.
   real = accumulator is not None and jnp.issubdtype(accumulator, jnp.floating)
   if real and jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(

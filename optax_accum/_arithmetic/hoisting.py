@@ -29,6 +29,7 @@ def shapes_in(jaxpr) -> Shapes:
   for eqn in jaxpr.eqns:
     name = eqn.primitive.name
     if name == "gather" or name.startswith("scatter"):
+      # The first operand is the array that is gathered from or scattered to.
       shapes.add(_squeezed(eqn.invars[0].aval.shape))
     if name.startswith("custom_vjp_call"):  # whose backward pass may scatter
       shapes.update(_squeezed(x.aval.shape) for x in eqn.invars)
@@ -41,6 +42,7 @@ def unhoisted(tree, shapes: Shapes):
   """`tree`, with arrays of these shapes behind a barrier, as their cotangents are."""
 
   def behind(x):
+    # A key, which a carry may have, is no sum of gradients.
     if dtypes.is_key(x) or _squeezed(x.shape) not in shapes:
       return x
     return _barrier().bind(x)
@@ -55,11 +57,14 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _lower(ctx, x):
   """A barrier, where the partitioner has several devices to choose for."""
   context = ctx.module_context.axis_context
+  # Outside of shard_map a context has the number of devices, and inside it has the mesh.
   devices = getattr(context, "num_devices", None)
   mesh = getattr(context, "mesh", None)
   if mesh is not None:  # shard_map, over some axes or all
+    # The axes that are not manual are left to the partitioner.
     left = set(mesh.shape) - set(context.manual_axes)
     devices = math.prod(mesh.shape[name] for name in left)
+  # Nothing is split over one device, so that there is no sum to move.
   if devices == 1:
     return [x]
   barrier = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
@@ -74,10 +79,13 @@ def _barrier():
   barrier = Primitive("unhoisted")
   barrier.def_impl(lambda x: x)
   barrier.def_abstract_eval(lambda x: x)
+  # On other platforms, such as CPU, it lowers to nothing.
   mlir.register_lowering(barrier, lambda ctx, x: [x])
   for platform in ("tpu", "cuda", "rocm"):
     mlir.register_lowering(barrier, _lower, platform=platform)
+  # It is linear, and a cotangent goes through a barrier of its own.
   ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])
+  # It has one operand, whose batch axis stays where it is.
   batching.primitive_batchers[barrier] = lambda args, dims: (
     barrier.bind(*args),
     dims[0],

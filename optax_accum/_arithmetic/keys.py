@@ -18,6 +18,7 @@ def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
   if not dtypes.is_key(keys):
     axes -= 1  # of the words of a raw key
   fold = jax.random.fold_in
+  # One `vmap` for each axis of the array of keys; all get the same number.
   for _ in range(axes):
     fold = jax.vmap(fold, (0, None))
   return fold(keys, number)

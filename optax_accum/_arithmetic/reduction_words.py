@@ -33,6 +33,7 @@ def named(option: str, tree, default):
     where = _validate.leaf_name(option, path)
     if not callable(name):
       return REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+    # Two Nones stand for the two values; `why` is "" if it can be called with two.
     why = _validate.why_not(name, None, None)
     if why:
       raise TypeError(
@@ -40,6 +41,7 @@ def named(option: str, tree, default):
       )
     return Merge(fun=name)
 
+  # None means that the option was not given.
   if tree is None:
     return default
   return jax.tree_util.tree_map_with_path(find, tree)
@@ -50,6 +52,7 @@ def match(option: str, reductions, like):
   try:
     jax.tree.broadcast(reductions, like)  # raises if it is no prefix tree
   except ValueError as error:
+    # JAX names its own parameter in the error, and users know the option.
     why = str(error).replace("broadcast_prefix prefix_tree", option)
     raise ValueError(
       f"{option}={reductions!r} is not a prefix tree of the outputs: give one name for all, or a"
@@ -57,8 +60,10 @@ def match(option: str, reductions, like):
     ) from None
 
   def each(reduction, below):
+    # A `Merge` reduces all below as one value, unless there is nothing below.
     if isinstance(reduction, Merge) and jax.tree.leaves(below):
       return reduction
+    # Other reductions are repeated for every leaf below.
     return jax.tree.map(lambda _: reduction, below)
 
   return jax.tree.map(each, reductions, like)

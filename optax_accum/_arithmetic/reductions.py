@@ -125,7 +125,9 @@ class Sum(Reduction):
   def add(self, state, value, weight, finite):
     counted = weighted_mean.counts(weight)
     if self.of_gradients and finite is not True:
+      # Somebody looked, so whether the gradients were found finite decides alone.
       counted = finite
+    # A Python True says already when tracing that it counts.
     elif self.of_gradients and counted is not True:
       counted = counted | jnp.isfinite(value)
     # XLA for GPU keeps a second gradient where the term is selected and not the sum.
@@ -184,6 +186,7 @@ class Fold(Reduction):
   ordered: bool = False
 
   def check(self, name, like, rows, dtype):
+    # Complex numbers have no largest or smallest, but an ordered fold ("last") does not compare.
     if jnp.issubdtype(like.dtype, jnp.complexfloating) and not self.ordered:
       raise TypeError(
         f'{name} has dtype {like.dtype}, which has no {self!r}: use "mean" or "sum", in'
@@ -216,15 +219,18 @@ class Fold(Reduction):
     own = numbers == lax.axis_index(devices.axis_name)
 
     def gathered(x):
+      # With as many axes as x[None], it is true only in the place of this device.
       place = own.reshape(-1, *[1] * x.ndim)
       return across_devices.of_one(x[None], devices.axis_name, place)
 
     def add(state, other):
+      # None, since the scan collects nothing.
       return self.merge(state, other), None
 
     each = jax.tree.map(gathered, state)  # on a new first axis
     first = jax.tree.map(lambda x: x[0], each)
     others = jax.tree.map(lambda x: x[1:], each)
+    # The devices merge in their order; item 0 is the last carry, which is the merged state.
     return lax.scan(add, first, others)[0]
 
   def finish(self, state, weight, like):
@@ -258,6 +264,7 @@ class Merge(Fold):
 
     # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
     # although they are not selected.
+    # Where only one value is there, it stands on both sides, so either would do.
     return lax.cond(has_both, of_both, lambda a, b: b, one, other)
 
 
@@ -294,6 +301,7 @@ class Concat(Stack):
     rows = lax.collapse(jnp.moveaxis(collected, 0, 1), 0, 2)
     if tail is None:
       return rows
+    # The smaller last microbatch has the last rows of the batch.
     return jnp.concatenate([rows, tail])
 
   def only(self, value):
@@ -313,8 +321,10 @@ def refusing_derivatives(
 
   @functools.partial(identity.defjvp, symbolic_zeros=True)
   def refuse(primals, tangents):
+    # JAX gives a `SymbolicZero` where `x` depends on nothing that is differentiated.
     if not isinstance(tangents[0], SymbolicZero):
       raise error(message)
+    # There is one of each: the value and its zero tangent.
     return *primals, *tangents
 
   return identity

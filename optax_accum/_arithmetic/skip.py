@@ -18,9 +18,11 @@ def asks_to_skip(
 ) -> tuple[bool | jax.Array, Tree]:
   """What `skip_fn` says of gradients of this weight; without one they are not skipped."""
   if skip_fn is None:
+    # The empty tuple is a tree of no info.
     return False, ()
   should_skip, info = skip_fn(updates, gradient_step, params)
   should_skip = jnp.asarray(should_skip)
+  # A weight that is a Python number is not 0.
   if isinstance(weight, jax.Array):
     # What has no weight may be NaN, and is no cause to skip.
     should_skip = should_skip & weighted_mean.counts(weight)

@@ -22,6 +22,7 @@ Weight = float | jax.Array
 
 def check_weight(source: str, value) -> None:
   """Checks a microbatch's weight: a real scalar, not negative where that can be seen."""
+  # A Python number has neither a shape nor a dtype.
   shape = getattr(value, "shape", ())
   kind = getattr(value, "dtype", type(value))
   given = f"the weight {value!r}"
@@ -32,10 +33,12 @@ def check_weight(source: str, value) -> None:
   )
   is_complex = jnp.issubdtype(kind, jnp.complexfloating)
   is_number = jnp.issubdtype(kind, jnp.number) and not is_complex
+  # A bool is a weight of 0 or 1, and is not among the numbers of NumPy.
   if not is_number and not jnp.issubdtype(kind, jnp.bool_):
     raise TypeError(message)
   if shape != ():
     raise ValueError(message)
+  # Its sign is not known when tracing; `as_weight` makes NaN of what is below 0.
   if isinstance(value, jax.core.Tracer):
     return
   # Written so that NaN is refused too.
@@ -76,6 +79,7 @@ def select(
 
 def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   """``weight * value`` in `dtype`; taken in float32, as bfloat16 holds few counts above 256."""
+  # A Python 1 is known when tracing, so nothing is multiplied.
   if isinstance(weight, (int, float)) and weight == 1:
     return value.astype(dtype)
   wide = dtypes.promote(value.dtype, dtype, jnp.float32)
@@ -96,12 +100,15 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
 
   Multiplies by the reciprocal: XLA gives a quotient a buffer of its own, and fuses a product.
   """
+  # A Python 1 is known when tracing, so nothing is divided.
   if isinstance(weight, (int, float)) and weight == 1:
     return total.astype(dtype)
   wide = dtypes.promote(total.dtype, jnp.float32)
   total = total.astype(wide)
   if not isinstance(weight, jax.Array):
+    # A Python number is divided by when tracing, and is not 0.
     return (total * (1 / weight)).astype(dtype)
   one = jnp.ones((), wide)
+  # A weight of zero is replaced by one: the total is zero then, and 0/0 would be NaN.
   inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
   return (total * inverse).astype(dtype)

@@ -72,16 +72,19 @@ class DataParallel:
 
   def on_device(self, split: Split) -> Split:
     """The split of one of the devices. Checked."""
+    # None stands for one device, where nothing is summed over devices.
     axis_name = None if self.devices == 1 else self.axes
     size = split.microbatch_size
     devices = self.devices
     if size is not None and size % devices:
+      # The message offers the nearest sizes that divide; a size of 0 is none.
       below = size - size % devices
       fits = f"{below} or {below + devices}" if below else f"{devices}"
       raise ValueError(
         f"microbatch_size={size} counts the rows on all devices together, and {self} do not"
         f" divide it: use {fits}."
       )
+    # A size of None stays None: then `num_microbatches` splits the rows.
     return dataclasses.replace(
       split, axis_name=axis_name, microbatch_size=size and size // devices
     )
@@ -91,6 +94,7 @@ class DataParallel:
   ) -> None:
     """Checks that the devices divide the rows of the global batch."""
     if rows % self.devices:
+      # The rows that the message offers also split evenly on each device, if a count is given.
       each = self.devices * (microbatches or 1)
       fewer = rows - rows % each
       fit = f"{fewer} or {fewer + each}" if fewer else f"{each}"
@@ -130,16 +134,19 @@ class DataParallel:
       lambda spec: over(spec, self.explicit)
     ):
       return None
+    # The state needs these axes, so the parameter cannot keep them.
     taken = {name for names in state for name in names_of(names)}
     kept = over(own, self.others - taken)
+    # The state decides on a dimension; where it names no axes, the parameter keeps its own.
     pairs = itertools.zip_longest(kept, state)
     return normal(of_state or of_own for of_own, of_state in pairs)
 
   def output_spec(self, kind: Reduction) -> PartitionSpec:
     """The `PartitionSpec` of an output that is so reduced."""
     if kind.collected:
-      # It has the parts of the devices in turn.
+      # A "stack" or "concat" has the parts of the devices in turn, on its first axis.
       return PartitionSpec(self.axes)
+    # The others were combined over the devices, and all have the same.
     return PartitionSpec()
 
   def move(self, x, spec: PartitionSpec):
@@ -150,19 +157,21 @@ class DataParallel:
     explicit = self.explicit
     automatic = self.automatic
     if explicit:
-      own = NamedSharding(self.mesh, over(spec, explicit))
-      x = jax.reshard(x, own)
+      typed = NamedSharding(self.mesh, over(spec, explicit))
+      x = jax.reshard(x, typed)
     if set(self.axes).isdisjoint(automatic):
       return x
-    own = NamedSharding(self.mesh, over(spec, automatic))
-    return jax.lax.with_sharding_constraint(x, own)
+    wanted = NamedSharding(self.mesh, over(spec, automatic))
+    return jax.lax.with_sharding_constraint(x, wanted)
 
   def move_over_data(self, x, spec: PartitionSpec):
     """An array of explicit sharding, sharded over the data axes as `spec`, else as before."""
     explicit = self.explicit
     if not explicit:
       return x
+    # This is how axes that are no data axes shard it now; that stays.
     others = over(jax.typeof(x).sharding.spec, self.others)
+    # The shorter spec is filled up with None, of which `names_of` makes ().
     dims = itertools.zip_longest(others, over(spec, explicit))
     both = PartitionSpec(*(names_of(a) + names_of(b) for a, b in dims))
     return jax.reshard(x, NamedSharding(self.mesh, both))

@@ -58,12 +58,14 @@ class OverMesh:
     local = self.local
     parallel = self.parallel
     params, opt_state, *rest = args
+    # The loss does not take the optimizer state, so roles are found without it.
     given = (params, *rest)
     roles = local.roles_of(given, kwargs)
     given, kwargs = place_arguments(parallel, local.split, roles, given, kwargs)
     params, *rest = given
     opt_state = place_state(parallel.mesh, params, opt_state)
     arguments = by_slot(given, kwargs)
+    # The step updates the carry, too: its sharding is noted. There is one at most.
     carry = [arguments[slot] for slot in roles.carry]
     loss = self._sharded_as(params, opt_state, *carry)
     return loss, (params, opt_state, *rest), kwargs
@@ -81,9 +83,11 @@ class OverMesh:
 
   def place_cycle(self, state: CycleState) -> CycleState:
     """What a cycle has, where it belongs."""
+    # A cycle's count has one number for each device: this is its shape.
     check_devices(state, (self.parallel.devices,))
 
     def specs_of(_):
+      # One sharding for each leaf, from the prefix tree.
       each = jax.tree.broadcast(self.cycle_shardings, state)
       return list(map(spec_of, jax.tree.leaves(each)))
 
@@ -115,7 +119,9 @@ class OverMesh:
       return NamedSharding(mesh, PartitionSpec(*self._each, *others))
 
     grads = self._of_parameters(of_gradient)
+    # The fields are loss, aux, grads, noise and kept.
     outputs = Outputs(each, each, grads, each, each)
+    # These are number, accumulated (carry, outputs, weight, skipped) and results.
     return CycleState(each, Accumulated(each, outputs, each, each), each)
 
   @property
@@ -135,6 +141,7 @@ class OverMesh:
     automatic = self._of_parameters(self.parallel.over_automatic)
 
     def of_gradient(own, to):
+      # `to` is None where a gradient goes where its parameter is.
       return over_data(own if to is None else to)
 
     gradients = jax.tree.map(of_gradient, parameters, self.gradient_specs)
@@ -149,6 +156,7 @@ class OverMesh:
     each = zip(self.shardings, specs, of_states, strict=False)
     for sharding, own, of_state in each:
       to = None
+      # The first is None if it is not known; the second, if no one sharding is its state's.
       if sharding is not None and of_state is not None:
         to = self.parallel.gradient_spec(own, of_state)
       wanted.append(to)
@@ -166,6 +174,7 @@ class OverMesh:
       return x if to is None else move(x, to)
 
     def gather(new, x, own, to):
+      # This parameter was not cut.
       if to is None:
         return new
       # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as
@@ -174,13 +183,14 @@ class OverMesh:
 
     parts = jax.tree.map(part, params, self.gradient_specs)
     new, new_state = update((parts, opt_state))
-    own = self._of_parameters(lambda spec: spec)
-    new = jax.tree.map(gather, new, params, own, self.gradient_specs)
+    specs = self._of_parameters(lambda spec: spec)
+    new = jax.tree.map(gather, new, params, specs, self.gradient_specs)
     return new, new_state
 
   def value(self, kept, /, *args, **kwargs) -> jax.Array:
-    """The loss alone."""
+    """The loss alone, of the microbatches that are `kept`; of all, if that is None."""
     same = PartitionSpec()
+    # Each device gets the part of `kept` that is about its own microbatches.
     run = self._on_devices(LocalLoss.value, (kept,), args, kwargs, same)
     return run()
 
@@ -209,9 +219,11 @@ class OverMesh:
 
   def merge(self, first: CycleState, second: CycleState, start) -> CycleState:
     """What the devices have of two cycles that began with the carry `start`."""
+    # Only `finish` sums over devices, so gradients need no reduction to shards here.
     split = self.parallel.on_device(self.local.split)
     local = dataclasses.replace(self.local, split=split)
 
+    # `_` is the keyword arguments, of which there are none.
     def merge(states, args, _):
       return _stored(local.merge(*_own(states), *args))
 
@@ -223,8 +235,10 @@ class OverMesh:
   def finish(self, state: CycleState, start, params) -> Reduced:
     """The loss and its gradients, of all calls. They began with the carry `start`."""
     local = self._on_device()
+    # Sums are checked against these types, and cast to them.
     like = jax.eval_shape(lambda: params)
 
+    # `_` is the keyword arguments, of which there are none.
     def finish(state, args, _):
       (start,) = args
       return local.finish(_own(state), start, like)
@@ -240,6 +254,7 @@ class OverMesh:
     same: Any = PartitionSpec()
     aux = jax.tree.map(self.parallel.output_spec, self.local.aux_reduction)
     grads = self._shards.gradients
+    # The fields are carry, outputs (loss, aux, grads, noise, kept) and stats.
     return Reduced(same, Outputs(same, aux, grads, same, self._each), same)
 
   def _to_place(self, reduced: Reduced, params) -> Reduced:
@@ -247,6 +262,7 @@ class OverMesh:
 
     def to_place(g, x, to):
       if to is None:
+        # It goes where its parameter is: of that, only explicit axes are in the type.
         return across_devices.sharded_like(g, x)
       return self.parallel.move(g, to)
 

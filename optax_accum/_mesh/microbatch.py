@@ -145,7 +145,9 @@ def microbatch(
     explicit axes only in `jax.set_mesh(mesh)`. What `fun` changes in place is lost. A `fun` that
     calls `jax.experimental.io_callback` cannot be differentiated.
   """
+  # Nothing is assigned yet, so `locals()` has the arguments by name.
   split = Split.of(locals())
+  # None as the last argument: a `reduction` of None has no default.
   reductions = reduction_words.named("reduction", reduction, None)
   local = LocalFunction(fun, split, RolesOf(fun, split), reductions)
   whole = dataclasses.replace(split, num_microbatches=1, microbatch_size=None)
@@ -185,6 +187,7 @@ def _over_mesh(
       return jax.tree.map(functools.partial(widened, split), tree)
 
     wide = map_by_slot(widen, args, kwargs)
+    # Of these `narrowed` takes the dtypes only: its own arguments are one microbatch.
     given = args, kwargs
 
     def narrowed(*args, **kwargs):
@@ -194,12 +197,14 @@ def _over_mesh(
 
     on_device = local._replace(fun=narrowed, split=parallel.on_device(split))
 
+    # `_` has what is each device's own: nothing, the () below.
     def run(_, args, kwargs):
       return on_device.outputs(*args, **kwargs)
 
     specs = jax.tree.map(parallel.output_spec, local.reductions)
     return on_each_device(parallel, run, (), *wide, specs, batch)()
 
+  # Arguments are placed before this, because `place` leaves tracers where they are.
   jitted = jax.jit(on_mesh)
 
   def outputs(*args, **kwargs):

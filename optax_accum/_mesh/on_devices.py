@@ -28,6 +28,7 @@ def place_arguments(
 
   def placed(slot, x):
     if slot in roles.batch:
+      # A batch is not donated, so the caller's array may share memory with it.
       return place(parallel.mesh, x, of_rows, copies=False)
     return place(parallel.mesh, x)
 
@@ -61,6 +62,7 @@ def on_each_device(
   mapped = jax.shard_map(
     run,
     mesh=parallel.mesh,
+    # The first is for `own`; the others are for args and kwargs.
     in_specs=(PartitionSpec(parallel.axes), *in_specs),
     out_specs=out_specs,
     # Other axes of the mesh are left to the compiler.
@@ -69,5 +71,6 @@ def on_each_device(
     # from a constant, and all Pallas kernels.
     check_vma=False,
   )
+  # Explicit axes are in an array's type, which is made to agree with its spec.
   placed = jax.tree.map(parallel.move_over_data, (args, kwargs), in_specs)
   return functools.partial(mapped, own, *placed)

@@ -24,6 +24,7 @@ def place(
   that to donate the new one deletes the old: hence the copies.
   """
   leaves, treedef = jax.tree.flatten(tree)
+  # This shortcut looks at no leaf by itself.
   if _are_on(mesh, leaves):
     return tree
   specs = (
@@ -31,15 +32,15 @@ def place(
   )
 
   def put(x, spec: PartitionSpec):
-    own: Any = getattr(x, "sharding", None)
-    own_mesh = getattr(own, "mesh", None)
-    if isinstance(x, jax.core.Tracer) or own_mesh == mesh:
+    current: Any = getattr(x, "sharding", None)
+    current_mesh = getattr(current, "mesh", None)
+    if isinstance(x, jax.core.Tracer) or current_mesh == mesh:
       return x
     # A shape from `jax.eval_shape` may say how it is sharded, over the abstract mesh.
-    if own_mesh == mesh.abstract_mesh:
-      spec = own.spec
+    if current_mesh == mesh.abstract_mesh:
+      spec = current.spec
     # What is in the host's memory stays there.
-    memory = getattr(own, "memory_kind", None)
+    memory = getattr(current, "memory_kind", None)
     target = NamedSharding(mesh, spec, memory_kind=memory)
     if isinstance(x, jax.ShapeDtypeStruct):
       return x.update(sharding=target)
@@ -60,6 +61,7 @@ def place_state(mesh: Mesh, params, opt_state):
     parameters = jax.tree.leaves(params)
 
     def spec(number: int | None, x) -> PartitionSpec:
+      # It follows no parameter, or has another shape: it is whole on each device.
       if number is None or jnp.shape(x) != jnp.shape(parameters[number]):
         return PartitionSpec()
       sharding = sharding_of(parameters[number])
@@ -79,6 +81,7 @@ def sharding_of(x) -> NamedSharding | None:
   sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return None
+  # The mesh in a type is abstract, and no `Mesh`.
   is_known = (
     isinstance(sharding.mesh, Mesh)
     or AxisType.Explicit in sharding.mesh.axis_types
@@ -98,6 +101,7 @@ def out_shardings(
 
 def _are_on(mesh: Mesh, leaves) -> bool:
   """Whether all are arrays on a mesh, known from the few types and shardings that they share."""
+  # Numbers, shapes and tracers are none: `place` decides on each leaf then.
   for kind in set(map(type, leaves)):
     if not issubclass(kind, jax.Array) or issubclass(kind, jax.core.Tracer):
       return False

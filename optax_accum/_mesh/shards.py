@@ -33,6 +33,7 @@ class Shards(NamedTuple):
     """The reduction of each gradient: a device keeps its part of the sum."""
 
     def scatter(spec, automatic):
+      # Every device gets the whole sum, so `kind` sums as it always does.
       if not spec:
         return kind
       fun = functools.partial(_scattered, spec, automatic)
@@ -55,6 +56,7 @@ def _scattered(
     name for names in sharded_dims(spec).values() for name in names_of(names)
   }
   names = names_of(devices.axis_name)
+  # The sum over data axes that do not shard this gradient is still to be taken.
   rest = tuple(name for name in names if name not in scattered)
   return lax.psum(total, rest) if rest else total
 
@@ -76,14 +78,17 @@ def _on_shards(
 ) -> jax.Array:
   """`send`, mapped over the `automatic` axes too, as XLA would else gather `x` over these first."""
   sent = sharded_dims(spec)
+  # The map leaves out the dimensions that `send` changes.
   dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
   axes = {name for names in dims for name in names_of(names)}
 
   def send_all(x):
     for dim, names in sent.items():
+      # `tiled` joins or cuts along `dim` itself, and adds or takes no axis.
       x = send(x, names, tiled=True, **{dimension: dim})
     return x
 
+  # There is nothing to map over, or nothing to send.
   if not axes or not sent:
     return send_all(x)
   shards = PartitionSpec(*dims)

@@ -47,6 +47,7 @@ def specs_of_states(
   """
   leaves = jax.tree.leaves(params)
   state = jax.tree.leaves(opt_state)
+  # For each parameter the different (shape, spec) of the leaves that follow it.
   kinds: list[set[Any]] = [set() for _ in leaves]
   of_state = specs[len(leaves) : len(leaves) + len(state)]
   numbers = followed(params, opt_state)
@@ -55,6 +56,7 @@ def specs_of_states(
       kinds[number].add((jnp.shape(x), spec))
   single: list[PartitionSpec | None] = []
   for x, kind in zip(leaves, kinds, strict=True):
+    # No leaf, or leaves that differ, give a shape of None, which no parameter has.
     shape, only = kind.pop() if len(kind) == 1 else (None, None)
     single.append(only if shape == jnp.shape(x) else None)
   return single

@@ -74,12 +74,16 @@ class Accumulator:
 
   def begin(self, like: Microbatch) -> Accumulated:
     """Nothing added up yet, of microbatches of these types."""
+    # Each device folds its index into the keys that it carries.
     carry = self.split.devices.with_own_noise(self.start)
+    # None stands for a sum that is not needed: see `Accumulated`.
     weight: Any = None
     skipped = None
+    # Whether the sum of the weights is known only when the program runs.
     if self.split.counts:
       dtype = jnp.result_type(float)
       weight = across_devices.full_like(like.weight, 0, dtype)
+    # Then `counts` is true as well, so that the weight is an array.
     if self.split.skip_nonfinite:
       # Devices skip by themselves, so that also known weights come to differ between them.
       weight = across_devices.vary_like(weight, like.finite)
@@ -101,6 +105,7 @@ class Accumulator:
     weight = new.weight
     total = accumulated.weight
     skipped = accumulated.skipped
+    # A Python True says that nobody looked. What is left out goes on with a weight of 0.
     if new.finite is not True:
       weight, left_out = leave_out(jnp.asarray(weight), new.finite)
       skipped = skipped + left_out
@@ -109,6 +114,7 @@ class Accumulator:
     outputs = self.reductions.add(
       accumulated.outputs, new.outputs, weight, new.finite
     )
+    # A microbatch of weight 0 does not count, and leaves the carry as it was.
     keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
     carry = jax.tree.map(keep, new.carry, accumulated.carry)
     return Accumulated(carry, outputs, total, skipped)
@@ -137,18 +143,22 @@ class Accumulator:
     if accumulated.weight is not None:
       own = accumulated.weight
       total = devices.sum(own)
+    # On one device the carry is already what the last microbatch that counted returned.
     if devices.axis_name is not None:
       carries = Carries.of(self.split, self.start)
       terms = carries.terms(carry, own)
       carry = carries.over_devices(terms, devices, total)
+    # Where nobody looked it is None, an empty tree, whose sum is None.
     skipped = devices.sum(accumulated.skipped)
     outputs = self.reductions.over_devices(accumulated.outputs, devices)
     outputs = self.reductions.finish(outputs, total)
+    # A weight of 1 may stand for several rows, and the stats count rows.
     return Reduced(carry, outputs, stats(total * self.rows_in_unit, skipped))
 
 
 def stats(weight: Weight, skipped: Leaf = None) -> MicrobatchStats:
   """The counts of all microbatches."""
+  # Nobody looked, so none was left out.
   if skipped is None:
     skipped = 0
   return MicrobatchStats(

@@ -40,6 +40,7 @@ class Microbatches:
     self._kept = kept
     self._num_args = len(args)
     self._arguments = by_slot(args, kwargs)
+    # How many rows the batch has on this device, and how many a full microbatch.
     self.rows = cut.batch_rows(split, roles.batch, self._arguments)
     self.size = cut.microbatch_rows(
       self.rows,
@@ -47,6 +48,7 @@ class Microbatches:
       split.microbatch_size,
       split.name(*roles.batch),
     )
+    # How many microbatches are full, and the rows left for a smaller last one (0: there is none).
     self.full, self.tail_rows = divmod(self.rows, self.size)
     self.on_device = self.full + bool(self.tail_rows)
     self.count = self.on_device * self.devices.size  # of all devices together
@@ -83,12 +85,14 @@ class Microbatches:
 
   def inputs(self, index: ArrayLike, batch: tuple[Batch, ...], carry):
     """What one microbatch is given and others are not: rows, keys, carry, keys of its device."""
+    # The number among the microbatches of all devices of this call.
     number = self.devices.number(index, self.on_device)
+    # A later call of a cycle numbers on, so that no two of its microbatches share a key.
     if self.split.in_parts:
       number = number + self._before
     keys = [self._arguments[slot] for slot in self.roles.rng]
-    own = jax.tree.map(lambda x: fold_in(x, number), keys)
-    return *batch, *own, *carry, self.devices.with_own_noise(self._step_keys)
+    folded = jax.tree.map(lambda x: fold_in(x, number), keys)
+    return *batch, *folded, *carry, self.devices.with_own_noise(self._step_keys)
 
   @property
   def _step_keys(self) -> list[jax.Array]:
@@ -106,6 +110,7 @@ class Microbatches:
     *inputs, step_keys = inputs
     keys = iter(step_keys)
 
+    # A key of the step is replaced by that of this device; other leaves stay.
     def own(x):
       return next(keys) if dtypes.is_key(x) else x
 
@@ -113,6 +118,7 @@ class Microbatches:
     arguments = self._arguments | dict(zip(slots, inputs, strict=True))
     for slot in roles.of_step:
       arguments[slot] = jax.tree.map(own, arguments[slot])
+    # What is left after these are taken out are the arguments by name.
     args = tuple(arguments.pop(i) for i in range(self._num_args))
     return args, arguments
 
@@ -134,6 +140,7 @@ class Microbatches:
       weight = self._weight_of(batch)
     elif not self.split.has_weight:
       weight = self.known_weight(rows)
+    # No earlier decision applies: the weight stands.
     if self._kept is None:
       return weight
     if weight is None:
@@ -143,6 +150,7 @@ class Microbatches:
 
   def _weight_of(self, batch: tuple[Batch, ...]) -> jax.Array:
     fun: Any = self.split.weight_fn
+    # `why` is "" if it can be called with the batch alone.
     why = _validate.why_not(fun, *batch)
     if why:
       raise TypeError(
@@ -166,4 +174,5 @@ class Microbatches:
       return self.batch
     if rows == self.size:
       return cut.strided(self.batch, index, rows, self.full)
+    # Only the smaller last one has another number of rows.
     return cut.left_over(self.batch, self.full * self.size)

@@ -44,6 +44,7 @@ class Carries(NamedTuple):
   @classmethod
   def of(cls, split: Split, start: tuple[Carry, ...]) -> "Carries":
     """As the `carry_reduction` of `split` asks; a leaf for which it has no word gets a default."""
+    # An empty word asks `_reduction` for the default of the leaf.
     words = "" if split.carry_reduction is None else split.carry_reduction
     name = split.name(*split.carry)
 
@@ -54,6 +55,7 @@ class Carries(NamedTuple):
       each = reduction_words.match("carry_reduction", words, carry)
       return jax.tree_util.tree_map_with_path(kind, each, carry)
 
+    # `start` has one carry or none, and so has the tuple of kinds.
     return cls(tuple(map(kinds_of, start)), start)
 
   def terms(self, carry, weight: Weight):
@@ -69,6 +71,7 @@ class Carries(NamedTuple):
       wide = dtypes.accumulator_dtype(x.dtype)
       if isinstance(kind, Mean):
         return weighted_mean.weigh(x, weight, wide)
+      # A sum gives what was added to `start`, which all have and which counts once.
       return x.astype(wide) - start.astype(wide)
 
     return jax.tree.map(term, self.kinds, carry, self.start)
@@ -94,6 +97,7 @@ class Carries(NamedTuple):
       # The key of the first, whether its rows counted or not.
       if isinstance(kind, _First):
         return new
+      # Where nothing counted, the carry is as it began.
       return weighted_mean.select(weighted_mean.counts(total), new, start)
 
     return jax.tree.map(value, self.kinds, terms, self.start)
@@ -109,6 +113,7 @@ class _First(Reduction):
 
 def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   """How a leaf is reduced, by default if its `word` is ""."""
+  # Keys cannot be combined: that of the first device or cycle is kept, whatever the word.
   if dtypes.is_key(x):
     return _First()
   if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
@@ -120,6 +125,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   if not word:
     word = "mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max"
   kind = REDUCTIONS[word]
+  # 0 rows and no dtype, since the checks of these four words ask for neither.
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)
   if x.dtype == jnp.bool_ and kind.name == "sum":
     raise TypeError(

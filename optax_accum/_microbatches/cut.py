@@ -24,7 +24,9 @@ def strided(batch: Batch, index: ArrayLike, size: int, full: int) -> Batch:
   # This slices in the loop's body: before the loop, it would copy the rows of a batch that does not
   # divide, for all trips at once.
   def rows(x):
+    # Without the rows of a smaller last microbatch.
     x = lax.slice_in_dim(jnp.asarray(x), 0, full * size)
+    # Row j * full + i gets to place (j, i), so that microbatch i is column i.
     x = x.reshape(size, full, *x.shape[1:])
     return lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
 
@@ -48,12 +50,14 @@ def batch_rows(
   for slot in slots:
     root = split.name(slot)
     tree = arguments[slot]
+    # A sparse array is a leaf here, and not its parts, so that `_rows_of` can refuse it.
     for name, leaf in _validate.named_leaves(root, tree, dtypes.is_sparse):
       rows[name] = _rows_of(name, leaf)
   if not rows:
     raise ValueError(
       f"The batch ({split.name(*slots)}) has no arrays: give one to split."
     )
+  # Different numbers only: more than one means that leaves disagree.
   count, *others = set(rows.values())
   if others:
     listed = ", ".join(f"{name}: {n}" for name, n in rows.items())
@@ -78,6 +82,7 @@ def _rows_of(name: str, leaf) -> int:
       " = rows.todense(). Or pass the data and indices of BCOO.fromdense(x, n_batch=1), which"
       " have rows, and let the loss make BCOO((data, indices), shape=(len(data), columns))."
     )
+  # A single key has no rows; an array of keys has one key for each row.
   if dtypes.is_key(leaf) and not leaf.shape:
     raise ValueError(
       f"{name} is a random key: make it an argument of its own, which rng_argnums names (in"
@@ -85,6 +90,7 @@ def _rows_of(name: str, leaf) -> int:
       " argument is the batch, name it in batch_argnums."
     )
   try:
+    # This raises for what JAX takes for no array or number, such as a string.
     shape = jax.typeof(leaf).shape
   except TypeError as error:
     raise TypeError(
@@ -107,6 +113,7 @@ def microbatch_rows(
 ) -> int:
   """Rows of a (full) microbatch."""
   if num_microbatches is None:
+    # Without a size the microbatch is the whole batch, and it is never larger than that.
     return min(size or rows, rows)
   if rows % num_microbatches:
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]

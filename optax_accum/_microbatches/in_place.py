@@ -66,6 +66,7 @@ class Accumulators:
   ) -> None:
     self._argnums = argnums
     params = self._differentiated(args)
+    # A reference has the dtype of its parameter, so the sum must have that dtype too.
     for name, x in _validate.named_leaves("params", params):
       _check_dtype(name, x, dtype)
 
@@ -74,6 +75,7 @@ class Accumulators:
 
     refs = jax.tree.map(accumulator, params)
     self._refs = jax.tree.leaves(refs)
+    # A reduction for each reference, as one of `kinds` may stand for a whole subtree.
     each = reduction_words.match("reduction", kinds, refs)
     self.reductions = jax.tree.map(AddedGradients, each, refs)
 
@@ -88,15 +90,18 @@ class Accumulators:
     return functools.partial(self._add_gradients, fun)
 
   def _add_gradients(self, fun: Callable[..., Tree], /, *args, **kwargs):
+    # Raises if a transformation differentiates or maps the arguments.
     args, kwargs = refuse_transforms((args, kwargs))
     params = self._differentiated(args)
     leaves = jax.tree.leaves(params)
     treedef: Any = jax.tree.structure(params)
 
+    # The loss as a function of the single arrays, as `with_refs` takes a reference for each.
     def of_leaves(*leaves):
       given = treedef.unflatten(leaves)
       if isinstance(self._argnums, int):
         given = (given,)
+      # An argnum may be negative, and one argnum is an int, of which `ravel` makes a list.
       positions = [i % len(args) for i in np.ravel(self._argnums)]
       new = dict(zip(positions, given, strict=True))
       return fun(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
@@ -104,16 +109,19 @@ class Accumulators:
     vjp: Any = jax.vjp  # which JAX does not type with references
     loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
     refs = [*self._refs]
+    # The indices of the leaves that get no reference: their whole gradient is returned.
     whole = without_references(backward.jaxpr, leaves)
     # For a `GradValue`, `with_refs` returns the gradient, and adds it to no reference.
     for i in whole:
       refs[i] = cast(Any, jax).ad.GradValue()
+    # The cotangent of the loss is 1. A transformation of all three is refused, as above.
     given = loss, aux, jnp.ones_like(loss)
     loss, aux, cotangent = refuse_transforms(given)
     grads = backward.with_refs(*refs)(cotangent)
     for i in whole:
       self._refs[i][...] += grads[i]
 
+    # The gradients are in the references, so the loop gets arrays without elements for them.
     def empty(x):
       return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
 
@@ -192,6 +200,7 @@ def check_options(split: Split, noise_scale: bool) -> None:
 def _check_dtype(name: str, x, requested: DTypeLike | None) -> None:
   """Checks that a parameter's gradients are added up in their own dtype."""
   dtype = jnp.result_type(x)
+  # If none is requested, sums are in float32 at least.
   wide = dtypes.accumulator_dtype(dtype, requested)
   if wide == dtype:
     return
@@ -206,8 +215,10 @@ def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   """The parameters that get no reference. The last arguments of `jaxpr` are all their tangents."""
   # An empty gradient takes no memory, so a reference to it would save nothing.
   whole = {i for i, x in enumerate(leaves) if not x.size}
-  residuals = len(jaxpr.invars) - len(leaves)  # which JAX 0.12 has there too
+  # JAX 0.12 has residuals in front of the tangents. These are no tangents: None.
+  residuals = len(jaxpr.invars) - len(leaves)
   # A parameter without a reference is a value, next to which others may become unfit in a scan.
+  # So the search is repeated until it finds no more.
   while True:
     kinds: list[_Kind] = [None] * residuals
     kinds += [_VALUE if i in whole else i for i in range(len(leaves))]
@@ -223,7 +234,9 @@ def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:
   kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
   unfit: set[int] = set()
   for eqn in jaxpr.eqns:
+    # A literal or a constant is not in `kind`: None, no tangent.
     operands = [kind.get(id(x)) for x in eqn.invars]
+    # What is computed from a tangent is a tangent, but of no parameter itself.
     if any(x is not None for x in operands):
       kind.update((id(x), _VALUE) for x in eqn.outvars)
       unfit |= _unfit_in(eqn, operands)
@@ -231,31 +244,36 @@ def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:
 
 
 def _unfit_in(eqn, operands: list[_Kind]) -> set[int]:
-  """The same of an equation, whose operands are of these kinds."""
+  """The parameters that one equation uses so, whose operands are of these kinds."""
+  # The parameters among the operands.
   here = {i for i in operands if i is not None and i != _VALUE}
   name = _versions.primitive_name(eqn)
   inner = _versions.inner_jaxprs(eqn)
+  # A plain operation is right, unless it is listed.
   if not inner:
     return here if name in _NOT_TO_PASS else set()
+  # Which operand an inner function of another kind gets is not known, so all are unfit.
   if name not in _INNER or not here:
     return here
-  # What goes in twice.
+  # A parameter that goes in twice.
   unfit = {i for i in here if operands.count(i) > 1}
   # Then the operands as the inner functions have them.
   if name == "cond":
+    # The first chooses the branch, and no branch gets it.
     operands = operands[1:]
   if name == "scan":
     consts, carried = _versions.scan_inputs(eqn)
     shared = operands[:consts]
     rows = operands[consts + carried :]
     for group in (shared, rows):
-      # What goes into a scan after a value.
+      # A parameter that goes into a scan after a value.
       if _VALUE in group:
-        first = group.index(_VALUE)
-        unfit |= here.intersection(group[first:])
-    # Carried cotangents are values.
+        first_value = group.index(_VALUE)
+        unfit |= here.intersection(group[first_value:])
+    # The body takes its arguments in this order. What is carried is a value to it.
     operands = [*shared, *[_VALUE] * carried, *rows]
   for part in inner:
+    # The operands do not match its arguments, so that nothing is known of them.
     if len(part.invars) != len(operands):
       return here
     unfit |= _unfit(part, operands)

@@ -44,7 +44,8 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
   """
   one = run_fn
   if not call.is_whole:
-    # Traced once. A weight, the first argument, is a constant if it is known when tracing.
+    # A loop calls it several times, and traces it once for each type of its arguments.
+    # A weight, argument 0, is a constant if it is known when tracing.
     known = () if call.weighs_in_program else 0
     one = jax.jit(run_fn, inline=True, static_argnums=known)
 
@@ -55,6 +56,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     # What depends on no argument that varies is the same on all devices, also in its type.
     results = call.devices.varying(jax.tree.map(jnp.asarray, results))
     new, own_weight, finite, outputs = results
+    # The carry is a tuple of one, or empty where nothing is carried.
     new_carry = (new,) if call.carry else ()
     for before, after in zip(carry, new_carry, strict=True):
       carries.check(call.split.name(*call.roles.carry), before, after)
@@ -63,6 +65,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     elif own_weight is not None:
       # The loss tells its weight, and `weight` only whether an earlier call kept the microbatch.
       weight = jnp.where(weighted_mean.counts(weight), own_weight, 0)
+    # Where nobody looked, `finite` is None and becomes True.
     return Microbatch(new_carry, outputs, weight, finite is None or finite)
 
   return run
@@ -79,20 +82,24 @@ class Loop:
   ) -> None:
     self.call = call
     self.run = run
+    # The carry as this device has it: random keys in it differ between devices.
     start = call.devices.with_own_noise(call.carry)
     programs = []
     for rows in call.sizes:
+      # Index 0 stands for any, as only the types of the results are asked for.
       one = functools.partial(run, 0, start, rows)
       # In this frame, so that few stand between a call and the loss.
       programs.append(jax.make_jaxpr(one, return_shape=True)())
-    # The types of the results of a microbatch, and of a smaller last one.
+    # The types of the results of a full microbatch, and of the last one, which may be smaller.
     self.full = across_devices.types(programs[0])
     self.tail = across_devices.types(programs[-1])
+    # Each of `programs` is a pair: the traced function, and the shapes of its results.
     self._jaxpr = programs[0][0].jaxpr
     dtype = call.split.accumulator_dtype
     reductions = Reductions(words, self.full.outputs, dtype)
     reductions.check(root, call)
     unit = call.rows_in_unit
+    # If weights are known when tracing, they sum to the rows of the call, in units of rows.
     self.accumulator = Accumulator(
       call.split, reductions, call.carry, call.rows / unit, unit
     )
@@ -124,7 +131,7 @@ class Loop:
     call = self.call
     reductions = self.accumulator.reductions
     add = self._add
-    # What is added in place cannot be left out once it has run.
+    # What is added in place cannot be left out once it has run, so weight 0 must not run.
     if call.split.in_place and call.split.weight_fn is not None:
       add = self._add_unless_empty
 
@@ -135,11 +142,13 @@ class Loop:
     # memory on top of that of a sum of gradients.
     has_carry = bool(jax.tree.leaves(accumulated.carry))
     is_ordered = has_carry or reductions.are_ordered
+    # What is collected of the smaller last microbatch: one entry, or none.
     tails = []
     with jax.named_scope("microbatches"):
       if call.tail_rows and not is_ordered:
         accumulated, tail = add(accumulated, call.full, call.tail_rows)
         tails.append(tail)
+      # The full microbatches have the indices below `call.full`; the smaller one has that.
       indices = jnp.arange(call.full, dtype=jnp.int32)
       accumulated, collected = lax.scan(add_full, accumulated, indices)
       if call.tail_rows and is_ordered:
@@ -152,6 +161,7 @@ class Loop:
     self, accumulated: Accumulated, index: ArrayLike, rows: int
   ) -> tuple[Accumulated, Tree]:
     """With one more microbatch, and what is collected of this one."""
+    # Sums of shapes that the function gathers from go behind a barrier: `hoisting` says why.
     gathered = hoisting.shapes_in(self._jaxpr)
     accumulated = self.accumulator.unhoisted(accumulated, gathered)
     new = self.run(index, accumulated.carry, rows)
@@ -168,12 +178,15 @@ class Loop:
     call = self.call
     weight: Any = call.weight(index, call.taken(index, rows), rows)
     runs = weighted_mean.counts(weight)
+    # Where devices exchange data in a microbatch, all of them run it if one does.
     sends = across_devices.axes_sent_over(self._jaxpr)
     if sends or across_devices.shares_mesh():
       runs = call.devices.any(runs)
+    # If it does not run, zeros are in the place of what is collected of it.
     like = self.full if rows == call.size else self.tail
     collected = self.accumulator.reductions.collected(like.outputs)
 
+    # The operand is a pair: the sums, and those zeros, which a run replaces.
     def add(operand):
       return self._add(operand[0], index, rows)
 
@@ -187,8 +200,10 @@ def reduced(
   """The combined results of a call, which may run its function once, as it is."""
   if not call.is_whole:
     return Loop(call, run, words, root).reduced()
+  # The whole batch is microbatch 0.
   whole = run(0, call.carry, call.rows)
   reductions = Reductions(words, whole.outputs, call.split.accumulator_dtype)
   reductions.check(root, call)
   outputs = reductions.only(whole.outputs)
+  # No option weighs or skips here, so the total weight is the number of rows.
   return Reduced(whole.carry, outputs, stats(call.rows))

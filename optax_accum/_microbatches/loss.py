@@ -94,12 +94,14 @@ class LocalLoss:
     """The loss of a function, with the reductions that `options` has. Checked."""
     _validate.function(fun)
     asked = {name: options[name] for name in _ASKED}
+    # Only some callers have this option.
     with_noise = options.get("noise_scale", False)
     positions = slots_of(argnums)
     if not positions or len(set(positions)) < len(positions):
       raise ValueError(
         f"argnums={argnums!r} must name one or more arguments, each once."
       )
+    # In the order of `_ASKED`: that of the loss, and that of aux.
     word, aux = asked.values()
     _validate.one_of("reduction", word, ("mean", "sum"))
     in_place.check_options(split, with_noise)
@@ -115,9 +117,11 @@ class LocalLoss:
     if word == "mean":
       grads = Mean(weighed=True, of_gradients=True)
     reduction = REDUCTIONS[word]
+    # A loss with a weight is a total, which the user has weighed already.
     if split.has_weight:
       reduction = Mean(weighed=True)
     roles_of = RolesOf(fun, split, positions)
+    # Aux for which there is no word gets a mean, marked so that aux like rows is refused.
     return cls(
       LossFunction(fun, split, roles_of, has_aux, word == "mean"),
       argnums,
@@ -144,10 +148,12 @@ class LocalLoss:
     """The loss alone, of the microbatches that are `kept`; of all, if that is None."""
     roles = self.roles_of(args, kwargs)
     call = Microbatches(self.split, roles, args, kwargs, kept=kept)
+    # `guards`: a microbatch of weight zero adds no gradient, even where that is NaN.
     fun = Recomputed(call, self.function, guards=True)
 
     def evaluate(weight, *inputs):
       loss, (own_weight, carry, _) = fun(weight, *inputs)
+      # `finite` is None, as only `kept` leaves out microbatches here. Aux is dropped.
       return carry, own_weight, None, Outputs(loss)
 
     run = recomputed(call, runner(call, evaluate))
@@ -165,13 +171,15 @@ class LocalLoss:
     """What a device has before the first call, which has arguments of these types."""
     call, run, words = self._gradients(args, kwargs)
     loop = Loop(call, run, words, "")
-    # Sums may be wider than what is summed: `finish` casts them back to these dtypes.
+    # Sums may be wider than what is summed: `finish` casts them back to these dtypes. It has those
+    # of gradients from the parameters.
     results = loop.full.outputs._replace(grads=None)
     zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), results)
     return CycleState(jnp.zeros((), jnp.int32), loop.begin(), zeros)
 
   def add(self, state: CycleState, /, *args, **kwargs) -> CycleState:
     """What a device has after a call, of what it had before."""
+    # Random keys depend on the number of a microbatch, which goes on from the calls before.
     call, run, words = self._gradients(args, kwargs, state.number)
     loop = Loop(call, run, words, "")
     accumulated = loop.resume(state.accumulated)
@@ -181,6 +189,7 @@ class LocalLoss:
 
   def merge(self, first: CycleState, second: CycleState, start) -> CycleState:
     """What a device has of two cycles that began with the carry `start`."""
+    # Sums are merged as they are, so the sums of gradients stand for the types of gradients.
     accumulator = self._accumulator(
       first, start, first.accumulated.outputs.grads
     )
@@ -262,8 +271,12 @@ class LocalLoss:
   def _gradients(
     self, args, kwargs, before=0
   ) -> tuple[Microbatches, Run, Outputs]:
-    """The microbatches of a call, what runs one of them, and how its results are reduced."""
+    """The microbatches of a call, what runs one of them, and how its results are reduced.
+
+    The cycle had `before` microbatches in earlier calls.
+    """
     roles = self.roles_of(args, kwargs)
+    # The parameters become arrays. JAX is not to sum their gradients over devices by itself.
     given = list(args)
     for i in roles.differentiated:
       parameters.check_differentiable(self.split.name(i), args[i])
@@ -274,6 +287,7 @@ class LocalLoss:
     differentiate: Callable[..., Any] = functools.partial(
       jax.value_and_grad, argnums=self.argnums, has_aux=True
     )
+    # With one whole batch there is nothing to add its gradients to.
     if self.split.in_place and not call.is_whole:
       accumulators = in_place.Accumulators(
         given,
@@ -284,6 +298,7 @@ class LocalLoss:
       differentiate = accumulators.value_and_grad
       words = words._replace(grads=accumulators.reductions)
     if self._tells_kept:
+      # A flag for each microbatch.
       words = words._replace(kept=REDUCTIONS["stack"])
     run_fn = functools.partial(self._run, call, differentiate)
     return call, runner(call, run_fn), words
@@ -305,9 +320,11 @@ class LocalLoss:
     args, kwargs = call.arguments(inputs)
     weighed = functools.partial(self.function.weighed, weight)
     value_and_grad = differentiate(weighed)
+    # The value `_` is the weighed loss, which is there to be differentiated; `loss` is reduced.
     (_, (loss, own_weight, carry, aux)), grads = value_and_grad(*args, **kwargs)
-    # An error where they do not fit, with the name of the option.
+    # An error where the reductions do not fit the aux, with the name of the option.
     reduction_words.match("aux_reduction", self.aux_reduction, aux)
+    # Where the loss tells its weight, the given one is None.
     if own_weight is not None:
       weight = own_weight
     noise = None
@@ -324,6 +341,7 @@ class LocalLoss:
 
 def check_devices(state: CycleState, wanted: tuple[int, ...]) -> None:
   """Checks that a cycle was begun on as many devices."""
+  # A mesh has a number for each device, shape (devices,); without a mesh it is a scalar, ().
   found = jnp.shape(state.number)
   if found != wanted:
     raise ValueError(

@@ -53,6 +53,7 @@ class LossFunction:
       wanted = "has_aux=True it must return (loss, aux)"
       if carries:
         wanted = "carry_argnum it must return (loss, (new_carry, aux))"
+      # With a carry the second is a pair itself, which the next pair takes apart.
       loss, aux = _pair(out, out, wanted)
       if carries:
         carry, aux = _pair(aux, out, wanted)
@@ -68,6 +69,7 @@ class LossFunction:
     if self.split.has_weight:
       weighted_mean.check_weight("The loss", own_weight)
       dtypes.check_wide("The weight of the loss", own_weight)
+      # Raises if the weight depends on what is differentiated.
       weight = own_weight = _without_derivative(
         weighted_mean.as_weight(own_weight)
       )
@@ -82,6 +84,7 @@ class LossFunction:
     arguments = by_slot(args, kwargs)
     shared = self.roles_of(args, kwargs).shared
 
+    # A setting such as `train` is a scalar in an argument that all microbatches share.
     def has_scalar(slot):
       return any(jnp.shape(x) == () for x in jax.tree.leaves(arguments[slot]))
 
@@ -99,10 +102,12 @@ def _times(loss: jax.Array, weight: Weight) -> jax.Array:
   """The loss times its weight, as it is differentiated. Where that is known to be 1, the loss."""
   dtype = jnp.result_type(loss)
   if isinstance(weight, jax.Array):
+    # This weight is known only when the program runs, and a narrow dtype may round it.
     dtypes.check_wide("The loss", loss)
   elif weight == 1:
     return loss
-  elif np.asarray(weight).astype(dtype) != weight:  # as 257 rows in bfloat16
+  elif np.asarray(weight).astype(dtype) != weight:
+    # The dtype of the loss would round the weight, as bfloat16 does 257 rows.
     dtypes.check_wide("The loss", loss)
   return loss * jnp.asarray(weight, dtype)
 
@@ -121,6 +126,7 @@ def check_loss(out, is_total: bool) -> None:
   how = "take the mean or sum over the rows"
   if is_total:
     how = "with has_weight=True, sum over the rows, and take no mean"
+  # What is wrong with the loss; "" if nothing is.
   got = ""
   if _container(out):
     got = f"is a {_container(out)}"

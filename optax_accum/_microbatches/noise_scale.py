@@ -85,7 +85,7 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     raise ValueError(
       f"decay={decay!r} must be at least 0 and below 1, such as 0.9."
     )
-  # Both have the same bias, which the division cancels.
+  # The averages of both terms have the same bias, which the division cancels.
   average = optax.ema(float(decay), debias=False)
 
   def init() -> optax.EmaState:
@@ -98,12 +98,15 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
     terms = jax.tree.map(
       lambda x: jnp.asarray(x, jnp.result_type(float)), terms
     )
+    # Whether the terms tell anything. Both are 0 if fewer than two microbatches counted.
     tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
     tells &= (terms.squared_norm != 0) | (terms.trace != 0)
+    # `optax.ema` returns the averages and its new state, which has them as `ema`.
     new = average.update(terms, state)[1]
     new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
     terms = new.ema
     is_positive = terms.squared_norm > 0
+    # A trace is never below 0, but an estimate may be, by rounding. The 1 only avoids 0 / 0.
     scale = jnp.maximum(terms.trace, 0) / jnp.where(
       is_positive, terms.squared_norm, 1
     )
@@ -152,14 +155,18 @@ def noise_terms(
   ``E S |mean|^2 = S |G|^2 + tr C`` of their mean.
   """
   dtype = jnp.result_type(float)
+  # The weighted mean of the microbatches' squared norms, and the squared norm of their mean.
   each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)
   total = total_weight.astype(dtype)
   others = noise.count.astype(dtype) - 1
+  # Otherwise nothing can be compared, and both terms are 0. The 1s only avoid 0 / 0.
   tells = (others > 0) & (total != 0)
+  # The two equations differ by (n - 1) tr C.
   trace = total * (each - of_mean) / jnp.where(tells, others, 1)
-  squared_norm = of_mean - trace / jnp.where(tells, total, 1)
+  # The second equation, divided by S and solved for |G|^2.
+  norm_squared = of_mean - trace / jnp.where(tells, total, 1)
   return NoiseScaleTerms(
-    *(jnp.where(tells, x, 0) for x in (squared_norm, trace))
+    *(jnp.where(tells, x, 0) for x in (norm_squared, trace))
   )
 
 

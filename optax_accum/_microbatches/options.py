@@ -55,6 +55,7 @@ class Split:
   ) -> "Split":
     """The split that a public function was asked for, from all its arguments by name. Checked."""
     known = {field.name for field in dataclasses.fields(cls)}
+    # A public function has other arguments too, which are not of the split.
     given = {name: x for name, x in asked.items() if name in known}
     given["default_argnum"] = default_argnum
     for name in ("num_microbatches", "microbatch_size"):
@@ -131,6 +132,7 @@ def _check(split: Split) -> None:
       f"carry_reduction={split.carry_reduction!r} asks for a carry: give carry_argnum, or leave"
       " it out."
     )
+  # One word, or a tree of words for the leaves of the carry. A None has no leaves.
   words = _validate.named_leaves("carry_reduction", split.carry_reduction)
   for name, word in words:
     _validate.one_of(name, word, ("mean", "max", "min", "sum"))

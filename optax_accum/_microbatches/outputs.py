@@ -31,8 +31,10 @@ class Reductions:
 
     def check(path, kind, like):
       name = _validate.leaf_name(root, path)
+      # A lone microbatch is averaged with no other, so its rows stay apart.
       if kind.is_default and (call.count > 1 or call.split.in_parts):
         refusals.refuse_aux_rows(name, like, call.size)
+      # `like` is one output, or for a `Merge` all outputs below its node.
       kind.check(name, like, call.size, self._dtype)
 
     jax.tree_util.tree_map_with_path(check, self._each, self._like)

@@ -31,6 +31,7 @@ class Recomputed:
     self._guards = guards
     # The dtype that each wide copy is cast back to, by the id of the copy, which the call holds.
     self._dtypes: dict[int, Any] = {}
+    # A call that runs whole adds up nothing, so it needs no wide copies.
     if not call.is_whole:
       call.map_unsplit(self._widened)
 
@@ -43,8 +44,10 @@ class Recomputed:
 
   def __call__(self, weight, /, *inputs):
     """What the function returns on one microbatch."""
+    # The call adds what is not split, which `__init__` has put there as wide copies.
     given = self._call.arguments(inputs)
     args, kwargs = jax.tree.map(lambda x: self._narrowed(x, weight), given)
+    # Where XLA has no such bug, or no loop runs, the function needs no barriers.
     if not _versions.HOISTS_ALL_REDUCES or self._call.is_whole:
       return self._fun(*args, **kwargs)
     # The lambda takes nothing, so the arguments are constants of the jaxpr. Those of a shape that
@@ -56,15 +59,19 @@ class Recomputed:
     gathered = hoisting.shapes_in(closed.jaxpr)
     consts = hoisting.unhoisted(closed.consts, gathered)
     outputs = jax.core.eval_jaxpr(closed.jaxpr, consts)
+    # `eval_jaxpr` returns a flat list; `like` has the tree of the outputs.
     return jax.tree.unflatten(jax.tree.structure(like), outputs)
 
   def _narrowed(self, x, weight):
     """An argument in its own dtype."""
     if not _may_have_tangent(x):
       return x
+    # What was not widened is not in `_dtypes`, and keeps its own dtype.
     x = x.astype(self._dtypes.get(id(x), x.dtype))
+    # The weight is None where only the loss will tell it.
     if self._guards and weight is not None:
       counted = weighted_mean.counts(weight)
+      # Both have the same value, but the second lets no gradient through.
       x = weighted_mean.select(counted, x, lax.stop_gradient(x))
     return x
 
@@ -84,8 +91,10 @@ def recomputed(call: Microbatches, run: Run) -> Run:
 
     # What a loop's body computes again cannot be merged with what the loop before it computed. A
     # loop of one trip is no loop to XLA, which inlines it.
+    # The smaller last microbatch, of other `rows`, runs outside of the loop.
     in_loop = rows == call.size and call.rows >= 2 * call.size
     new = jax.checkpoint(arrays, prevent_cse=not in_loop)(index, carry)
+    # None stands for a weight that is known when tracing, as set above.
     weight = call.known_weight(rows) if new.weight is None else new.weight
     return new._replace(weight=weight, finite=True)
 

@@ -22,6 +22,7 @@ def refuse_rows(
 ) -> None:
   """Refuses a shared argument all of whose leaves have the rows of the batch."""
   for slot in with_rows(roles, arguments, rows):
+    # The first such argument raises.
     both = (*roles.batch, slot)
     raise ValueError(
       f"{split.name(slot)} has {rows} rows, as many as the batch, and batch_argnums=None does not"
@@ -37,7 +38,9 @@ def with_rows(roles: Roles, arguments: Arguments, rows: int) -> list[Slot]:
   """
 
   def has_rows(slot):
+    # A sparse array counts as one leaf, by its own shape and not those of its parts.
     leaves = jax.tree.leaves(arguments[slot], is_leaf=dtypes.is_sparse)
+    # `all` of no leaves is True, so an argument without leaves is left out.
     return bool(leaves) and all(map(leaf_has_rows, leaves))
 
   def leaf_has_rows(x):
@@ -63,8 +66,10 @@ def refuse_keys(split: Split, roles: Roles, arguments: Arguments) -> None:
   """Refuses shared arguments with a typed key."""
   for slot in with_keys(roles, arguments):
     named = _validate.named_leaves(split.name(slot), arguments[slot])
+    # The message names the first key in the argument.
     name = next(name for name, leaf in named if dtypes.is_key(leaf))
     option = naming("rng", [*roles.rng, slot])
+    # A step that calls its loss in its own way brings its own advice.
     fix = split.fixes.get(
       "random",
       "pass keys as arguments of their own, and name all of them to fold each microbatch's index"

@@ -46,6 +46,7 @@ class Signature:
       parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):  # builtins and some callables have none
       return
+    # Others, such as *args and what goes by keyword only, have no position of their own.
     for p in parameters:
       if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
         # One that is positional only has a place, and no name that a call could use.
@@ -62,8 +63,10 @@ class Signature:
 
     The keys are positions and names, by which an option may name an argument.
     """
+    # A negative position counts from the end of the positional arguments.
     slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}
     slots.update(zip(names, names, strict=True))
+    # An option may give the position of what this call passes by keyword.
     # Not bound to the signature: a decorated function has that of what it wraps, and may take more.
     for i, name in enumerate(self._names[count:], count):
       if name in names:
@@ -95,6 +98,7 @@ class RolesOf:
       for argument in wanted:
         if argument not in slots:
           raise ValueError(_missing(option, argument, count, names))
+      # Two spellings of one argument, such as 1 and -1 of two, count once.
       return tuple(dict.fromkeys(slots[argument] for argument in wanted))
 
     # `jax.value_and_grad` differentiates only what is passed by position.
@@ -103,6 +107,7 @@ class RolesOf:
     batch = find("batch_argnums", split.batch)
     rng = find("rng_argnums", split.rng)
     carry = find("carry_argnum", split.carry)
+    # No option names the batch: it is the only argument, apart from keys.
     if not batch:
       batch = _only([slot for slot in every if slot not in rng])
     taken = [*differentiated, *batch, *rng, *carry]
@@ -112,6 +117,7 @@ class RolesOf:
           f"Argument {slot!r} has two roles: differentiated are {differentiated}, split {batch},"
           f" random keys {rng}, carried {carry} (batch_argnums=None is {split.batch})."
         )
+    # What a step adds has a field of its own; it is not shared.
     taken += split.of_step
     shared = tuple(slot for slot in every if slot not in taken)
     return Roles(batch, rng, carry, differentiated, shared, split.of_step)

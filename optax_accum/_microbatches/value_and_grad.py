@@ -130,6 +130,7 @@ def microbatch_value_and_grad(
     NaN or inf                    weight 0 with `skip_nonfinite`; otherwise in the result
     ============================  ======================================================
   """
+  # These are all arguments by name; `Split` and `LocalLoss` pick their options.
   asked = locals()
   split = Split.of(asked, default_argnum=1)
   loss = LocalLoss.of(fun, argnums, has_aux, split, asked)
@@ -139,6 +140,7 @@ def microbatch_value_and_grad(
     reduced = loss.value_and_grad(*args, **kwargs)
     out = reduced.outputs
     value = out.loss
+    # This is a tuple of one carry, or an empty one without `carry_argnum`.
     if reduced.carry:
       value = (value, (*reduced.carry, out.aux))
     elif has_aux:

@@ -61,11 +61,13 @@ class Accumulation:
   def init(self, params) -> AccumulateState:
     """An empty cycle, and `inner`'s own state."""
     checks.check_whole(params, self.devices)
+    # Parameters stand for their gradients, which have the same tree and shapes.
     grads = params
     if isinstance(params, optax.LookaheadParams):
       grads = params.fast  # whose gradients step both copies
     # One array a field: a state in which one zero stands twice cannot be donated.
     gradient_step = jnp.zeros((), jnp.int32)
+    # Without a `skip_fn` the state keeps no info.
     info: Tree = ()
     if self.skip_fn is not None:
       # This runs only with a `skip_fn`, since `jax.eval_shape` refuses what is no array, such as a
@@ -101,6 +103,7 @@ class Accumulation:
     run = functools.partial(self.run_inner, step, params)
     if step.emit is True:
       # Tracing knows that every call steps, so no sums are kept and no updates are zeros.
+      # The first result is the sums over devices, which are not kept.
       _, updates, inner_state = run(total, inner_state)
       state = step.state._replace(inner_opt_state=inner_state)
       return updates, stored(state, self.devices)
@@ -111,6 +114,7 @@ class Accumulation:
     # Updates come out in the buffers of the sums, or in spare ones where they do not fit there.
     buffers = conditional.OutputBuffers(total, like)
 
+    # The second operand is zeros in the spare buffers, which the updates replace.
     def run_in_buffers(total, _, inner_state):
       total, new, inner_state = traced(total, inner_state)
       # The sums are used up: from here on `total` has updates, and `spare` has the others.
@@ -136,12 +140,14 @@ class Accumulation:
     checks.check_is_state(state)
     checks.check_not_reduced(updates, self.devices)
     checks.check_whole(params, self.devices)
+    # From here to `stored`, the state has no axis of devices.
     state = own(state, self.devices)
     checks.check_accumulators(self.calls.kept(updates), state.acc_grads)
 
     # What this device has to say.
     dtype = jnp.result_type(state.acc_weight)
     own_weight = checks.checked_weight(weight, dtype)
+    # A Python bool stays one, so that tracing knows it.
     if not isinstance(flush, bool):
       flush = jnp.asarray(flush, jnp.bool_)
     skip, info = asks_to_skip(
@@ -149,6 +155,7 @@ class Accumulation:
     )
     info = checks.checked_info(info, state.skip_state)
     loss = checks.checked_value(extra_args.get("value"))
+    # `value` is the loss times its weight, as it goes into the sum.
     value: Weight = 0.0
     if loss is not None:
       value = weighted_mean.weigh(loss, own_weight, dtype)
@@ -157,16 +164,19 @@ class Accumulation:
       [skip, flush], [own_weight, value], dtype
     )
     numbers = [own_weight, total, value]
+    # A `skip` that is no array is False, and leaves the numbers as they are.
     if isinstance(skip, jax.Array):
       numbers = [jnp.where(skip, 0, x).astype(dtype) for x in numbers]
     own_weight, total, value = numbers
     terms = {"acc_weight": total, "acc_value": value, "value_weight": total}
+    # A call without a loss does not count in the mean of losses.
     if loss is None:
       terms["value_weight"] = 0.0
     call = Call(updates, extra_args, loss, skip, flush, own_weight, terms)
 
     sums = self.calls.add(state, call)
     ends, after = self.calls.end(state, sums, call)
+    # A cycle whose total weight is zero ends without a step.
     emit = ends
     if isinstance(total, jax.Array):  # else it is not 0
       emit = ends & (sums.acc_weight != 0)
@@ -201,11 +211,13 @@ class Accumulation:
     if step.emit is not True:
       # Traced once, for types and for the conditional.
       run_stored = jax.jit(run_stored, inline=True)
+      # A conditional changes no dtype, so the operand gets those of the results before it.
       operand = widened(run_stored, operand)
     total, target, inner_state = conditional.update_if(
       step.emit, run_stored, operand, _scopes.END_OF_CYCLE, self.differentiable
     )
     total = self.devices.own(total)
+    # With every_k=1, `kept` drops the sums, as the next call needs none.
     state = step.state._replace(
       acc_grads=self.calls.kept(total), inner_opt_state=inner_state
     )
@@ -229,6 +241,7 @@ class Accumulation:
       total = jax.tree.map(self.devices.sum, total)
       gradient = total
 
+    # `like` is the gradient or the loss of this call; the result has its dtype.
     def divided(weight, x, like):
       if self.reduction == "sum":
         return x.astype(like.dtype)
@@ -240,8 +253,10 @@ class Accumulation:
     if call.loss is not None:
       given["value"] = divided(sums.value_weight, sums.acc_value, call.loss)
     value_fn = call.extra_args.get("value_fn")
+    # With every_k=1 the rows of the call are those of the cycle.
     if self.calls.every_k != 1 and isinstance(value_fn, ValueOfOneCall):
       given["value_fn"] = refused
+    # `given` replaces only what the caller passed by that name, and adds nothing.
     extra_args = {
       name: given.get(name, x) for name, x in call.extra_args.items()
     }
@@ -254,8 +269,10 @@ class Accumulation:
       )
     except Exception as error:
       like = checks.with_gradients(call.updates, params)
+      # Gradients stand for parameters that the caller left out.
       if params is None:
         like = call.updates
+      # This raises another error if the state is not as `init` makes it, and else nothing.
       checks.check_made(self.inner.init, like, inner_state, error)
       raise
     new_state = same_types("inner_opt_state", new_state, inner_state)
@@ -282,7 +299,9 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
     **extra_args: Any,
   ) -> tuple[Model, AccumulateState]:
     """Adds gradients up, and steps the parameters when the cycle ends; see `accumulate`."""
+    # The `update` of this pair is the `Accumulation` itself.
     accumulation: Any = self.update
+    # `trained` has None in the place of each parameter without a gradient.
     trained = checks.with_gradients(updates, params)
     step = accumulation.add(updates, state, trained, weight, flush, extra_args)
 
@@ -294,6 +313,7 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
       new = optax.apply_updates(params, new)
       return total, same_types("params", new, params), inner_state
 
+    # The first result, the sums, is in the state already.
     _, trained, state = accumulation.if_it_emits(step, run, trained)
 
     def chosen(given, new):

@@ -69,6 +69,7 @@ class Calls:
     """The gradients of a call, times its weight, in float32 or wider."""
 
     def of_leaf(g):
+      # No sums are kept where this runs, so the option `accumulator_dtype` does not apply.
       dtype = dtypes.accumulator_dtype(g.dtype)
       return weighted_mean.weigh(g, weight, dtype)
 
@@ -92,6 +93,7 @@ class Calls:
 
     sums = {}
     for name, x in call.sums.items():
+      # A state made without the newer fields has float32 zeros of NumPy there.
       sums[name] = before(jnp.asarray(getattr(state, name), dtype)) + x
     grads = jax.tree.map(added, state.acc_grads, call.updates)
     return state._replace(acc_grads=grads, **sums)
@@ -100,20 +102,24 @@ class Calls:
     self, state: AccumulateState, sums: AccumulateState, call: Call
   ) -> tuple[Flag, AccumulateState]:
     """Whether the cycle ends, and the state after this call."""
+    # A skipped call does not count as one of the cycle's calls.
     counted: Flag = True
     if call.skip is not False:
       counted = jnp.logical_not(call.skip)
     if self.every_k == 1:
+      # Each counted call is a cycle, and the scalars of `state` stay zero.
       return counted, state
     mini_step = state.mini_step + jnp.int32(counted)
     k: Any = self.every_k
     if callable(k):
       k = checks.checked_k(k(state.gradient_step))
+    # A skipped call can end a cycle only by `flush`, and an empty cycle has no end.
     ends = (counted & (mini_step >= k)) | (call.flush & (mini_step > 0))
 
     def unless_ended(x):
       return jnp.where(ends, jnp.zeros_like(x), x)
 
+    # `acc_grads` is not zeroed here: the first call of the next cycle overwrites it.
     after = {name: getattr(sums, name) for name in SUMS}
     after["mini_step"] = mini_step
     return ends, state._replace(**jax.tree.map(unless_ended, after))

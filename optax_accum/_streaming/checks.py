@@ -39,10 +39,10 @@ def with_gradients(updates, params):
     return x
 
   try:
+    # As a leaf, a None in `updates` is paired with the parameter in its place.
     return jax.tree.map(kept, updates, params, is_leaf=lambda x: x is None)
-  except (
-    ValueError
-  ):  # no parameters, or another tree, which the accumulators refuse in words
+  except ValueError:
+    # No parameters, or another tree, which `check_accumulators` refuses in words.
     return params
 
 
@@ -121,6 +121,7 @@ def check_whole(params, devices: Devices) -> None:
 def checked_weight(value: ArrayLike, dtype: DTypeLike) -> Weight:
   """A weight in `dtype`; but a Python number other than 0 is a float, so that tracing knows it."""
   weighted_mean.check_weight("The caller of update", value)
+  # A 0 becomes an array, so a weight that tracing knows is never 0.
   if isinstance(value, (int, float)) and value != 0:
     return float(value)
   return weighted_mean.as_weight(value).astype(dtype)

@@ -37,6 +37,7 @@ def widened(update: Callable[..., Any], operand):
   # Cast before the conditional: rounding its results would lose bits in each step.
   like = jax.eval_shape(update, operand)
   wide = jax.tree.map(dtypes.in_dtype_of, operand, like)
+  # `in_dtype_of` returns the same object where the dtype fits already.
   if jax.tree.all(jax.tree.map(operator.is_, operand, wide)):
     return operand
   # An update of the wider operand may return a wider one still, so this repeats until none does.

@@ -113,16 +113,17 @@ def accumulate_specs(opt_state: optax.OptState, axis_name: AxisName) -> Tree:
   Raises:
     ValueError: `opt_state` holds no `AccumulateState`.
   """
-  devices = PartitionSpec(across_devices.names_of(axis_name))
+  over_devices = PartitionSpec(across_devices.names_of(axis_name))
 
   def specs(x):
     if not is_state(x):
       return PartitionSpec()
-    of_device = jax.tree.map(lambda _: devices, _of_device(x))
+    of_device = jax.tree.map(lambda _: over_devices, _of_device(x))
     # All else is the same on all devices.
     same = jax.tree.map(lambda _: PartitionSpec(), x)
     return same._replace(**of_device)
 
+  # This call only raises the error: the map below finds the states itself.
   required("accumulate_specs", opt_state)
   return jax.tree.map(specs, opt_state, is_leaf=is_state)
 

@@ -89,6 +89,7 @@ def method(
   """A `Method` of a class, of what prepares its calls. The docstring is that of both."""
 
   def bound(step):
+    # `__get__` binds the function to the step, as Python does for methods.
     return Method(prepare.__get__(step), functools.partial(explain, step))
 
   bound.__doc__ = prepare.__doc__
@@ -106,10 +107,13 @@ class CycleProgram:
     """`updated`: the arguments of `finish` that its first results replace."""
     self._loss: Loss = program.loss.in_parts()
     self._local = self._loss.local
+    # In messages, the arguments of `finish`: parameters, optimizer state, cycle.
     names = (*program.names[:2], "cycle")
     self._step = dataclasses.replace(program, updated=updated, names=names)
+    # One program for each loss that `place` returns, so for each sharding.
     self._begin = functools.cache(self._jit_begin)
     self._add = functools.cache(self._jit_add)
+    # Only the first cycle is donated: the result fits its buffers.
     self._merge = jax.jit(self._loss.merge, donate_argnums=0)
     self._finish = functools.cache(self._jit_finish)
 
@@ -124,6 +128,7 @@ class CycleProgram:
     check_not_mapped()
     check_cycle("add", cycle)
     self._check_carry("add", cycle.start)
+    # From here on `args` has all arguments of the loss, the parameters first.
     args, kwargs = self._with_carry(cycle, [params, *args], kwargs)
     given = donation.arrays((args, kwargs))
     donation.check_alive(given, ["params"], args, kwargs)
@@ -132,6 +137,7 @@ class CycleProgram:
     loss, placed, kwargs = self._loss.place((params, (), *others), kwargs)
     params, _, *others = placed
     if cycle.state is None:
+      # The first `add` of a cycle makes the zeros that its sums start from.
       begin = self._begin(loss)
       # `lower` and `eval_shape` may be given shapes, from which no program can run.
       leaves = jax.tree.leaves((placed, kwargs))
@@ -149,8 +155,10 @@ class CycleProgram:
     for each in (cycle, other):
       check_cycle("merge", each)
     returned = functools.partial(Cycle, cycle.start)
+    # A state is None before the first `add`.
     states = [x.state for x in (cycle, other) if x.state is not None]
     if len(states) < 2:
+      # `states` has one state, or none: then `Cycle(start)` has None again.
       return PreparedCall(_SAME, (states,), {}, lambda x: returned(*x))
     first, second = states
     different = _validate.difference(
@@ -161,6 +169,7 @@ class CycleProgram:
         f"{different}: the cycle is of another step, or of other parameters. Merge two of one step"
         " that began from the same parameters and carry."
       )
+    # The first is donated and the second deleted, so they may share no array.
     if not {*map(id, donation.arrays(first))}.isdisjoint(
       map(id, donation.arrays(second))
     ):
@@ -192,9 +201,11 @@ class CycleProgram:
       params, opt_state, cycle.start, others
     )
     state = loss.place_cycle(cycle.state)
+    # The program takes the sums third, after parameters and optimizer state.
     placed = *placed[:2], state, *placed[2:]
     placed, shardings = step.donated(loss, placed, kept)
     jitted = self._finish(loss, shardings)
+    # The sums are not donated: they are deleted after the run.
     return PreparedCall(jitted, placed, {}, returned, ended=cycle.state)
 
   def _check_carry(self, name: str, start: Args) -> None:
@@ -211,6 +222,7 @@ class CycleProgram:
     position = self._local.split.carry_argnum
     if position is None:
       return args, kwargs
+    # A negative position counts from the end, with the carry among the arguments.
     if position < 0:
       position += len(args) + 1
     name = self._local.roles_of.signature.name(position)
@@ -221,6 +233,7 @@ class CycleProgram:
 
   def _jit_begin(self, loss: Loss):
     def begin_cycle(params, /, *args, **kwargs):
+      # Without an optimizer state gradients are sharded as their parameters.
       return loss.with_state(params, ()).begin(params, *args, **kwargs)
 
     # Unused arguments are kept, since they decide on which device the cycle begins.
@@ -230,6 +243,7 @@ class CycleProgram:
 
   def _jit_add(self, loss: Loss):
     def add_to_cycle(state, params, /, *args, **kwargs):
+      # Without an optimizer state gradients are sharded as their parameters.
       return loss.with_state(params, ()).add(state, params, *args, **kwargs)
 
     return jax.jit(
@@ -240,6 +254,7 @@ class CycleProgram:
     def finish_cycle(params, opt_state, state, *start):
       sharded = loss.with_state(params, opt_state)
       reduced = sharded.finish(state, start, params)
+      # The rows are gone, so an optimizer that calls this gets an error.
       value_fn = ValueOfOneCall(_refuse_value)
       return self._step.take(sharded, reduced, params, opt_state, value_fn)
 
@@ -253,6 +268,7 @@ def check_cycle(name: str, cycle) -> None:
       f"{name} got a {type(cycle).__name__} as cycle: pass what begin or the last add returned, or"
       " a checkpoint that was restored into a tree like that."
     )
+  # This test is quick; names of leaves are made only for the message.
   if not any(x.is_deleted() for x in donation.arrays(cycle.state)):
     return
   for path, x in _validate.named_leaves("cycle", cycle.state):

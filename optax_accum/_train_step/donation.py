@@ -26,8 +26,10 @@ def arrays(tree):
 
 def check_alive(leaves, names: Sequence[str], args, kwargs) -> None:
   """Checks that no array was donated to a step before. Over devices JAX would end the process."""
+  # This test is quick; names of leaves are made only for the message.
   if not any(x.is_deleted() for x in leaves):
     return
+  # `names` has the first positions; other slots are named by number or keyword.
   roots = dict[Any, str](enumerate(names))
   for slot, tree in (*enumerate(args), *kwargs.items()):
     root = roots.get(slot, f"argument {slot!r}")
@@ -59,6 +61,7 @@ def committed(updated, held):
   A program commits all of its results if some argument is committed. Without this the next call,
   which is given these results, would compile the program again.
   """
+  # All are committed, or none is: the next call finds them alike.
   if {x.committed for x in held} != {True, False}:
     return updated
   devices = {device for x in held for device in x.sharding.device_set}
@@ -80,12 +83,15 @@ def distinct(updated, held, others):
   donated.
   """
   seen = set(map(id, others))
+  # The lengths agree if no array is twice in `held`, or in it and in `others`.
   if len(seen.union(map(id, held))) == len(seen) + len(held):
     return updated
 
   def once(x):
+    # A leaf without a buffer, such as a number, may be passed twice.
     if id(x) in seen and arrays(x):
       # Sharded as `x`, in the same words: else the step would compile again.
+      # `device_put` would commit it, so a copy of an uncommitted array goes without.
       copy = jnp.copy(x)
       return jax.device_put(copy, x.sharding) if x.committed else copy
     seen.add(id(x))

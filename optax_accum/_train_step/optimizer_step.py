@@ -33,23 +33,28 @@ class OptimizerStep:
     params, opt_state = before
     # The flag is False, no step, unless `_take` runs and replaces it.
     operand = params, (opt_state, jnp.zeros((), jnp.bool_))
+    # Python's True, not an array: it is known that something counts, so no conditional.
     if self.counted is True:
       return self._take(operand)
     # Traced once, for types and for the conditional.
     take = jax.jit(self._take, inline=True)
+    # The conditional keeps types, so the operand gets those of the results before.
     operand = widened(take, operand)
     return update_if(self.counted, take, operand, _scopes.END_OF_CYCLE)
 
   def _take(self, operand):
     """The step, whatever was counted."""
+    # The flag that comes in is always False, and a new one is returned.
     params, (state, _) = operand
     updates, new_state = self.tx.update(
       self.grads, state, params, **self.extra_args
     )
+    # The new parameters get the shardings of the old.
     new = same_types("params", optax.apply_updates(params, updates), params)
     # Without a conditional an update may change the tree of a state, as optax.monitor does.
     old: Any = jax.tree.structure(state)
     keeps = old == jax.tree.structure(new_state)
+    # Where the tree changed and there is a conditional, `same_types` raises the error.
     if keeps or self.counted is not True:
       new_state = same_types("opt_state", new_state, state)
     return new, (new_state, has_stepped(new_state))
@@ -57,10 +62,12 @@ class OptimizerStep:
 
 def has_stepped(opt_state: OptState) -> jax.Array:
   """Whether an optimizer took a step: of one that accumulates, some part, and all within that."""
+  # These are the outermost ones; what is within each is asked in turn.
   stepped = [
     state.has_updated & has_stepped(state.inner_opt_state)
     for state in states_in(opt_state)
   ]
+  # Without an `accumulate` every call is a step.
   if not stepped:
     return jnp.bool_(True)
   return functools.reduce(jnp.logical_or, stepped)

@@ -143,8 +143,10 @@ class StepProgram:
     donation.check_memory(held)
     if self.donate:
       rest = [x for i, x in enumerate(placed) if i not in self.updated]
+      # From here on these are all arrays that this call does not donate.
       others = donation.arrays((rest, others))
       updated = donation.distinct(updated, held, others)
+    # Over a mesh `place` has put each array into a sharding of the mesh.
     if loss.parallel is None:
       updated = donation.committed(updated, held)
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
@@ -152,9 +154,12 @@ class StepProgram:
 
   def _jit(self, loss: Loss, kept_shardings):
     def step(params, opt_state, /, *args, **kwargs):
+      # Over a mesh a gradient goes where its parameter is, or the state of that (ZeRO-1).
       sharded = loss.with_state(params, opt_state)
       reduced = sharded.value_and_grad(params, *args, **kwargs)
+      # `kept` says which microbatches were not skipped; None: all.
       value = functools.partial(sharded.value, reduced.outputs.kept)
+      # By this type an `accumulate` in `tx` knows that it is of one call alone.
       value_fn = ValueOfOneCall(_value_at, value, args, kwargs)
       return self.take(sharded, reduced, params, opt_state, value_fn)
 
@@ -162,11 +167,14 @@ class StepProgram:
 
   def jit(self, loss: Loss, step: Function, kept_shardings):
     """A jitted function that steps, for the shardings that results keep without a mesh."""
+    # Those of parameters, state and carry over a mesh; None without one.
     shardings = loss.out_shardings
     if kept_shardings is not None:
+      # A tree of a dict by position, so its values are in the order of results.
       treedef, known = kept_shardings
       shardings = treedef.unflatten(known).values()
     if shardings is not None:
+      # Further results, such as the metrics, are left to the compiler by None.
       unknown = self.results - len(shardings)
       shardings = (*shardings, *[None] * unknown)
     donated = self.updated if self.donate else ()
@@ -181,12 +189,15 @@ class StepProgram:
     local = loss.local
     out = reduced.outputs
     total = reduced.stats.total_weight
+    # Weights are 0 or more, so a total of 0 is that nothing counted.
     counted: Any = total != 0
     weight: Any = total
     if local.reduction.name == "sum":
       weight = counted.astype(total.dtype)  # a sum is not to be weighed again
+    # Here the weights are known before the program runs: it needs no conditional.
     if not local.split.counts:
       counted = True
+    # Line searches use the first three, and an `accumulate` in `tx` weighs by the last.
     extra_args = {
       "value": out.loss,
       "grad": out.grads,
@@ -195,8 +206,10 @@ class StepProgram:
     }
     update = OptimizerStep(self.tx, out.grads, extra_args, counted)
     with jax.named_scope("optimizer"):
+      # Over a mesh this steps on shards, and gathers the new parameters.
       params, (opt_state, stepped) = loss.update(update, params, opt_state)
     metrics = _metrics(local, reduced) | {"stepped": stepped}
+    # `carry` is a tuple, which is empty if the loss has none.
     return params, opt_state, *reduced.carry, metrics
 
 
@@ -218,6 +231,7 @@ def _metrics(local: LocalLoss, reduced: Reduced) -> dict[str, Tree]:
   if local.noise_scale:
     total = reduced.stats.total_weight
     metrics["noise_scale"] = noise_terms(out.noise, of_mean, total)
+  # A loss with a carry returns ``(loss, (carry, aux))``, so it has aux too.
   if local.has_aux or reduced.carry:
     metrics["aux"] = out.aux
   return metrics
@@ -225,6 +239,7 @@ def _metrics(local: LocalLoss, reduced: Reduced) -> dict[str, Tree]:
 
 def check_not_mapped() -> None:
   """Checks that a step is not called where each device would take a step of its own."""
+  # Manual axes are those of a `pmap` or `shard_map` around the call.
   axes = jax.sharding.get_abstract_mesh().manual_axes
   if axes:
     raise ValueError(
@@ -236,7 +251,8 @@ def check_not_mapped() -> None:
 
 
 def _shardings(loss: Loss, updated, held):
-  """Those of the leaves of what is updated, and their tree. None with `mesh=`, or on one device."""
+  """The tree of what is updated, and its leaves' shardings. None with `mesh=`, or on one device."""
+  # A loss over a mesh has its own `out_shardings`.
   if loss.parallel is not None:
     return None
   of_one_device = jax.sharding.SingleDeviceSharding
@@ -244,6 +260,7 @@ def _shardings(loss: Loss, updated, held):
     return None  # the first stands for all: asking each would take longer
   leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))
+  # None stands for what is not sharded over a mesh.
   if not any(known):
     return None
   return treedef, known
@@ -257,6 +274,7 @@ def step_loss(
   **options,
 ) -> Loss:
   """The loss of a step with these options of `make_train_step`, which are checked."""
+  # Defaults, which `options` replaces. `names` are of arguments, in messages.
   asked = {
     "reduction": "mean",
     "has_aux": False,
@@ -264,6 +282,7 @@ def step_loss(
     "names": {0: "params"},
     **options,
   }
+  # Argument 1 of the loss is the batch, unless `batch_argnums` says otherwise.
   split = Split.of(asked, default_argnum=1)
   local = LocalLoss.of(loss_fn, 0, asked["has_aux"], split, asked)
   if mesh is None:

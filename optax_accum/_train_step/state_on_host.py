@@ -80,9 +80,12 @@ def state_on_host(
     return jax.tree.map(_to_host, tx.init(params))
 
   def update(updates, state, params=None, **extra_args):
+    # For each leaf the memory that it is in, to which its update returns.
     came_from = jax.tree.map(_memory, state)
+    # Without a second argument `_moved` moves to the device.
     fetched = jax.tree.map(_moved, state)
     updates, new = tx.update(updates, fetched, params, **extra_args)
+    # `came_from` fits only a state of the same tree.
     different = _validate.difference("state", new, state, "type", _type)
     if different:
       raise ValueError(

@@ -64,6 +64,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
       results += 1
     self.loss = loss
     self.__name__ = "train_step"
+    # Whether a call succeeded: later ones skip `_refuse_rows`.
     self._called = False
     names = "params", "opt_state", "batch"
     self._program = StepProgram(
@@ -176,8 +177,8 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
   @functools.cached_property
   def _cycle(self) -> CycleProgram:
     # `_checked` would take the state of the cycle, which follows the optimizer state, for a batch.
-    own = dataclasses.replace(self._program, compiled=as_it_is)
-    return CycleProgram(own, updated=(0, 1))
+    unchecked = dataclasses.replace(self._program, compiled=as_it_is)
+    return CycleProgram(unchecked, updated=(0, 1))
 
   def check(
     self,
@@ -194,13 +195,14 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     donated. Raises what the call does, and an error inside `jax.jit`, for one row, or without room
     on one device.
     """
-    # Training does without.
+    # Imported here, since training does not need it.
     from optax_accum._check_split.step_check import check_step
 
     try:
       given = params, opt_state, *args
       loss, placed, named = self._program.place(given, kwargs)
       sharded = loss.with_state(*placed[:2])
+      # The loss takes all of these but the optimizer state.
       return check_step(sharded, self.of_loss(placed), named)
     except Exception:
       self._explain(params, opt_state, *args, **kwargs)
@@ -213,8 +215,9 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     return self._program.prepare(given, named)
 
   def _refuse_rows(self, args, kwargs) -> None:
-    """Refuses what has the rows of the batch and is not split; later that may be by chance."""
+    """Refuses what has the batch's rows unsplit, until a call succeeds; later it may be chance."""
     local = self.loss.local
+    # The user said what is split, so the rest is meant to be shared.
     if local.split.batch_argnums is not None:
       return
     roles = local.roles_of(args, kwargs)
@@ -249,13 +252,14 @@ def _checked(run: Function) -> Function:
 
 def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
   """The signature of a step, with the names that `loss_fn` gives to what follows the parameters."""
-  kind = inspect.Parameter
-  named = kind.POSITIONAL_OR_KEYWORD
-  first = [kind("params", named), kind("opt_state", named)]
+  parameter = inspect.Parameter
+  either = parameter.POSITIONAL_OR_KEYWORD
+  of_step = [parameter("params", either), parameter("opt_state", either)]
   rest = list(inspect.signature(loss_fn).parameters.values())
-  if rest and rest[0].kind in (named, kind.POSITIONAL_ONLY):
+  # A loss that begins with ``*args`` has no name for its parameters, and keeps all.
+  if rest and rest[0].kind in (either, parameter.POSITIONAL_ONLY):
     del rest[0]  # the parameters
-  return inspect.Signature([*first, *rest])
+  return inspect.Signature([*of_step, *rest])
 
 
 @_spellings.hinted(
@@ -426,6 +430,7 @@ def make_train_step(
     were not skipped, differentiable in the memory of one. It is of one call, so line searches in
     `accumulate` are an error if k > 1.
   """
+  # This comes first, while `locals()` has the arguments alone.
   options = {
     k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
   }
