@@ -42,8 +42,8 @@ def specs_of_states(
 ) -> list[PartitionSpec | None]:
   """For each parameter, the sharding that its state has; None if that is not one sharding.
 
-  `specs` begins with those of the leaves of both trees. All leaves of a parameter must have its
-  shape. A leaf found by mistake changes where the step is computed, and not the result.
+  `specs` begins with those of the leaves of both trees. It is None, too, if a leaf of the state has
+  another shape. A leaf found by mistake changes where the step is computed, and not the result.
   """
   leaves = jax.tree.leaves(params)
   state = jax.tree.leaves(opt_state)

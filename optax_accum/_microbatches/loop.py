@@ -53,7 +53,7 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     batch = call.taken(index, rows)
     weight = call.weight(index, batch, rows)
     results = one(weight, *call.inputs(index, batch, carry))
-    # What depends on no argument that varies is the same on all devices, also in its type.
+    # Results that depend on no varying argument are not typed as varying; this types all alike.
     results = call.devices.varying(jax.tree.map(jnp.asarray, results))
     new, own_weight, finite, outputs = results
     # The carry is a tuple of one, or empty where nothing is carried.

@@ -181,6 +181,7 @@ class LocalLoss:
     """What a device has after a call, of what it had before."""
     # Random keys depend on the number of a microbatch, which goes on from the calls before.
     call, run, words = self._gradients(args, kwargs, state.number)
+    # The "" is the root of names in messages, where the fields of `Outputs` are names enough.
     loop = Loop(call, run, words, "")
     accumulated = loop.resume(state.accumulated)
     return state._replace(

@@ -89,8 +89,8 @@ def recomputed(call: Microbatches, run: Run) -> Run:
       weight = new.weight if isinstance(new.weight, jax.Array) else None
       return new._replace(weight=weight, finite=None)
 
-    # What a loop's body computes again cannot be merged with what the loop before it computed. A
-    # loop of one trip is no loop to XLA, which inlines it.
+    # The backward loop computes again what the forward loop did. XLA merges nothing between two
+    # loops, so `prevent_cse` is not needed in one. A loop of one trip is inlined, and is none.
     # The smaller last microbatch, of other `rows`, runs outside of the loop.
     in_loop = rows == call.size and call.rows >= 2 * call.size
     new = jax.checkpoint(arrays, prevent_cse=not in_loop)(index, carry)

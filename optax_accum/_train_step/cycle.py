@@ -205,7 +205,7 @@ class CycleProgram:
     placed = *placed[:2], state, *placed[2:]
     placed, shardings = step.donated(loss, placed, kept)
     jitted = self._finish(loss, shardings)
-    # The sums are not donated: they are deleted after the run.
+    # No result replaces the sums, so they are not donated: they are deleted after the run.
     return PreparedCall(jitted, placed, {}, returned, ended=cycle.state)
 
   def _check_carry(self, name: str, start: Args) -> None:
