@@ -55,16 +55,16 @@ def check_memory(leaves) -> None:
       )
 
 
-def committed(updated, held):
-  """`updated`, with all of `held`, its arrays, committed to their device if only some are.
+def committed(updated, leaves):
+  """`updated`, with all of `leaves`, its arrays, committed to their device if only some are.
 
   A program commits all of its results if some argument is committed. Without this the next call,
   which is given these results, would compile the program again.
   """
   # All are committed, or none is: the next call finds them alike.
-  if {x.committed for x in held} != {True, False}:
+  if {x.committed for x in leaves} != {True, False}:
     return updated
-  devices = {device for x in held for device in x.sharding.device_set}
+  devices = {device for x in leaves for device in x.sharding.device_set}
   if len(devices) > 1:
     return updated  # JAX copies the uncommitted to where they are needed
 
@@ -75,16 +75,16 @@ def committed(updated, held):
   return jax.tree.map(commit, updated)
 
 
-def distinct(updated, held, others):
-  """What can be donated: `updated`, with a copy of each array, `held`, that is passed twice.
+def distinct(updated, leaves, others):
+  """What can be donated: `updated`, with a copy of each array, `leaves`, that is passed twice.
 
   A buffer can be donated once, and over several devices JAX ends the process if it is used twice,
   as in a state of optax's `lbfgs`, or by a teacher that starts as the parameters. `others` are not
   donated.
   """
   seen = set(map(id, others))
-  # The lengths agree if no array is twice in `held`, or in it and in `others`.
-  if len(seen.union(map(id, held))) == len(seen) + len(held):
+  # The lengths agree if no array is twice in `leaves`, or in it and in `others`.
+  if len(seen.union(map(id, leaves))) == len(seen) + len(leaves):
     return updated
 
   def once(x):

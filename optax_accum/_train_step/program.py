@@ -139,18 +139,18 @@ class StepProgram:
   def donated(self, loss: Loss, placed, others):
     """The arguments, of which those that are updated can be donated, and shardings of these."""
     updated = {i: placed[i] for i in self.updated}
-    held = donation.arrays(updated)
-    donation.check_memory(held)
+    arrays = donation.arrays(updated)
+    donation.check_memory(arrays)
     if self.donate:
       rest = [x for i, x in enumerate(placed) if i not in self.updated]
       # From here on these are all arrays that this call does not donate.
       others = donation.arrays((rest, others))
-      updated = donation.distinct(updated, held, others)
+      updated = donation.distinct(updated, arrays, others)
     # Over a mesh `place` has put each array into a sharding of the mesh.
     if loss.parallel is None:
-      updated = donation.committed(updated, held)
+      updated = donation.committed(updated, arrays)
     placed = tuple(updated.get(i, x) for i, x in enumerate(placed))
-    return placed, _shardings(loss, updated, held)
+    return placed, _shardings(loss, updated, arrays)
 
   def _jit(self, loss: Loss, kept_shardings):
     def step(params, opt_state, /, *args, **kwargs):
@@ -250,13 +250,13 @@ def check_not_mapped() -> None:
     )
 
 
-def _shardings(loss: Loss, updated, held):
+def _shardings(loss: Loss, updated, arrays):
   """The tree of what is updated, and its leaves' shardings. None with `mesh=`, or on one device."""
   # A loss over a mesh has its own `out_shardings`.
   if loss.parallel is not None:
     return None
   of_one_device = jax.sharding.SingleDeviceSharding
-  if held and isinstance(held[0].sharding, of_one_device):
+  if arrays and isinstance(arrays[0].sharding, of_one_device):
     return None  # the first stands for all: asking each would take longer
   leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))

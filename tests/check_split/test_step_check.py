@@ -615,13 +615,15 @@ def test_noise_and_a_carry_of_several_devices_are_compared():
   assert check_pair(loss, further=further, **options).verdict == "random"
 
 
-def test_a_key_that_is_shared_on_purpose_beside_a_carry_is_no_error():
+@pytest.mark.parametrize("over_mesh", [False, True])
+def test_a_key_that_is_shared_on_purpose_beside_a_carry_is_no_error(over_mesh):
   def loss(params, batch, count, key):
     del key
     error = batch["x"] @ params - batch["y"]
     return jnp.mean(error**2), (count + 1.0, None)
 
   options = {"carry_argnum": 2, "rng_argnums": ()}
+  options["mesh"] = mesh_of() if over_mesh else None
   key = jax.random.key(0)
   assert check(loss, W, BATCH, jnp.zeros(()), key, **options).ok
 
