@@ -14,6 +14,7 @@ from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.skip import leave_out
 from optax_accum._arithmetic.trees import Carry, Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
+from optax_accum._microbatches import carry as carries
 from optax_accum._microbatches.carry import Carries
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.outputs import Reductions
@@ -43,7 +44,7 @@ class Reduced(NamedTuple):
 class Microbatch(NamedTuple):
   """The results of one microbatch."""
 
-  carry: tuple[Carry, ...]
+  carry: tuple[Carry, ...]  # None in it stands for what came back as it was
   outputs: Tree
   weight: Leaf
   finite: Leaf  # whether loss and gradients are; True where nobody looked
@@ -52,7 +53,7 @@ class Microbatch(NamedTuple):
 class Accumulated(NamedTuple):
   """What a device has added up: a loop carries it from microbatch to microbatch."""
 
-  carry: tuple[Carry, ...]
+  carry: tuple[Carry, ...]  # None in it is not carried
   outputs: Tree  # the states of the reductions
   weight: Leaf  # the sum of the weights; None where it is known when tracing
   skipped: Leaf  # how many were left out; None where nobody looks
@@ -74,8 +75,12 @@ class Accumulator:
 
   def begin(self, like: Microbatch) -> Accumulated:
     """Nothing added up yet, of microbatches of these types."""
+    devices = self.split.devices
     # Each device folds its index into the keys that it carries.
-    carry = self.split.devices.with_own_noise(self.start)
+    carry = devices.with_own_noise(carries.carried(self.start, like.carry))
+    if devices.axis_name is not None:
+      # Raises where a word is missing, so before the first microbatch of a cycle.
+      Carries.of(self.split, self.start, carry)
     # None stands for a sum that is not needed: see `Accumulated`.
     weight: Any = None
     skipped = None
@@ -121,13 +126,13 @@ class Accumulator:
 
   def merge(self, first: Accumulated, second: Accumulated) -> Accumulated:
     """The microbatches of two, which began with one carry."""
-    carries = Carries.of(self.split, self.start)
-    terms = carries.terms(first.carry, first.weight)
-    others = carries.terms(second.carry, second.weight)
+    each = Carries.of(self.split, self.start, first.carry)
+    terms = each.terms(first.carry, first.weight)
+    others = each.terms(second.carry, second.weight)
     # A cycle sums its weights as it runs, so neither is None; a `skipped` of None is an empty tree.
     total = first.weight + second.weight
     return Accumulated(
-      carries.merge(terms, others, total),
+      each.merge(terms, others, total),
       self.reductions.merge(first.outputs, second.outputs),
       total,
       jax.tree.map(jnp.add, first.skipped, second.skipped),
@@ -145,13 +150,13 @@ class Accumulator:
       total = devices.sum(own)
     # On one device the carry is already what the last microbatch that counted returned.
     if devices.axis_name is not None:
-      carries = Carries.of(self.split, self.start)
-      terms = carries.terms(carry, own)
-      carry = carries.over_devices(terms, devices, total)
+      each = Carries.of(self.split, self.start, carry)
+      carry = each.over_devices(each.terms(carry, own), devices, total)
     # Where nobody looked it is None, an empty tree, whose sum is None.
     skipped = devices.sum(accumulated.skipped)
     outputs = self.reductions.over_devices(accumulated.outputs, devices)
     outputs = self.reductions.finish(outputs, total)
+    carry = carries.filled(carry, self.start)
     # A weight of 1 may stand for several rows, and the stats count rows.
     return Reduced(carry, outputs, stats(total * self.rows_in_unit, skipped))
 

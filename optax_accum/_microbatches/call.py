@@ -57,6 +57,8 @@ class Microbatches:
       refusals.refuse_keys(split, roles, self._arguments)
     carried = [self._arguments[slot] for slot in roles.carry]
     self.carry = tuple(jax.tree.map(jnp.asarray, x) for x in carried)
+    # As this device has it: random keys in it differ between devices.
+    self.own_carry = self.devices.with_own_noise(self.carry)
     self.batch = tuple(self._arguments[slot] for slot in roles.batch)
 
   @property

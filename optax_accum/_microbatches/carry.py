@@ -1,4 +1,8 @@
-"""The argument that each microbatch updates for the next; each device has its own."""
+"""The argument that each microbatch updates for the next; each device has its own.
+
+What the loss hands back as it came is not carried: None stands in its place in the loop and in a
+cycle, and no device or cycle combines it.
+"""
 
 from typing import NamedTuple
 
@@ -26,10 +30,26 @@ from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
 
-def check(name: str, old, new) -> None:
-  """Checks that a microbatch returned a carry like the one that it got."""
+def changed(name: str, old, new):
+  """The carry that a loss returned, with None for each array that is the one it got. Checked."""
   returned = "the new_carry that the function returned"
   _validate.check_alike(returned, name, new, old)
+  # The same object, since a traced program does not always show what passes through it.
+  return jax.tree.map(lambda x, before: None if x is before else x, new, old)
+
+
+def carried(carry, like):
+  """A carry with None where `like` has it."""
+  return _map_none(lambda x, own: None if x is None else own, like, carry)
+
+
+def filled(carry, start):
+  """A carry with what `start` has in the place of None."""
+  return _map_none(lambda x, own: own if x is None else x, carry, start)
+
+
+def _map_none(fun, *trees):
+  return jax.tree.map(fun, *trees, is_leaf=lambda x: x is None)
 
 
 class Carries(NamedTuple):
@@ -39,11 +59,13 @@ class Carries(NamedTuple):
   """
 
   kinds: Tree
-  start: tuple[Carry, ...]  # one, or none
+  start: tuple[Carry, ...]  # one, or none; None in it is not carried
 
   @classmethod
-  def of(cls, split: Split, start: tuple[Carry, ...]) -> "Carries":
-    """As the `carry_reduction` of `split` asks; a leaf for which it has no word gets a default."""
+  def of(
+    cls, split: Split, start: tuple[Carry, ...], like: tuple[Carry, ...]
+  ) -> "Carries":
+    """As the `carry_reduction` of `split` asks of the leaves that are not None in `like`."""
     # An empty word asks `_reduction` for the default of the leaf.
     words = "" if split.carry_reduction is None else split.carry_reduction
     name = split.name(*split.carry)
@@ -51,12 +73,14 @@ class Carries(NamedTuple):
     def kind(path, word, x):
       return _reduction(_validate.leaf_name(name, path), word, x)
 
-    def kinds_of(carry):
+    def kinds_of(carry, like):
       each = reduction_words.match("carry_reduction", words, carry)
-      return jax.tree_util.tree_map_with_path(kind, each, carry)
+      # Only for what the loss changes a word may be missing.
+      each = carried(each, like)
+      return jax.tree_util.tree_map_with_path(kind, each, carried(carry, like))
 
     # `start` has one carry or none, and so has the tuple of kinds.
-    return cls(tuple(map(kinds_of, start)), start)
+    return cls(tuple(map(kinds_of, start, like)), carried(start, like))
 
   def terms(self, carry, weight: Weight):
     """What one gives, whose microbatches weigh so much."""
@@ -116,14 +140,15 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   # Keys cannot be combined: that of the first device or cycle is kept, whatever the word.
   if dtypes.is_key(x):
     return _First()
-  if not word and x.dtype == jnp.uint32 and x.shape[-1:] in ((2,), (4,)):
+  if not word and not jnp.issubdtype(x.dtype, jnp.inexact):
     raise TypeError(
-      f"{name} has dtype uint32 and shape {x.shape}, as a raw random key, with which all devices"
-      " would draw the same noise: carry a typed key, as jax.random.wrap_key_data(raw). If these"
-      ' are numbers, say how to combine them: carry_reduction="max".'
+      f"{name} has dtype {x.dtype} and the loss changes it, so devices (or merged cycles) end with"
+      ' different values. Give carry_reduction, a word or a tree of words for the carry: "sum" for'
+      ' a count (the start plus all increments), "max" or "min" for an index or a flag, and "mean"'
+      " for floats beside it. If it is a raw random key, carry a typed one,"
+      " jax.random.wrap_key_data(raw)."
     )
-  if not word:
-    word = "mean" if jnp.issubdtype(x.dtype, jnp.inexact) else "max"
+  word = word or "mean"
   kind = REDUCTIONS[word]
   # 0 rows and no dtype, since the checks of these four words ask for neither.
   kind.check(name, jax.ShapeDtypeStruct(x.shape, x.dtype), 0, None)

@@ -52,14 +52,13 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
   def run(index, carry, rows):
     batch = call.taken(index, rows)
     weight = call.weight(index, batch, rows)
-    results = one(weight, *call.inputs(index, batch, carry))
+    own = carries.filled(carry, call.own_carry)
+    results = one(weight, *call.inputs(index, batch, own))
     # Results that depend on no varying argument are not typed as varying; this types all alike.
     results = call.devices.varying(jax.tree.map(jnp.asarray, results))
     new, own_weight, finite, outputs = results
     # The carry is a tuple of one, or empty where nothing is carried.
     new_carry = (new,) if call.carry else ()
-    for before, after in zip(carry, new_carry, strict=True):
-      carries.check(call.split.name(*call.roles.carry), before, after)
     if weight is None:
       weight = own_weight
     elif own_weight is not None:
@@ -82,12 +81,10 @@ class Loop:
   ) -> None:
     self.call = call
     self.run = run
-    # The carry as this device has it: random keys in it differ between devices.
-    start = call.devices.with_own_noise(call.carry)
     programs = []
     for rows in call.sizes:
       # Index 0 stands for any, as only the types of the results are asked for.
-      one = functools.partial(run, 0, start, rows)
+      one = functools.partial(run, 0, call.own_carry, rows)
       # In this frame, so that few stand between a call and the loss.
       programs.append(jax.make_jaxpr(one, return_shape=True)())
     # The types of the results of a full microbatch, and of the last one, which may be smaller.
@@ -206,4 +203,5 @@ def reduced(
   reductions.check(root, call)
   outputs = reductions.only(whole.outputs)
   # No option weighs or skips here, so the total weight is the number of rows.
-  return Reduced(whole.carry, outputs, stats(call.rows))
+  carry = carries.filled(whole.carry, call.carry)
+  return Reduced(carry, outputs, stats(call.rows))

@@ -12,6 +12,7 @@ from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.reductions import refusing_derivatives
 from optax_accum._arithmetic.trees import Leaf, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
+from optax_accum._microbatches.carry import changed
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.roles import by_slot, RolesOf
 
@@ -20,6 +21,7 @@ from optax_accum._microbatches.roles import by_slot, RolesOf
 class LossFunction:
   """``fun`` as a function that returns ``(loss, (weight, new_carry, aux))``, whatever it returns.
 
+  In the new carry None stands for what `fun` hands back as it came: `carry` says why.
   The loss is a total if `fun` returns a weight too, and the weight is None otherwise.
   """
 
@@ -57,6 +59,9 @@ class LossFunction:
       loss, aux = _pair(out, out, wanted)
       if carries:
         carry, aux = _pair(aux, out, wanted)
+        (slot,) = self.roles_of(args, kwargs).carry
+        given = by_slot(args, kwargs)[slot]
+        carry = changed(self.split.name(slot), given, carry)
     if self.split.has_weight:
       wanted = (
         "has_weight=True it must return (total, weight) in the place of the loss, as in"

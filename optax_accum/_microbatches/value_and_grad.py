@@ -103,10 +103,11 @@ def microbatch_value_and_grad(
       `weight_fn` and further axes of a mesh, or collectives in the loss, a microbatch that is empty
       on one device runs if it counts on another, and its loss must be finite.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: float32 or wider.
-    carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
-      default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
-      all increments. Keys are not combined: each device folds its index into its own, and those of
-      the first come out.
+    carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
+      ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
+      ``"max"`` and ``"min"``. An integer or boolean that the loss changes has no default: it may be
+      a count or an index. What the loss hands back as it came is not combined. Keys are not either:
+      each device folds its index into its own, and those of the first come out.
 
   Returns:
     A function with `fun`'s arguments that returns what ``jax.value_and_grad(fun)`` does, in the

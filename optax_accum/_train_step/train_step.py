@@ -367,10 +367,11 @@ def make_train_step(
       parameters in the dtype of their accumulators. Excludes `skip_nonfinite` and `noise_scale`.
     accumulator_dtype: The dtype to add losses and gradients up in. Default: that of each gradient,
       but float32 at least. The optimizer gets gradients in their own dtypes again.
-    carry_reduction: How the carries of devices are combined: a prefix tree of ``"mean"`` (weighted;
-      default for floats), ``"max"`` (default for integers), ``"min"``, or ``"sum"``, the start plus
-      all increments. Keys are not combined: each device folds its index into its own, and those of
-      the first come out.
+    carry_reduction: How devices, or merged cycles, combine their carries: a prefix tree of
+      ``"mean"`` (weighted; default for floats), ``"sum"`` (the start plus all increments),
+      ``"max"`` and ``"min"``. An integer or boolean that the loss changes has no default: it may be
+      a count or an index. What the loss hands back as it came is not combined. Keys are not either:
+      each device folds its index into its own, and those of the first come out.
 
   Returns:
     A `TrainStep`, with ``check``, ``lower``, ``trace`` and ``eval_shape``, and ``begin``, ``add``,

@@ -387,22 +387,126 @@ def test_words_that_cannot_be_kept_are_refused():
 
 
 @pytest.mark.parametrize(
-  "held", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str
+  "start", [jnp.int32(3), jnp.array(False), jax.random.PRNGKey(0)], ids=str
 )
-def test_over_devices_what_is_no_float_has_a_word(held):
+def test_what_is_no_float_and_changes_needs_a_word_over_devices(start):
   def fun(p, x, carry):
-    new = {**carry, "n": carry["n"] + jnp.ones((), held.dtype)}
+    new = {**carry, "n": carry["n"] + jnp.ones((), start.dtype)}
     return p * jnp.mean(x), (new, None)
 
-  x, carry = np.ones(8, np.float32), {"n": held, "same": held}
-  if held.shape:  # a raw key, or numbers
-    with pytest.raises(TypeError, match=r"2\['n'\] .*carry_reduction"):
-      one_step(fun, x, carry, make_mesh(2))
-  alone = one_step(fun, x, carry)
+  x, carry = np.ones(8, np.float32), {"n": start, "same": start}
+  message = rf"argument 2\['n'\] has dtype {start.dtype}.*carry_reduction.*\"sum\" for a count"
+  options = {"num_microbatches": 1, "carry_argnum": 2}
+
+  def make(**more):
+    return optax_accum.make_train_step(fun, TX, **options, **more)
+
+  over_devices = make(mesh=make_mesh(2))
+  alone = make()
+  params = jnp.float32(1)
+
+  def add(step):
+    return step.add(step.begin(params, carry), params, x)
+
+  mapped = jax.pmap(
+    optax_accum.microbatch_value_and_grad(fun, axis_name="i", **options),
+    axis_name="i",
+    in_axes=(None, 0, None),
+  )
+  for call in (
+    lambda: one_step(fun, x, carry, make_mesh(2)),
+    lambda: add(over_devices),
+    lambda: mapped(params, x.reshape(2, 4), carry),
+    lambda: alone.merge(add(alone), add(alone)),
+  ):
+    with pytest.raises(TypeError, match=message):
+      call()
   words = {"n": "max", "same": "max"}
   for new in (
-    alone,
+    one_step(fun, x, carry),
     one_step(fun, x, carry, make_mesh(2), carry_reduction=words),
   ):
-    np.testing.assert_array_equal(new["n"], held + jnp.ones((), held.dtype))
-    np.testing.assert_array_equal(new["same"], held)
+    np.testing.assert_array_equal(new["n"], start + jnp.ones((), start.dtype))
+    np.testing.assert_array_equal(new["same"], start)
+
+
+@kinds
+def test_what_the_loss_hands_back_is_not_combined(kind):
+  def fun(p, x, carry):
+    new = {**carry, "mean": carry["mean"] + jnp.mean(x)}
+    return p * jnp.mean(x), (new, None)
+
+  x = np.arange(16, dtype=np.float32)
+  start = {
+    "mean": jnp.float32(0.1),
+    "float": jnp.full(8, 0.1),  # a mean over 8 devices is 0.10000001
+    "int": jnp.int32(3),
+    "flag": jnp.array(True),
+    "key": jax.random.key(3),
+  }
+  before = {**start, "key": jax.random.key_data(start["key"])}
+  mesh = make_mesh(8, kind=kind)
+  options = {"num_microbatches": 2, "carry_argnum": 2, "donate": False}
+  step = optax_accum.make_train_step(fun, TX, mesh=mesh, **options)
+  whole = step(*HELD, x, start)[2]
+
+  def cycle():
+    return step.add(step.begin(HELD[0], start), HELD[0], x)
+
+  added = step.finish(*HELD, cycle())[2]
+  merged = step.finish(*HELD, step.merge(cycle(), cycle()))[2]
+  for new in (whole, added, merged):
+    np.testing.assert_allclose(new.pop("mean"), 0.1 + 15, rtol=1e-6)
+    new["key"] = jax.random.key_data(new["key"])
+    for name, kept in new.items():
+      np.testing.assert_array_equal(kept, before[name])
+  compiled = step.lower(*HELD, x, start).compile()
+  # Of the carry the mean alone is sent, and so nothing of 8 floats.
+  assert not count_collectives(compiled).at_least(32).operations
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.float32])
+def test_counts_agree_in_one_call_in_a_cycle_and_in_a_merge(dtype):
+  """17 of 33 rows, on one device and on 8; their maximum over devices would be 5 of 5."""
+  rows = np.random.default_rng(0).permutation(48)
+  batch = {"right": rows < 17, "valid": rows < 33}
+
+  def fun(p, batch, carry):
+    new = {
+      name: count + batch[name].sum().astype(dtype)
+      for name, count in carry.items()
+    }
+    return p * jnp.mean(batch["right"].astype(jnp.float32)), (new, None)
+
+  def of(part):
+    return {name: x[part] for name, x in batch.items()}
+
+  params = jnp.float32(1)
+  for mesh in (None, make_mesh(8)):
+    step = optax_accum.make_train_step(
+      fun,
+      TX,
+      num_microbatches=1,
+      carry_argnum=2,
+      carry_reduction="sum",
+      mesh=mesh,
+      donate=False,
+    )
+    start = {"right": dtype(100), "valid": dtype(200)}
+
+    def added(*parts, step=step, start=start):
+      cycle = step.begin(params, start)
+      for part in parts:
+        cycle = step.add(cycle, params, of(part))
+      return cycle
+
+    parts = slice(0, 16), slice(16, 48)
+    merged = step.merge(added(parts[0]), added(parts[1]))
+    ends = [
+      step(params, TX.init(params), batch, start),
+      step.finish(params, TX.init(params), added(*parts)),
+      step.finish(params, TX.init(params), merged),
+    ]
+    for _, _, new, _ in ends:
+      assert (int(new["right"]), int(new["valid"])) == (117, 233)
+      assert new["right"].dtype == dtype

@@ -223,7 +223,7 @@ MEANS = {
   "empty": lambda d: d.weights != "none",
   "aux": lambda d: not d.streams,
   "carry": lambda d: not d.streams and d.entry != "linen",
-  "carry_reduction": lambda d: d.carry and d.parts > 1,
+  "carry_reduction": lambda d: d.carry and (d.parts > 1 or d.local),
   "further": lambda d: not d.streams and d.entry != "linen",
   "key": lambda d: not d.streams and d.entry != "linen",
   "batch": lambda d: not d.streams and d.entry != "linen",

@@ -137,7 +137,7 @@ class Model:
       out["has_aux"] = not draw.carry
     if draw.local:
       out["axis_name"] = "data"
-    if draw.carry and draw.parts > 1:
+    if draw.carry and (draw.parts > 1 or draw.local):
       out["carry_reduction"] = plain.carry_reductions(draw)
     if draw.accumulator_dtype != "default":
       out["accumulator_dtype"] = draw.accumulator_dtype
