@@ -191,14 +191,14 @@ def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
   def fun(p, x, carry):
     key, sub = jax.random.split(carry["key"])
     many = jax.vmap(lambda key: jax.random.split(key)[0])(carry["many"])
-    return p * jnp.mean(x), (
-      {"key": key, "many": many},
-      jax.random.uniform(sub),
-    )
+    new = {"key": key, "many": many, "kept": carry["kept"]}
+    aux = jax.random.uniform(sub), jax.random.uniform(carry["kept"])
+    return p * jnp.mean(x), (new, aux)
 
   start = {
     "key": jax.random.key(0),
     "many": jax.random.split(jax.random.key(1), 3),
+    "kept": jax.random.key(2),
   }
   step = optax_accum.make_train_step(
     fun,
@@ -210,8 +210,10 @@ def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
     mesh=make_mesh(4, kind=kind),
   )
   _, _, carry, metrics = step(*HELD, np.ones(16, np.float32), start)
-  noise = np.asarray(metrics["aux"])
+  noise, of_kept = map(np.asarray, metrics["aux"])
   assert len(set(noise.tolist())) == noise.size == 8
+  # A key that is handed back draws the same in both microbatches of a device.
+  assert len(set(of_kept.tolist())) == 4
 
   @jax.jit
   def first_device(start):
@@ -219,15 +221,16 @@ def test_typed_keys_differ_between_devices_and_come_out_as_the_first_ones(kind):
     held = {
       "key": fold_in(start["key"], 0),
       "many": jax.vmap(lambda k: fold_in(k, 0))(start["many"]),
+      "kept": start["kept"],
     }
     for _ in range(2):
-      _, (held, noise) = fun(1.0, jnp.ones(2), held)
+      _, (held, (noise, _)) = fun(1.0, jnp.ones(2), held)
       drawn.append(noise)
     return held, drawn
 
   first, drawn = first_device(start)
   assert noise[:2].tolist() == [float(x) for x in drawn]
-  for name in ("key", "many"):
+  for name in start:
     np.testing.assert_array_equal(
       jax.random.key_data(carry[name]), jax.random.key_data(first[name])
     )
