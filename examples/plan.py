@@ -1,15 +1,13 @@
 """Which microbatch fits: plan train_lm.py for this machine, and a larger job for an absent TPU.
 
-`build` and `build_for_tpu` return the arguments of `plan_microbatches`, so the command line can
-plan them too:
-
-    python -m optax_accum plan examples/plan.py:build --memory 64MiB --choice remat=false,true
+The planner compiles a few steps, with a line for each, and runs none. Of the choices, remat=False is
+preferred: with remat=True only what does not fit otherwise is planned.
 
 Run:      python examples/plan.py [--memory SIZE] [--tpu]
           On a TPU or GPU omit --memory: the device reports its memory. --tpu also plans a larger
           job for one chip of a v5e with 15 GiB. It needs pip install ".[bench]".
 Expected: within 64 MiB, 8 microbatches of 8 rows. With remat, which recomputes activations in the
-          backward pass, 32 rows would fit, at 1.2 times the FLOPs. Half a minute on 2 CPU cores. On
+          backward pass, 32 rows would fit, and a step takes longer. Half a minute on 2 CPU cores. On
           the v5e, 4 microbatches of 128 rows, because 256 rows do not fit. This takes 2 minutes
           more, because XLA needs 20 seconds for each program.
 """

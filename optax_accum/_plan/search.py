@@ -2,20 +2,20 @@
 
 import bisect
 from collections.abc import Callable, Mapping, Sequence
-import functools
 import itertools
-from typing import Any
+import operator
+from typing import Any, TypeAlias
 
-from optax_accum import _spellings, _validate
-from optax_accum._plan.builder import Builder, BuildStep, GivenArgs
-from optax_accum._plan.candidate import PlanCandidate
-from optax_accum._plan.report import does_not_fit, MicrobatchPlan
+from optax_accum import _validate
+from optax_accum._arithmetic.trees import Args, Leaves
+from optax_accum._plan import programs, sizes
+from optax_accum._plan.programs import BuildStep, PlanCandidate
+from optax_accum._plan.report import MicrobatchPlan
+
+# The arguments of a call of the step, or a function of the choice that returns them.
+GivenArgs: TypeAlias = Args | Leaves | Callable[..., Args]
 
 
-@_spellings.hinted(
-  "The arguments of the step are one tuple:"
-  " plan_microbatches(build_step, (params, opt_state, batch), batch_size=1024)."
-)
 def plan_microbatches(
   build_step: BuildStep,
   args: GivenArgs,
@@ -26,9 +26,10 @@ def plan_microbatches(
 ) -> MicrobatchPlan:
   """Finds the largest microbatch that fits in memory, by compiling a few sizes. Nothing runs.
 
-  Sizes are bisected by the memory that XLA reports: 12 divisors take three to five programs per
-  choice. Plan for the device that you train on: XLA for CPU may undo rematerialization outside of
-  scans. The guide "Choosing the microbatch" also plans for absent TPUs.
+  Sizes are bisected by the memory that XLA reports: for 12 divisors the step is compiled three or
+  four times, and each time a line on standard error says so. Plan for the device that you train on:
+  XLA for CPU may undo rematerialization outside of scans. The guide "Choosing the microbatch" also
+  plans for absent TPUs.
 
   Examples:
     >>> import jax, jax.numpy as jnp, optax, optax_accum
@@ -48,71 +49,58 @@ def plan_microbatches(
 
   Args:
     build_step: ``build_step(num_microbatches, **choice)`` returns a step of this library, or a
-      function wrapped by `jax.jit`. If it has a parameter ``microbatch_size``, it gets that
-      instead, and sizes that do not divide the batch are tried too.
+      function wrapped by `jax.jit`.
     args: The arguments of a call of the step, as arrays or as `jax.ShapeDtypeStruct`, with their
       shardings if they have any. They are not donated. Or a function: ``args(**choice)`` returns
-      them, which compares ways to shard: ``choices={"shard": ["whole", "layers"]}``.
-    batch_size: The rows of the batch in `args`, on all devices together; or on one device, for a
-      function of your own that splits these inside `shard_map`.
+      them, which tries ways to shard: ``choices={"shard": ["whole", "layers"]}``.
+    batch_size: The rows of the batch in `args`, on all devices together.
     memory_limit: The memory of one device, in bytes or as a string such as ``"16GiB"`` or ``"80
       GB"``, without what other arrays take. Default: the device's ``memory_stats()["bytes_limit"]``
       (on a GPU 75% of its memory, or XLA_PYTHON_CLIENT_MEM_FRACTION), less 5% for fragmentation.
-    choices: Further options of `build_step`, each with a list of values, in all combinations.
+    choices: Further options of `build_step`, each with a list of values in the order of preference.
+      Combinations are tried until a step fits; of several options the last is the first to change.
 
   Returns:
-    A `MicrobatchPlan`. Its microbatch is the largest that fits, which is not always the fastest.
-    Its ``choice`` has the fewest operations of those that fit; of choices that are within 1% of
-    that, it sends the fewest bytes; of these (within 1%), it has the fewest microbatches.
+    A `MicrobatchPlan`. Its microbatch is the largest that fits, which is not always the fastest, of
+    the first choice of which any fits.
 
   Raises:
-    ValueError: Not even one row fits (the message says what takes the memory); `memory_limit` is
-      not a size, or the device does not report its memory; two sizes make the same program; the
-      batch in `args` does not have `batch_size` rows, in every choice.
-    TypeError: An argument has the wrong type, `build_step` returns something without ``lower``, or
-      a function `args` does not take the options in `choices`.
-    Exception: Any error of compiling, with a note that says which step it was.
+    ValueError: Not even one row fits (the message has all that was compiled); `memory_limit` is not
+      a size, or the device does not report its memory; the batch in `args` does not have
+      `batch_size` rows.
+    Exception: Any error of compiling.
   """
   rows = _validate.positive_int("batch_size", batch_size)
-  if hasattr(build_step, "lower"):
-    raise TypeError(
-      f"build_step={build_step!r:.80} is a step; give a function build_step(num_microbatches,"
-      " **choice) that returns one."
-    )
-  if choices is None:
-    choices = {}
-  if not isinstance(choices, Mapping) or not all(
-    map(_is_list, choices.values())
-  ):
-    raise TypeError(
-      f"choices={choices!r} must be a dict from options of build_step to lists of values to try,"
-      ' such as {"remat": [False, True]}.'
-    )
-  builders = []
+  choices = choices or {}
+  found: list[PlanCandidate] = []
   for values in itertools.product(*choices.values()):
     choice = dict(zip(choices, values, strict=True))
-    builders.append(Builder(build_step, args, rows, choice))
-  limit = builders[0].limit(memory_limit)
-  # An error in the batch of any choice comes before anything is compiled.
-  possible = [builder.sizes() for builder in builders]
+    given = args
+    if callable(given):
+      given = given(**choice)
+    given = tuple(given)
+    if memory_limit is None:
+      limit = programs.memory_of_a_device(given)
+    else:
+      limit = sizes.parse(memory_limit)
+    possible = programs.possible_sizes(build_step(1, **choice), given, rows)
 
-  import tqdm  # training does without
+    def compile_size(size, choice=choice, given=given, limit=limit):
+      candidate = PlanCandidate(rows // size, size, choice)
+      return programs.compiled(build_step, given, candidate, limit)
 
-  found = []
-  with tqdm.tqdm(
-    desc="compiling", unit="program", leave=False, disable=None
-  ) as bar:
-    for builder, (even, uneven) in zip(builders, possible, strict=True):
-      compile_size = functools.partial(builder.compile, limit=limit, bar=bar)
-      found.append(search(even, rows, limit, compile_size, uneven))
-  plan = MicrobatchPlan.of(found, rows, limit)
-  if not plan.candidates[0].fits:
-    raise ValueError(does_not_fit(plan))
+    found += search(possible, rows, limit, compile_size)
+    if any(c.fits for c in found):
+      break
+  found.sort(key=operator.attrgetter("fits", "microbatch_size"), reverse=True)
+  plan = MicrobatchPlan(rows, limit, tuple(found))
+  if not found[0].fits:
+    raise ValueError(
+      "Nothing fits: give a larger memory_limit, shard parameters or optimizer state over more"
+      " devices, use donate=True, in_place=True or rematerialization, or use a smaller model.\n"
+      f"{plan}"
+    )
   return plan
-
-
-def _is_list(values: object) -> bool:
-  return isinstance(values, (list, tuple)) and len(values) > 0
 
 
 def search(
@@ -120,14 +108,12 @@ def search(
   whole: int,
   limit: int,
   compile_size: Callable[[int], PlanCandidate],
-  uneven: Sequence[int] = (),
 ) -> list[PlanCandidate]:
   """Bisects the possible microbatches, in rows, for the largest that fits: all that it compiled.
 
   `possible` has the smallest size first; on TPUs one row may need more memory than two. The `whole`
   batch has no scan and no accumulators, so it may fit where half of it does not. It is not compiled
   if several scans show that its activations alone exceed the limit.
-  The `uneven` sizes are bisected last, between the answer of `possible` and the next larger one.
   """
   known: dict[int, PlanCandidate] = {}  # by rows
 
@@ -136,21 +122,15 @@ def search(
     return not known[size].fits
 
   bisect.bisect_left(possible, True, key=too_large)
-  if len(known) < min(len(possible), 2):  # so that two programs are compared
-    too_large(possible[0])
   if whole == possible[-1] and whole not in known:
     # XLA writes products of one row in another way, so the smallest size says little of others.
     scans = [
       c
       for size, c in sorted(known.items())
-      if size > possible[0] and c.analysed
+      if size > possible[0] and c.peak_bytes
     ]
     if _needs(whole, scans) <= limit:
       too_large(whole)
-  fits = max((size for size, c in known.items() if c.fits), default=0)
-  larger = min((size for size in known if size > fits), default=whole + 1)
-  between = [size for size in uneven if fits < size < larger]
-  bisect.bisect_left(between, True, key=too_large)
   return [*known.values()]
 
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_accum import make_train_step
-from optax_accum._plan.candidate import PlanCandidate
 
 ROWS = 96  # with 12 divisors
 COUNTS = [n for n in range(1, ROWS + 1) if ROWS % n == 0]
@@ -51,7 +50,7 @@ class Compilations:
       self.asked.append(count)
       return self._compiled(count).memory_analysis()
 
-    return lowers_to(count, stats)
+    return lowers_to(stats)
 
 
 class Made:
@@ -59,11 +58,10 @@ class Made:
     self.__dict__.update(attributes)
 
 
-def lowers_to(count, stats):
-  """A step whose program has the memory that `stats()` says, and no text to be read."""
-  compiled = Made(memory_analysis=stats, as_text=lambda: "ENTRY main {\n}\n")
-  lowered = Made(as_text=lambda: str(count), compile=lambda: compiled)
-  return Made(lower=lambda *args: lowered)
+def lowers_to(stats):
+  """A step whose program has the memory that `stats()` says."""
+  compiled = Made(memory_analysis=stats)
+  return Made(lower=lambda *args: Made(compile=lambda: compiled))
 
 
 def compiled_once(build_step, args):
@@ -80,7 +78,7 @@ def compiled_once(build_step, args):
     @functools.cache
     def lowered():
       made = lower(*(args(**choice) if callable(args) else args))
-      return Made(as_text=made.as_text, compile=functools.cache(made.compile))
+      return Made(compile=functools.cache(made.compile))
 
     step.lower = lambda *args: lowered()
     return step
@@ -99,7 +97,6 @@ class Memory(NamedTuple):
 
 
 FIXED = 1100  # of these, what is reserved but for temporary buffers
-NO_CHOICE = {}  # a plan tells choices by their identity
 
 
 def written_down(temp, asked=None):
@@ -111,7 +108,7 @@ def written_down(temp, asked=None):
         asked.append(num_microbatches)
       return Memory(temp(num_microbatches, **choice))
 
-    return lowers_to(num_microbatches, stats)
+    return lowers_to(stats)
 
   return build_step
 
@@ -125,7 +122,3 @@ def build_mlp(num_microbatches, remat=False, mesh=None):
 
 def mlp_args(width=64, rows=ROWS * 8):
   return arguments([shape(width, width)] * 2, shape(rows, width))
-
-
-def candidate(size, temp=0, rows=16, choice=NO_CHOICE, **numbers):
-  return PlanCandidate(rows // size, size, choice, temp_bytes=temp, **numbers)
