@@ -30,11 +30,11 @@ import optax
 import paths  # noqa: F401
 import results
 from support import devices, trees
+from support.matrix_flops import matrix_flops
 from support.optimizers import mini_step
 import train_lm
 
 import optax_accum
-from optax_accum._compiled.matrix_flops import matrix_flops
 
 
 def approaches(loss_fn, tx, mesh, n):
@@ -163,10 +163,20 @@ def main():
     compiled = measure.compile_step(step, params, state, batch, donate=(0, 1))
     report = optax_accum.count_collectives(compiled.program).at_least(1024)
     counts = []
-    for part in (report.inside, report.outside):
-      operations, bytes_ = map(sum, zip((0, 0), *part.values(), strict=True))
-      counts += operations, bytes_ / 2**20
-    work = matrix_flops(compiled.program) / share
+    for in_loops in (True, False):
+      found = [
+        c
+        for c in report.operations
+        if bool(c.loop) == in_loops and not c.at_cycle_end
+      ]
+      # XLA for TPU prints no trips of loops: there are those over microbatches alone.
+      times = [
+        c.executions * args.microbatches ** len(c.unknown_trip_counts)
+        for c in found
+      ]
+      sent = sum(n * c.bytes for n, c in zip(times, found, strict=True))
+      counts += sum(times), sent / 2**20
+    work = matrix_flops(compiled.program, args.microbatches) / share
     table.add(name, *counts, work, compiled.temp_bytes / 2**20)
   default = {
     None: "collectives",

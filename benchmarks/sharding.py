@@ -35,7 +35,9 @@ import measure
 import memory
 import numpy as np
 import optax
+import paths  # noqa: F401
 import results
+from support.compiled import groups_of
 
 from optax_accum import count_collectives, make_train_step
 
@@ -150,7 +152,8 @@ def sent(collectives, unit):
   def share(c):
     if c.kind == "collective-permute":
       return 1
-    devices = len(c.groups[0]) if c.groups else 8
+    groups = groups_of(c)
+    devices = len(groups[0]) if groups else 8
     return (2 if c.kind == "all-reduce" else 1) * (devices - 1) / devices
 
   return sum(c.executions * c.bytes * share(c) for c in collectives) / unit
@@ -162,7 +165,7 @@ def needs(step, unit):
     step.memory_analysis(),
     count_collectives(step).at_least(1024).operations,
   )
-  spanning = [c for c in found if REPLICAS.intersection(c.groups)]
+  spanning = [c for c in found if REPLICAS.intersection(groups_of(c))]
   return (
     held.argument_size_in_bytes / unit,
     held.temp_size_in_bytes / unit,

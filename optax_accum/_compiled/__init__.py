@@ -1,1 +1,1 @@
-"""What the text of a compiled program tells: `collectives` and `matrix_flops`, read by `hlo`."""
+"""What the text of a compiled program tells: `collectives`, read by `hlo`; and `scopes`."""

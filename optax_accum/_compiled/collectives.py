@@ -1,16 +1,13 @@
 """How many collectives a compiled program runs per call."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 import dataclasses
-import math
 import re
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from optax_accum import _scopes
-from optax_accum._compiled import hlo
+from optax_accum._compiled import hlo, scopes
 
 _KINDS = [
   "all-reduce",
@@ -21,23 +18,12 @@ _KINDS = [
   "collective-permute",
   "collective-broadcast",
 ]
-# The replica groups, as XLA writes them: a list; a range, transposed; or axes of a mesh.
-_LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
-_RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-_RANGED = re.compile(rf"replica_groups=\[([\d,]+)\]<={_RANGE}")
-_MESH = re.compile(
-  rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^:]*?)\}}"
-)
-
-
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class Collective(NamedTuple):
   """One collective operation, as reached from one place: `CollectiveReport` has the words."""
 
   kind: str
-  groups: Groups  # the devices that exchange, each by its place in the mesh
   shape: str  # the arrays that `bytes` counts: "f32[8,128]", "(f32[], f32[128])" where combined
   bytes: int
   executions: int
@@ -45,14 +31,7 @@ class Collective(NamedTuple):
   op_name: str
   unknown_trip_counts: tuple[str, ...]  # outermost first
   at_cycle_end: bool
-
-  @property
-  def sent(self) -> int:
-    """The bytes that a device sends in one execution around a ring of those that exchange."""
-    part = 1 - 1 / max(map(len, self.groups), default=math.inf)
-    if self.kind == "all-reduce":
-      part *= 2
-    return round(self.bytes * part)
+  attributes: str  # as XLA writes them: replica_groups and more
 
 
 class CollectiveTotal(NamedTuple):
@@ -67,12 +46,11 @@ class CollectiveReport:
   """What `count_collectives` found; it prints as a table.
 
   Attributes:
-    operations: Every collective, once for each place that reaches it, with ``kind``; ``groups``,
-      the devices that exchange, by place in ``mesh.devices.flat`` (``()``: all, or unknown); of one
-      execution on one device ``shape``, ``bytes`` and, around a ring, bytes ``sent``;
-      ``executions`` in a call; ``loop``, the innermost or None; ``op_name``, its origin in JAX;
-      ``unknown_trip_counts``, the loops that count once; and ``at_cycle_end``, whether the
-      conditional that ends a cycle, or a loop of the optimizer's step, runs it.
+    operations: Every collective, once for each place that reaches it, with ``kind``; of one
+      execution on one device ``shape`` and ``bytes``; ``executions`` in a call; ``loop``, the
+      innermost or None; ``op_name``, its origin in JAX; ``unknown_trip_counts``, the loops that
+      count once; ``at_cycle_end``, whether the conditional that ends a cycle, or a loop of the
+      optimizer's step, runs it; and ``attributes``, XLA's own text of the devices that exchange.
     streaming: Whether a call takes one microbatch of `accumulate`.
   """
 
@@ -98,7 +76,7 @@ class CollectiveReport:
 
   @property
   def unknown_trip_counts(self) -> tuple[str, ...]:
-    """The loops without a fixed trip count, whose collectives count once."""
+    """The loops whose trips XLA does not print, whose collectives count once."""
     return tuple(
       dict.fromkeys(n for c in self.operations for n in c.unknown_trip_counts)
     )
@@ -169,7 +147,9 @@ class CollectiveReport:
     if not found:
       lines = ["no collectives"]
     for loop in self.unknown_trip_counts:
-      lines.append(f"counted once, a loop of unknown count: {loop}")
+      lines.append(
+        f"counted once, a loop whose trips XLA does not print: {loop}"
+      )
     if self.streaming:
       lines.append(
         "a call is one microbatch of accumulate, so what is outside runs in every one"
@@ -199,14 +179,13 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     combines, splits, moves and replaces collectives; ``op_name`` says where one came from.
 
   Raises:
-    TypeError: `compiled` is a function, or lowered but not compiled.
-    ValueError: `compiled` has no text, or a text that is not an HLO module.
+    ValueError: `compiled` is lowered but not compiled, or has no text of an HLO module.
 
   Edge cases:
     =====================================  =====================================================
     several arrays; a start and its done   one operation, the bytes of all
-    a loop without a fixed trip count, or  counts once, in ``unknown_trip_counts``
-    one of more than 65,536 on a TPU
+    a loop whose trips XLA does not print  counts once, in ``unknown_trip_counts``: one without a
+                                           fixed number, and every loop of a TPU
     the condition of a loop                inside the loop; once more than the body
     `accumulate`                           ``at_cycle_end``, as if the call ended a cycle; in a
                                            loop, as if each trip did: an upper bound
@@ -216,12 +195,20 @@ def count_collectives(compiled: jax.stages.Compiled | str) -> CollectiveReport:
     sends, receives and custom calls       not counted
     =====================================  =====================================================
   """
-  module = hlo.Module(_text_of(compiled))
+  text = compiled
+  if not isinstance(text, str):
+    text = text.as_text() or ""
+  if not re.search(r"^ENTRY\b", text, re.MULTILINE):
+    raise ValueError(
+      f"compiled={compiled!r:.80} is no optimized HLO module: pass"
+      " jax.jit(f).lower(*args).compile(), or what as_text() of that returns."
+    )
+  module = hlo.Module(text)
   runs = module.runs(_is_collective)
   found = tuple(_collective(run) for run in runs if not _continues(run))
   # A whole cycle's step may end one of `accumulate` too, but its microbatches are in a loop.
   streaming = any(
-    end.place.loop is None and _scopes.WHOLE_CYCLE not in end.place.op_name
+    end.place.loop is None and scopes.WHOLE_CYCLE not in end.place.op_name
     for end in module.runs(hlo.ends_cycle)
   )
   return CollectiveReport(found, streaming)
@@ -251,46 +238,11 @@ def _collective(run: hlo.Run) -> Collective:
     shape = f"({shape})"
   return Collective(
     kind=kind,
-    groups=_groups(run.operation.attributes),
     shape=shape,
     bytes=sum(map(hlo.array_bytes, arrays)),
+    attributes=run.operation.attributes,
     **run.place._asdict(),
   )
-
-
-def _groups(attributes: str) -> Groups:
-  """The devices that exchange; () if that is all of them, or not known."""
-  listed = _LISTED.search(attributes)
-  ranged = _RANGED.search(attributes)
-  of_mesh = _MESH.search(attributes)
-  if listed:
-    return tuple(map(_numbers, re.findall(r"\d[\d,]*", listed[1])))
-  if ranged:
-    devices = _devices(*map(_numbers, ranged.groups()))
-  elif of_mesh:
-    axes = dict(re.findall(r"'(.*?)'=(\d+)", of_mesh[1]))
-    shape = tuple(map(int, axes.values()))
-    devices = _devices(shape, *map(_numbers, of_mesh.group(2, 3)))
-    among = [i for i, name in enumerate(axes) if f"'{name}'" in of_mesh[4]]
-    devices = np.moveaxis(devices, among, range(-len(among), 0))
-    devices = devices.reshape(-1, math.prod(shape[i] for i in among))
-  else:
-    return ()
-  return tuple(map(tuple, devices.tolist()))
-
-
-def _devices(
-  shape: Sequence[int], sizes: Sequence[int], order: Sequence[int]
-) -> np.ndarray:
-  """All devices in an array of a shape; or as they come in one of `sizes`, with axes in `order`."""
-  devices = np.arange(math.prod(shape))
-  if order:
-    devices = devices.reshape(sizes).transpose(order)
-  return devices.reshape(shape)
-
-
-def _numbers(text: str | None) -> tuple[int, ...]:
-  return tuple(map(int, re.findall(r"\d+", text or "")))
 
 
 def _counted_arrays(run: hlo.Run) -> list[str]:
@@ -306,27 +258,6 @@ def _counted_arrays(run: hlo.Run) -> list[str]:
   ):
     shape = hlo.parts(shape)[1]
   return hlo.arrays(shape)
-
-
-def _text_of(compiled: jax.stages.Compiled | str) -> str:
-  """The text of an optimized HLO module, or an error that says how to get one."""
-  fix = (
-    "pass jax.jit(f).lower(*args).compile(), or what as_text() of that returns."
-  )
-  if isinstance(compiled, str):
-    text = compiled
-  elif not hasattr(compiled, "as_text") or hasattr(compiled, "compile"):
-    # What is lowered only has a text, too.
-    raise TypeError(
-      f"compiled={compiled!r:.80} must be a compiled program: {fix}"
-    )
-  else:
-    text = compiled.as_text() or ""
-  if not re.search(r"^ENTRY\b", text, re.MULTILINE):
-    raise ValueError(
-      f"compiled={compiled!r:.80} has no ENTRY computation, so it is no optimized HLO module: {fix}"
-    )
-  return text
 
 
 def _totals(collectives: Iterable[Collective]) -> dict[str, CollectiveTotal]:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import optax
 
-from optax_accum import _scopes
 from optax_accum._arithmetic import conditional, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.devices import Devices
@@ -24,6 +23,7 @@ from optax_accum._arithmetic.trees import (
   Tree,
 )
 from optax_accum._arithmetic.weighted_mean import Weight
+from optax_accum._compiled import scopes
 from optax_accum._streaming import checks
 from optax_accum._streaming.calls import Call, Calls, refused, ValueOfOneCall
 from optax_accum._streaming.inner_state import same_types, widened
@@ -214,7 +214,7 @@ class Accumulation:
       # A conditional changes no dtype, so the operand gets those of the results before it.
       operand = widened(run_stored, operand)
     total, target, inner_state = conditional.update_if(
-      step.emit, run_stored, operand, _scopes.END_OF_CYCLE, self.differentiable
+      step.emit, run_stored, operand, scopes.END_OF_CYCLE, self.differentiable
     )
     total = self.devices.own(total)
     # With every_k=1, `kept` drops the sums, as the next call needs none.

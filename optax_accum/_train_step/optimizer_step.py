@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum import _scopes
 from optax_accum._arithmetic.conditional import Flag, update_if
 from optax_accum._arithmetic.trees import Grads, Kwargs, OptState, Params
+from optax_accum._compiled import scopes
 from optax_accum._streaming.inner_state import same_types, widened
 from optax_accum._streaming.state import states_in
 
@@ -27,7 +27,7 @@ class OptimizerStep:
   extra_args: Kwargs
   counted: Flag  # whether anything of the batch was
 
-  @jax.named_scope(_scopes.WHOLE_CYCLE)
+  @jax.named_scope(scopes.WHOLE_CYCLE)
   def __call__(self, before: tuple[Params, OptState]):
     """The new parameters; and the new state, with whether the optimizer took a step."""
     params, opt_state = before
@@ -40,7 +40,7 @@ class OptimizerStep:
     take = jax.jit(self._take, inline=True)
     # The conditional keeps types, so the operand gets those of the results before.
     operand = widened(take, operand)
-    return update_if(self.counted, take, operand, _scopes.END_OF_CYCLE)
+    return update_if(self.counted, take, operand, scopes.END_OF_CYCLE)
 
   def _take(self, operand):
     """The step, whatever was counted."""

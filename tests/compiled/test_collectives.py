@@ -1,7 +1,5 @@
 """`count_collectives`: what real programs run, for CPU and TPU, and forms they rarely print."""
 
-import itertools
-import operator
 import re
 
 import jax
@@ -12,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from support import devices
+from support.compiled import groups_of
 
 from optax_accum import (
   accumulate,
@@ -19,7 +18,6 @@ from optax_accum import (
   make_train_step,
 )
 from optax_accum import count_collectives as count
-from optax_accum._compiled import hlo
 
 ROWS = P("data")
 X = jax.ShapeDtypeStruct((64, 8), jnp.float32)
@@ -27,6 +25,8 @@ BYTES = 8 * 8 * 4  # of a device's part of X
 WHOLE = 64 * 8 * 4
 
 
+# How often a loop counts: XLA for TPU prints no trips.
+PRINTED = {"cpu": None, "tpu": 1}
 on_cpu_and_tpu = pytest.mark.parametrize("platform", ["cpu", "tpu"])
 
 
@@ -59,14 +59,15 @@ def test_what_is_in_a_loop_is_told_from_what_is_not(platform):
   assert report.inside == {}
 
   report = count(compiled(repeated(reduced, 5), X, platform=platform))
+  times = PRINTED[platform] or 5
   assert report.outside == {}
-  assert report.inside == {"all-reduce": (5, 5 * BYTES)}
-  assert report.unknown_trip_counts == ()
+  assert report.inside == {"all-reduce": (times, times * BYTES)}
+  assert len(report.unknown_trip_counts) == (platform == "tpu")
   (operation,) = report.operations
   assert (operation.kind, operation.bytes, operation.executions) == (
     "all-reduce",
     BYTES,
-    5,
+    times,
   )
   assert operation.shape == "f32[8,8]"
   assert operation.loop.startswith("while")
@@ -80,7 +81,8 @@ def test_nested_loops_multiply(platform):
     return lax.psum(x, "data") + x
 
   report = count(compiled(fun, X, platform=platform))
-  assert report.inside == {"all-reduce": (3 * 4 + 3, 15 * BYTES)}
+  times = 2 * (PRINTED[platform] or 0) or 3 * 4 + 3
+  assert report.inside == {"all-reduce": (times, times * BYTES)}
   assert report.outside == {"all-reduce": (1, BYTES)}
 
 
@@ -122,22 +124,10 @@ def counting(start, test, step):
     (counting(1, lambda i: i != 9, 2), 4),
   ],
 )
-@on_cpu_and_tpu
-def test_loops_that_the_program_fixes_are_counted(fun, times, platform):
-  report = count(compiled(fun, X, platform=platform))
+def test_loops_that_the_program_fixes_are_counted(fun, times):
+  report = count(compiled(fun, X))
   assert sum(c.executions for c in report.operations) == times
   assert report.unknown_trip_counts == ()
-
-
-def test_trip_counts_do_not_need_the_compilers_annotation():
-  text = compiled(
-    repeated(lambda x: repeated(reduced, 4)(lax.psum(x, "data")), 3),
-    X,
-    platform="cpu",
-  ).as_text()
-  bare = re.sub(r"known_trip_count", "unrelated", text)
-  assert bare != text
-  assert count(bare) == count(text)
 
 
 @on_cpu_and_tpu
@@ -151,12 +141,16 @@ def test_loops_that_the_program_does_not_fix_count_once_and_are_named(platform):
     return lax.while_loop(lambda x: jnp.max(x) > 0.5, lambda x: x * 0.5, x)
 
   report = count(compiled(fun, X, platform=platform))
-  assert report.inside == {"all-reduce": (4, 4 * BYTES)}
-  outer, inner = report.unknown_trip_counts  # the last loop has no collective
-  for name in (outer, inner):
+  times = 1 + (PRINTED[platform] or 3)
+  assert report.inside == {"all-reduce": (times, times * BYTES)}
+  outer, *inner = report.unknown_trip_counts  # the last loop has no collective
+  assert len(inner) == (1 if platform == "cpu" else 2)
+  for name in (outer, *inner):
     assert re.fullmatch(r"while[\w.]* \(jit\(.*while\)", name)
   found = {c.unknown_trip_counts for c in report.operations}
-  assert found == {(outer,), (outer, inner)}
+  assert found == {(outer, name) for name in inner} | (
+    {(outer,)} if platform == "cpu" else set()
+  )
 
 
 def settled(x):
@@ -170,7 +164,7 @@ def settled(x):
     (reduced, False, 1, "tpu"),
     (reduced, True, 1, "cpu"),
     (reduced, True, 1, "tpu"),
-    (repeated(reduced, 3), False, 3, "tpu"),
+    (repeated(reduced, 3), False, 3, "cpu"),
     (settled, False, 1, "cpu"),
   ],
   ids=["cpu", "tpu", "cond-cpu", "cond-tpu", "loop", "unknown-loop"],
@@ -238,9 +232,6 @@ def test_each_kind_is_counted_with_its_bytes(kind, nbytes, fun, platform):
   x = jax.ShapeDtypeStruct((8 * 128, 1024), jnp.float32)
   report = count(compiled(lambda x: fun(x * 2.0), x, platform=platform))
   assert report.outside == {kind: (1, nbytes)}
-  # Around a ring of 8 devices.
-  sent = {"all-reduce": 2 * nbytes * 7 // 8, "collective-permute": nbytes}
-  assert report.operations[0].sent == sent.get(kind, nbytes * 7 // 8)
 
 
 def embedding_step(where):
@@ -287,7 +278,8 @@ def test_a_reduction_of_every_microbatch_is_told_from_one_of_the_cycle(
   assert reports["outside"].outside == {"all-reduce": (1, nbytes)}
   assert reports["outside"].inside == {}
   assert reports["inside"].outside == {}
-  assert reports["inside"].inside == {"all-reduce": (6, 6 * nbytes)}
+  times = PRINTED[platform] or 6
+  assert reports["inside"].inside == {"all-reduce": (times, times * nbytes)}
 
 
 PARAMS = {"w": np.zeros((32, 16), np.float32)}
@@ -348,7 +340,7 @@ def test_a_gradient_that_is_summed_at_the_end_of_a_cycle_passes(
   in_a_scan, platform
 ):
   report = streaming(of_rows, "data", in_a_scan, platform)
-  times = 4 if in_a_scan else 1
+  times = PRINTED[platform] or (4 if in_a_scan else 1)
   assert report.at_cycle_end == {"all-reduce": (times, times * GRADIENT)}
   assert report.streaming == (not in_a_scan)
   report.assert_once_per_cycle()
@@ -470,7 +462,7 @@ def test_the_devices_that_exchange_are_named(written, groups):
   (found,) = count(
     module(f"  %p = f32[4] parameter(0)\n  {line}", ADD)
   ).operations
-  assert found.groups == groups
+  assert groups_of(found) == groups
 
 
 @pytest.mark.parametrize(
@@ -644,160 +636,47 @@ def test_a_fusion_of_an_all_reduce_may_be_a_reduce_scatter():
   assert report.operations[0].op_name == "jit(f)/scatter"
 
 
-def counting_text(
-  start,
-  direction,
-  limit,
-  step,
-  limit_on_the_left=False,
-  annotation="",
-  moved="%i, %step",
-):
-  """A loop that compares a counter with a limit; collectives are in its body and condition."""
-  operands = "%limit, %i" if limit_on_the_left else "%i, %limit"
-  computations = f"""
+LOOP = """
 %condition (c: (s32[], f32[4])) -> pred[] {{
   %c = (s32[], f32[4]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
   %x = f32[4]{{0}} get-tuple-element(%c), index=1
   %t = f32[4]{{0}} all-to-all(%x), dimensions={{0}}
-  %limit = s32[] constant({limit})
-  ROOT %test = pred[] compare({operands}), direction={direction}
+  ROOT %test = pred[] compare(%i, %limit), direction=LT
 }}
 %body (c: (s32[], f32[4])) -> (s32[], f32[4]) {{
   %c = (s32[], f32[4]{{0}}) parameter(0)
-  %i = s32[] get-tuple-element(%c), index=0
-  %step = s32[] constant({step})
-  %moved = s32[] add({moved})
   %x = f32[4]{{0}} get-tuple-element(%c), index=1
   %r = f32[4]{{0}} all-reduce(%x), channel_id=1, to_apply=%add
   ROOT %next = (s32[], f32[4]{{0}}) tuple(%moved, %r)
 }}
 """
+KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
+
+
+@pytest.mark.parametrize(
+  ("annotation", "inside", "unknown"),
+  [
+    (KNOWN.format(5), {"all-reduce": (5, 80), "all-to-all": (6, 96)}, ()),
+    (KNOWN.format(0), {"all-reduce": (0, 0), "all-to-all": (1, 16)}, ()),
+    ("", {"all-reduce": (1, 16), "all-to-all": (1, 16)}, ("loop ()",)),
+  ],
+  ids=["five", "none", "not printed"],
+)
+def test_the_condition_of_a_loop_runs_once_more_than_its_body(
+  annotation, inside, unknown
+):
   entry = (
     "  %p = f32[4]{0} parameter(0)\n"
-    f"  %start = s32[] constant({start})\n"
     "  %carry = (s32[], f32[4]{0}) tuple(%start, %p)\n"
     "  %loop = (s32[], f32[4]{0}) while(%carry), condition=%condition, body=%body"
     f"{annotation}\n"
     "  ROOT %x = f32[4]{0} get-tuple-element(%loop), index=1"
   )
-  return module(entry, ADD + computations)
-
-
-def trips_of(report):
-  (trips,) = (c.executions for c in report.operations if c.kind == "all-reduce")
-  return trips
-
-
-KNOWN = ', backend_config={{"known_trip_count":{{"n":"{}"}}}}'
-
-
-@pytest.mark.parametrize(
-  "annotation", ["", KNOWN.format(5)], ids=["counter", "annotated"]
-)
-def test_the_condition_of_a_loop_runs_once_more_than_its_body(annotation):
-  report = count(counting_text(0, "LT", 5, 1, annotation=annotation))
-  assert report.inside == {"all-reduce": (5, 5 * 16), "all-to-all": (6, 6 * 16)}
+  report = count(module(entry, ADD + LOOP.format()))
+  assert report.inside == inside
   assert report.outside == {}
   assert {c.loop for c in report.operations} == {"loop"}
-  assert report.unknown_trip_counts == ()
-
-
-@pytest.mark.parametrize(
-  "text",
-  [
-    counting_text(0, "LT", 5, 1, annotation=KNOWN.format(0)),
-    counting_text(5, "LT", 5, 1),
-    counting_text(9, "LT", 5, 1),
-    counting_text(5, "GT", 5, -2),
-    counting_text(-9, "GE", 5, -2),
-    counting_text(5, "NE", 5, 1),
-  ],
-  ids=["annotated", "LT", "LT_behind", "GT", "GE_behind", "NE"],
-)
-def test_a_loop_of_no_trips_runs_its_condition_only(text):
-  report = count(text)
-  assert {c.kind: c.executions for c in report.operations if c.executions} == {
-    "all-to-all": 1
-  }
-  assert sum(total.bytes for total in report.inside.values()) == 16
-  assert report.unknown_trip_counts == ()
-
-
-def test_a_condition_may_be_called():
-  called = """
-%less (i: s32[], limit: s32[]) -> pred[] {
-  %i = s32[] parameter(0)
-  %limit = s32[] parameter(1)
-  ROOT %r = pred[] compare(%i, %limit), direction=LT
-}
-%condition ("""
-  text = counting_text(0, "LT", 5, 1).replace("\n%condition (", called)
-  compared = "%test = pred[] compare(%i, %limit), direction=LT"
-  text = text.replace(
-    compared, "%test = pred[] call(%i, %limit), to_apply=%less"
-  )
-  assert trips_of(count(text)) == 5
-
-
-COMPARE = {
-  "LT": operator.lt, "LE": operator.le, "GT": operator.gt, "GE": operator.ge, "NE": operator.ne
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-  "limit_on_the_left", [False, True], ids=["right", "left"]
-)
-@pytest.mark.parametrize("direction", COMPARE)
-def test_counters_may_count_up_or_down(direction, limit_on_the_left):
-  ordered = direction != "NE"
-  up = (direction in ("LT", "LE")) != limit_on_the_left  # the way to the limit
-  steps = [step for step in (1, 3, -1, -2) if not ordered or (step > 0) == up]
-  for start, step, distance in itertools.product(
-    (-3, 0, 7), steps, range(-2 * ordered, 9)
-  ):
-    limit = (
-      start + (distance if step > 0 else -distance)
-      if ordered
-      else start + distance * step
-    )
-
-    def runs(i, limit=limit):
-      return COMPARE[direction](
-        *((limit, i) if limit_on_the_left else (i, limit))
-      )
-
-    trips = len(list(itertools.takewhile(runs, itertools.count(start, step))))
-    for moved in ("%i, %step", "%step, %i"):
-      text = counting_text(
-        start, direction, limit, step, limit_on_the_left, moved=moved
-      )
-      report = count(text)
-      assert (trips_of(report), report.unknown_trip_counts) == (trips, ()), (
-        start,
-        limit,
-        step,
-      )
-
-
-@pytest.mark.parametrize(
-  "text",
-  [
-    counting_text(0, "NE", 5, 2),
-    counting_text(0, "LT", 5, 0),
-    counting_text(0, "LT", 2**8 + 1, 1),
-  ],
-  ids=["steps_over", "still", "more_than_are_followed"],
-)
-def test_counters_that_fix_no_trip_count_count_once_and_are_named(
-  text, monkeypatch
-):
-  assert hlo._MOST_TRIPS == 2**16  # to follow which takes a second
-  monkeypatch.setattr(hlo, "_MOST_TRIPS", 2**8)
-  report = count(text)
-  assert trips_of(report) == 1
-  assert report.unknown_trip_counts == ("loop",)
+  assert report.unknown_trip_counts == unknown
 
 
 def test_the_report_prints_as_a_table():
@@ -815,18 +694,14 @@ def test_the_report_prints_as_a_table():
     "                          ops          bytes    ops          bytes    ops          bytes\n"
     "all-reduce                  4          1,024      1            256      0              0\n"
     "all-gather                  0              0      0              0      1          2,048\n"
-    f"counted once, a loop of unknown count: {name}\n"
+    f"counted once, a loop whose trips XLA does not print: {name}\n"
     "a call is one microbatch of accumulate, so what is outside runs in every one"
   )
 
 
 def test_programs_that_are_not_compiled_are_refused():
-  jitted = jax.jit(jnp.sin)
-  for program in (jitted, jitted.lower(1.0), 3, lambda x: x):
-    message = rf"compiled={re.escape(repr(program)[:80])} must be .* pass jax\.jit\(f\)\.lower\("
-    with pytest.raises(TypeError, match=message):
+  lowered = jax.jit(jnp.sin).lower(1.0)
+  for program in (lowered, lowered.as_text(), ""):
+    message = rf"compiled={re.escape(repr(program)[:80])} is no optimized .* pass jax\.jit\(f\)\.lower"
+    with pytest.raises(ValueError, match=message):
       count(program)
-  with pytest.raises(ValueError, match="has no ENTRY computation"):
-    count(jitted.lower(1.0).as_text())
-  with pytest.raises(ValueError, match=r"compiled='' has no ENTRY"):
-    count("")

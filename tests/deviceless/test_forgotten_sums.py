@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from support import devices
+from support.compiled import groups_of
 
 from optax_accum import (
   _versions,
@@ -181,7 +182,7 @@ def test_only_replicas_sum_behind_the_loop(platform, spec, options):
   found = count_collectives(lowered.compile()).operations
   # Of a quarter of the table or more: what a microbatch looks up is far less.
   large = {
-    (op.groups, op.loop)
+    (groups_of(op), op.loop)
     for op in found
     if op.bytes >= TABLE and op.kind in SUMS
   }

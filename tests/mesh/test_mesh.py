@@ -13,6 +13,7 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT, make_mesh
+from support.matrix_flops import matrix_flops
 from support.optimizers import relaxed, with_loss_elsewhere
 from support.samples import more
 
@@ -22,7 +23,6 @@ from optax_accum import (
   microbatch,
   microbatch_value_and_grad,
 )
-from optax_accum._compiled.matrix_flops import matrix_flops
 
 WIDTH, LAYERS, ROWS = 16, 8, 64
 kinds = pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 from support import devices, oracle, trees
 from support.compiled import compilations
 from support.devices import AUTO, EXPLICIT
+from support.matrix_flops import matrix_flops
 from support.optimizers import relaxed
 from support.samples import more
 
@@ -25,7 +26,6 @@ from optax_accum import (
   make_train_step,
   microbatch_value_and_grad,
 )
-from optax_accum._compiled.matrix_flops import matrix_flops
 from optax_accum.flax import linen_train_step, nnx_train_step
 
 LAYERS, ROWS = 8, 64

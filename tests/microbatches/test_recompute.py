@@ -12,10 +12,10 @@ import optax
 import pytest
 from support import compiled, devices, trees
 from support.devices import make_mesh
+from support.matrix_flops import matrix_flops
 from support.samples import more
 
 from optax_accum import count_collectives, make_train_step, microbatch
-from optax_accum._compiled.matrix_flops import matrix_flops
 
 WIDTH = 6
 

@@ -6,6 +6,7 @@ import math
 import re
 
 import jax
+import numpy as np
 
 
 def temp_bytes(jitted, *args, **kwargs):
@@ -43,3 +44,46 @@ def compilations():
       yield messages
   finally:
     logger.removeHandler(handler)
+
+
+# The devices that exchange, as XLA writes them: a list; a range, transposed; or axes of a mesh.
+_LISTED = re.compile(r"replica_groups=\{(\{.*?\})\}")
+_RANGE = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_RANGED = re.compile(rf"replica_groups=\[([\d,]+)\]<={_RANGE}")
+_MESH = re.compile(
+  rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_RANGE}\))? \{{([^:]*?)\}}"
+)
+
+
+def groups_of(collective):
+  """The devices that exchange, each by its place in the mesh; () if all do, or nobody knows."""
+  text = collective.attributes
+  listed = _LISTED.search(text)
+  ranged = _RANGED.search(text)
+  of_mesh = _MESH.search(text)
+  if listed:
+    return tuple(map(_numbers, re.findall(r"\d[\d,]*", listed[1])))
+  if ranged:
+    devices = _devices(*map(_numbers, ranged.groups()))
+  elif of_mesh:
+    axes = dict(re.findall(r"'(.*?)'=(\d+)", of_mesh[1]))
+    shape = tuple(map(int, axes.values()))
+    devices = _devices(shape, *map(_numbers, of_mesh.group(2, 3)))
+    among = [i for i, name in enumerate(axes) if f"'{name}'" in of_mesh[4]]
+    devices = np.moveaxis(devices, among, range(-len(among), 0))
+    devices = devices.reshape(-1, math.prod(shape[i] for i in among))
+  else:
+    return ()
+  return tuple(map(tuple, devices.tolist()))
+
+
+def _devices(shape, sizes, order):
+  """All devices in an array of a shape; or as they come in one of `sizes`, with axes in `order`."""
+  devices = np.arange(math.prod(shape))
+  if order:
+    devices = devices.reshape(sizes).transpose(order)
+  return devices.reshape(shape)
+
+
+def _numbers(text):
+  return tuple(map(int, re.findall(r"\d+", text or "")))
