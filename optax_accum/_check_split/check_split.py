@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_accum import _spellings, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic.trees import Tree
 from optax_accum._check_split import diagnose, words
 from optax_accum._check_split.call import Call
@@ -33,16 +33,6 @@ _ABSTRACT = {
   jax.core.Tracer: "traced",
   jax.ShapeDtypeStruct: "a ShapeDtypeStruct",
 }
-_OF_STEPS = dict.fromkeys(
-  (
-    "mesh",
-    "data_axis",
-    "donate",
-    "noise_scale",
-  ),
-  "The check runs the loss on one device: leave it out, or have a step check its own loss,"
-  " step.check(params, opt_state, batch).",
-)
 
 
 def check_split(
@@ -127,10 +117,6 @@ def check_split(
 
 def _asked(loss_fn: Callable[..., Tree], options):
   """All options, as `microbatch_value_and_grad` would be given them."""
-  plain = inspect.unwrap(microbatch_value_and_grad)
-  why = _spellings.hint_on(plain, (loss_fn,), options, _OF_STEPS)
-  if why:
-    raise TypeError(f"check_split: {why}")
   bound = _SIGNATURE.bind(loss_fn, **options)
   bound.apply_defaults()
   axis = bound.arguments["axis_name"]

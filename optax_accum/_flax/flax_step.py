@@ -16,7 +16,7 @@ import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _spellings, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import (
   Args,
@@ -122,7 +122,7 @@ class FlaxStep(Step):
     known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
       if option not in known:
-        why = _spellings.instead(option, known, self.decided)
+        why = self.decided.get(option, f"It takes {', '.join(known)}.")
         raise TypeError(f"{self.name} has no option {option!r}: {why}")
     _validate.check_takes(self.name, loss_fn, self.takes)
     self.__name__ = self.name
@@ -230,8 +230,6 @@ class FlaxStep(Step):
 
   def _further(self, call: str, args, kwargs) -> Further:
     """The further arguments of a call, which messages show so, if the loss takes them."""
-    given = [*self.takes.split(", "), *args]
-    names = {**_spellings.WHOLE_BATCH, **self.decided}
     name, _, taken = call.rstrip(")").partition("(")
     hint = (
       f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and"
@@ -239,9 +237,6 @@ class FlaxStep(Step):
       f" {self.keys}. Further arguments, which are not split, come after these, and the loss takes"
       f" them too: {name}({taken}, teacher) and loss_fn({self.takes}, teacher)."
     )
-    why = _spellings.hint_on(self._loss_fn, given, kwargs, names, hint)
-    if why:
-      raise TypeError(f"{name}: {why}")
     for x in (*args, *kwargs.values()):
       if isinstance(x, str):
         raise TypeError(f"{name}: {x!r} is a string and no array. {hint}")

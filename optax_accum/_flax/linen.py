@@ -6,7 +6,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 from flax.training import train_state
 import jax
 
-from optax_accum import _spellings, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import boxes, flax_step, state_fields
@@ -32,10 +32,6 @@ _RETURNS = {
 }
 
 
-@_spellings.hinted(
-  "The loss alone goes by position, and options by name. The optimizer is the state's:"
-  " TrainState.create(apply_fn=..., params=params, tx=tx)."
-)
 def linen_train_step(
   loss_fn: LossFn,
   *,

@@ -7,7 +7,6 @@ from flax import nnx
 import jax
 import optax
 
-from optax_accum import _spellings
 from optax_accum._arithmetic.trees import Batch
 from optax_accum._flax import flax_step, nnx_objects, variables
 from optax_accum._flax.flax_step import (
@@ -29,10 +28,6 @@ _DELETED = (
 )
 
 
-@_spellings.hinted(
-  "The loss alone goes by position, and options by name. Model and optimizer go into the call:"
-  " step(model, optimizer, batch)."
-)
 def nnx_train_step(
   loss_fn: LossFn,
   *,

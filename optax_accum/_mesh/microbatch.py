@@ -8,7 +8,6 @@ from typing import ParamSpec, TypeVar
 import jax
 from jax.typing import DTypeLike
 
-from optax_accum import _spellings
 from optax_accum._arithmetic import dtypes, reduction_words
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
@@ -25,10 +24,6 @@ P = ParamSpec("P")
 Out = TypeVar("Out")
 
 
-@_spellings.hinted(
-  "Options go by name, and reduction has no default:"
-  ' microbatch(fun, reduction="mean", num_microbatches=8). See help(microbatch).'
-)
 def microbatch(
   fun: Callable[P, Out],
   *,

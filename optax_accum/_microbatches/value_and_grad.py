@@ -6,7 +6,6 @@ from typing import Any, Literal, ParamSpec
 
 from jax.typing import DTypeLike
 
-from optax_accum import _spellings
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._microbatches.loss import LocalLoss
@@ -15,10 +14,6 @@ from optax_accum._microbatches.options import Slots, Split, WeightFn
 P = ParamSpec("P")
 
 
-@_spellings.hinted(
-  "Options go by name: microbatch_value_and_grad(fun, num_microbatches=8)."
-  " See help(microbatch_value_and_grad)."
-)
 def microbatch_value_and_grad(
   fun: Callable[P, Any],
   argnums: int | Sequence[int] = 0,

@@ -5,7 +5,7 @@ from typing import Literal
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _spellings, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.across_devices import AxisName
 from optax_accum._arithmetic.devices import devices_of
@@ -16,7 +16,6 @@ from optax_accum._streaming.accumulation import (
 from optax_accum._streaming.calls import Calls, Schedule
 
 
-@_spellings.hinted()
 def accumulate(
   inner: optax.GradientTransformation,
   every_k: int | Schedule,

@@ -19,7 +19,7 @@ import jax
 from jax.typing import DTypeLike
 import optax
 
-from optax_accum import _spellings, _validate
+from optax_accum import _validate
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._microbatches import cut, parameters, refusals
 from optax_accum._microbatches.options import Slots, WeightFn
@@ -262,9 +262,6 @@ def _signature(loss_fn: Callable[..., Any]) -> inspect.Signature:
   return inspect.Signature([*of_step, *rest])
 
 
-@_spellings.hinted(
-  "Options go by name: make_train_step(loss_fn, tx, num_microbatches=8). See help(make_train_step)."
-)
 def make_train_step(
   loss_fn: Callable[Concatenate[Params, Args], Any],
   tx: optax.GradientTransformation,

@@ -120,32 +120,10 @@ KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
       "random",
     ),
     (
-      (TEACHER, 1.0, 2.0),
-      {},
-      TypeError,
-      r"^step: too many positional arguments\. It takes step\(.*Further arguments, which are not"
-      r" split, come after these, .*: step\(.*, teacher\) and loss_fn\(.*batch.*, teacher\)",
-      None,
-    ),
-    (
-      (),
-      {},
-      TypeError,
-      r"^step: missing a required argument: 'teacher'\. .*loss, functools\.partial\(loss_fn, tr",
-      None,
-    ),
-    (
       (TEACHER, "train"),
       {},
       TypeError,
       r"^step: 'train' is a string and no array\. .* Fix a setting in the loss",
-      None,
-    ),
-    (
-      (TEACHER,),
-      {"scal": 2.0},
-      TypeError,
-      r"^step: .* argument 'scal'\. Did you mean scale=\?",
       None,
     ),
   ],

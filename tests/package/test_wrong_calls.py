@@ -1,0 +1,230 @@
+"""Calls that do not fit: Python's own TypeErrors, and what a loss and an optimizer must be."""
+
+import functools
+
+from flax.training.train_state import TrainState
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_accum import (
+  accumulate,
+  check_split,
+  make_train_step,
+  microbatch,
+  microbatch_value_and_grad,
+  plan_microbatches,
+)
+from optax_accum.flax import linen_train_step, nnx_train_step
+
+SGD = optax.sgd(0.1)
+BATCH = {"x": jnp.ones((4, 2))}
+
+
+def linen_loss(variables, batch, rngs):
+  return jnp.mean((batch["x"] @ variables["params"]["w"]) ** 2)
+
+
+def nnx_loss(model, batch):
+  return jnp.mean(model(batch["x"]) ** 2)
+
+
+@pytest.mark.parametrize(
+  ("call", "match"),
+  [
+    (lambda: accumulate(SGD, every_k_schedule=4), "unexpected .*'every_k_schedule'"),
+    (lambda: accumulate(SGD, 4, skipfn=3), "unexpected keyword argument 'skipfn'"),
+    (lambda: accumulate(8, SGD), r"inner=8 is not an optax\.Grad"),
+    (lambda: accumulate(SGD, 2.5), r"^every_k=2\.5 must be an int"),
+    (lambda: make_train_step(jnp.mean, SGD, 8), "takes 2 positional arguments but 3"),
+    (lambda: make_train_step(jnp.mean, SGD, every_k=8), "unexpected .*'every_k'"),
+    (lambda: microbatch(jnp.mean, num_microbatches=4), "missing .*'reduction'"),
+    (lambda: microbatch_value_and_grad(jnp.mean, 0, False, 4), "3 positional arguments but 4"),
+    (lambda: plan_microbatches(lambda n: None, (), (), BATCH), "2 positional arguments but 4"),
+    (lambda: linen_train_step(linen_loss, accum_steps=2), "no option 'accum_steps'"),
+    (lambda: linen_train_step(linen_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
+    (lambda: nnx_train_step(nnx_loss, every_k=2), "no option 'every_k'"),
+    (lambda: nnx_train_step(nnx_loss, SGD, num_microbatches=2), "1 positional argument but 2"),
+  ],
+)  # fmt: skip
+def test_names_that_a_function_has_not_are_pythons_type_errors(call, match):
+  with pytest.raises(TypeError, match=match):
+    call()
+
+
+def elsewhere(params, batch):
+  return jnp.mean(batch @ params)
+
+
+elsewhere.__module__ = "optax_losses"
+
+
+@pytest.mark.parametrize(
+  ("make", "match"),
+  [
+    (
+      lambda: make_train_step(SGD, jnp.mean, num_microbatches=8),
+      r"tx=<function mean .* is not an optax\.GradientTransformation",
+    ),
+    (
+      lambda: make_train_step(elsewhere, optax.adam, num_microbatches=8),
+      r"call it first, as in adam\(",
+    ),
+    *(
+      (
+        lambda make=make, value=value: make(value),
+        f"The loss is of type {name}.*: give the function itself, not its value, an optimizer or a",
+      )
+      for make in (
+        lambda value: make_train_step(value, SGD, num_microbatches=8),
+        lambda value: microbatch_value_and_grad(value, num_microbatches=8),
+        lambda value: linen_train_step(value, num_microbatches=8),
+        lambda value: nnx_train_step(value, num_microbatches=8),
+      )
+      for value, name in (
+        (8, "int"),
+        (jnp.zeros(()), "ArrayImpl"),
+        (SGD, "GradientTransform"),
+      )
+    ),
+    (
+      lambda: linen_train_step(
+        lambda variables, batch: 0.0, num_microbatches=2
+      ),
+      r"loss_fn takes \(variables, batch\), and linen_train_step calls loss_fn\(variables, batch,"
+      r" rngs\): too many positional arguments. Let it take",
+    ),
+    (
+      lambda: linen_train_step(
+        functools.partial(linen_loss, batch=BATCH), num_microbatches=2
+      ),
+      r"have what functools\.partial fixes by name come last, or write a lambda",
+    ),
+    (
+      lambda: nnx_train_step(lambda model: 0.0, num_microbatches=2),
+      r"loss_fn takes \(model\), and nnx_train_step calls loss_fn\(model, batch\)",
+    ),
+  ],
+)
+def test_what_is_no_loss_and_no_optimizer_is_named(make, match):
+  with pytest.raises(TypeError, match=match):
+    make()
+
+
+def mean_loss(params, batch):
+  return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+PARAMS = {"w": jnp.ones((2, 1))}
+
+
+def test_a_number_of_microbatches_by_position_gets_its_name():
+  # argnums and has_aux, as in jax.value_and_grad
+  for positional in (
+    (4,),
+    (0, 4),
+  ):
+    with pytest.raises(
+      ValueError, match=r"num_microbatches=None and .* exactly one .* by name"
+    ):
+      microbatch_value_and_grad(mean_loss, *positional)
+
+
+def test_a_step_is_no_loss_to_check():
+  step = make_train_step(mean_loss, SGD, num_microbatches=2)
+  with pytest.raises(TypeError, match=r"this is a step: write step\.check\("):
+    check_split(step, PARAMS, BATCH)
+
+
+def test_functions_of_the_user_that_do_not_fit_are_named():
+  step = make_train_step(
+    mean_loss, SGD, num_microbatches=2, weight_fn=lambda params, batch: 1.0
+  )
+  with pytest.raises(
+    TypeError,
+    match=r"weight_fn gets only the arg.* that are split",
+  ):
+    step(PARAMS, SGD.init(PARAMS), BATCH)
+  step = make_train_step(jax.value_and_grad(mean_loss), SGD, num_microbatches=2)
+  with pytest.raises(
+    TypeError, match=r"if it is jax\.value_and_grad of a loss, give that"
+  ):
+    step(PARAMS, SGD.init(PARAMS), BATCH)
+
+
+def test_a_batch_of_strings_or_lists_gets_what_to_write():
+  step = make_train_step(mean_loss, SGD, num_microbatches=2)
+  with pytest.raises(
+    TypeError,
+    match=r"batch\['name'\] is the string 'name' and no array: leave it out",
+  ):
+    step(PARAMS, SGD.init(PARAMS), {**BATCH, "name": "name"})
+  with pytest.raises(
+    ValueError,
+    match=r"has shape \(\), .* array",
+  ):
+    step(PARAMS, SGD.init(PARAMS), {"x": [[1.0, 2.0]] * 4})
+
+
+@pytest.mark.parametrize(
+  "decorate", [lambda f: f, jax.jit], ids=["plain", "jit"]
+)
+def test_a_decorated_loss_has_its_own_errors(decorate):
+  @functools.wraps(mean_loss)
+  def weighed(params, batch, weight=1.0):
+    return weight * mean_loss(params, batch)
+
+  step = make_train_step(
+    decorate(weighed), SGD, num_microbatches=2, donate=False
+  )
+  assert step(PARAMS, SGD.init(PARAMS), BATCH, weight=2.0)[-1]["loss"] == 8
+  with pytest.raises(KeyError, match="'x'"):
+    step(PARAMS, SGD.init(PARAMS), {"y": BATCH["x"]}, weight=2.0)
+
+
+def test_a_loss_may_have_an_argument_that_accumulate_has():
+  def with_flush(params, batch, flush):
+    return jnp.where(flush, 2.0, 1.0) * mean_loss(params, batch)
+
+  step = make_train_step(with_flush, SGD, num_microbatches=2, donate=False)
+  metrics = step(PARAMS, SGD.init(PARAMS), BATCH, flush=True)[-1]
+  assert metrics["loss"] == 8
+
+
+def test_losses_that_fit_or_cannot_be_asked_are_taken():
+  def with_default(variables, batch, rngs=None, train=False):
+    return linen_loss(variables, batch, rngs)
+
+  class Loss:
+    def __call__(self, *args):
+      return linen_loss(*args)
+
+  def trained(loss_fn):
+    @functools.wraps(loss_fn)
+    def wrapper(variables, batch, rngs):
+      return loss_fn(variables, batch, rngs, train=True)
+
+    return wrapper
+
+  @trained
+  def decorated(variables, batch, rngs, train):
+    return linen_loss(variables, batch, rngs)
+
+  partial = functools.partial(lambda train, *args: linen_loss(*args), True)
+  state = TrainState.create(
+    apply_fn=None, params={"w": jnp.ones((2, 1))}, tx=SGD
+  )
+  losses = []
+  jitted = jax.jit(linen_loss), jax.jit(decorated), jax.checkpoint(decorated)
+  for loss_fn in (
+    linen_loss,
+    with_default,
+    Loss(),
+    partial,
+    decorated,
+    *jitted,
+  ):
+    step = linen_train_step(loss_fn, num_microbatches=2, donate=False)
+    losses.append(float(step(state, BATCH)[1]["loss"]))
+  assert losses == [4.0] * 8
