@@ -66,8 +66,8 @@ class Carries(NamedTuple):
     cls, split: Split, start: tuple[Carry, ...], like: tuple[Carry, ...]
   ) -> "Carries":
     """As the `carry_reduction` of `split` asks of the leaves that are not None in `like`."""
-    # An empty word asks `_reduction` for the default of the leaf.
-    words = "" if split.carry_reduction is None else split.carry_reduction
+    # None, alone or in a tree, asks for the default of the leaves, as "" asks `_reduction`.
+    words = _map_none(lambda word: word or "", split.carry_reduction)
     name = split.name(*split.carry)
 
     def kind(path, word, x):
