@@ -124,6 +124,16 @@ def transformation(value, name: str = "inner") -> None:
     )
 
 
+def refuse_fp8(name: str, params) -> None:
+  """Refuses the fp8 statistics of Flax beside parameters, whose gradients are new values."""
+  for leaf, _ in named_leaves(name, params):
+    if "_overwrite_with_gradient" in leaf:
+      raise TypeError(
+        f"{leaf} is one of Flax's fp8 statistics, whose gradients are new values and have no mean"
+        " over microbatches: take the step of the whole batch, or train in bfloat16."
+      )
+
+
 def function(loss_fn) -> None:
   """Checks that a loss is a function."""
   if not callable(loss_fn):

@@ -57,6 +57,7 @@ def check_order(tx: optax.GradientTransformation, params, opt_state) -> None:
 
 def check_differentiable(what: str, tree) -> None:
   """Checks that every leaf can be differentiated."""
+  _validate.refuse_fp8(what, tree)
   for name, leaf in _validate.named_leaves(what, tree):
     if not dtypes.is_inexact(leaf):
       kind = getattr(leaf, "dtype", type(leaf))
