@@ -1,7 +1,6 @@
 """Checks that several modules need. A message gives the value, the requirement and the fix."""
 
 from collections.abc import Callable, Collection
-import functools
 import inspect
 import operator
 from typing import Any
@@ -141,26 +140,6 @@ def function(loss_fn) -> None:
       f"The loss is of type {type(loss_fn).__name__}: give the function itself, not its value, an"
       " optimizer or a number of microbatches."
     )
-
-
-def check_takes(
-  where: str, loss_fn: Callable[..., Any], arguments: str
-) -> None:
-  """Checks, before anything is traced, that a loss takes the positional `arguments`."""
-  function(loss_fn)
-  misfit = why_not(loss_fn, *arguments.split(", "))
-  # What is missing may be further arguments, which come with the call.
-  if not misfit or misfit.startswith("missing"):
-    return
-  fix = "fix what else it takes: functools.partial(loss_fn, train=True)"
-  if isinstance(loss_fn, functools.partial):
-    fix = (
-      "have what functools.partial fixes by name come last, or write a lambda"
-    )
-  raise TypeError(
-    f"loss_fn takes {inspect.signature(loss_fn)}, and {where} calls loss_fn({arguments}):"
-    f" {misfit}. Let it take these by position, and {fix}."
-  )
 
 
 def why_not(fun, /, *args, **kwargs) -> str:

@@ -1,11 +1,8 @@
-"""What differs between the versions of JAX and flax that are allowed. Nothing else asks for one."""
+"""What differs between the versions of JAX that are allowed. Nothing else asks for one."""
 
 from typing import Any
 
 import jax
-
-# The metadata by which an nnx Variable is a reference: to flax 0.12.2, and since.
-NNX_REFERENCES = ("is_hijax", "has_ref", "hijax", "ref")
 
 # Whether XLA for TPU and GPU moves an all-reduce out of a loop wrongly (XLA issue 49143).
 HOISTS_ALL_REDUCES = jax.__version_info__ < (0, 12)

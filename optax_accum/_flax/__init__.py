@@ -1,8 +1,6 @@
 """Flax: linen, nnx, and a `TrainState`. `optax_accum.flax` says what is public.
 
-Both steps are `flax_step`s, and differ in where the arguments of their programs are. `linen` has
-them in the fields of a state (`state_fields`) and in `boxes`. `nnx` takes them from a model, which
-`nnx_objects` checks: its `variables` are parameters, constant, or changed by the loss, and so
-carried. `pure_loss` finds those while the loss is traced, and `forwarded` leaves out what only
-passed through. `train_state` has flax's with `weight`.
+Both steps are a `flax_step`, and make its four calls, a step and `begin`, `add` and `finish`, of
+what they step: `linen` of the fields of a state, whose `boxes` stay, and `nnx` of a model and its
+optimizer, which it updates in place. `train_state` has flax's with `weight`.
 """

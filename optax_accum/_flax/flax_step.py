@@ -1,4 +1,4 @@
-"""What the steps of linen and nnx share: options, a layout of programs, and a count of steps."""
+"""What the steps of linen and nnx share: options, the layout of their programs, and four calls."""
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
@@ -12,11 +12,13 @@ from typing import (
   TypedDict,
 )
 
+from flax import nnx
 import jax
 from jax.typing import DTypeLike
 import optax
 
 from optax_accum import _validate
+from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.reduction_words import ReductionTree
 from optax_accum._arithmetic.trees import (
   Args,
@@ -27,12 +29,13 @@ from optax_accum._arithmetic.trees import (
   Tree,
 )
 from optax_accum._microbatches import parameters
-from optax_accum._microbatches.options import Slots, WeightFn
+from optax_accum._microbatches.options import WeightFn
 from optax_accum._train_step.cycle import Cycle, CycleProgram, method
 from optax_accum._train_step.program import (
   Function,
   Loss,
   PreparedCall,
+  Runnable,
   Step,
   step_loss,
   StepProgram,
@@ -43,7 +46,6 @@ if TYPE_CHECKING:
 
 Metrics: TypeAlias = dict[str, Any]
 LossFn: TypeAlias = Callable[..., Any]
-Use: TypeAlias = Callable[[PreparedCall], Any]
 
 
 class Further(NamedTuple):
@@ -60,7 +62,7 @@ class Arguments(NamedTuple):
   opt_state: OptState = None
   batch: Batch = None
   constant: Tree = None  # what the loss leaves alone
-  carried: Tree = None  # what each microbatch changes for the next, if anything
+  carried: Tree = None  # by name, what each microbatch changes for the next
   rngs: Tree = None  # keys, if any
   further: Tree = Further((), {})  # what the loss takes beside these, unsplit
   count: Any = None  # of the optimizer's steps
@@ -76,6 +78,26 @@ _SLOT = Arguments(*Arguments._fields).of_loss().index  # in the loss, of a name
 _UPDATED = "params", "opt_state", "carried", "count"
 
 
+class Held(NamedTuple):
+  """What a call steps: the state of linen, or the model and the optimizer of nnx."""
+
+  program: StepProgram
+  arguments: Arguments  # those that it holds
+  kept: Tree  # its other arrays, which no program takes
+  # Makes what the call returns, of the new arguments and the metrics.
+  put: Callable[[Arguments, Metrics], Any]
+
+  def returning(self, arguments: Arguments) -> Callable[[Args], Any]:
+    """A function of the results of a program with such arguments: what the call returns."""
+
+    def returned(results):
+      *new, metrics = results
+      updated = dict(zip(_UPDATED, new, strict=True))
+      return self.put(arguments._replace(**updated), metrics)
+
+    return returned
+
+
 class StepOptions(TypedDict, total=False):
   """The options of `make_train_step` that a step of Flax takes too."""
 
@@ -84,7 +106,6 @@ class StepOptions(TypedDict, total=False):
   weight_fn: WeightFn | None
   has_weight: bool
   aux_reduction: ReductionTree
-  batch_argnums: Slots
   reduction: Literal["mean", "sum"]
   donate: bool
   skip_nonfinite: bool
@@ -96,88 +117,98 @@ class StepOptions(TypedDict, total=False):
   carry_reduction: ReductionTree
 
 
-UNSPLIT = (
-  "Put what has the batch's rows into the batch. If every microbatch needs all of it, say that the"
-  " batch alone is split, batch_argnums=1."
-)
+UNSPLIT = "Put what has the batch's rows into the batch, which alone is split."
 
 
-class FlaxStep(Step):
+class FlaxStep(Runnable[Any], Step):
   """A step by a loss of a model, with the options of `make_train_step` that are the user's."""
 
   name: ClassVar[str]
-  takes: ClassVar[str]  # the arguments of the loss
   names: ClassVar[Arguments]  # of the arguments of a program, in messages
-  decided: ClassVar[Mapping[str, str]]  # options that it has not, and why
   fixes: ClassVar[Mapping[str, str]]  # what errors and `check` say instead
-  call: ClassVar[str]  # as messages show it
-  keys: ClassVar[str]  # where they go
-  # ``(use, *args, **kwargs)``: what such a call updates, and what `use` makes of the program, its
-  # arguments, and what else is kept.
-  _on_program: Callable[..., tuple[Any, Any]]
+  # The words for what is carried beside what the user names.
+  own_words: ClassVar[Mapping[str, str]] = {}
+  # ``(static, *arguments)``, the loss of a user as one that `make_train_step` takes.
+  _loss: Callable[..., Any]
+  # Of the arguments of a call: what it steps, the batch, the keys and further arguments.
+  _parts: Callable[..., tuple[Held, Batch, Tree, Further]]
 
   def __init__(
     self, loss_fn: LossFn, has_aux: bool, options: StepOptions, **own: Any
   ):
-    known = [*own, "has_aux", *StepOptions.__annotations__]
     for option in options:
-      if option not in known:
-        why = self.decided.get(option, f"It takes {', '.join(known)}.")
-        raise TypeError(f"{self.name} has no option {option!r}: {why}")
-    _validate.check_takes(self.name, loss_fn, self.takes)
+      if option not in StepOptions.__annotations__:
+        raise TypeError(
+          f"{self.name}() got an unexpected keyword argument {option!r}"
+        )
+    _validate.function(loss_fn)
     self.__name__ = self.name
     self._loss_fn = loss_fn
-    self.has_aux = has_aux
+    self._has_aux = has_aux
     self._shown = {**own, "has_aux": has_aux or None, **options}
     self._options: dict[str, Any] = dict(options)
-    if options.get("batch_argnums") not in (None, 1):
-      raise ValueError(
-        f"{self.name} splits the batch alone: put what has its rows into the batch, and give"
-        " batch_argnums=1 only if a further argument has as many by chance."
-      )
     self._donate = self._options.pop("donate", True)
     _validate.booleans(donate=self._donate)
-    # Of `finish` parameters, state, carry and count are updated.
-    make = functools.partial(CycleProgram, updated=(0, 1, 3, 4))
-    self._cycle_of = functools.cache(make)  # of a `StepProgram`
+    self._words = self._options.pop("carry_reduction", None)
+    # Checks the options at once; which words there are for a carry is known with the carry.
+    self.loss = self._step_loss(None, self._words)
+    self._program = functools.cache(self._make_program)
+    self._cycles = functools.cache(self._make_cycles)
 
   def __repr__(self) -> str:
     loss = getattr(self._loss_fn, "__name__", repr(self._loss_fn))
     shown = [f"{k}={x!r}" for k, x in self._shown.items() if x is not None]
     return f"{self.name}({', '.join([loss, *shown])})"
 
-  def _step_loss(self, loss_fn: LossFn, **decided) -> Loss:
+  def _step_loss(self, static, words: Tree) -> Loss:
     """The loss of a program, which returns ``(loss, (carried, aux))``."""
     return step_loss(
-      loss_fn,
+      functools.partial(self._loss, static),
       has_aux=True,
       carry_argnum=_SLOT("carried"),
+      carry_reduction=words,
       rng_argnums=_SLOT("rngs"),
-      of_step=(_SLOT("constant"),),
+      # A model among the further arguments may have keys, which is no mistake: see `_check_keys`.
+      of_step=(_SLOT("constant"), _SLOT("further")),
       names=dict(enumerate(self.names.of_loss())),
       fixes=self.fixes,
-      **self._options | decided,
+      **self._options,
     )
 
-  def _program(
-    self, loss: Loss, tx: optax.GradientTransformation
+  def _make_program(
+    self,
+    static: Any,
+    tx: optax.GradientTransformation,
+    carried: tuple[str, ...],
   ) -> StepProgram:
-    tx, donate = optax.with_extra_args_support(tx), self._donate
-    updated = tuple(map(Arguments._fields.index, _UPDATED))
-    results = len(updated) + 1
+    """The program of an optimizer, for a loss that carries what has these names."""
+    # None is the default word of a leaf.
+    words = self._words
+    if not isinstance(words, Mapping):
+      words = dict.fromkeys(carried, words)
+    words = {**dict.fromkeys(carried), **words, **self.own_words}
     return StepProgram(
-      loss, tx, donate, self._counting, results, updated, self.names
+      self._step_loss(static, words),
+      optax.with_extra_args_support(tx),
+      self._donate,
+      self._counting,
+      results=len(_UPDATED) + 1,
+      updated=tuple(map(Arguments._fields.index, _UPDATED)),
+      names=self.names,
     )
+
+  def _make_cycles(self, program: StepProgram) -> CycleProgram:
+    # Of `finish` parameters, state, carry and count are updated.
+    return CycleProgram(program, updated=(0, 1, 3, 4))
 
   def _counting(self, run: Function) -> Function:
     """What is compiled: it also counts how many steps the optimizer took."""
 
     def counting(*args):
       *given, count = args
-      params = Arguments(*args).params
-      parameters.check_differentiable(self.names.params, params)
+      parameters.check_differentiable(self.names.params, given[0])
       *new, metrics = run(*given)
-      if not self.has_aux:
+      if not self._has_aux:
         del metrics["aux"]
       count += metrics["stepped"].astype(count.dtype)
       return *new, count, metrics
@@ -185,87 +216,111 @@ class FlaxStep(Step):
     counting.__name__ = self.name
     return counting
 
+  def _taken_apart(self, out, mutable: bool):
+    """The loss, what it changed, and aux, of what the loss of a user returned."""
+    updates: Tree = {}
+    aux = None
+    match mutable, self._has_aux, out:
+      case True, True, [loss, [updates, aux]]:
+        pass
+      case True, False, [loss, updates]:
+        pass
+      case False, True, [loss, aux]:
+        pass
+      case False, False, loss:
+        pass
+      case _:
+        raise TypeError(
+          f"The loss returned a {type(out).__name__}: with has_aux=True it must return (loss, aux);"
+          " in linen with mutable (loss, updates), and with both (loss, (updates, aux))."
+        )
+    return loss, updates, aux
+
   def of_loss(self, args: Sequence[Any]):
     batch = args[self.batch_position]
     return Arguments(batch=batch).of_loss()
+
+  def _given(self, *args, **kwargs) -> tuple[Held, Arguments]:
+    """What a call steps, and the arguments of its program."""
+    held, batch, rngs, further = self._parts(*args, **kwargs)
+    self._check_keys(further)
+    given = held.arguments._replace(batch=batch, rngs=rngs, further=further)
+    return held, given
 
   def check(self, *args, **kwargs) -> "SplitReport":
     """As `TrainStep.check`: tests whether the loss is the same in microbatches."""
     # Training does without.
     from optax_accum._check_split.step_check import check_step
 
-    def check(program, given, _):
-      loss, args, _ = program.place(given, {})
-      given = Arguments(*args)
-      loss = loss.with_state(given.params, given.opt_state)
-      return check_step(loss, given.of_loss(), {})
+    held, given = self._given(*args, **kwargs)
+    loss, placed, _ = held.program.place(given, {})
+    given = Arguments(*placed)
+    loss = loss.with_state(given.params, given.opt_state)
+    return check_step(loss, given.of_loss(), {})
 
-    return self._on_program(check, *args, **kwargs)[1]
+  def _prepare(self, *args, **kwargs) -> PreparedCall:
+    held, given = self._given(*args, **kwargs)
+    prepared = held.program.prepare(given, {}, held.kept)
+    # What is constant is returned where the program had it, so that it need not move again.
+    returned = held.returning(Arguments(*prepared.args))
+    return prepared._replace(returned=returned)
 
-  def _with_call(self, use: Use, /, *args, **kwargs):
-    """What a call updates, and what `use` makes of it."""
+  def _explain(self, *args, **kwargs) -> None:
+    """Explains no error: what is wrong was said before."""
 
-    def on_program(program, given, others):
-      return use(program.prepare(given, {}, others))
+  def _begin(self, held: Held) -> Cycle:
+    params, carried = held.arguments.params, held.arguments.carried
+    return self._cycles(held.program).begin(params, (carried,))
 
-    return self._on_program(on_program, *args, **kwargs)
+  def _add(self, cycle: Cycle, held: Held, batch, rngs, further):
+    self._check_keys(further)
+    given = batch, held.arguments.constant, rngs, further
+    params = held.arguments.params
+    return self._cycles(held.program).add(cycle, params, given, {})
+
+  def _check_keys(self, further: Further) -> None:
+    """Checks that no key is among the further arguments but in models, which cannot draw."""
+
+    def is_model(x):
+      return isinstance(x, nnx.Pytree)
+
+    for name, x in _validate.named_leaves("", further, is_model):
+      if dtypes.is_key(x):
+        raise ValueError(
+          f"{name} is a random key, from which every microbatch would get the same noise:"
+          f" {self.fixes['random']}"
+        )
 
   @method
   def merge(self, cycle: Cycle, other: Cycle, /) -> PreparedCall:
     """``merge(cycle, other)`` returns one cycle of two, as `TrainStep.merge`."""
-    return self._merging.merge(cycle, other)
+    # Of whatever model and optimizer: what is merged has the names of what is carried.
+    names = tuple(*cycle.start)
+    program = self._program(None, optax.identity(), names)
+    return self._cycles(program).merge(cycle, other)
 
-  @functools.cached_property
-  def _merging(self) -> CycleProgram:
-    # Of whatever optimizer: what is merged knows of none.
-    return self._cycle_of(self._program(self.loss, optax.identity()))
-
-  def lower(self, *args, **kwargs) -> jax.stages.Lowered:
-    """The program of a call, lowered, for its memory and collectives."""
-    return self.trace(*args, **kwargs).lower()
-
-  def trace(self, *args, **kwargs) -> jax.stages.Traced:
-    """As ``trace`` of a jitted function."""
-    return self._with_call(PreparedCall.trace, *args, **kwargs)[1]
-
-  def _further(self, call: str, args, kwargs) -> Further:
-    """The further arguments of a call, which messages show so, if the loss takes them."""
-    name, _, taken = call.rstrip(")").partition("(")
-    hint = (
-      f"It takes {call}. Fix a setting in the loss, functools.partial(loss_fn, train=True), and"
-      " make a step for each value. Put arrays with rows into the batch, keys into"
-      f" {self.keys}. Further arguments, which are not split, come after these, and the loss takes"
-      f" them too: {name}({taken}, teacher) and loss_fn({self.takes}, teacher)."
+  def _finish(self, held: Held, cycle: Cycle) -> PreparedCall:
+    given = held.arguments
+    return self._cycles(held.program).finish(
+      given.params,
+      given.opt_state,
+      cycle,
+      given.count,
+      returned=held.returning(given),
+      kept=(given.constant, held.kept),
     )
-    for x in (*args, *kwargs.values()):
-      if isinstance(x, str):
-        raise TypeError(f"{name}: {x!r} is a string and no array. {hint}")
-    return Further(args, kwargs)
-
-
-def run(call: PreparedCall) -> tuple[Arguments, Metrics]:
-  """The arguments of a call as a step leaves them, and the metrics."""
-  return after(call, call.run())
-
-
-def after(call: PreparedCall, results) -> tuple[Arguments, Metrics]:
-  """The arguments of a call with the results of its program, and the metrics."""
-  *new, metrics = results
-  updated = dict(zip(_UPDATED, new, strict=True))
-  return Arguments(*call.args)._replace(**updated), metrics
 
 
 def check_calls(step: str, value: object, method: str) -> None:
   """Refuses an object whose class has a `method` of a user's own, which a step does not call."""
   kind = type(value)
   found = getattr(kind, method)
-  module = getattr(found, "__module__", "")
-  if module.partition(".")[0] not in ("flax", "optax_accum"):
-    where = f"{module}.{getattr(found, '__qualname__', method)}"
+  if found.__module__.partition(".")[0] not in ("flax", "optax_accum"):
     raise TypeError(
-      f"{kind.__name__} has a method {method} that flax has not written ({where}), and {step}"
-      " does not call it. Put what it does to gradients into tx, optax.chain(change, tx), and do"
-      " the rest after the step: an average of weights, which begins with a copy of them, is"
-      ' optax.incremental_update(new_params, average, 0.1 * metrics["stepped"]). Then'
-      f" pass an object whose class has no {method} of its own."
+      f"{kind.__name__} has a method {method} that flax has not written"
+      f" ({found.__module__}.{found.__qualname__}), and {step} does not call it. Put what it does"
+      " to gradients into tx, optax.chain(change, tx), and do the rest after the step: an average"
+      " of weights, which begins with a copy of them, is optax.incremental_update(new_params,"
+      f' average, 0.1 * metrics["stepped"]). Then pass an object whose class has no {method} of'
+      " its own."
     )

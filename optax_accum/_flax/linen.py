@@ -1,35 +1,34 @@
 """`linen_train_step`: a flax `TrainState` in, a `TrainState` and metrics out."""
 
 from collections.abc import Mapping, Sequence
+import dataclasses
 from typing import Any, ClassVar, TypeAlias, TypeVar, Unpack
 
-from flax.training import train_state
+from flax.core import FrozenDict, unfreeze
+from flax.training import dynamic_scale, train_state
 import jax
+import jax.numpy as jnp
 
 from optax_accum import _validate
 from optax_accum._arithmetic import dtypes
 from optax_accum._arithmetic.trees import Batch
-from optax_accum._flax import boxes, flax_step, state_fields
+from optax_accum._flax import boxes, flax_step
 from optax_accum._flax.flax_step import (
   Arguments,
+  Further,
+  Held,
   LossFn,
   Metrics,
   StepOptions,
 )
-from optax_accum._flax.state_fields import Collections
-from optax_accum._train_step.cycle import Cycle, CycleProgram, method
-from optax_accum._train_step.program import PreparedCall, StepProgram
+from optax_accum._train_step.cycle import Cycle, method
+from optax_accum._train_step.program import PreparedCall
 
 State = TypeVar("State", bound=train_state.TrainState)
 Rngs: TypeAlias = Mapping[str, jax.Array] | None
 
-# What the loss returns, by whether there is something mutable, and has_aux.
-_RETURNS = {
-  (False, False): "loss",
-  (True, False): "(loss, updates)",
-  (False, True): "(loss, aux)",
-  (True, True): "(loss, (updates, aux))",
-}
+# The fields of flax's own.
+_OWN = {field.name for field in dataclasses.fields(train_state.TrainState)}
 
 
 def linen_train_step(
@@ -63,19 +62,18 @@ def linen_train_step(
       of the state that is a dict or a `FrozenDict`; ``rngs`` is a dict or None. Further arguments
       are those of the call.
     mutable: The collections that each microbatch updates for the next, the carry: fields of the
-      state, such as ``["batch_stats"]``. `carry_reduction` is a prefix tree over a dict of these.
+      state, such as ``["batch_stats"]``.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, such as `num_microbatches`, `weight_fn` and `mesh`, but
       not the positions of arguments: the batch, the keys and what is carried are known. ``donate``
-      (default) covers parameters, optimizer state, `mutable` and ``step``. ``batch_argnums=1``
-      allows a further argument with as many rows as the batch, by chance.
+      (default) covers parameters, optimizer state, `mutable` and ``step``. `carry_reduction`: see
+      below.
 
   Returns:
     A `LinenTrainStep`, ``step(state, batch, rngs=None, ...) -> (state, metrics)``.
 
     Further arguments of the call, by position or by name, are those of `loss_fn`, and are not
-    split: a teacher, the total of the batch's tokens. One with as many rows as the batch, or with a
-    typed key, is refused.
+    split: a teacher, the total of the batch's tokens. One with a random key is refused.
 
     In the new state parameters, optimizer state and `mutable` are updated, and ``state.step`` is
     greater by one if the optimizer took a step. ``metrics`` is the dict of a `TrainStep`: ``loss``,
@@ -88,14 +86,25 @@ def linen_train_step(
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if the state is not a flax
-      `TrainState`, or its class has an `apply_gradients` of its own, which the step would not call;
-      or if collections are missing in the state or in what the loss returns.
+      `TrainState`, holds a `DynamicScale`, or has a class with an `apply_gradients` of its own,
+      which the step would not call; or if collections are missing in what the loss returns.
 
   The loss:
     Batch normalization uses the statistics of one microbatch, so the step is not that of the whole
     batch. The guide "Flax linen" measures this, and has dropout and adapters (LoRA).
 
   Over a mesh:
+    Floats in `mutable` are averaged by weight, there and where cycles are merged. A count needs a
+    word: `carry_reduction` is a word for all, or a tree of words by collection, of which those that
+    are not named keep the default, as does None::
+
+      linen_train_step(
+        loss_fn, mutable=["batch_stats", "counts"], num_microbatches=8, mesh=mesh,
+        carry_reduction={"counts": "sum"},
+      )
+
+    or ``{"counts": {"right": "sum", "mean_length": None}}`` for single variables.
+
     Boxes of `nn.with_partitioning` and `nn.with_logical_partitioning`, and their shardings, stay.
     `nn.with_logical_constraint` is for automatic axes. Set `nn.logical_axis_rules` around the step.
   """
@@ -106,7 +115,6 @@ class LinenTrainStep(flax_step.FlaxStep):
   """What `linen_train_step` returns: ``step(state, batch, rngs=None, ...) -> (state, metrics)``."""
 
   name = "linen_train_step"
-  takes = "variables, batch, rngs"
   batch_position = 1
   names = Arguments(
     params="state.params",
@@ -125,19 +133,6 @@ class LinenTrainStep(flax_step.FlaxStep):
     "random": "Draw from rngs, which the step folds for each microbatch, and call it with keys:"
     ' step(state, batch, rngs={"dropout": key}).',
   }
-  decided: ClassVar[dict[str, str]] = {
-    "tx": "It is the state's.",
-    "optimizer": "It is the state's.",
-    "rng_argnums": "Pass keys to the step, as rngs.",
-    "rngs": "Pass keys to the step, as rngs.",
-    "wrt": "All of state.params is. Freeze some by optax.partition.",
-    "argnums": "All of state.params is. Freeze some by optax.partition.",
-    "carry_argnum": "Name collections in mutable.",
-    "mutable": "It goes into linen_train_step.",
-  }
-
-  call = "step(state, batch, rngs)"
-  keys = 'rngs, which is {"dropout": key} or None'
 
   def __init__(
     self,
@@ -146,27 +141,23 @@ class LinenTrainStep(flax_step.FlaxStep):
     has_aux: bool,
     options: StepOptions,
   ):
-    self._mutable = state_fields.check_mutable(mutable)
-    if not self._mutable and options.get("carry_reduction") is not None:
-      raise ValueError(
-        "carry_reduction combines what mutable names, and that is empty."
-      )
+    if isinstance(mutable, str):
+      mutable = (mutable,)
+    self._mutable = tuple(mutable)
     super().__init__(loss_fn, has_aux, options, mutable=self._mutable or None)
-    self.loss = self._step_loss(self._loss)
-    self._programs: dict[object, StepProgram] = {}
 
   def __call__(
     self, state: State, batch: Batch, rngs: Rngs = None, *args, **kwargs
   ) -> tuple[State, Metrics]:
     """Takes one optimizer step on a batch: the new state, and the metrics."""
-    return _replaced(
-      *self._with_call(flax_step.run, state, batch, rngs, *args, **kwargs)
-    )
+    return self._prepare(state, batch, rngs, *args, **kwargs).run()
+
+  def _parts(self, state, batch, rngs: Rngs = None, *args, **kwargs):
+    return self._hold(state), batch, rngs, Further(args, kwargs)
 
   def begin(self, state: State) -> Cycle:
     """Begins a cycle whose microbatches arrive in several calls, as `TrainStep.begin`."""
-    carried, _, _ = self._fields_of(state)
-    return self._cycle(state).begin(state.params, (carried,))
+    return self._begin(self._hold(state))
 
   @method
   def add(
@@ -176,134 +167,78 @@ class LinenTrainStep(flax_step.FlaxStep):
 
     What ``mutable`` names is in the cycle.
     """
-    _, constant, _ = self._fields_of(state)
-    call = "step.add(cycle, state, batch, rngs)"
-    further = self._further(call, args, kwargs)
-    of_loss = batch, constant, rngs, further
-    return self._cycle(state).add(cycle, state.params, of_loss, {})
+    further = Further(args, kwargs)
+    return self._add(cycle, self._hold(state), batch, rngs, further)
 
   @method
-  def finish(self, state, cycle: Cycle):
+  def finish(self, state, cycle: Cycle) -> PreparedCall:
     """``finish(state, cycle)`` returns ``(state, metrics)``, as `TrainStep.finish`."""
-    _, *kept = self._fields_of(state)
+    return self._finish(self._hold(state), cycle)
 
-    def finished(results):
-      params, opt_state, carried, count, metrics = results
-      new = Arguments(
-        params, opt_state, constant={}, carried=carried, count=count
-      )
-      return _replaced(state, (new, metrics))
-
-    count = state_fields.counted(state.step)
-    return self._cycle(state).finish(
-      state.params, state.opt_state, cycle, count, returned=finished, kept=kept
-    )
-
-  def _cycle(self, state) -> CycleProgram:
-    return self._cycle_of(self._program_of(state))
-
-  def eval_shape(self, *args, **kwargs) -> tuple[Any, Metrics]:
-    """As ``eval_shape`` of a jitted function: shapes and dtypes of what a call returns."""
-
-    def shapes(call):
-      return flax_step.after(call, call.eval_shape())
-
-    return _replaced(*self._with_call(shapes, *args, **kwargs))
-
-  def _on_program(self, use, /, state, batch, rngs=None, *args, **kwargs):
-    """The state of a call, and what `use` makes of the program for such a state."""
-    carried, constant, others = self._fields_of(state)
-    count = state_fields.counted(state.step)
-    given = Arguments(
-      state.params,
-      state.opt_state,
-      batch,
-      constant,
-      carried,
-      rngs,
-      self._further(self.call, args, kwargs),
-      count,
-    )
-    return state, use(self._program_of(state), given, others)
-
-  def _fields_of(self, state):
-    """What a state has beside parameters, optimizer state and count: see `state_fields`."""
+  def _hold(self, state) -> Held:
     if not isinstance(state, train_state.TrainState):
       raise TypeError(
         f"state is a {type(state).__name__}; linen_train_step takes a flax TrainState. For"
         " parameters and an optimizer state use make_train_step."
       )
     flax_step.check_calls(self.name, state, "apply_gradients")
-    return state_fields.fields_of(state, self._mutable)
+    _validate.transformation(state.tx, "state.tx")
+    fields = {name: getattr(state, name) for name in self._mutable}
+    # The loss takes and returns what changes without boxes, in dicts; the state keeps its own.
+    carried = unfreeze(boxes.without_boxes(fields))
+    structure: Any = jax.tree.structure(fields)
+    constant = {}
+    kept = []
+    for field in dataclasses.fields(state):
+      is_own = field.name in _OWN or field.name in self._mutable
+      if is_own or not field.metadata.get("pytree_node", True):
+        continue
+      x = getattr(state, field.name)
+      if isinstance(x, dynamic_scale.DynamicScale):
+        raise ValueError(
+          f"state.{field.name} is a DynamicScale, which linen_train_step does not use: take the"
+          " step by hand, with scale.value_and_grad(optax_accum.microbatch(loss_fn, ...)), as the"
+          " guide Half precision does."
+        )
+      # Keys are not constant: all microbatches would have the same noise.
+      has_keys = any(map(dtypes.is_key, jax.tree.leaves(x)))
+      if isinstance(x, (dict, FrozenDict)) and not has_keys:
+        constant[field.name] = x
+      else:
+        kept.append(x)
 
-  def _program_of(self, state: train_state.TrainState) -> StepProgram:
-    """The program for states of this optimizer."""
-    if state.tx not in self._programs:
-      _validate.transformation(state.tx, "state.tx")
-      state_fields.refuse_fp8(state.params)
-      self._programs[state.tx] = self._program(self.loss, state.tx)
-    return self._programs[state.tx]
+    def put(new: Arguments, metrics: Metrics):
+      changed = structure.unflatten(jax.tree.leaves(new.carried))
+      fields = {**new.constant, **changed}
+      replaced = state.replace(
+        step=new.count, params=new.params, opt_state=new.opt_state, **fields
+      )
+      return replaced, metrics
 
-  def _loss(
-    self,
-    params,
-    batch,
-    constant,
-    carried,
-    rngs: Rngs,
-    further,
-  ):
+    arguments = Arguments(
+      params=state.params,
+      opt_state=state.opt_state,
+      constant=constant,
+      carried=carried,
+      count=_strong(state.step),
+    )
+    program = self._program(structure, state.tx, tuple(carried))
+    return Held(program, arguments, kept, put)
+
+  def _loss(self, structure, params, batch, constant, carried, rngs, further):
     """The user's loss, as one that `make_train_step` takes."""
-    # Keys are not constant: all microbatches would have the same noise.
-    fixed = {
-      name: x
-      for name, x in constant.items()
-      if not any(map(dtypes.is_key, jax.tree.leaves(x)))
-    }
-    given = {"params": params, **fixed, **carried}
-    both = given, further
-    with boxes.constraining_automatic_axes(both) as (variables, further):
+    changing = structure.unflatten(jax.tree.leaves(carried))
+    given = {"params": params, **constant, **changing}, further
+    with boxes.constraining_automatic_axes(given) as (variables, further):
       out = self._loss_fn(
         variables, batch, rngs, *further.args, **further.kwargs
       )
-    asked = bool(self._mutable), bool(self.has_aux)
-    updates: Collections = {}
-    aux = None
-    may_be_pair = self._options.get("has_weight")
-    match (*asked, out):
-      case True, True, [loss, [updates, aux]]:
-        pass
-      case True, False, [loss, updates]:
-        pass
-      case False, True, [loss, aux]:
-        pass
-      case False, False, loss if may_be_pair or not isinstance(
-        loss, (tuple, list)
-      ):
-        pass
-      case _:
-        returned = f"a {type(out).__name__}"
-        if isinstance(out, jax.Array):
-          returned = "an array"
-        raise TypeError(
-          f"The loss returned {returned}; with mutable={self._mutable!r} and"
-          f" has_aux={self.has_aux} it must return {_RETURNS[asked]}. Name updates of collections,"
-          " as model.apply(..., mutable=...) gives them, in mutable; and for what else is returned"
-          " pass has_aux=True, or has_weight=True if that is (total, weight) in the place of loss."
-        )
-    return loss, (state_fields.as_held(updates, carried), aux)
+    loss, updates, aux = self._taken_apart(out, bool(self._mutable))
+    return loss, (unfreeze(boxes.without_boxes(updates)), aux)
 
 
-def _replaced(
-  state: State, made: tuple[Arguments, Metrics]
-) -> tuple[State, Metrics]:
-  """The state after a step, and the metrics."""
-  new, metrics = made
-  state = state.replace(
-    step=new.count,
-    params=new.params,
-    opt_state=new.opt_state,
-    **new.constant,  # where the step put it
-    **new.carried,
-  )
-  return state, metrics
+def _strong(step):
+  """The step count as an array that is not weakly typed. An int would compile the program twice."""
+  if isinstance(step, jax.ShapeDtypeStruct):
+    return step
+  return jnp.asarray(step, getattr(step, "dtype", jnp.int32))

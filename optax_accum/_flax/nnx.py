@@ -1,31 +1,32 @@
 """`nnx_train_step`: an nnx model and its optimizer, both stepped in place on the whole batch."""
 
-from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias, Unpack
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias, Unpack
 
 from flax import nnx
 import jax
 import optax
 
-from optax_accum._arithmetic.trees import Batch
-from optax_accum._flax import flax_step, nnx_objects, variables
+from optax_accum import _validate
+from optax_accum._arithmetic.trees import Batch, Tree
+from optax_accum._flax import flax_step
 from optax_accum._flax.flax_step import (
   Arguments,
+  Further,
+  Held,
   LossFn,
   Metrics,
   StepOptions,
 )
-from optax_accum._flax.pure_loss import ChangedByLossError, PureLoss
 from optax_accum._train_step.cycle import Cycle, method
-from optax_accum._train_step.program import PreparedCall, StepProgram
+from optax_accum._train_step.program import PreparedCall
 
 Optimizer: TypeAlias = nnx.Optimizer[Any]
 
-_DELETED = (
-  "A step updates model and optimizer in place. If you put arrays into the model, put in copies,"
-  " nnx.update(model, jax.tree.map(jnp.copy, saved)); if the model is a clone, use copy.deepcopy"
-  " instead of nnx.clone; or pass donate=False."
-)
+# What no loss changes, beside what is trained.
+_CONSTANT = nnx.Any(nnx.Param, nnx.RngKey)
+# Among what is carried, the counts of random streams. No attribute of a model has this name.
+_STREAMS = "random streams"
 
 
 def nnx_train_step(
@@ -55,60 +56,70 @@ def nnx_train_step(
 
   Args:
     loss_fn: ``loss_fn(model, batch, ...)`` returns ``loss``, a scalar, or with `has_aux` ``(loss,
-      aux)``. It may change Variables that `wrt` does not select, but not add any: return what
-      `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``. Further arguments are
-      those of the call.
+      aux)``. It may change what `wrt` does not select and is no `nnx.Param`, but not add anything:
+      return what `nnx.Module.sow` added as aux, ``nnx.pop(model, nnx.Intermediate)``. Further
+      arguments are those of the call.
     wrt: A filter, as in `nnx.grad`: the Variables to train, such as `nnx.LoRAParam`. Give the
       optimizer the same, and make it after adapters are added.
     has_aux: Whether `loss_fn` returns aux too, which becomes ``metrics["aux"]``.
     **options: Those of `make_train_step`, such as `num_microbatches`, `weight_fn` and `mesh`, but
       not the positions of arguments: the batch is known, and keys and what is carried are in the
-      model. With ``donate`` (default) a step deletes the arrays of parameters and optimizer.
-      `nnx.clone` and `nnx.state` share these: keep ``jax.tree.map(jnp.copy, nnx.state(model))``.
-      ``batch_argnums=1`` allows a further argument with as many rows as the batch, by chance.
+      model. With ``donate`` (default) a step deletes the arrays that the model and the optimizer
+      held. `nnx.clone` and `nnx.state` share these: keep ``jax.tree.map(jnp.copy,
+      nnx.state(model))``. `carry_reduction`: see below.
 
   Returns:
     An `NnxTrainStep`, ``step(model, optimizer, batch, ...) -> metrics``.
 
     Further arguments of the call, by position or by name, are those of `loss_fn`, and are not
-    split: totals of the batch, or another model, such as a teacher, which the loss must not change
-    (call its ``eval()``). One with as many rows as the batch is refused, and one with a random
-    stream: of such a model pass the parameters that `nnx.split` returns.
+    split: totals of the batch, or another model, such as a teacher. The loss must not change
+    another model or a metric, which Flax refuses: call its ``eval()``, or return aux. A bare random
+    key is refused.
 
     ``metrics`` is the dict of a `TrainStep`: ``loss``, ``grad_norm``, ``total_weight``,
     ``skipped_microbatches``, ``stepped``, and what was asked for of ``aux`` and ``noise_scale``.
-    ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``
-    and ``trace`` too, which are called as the step is. Microbatches that arrive in several calls:
-    ``step.begin(model)``, ``step.add(cycle, model, batch)``, ``step.merge(cycle, other)`` and
-    ``step.finish(model, optimizer, cycle)``.
+    ``optimizer.step`` counts the steps that the optimizer took. The step has ``check``, ``lower``,
+    ``trace`` and ``eval_shape`` too, which are called as the step is. Microbatches that arrive in
+    several calls: ``step.begin(model)``, ``step.add(cycle, model, batch)``, ``step.merge(cycle,
+    other)`` and ``step.finish(model, optimizer, cycle)``.
 
   Raises:
     TypeError, ValueError, RuntimeError: As `make_train_step`; also if a call gets no nnx model and
       its optimizer, if the optimizer's class has an `update` of its own, which the step would not
-      call, if `wrt` selects nothing, or not what the optimizer was made with, or if the loss adds
-      or removes Variables, or changes what `wrt` selects or what is not a Variable.
+      call, or if the optimizer was made with another `wrt`.
 
-  The loss:
-    Variables that the loss changes, such as running statistics, counters of random streams and
-    caches, are the carry of `make_train_step`. With batch normalization the step is not that of the
-    whole batch, as in `linen_train_step`. See the guide "Flax nnx, and LoRA".
+  What is carried:
+    Each microbatch passes on to the next what is neither selected by `wrt`, nor an `nnx.Param`, nor
+    a random stream: running statistics, caches, counts. What the loss hands back as it came, such
+    as a frozen base in a Variable of its own type, is not carried, and stays to the bit. (Where a
+    transform of nnx makes it anew, have it be an `nnx.Param`, which `wrt` does not select.) Random
+    streams draw on from microbatch to microbatch, and each device has noise of its own. A change of
+    an `nnx.Param` by the loss is lost.
+
+    Over a mesh, and where cycles are merged, floats are averaged by weight. A count, as of right
+    answers or of the tokens of each expert, needs a word: `carry_reduction` is a word for all that
+    is carried, or a tree of words by attribute, of which those that are not named keep the default,
+    as does None::
+
+      class Classifier(nnx.Module):
+        def __init__(self, rngs):
+          ...
+          self.norm = nnx.BatchNorm(8, rngs=rngs)
+          self.right = nnx.Variable(jnp.zeros((), jnp.int32))
+
+      nnx_train_step(loss_fn, num_microbatches=8, mesh=mesh, carry_reduction={"right": "sum"})
+
+    A word counts for all below an attribute: ``{"counts": "sum"}``, or ``{"counts": {"right":
+    "sum", "mean_length": None}}``. With batch normalization the step is not that of the whole
+    batch, as in `linen_train_step`. See the guide "Flax nnx, and LoRA".
   """
-  if isinstance(wrt, nnx.Pytree):
-    raise TypeError(
-      f"wrt is a {type(wrt).__name__}; it must be a filter, such as nnx.Param."
-    )
   return NnxTrainStep(loss_fn, wrt, has_aux, options)
 
 
 class NnxTrainStep(flax_step.FlaxStep):
-  """What `nnx_train_step` returns: ``step(model, optimizer, batch, ...) -> metrics``.
-
-  Which Variables the loss changes is found by tracing it. At first none are carried from one
-  microbatch to the next; if `ChangedByLossError` names some, the loss is traced again with these.
-  """
+  """What `nnx_train_step` returns: ``step(model, optimizer, batch, ...) -> metrics``."""
 
   name = "nnx_train_step"
-  takes = "model, batch"
   names = Arguments(
     params="model",
     opt_state="optimizer['opt_state']",
@@ -123,194 +134,136 @@ class NnxTrainStep(flax_step.FlaxStep):
     "coupled": "Batch normalization: use group or layer norm, or the running statistics"
     " (model.eval()), or accept that each microbatch is normalized by its own rows.",
     "unsplit": flax_step.UNSPLIT,
-    "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does. Of"
-    " another model pass what draws nothing, graphdef, params, rest = nnx.split(teacher, nnx.Param,"
-    " ...), and have the loss nnx.merge(graphdef, params, rest).",
+    "random": "Draw from a random stream of the model, as nnx.Dropout(0.1, rngs=rngs) does.",
   }
-  decided: ClassVar[dict[str, str]] = {
-    "tx": "It goes into the call: step(model, optimizer, batch).",
-    "optimizer": "It goes into the call: step(model, optimizer, batch).",
-    "rng_argnums": "Random streams are in the model.",
-    "rngs": "Random streams are in the model.",
-    "carry_argnum": "What the loss changes in the model is carried.",
-    "mutable": "What the loss changes in the model is carried.",
-    "argnums": "wrt selects what is differentiated.",
-  }
-
-  call = "step(model, optimizer, batch)"
-  keys = "the nnx.Rngs of the model"
+  # Streams draw on from microbatch to microbatch, and as far on every device.
+  own_words: ClassVar[dict[str, str]] = {_STREAMS: "max"}
 
   def __init__(
     self, loss_fn: LossFn, wrt: Any, has_aux: bool, options: StepOptions
   ):
-    shown = nnx_objects.shown(wrt)
+    shown = getattr(wrt, "__name__", repr(wrt))
     super().__init__(loss_fn, has_aux, options, wrt=shown)
     self._wrt = wrt
-    self.loss = self._step_loss(loss_fn)
-    # What the loss changes, of models of each structure, and optimizers; and programs for these.
-    self._changed: dict[object, frozenset[str]] = {}
-    self._programs: dict[object, StepProgram] = {}
 
   def __call__(
     self, model: nnx.Module, optimizer: Optimizer, batch: Batch, *args, **kwargs
   ) -> Metrics:
     """Takes one optimizer step on a batch, and updates model and optimizer in place."""
-    places, (new, metrics) = self._with_call(
-      flax_step.run, model, optimizer, batch, *args, **kwargs
-    )
-    variables.write(places, new._replace(batch=None, further=places.further))
-    return metrics
+    return self._prepare(model, optimizer, batch, *args, **kwargs).run()
+
+  def _parts(self, model, optimizer, batch, *args, **kwargs):
+    held = self._hold_both(model, optimizer)
+    return held, batch, None, Further(args, kwargs)
 
   def begin(self, model: nnx.Module) -> Cycle:
     """Begins a cycle whose microbatches arrive in several calls, as `TrainStep.begin`."""
-    nnx_objects.check_module("step.begin(model)", model)
-    return Cycle()
+    return self._begin(self._hold(model))
 
   @method
-  def add(self, cycle: Cycle, model, batch, *args, **kwargs) -> "_Add":
+  def add(self, cycle: Cycle, model, batch, *args, **kwargs) -> PreparedCall:
     """``add(cycle, model, batch, ...)`` adds microbatches, as `TrainStep.add`.
 
-    What the loss changes in the model, the same Variables in all calls, is in the cycle from the
-    first call on, and in the model when it has finished.
+    What the loss changes in the model is in the cycle, and in the model when it has finished.
     """
-    call = "step.add(cycle, model, batch)"
-    nnx_objects.check_module(call, model)
-    further = self._further(call, args, kwargs)
-
-    def with_call(use):
-      def add(program, given):
-        own = cycle
-        if cycle.state is None:
-          own = Cycle((given.carried,))
-        of_loss = batch, given.constant, given.rngs, further
-        cycles = self._cycle_of(program)
-        return use(cycles.add(own, given.params, of_loss, {}))
-
-      return self._with_program(add, model, None, _carried(cycle))[1]
-
-    return _Add(with_call)
+    return self._add(
+      cycle, self._hold(model), batch, None, Further(args, kwargs)
+    )
 
   @method
-  def finish(self, model, optimizer: Optimizer, cycle: Cycle):
+  def finish(self, model, optimizer: Optimizer, cycle: Cycle) -> PreparedCall:
     """``finish(model, optimizer, cycle)`` steps in place, as `TrainStep.finish`: the metrics."""
-    call = "step.finish(model, optimizer, cycle)"
-    self._check_objects(call, model, optimizer)
+    return self._finish(self._hold_both(model, optimizer), cycle)
 
-    def finish(program, given):
-      return self._cycle_of(program).finish(
-        given.params,
-        given.opt_state,
-        cycle,
-        given.count,
-        returned=finished,
-        kept=given.constant,
+  def _hold_both(self, model, optimizer) -> Held:
+    if not isinstance(optimizer, nnx.Optimizer):
+      raise TypeError(
+        f"optimizer is a {type(optimizer).__name__}; it must be an nnx.Optimizer(model, tx,"
+        " wrt=nnx.Param): the order is model, optimizer, and then the batch or the cycle."
       )
-
-    def finished(results):
-      params, opt_state, *carried, count, metrics = results
-      new = Arguments(params, opt_state, count=count)
-      written = places._replace(constant=None, carried=None, further=None)
-      if carried:
-        written = written._replace(carried=places.carried)
-        new = new._replace(carried=carried[0])
-      variables.write(written, new._replace(further=None))
-      return metrics
-
-    known = _carried(cycle)
-    places, prepared = self._with_program(finish, model, optimizer, known)
-    return prepared
-
-  def _on_program(self, use, /, model, optimizer, batch, *args, **kwargs):
-    """The Variables of a call with what these objects hold, and what `use` makes of the program."""
-    self._check_objects(self.call, model, optimizer)
-    further = self._further(self.call, args, kwargs)
-
-    def call(program, given):
-      given = given._replace(batch=batch, further=further)
-      return use(program, given, ())
-
-    return self._with_program(call, model, optimizer)
-
-  def _check_objects(self, call: str, model, optimizer) -> None:
-    nnx_objects.check_objects(call, model, optimizer)
     flax_step.check_calls(self.name, optimizer, "update")
-    variables.wrap_arrays(optimizer)
+    _validate.transformation(optimizer.tx, "optimizer.tx")
+    # Of an optimizer without a state, as SGD, nothing else would tell.
+    if optimizer.wrt != self._wrt:
+      raise ValueError(
+        f"The optimizer was made with wrt={optimizer.wrt!r}, and the step with wrt={self._wrt!r}:"
+        " pass the same filter to both."
+      )
+    return self._hold(model, optimizer)
 
-  def _with_program(
-    self,
-    use: Callable[[StepProgram, Arguments], Any],
-    model,
-    optimizer: Optimizer | None,
-    known: frozenset[str] | None = None,
-  ):
-    """The Variables of these objects, and what `use` makes of a program and of their values.
-
-    `known` has the names of all that the loss may change, where that is decided.
-    """
-    parts: Any = nnx.split(model, self._wrt, ...)
-    graphdef, params, rest = parts
-    places = Arguments(params)
+  def _hold(self, model, optimizer: Any = None) -> Held:
+    if not isinstance(model, nnx.Module):
+      raise TypeError(
+        f"model is a {type(model).__name__}; nnx_train_step takes an nnx module. For linen there is"
+        " linen_train_step, and for parameters make_train_step."
+      )
+    graphdef, params, constant, carried = self._split(model)
+    arguments = Arguments(params, constant=constant, carried=carried)
     tx = optax.identity()  # which no program runs
     if optimizer is not None:
       tx = optimizer.tx
-      places = Arguments(params, optimizer.opt_state, count=optimizer.step)
-    key = graphdef, None if optimizer is None else tx
-    if key not in self._changed:
-      nnx_objects.check_model(self._wrt, params, model, optimizer)
-      self._changed[key] = frozenset()
-    while True:
-      changed = self._changed[key] if known is None else known
-      program = self._program_of(key, tx, changed)
-      carried, constant = nnx.split_state(rest, variables.among(changed), ...)
-      places = places._replace(constant=constant, carried=carried)
-      try:
-        return places, use(program, variables.values(places))
-      except ChangedByLossError as error:
-        # While the loss was traced, before anything ran.
-        if known is not None:
-          names = ", ".join(f"model.{name}" for name in sorted(error.args))
-          raise ValueError(
-            f"loss_fn changed {names}, and in no call of this cycle before, so the cycle does not"
-            " carry it: let the loss change the same Variables in all calls (model.train() or"
-            " model.eval() in all), or finish this cycle first."
-          ) from None
-        self._changed[key] = changed.union(error.args)
-      except RuntimeError as error:
-        if "has been deleted" in str(error):
-          error.add_note(_DELETED)
-        raise
+      opt_state = _values(optimizer.opt_state)
+      count = _value(optimizer.step)
+      arguments = arguments._replace(opt_state=opt_state, count=count)
 
-  def _program_of(self, key, tx, changed: frozenset[str]) -> StepProgram:
-    """The program for models of a structure, and for what of them the loss changes."""
-    if (key, changed) in self._programs:
-      return self._programs[key, changed]
-    graphdef, _ = key
-    pure = PureLoss(self._loss_fn, self.has_aux, graphdef, changed)
-    program = self._program(self._step_loss(pure), tx)
-    self._programs[key, changed] = program
-    return program
+    def put(new: Arguments, metrics: Metrics) -> Metrics:
+      if isinstance(metrics["loss"], jax.ShapeDtypeStruct):
+        return metrics  # of `eval_shape`, which changes nothing
+      nnx.update(model, new.params, new.constant, *_states(new.carried))
+      optimizer.opt_state = nnx.data(_put(optimizer.opt_state, new.opt_state))
+      _put(optimizer.step, new.count)
+      return metrics
+
+    program = self._program(graphdef, tx, tuple(carried))
+    return Held(program, arguments, (), put)
+
+  def _split(self, model):
+    """The structure of a model, parameters, what is constant, and what is carried, by name."""
+    parts: Any = nnx.split(model, self._wrt, _CONSTANT, nnx.RngCount, ...)
+    graphdef, params, constant, streams, others = parts
+    named = nnx.to_pure_dict(_values(others))
+    carried = {**named, _STREAMS: _values(streams)}
+    return graphdef, _values(params), _values(constant), carried
+
+  def _loss(self, graphdef, params, batch, constant, carried, rngs, further):
+    """The user's loss, as one that `make_train_step` takes."""
+    model = nnx.merge(graphdef, params, constant, *_states(carried))
+    out = self._loss_fn(model, batch, *further.args, **further.kwargs)
+    loss, _, aux = self._taken_apart(out, mutable=False)
+    *_, changed = self._split(model)
+    return loss, (changed, aux)
 
 
-class _Add(NamedTuple):
-  """A call of `add`. Only when its program is traced is it known what the loss changes."""
-
-  with_call: Callable[[Callable[[PreparedCall], Any]], Any]
-
-  def run(self) -> Cycle:
-    """As `PreparedCall.run`."""
-    return self.with_call(PreparedCall.run)
-
-  def trace(self) -> jax.stages.Traced:
-    """As `PreparedCall.trace`."""
-    return self.with_call(PreparedCall.trace)
-
-  def eval_shape(self) -> Cycle:
-    """As `PreparedCall.eval_shape`."""
-    return self.with_call(PreparedCall.eval_shape)
+def _states(carried: Mapping[str, Tree]) -> tuple[Tree, Tree]:
+  """What is carried, as nnx takes it: Variables by name, and the counts of random streams."""
+  named = dict(carried)
+  streams = named.pop(_STREAMS)
+  return nnx.State(named), streams
 
 
-def _carried(cycle: Cycle) -> frozenset[str] | None:
-  """The names of what a cycle has of the model; None where no call has told yet."""
-  if cycle.state is None:
-    return None
-  return frozenset(name for x in cycle.start for name in variables.named(x))
+def _is_variable(x: object) -> bool:
+  return isinstance(x, nnx.Variable)
+
+
+def _value(x):
+  """The value of a Variable; an array is its own."""
+  if _is_variable(x):
+    return x.get_raw_value()
+  return x
+
+
+def _values(tree):
+  """The tree, with values in the places of the Variables."""
+  return jax.tree.map(_value, tree, is_leaf=_is_variable)
+
+
+def _put(tree, new):
+  """The tree, its Variables with new values, and new arrays in the places of arrays."""
+
+  def put(x, new):
+    if not _is_variable(x):
+      return new
+    x.set_raw_value(new)
+    return x
+
+  return jax.tree.map(put, tree, new, is_leaf=_is_variable)

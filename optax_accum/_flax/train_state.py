@@ -8,11 +8,8 @@ import optax
 
 from optax_accum import _validate
 from optax_accum._arithmetic.trees import Grads, Params
-from optax_accum._flax import state_fields
 from optax_accum._streaming.accumulation import AccumulateTransformation
 from optax_accum._streaming.state import states_in
-
-_NOT_ACCUMULATING = "tx is not an accumulate and holds none"
 
 
 class TrainState(train_state.TrainState):
@@ -36,19 +33,14 @@ class TrainState(train_state.TrainState):
     cls, *, apply_fn: Any, params: Params, tx: object, **kwargs: Any
   ) -> Self:
     """As flax's: a state with the optimizer state that ``tx.init`` makes. Checks ``tx``."""
-    state_fields.refuse_fp8(params)
+    _validate.refuse_fp8("params", params)
     _validate.transformation(tx, "tx")
     return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
 
   @property
   def gradient_step(self) -> jax.Array:
     """The optimizer steps so far, of the first `accumulate` in the state; an int32 scalar."""
-    states = states_in(self.opt_state)
-    if not states:
-      raise ValueError(
-        f"{_NOT_ACCUMULATING}, so it has no gradient_step: use state.step."
-      )
-    return states[0].gradient_step
+    return states_in(self.opt_state)[0].gradient_step
 
   def apply_gradients(
     self, *, grads: Grads, weight: Any = 1.0, flush: Any = False, **kwargs: Any
@@ -64,8 +56,8 @@ class TrainState(train_state.TrainState):
     accumulates = isinstance(self.tx, AccumulateTransformation)
     if not plain and not accumulates and not states_in(self.opt_state):
       raise ValueError(
-        f"{_NOT_ACCUMULATING}, so it would ignore weight={weight!r} and flush={flush!r}: wrap it,"
-        " accumulate(tx, every_k), or leave them out."
+        f"tx is not an accumulate and holds none, so it would ignore weight={weight!r} and"
+        f" flush={flush!r}: wrap it, accumulate(tx, every_k), or leave them out."
       )
     params = self.params
     given = {"weight": weight, "flush": flush}

@@ -111,10 +111,6 @@ def test_it_is_flax_s_where_nothing_accumulates():
       match=r"tx is not an accumulate and holds none, so it would ignore",
     ):
       state.apply_gradients(grads=grads, **given)
-  with pytest.raises(
-    ValueError, match=r"has no gradient_step: use state\.step"
-  ):
-    state.gradient_step  # noqa: B018
 
 
 def test_multi_steps_is_refused():

@@ -89,8 +89,9 @@ def test_every_method_takes_further_arguments(kind):
   assert step.check(*given, teacher=teacher).ok
   assert step.lower(*given, teacher).as_text()
   assert step.trace(*given, teacher, scale=2.0).jaxpr
-  if kind == "linen":
-    assert step.eval_shape(*given, teacher)[0].params
+  shapes = step.eval_shape(*given, teacher)
+  metrics = shapes if kind == "nnx" else shapes[1]
+  assert metrics["loss"].shape == ()
   with compilations() as compiled:
     for i in range(3):
       run(batch, *between, teacher, scale=np.float32(i))
@@ -98,46 +99,36 @@ def test_every_method_takes_further_arguments(kind):
 
 
 KEYED = {"w": TEACHER["w"], "key": jax.random.key(0)}
+KEY = r" is a random key, .* Draw from"
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 @pytest.mark.parametrize("mesh", [None, make_mesh(2)], ids=["alone", "mesh"])
 @pytest.mark.parametrize(
-  ("args", "kwargs", "error", "match", "verdict"),
+  ("args", "kwargs", "error", "match"),
   [
+    ((KEYED,), {}, ValueError, r"^args\[0\]\['key'\]" + KEY),
+    ((TEACHER,), {"scale": KEYED}, ValueError, r"^kwargs\['scale'\]\['key'\]"),
     (
-      (KEYED,),
-      {},
-      ValueError,
-      r"^args\[0\]\['key'\] is a random key, .* Draw from",
-      "random",
-    ),
-    (
-      (TEACHER,),
-      {"scale": jax.random.key(0)},
-      ValueError,
-      r"^kwargs\['scale'\] is a random key",
-      "random",
-    ),
-    (
-      (TEACHER, "train"),
+      (TEACHER, 1.0, 2.0),
       {},
       TypeError,
-      r"^step: 'train' is a string and no array\. .* Fix a setting in the loss",
-      None,
+      "positional arguments but . were given",
     ),
+    ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
+    ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),
   ],
 )
 def test_what_a_plain_step_refuses_is_refused(
-  kind, mesh, args, kwargs, error, match, verdict
+  kind, mesh, args, kwargs, error, match
 ):
   batch = make_batch(np.float32)
   step, first, between, run = call_of(kind, mesh=mesh)
   with pytest.raises(error, match=match):
     run(batch, *between, *args, **kwargs)
-  given = *first, batch, *between, *args
-  if mesh is None and verdict:
-    assert step.check(*given, **kwargs).verdict == verdict
+  if error is ValueError:
+    with pytest.raises(error, match=match):
+      step.check(*first, batch, *between, *args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -149,8 +140,6 @@ def test_as_many_rows_by_chance_are_not_split(kind):
   _, _, between, run = call_of(kind, loss_fn)
   _, metrics = run(batch, *between, np.ones(ROWS, np.float32))
   assert metrics["loss"] == pytest.approx(ROWS * batch["x"].mean(), rel=1e-4)
-  with pytest.raises(ValueError, match="splits the batch alone: put what has"):
-    call_of(kind, batch_argnums=(1, 2))
 
 
 def test_a_teacher_may_be_the_state_itself_or_be_sharded():
@@ -209,19 +198,15 @@ def test_an_nnx_model_may_be_a_teacher(mesh):
   _, metrics = run(batch, teacher)
   trees.assert_close(metrics["loss"], expected, 1e-5)
   trees.assert_close(jax.device_get(nnx.state(teacher)), before, 0)
+  # In eval() dropout draws nothing from the key that it has.
   noisy = linear(1, dropout=dropout)
-  noisy.eval()
-  with pytest.raises(ValueError, match=r"^args\[0\].*key.* = nnx\.split\("):
-    run(batch, noisy)
-  graphdef, params, rest = nnx.split(noisy, nnx.Param, ...)
-
-  def merged(model, batch, params):
-    return loss_fn(model, batch, nnx.merge(graphdef, params, rest))
-
   student = linear()
+  _, _, _, run = call_of("nnx", loss_fn, student, mesh=mesh)
+  with pytest.raises(flax.errors.TraceContextError, match="Cannot mutate"):
+    run(batch, noisy)
+  noisy.eval()
   expected = nnx.jit(loss_fn)(student, batch, noisy)
-  _, _, _, run = call_of("nnx", merged, student, mesh=mesh)
-  trees.assert_close(run(batch, params)[1]["loss"], expected, 1e-5)
+  trees.assert_close(run(batch, noisy)[1]["loss"], expected, 1e-5)
 
 
 @pytest.mark.parametrize("mesh", [None, make_mesh(8)], ids=["alone", "mesh"])

@@ -66,7 +66,11 @@ def linen_step(mesh, loss_fn=loss_fn):
   params, seen = {"w": jnp.zeros(WIDTH)}, {"rows": jnp.zeros((), jnp.int32)}
   state = TrainState.create(apply_fn=None, params=params, tx=TX, seen=seen)
   step = linen_train_step(
-    linen_loss, mutable="seen", num_microbatches=2, mesh=mesh
+    linen_loss,
+    mutable="seen",
+    num_microbatches=2,
+    mesh=mesh,
+    carry_reduction="sum",
   )
   rngs = placed({"noise": jax.random.key(0)}, mesh)
 
