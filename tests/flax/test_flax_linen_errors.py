@@ -99,12 +99,7 @@ def norm(**stats):
       r"state\.batch_stats\['norm'\]\['var'\] is not expected: return",
     ),
     (({"batch_stats": {}},), STATS_ALONE, ValueError, MEAN + " is missing"),
-    (
-      (norm(mean=jnp.zeros(3)),),
-      STATS_ALONE,
-      ValueError,
-      MEAN + r" has type float32\[3\], not float32\[2\]: ",
-    ),
+    ((norm(mean=jnp.zeros(3)),), STATS_ALONE, ValueError, MEAN + r" has type float32\[3\], not float32\[2\]: "),
     (
       (norm(mean=jnp.zeros(2, jnp.bfloat16)),),
       STATS_ALONE,
@@ -112,7 +107,7 @@ def norm(**stats):
       MEAN + r" has type bfloat16\[2\], not float32\[2\]: ",
     ),
   ],
-)
+)  # fmt: skip
 def test_what_the_loss_must_not_return_is_named(
   returned, options, error, match
 ):
@@ -131,12 +126,7 @@ FP8 = {"params": {"w": 1.0}, "_overwrite_with_gradient": {"amax": 1.0}}
 @pytest.mark.parametrize(
   ("make", "options", "error", "match"),
   [
-    (
-      lambda: {"w": 1.0},
-      {},
-      TypeError,
-      "state is a dict; linen_train_step takes a flax TrainState",
-    ),
+    (lambda: {"w": 1.0}, {}, TypeError, "state is a dict; linen_train_step takes a flax TrainState"),
     (
       lambda: make_state(tx=optax.MultiSteps(optax.sgd(0.1), 2)),
       {},
@@ -168,7 +158,7 @@ FP8 = {"params": {"w": 1.0}, "_overwrite_with_gradient": {"amax": 1.0}}
       r"state\.params\['w'\] has dtype int32 and cannot be differentiated",
     ),
   ],
-)
+)  # fmt: skip
 def test_states_that_cannot_be_stepped_are_named(make, options, error, match):
   step = linen_train_step(returning(), num_microbatches=2, **options)
   with pytest.raises(error, match=match):

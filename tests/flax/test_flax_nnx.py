@@ -488,36 +488,12 @@ class Clipped(nnx.Optimizer):
   [
     (sows, {}, None, ValueError, r"returned model\.hidden is not expected"),
     (loss_fn, {"has_aux": True}, None, TypeError, r"return \(loss, aux\)"),
-    (
-      with_each,
-      {"has_aux": True},
-      None,
-      ValueError,
-      'aux has .* rows, as many as a microbatch.* give "concat"',
-    ),
+    (with_each, {"has_aux": True}, None, ValueError, 'aux has .* rows, as many as a microbatch.* give "concat"'),
     (loss_fn, {"wrt": nnx.LoRAParam}, None, ValueError, OTHER),
     (loss_fn, {"wrt": nnx.PathContains("last")}, None, ValueError, OTHER),
-    (
-      loss_fn,
-      {},
-      lambda model, optimizer: (optimizer, model),
-      TypeError,
-      OPTIMIZER.format("Model"),
-    ),
-    (
-      loss_fn,
-      {},
-      lambda model, optimizer: ({}, optimizer),
-      TypeError,
-      MODEL.format("dict"),
-    ),
-    (
-      loss_fn,
-      {},
-      lambda model, optimizer: (model, ADAM),
-      TypeError,
-      OPTIMIZER.format(r"GradientTransf\w+"),
-    ),
+    (loss_fn, {}, lambda model, optimizer: (optimizer, model), TypeError, OPTIMIZER.format("Model")),
+    (loss_fn, {}, lambda model, optimizer: ({}, optimizer), TypeError, MODEL.format("dict")),
+    (loss_fn, {}, lambda model, optimizer: (model, ADAM), TypeError, OPTIMIZER.format(r"GradientTransf\w+")),
     (
       loss_fn,
       {},
@@ -533,7 +509,7 @@ class Clipped(nnx.Optimizer):
       r"Clipped has a method update that flax has not .*chain\(change, tx\)",
     ),
   ],
-)
+)  # fmt: skip
 def test_what_cannot_work_is_refused_with_what_to_write(
   loss, options, change, error, match
 ):

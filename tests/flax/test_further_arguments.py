@@ -109,16 +109,11 @@ KEY = r" is a random key, .* Draw from"
   [
     ((KEYED,), {}, ValueError, r"^args\[0\]\['key'\]" + KEY),
     ((TEACHER,), {"scale": KEYED}, ValueError, r"^kwargs\['scale'\]\['key'\]"),
-    (
-      (TEACHER, 1.0, 2.0),
-      {},
-      TypeError,
-      "positional arguments but . were given",
-    ),
+    ((TEACHER, 1.0, 2.0), {}, TypeError, "positional arguments but . were given"),
     ((), {}, TypeError, "missing 1 required positional argument: 'teacher'"),
     ((TEACHER,), {"scal": 2.0}, TypeError, "unexpected keyword .* 'scal'"),
   ],
-)
+)  # fmt: skip
 def test_what_a_plain_step_refuses_is_refused(
   kind, mesh, args, kwargs, error, match
 ):
