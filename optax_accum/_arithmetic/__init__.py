@@ -5,5 +5,5 @@ taken. `reductions` has one object for each way to combine the outputs of microb
 (`reduction_words` finds these by name), and `skip` decides what is left out. `devices` is one
 device, or those of an axis by the collectives of `across_devices`. `keys` folds numbers into random
 keys. `conditional` and `hoisting` are about XLA: a conditional without copies, and sums that must
-stay in a loop. `trees` has names for types.
+stay in a loop. `trees` has names for types, and trees with None for leaves.
 """

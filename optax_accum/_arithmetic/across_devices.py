@@ -29,15 +29,20 @@ def names_of(names) -> tuple[Any, ...]:
   """One or several axes as a tuple, such as what a `PartitionSpec` has for one dimension."""
   if names is None:
     return ()
-  return tuple(names) if isinstance(names, (tuple, list)) else (names,)
+  if isinstance(names, (tuple, list)):
+    return tuple(names)
+  return (names,)
 
 
 def varying_axes(x) -> frozenset[Any]:
   """The axes over which an array, or a type of one, differs between devices (`shard_map`)."""
-  kind = jax.typeof(x) if isinstance(x, jax.Array) else x
+  kind = x
+  if isinstance(x, jax.Array):
+    kind = jax.typeof(x)
   axes = getattr(kind, "manual_axis_type", None)  # jax 0.10 and later
   if axes is not None:
     return axes.varying
+  # Before, a type has them as `vma`; one that does not say differs over none.
   return getattr(kind, "vma", None) or frozenset()
 
 
@@ -49,11 +54,13 @@ def vary_like(x: jax.Array, like) -> jax.Array:
 def varying(tree, axis_name: AxisName):
   """`tree`, typed as differing between devices, so that JAX does not sum its gradient over them."""
   # The type of an index names the axes; with check_vma=False it names none, and nothing is cast.
-  axes = varying_axes(jax.eval_shape(lambda: lax.axis_index(axis_name)))
+  index = jax.eval_shape(lambda: lax.axis_index(axis_name))
+  axes = varying_axes(index)
   return jax.tree.map(lambda x: _vary(jnp.asarray(x), axes), tree)
 
 
 def _vary(x: jax.Array, axes: Iterable[Hashable]) -> jax.Array:
+  """`x`, typed as differing over these axes too."""
   missing = tuple(set(axes) - varying_axes(x))
   if not missing:
     return x
@@ -71,7 +78,9 @@ def full_like(
 ) -> jax.Array:
   """An array of one value with the type of `like`, or another dtype, for the carry of a scan."""
   # An explicit sharding is part of the type, and the carry of a scan keeps its type.
-  sharding = like.sharding if is_explicit(like.sharding) else None
+  sharding = None
+  if is_explicit(like.sharding):
+    sharding = like.sharding
   full = lax.full(like.shape, value, dtype or like.dtype, sharding=sharding)
   return vary_like(full, like)
 
@@ -126,11 +135,13 @@ def of_one(x: jax.Array, axis_name: AxisName, chosen: jax.Array) -> jax.Array:
     # Keys cannot be summed, but the integers in them can.
     data = jax.random.key_data(x)
     # The integers of a key are on a last axis, which a `chosen` with axes must broadcast with.
-    of_words = chosen[..., None] if chosen.ndim else chosen
-    data = of_one(data, axis_name, of_words)
+    if chosen.ndim:
+      chosen = chosen[..., None]
+    data = of_one(data, axis_name, chosen)
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
   # In at least 32 bits, so that also a bool can be summed.
-  number = x.astype(dtypes.accumulator_dtype(x.dtype))
+  wide = x.astype(dtypes.accumulator_dtype(x.dtype))
   # All devices but the chosen one add zeros, so the sum is its value.
-  number = weighted_mean.select(chosen, number, jnp.zeros_like(number))
-  return lax.psum(number, axis_name).astype(x.dtype)
+  term = weighted_mean.select(chosen, wide, jnp.zeros_like(wide))
+  total = lax.psum(term, axis_name)
+  return total.astype(x.dtype)

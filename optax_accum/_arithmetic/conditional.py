@@ -34,7 +34,7 @@ def update_if(
   # A loop carries arrays, so a Python number becomes one.
   operand = jax.tree.map(jnp.asarray, operand)
 
-  def run(operand: Operand) -> Operand:
+  def run(operand):
     # In shard_map, what devices may disagree about is part of a carry's type too.
     new = jax.tree.map(jnp.asarray, fun(operand))
     return jax.tree.map(across_devices.vary_like, new, operand)
@@ -45,12 +45,15 @@ def update_if(
     # A false flag in the type of `pred`: after one run it ends the loop.
     stop = jnp.zeros_like(pred)
 
-    # What the loop carries: whether it runs (again), and the operand.
+    # The loop carries a pair: whether it runs (again), and the operand.
+    def goes_on(carry):
+      return carry[0]
+
     def run_once(carry):
       _, operand = carry
       return stop, run(operand)
 
-    _, operand = lax.while_loop(lambda c: c[0], run_once, (pred, operand))
+    _, operand = lax.while_loop(goes_on, run_once, (pred, operand))
     return operand
 
 
@@ -67,13 +70,13 @@ class OutputBuffers:
       sums = jax.tree.leaves(total)
     # Of each update: whether it comes out in the buffer of the sum in the same place.
     self._shared = list(map(_holds, sums, self._like))
-    unshared = [
-      x
-      for x, shared in zip(self._like, self._shared, strict=True)
-      if not shared
-    ]
+    unshared = []
+    for x, shared in zip(self._like, self._shared, strict=True):
+      if not shared:
+        unshared.append(x)
     # Behind a barrier: of equal constants XLA makes one array, and copies it to each place.
-    zeros = lax.optimization_barrier([jnp.zeros((), x.dtype) for x in unshared])
+    zeros = [jnp.zeros((), x.dtype) for x in unshared]
+    zeros = lax.optimization_barrier(zeros)
     self.spare = list(map(across_devices.full_like, unshared, zeros))
 
   def filled(self, updates, total) -> tuple[Grads, Leaves]:
@@ -86,7 +89,8 @@ class OutputBuffers:
         sums[i] = jnp.asarray(update).astype(sums[i].dtype)
       else:
         spare.append(update)
-    return jax.tree.unflatten(jax.tree.structure(total), sums), spare
+    total = jax.tree.unflatten(jax.tree.structure(total), sums)
+    return total, spare
 
   def updates(self, total, spare, emit: Flag):
     """What `filled` put there where the cycle emits, and else zeros."""
@@ -108,7 +112,7 @@ class OutputBuffers:
 
 
 def _holds(acc: jax.Array | None, like: jax.ShapeDtypeStruct) -> bool:
-  """Whether a sum's buffer can have updates like this in it, without rounding."""
+  """Whether a sum's buffer can have updates like this in it, without rounding; None has none."""
   return (
     acc is not None
     and acc.shape == like.shape

@@ -77,7 +77,9 @@ class OverAxis(OneDevice):
     index = lax.axis_index(self.axis_name)
 
     def own(x):
-      return fold_in(x, index) if dtypes.is_key(x) else x
+      if dtypes.is_key(x):
+        return fold_in(x, index)
+      return x
 
     return jax.tree.map(own, self.varying(tree))
 
@@ -91,7 +93,8 @@ class OverAxis(OneDevice):
 
   def number(self, index: ArrayLike, count: int) -> ArrayLike:
     """The number of microbatch `index` among those of all devices, which have `count` each."""
-    return index + lax.axis_index(self.axis_name) * count
+    before = lax.axis_index(self.axis_name) * count  # of other devices
+    return index + before
 
   def reduced(self, kind: Reduction, state):
     """The state of an output, of the microbatches of all devices."""
@@ -106,30 +109,44 @@ class OverAxis(OneDevice):
     traced = [x.astype(dtype) for x in scalars if isinstance(x, jax.Array)]
     if traced:
       # All of them are stacked in one array, so that there is one reduction.
-      traced = list(self.sum(self.varying(jnp.stack(traced))))
-    for i, x in enumerate(scalars):
+      stack = self.varying(jnp.stack(traced))
+      traced = list(self.sum(stack))
+    sums = []
+    for x in scalars:
       if isinstance(x, jax.Array):
-        # The sums are in the order of the scalars.
-        scalars[i] = traced.pop(0)
+        # What was traced is in the order of the scalars.
+        sums.append(traced.pop(0))
       else:
         # A Python number is the same on all devices, so no device has to send it.
-        scalars[i] = x * self.size
+        sums.append(x * self.size)
     # The flags come first; the sum of one is above 0 where it is true on some device.
-    return [x > 0 for x in scalars[: len(flags)]] + scalars[len(flags) :]
+    count = len(flags)
+    on_some = [x > 0 for x in sums[:count]]
+    return on_some + sums[count:]
 
   def stored(self, tree):
     """What is a device's own, as it is kept between calls: with an axis of devices in front."""
-    tree = jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+    tree = with_axis(tree)
     if across_devices.is_bound(self.axis_name):
       tree = self.varying(tree)
     return tree
 
   def own(self, tree):
     """What is a device's own, of what is `stored`."""
-    return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
+    return without_axis(tree)
 
 
 Devices: TypeAlias = OneDevice | OverAxis
+
+
+def with_axis(tree):
+  """What a device has for itself, with an axis of devices in front, of length 1 on each."""
+  return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
+
+
+def without_axis(tree):
+  """What a device has for itself, of what has that axis."""
+  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 def devices_of(axis_name: AxisName | None) -> Devices:

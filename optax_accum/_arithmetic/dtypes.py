@@ -27,6 +27,7 @@ def is_inexact(x) -> bool:
 
 def is_sparse(x) -> bool:
   """Whether `x` is an array of `jax.experimental.sparse`, which is a node with arrays in it."""
+  # Not imported here, which takes long: if nobody has imported it, there is no such array.
   sparse = sys.modules.get("jax.experimental.sparse")
   return sparse is not None and isinstance(x, sparse.JAXSparse)
 
@@ -76,7 +77,9 @@ def check_holds(
 ) -> None:
   """Checks that accumulating `dtype` in `accumulator` does not lose an imaginary part."""
   # Without a request the default is complex for complex values, and loses nothing.
-  real = accumulator is not None and jnp.issubdtype(accumulator, jnp.floating)
+  if accumulator is None:
+    return
+  real = jnp.issubdtype(accumulator, jnp.floating)
   if real and jnp.issubdtype(dtype, jnp.complexfloating):
     raise TypeError(
       f"accumulator_dtype={jnp.dtype(accumulator)} would lose the imaginary part of {leaf}, which"

@@ -51,6 +51,7 @@ def unhoisted(tree, shapes: Shapes):
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+  """A shape without its axes of length 1, by which a sum may differ from what is gathered from."""
   return tuple(n for n in shape if n != 1)
 
 
@@ -85,9 +86,6 @@ def _barrier():
     mlir.register_lowering(barrier, _lower, platform=platform)
   # It is linear, and a cotangent goes through a barrier of its own.
   ad.deflinear2(barrier, lambda ct, x: [barrier.bind(ct)])
-  # It has one operand, whose batch axis stays where it is.
-  batching.primitive_batchers[barrier] = lambda args, dims: (
-    barrier.bind(*args),
-    dims[0],
-  )
+  # Under `jax.vmap` the batch axis stays where it is.
+  batching.defvectorized(barrier)
   return barrier

@@ -6,17 +6,15 @@ from jax.typing import ArrayLike
 
 from optax_accum._arithmetic import dtypes
 
-_LARGE = 2**30
-
 
 def fold_in(keys: jax.Array, number: ArrayLike) -> jax.Array:
   """An array of keys, typed or raw, with a number folded into each."""
   if jax.random.key_impl(keys) == "unsafe_rbg":
     # Its folds commute. A caller who folds in the number of a step has smaller numbers.
-    number = number + _LARGE
-  axes = jnp.ndim(keys)
+    number = number + 2**30
+  axes = jnp.ndim(keys)  # of the array of keys
   if not dtypes.is_key(keys):
-    axes -= 1  # of the words of a raw key
+    axes -= 1  # the last is of the words of a raw key
   fold = jax.random.fold_in
   # One `vmap` for each axis of the array of keys; all get the same number.
   for _ in range(axes):

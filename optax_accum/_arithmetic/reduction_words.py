@@ -32,7 +32,8 @@ def named(option: str, tree, default):
   def find(path, name):
     where = _validate.leaf_name(option, path)
     if not callable(name):
-      return REDUCTIONS[_validate.one_of(where, name, REDUCTIONS)]
+      _validate.one_of(where, name, REDUCTIONS)
+      return REDUCTIONS[name]
     # Two Nones stand for the two values; `why` is "" if it can be called with two.
     why = _validate.why_not(name, None, None)
     if why:

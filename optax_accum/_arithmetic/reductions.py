@@ -33,16 +33,14 @@ MergeFn: TypeAlias = Callable[[Any, Any], Any]
 _OPTIONS = "aux_reduction, carry_reduction, or reduction of microbatch"
 
 
-@dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class Reduction:
   """Combines the values that one output has in all microbatches."""
 
   name = ""
   ordered = False  # whether it matters which microbatch comes last
-  collected = (
-    False  # whether every value is kept for `join`, and there is no state
-  )
-  is_default: bool = False  # whether nobody asked for it
+  # Whether every value is kept for `join`, and there is no state.
+  collected = False
+  is_default = False  # whether nobody asked for it
 
   def __repr__(self) -> str:
     return repr(self.name)
@@ -97,6 +95,7 @@ class Sum(Reduction):
   """The plain sum. Sums over devices come before the division, as weights do."""
 
   name = "sum"
+  is_default: bool = False
   # Whether it is in float32 or better, whatever `accumulator_dtype` is.
   wide: bool = False
   # Whether values were weighed already.
@@ -104,7 +103,8 @@ class Sum(Reduction):
   # Whether values are gradients. Those of weight zero are zero or not finite, unless the losses of
   # other devices depend on these rows; so `add` counts what is finite.
   of_gradients: bool = False
-  # Sums over devices; where a device keeps a part of the sum, in another way.
+  # Sums over devices; where a device keeps a part of the sum, in another way. A field, so that it
+  # is called without `self`.
   sum_over: Callable[..., jax.Array] = lambda state, devices: devices.sum(state)
 
   def check(self, name, like, rows, dtype):
@@ -124,12 +124,13 @@ class Sum(Reduction):
 
   def add(self, state, value, weight, finite):
     counted = weighted_mean.counts(weight)
-    if self.of_gradients and finite is not True:
-      # Somebody looked, so whether the gradients were found finite decides alone.
-      counted = finite
-    # A Python True says already when tracing that it counts.
-    elif self.of_gradients and counted is not True:
-      counted = counted | jnp.isfinite(value)
+    if self.of_gradients:
+      if finite is not True:
+        # Somebody looked, so whether the gradients were found finite decides alone.
+        counted = finite
+      # A Python True says already when tracing that it counts.
+      elif counted is not True:
+        counted = counted | jnp.isfinite(value)
     # XLA for GPU keeps a second gradient where the term is selected and not the sum.
     total = state + self.term(value, weight, state.dtype)
     return weighted_mean.select(counted, total, state)
@@ -141,12 +142,12 @@ class Sum(Reduction):
     return self.sum_over(state, devices)
 
   def finish(self, state, weight, like):
-    if jnp.issubdtype(like.dtype, jnp.inexact):
+    if dtypes.is_inexact(like):
       return state.astype(like.dtype)
     return state
 
   def only(self, value):
-    if jnp.issubdtype(value.dtype, jnp.inexact):
+    if dtypes.is_inexact(value):
       return value
     return value.astype(dtypes.accumulator_dtype(value.dtype))
 
@@ -157,7 +158,7 @@ class Mean(Sum):
   name = "mean"
 
   def check(self, name, like, rows, dtype):
-    if not jnp.issubdtype(like.dtype, jnp.inexact):
+    if not dtypes.is_inexact(like):
       raise TypeError(
         f'{name} has dtype {like.dtype}, which "mean" cannot keep: cast it to a float in the'
         ' function, or reduce it with "sum", "max", "min", "last", "stack" or "concat", in'
@@ -195,22 +196,26 @@ class Fold(Reduction):
 
   def start(self, like, dtype):
     zeros = across_devices.zeros_like(like)
-    one = jax.tree.leaves(zeros)[0]
+    # The flag differs between devices as the values do, of which one tells.
+    one, *_ = jax.tree.leaves(zeros)
     return zeros, across_devices.vary_like(jnp.asarray(False), one)
 
   def add(self, state, value, weight, finite):
-    return self.merge(state, (value, weighted_mean.counts(weight)))
+    # One microbatch is a state too: its value, which is there if it counts.
+    own = value, weighted_mean.counts(weight)
+    return self.merge(state, own)
 
   def merge(self, first, second):
-    (a, has_a) = first
-    (b, has_b) = second
+    a, has_a = first
+    b, has_b = second
     # A value without a partner stands on both sides, and `merged` leaves it as it is.
     either = _where(has_b, b, a)
     one = _where(has_a, a, either)
-    return self.merged(has_a & has_b, one, either), has_a | has_b
+    value = self.merged(has_a & has_b, one, either)
+    return value, has_a | has_b
 
   def merged(self, has_both: jax.Array, one, other):
-    """Both values as one; `other`, if it is the only one."""
+    """Both values as one. If there is only one, it stands on both sides and is the result."""
     return self.fun(one, other)
 
   def over_devices(self, state, devices):
@@ -219,8 +224,9 @@ class Fold(Reduction):
     own = numbers == lax.axis_index(devices.axis_name)
 
     def gathered(x):
-      # With as many axes as x[None], it is true only in the place of this device.
-      place = own.reshape(-1, *[1] * x.ndim)
+      # True in this device's place on a new first axis; the axes of `x` follow, of length 1.
+      ones = [1] * x.ndim
+      place = own.reshape(-1, *ones)
       return across_devices.of_one(x[None], devices.axis_name, place)
 
     def add(state, other):
@@ -230,11 +236,13 @@ class Fold(Reduction):
     each = jax.tree.map(gathered, state)  # on a new first axis
     first = jax.tree.map(lambda x: x[0], each)
     others = jax.tree.map(lambda x: x[1:], each)
-    # The devices merge in their order; item 0 is the last carry, which is the merged state.
-    return lax.scan(add, first, others)[0]
+    # The devices merge in their order.
+    merged, _ = lax.scan(add, first, others)
+    return merged
 
   def finish(self, state, weight, like):
-    return state[0]
+    value, _ = state
+    return value
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -248,6 +256,7 @@ class Merge(Fold):
     return getattr(self.fun, "__qualname__", repr(self.fun))
 
   def check(self, name, like, rows, dtype):
+    # Shapes and dtypes alone: the function may change a sharding or a weak type.
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
     merged = jax.eval_shape(self.fun, like, like)
     returned = f"what {self!r}(a, b) returned"
@@ -259,11 +268,12 @@ class Merge(Fold):
 
   def merged(self, has_both, one, other):
     def of_both(a, b):
-      a, b = jax.tree.map(lambda x: x, (a, b))  # containers that it may change
+      # New containers, which the user's function may change.
+      a, b = jax.tree.map(lambda x: x, (a, b))
       return self.fun(a, b)
 
-    # A branch, as the gradient of what `fun` closes over is NaN by zeros, or the NaN of padding,
-    # although they are not selected.
+    # A branch, and no selection: `fun` of zeros, or of padding, may be NaN, and so would be the
+    # gradient of what it closes over, selected or not.
     # Where only one value is there, it stands on both sides, so either would do.
     return lax.cond(has_both, of_both, lambda a, b: b, one, other)
 
@@ -298,7 +308,8 @@ class Concat(Stack):
 
   def join(self, state, collected, tail=None):
     # Microbatch i has rows i, i + N, ... of the batch, so the index is the fast axis.
-    rows = lax.collapse(jnp.moveaxis(collected, 0, 1), 0, 2)
+    by_row = jnp.moveaxis(collected, 0, 1)
+    rows = lax.collapse(by_row, 0, 2)
     if tail is None:
       return rows
     # The smaller last microbatch has the last rows of the batch.
@@ -309,6 +320,7 @@ class Concat(Stack):
 
 
 def _where(flag: bool | jax.Array, value, other):
+  """One of two trees."""
   choose = functools.partial(weighted_mean.select, flag)
   return jax.tree.map(choose, value, other)
 
@@ -339,6 +351,7 @@ _refusing_derivatives = refusing_derivatives(
 
 
 def _second(a, b):
+  """What "last" makes of two values."""
   return b
 
 

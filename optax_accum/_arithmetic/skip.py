@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_accum._arithmetic import weighted_mean
+from optax_accum._arithmetic import dtypes, weighted_mean
 from optax_accum._arithmetic.trees import Params, Tree
 from optax_accum._arithmetic.weighted_mean import Weight
 
@@ -31,10 +31,9 @@ def asks_to_skip(
 
 def is_finite(tree) -> jax.Array:
   """Whether all numbers of a tree are."""
-  leaves = [
-    x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)
-  ]
-  return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+  leaves = filter(dtypes.is_inexact, jax.tree.leaves(tree))
+  each = [jnp.all(jnp.isfinite(x)) for x in leaves]
+  return jnp.all(jnp.stack(each))
 
 
 def leave_out(

@@ -57,10 +57,13 @@ def as_weight(weight: ArrayLike) -> jax.Array:
   dtype = jnp.result_type(float)
   if not isinstance(weight, jax.Array):
     # Cast by NumPy, as JAX would wrap an int to 32 bits.
-    return jnp.asarray(np.asarray(weight).astype(dtype))
+    number = np.asarray(weight).astype(dtype)
+    return jnp.asarray(number)
   weight = weight.astype(dtype)
+  is_positive = weight > 0
   # The root of 0 is 0, and that of a negative number or of NaN is NaN.
-  return jnp.where(weight > 0, weight, jnp.sqrt(lax.stop_gradient(weight)))
+  root = jnp.sqrt(lax.stop_gradient(weight))
+  return jnp.where(is_positive, weight, root)
 
 
 def counts(weight: Weight) -> bool | jax.Array:
@@ -85,7 +88,8 @@ def product(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
   wide = dtypes.promote(value.dtype, dtype, jnp.float32)
   if isinstance(weight, jax.Array):
     weight = weight.astype(wide)
-  return (value.astype(wide) * weight).astype(dtype)
+  term = value.astype(wide) * weight
+  return term.astype(dtype)
 
 
 def weigh(value: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
@@ -105,10 +109,13 @@ def mean(total: jax.Array, weight: Weight, dtype: DTypeLike) -> jax.Array:
     return total.astype(dtype)
   wide = dtypes.promote(total.dtype, jnp.float32)
   total = total.astype(wide)
-  if not isinstance(weight, jax.Array):
-    # A Python number is divided by when tracing, and is not 0.
-    return (total * (1 / weight)).astype(dtype)
-  one = jnp.ones((), wide)
-  # A weight of zero is replaced by one: the total is zero then, and 0/0 would be NaN.
-  inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
-  return (total * inverse).astype(dtype)
+  inverse: Weight
+  if isinstance(weight, jax.Array):
+    one = jnp.ones((), wide)
+    # A weight of zero is replaced by one: the total is zero then, and 0/0 would be NaN.
+    inverse = one / jnp.where(weight == 0, one, weight.astype(wide))
+  else:
+    # A Python number is not 0, and its reciprocal is taken when tracing.
+    inverse = 1 / weight
+  quotient = total * inverse
+  return quotient.astype(dtype)
