@@ -31,7 +31,7 @@ def masked_like(like, tree):
       return None
     return own
 
-  return _map_none(choose, like, tree)
+  return map_none(choose, like, tree)
 
 
 def combine(tree, other):
@@ -42,9 +42,9 @@ def combine(tree, other):
       return own
     return x
 
-  return _map_none(choose, tree, other)
+  return map_none(choose, tree, other)
 
 
-def _map_none(fun, *trees):
+def map_none(fun, *trees):
   """As `jax.tree.map`, for which None is a leaf, and not an empty tree."""
   return jax.tree.map(fun, *trees, is_leaf=lambda x: x is None)

@@ -12,9 +12,14 @@ import jax.numpy as jnp
 
 from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.skip import leave_out
-from optax_accum._arithmetic.trees import Carry, Leaf, Tree
+from optax_accum._arithmetic.trees import (
+  Carry,
+  combine,
+  Leaf,
+  masked_like,
+  Tree,
+)
 from optax_accum._arithmetic.weighted_mean import Weight
-from optax_accum._microbatches import carry as carries
 from optax_accum._microbatches.carry import Carries
 from optax_accum._microbatches.options import Split
 from optax_accum._microbatches.outputs import Reductions
@@ -76,8 +81,10 @@ class Accumulator:
   def begin(self, like: Microbatch) -> Accumulated:
     """Nothing added up yet, of microbatches of these types."""
     devices = self.split.devices
-    # Each device folds its index into the keys that it carries.
-    carry = devices.with_own_noise(carries.carried(self.start, like.carry))
+    # None, where the loss hands back what it got; else as it starts, and each device folds its
+    # index into the keys in it.
+    carry = masked_like(like.carry, self.start)
+    carry = devices.with_own_noise(carry)
     if devices.axis_name is not None:
       # Raises where a word is missing, so before the first microbatch of a cycle.
       Carries.of(self.split, self.start, carry)
@@ -120,7 +127,8 @@ class Accumulator:
       accumulated.outputs, new.outputs, weight, new.finite
     )
     # A microbatch of weight 0 does not count, and leaves the carry as it was.
-    keep = functools.partial(weighted_mean.select, weighted_mean.counts(weight))
+    counted = weighted_mean.counts(weight)
+    keep = functools.partial(weighted_mean.select, counted)
     carry = jax.tree.map(keep, new.carry, accumulated.carry)
     return Accumulated(carry, outputs, total, skipped)
 
@@ -151,14 +159,16 @@ class Accumulator:
     # On one device the carry is already what the last microbatch that counted returned.
     if devices.axis_name is not None:
       each = Carries.of(self.split, self.start, carry)
-      carry = each.over_devices(each.terms(carry, own), devices, total)
+      terms = each.terms(carry, own)
+      carry = each.over_devices(terms, devices, total)
     # Where nobody looked it is None, an empty tree, whose sum is None.
     skipped = devices.sum(accumulated.skipped)
     outputs = self.reductions.over_devices(accumulated.outputs, devices)
     outputs = self.reductions.finish(outputs, total)
-    carry = carries.filled(carry, self.start)
+    carry = combine(carry, self.start)
     # A weight of 1 may stand for several rows, and the stats count rows.
-    return Reduced(carry, outputs, stats(total * self.rows_in_unit, skipped))
+    counts = stats(total * self.rows_in_unit, skipped)
+    return Reduced(carry, outputs, counts)
 
 
 def stats(weight: Weight, skipped: Leaf = None) -> MicrobatchStats:

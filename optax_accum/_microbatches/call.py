@@ -50,7 +50,12 @@ class Microbatches:
     )
     # How many microbatches are full, and the rows left for a smaller last one (0: there is none).
     self.full, self.tail_rows = divmod(self.rows, self.size)
-    self.on_device = self.full + bool(self.tail_rows)
+    # The different numbers of rows that microbatches have; and how many there are on this device.
+    self.sizes = [self.size]
+    self.on_device = self.full
+    if self.tail_rows:
+      self.sizes.append(self.tail_rows)
+      self.on_device += 1
     self.count = self.on_device * self.devices.size  # of all devices together
     # An empty rng_argnums asks for keys to be shared.
     if split.rng_argnums != ():
@@ -94,16 +99,12 @@ class Microbatches:
       number = number + self._before
     keys = [self._arguments[slot] for slot in self.roles.rng]
     folded = jax.tree.map(lambda x: fold_in(x, number), keys)
-    return *batch, *folded, *carry, self.devices.with_own_noise(self._step_keys)
-
-  @property
-  def _step_keys(self) -> list[jax.Array]:
-    """The keys in what a step gives its loss beside the user's arguments.
-
-    Each device folds its index into them, and no microbatch folds in its number.
-    """
+    # Into the keys in what a step adds to the user's arguments each device folds its index, and no
+    # microbatch its number.
     of_step = [self._arguments[slot] for slot in self.roles.of_step]
-    return [x for x in jax.tree.leaves(of_step) if dtypes.is_key(x)]
+    step_keys = [x for x in jax.tree.leaves(of_step) if dtypes.is_key(x)]
+    step_keys = self.devices.with_own_noise(step_keys)
+    return *batch, *folded, *carry, step_keys
 
   def arguments(self, inputs) -> tuple[Args, Any]:
     """The arguments of the function, by position and by name, on a microbatch of such `inputs`."""
@@ -114,10 +115,13 @@ class Microbatches:
 
     # A key of the step is replaced by that of this device; other leaves stay.
     def own(x):
-      return next(keys) if dtypes.is_key(x) else x
+      if dtypes.is_key(x):
+        return next(keys)
+      return x
 
     slots = (*roles.batch, *roles.rng, *roles.carry)
-    arguments = self._arguments | dict(zip(slots, inputs, strict=True))
+    new = dict(zip(slots, inputs, strict=True))
+    arguments = self._arguments | new
     for slot in roles.of_step:
       arguments[slot] = jax.tree.map(own, arguments[slot])
     # What is left after these are taken out are the arguments by name.
@@ -151,6 +155,7 @@ class Microbatches:
     return jnp.where(self._kept[index], weight, 0.0)
 
   def _weight_of(self, batch: tuple[Batch, ...]) -> jax.Array:
+    """What `weight_fn` returns for a microbatch. Checked."""
     fun: Any = self.split.weight_fn
     # `why` is "" if it can be called with the batch alone.
     why = _validate.why_not(fun, *batch)
@@ -162,13 +167,6 @@ class Microbatches:
     weighted_mean.check_weight("weight_fn", value)
     dtypes.check_wide("The weight of weight_fn", value)
     return weighted_mean.as_weight(value)
-
-  @property
-  def sizes(self) -> list[int]:
-    """The rows of a full microbatch, and those of the smaller last one, if any."""
-    if self.tail_rows:
-      return [self.size, self.tail_rows]
-    return [self.size]
 
   def taken(self, index: ArrayLike, rows: int) -> tuple[Batch, ...]:
     """The part of the batch that one microbatch gets; `rows` is how many rows it has."""

@@ -25,7 +25,12 @@ from optax_accum._arithmetic.reductions import (
   REDUCTIONS,
   Sum,
 )
-from optax_accum._arithmetic.trees import Carry, Tree
+from optax_accum._arithmetic.trees import (
+  Carry,
+  map_none,
+  masked_like,
+  Tree,
+)
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._microbatches.options import Split
 
@@ -34,22 +39,14 @@ def changed(name: str, old, new):
   """The carry that a loss returned, with None for each array that is the one it got. Checked."""
   returned = "the new_carry that the function returned"
   _validate.check_alike(returned, name, new, old)
-  # The same object, since a traced program does not always show what passes through it.
-  return jax.tree.map(lambda x, before: None if x is before else x, new, old)
 
+  def change(x, before):
+    # The same object, since a traced program does not always show what passes through it.
+    if x is before:
+      return None
+    return x
 
-def carried(carry, like):
-  """A carry with None where `like` has it."""
-  return _map_none(lambda x, own: None if x is None else own, like, carry)
-
-
-def filled(carry, start):
-  """A carry with what `start` has in the place of None."""
-  return _map_none(lambda x, own: own if x is None else x, carry, start)
-
-
-def _map_none(fun, *trees):
-  return jax.tree.map(fun, *trees, is_leaf=lambda x: x is None)
+  return jax.tree.map(change, new, old)
 
 
 class Carries(NamedTuple):
@@ -67,7 +64,7 @@ class Carries(NamedTuple):
   ) -> "Carries":
     """As the `carry_reduction` of `split` asks of the leaves that are not None in `like`."""
     # None, alone or in a tree, asks for the default of the leaves, as "" asks `_reduction`.
-    words = _map_none(lambda word: word or "", split.carry_reduction)
+    words = map_none(lambda word: word or "", split.carry_reduction)
     name = split.name(*split.carry)
 
     def kind(path, word, x):
@@ -76,11 +73,13 @@ class Carries(NamedTuple):
     def kinds_of(carry, like):
       each = reduction_words.match("carry_reduction", words, carry)
       # Only for what the loss changes a word may be missing.
-      each = carried(each, like)
-      return jax.tree_util.tree_map_with_path(kind, each, carried(carry, like))
+      each = masked_like(like, each)
+      carry = masked_like(like, carry)
+      return jax.tree_util.tree_map_with_path(kind, each, carry)
 
     # `start` has one carry or none, and so has the tuple of kinds.
-    return cls(tuple(map(kinds_of, start, like)), carried(start, like))
+    kinds = tuple(map(kinds_of, start, like))
+    return cls(kinds, masked_like(like, start))
 
   def terms(self, carry, weight: Weight):
     """What one gives, whose microbatches weigh so much."""
@@ -106,17 +105,22 @@ class Carries(NamedTuple):
     def merge(kind, *terms):
       return kind.merge(*terms)
 
-    return self._values(jax.tree.map(merge, self.kinds, first, second), total)
+    merged = jax.tree.map(merge, self.kinds, first, second)
+    return self._values(merged, total)
 
   def over_devices(self, terms, devices: Devices, total: Weight):
     """The carry, of the terms of all devices, which weigh `total` together."""
-    return self._values(jax.tree.map(devices.reduced, self.kinds, terms), total)
+    reduced = jax.tree.map(devices.reduced, self.kinds, terms)
+    return self._values(reduced, total)
 
   def _values(self, terms, total: Weight):
+    """The carry, of one combined term for each leaf."""
+
     def value(kind, term, start):
       # Asked by name, since a `Mean` is a `Sum` too. The term of a sum is what `start` grew by.
       if kind.name == "sum":
-        return (start.astype(term.dtype) + term).astype(start.dtype)
+        grown = start.astype(term.dtype) + term
+        return grown.astype(start.dtype)
       new = kind.finish(term, total, start)
       # The key of the first, whether its rows counted or not.
       if isinstance(kind, _First):
@@ -140,7 +144,7 @@ def _reduction(name: str, word: str, x: jax.Array) -> Reduction:
   # Keys cannot be combined: that of the first device or cycle is kept, whatever the word.
   if dtypes.is_key(x):
     return _First()
-  if not word and not jnp.issubdtype(x.dtype, jnp.inexact):
+  if not word and not dtypes.is_inexact(x):
     raise TypeError(
       f"{name} has dtype {x.dtype} and the loss changes it, so devices (or merged cycles) end with"
       ' different values. Give carry_reduction, a word or a tree of words for the carry: "sum" for'

@@ -35,4 +35,5 @@ class LocalFunction(NamedTuple):
       return None, None, None, fun(weight, *inputs)
 
     run = recomputed(call, runner(call, run_fn))
-    return reduced(call, run, self.reductions).outputs
+    results = reduced(call, run, self.reductions)
+    return results.outputs

@@ -19,7 +19,6 @@ from typing import Any, cast, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-import numpy as np
 
 from optax_accum import _validate, _versions
 from optax_accum._arithmetic import (
@@ -30,7 +29,7 @@ from optax_accum._arithmetic import (
 )
 from optax_accum._arithmetic.reductions import Reduction
 from optax_accum._arithmetic.trees import Tree
-from optax_accum._microbatches.options import Split
+from optax_accum._microbatches.options import slots_of, Split
 
 # What an operand of a linear program is: the tangent of parameter i, which has a reference; another
 # tangent, without one, _VALUE; or no tangent, None.
@@ -55,7 +54,10 @@ _INNER = {
 
 
 class Accumulators:
-  """The accumulators of gradients, as references. `kinds` is a prefix tree of their reductions."""
+  """The accumulators of gradients, as references. `kinds` is a prefix tree of their reductions.
+
+  The array of a reference is read and written as ``ref[...]``.
+  """
 
   def __init__(
     self,
@@ -90,6 +92,7 @@ class Accumulators:
     return functools.partial(self._add_gradients, fun)
 
   def _add_gradients(self, fun: Callable[..., Tree], /, *args, **kwargs):
+    """The loss and aux of `fun`, and an empty gradient for each parameter."""
     # Raises if a transformation differentiates or maps the arguments.
     args, kwargs = refuse_transforms((args, kwargs))
     params = self._differentiated(args)
@@ -101,10 +104,11 @@ class Accumulators:
       given = treedef.unflatten(leaves)
       if isinstance(self._argnums, int):
         given = (given,)
-      # An argnum may be negative, and one argnum is an int, of which `ravel` makes a list.
-      positions = [i % len(args) for i in np.ravel(self._argnums)]
-      new = dict(zip(positions, given, strict=True))
-      return fun(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
+      # Each in the place of its argument, whose position may be negative.
+      new = list(args)
+      for i, x in zip(slots_of(self._argnums), given, strict=True):
+        new[i] = x
+      return fun(*new, **kwargs)
 
     vjp: Any = jax.vjp  # which JAX does not type with references
     loss, backward, aux = vjp(of_leaves, *leaves, has_aux=True)
@@ -117,15 +121,17 @@ class Accumulators:
     # The cotangent of the loss is 1. A transformation of all three is refused, as above.
     given = loss, aux, jnp.ones_like(loss)
     loss, aux, cotangent = refuse_transforms(given)
-    grads = backward.with_refs(*refs)(cotangent)
+    add = backward.with_refs(*refs)
+    grads = add(cotangent)
     for i in whole:
       self._refs[i][...] += grads[i]
 
-    # The gradients are in the references, so the loop gets arrays without elements for them.
-    def empty(x):
-      return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
+    return (loss, aux), jax.tree.map(_empty, params)
 
-    return (loss, aux), jax.tree.map(empty, params)
+
+def _empty(x: jax.Array) -> jax.Array:
+  """What the loop gets for a gradient that is in a reference: an array without elements."""
+  return across_devices.vary_like(jnp.zeros((0,), x.dtype), x)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -140,15 +146,18 @@ class AddedGradients(Reduction):
     return across_devices.full_like(like, 0)
 
   def resumed(self, state):
+    # The sum of calls before goes into the reference, and the state is empty again.
     self.ref[...] = state
-    return across_devices.vary_like(jnp.zeros((0,), state.dtype), state)
+    return _empty(state)
 
   def unhoisted(self, state, shapes):
     self.ref[...] = hoisting.unhoisted(self.ref[...], shapes)
     return state
 
   def join(self, state, collected, tail=None):
-    return refuse_transforms(jax.freeze(self.ref))
+    # The array of the reference, which ends with this.
+    total = jax.freeze(self.ref)
+    return refuse_transforms(total)
 
   def over_devices(self, state, devices):
     return self.kind.over_devices(state, devices)
@@ -176,7 +185,9 @@ def refuse_transforms(tree):
   """`tree`, refusing derivatives and `jax.vmap`, which JAX has wrong in a loop with references."""
 
   def refusing(x):
-    return _identity(x) if isinstance(x, jax.Array) else x
+    if isinstance(x, jax.Array):
+      return _identity(x)
+    return x
 
   return jax.tree.map(refusing, tree)
 
@@ -221,7 +232,9 @@ def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
   # So the search is repeated until it finds no more.
   while True:
     kinds: list[_Kind] = [None] * residuals
-    kinds += [_VALUE if i in whole else i for i in range(len(leaves))]
+    kinds += range(len(leaves))
+    for i in whole:
+      kinds[residuals + i] = _VALUE
     found = _unfit(jaxpr, kinds)
     if not found:
       return whole
@@ -231,14 +244,15 @@ def without_references(jaxpr, leaves: Sequence[jax.Array]) -> set[int]:
 def _unfit(jaxpr, kinds: Sequence[_Kind]) -> set[int]:
   """The parameters that a linear program uses where a reference is not known to be right."""
   # By identity: what is not a variable has no hash.
-  kind = dict(zip(map(id, jaxpr.invars), kinds, strict=True))
+  ids = map(id, jaxpr.invars)
+  kind_of = dict(zip(ids, kinds, strict=True))
   unfit: set[int] = set()
   for eqn in jaxpr.eqns:
-    # A literal or a constant is not in `kind`: None, no tangent.
-    operands = [kind.get(id(x)) for x in eqn.invars]
+    # A literal or a constant is not in `kind_of`: None, no tangent.
+    operands = [kind_of.get(id(x)) for x in eqn.invars]
     # What is computed from a tangent is a tangent, but of no parameter itself.
     if any(x is not None for x in operands):
-      kind.update((id(x), _VALUE) for x in eqn.outvars)
+      kind_of.update((id(x), _VALUE) for x in eqn.outvars)
       unfit |= _unfit_in(eqn, operands)
   return unfit
 
@@ -250,9 +264,10 @@ def _unfit_in(eqn, operands: list[_Kind]) -> set[int]:
   name = _versions.primitive_name(eqn)
   inner = _versions.inner_jaxprs(eqn)
   # A plain operation is right, unless it is listed.
-  if not inner:
-    return here if name in _NOT_TO_PASS else set()
-  # Which operand an inner function of another kind gets is not known, so all are unfit.
+  if not inner and name not in _NOT_TO_PASS:
+    return set()
+  # Of a listed operation all are unfit; and of an inner function of another kind, of which it is
+  # not known which operand it gets.
   if name not in _INNER or not here:
     return here
   # A parameter that goes in twice.

@@ -19,8 +19,7 @@ from jax.typing import ArrayLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, hoisting, weighted_mean
 from optax_accum._arithmetic.conditional import update_if
-from optax_accum._arithmetic.trees import Tree
-from optax_accum._microbatches import carry as carries
+from optax_accum._arithmetic.trees import combine, Tree
 from optax_accum._microbatches.accumulator import (
   Accumulated,
   Accumulator,
@@ -45,14 +44,16 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
   one = run_fn
   if not call.is_whole:
     # A loop calls it several times, and traces it once for each type of its arguments.
-    # A weight, argument 0, is a constant if it is known when tracing.
-    known = () if call.weighs_in_program else 0
-    one = jax.jit(run_fn, inline=True, static_argnums=known)
+    # The weight, argument 0, is a constant, unless it is computed in the program.
+    constants = [0]
+    if call.weighs_in_program:
+      constants = []
+    one = jax.jit(run_fn, inline=True, static_argnums=constants)
 
   def run(index, carry, rows):
     batch = call.taken(index, rows)
     weight = call.weight(index, batch, rows)
-    own = carries.filled(carry, call.own_carry)
+    own = combine(carry, call.own_carry)
     results = one(weight, *call.inputs(index, batch, own))
     # Results that depend on no varying argument are not typed as varying; this types all alike.
     results = call.devices.varying(jax.tree.map(jnp.asarray, results))
@@ -64,8 +65,9 @@ def runner(call: Microbatches, run_fn: Callable[..., Any]) -> Run:
     elif own_weight is not None:
       # The loss tells its weight, and `weight` only whether an earlier call kept the microbatch.
       weight = jnp.where(weighted_mean.counts(weight), own_weight, 0)
-    # Where nobody looked, `finite` is None and becomes True.
-    return Microbatch(new_carry, outputs, weight, finite is None or finite)
+    if finite is None:  # nobody looked
+      finite = True
+    return Microbatch(new_carry, outputs, weight, finite)
 
   return run
 
@@ -76,22 +78,22 @@ class Loop:
   Messages call the outputs `root`.
   """
 
-  def __init__(
-    self, call: Microbatches, run: Run, words, root: str = "output"
-  ) -> None:
+  def __init__(self, call: Microbatches, run: Run, words, root: str) -> None:
     self.call = call
     self.run = run
     programs = []
     for rows in call.sizes:
       # Index 0 stands for any, as only the types of the results are asked for.
       one = functools.partial(run, 0, call.own_carry, rows)
+      trace = jax.make_jaxpr(one, return_shape=True)
       # In this frame, so that few stand between a call and the loss.
-      programs.append(jax.make_jaxpr(one, return_shape=True)())
+      programs.append(trace())
     # The types of the results of a full microbatch, and of the last one, which may be smaller.
     self.full = across_devices.types(programs[0])
     self.tail = across_devices.types(programs[-1])
     # Each of `programs` is a pair: the traced function, and the shapes of its results.
-    self._jaxpr = programs[0][0].jaxpr
+    traced, _ = programs[0]
+    self._jaxpr = traced.jaxpr
     dtype = call.split.accumulator_dtype
     reductions = Reductions(words, self.full.outputs, dtype)
     reductions.check(root, call)
@@ -112,7 +114,8 @@ class Loop:
     reductions = self.accumulator.reductions
     # Gradients that are added in place stay in references until `join` takes them out.
     collected = reductions.collected(self.full.outputs)
-    return begun._replace(outputs=reductions.join(begun.outputs, collected))
+    outputs = reductions.join(begun.outputs, collected)
+    return begun._replace(outputs=outputs)
 
   def resume(self, accumulated: Accumulated) -> Accumulated:
     """What a cycle has after the microbatches of this call, of what it had before."""
@@ -173,19 +176,23 @@ class Loop:
     For gradients that are added in place: elsewhere what weighs zero runs, and is not selected.
     """
     call = self.call
-    weight: Any = call.weight(index, call.taken(index, rows), rows)
+    batch = call.taken(index, rows)
+    weight: Any = call.weight(index, batch, rows)
     runs = weighted_mean.counts(weight)
     # Where devices exchange data in a microbatch, all of them run it if one does.
     sends = across_devices.axes_sent_over(self._jaxpr)
     if sends or across_devices.shares_mesh():
       runs = call.devices.any(runs)
     # If it does not run, zeros are in the place of what is collected of it.
-    like = self.full if rows == call.size else self.tail
+    like = self.full
+    if rows != call.size:
+      like = self.tail
     collected = self.accumulator.reductions.collected(like.outputs)
 
-    # The operand is a pair: the sums, and those zeros, which a run replaces.
+    # The sums, and those zeros, which a run replaces.
     def add(operand):
-      return self._add(operand[0], index, rows)
+      sums, _ = operand
+      return self._add(sums, index, rows)
 
     operand = accumulated, across_devices.zeros_like(collected)
     return update_if(runs, add, operand, "unless_empty")
@@ -203,5 +210,5 @@ def reduced(
   reductions.check(root, call)
   outputs = reductions.only(whole.outputs)
   # No option weighs or skips here, so the total weight is the number of rows.
-  carry = carries.filled(whole.carry, call.carry)
+  carry = combine(whole.carry, call.carry)
   return Reduced(carry, outputs, stats(call.rows))

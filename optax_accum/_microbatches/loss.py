@@ -47,8 +47,6 @@ from optax_accum._microbatches.outputs import Reductions
 from optax_accum._microbatches.recompute import Recomputed, recomputed
 from optax_accum._microbatches.roles import RolesOf
 
-_ASKED = ("reduction", "aux_reduction")
-
 
 class Outputs(NamedTuple):
   """What the scan reduces. Messages call it by these names."""
@@ -93,7 +91,9 @@ class LocalLoss:
   ) -> "LocalLoss":
     """The loss of a function, with the reductions that `options` has. Checked."""
     _validate.function(fun)
-    asked = {name: options[name] for name in _ASKED}
+    word = options["reduction"]
+    aux = options["aux_reduction"]
+    asked = {"reduction": word, "aux_reduction": aux}
     # Only some callers have this option.
     with_noise = options.get("noise_scale", False)
     positions = slots_of(argnums)
@@ -101,12 +101,13 @@ class LocalLoss:
       raise ValueError(
         f"argnums={argnums!r} must name one or more arguments, each once."
       )
-    # In the order of `_ASKED`: that of the loss, and that of aux.
-    word, aux = asked.values()
     _validate.one_of("reduction", word, ("mean", "sum"))
     in_place.check_options(split, with_noise)
-    if with_noise:
-      noise_scale.check_reduction(word)
+    if with_noise and word != "mean":
+      raise ValueError(
+        "noise_scale=True compares the mean gradients of microbatches, and a step with"
+        f' reduction={word!r} has none: it needs reduction="mean".'
+      )
     if split.has_weight and word != "mean":
       raise ValueError(
         f'has_weight=True divides by the weights, and reduction="{word}" does not: leave one of'
@@ -157,7 +158,8 @@ class LocalLoss:
       return carry, own_weight, None, Outputs(loss)
 
     run = recomputed(call, runner(call, evaluate))
-    return reduced(call, run, Outputs(self.reduction)).outputs.loss
+    results = reduced(call, run, Outputs(self.reduction))
+    return results.outputs.loss
 
   def value_and_grad(self, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients. A device that has shards of parameters gets shards of these."""
@@ -175,7 +177,8 @@ class LocalLoss:
     # of gradients from the parameters.
     results = loop.full.outputs._replace(grads=None)
     zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), results)
-    return CycleState(jnp.zeros((), jnp.int32), loop.begin(), zeros)
+    number = jnp.zeros((), jnp.int32)
+    return CycleState(number, loop.begin(), zeros)
 
   def add(self, state: CycleState, /, *args, **kwargs) -> CycleState:
     """What a device has after a call, of what it had before."""
@@ -184,16 +187,14 @@ class LocalLoss:
     # The "" is the root of names in messages, where the fields of `Outputs` are names enough.
     loop = Loop(call, run, words, "")
     accumulated = loop.resume(state.accumulated)
-    return state._replace(
-      number=state.number + call.count, accumulated=accumulated
-    )
+    number = state.number + call.count
+    return state._replace(number=number, accumulated=accumulated)
 
   def merge(self, first: CycleState, second: CycleState, start) -> CycleState:
     """What a device has of two cycles that began with the carry `start`."""
     # Sums are merged as they are, so the sums of gradients stand for the types of gradients.
-    accumulator = self._accumulator(
-      first, start, first.accumulated.outputs.grads
-    )
+    grads = first.accumulated.outputs.grads
+    accumulator = self._accumulator(first, start, grads)
     accumulated = accumulator.merge(first.accumulated, second.accumulated)
     number = first.number + second.number
     return first._replace(number=number, accumulated=accumulated)
@@ -202,7 +203,9 @@ class LocalLoss:
     """What `value_and_grad` gives, of all calls. They began with the carry `start`."""
     grads = state.accumulated.outputs.grads
     refuse_cycle(_validate.difference("cycle.grads", grads, params))
-    return self._accumulator(state, start, params).finish(state.accumulated)
+    # Gradients have the types of their parameters.
+    accumulator = self._accumulator(state, start, params)
+    return accumulator.finish(state.accumulated)
 
   def in_parts(self) -> "LocalLoss":
     """The same loss, of microbatches that arrive in several calls."""
@@ -240,6 +243,7 @@ class LocalLoss:
 
   def place_cycle(self, state: CycleState) -> CycleState:
     """What a cycle has, where it belongs."""
+    # A cycle's count is a scalar, without an axis of devices: this is its shape.
     check_devices(state, ())
     return state
 
@@ -257,7 +261,10 @@ class LocalLoss:
 
   @property
   def _words(self) -> Outputs:
-    noise = noise_scale.NOISE if self.noise_scale else None
+    """How each output is reduced: in its place a reduction, or a prefix tree of these."""
+    noise: Tree = None
+    if self.noise_scale:
+      noise = noise_scale.NOISE
     return Outputs(
       self.reduction, self.aux_reduction, self.grad_reduction, noise
     )
@@ -317,7 +324,10 @@ class LocalLoss:
     /,
     *inputs,
   ) -> tuple[Carry, Leaf, Leaf, Outputs]:
-    """One microbatch's new carry, own weight or None, whether it is finite or None, and results."""
+    """One microbatch's new carry, weight, whether it is finite, and results.
+
+    The weight is None where the loss does not tell it, and `finite` where nobody looks.
+    """
     args, kwargs = call.arguments(inputs)
     weighed = functools.partial(self.function.weighed, weight)
     value_and_grad = differentiate(weighed)

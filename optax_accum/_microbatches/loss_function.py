@@ -33,6 +33,7 @@ class LossFunction:
 
   def __call__(self, /, *args, **kwargs) -> tuple[Leaf, Tree]:
     """The loss of one microbatch, its weight, its new carry and its aux."""
+    # The first is the loss times its weight, which nobody needs here.
     _, (loss, *others) = self.weighed(1.0, *args, **kwargs)
     return loss, tuple(others)
 
@@ -74,10 +75,10 @@ class LossFunction:
     if self.split.has_weight:
       weighted_mean.check_weight("The loss", own_weight)
       dtypes.check_wide("The weight of the loss", own_weight)
+      own_weight = weighted_mean.as_weight(own_weight)
       # Raises if the weight depends on what is differentiated.
-      weight = own_weight = _without_derivative(
-        weighted_mean.as_weight(own_weight)
-      )
+      own_weight = _without_derivative(own_weight)
+      weight = own_weight
     if self.split.has_weight or not self.is_mean:
       # A total was weighed by the user, and a sum has no weight: the factor is 1, or 0 for what
       # does not count.
@@ -91,9 +92,11 @@ class LossFunction:
 
     # A setting such as `train` is a scalar in an argument that all microbatches share.
     def has_scalar(slot):
-      return any(jnp.shape(x) == () for x in jax.tree.leaves(arguments[slot]))
+      shapes = map(jnp.shape, jax.tree.leaves(arguments[slot]))
+      return () in shapes
 
-    names = map(self.roles_of.signature.name, filter(has_scalar, shared))
+    settings = filter(has_scalar, shared)
+    names = map(self.roles_of.signature.name, settings)
     fixed = ", ".join(f"{name}=..." for name in names)
     if fixed:
       error.add_note(

@@ -88,29 +88,28 @@ def gradient_noise_scale(decay: float = 0.9) -> GradientNoiseScale:
   # The averages of both terms have the same bias, which the division cancels.
   average = optax.ema(float(decay), debias=False)
 
-  def init() -> optax.EmaState:
+  def init():
     zero = jnp.zeros((), jnp.result_type(float))
     return average.init(NoiseScaleTerms(zero, zero))
 
-  def update(
-    terms: NoiseScaleTerms, state: optax.EmaState
-  ) -> tuple[jax.Array, optax.EmaState]:
-    terms = jax.tree.map(
-      lambda x: jnp.asarray(x, jnp.result_type(float)), terms
-    )
+  def as_float(x):
+    return jnp.asarray(x, jnp.result_type(float))
+
+  def update(terms, state):
+    terms = jax.tree.map(as_float, terms)
     # Whether the terms tell anything. Both are 0 if fewer than two microbatches counted.
     tells = jnp.isfinite(terms.squared_norm) & jnp.isfinite(terms.trace)
     tells &= (terms.squared_norm != 0) | (terms.trace != 0)
     # `optax.ema` returns the averages and its new state, which has them as `ema`.
-    new = average.update(terms, state)[1]
+    _, new = average.update(terms, state)
     new = jax.tree.map(functools.partial(jnp.where, tells), new, state)
-    terms = new.ema
-    is_positive = terms.squared_norm > 0
+    averages = new.ema
+    is_positive = averages.squared_norm > 0
     # A trace is never below 0, but an estimate may be, by rounding. The 1 only avoids 0 / 0.
-    scale = jnp.maximum(terms.trace, 0) / jnp.where(
-      is_positive, terms.squared_norm, 1
-    )
-    return jnp.where(is_positive, scale, jnp.inf), new
+    trace = jnp.maximum(averages.trace, 0)
+    divisor = jnp.where(is_positive, averages.squared_norm, 1)
+    noise_scale = jnp.where(is_positive, trace / divisor, jnp.inf)
+    return noise_scale, new
 
   return GradientNoiseScale(init, update)
 
@@ -129,20 +128,22 @@ def noise_of(grads, weight: Weight) -> Noise:
   """The values of one microbatch, from its gradient times its weight."""
 
   def mean(g):
-    return weighted_mean.mean(g, weight, dtypes.accumulator_dtype(g.dtype))
+    dtype = dtypes.accumulator_dtype(g.dtype)
+    return weighted_mean.mean(g, weight, dtype)
 
-  squared = squared_norm(jax.tree.map(mean, grads))
+  means = jax.tree.map(mean, grads)
+  squared = squared_norm(means)
   # The count has the dtype of the norm, so that devices reduce both together.
   return Noise(squared, jnp.ones_like(squared))
 
 
-def squared_norm(derivatives) -> jax.Array:
+def squared_norm(grads) -> jax.Array:
   """The square of the global norm of gradients, in float32 or better."""
 
   def wide(x):
     return x.astype(dtypes.accumulator_dtype(x.dtype))
 
-  return optax.tree.norm(jax.tree.map(wide, derivatives), squared=True)
+  return optax.tree.norm(jax.tree.map(wide, grads), squared=True)
 
 
 def noise_terms(
@@ -156,7 +157,8 @@ def noise_terms(
   """
   dtype = jnp.result_type(float)
   # The weighted mean of the microbatches' squared norms, and the squared norm of their mean.
-  each, of_mean = noise.squared_norm.astype(dtype), of_mean.astype(dtype)
+  each = noise.squared_norm.astype(dtype)
+  of_mean = of_mean.astype(dtype)
   total = total_weight.astype(dtype)
   others = noise.count.astype(dtype) - 1
   # Otherwise nothing can be compared, and both terms are 0. The 1s only avoid 0 / 0.
@@ -166,14 +168,5 @@ def noise_terms(
   # The second equation, divided by S and solved for |G|^2.
   norm_squared = of_mean - trace / jnp.where(tells, total, 1)
   return NoiseScaleTerms(
-    *(jnp.where(tells, x, 0) for x in (norm_squared, trace))
+    jnp.where(tells, norm_squared, 0), jnp.where(tells, trace, 0)
   )
-
-
-def check_reduction(reduction: str) -> None:
-  """Checks that gradients are means."""
-  if reduction != "mean":
-    raise ValueError(
-      "noise_scale=True compares the mean gradients of microbatches, and a step with"
-      f' reduction={reduction!r} has none: it needs reduction="mean".'
-    )

@@ -75,17 +75,16 @@ class Split:
     """What is split, as options name it; empty if that is the only argument."""
     if self.batch_argnums is not None:
       return self.batch_argnums
-    return () if self.default_argnum is None else (self.default_argnum,)
-
-  @property
-  def rng(self) -> tuple[Slot, ...]:
-    """The random keys, as options name them."""
-    return self.rng_argnums or ()
+    if self.default_argnum is None:
+      return ()
+    return (self.default_argnum,)
 
   @property
   def carry(self) -> tuple[Slot, ...]:
     """What is carried, as an option names it."""
-    return () if self.carry_argnum is None else (self.carry_argnum,)
+    if self.carry_argnum is None:
+      return ()
+    return (self.carry_argnum,)
 
   @property
   def devices(self) -> Devices:
@@ -110,7 +109,9 @@ class Split:
 
 def slots_of(value) -> tuple[Any, ...]:
   """One or several positions or names as a tuple."""
-  return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+  if isinstance(value, (tuple, list)):
+    return tuple(value)
+  return (value,)
 
 
 def _check(split: Split) -> None:

@@ -70,7 +70,13 @@ class Reductions:
 
   def collected(self, outputs):
     """What the loop keeps of the outputs of every microbatch; None for others."""
-    return self._map(lambda kind, x: x if kind.collected else None, outputs)
+
+    def collected(kind, output):
+      if kind.collected:
+        return output
+      return None
+
+    return self._map(collected, outputs)
 
   def join(self, states, *collected):
     """The states in the end, with what was collected, also of a smaller last one if there is."""

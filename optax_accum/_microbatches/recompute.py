@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 from jax import lax
-import jax.numpy as jnp
 
 from optax_accum import _versions
 from optax_accum._arithmetic import dtypes, hoisting, weighted_mean
@@ -36,9 +35,11 @@ class Recomputed:
       call.map_unsplit(self._widened)
 
   def _widened(self, x):
+    """A wide copy of an argument, or the argument if nothing differentiates by it."""
     if not _may_have_tangent(x):
       return x
-    wide = self._call.devices.varying(widened(self._call.split, x))
+    wide = widened(self._call.split, x)
+    wide = self._call.devices.varying(wide)
     self._dtypes[id(wide)] = x.dtype
     return wide
 
@@ -67,7 +68,8 @@ class Recomputed:
     if not _may_have_tangent(x):
       return x
     # What was not widened is not in `_dtypes`, and keeps its own dtype.
-    x = x.astype(self._dtypes.get(id(x), x.dtype))
+    own = self._dtypes.get(id(x), x.dtype)
+    x = x.astype(own)
     # The weight is None where only the loss will tell it.
     if self._guards and weight is not None:
       counted = weighted_mean.counts(weight)
@@ -86,16 +88,20 @@ def recomputed(call: Microbatches, run: Run) -> Run:
     # `finite`, which is True here, are to stay what they are, so they go around it.
     def arrays(index, carry):
       new = run(index, carry, rows)
-      weight = new.weight if isinstance(new.weight, jax.Array) else None
+      weight = None
+      if isinstance(new.weight, jax.Array):
+        weight = new.weight
       return new._replace(weight=weight, finite=None)
 
     # The backward loop computes again what the forward loop did. XLA merges nothing between two
     # loops, so `prevent_cse` is not needed in one. A loop of one trip is inlined, and is none.
     # The smaller last microbatch, of other `rows`, runs outside of the loop.
     in_loop = rows == call.size and call.rows >= 2 * call.size
-    new = jax.checkpoint(arrays, prevent_cse=not in_loop)(index, carry)
-    # None stands for a weight that is known when tracing, as set above.
-    weight = call.known_weight(rows) if new.weight is None else new.weight
+    checkpointed = jax.checkpoint(arrays, prevent_cse=not in_loop)
+    new = checkpointed(index, carry)
+    weight = new.weight
+    if weight is None:  # it is known when tracing, as set above
+      weight = call.known_weight(rows)
     return new._replace(weight=weight, finite=True)
 
   return again
@@ -109,8 +115,11 @@ def widened(split: Split, x: jax.Array) -> jax.Array:
   # An `accumulator_dtype` may be narrower than `x`, which is not to be rounded.
   wide = dtypes.promote(x.dtype, wide)
   # What has that dtype stays weakly typed, if it is.
-  return x if x.dtype == wide else x.astype(wide)
+  if x.dtype == wide:
+    return x
+  return x.astype(wide)
 
 
 def _may_have_tangent(x) -> bool:
-  return isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.inexact)
+  """Whether an argument may be differentiated: it is traced, and floating or complex."""
+  return isinstance(x, jax.core.Tracer) and dtypes.is_inexact(x)

@@ -90,7 +90,10 @@ def with_keys(roles: Roles, arguments: Arguments) -> list[Slot]:
 
 
 def naming(role: str, slots: Collection[Slot]) -> str:
-  """The option that names arguments of a role."""
-  value = tuple(dict.fromkeys(slots))
-  shown = repr(value[0] if len(value) == 1 else value).replace("'", '"')
+  """The option that names arguments of a role, as one writes it: one argument is no tuple."""
+  each = tuple(dict.fromkeys(slots))
+  shown = repr(each)
+  if len(each) == 1:
+    shown = repr(each[0])
+  shown = shown.replace("'", '"')
   return f"{role}_argnums={shown}"

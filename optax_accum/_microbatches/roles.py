@@ -48,14 +48,17 @@ class Signature:
       return
     # Others, such as *args and what goes by keyword only, have no position of their own.
     for p in parameters:
-      if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
-        # One that is positional only has a place, and no name that a call could use.
-        self._names.append(p.name if p.kind is p.POSITIONAL_OR_KEYWORD else "")
+      if p.kind is p.POSITIONAL_OR_KEYWORD:
+        self._names.append(p.name)
+      # It has a place, and no name that a call could use.
+      if p.kind is p.POSITIONAL_ONLY:
+        self._names.append("")
 
   def name(self, slot: Slot) -> str:
     """What the function calls an argument: "..." where it has no name."""
     if isinstance(slot, str):
       return slot
+    # There may be more arguments than names, as of *args, and "" is no name.
     return dict(enumerate(self._names)).get(slot) or "..."
 
   def slots(self, count: int, names: Sequence[str]) -> dict[Slot, Slot]:
@@ -63,11 +66,11 @@ class Signature:
 
     The keys are positions and names, by which an option may name an argument.
     """
-    # A negative position counts from the end of the positional arguments.
+    # A negative position counts from the end of the positional arguments. A name is a slot itself.
     slots: dict[Slot, Slot] = {i: i % count for i in range(-count, count)}
     slots.update(zip(names, names, strict=True))
-    # An option may give the position of what this call passes by keyword.
-    # Not bound to the signature: a decorated function has that of what it wraps, and may take more.
+    # An option may give the position of what this call passes by keyword. `inspect` does not bind
+    # the call: a decorated function has the signature of what it wraps, and may take more.
     for i, name in enumerate(self._names[count:], count):
       if name in names:
         slots[i] = name
@@ -90,22 +93,25 @@ class RolesOf:
     return self._roles(len(args), tuple(kwargs))
 
   def _of_shape(self, count: int, names: tuple[str, ...]) -> Roles:
+    """The roles in calls of `count` arguments by position, and these by name. Checked."""
     split = self._split
     slots = self.signature.slots(count, names)
     every: Sequence[Slot] = (*range(count), *names)
 
     def find(option, wanted, slots=slots):
+      found = []
       for argument in wanted:
         if argument not in slots:
           raise ValueError(_missing(option, argument, count, names))
+        found.append(slots[argument])
       # Two spellings of one argument, such as 1 and -1 of two, count once.
-      return tuple(dict.fromkeys(slots[argument] for argument in wanted))
+      return tuple(dict.fromkeys(found))
 
     # `jax.value_and_grad` differentiates only what is passed by position.
     positions = {i: i % count for i in range(-count, count)}
     differentiated = find("argnums", self._argnums, positions)
     batch = find("batch_argnums", split.batch)
-    rng = find("rng_argnums", split.rng)
+    rng = find("rng_argnums", split.rng_argnums or ())
     carry = find("carry_argnum", split.carry)
     # No option names the batch: it is the only argument, apart from keys.
     if not batch:
