@@ -109,8 +109,14 @@ class DataParallel:
 
     A dimension that is sharded over other axes too does not count: it is gathered for the step.
     """
+
+    def kept(names):
+      if set(names) <= set(self.axes):
+        return names
+      return ()  # not sharded
+
     dims = map(names_of, spec)
-    return normal(dim if set(dim) <= set(self.axes) else () for dim in dims)
+    return normal(map(kept, dims))
 
   def over_automatic(self, spec: PartitionSpec) -> PartitionSpec:
     """A sharding over the automatic axes only that are no data axes."""

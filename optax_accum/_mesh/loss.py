@@ -8,10 +8,10 @@ import dataclasses
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_accum._arithmetic import across_devices
+from optax_accum._arithmetic.devices import with_axis, without_axis
 from optax_accum._arithmetic.trees import Args, Kwargs, OptState, Params
 from optax_accum._mesh.data_parallel import DataParallel
 from optax_accum._mesh.on_devices import on_each_device, place_arguments
@@ -132,17 +132,20 @@ class OverMesh:
   def _of_parameters(self, fun: Callable[[PartitionSpec], Any]):
     """A function of the sharding of each parameter."""
     each = [fun(spec_of(sharding)) for sharding in self.shardings]
-    return self.treedef.unflatten(each)[0]
+    params, *_ = self.treedef.unflatten(each)
+    return params
 
   @property
   def _shards(self) -> Shards:
+    """How parameters and gradients are sharded, for what runs on each device."""
     over_data = self.parallel.over_data
     parameters = self._of_parameters(over_data)
     automatic = self._of_parameters(self.parallel.over_automatic)
 
     def of_gradient(own, to):
-      # `to` is None where a gradient goes where its parameter is.
-      return over_data(own if to is None else to)
+      if to is None:  # it goes where its parameter is
+        return own
+      return over_data(to)
 
     gradients = jax.tree.map(of_gradient, parameters, self.gradient_specs)
     return Shards(parameters, gradients, automatic)
@@ -156,7 +159,7 @@ class OverMesh:
     each = zip(self.shardings, specs, of_states, strict=False)
     for sharding, own, of_state in each:
       to = None
-      # The first is None if it is not known; the second, if no one sharding is its state's.
+      # A sharding is None if it is not known, and a spec if its state has no single one.
       if sharding is not None and of_state is not None:
         to = self.parallel.gradient_spec(own, of_state)
       wanted.append(to)
@@ -170,16 +173,19 @@ class OverMesh:
     """`update` of parameters sharded as the gradients; the new ones are gathered where needed."""
     move = self.parallel.move
 
+    # A spec of None says that a gradient goes where its parameter is.
     def part(x, to):
-      return x if to is None else move(x, to)
+      if to is None:
+        return x
+      return move(x, to)
 
     def gather(new, x, own, to):
-      # This parameter was not cut.
       if to is None:
         return new
       # Tied to `x`, which it takes the place of if donated. Otherwise XLA for TPU copies `x` as
       # soon as the program starts, and keeps both.
-      return jax.lax.optimization_barrier((move(new, own), x))[0]
+      new, _ = jax.lax.optimization_barrier((move(new, own), x))
+      return new
 
     parts = jax.tree.map(part, params, self.gradient_specs)
     new, new_state = update((parts, opt_state))
@@ -197,25 +203,31 @@ class OverMesh:
   def value_and_grad(self, /, *args, **kwargs) -> Reduced:
     """The loss and its gradients, sharded as the parameters, or as `gradient_specs` says."""
     method = LocalLoss.value_and_grad
+    # Nothing is of one device alone: ().
     run = self._on_devices(method, (), args, kwargs, self._reduced_specs)
     # In this frame, so that few stand between a call and the loss.
-    return self._to_place(run(), args[0])
+    reduced = run()
+    return self._to_place(reduced, args[0])
 
   def begin(self, /, *args, **kwargs) -> CycleState:
     """What the devices have before the first call of a cycle, on a first axis of devices."""
 
     def begin(local, *args, **kwargs):
-      return _stored(local.begin(*args, **kwargs))
+      return with_axis(local.begin(*args, **kwargs))
 
-    return self._on_devices(begin, (), args, kwargs, self._each)()
+    # No device has anything for itself yet: ().
+    run = self._on_devices(begin, (), args, kwargs, self._each)
+    return run()
 
   def add(self, state: CycleState, /, *args, **kwargs) -> CycleState:
     """What the devices have after a call, of what they had before."""
 
     def add(local, state, *args, **kwargs):
-      return _stored(local.add(_own(state), *args, **kwargs))
+      state = without_axis(state)
+      return with_axis(local.add(state, *args, **kwargs))
 
-    return self._on_devices(add, (state,), args, kwargs, self._each)()
+    run = self._on_devices(add, (state,), args, kwargs, self._each)
+    return run()
 
   def merge(self, first: CycleState, second: CycleState, start) -> CycleState:
     """What the devices have of two cycles that began with the carry `start`."""
@@ -225,12 +237,13 @@ class OverMesh:
 
     # `_` is the keyword arguments, of which there are none.
     def merge(states, args, _):
-      return _stored(local.merge(*_own(states), *args))
+      first, second = without_axis(states)
+      (start,) = args
+      return with_axis(local.merge(first, second, start))
 
     both = first, second
-    return on_each_device(
-      self.parallel, merge, both, (start,), {}, self._each
-    )()
+    run = on_each_device(self.parallel, merge, both, (start,), {}, self._each)
+    return run()
 
   def finish(self, state: CycleState, start, params) -> Reduced:
     """The loss and its gradients, of all calls. They began with the carry `start`."""
@@ -241,7 +254,7 @@ class OverMesh:
     # `_` is the keyword arguments, of which there are none.
     def finish(state, args, _):
       (start,) = args
-      return local.finish(_own(state), start, like)
+      return local.finish(without_axis(state), start, like)
 
     run = on_each_device(
       self.parallel, finish, state, (start,), {}, self._reduced_specs
@@ -280,33 +293,24 @@ class OverMesh:
   def _on_devices(
     self, method: Callable[..., Any], own: Args, args, kwargs, out_specs
   ) -> Callable[[], Any]:
-    """A function that calls ``method(local, *own, *args, **kwargs)`` on each device's rows."""
+    """A function that calls ``method(local, *own, *args, **kwargs)`` on each device's rows.
+
+    `own` is a tuple of what each device has for itself.
+    """
     batch = self.local.roles_of(args, kwargs).batch
     local = self._on_device()
     shards = self._shards
 
     def run(own, args, kwargs):
       params, *others = args
-      return method(local, *own, shards.gather(params), *others, **kwargs)
+      params = shards.gather(params)
+      return method(local, *own, params, *others, **kwargs)
 
     # The parameters, argument 0, come in shards, which `run` gathers.
     sharded: Any = {0: shards.parameters}
     return on_each_device(
       self.parallel, run, own, args, kwargs, out_specs, batch, sharded
     )
-
-
-def _stored(tree):
-  """What a device has for itself, as the program returns it: with an axis of devices in front.
-
-  `Devices.stored` would add none on a mesh with one device.
-  """
-  return jax.tree.map(lambda x: jnp.expand_dims(x, 0), tree)
-
-
-def _own(tree):
-  """What a device has for itself, of what is `_stored`."""
-  return jax.tree.map(lambda x: jnp.squeeze(x, 0), tree)
 
 
 Loss: TypeAlias = LocalLoss | OverMesh

@@ -181,7 +181,7 @@ def _over_mesh(
         return tree
       return jax.tree.map(functools.partial(widened, split), tree)
 
-    wide = map_by_slot(widen, args, kwargs)
+    wide_args, wide_kwargs = map_by_slot(widen, args, kwargs)
     # Of these `narrowed` takes the dtypes only: its own arguments are one microbatch.
     given = args, kwargs
 
@@ -190,14 +190,18 @@ def _over_mesh(
       args, kwargs = jax.tree.map(dtypes.in_dtype_of, within, given)
       return local.fun(*args, **kwargs)
 
-    on_device = local._replace(fun=narrowed, split=parallel.on_device(split))
+    split_of_device = parallel.on_device(split)
+    on_device = local._replace(fun=narrowed, split=split_of_device)
 
     # `_` has what is each device's own: nothing, the () below.
     def run(_, args, kwargs):
       return on_device.outputs(*args, **kwargs)
 
     specs = jax.tree.map(parallel.output_spec, local.reductions)
-    return on_each_device(parallel, run, (), *wide, specs, batch)()
+    mapped = on_each_device(
+      parallel, run, (), wide_args, wide_kwargs, specs, batch
+    )
+    return mapped()
 
   # Arguments are placed before this, because `place` leaves tracers where they are.
   jitted = jax.jit(on_mesh)

@@ -55,8 +55,10 @@ def on_each_device(
   def spec(slot, tree):
     if slot in sharded:
       return sharded[slot]
-    whole = PartitionSpec(parallel.axes) if slot in batch else PartitionSpec()
-    return jax.tree.map(lambda _: whole, tree)
+    each = PartitionSpec()
+    if slot in batch:
+      each = PartitionSpec(parallel.axes)
+    return jax.tree.map(lambda _: each, tree)
 
   in_specs = map_by_slot(spec, args, kwargs)
   mapped = jax.shard_map(

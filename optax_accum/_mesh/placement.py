@@ -27,11 +27,11 @@ def place(
   # This shortcut looks at no leaf by itself.
   if _are_on(mesh, leaves):
     return tree
-  specs = (
-    [PartitionSpec()] * len(leaves) if specs_of is None else specs_of(leaves)
-  )
+  specs: Sequence[PartitionSpec] = [PartitionSpec()] * len(leaves)
+  if specs_of is not None:
+    specs = specs_of(leaves)
 
-  def put(x, spec: PartitionSpec):
+  def put(x, spec):
     current: Any = getattr(x, "sharding", None)
     current_mesh = getattr(current, "mesh", None)
     if isinstance(x, jax.core.Tracer) or current_mesh == mesh:
@@ -57,15 +57,17 @@ def place_state(mesh: Mesh, params, opt_state):
   So the moments of a sharded parameter are sharded too, also if they were made on one device.
   """
 
-  def specs_of(leaves) -> list[PartitionSpec]:
+  def specs_of(leaves):
     parameters = jax.tree.leaves(params)
 
-    def spec(number: int | None, x) -> PartitionSpec:
+    def spec(number, x):
       # It follows no parameter, or has another shape: it is whole on each device.
       if number is None or jnp.shape(x) != jnp.shape(parameters[number]):
         return PartitionSpec()
       sharding = sharding_of(parameters[number])
-      return PartitionSpec() if sharding is None else sharding.spec
+      if sharding is None:
+        return PartitionSpec()
+      return sharding.spec
 
     return list(map(spec, followed(params, opt_state), leaves))
 
@@ -77,26 +79,30 @@ def sharding_of(x) -> NamedSharding | None:
 
   The type of a tracer, and of what `jax.eval_shape` returns, has explicit axes only.
   """
-  traced = isinstance(x, jax.core.Tracer)
-  sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+  if isinstance(x, jax.core.Tracer):
+    x = jax.typeof(x)
+  sharding = getattr(x, "sharding", None)
   if not isinstance(sharding, NamedSharding):
     return None
+  mesh = sharding.mesh
   # The mesh in a type is abstract, and no `Mesh`.
-  is_known = (
-    isinstance(sharding.mesh, Mesh)
-    or AxisType.Explicit in sharding.mesh.axis_types
-  )
-  return sharding if is_known else None
+  if isinstance(mesh, Mesh) or AxisType.Explicit in mesh.axis_types:
+    return sharding
+  return None
 
 
 def out_shardings(
   shardings: Iterable[NamedSharding | None],
 ) -> tuple[NamedSharding | None, ...]:
   """The shardings of a program's results, which are those of its arguments where they are known."""
+
   # A tracer's, over an abstract mesh, does not tell about automatic axes.
-  return tuple(
-    s if s is not None and isinstance(s.mesh, Mesh) else None for s in shardings
-  )
+  def known(sharding):
+    if sharding is not None and isinstance(sharding.mesh, Mesh):
+      return sharding
+    return None
+
+  return tuple(map(known, shardings))
 
 
 def _are_on(mesh: Mesh, leaves) -> bool:

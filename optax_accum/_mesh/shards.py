@@ -3,7 +3,7 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -52,20 +52,22 @@ def _scattered(
   total = _on_shards(
     lax.psum_scatter, "scatter_dimension", total, spec, automatic
   )
-  scattered = {
-    name for names in sharded_dims(spec).values() for name in names_of(names)
-  }
-  names = names_of(devices.axis_name)
   # The sum over data axes that do not shard this gradient is still to be taken.
-  rest = tuple(name for name in names if name not in scattered)
-  return lax.psum(total, rest) if rest else total
+  rest = list(names_of(devices.axis_name))
+  for names in sharded_dims(spec).values():
+    for name in names_of(names):
+      rest.remove(name)
+  if not rest:
+    return total
+  return lax.psum(total, tuple(rest))
 
 
 def _own_part(x: jax.Array, spec: PartitionSpec) -> jax.Array:
   """The part of a replicated array that a device keeps, as `spec` says."""
   for dim, names in sharded_dims(spec).items():
     size = x.shape[dim] // lax.axis_size(names)
-    x = lax.dynamic_slice_in_dim(x, lax.axis_index(names) * size, size, dim)
+    start = lax.axis_index(names) * size
+    x = lax.dynamic_slice_in_dim(x, start, size, dim)
   return x
 
 
@@ -76,11 +78,19 @@ def _on_shards(
   spec: PartitionSpec,
   automatic: PartitionSpec,
 ) -> jax.Array:
-  """`send`, mapped over the `automatic` axes too, as XLA would else gather `x` over these first."""
+  """`send`, mapped over the `automatic` axes too, as XLA would else gather `x` over these first.
+
+  `dimension` is the keyword by which `send` takes the dimension that it changes.
+  """
   sent = sharded_dims(spec)
-  # The map leaves out the dimensions that `send` changes.
-  dims = [None if dim in sent else names for dim, names in enumerate(automatic)]
-  axes = {name for names in dims for name in names_of(names)}
+  dims: list[Any] = []
+  axes: set[str] = set()
+  for dim, names in enumerate(automatic):
+    # The map leaves out the dimensions that `send` changes.
+    if dim in sent:
+      names = None
+    dims.append(names)
+    axes.update(names_of(names))
 
   def send_all(x):
     for dim, names in sent.items():

@@ -9,7 +9,7 @@ from optax_accum._arithmetic.across_devices import names_of
 
 
 def spec_of(sharding: NamedSharding | None) -> PartitionSpec:
-  """The spec of a sharding; where that is not known, of an array that is everywhere."""
+  """The spec of a sharding; where that is not known, of an array that is whole on each device."""
   if sharding is None:
     return PartitionSpec()
   return normal(sharding.spec)
@@ -18,6 +18,7 @@ def spec_of(sharding: NamedSharding | None) -> PartitionSpec:
 def normal(dims: Iterable[Any]) -> PartitionSpec:
   """The spec of these dimensions that equals all others that say the same."""
   named = [names_of(names) for names in dims]
+  # Dimensions at the end that are not sharded are left out.
   while named and not named[-1]:
     named.pop()
   return PartitionSpec(*named)
@@ -37,4 +38,6 @@ def sharded_dims(spec: PartitionSpec) -> dict[int, Any]:
 
 def shown(names: tuple[str, ...]) -> str:
   """Axes as messages have them: one is no tuple."""
-  return repr(names[0] if len(names) == 1 else names)
+  if len(names) == 1:
+    return repr(names[0])
+  return repr(names)

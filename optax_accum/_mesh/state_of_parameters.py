@@ -21,7 +21,7 @@ def followed(params, opt_state) -> list[int | None]:
   paths = jax.tree_util.tree_leaves_with_path(params)
   numbers = {words_of(path): i for i, (path, _) in enumerate(paths)}
 
-  def number_of(path, x) -> int | None:
+  def number_of(path, x):
     # A scalar has no axis to shard, also if there is one for each parameter.
     if not jnp.ndim(x):
       return None
@@ -49,14 +49,18 @@ def specs_of_states(
   state = jax.tree.leaves(opt_state)
   # For each parameter the different (shape, spec) of the leaves that follow it.
   kinds: list[set[Any]] = [set() for _ in leaves]
-  of_state = specs[len(leaves) : len(leaves) + len(state)]
+  of_state = specs[len(leaves) :]
   numbers = followed(params, opt_state)
-  for number, x, spec in zip(numbers, state, of_state, strict=True):
+  # Without `strict`: there may be further specs.
+  for number, x, spec in zip(numbers, state, of_state, strict=False):
     if number is not None:
       kinds[number].add((jnp.shape(x), spec))
   single: list[PartitionSpec | None] = []
   for x, kind in zip(leaves, kinds, strict=True):
-    # No leaf, or leaves that differ, give a shape of None, which no parameter has.
-    shape, only = kind.pop() if len(kind) == 1 else (None, None)
-    single.append(only if shape == jnp.shape(x) else None)
+    only = None
+    if len(kind) == 1:
+      ((shape, spec),) = kind
+      if shape == jnp.shape(x):
+        only = spec
+    single.append(only)
   return single
