@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 import optax
 
-from optax_accum._arithmetic import conditional, weighted_mean
+from optax_accum._arithmetic import conditional, dtypes, weighted_mean
 from optax_accum._arithmetic.conditional import Flag
 from optax_accum._arithmetic.devices import Devices
 from optax_accum._arithmetic.skip import asks_to_skip
 from optax_accum._arithmetic.trees import (
   Args,
+  combine,
   Grads,
   Kwargs,
   OptState,
@@ -233,10 +234,16 @@ class Accumulation:
     """
     call = step.call
     sums = step.sums
+
+    # In float32 or wider: where no sums are kept, `accumulator_dtype` does not apply.
+    def weighed(g):
+      dtype = dtypes.accumulator_dtype(g.dtype)
+      return weighted_mean.weigh(g, call.weight, dtype)
+
     if self.calls.every_k == 1:
       # Weighed in the conditional, and so without a buffer.
-      weighed = self.calls.weighed(total, call.weight)
-      gradient = jax.tree.map(self.devices.sum, weighed)
+      terms = jax.tree.map(weighed, total)
+      gradient = jax.tree.map(self.devices.sum, terms)
     else:
       total = jax.tree.map(self.devices.sum, total)
       gradient = total
@@ -315,11 +322,6 @@ class AccumulateTransformation(optax.GradientTransformationExtraArgs):
 
     # The first result, the sums, is in the state already.
     _, trained, state = accumulation.if_it_emits(step, run, trained)
-
-    def chosen(given, new):
-      if new is None:  # what has no gradient stays
-        return given
-      return new
-
-    params = jax.tree.map(chosen, params, trained)
+    # What has no gradient stays.
+    params = combine(trained, params)
     return params, stored(state, accumulation.devices)

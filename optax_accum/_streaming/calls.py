@@ -42,7 +42,7 @@ class Calls:
   accumulator_dtype: DTypeLike | None
 
   def kept(self, grads):
-    """What is kept between calls of a tree like the gradients: if each is a step, nothing."""
+    """Of a tree like the gradients, what is kept between calls: nothing, if each call is a step."""
     if self.every_k == 1:
       return ()
     return grads
@@ -65,16 +65,6 @@ class Calls:
 
     return jax.tree.map_with_path(zeros, self.kept(params))
 
-  def weighed(self, grads, weight: Weight):
-    """The gradients of a call, times its weight, in float32 or wider."""
-
-    def of_leaf(g):
-      # No sums are kept where this runs, so the option `accumulator_dtype` does not apply.
-      dtype = dtypes.accumulator_dtype(g.dtype)
-      return weighted_mean.weigh(g, weight, dtype)
-
-    return jax.tree.map(of_leaf, grads)
-
   def add(self, state: AccumulateState, call: Call) -> AccumulateState:
     """The state with the sums of the cycle, this call included."""
     if self.every_k == 1:
@@ -89,12 +79,14 @@ class Calls:
       return jnp.where(is_first, 0, x)
 
     def added(acc, g):
-      return before(acc) + weighted_mean.weigh(g, call.weight, acc.dtype)
+      old = before(acc)
+      return old + weighted_mean.weigh(g, call.weight, acc.dtype)
 
     sums = {}
     for name, x in call.sums.items():
       # A state made without the newer fields has float32 zeros of NumPy there.
-      sums[name] = before(jnp.asarray(getattr(state, name), dtype)) + x
+      old = jnp.asarray(getattr(state, name), dtype)
+      sums[name] = before(old) + x
     grads = jax.tree.map(added, state.acc_grads, call.updates)
     return state._replace(acc_grads=grads, **sums)
 
@@ -114,7 +106,9 @@ class Calls:
     if callable(k):
       k = checks.checked_k(k(state.gradient_step))
     # A skipped call can end a cycle only by `flush`, and an empty cycle has no end.
-    ends = (counted & (mini_step >= k)) | (call.flush & (mini_step > 0))
+    is_full = counted & (mini_step >= k)
+    flushed = call.flush & (mini_step > 0)
+    ends = is_full | flushed
 
     def unless_ended(x):
       return jnp.where(ends, jnp.zeros_like(x), x)

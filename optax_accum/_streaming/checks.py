@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from optax_accum import _validate
 from optax_accum._arithmetic import across_devices, dtypes, weighted_mean
 from optax_accum._arithmetic.devices import Devices
-from optax_accum._arithmetic.trees import OptState, Params
+from optax_accum._arithmetic.trees import masked_like, OptState, Params
 from optax_accum._arithmetic.weighted_mean import Weight
 from optax_accum._streaming.state import AccumulateState
 
@@ -32,15 +32,8 @@ def gradients(updates):
 
 def with_gradients(updates, params):
   """The parameters, with None for each that has no gradient, such as a function in a model."""
-
-  def kept(g, x):
-    if g is None:
-      return None
-    return x
-
   try:
-    # As a leaf, a None in `updates` is paired with the parameter in its place.
-    return jax.tree.map(kept, updates, params, is_leaf=lambda x: x is None)
+    return masked_like(updates, params)
   except ValueError:
     # No parameters, or another tree, which `check_accumulators` refuses in words.
     return params
@@ -90,7 +83,8 @@ def check_not_reduced(updates, devices: Devices) -> None:
   """Checks that no gradient was reduced over the devices yet, where the types say so."""
   # Types say which axes a value varies over in shard_map with check_vma=True, and nowhere else.
   # A gradient of zero is no exception: it varies as its parameter does.
-  axes = across_devices.varying_axes(devices.varying(jnp.zeros(())))
+  varying = devices.varying(jnp.zeros(()))
+  axes = across_devices.varying_axes(varying)
   for name, leaf in _validate.named_leaves("updates", updates):
     missing = axes - across_devices.varying_axes(leaf)
     if missing:

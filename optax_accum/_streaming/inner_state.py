@@ -24,7 +24,7 @@ def same_types(name: str, new, old):
   def cast(x, before):
     x = jnp.asarray(x)
     dtype = jnp.result_type(before)
-    # Where this is wider than `before`, `widened` makes that as wide, ahead of the conditional.
+    # If this is wider than `before`, `widened` casts the operand of the conditional to it first.
     if x.dtype != dtype:
       x = x.astype(dtypes.promote(x.dtype, dtype))
     return across_devices.sharded_like(x, before)
@@ -38,7 +38,8 @@ def widened(update: Callable[..., Any], operand):
   like = jax.eval_shape(update, operand)
   wide = jax.tree.map(dtypes.in_dtype_of, operand, like)
   # `in_dtype_of` returns the same object where the dtype fits already.
-  if jax.tree.all(jax.tree.map(operator.is_, operand, wide)):
+  fits = jax.tree.map(operator.is_, operand, wide)
+  if jax.tree.all(fits):
     return operand
   # An update of the wider operand may return a wider one still, so this repeats until none does.
   return widened(update, wide)
