@@ -75,11 +75,12 @@ class Method(Runnable[Result]):
     functools.update_wrapper(self, prepare)
 
   def __call__(self, *args, **kwargs) -> Result:
+    """Prepares the call, and runs it."""
     return self._use("run", args, kwargs)
 
 
 def _knows_nothing(*args, **kwargs) -> None:
-  """What explains no error."""
+  """The `explain` of a method that has no better error."""
 
 
 def method(
@@ -170,9 +171,9 @@ class CycleProgram:
         " that began from the same parameters and carry."
       )
     # The first is donated and the second deleted, so they may share no array.
-    if not {*map(id, donation.arrays(first))}.isdisjoint(
-      map(id, donation.arrays(second))
-    ):
+    donated = {*map(id, donation.arrays(first))}
+    deleted = {*map(id, donation.arrays(second))}
+    if donated & deleted:
       raise ValueError(
         "merge got one cycle twice: a cycle is used once. Begin another for each worker."
       )
@@ -232,6 +233,8 @@ class CycleProgram:
     return args, kwargs
 
   def _jit_begin(self, loss: Loss):
+    """The program that makes the zeros of a cycle."""
+
     def begin_cycle(params, /, *args, **kwargs):
       # Without an optimizer state gradients are sharded as their parameters.
       return loss.with_state(params, ()).begin(params, *args, **kwargs)
@@ -242,6 +245,8 @@ class CycleProgram:
     )
 
   def _jit_add(self, loss: Loss):
+    """The program of `add`."""
+
     def add_to_cycle(state, params, /, *args, **kwargs):
       # Without an optimizer state gradients are sharded as their parameters.
       return loss.with_state(params, ()).add(state, params, *args, **kwargs)
@@ -251,6 +256,8 @@ class CycleProgram:
     )
 
   def _jit_finish(self, loss: Loss, kept_shardings):
+    """The program of `finish`."""
+
     def finish_cycle(params, opt_state, state, *start):
       sharded = loss.with_state(params, opt_state)
       reduced = sharded.finish(state, start, params)

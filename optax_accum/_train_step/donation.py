@@ -64,13 +64,17 @@ def committed(updated, leaves):
   # All are committed, or none is: the next call finds them alike.
   if {x.committed for x in leaves} != {True, False}:
     return updated
-  devices = {device for x in leaves for device in x.sharding.device_set}
+  devices: set[jax.Device] = set()
+  for x in leaves:
+    devices |= x.sharding.device_set
   if len(devices) > 1:
     return updated  # JAX copies the uncommitted to where they are needed
 
   def commit(x):
+    if not arrays(x):
+      return x
     # An array that is put where it is already becomes committed.
-    return jax.device_put(x, x.sharding) if arrays(x) else x
+    return jax.device_put(x, x.sharding)
 
   return jax.tree.map(commit, updated)
 
@@ -90,10 +94,12 @@ def distinct(updated, leaves, others):
   def once(x):
     # A leaf without a buffer, such as a number, may be passed twice.
     if id(x) in seen and arrays(x):
-      # Sharded as `x`, in the same words: else the step would compile again.
-      # `device_put` would commit it, so a copy of an uncommitted array goes without.
       copy = jnp.copy(x)
-      return jax.device_put(copy, x.sharding) if x.committed else copy
+      # `device_put` would commit it, so a copy of an uncommitted array goes without.
+      if not x.committed:
+        return copy
+      # Sharded as `x`, in the same words: else the step would compile again.
+      return jax.device_put(copy, x.sharding)
     seen.add(id(x))
     return x
 

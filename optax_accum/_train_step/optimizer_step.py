@@ -49,8 +49,9 @@ class OptimizerStep:
     updates, new_state = self.tx.update(
       self.grads, state, params, **self.extra_args
     )
+    new = optax.apply_updates(params, updates)
     # The new parameters get the shardings of the old.
-    new = same_types("params", optax.apply_updates(params, updates), params)
+    new = same_types("params", new, params)
     # Without a conditional an update may change the tree of a state, as optax.monitor does.
     old: Any = jax.tree.structure(state)
     keeps = old == jax.tree.structure(new_state)
@@ -61,7 +62,7 @@ class OptimizerStep:
 
 
 def has_stepped(opt_state: OptState) -> jax.Array:
-  """Whether an optimizer took a step: of one that accumulates, some part, and all within that."""
+  """Whether an optimizer took a step: some `accumulate` in it did, and so did what that wraps."""
   # These are the outermost ones; what is within each is asked in turn.
   stepped = [
     state.has_updated & has_stepped(state.inner_opt_state)

@@ -71,7 +71,8 @@ class PreparedCall(NamedTuple):
 
   def eval_shape(self):
     """Shapes and dtypes of what `run` returns."""
-    return self.returned(self.jitted.eval_shape(*self.args, **self.kwargs))
+    results = self.jitted.eval_shape(*self.args, **self.kwargs)
+    return self.returned(results)
 
 
 class Runnable(Generic[Result]):
@@ -83,7 +84,8 @@ class Runnable(Generic[Result]):
   def _use(self, name: str, args, kwargs):
     """What a method of the prepared call returns."""
     try:
-      return getattr(self._prepare(*args, **kwargs), name)()
+      call = self._prepare(*args, **kwargs)
+      return getattr(call, name)()
     except Exception:
       self._explain(*args, **kwargs)
       raise
@@ -153,6 +155,8 @@ class StepProgram:
     return placed, _shardings(loss, updated, arrays)
 
   def _jit(self, loss: Loss, kept_shardings):
+    """The program of a step on the whole batch."""
+
     def step(params, opt_state, /, *args, **kwargs):
       # Over a mesh a gradient goes where its parameter is, or the state of that (ZeRO-1).
       sharded = loss.with_state(params, opt_state)
@@ -177,7 +181,9 @@ class StepProgram:
       # Further results, such as the metrics, are left to the compiler by None.
       unknown = self.results - len(shardings)
       shardings = (*shardings, *[None] * unknown)
-    donated = self.updated if self.donate else ()
+    donated: tuple[int, ...] = ()
+    if self.donate:
+      donated = self.updated
     return jax.jit(
       self.compiled(step), donate_argnums=donated, out_shardings=shardings
     )
@@ -208,7 +214,8 @@ class StepProgram:
     with jax.named_scope("optimizer"):
       # Over a mesh this steps on shards, and gathers the new parameters.
       params, (opt_state, stepped) = loss.update(update, params, opt_state)
-    metrics = _metrics(local, reduced) | {"stepped": stepped}
+    metrics = _metrics(local, reduced)
+    metrics["stepped"] = stepped
     # `carry` is a tuple, which is empty if the loss has none.
     return params, opt_state, *reduced.carry, metrics
 
@@ -256,8 +263,9 @@ def _shardings(loss: Loss, updated, arrays):
   if loss.parallel is not None:
     return None
   of_one_device = jax.sharding.SingleDeviceSharding
+  # The first stands for all: asking each would take longer.
   if arrays and isinstance(arrays[0].sharding, of_one_device):
-    return None  # the first stands for all: asking each would take longer
+    return None
   leaves, treedef = jax.tree.flatten(updated)
   known = out_shardings(map(sharding_of, leaves))
   # None stands for what is not sharded over a mesh.
@@ -282,7 +290,7 @@ def step_loss(
     "names": {0: "params"},
     **options,
   }
-  # Argument 1 of the loss is the batch, unless `batch_argnums` says otherwise.
+  # Argument 0 of the loss is differentiated; 1 is the batch, unless `batch_argnums` says otherwise.
   split = Split.of(asked, default_argnum=1)
   local = LocalLoss.of(loss_fn, 0, asked["has_aux"], split, asked)
   if mesh is None:

@@ -59,9 +59,8 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
   def __init__(
     self, loss: Loss, tx: optax.GradientTransformationExtraArgs, donate: bool
   ):
-    results = 3  # parameters, state and metrics, and perhaps the carry
-    if loss.local.split.carry_argnum is not None:
-      results += 1
+    # Parameters, state and metrics, and the carry if there is one.
+    results = 3 + len(loss.local.split.carry)
     self.loss = loss
     self.__name__ = "train_step"
     # Whether a call succeeded: later ones skip `_refuse_rows`.
@@ -70,7 +69,8 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     self._program = StepProgram(
       loss, tx, donate, _checked, results, names=names
     )
-    # A loss without a signature, or with one that cannot follow these two, leaves `__call__`'s.
+    # The loss may have no signature, or one that cannot follow params and opt_state. Then that of
+    # `__call__` stays.
     with contextlib.suppress(TypeError, ValueError):
       self.__signature__ = _signature(loss.local.fun)
 
@@ -138,6 +138,8 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
     """
     return self._cycle.add(cycle, params, args, kwargs)
 
+  # This prepares a call, as `add` and `finish` do. `method` makes of each what runs it, with the
+  # same arguments; after a call that failed, an `explain` gets these too.
   @method
   def merge(self, cycle: Cycle, other: Cycle, /) -> PreparedCall:
     """``merge(cycle, other)`` returns one cycle of two that were added up apart.
@@ -176,6 +178,7 @@ class TrainStep(Step, Runnable[Any], Generic[Params, Args]):
 
   @functools.cached_property
   def _cycle(self) -> CycleProgram:
+    """The programs of `add`, `merge` and `finish`."""
     # `_checked` would take the state of the cycle, which follows the optimizer state, for a batch.
     unchecked = dataclasses.replace(self._program, compiled=as_it_is)
     return CycleProgram(unchecked, updated=(0, 1))
@@ -428,10 +431,8 @@ def make_train_step(
     were not skipped, differentiable in the memory of one. It is of one call, so line searches in
     `accumulate` are an error if k > 1.
   """
-  # This comes first, while `locals()` has the arguments alone.
-  options = {
-    k: x for k, x in locals().items() if k not in ("loss_fn", "tx", "donate")
-  }
+  # These are all arguments by name; `step_loss` picks those of the loss.
+  asked = locals()
   _validate.transformation(tx, "tx")
   tx = optax.with_extra_args_support(tx)
-  return TrainStep(step_loss(loss_fn, **options), tx, donate)
+  return TrainStep(step_loss(**asked), tx, donate)
