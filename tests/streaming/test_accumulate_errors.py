@@ -1,11 +1,13 @@
 """Bad input: what the message says, and that it comes when building or tracing."""
 
+from flax import serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.optimizers import relaxed
+from support import trees
+from support.optimizers import mini_step, relaxed
 
 from optax_accum import accumulate, has_updated
 
@@ -40,6 +42,24 @@ def called(every_k=2, method="update", grads=PARAMS, options=(), **keywords):
   return call
 
 
+TX = accumulate(SGD, 2)
+STATE = TX.init(PARAMS)
+
+
+def passed(state, every_k=2, method="update"):
+  """A call with another state."""
+  return lambda: getattr(accumulate(SGD, every_k), method)(
+    PARAMS, state, PARAMS
+  )
+
+
+def chained():
+  tx = optax.chain(TX, optax.scale(1.0))
+  tx.update(PARAMS, serialization.to_state_dict(tx.init(PARAMS)), PARAMS)
+
+
+NOT_OURS = r"and not an AccumulateState: pass what init .* restore a checkpoint into the tree"
+OF_MULTISTEPS = r"is a MultiStepsState and not .*tx\.init\(params\)\._replace"
 NO_INT = "must be an int of at least 1"
 CALL_IT = "something that may make one: call it first, as in"
 NO_SCALAR = "must be a real scalar"
@@ -143,15 +163,33 @@ REFUSED = [
     )
     for every_k in (1, 2)
   ),
+  (passed(optax.MultiSteps(SGD, 2).init(PARAMS)), ValueError, OF_MULTISTEPS),
+  (passed(SGD.init(PARAMS), method="apply"), ValueError, f"a tuple {NOT_OURS}"),
+  (passed(SGD.init(PARAMS), 1), ValueError, f"is a tuple {NOT_OURS}"),
+  (passed(None, 1, "apply"), ValueError, f"is a NoneType {NOT_OURS}"),
+  (
+    passed((STATE, ())),
+    ValueError,
+    r"a tuple .* \(or of the chain that it is in",
+  ),
+  (passed(STATE._asdict()), ValueError, f"is a dict {NOT_OURS}"),
+  (chained, ValueError, f"is a str {NOT_OURS}"),  # restored without its types
+  (
+    lambda: TX.update([PARAMS], STATE._replace(acc_grads=(PARAMS,)), [PARAMS]),
+    ValueError,
+    r"updates is a PyTreeDef.* and not a PyTreeDef",
+  ),
   *(
     (called(method=method, grads=grads), error, message)
-    for method in ("update", "apply")
-    for grads, error, message in UNLIKE_THE_STATE
+    for method, (grads, error, message) in zip(
+      ("update", "apply") * 3, UNLIKE_THE_STATE, strict=False
+    )
   ),
   *(
     (called(every_k, **{name: value}), error, message)
-    for every_k in (1, 2)
-    for name, value, error, message in KEYWORDS
+    for every_k, (name, value, error, message) in zip(
+      (1, 2) * 3, KEYWORDS, strict=False
+    )
   ),
 ]
 
@@ -162,21 +200,31 @@ def test_an_error_names_the_value_and_what_it_must_be(call, error, message):
     call()
 
 
-def test_an_error_names_the_kind_of_tree_where_the_leaves_are_the_same():
-  tx = accumulate(SGD, 2)
-  with pytest.raises(
-    ValueError, match=r"updates is a PyTreeDef.* and not a PyTreeDef"
-  ):
-    tx.update([jnp.zeros(2)], tx.init((jnp.zeros(2),)))
-
-
 @pytest.mark.parametrize("one", [np.int64(1), jnp.int32(1)])
 def test_every_k_takes_integers_of_arrays(one):
   assert accumulate(SGD, one).init(PARAMS).acc_grads == ()
 
 
-@pytest.mark.parametrize("every_k", [1, 2])
-def test_the_gradient_of_an_integer_is_refused_with_what_to_write(every_k):
+@pytest.mark.parametrize(
+  ("form", "every_k", "number"),
+  [("update", 1, float), ("apply", 2, float), ("update", 2, np.float32)],
+)
+def test_gradients_may_be_numbers(form, every_k, number):
+  tx, params = accumulate(SGD, every_k), {"a": jnp.zeros(()), "b": jnp.zeros(2)}
+  state = tx.init(params)
+  for value in (1.0, 4.0):
+    grads = {"a": number(value), "b": np.full(2, value, np.float32)}
+    params, state = mini_step(tx, form)(params, state, grads)
+  expected = {1: -5.0, 2: -2.5}[every_k]
+  trees.assert_close(
+    params, {"a": jnp.float32(expected), "b": jnp.full(2, expected)}, 0
+  )
+
+
+@pytest.mark.parametrize(("every_k", "form"), [(1, "update"), (2, "apply")])
+def test_the_gradient_of_an_integer_is_refused_with_what_to_write(
+  every_k, form
+):
   tx = accumulate(relaxed(optax.adam(0.1)), every_k)
   fixed, params = {"q": jnp.arange(3, dtype=jnp.int8)}, {"a": jnp.ones(3)}
 
@@ -185,42 +233,12 @@ def test_the_gradient_of_an_integer_is_refused_with_what_to_write(every_k):
 
   both = {**fixed, **params}
   grads = jax.grad(loss_fn, allow_int=True)(both)
-  for method in (tx.update, tx.apply):
-    with pytest.raises(
-      TypeError,
-      match=r"updates\['q'\] is float0\[3\]; .* loss\(\{\*\*others, \*\*params",
-    ):
-      method(grads, tx.init(both), both)
+  message = r"updates\['q'\] is float0\[3\]; .* loss\(\{\*\*others, \*\*params"
+  with pytest.raises(TypeError, match=message):
+    getattr(tx, form)(grads, tx.init(both), both)
   # What the error says to write.
   grads = jax.grad(lambda params: loss_fn({**fixed, **params}))(params)
-  state, new = tx.init(params), params
+  held = params, tx.init(params)
   for _ in range(every_k):
-    new, state = tx.apply(grads, state, new)
-  np.testing.assert_allclose(new["a"], 0.9, rtol=1e-5)
-  updates, _ = tx.update(grads, tx.init(params), params)
-  moved = optax.apply_updates(params, updates)
-  np.testing.assert_allclose(
-    moved["a"], 0.9 if every_k == 1 else 1.0, rtol=1e-5
-  )
-
-
-def test_parameters_that_are_missing_are_asked_for():
-  tx = accumulate(optax.adamw(0.1), 2)
-  state = tx.init(PARAMS)
-  with (
-    jax.numpy_dtype_promotion("standard"),
-    pytest.raises(ValueError, match=r"passing `params`"),
-  ):
-    tx.update(PARAMS, state)
-
-
-@pytest.mark.parametrize(("before", "now"), [(8, 1), (1, 3)])
-def test_a_state_with_or_without_an_accumulator_is_told_from_the_other(
-  before, now
-):
-  params = jnp.ones(2)
-  state = accumulate(optax.sgd(0.1), before).init(params)
-  with pytest.raises(
-    ValueError, match=r"every_k=1 there are no accumulators: .* flush=True"
-  ):
-    accumulate(optax.sgd(0.1), now).update(params, state, params)
+    held = mini_step(tx, form)(*held, grads)
+  np.testing.assert_allclose(held[0]["a"], 0.9, rtol=1e-5)

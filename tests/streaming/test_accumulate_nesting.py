@@ -2,10 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from support import oracle, trees
+from support import trees
 from support.optimizers import mini_step
 from support.samples import more
 
@@ -131,16 +130,6 @@ def test_around_lookahead_a_cycle_is_its_step():
   trees.assert_close(state.inner_opt_state, inner_state, 0)
 
 
-def test_a_skip_fn_around_lookahead_sees_gradients():
-  def skip_fn(grads, gradient_step, params):
-    return jnp.any(jnp.isnan(grads["w"])), {"largest": jnp.max(grads["w"])}
-
-  tx = accumulate(optax.lookahead(optax.sgd(0.1), 2, 0.5), 1, skip_fn=skip_fn)
-  params = optax.LookaheadParams.init_synced(PARAMS)
-  _, state = jax.eval_shape(tx.update, PARAMS, tx.init(params), params)
-  assert state.skip_state["largest"].shape == ()
-
-
 @pytest.mark.parametrize(("inner", "expected"), [("mean", 15.0), ("sum", 30.0)])
 def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
   # Weighed by what the cycles weigh, 3 and 7, these would be 19 and 190.
@@ -151,31 +140,6 @@ def test_a_sum_has_no_weight_for_an_accumulation_within(inner, expected):
   for weight in (1.0, 2.0, 3.0, 4.0):
     params, state = jax.jit(tx.apply)(weight, state, params, weight=weight)
   assert params == expected
-
-
-def test_inside_lookahead_it_counts_calls():
-  # Around it, lookahead synchronizes every so many calls; sync_period=2 steps are 2 * K calls.
-  def make(inner, period):
-    return optax.lookahead(inner, sync_period=period, slow_step_size=0.5)
-
-  params = optax.LookaheadParams.init_synced(PARAMS)
-  tx = make(accumulate(optax.sgd(0.1), K), 2 * K)
-  state = tx.init(params)
-  expected, _ = whole(make(optax.sgd(0.1), 2), params, of=lambda p: p.fast)
-  step = jax.jit(mini_step(tx))
-  for seed in range(CYCLES):
-    for grads in [
-      gradients(PARAMS, seed)[1]
-    ] * K:  # lookahead passes no weights on
-      params, state = step(params, state, grads)
-    trees.assert_close(params, expected[seed], 1e-5)
-
-
-def test_apply_is_update():
-  tx = accumulate(INSIDE["chain"], K)
-  expected, _ = stream(tx)
-  actual, _ = stream(tx, form="apply")
-  trees.assert_close(actual, expected, 1e-6)
 
 
 def test_extra_arguments_come_through_an_outer_chain():
@@ -209,43 +173,6 @@ def test_multisteps_loses_extra_arguments_in_a_chain():
   )
   with pytest.raises(TypeError, match="value"):
     tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
-
-
-@pytest.mark.more
-def test_lbfgs_searches_its_line_once_a_cycle():
-  rng = np.random.default_rng(0)
-  batch = {"rows": rng.normal(size=(8, 3)), "targets": rng.normal(size=8)}
-  batch = jax.tree.map(jnp.float32, batch)
-
-  def loss_fn(x, batch):
-    return jnp.mean((batch["rows"] @ x - batch["targets"]) ** 2)
-
-  search = optax.scale_by_zoom_linesearch(max_linesearch_steps=4)
-  inner = optax.lbfgs(memory_size=2, linesearch=search)
-  tx, start = accumulate(inner, 2), jnp.zeros(3)
-  expected, inner_state = start, trees.strong(inner.init(start))
-  x, state = start, trees.strong(tx.init(start))
-  whole_step = oracle.whole_batch_step(loss_fn, inner)
-
-  @jax.jit
-  def call(x, state, part, weight):
-    value, grad = jax.value_and_grad(loss_fn)(x, batch)
-    of_all = {
-      "value": value,
-      "grad": grad,
-      "value_fn": lambda x: loss_fn(x, batch),
-    }
-    return mini_step(tx)(
-      x, state, jax.grad(loss_fn)(x, part), weight=weight, **of_all
-    )
-
-  for _ in range(3):
-    expected, inner_state, _ = whole_step(expected, inner_state, batch)
-    for part in (slice(0, 6), slice(6, 8)):
-      rows = trees.index(batch, part)
-      x, state = call(x, state, rows, jnp.float32(len(rows["targets"])))
-    np.testing.assert_allclose(x, expected, rtol=1e-3, atol=1e-4)
-  assert loss_fn(x, batch) < 0.7 * loss_fn(start, batch)
 
 
 CLIP = optax.clip_by_global_norm(0.5)

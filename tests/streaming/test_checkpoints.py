@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 from support import trees
 from support.devices import make_mesh, put
-from support.optimizers import FORMS, mini_step, relaxed
+from support.optimizers import mini_step, relaxed
 from support.pages import Page
 from support.samples import more
 
@@ -32,12 +32,11 @@ from optax_accum import (
 import optax_accum.flax
 
 ROOT = pathlib.Path(__file__).parents[2]
-PARAMS = {"b": jnp.ones(3), "w": jnp.zeros((8, 3))}
+ONES = jnp.ones(3)
+PARAMS = {"b": ONES, "w": jnp.zeros((8, 3))}
 K = 3
 INNER = optax.chain(optax.clip_by_global_norm(2.0), relaxed(optax.adam(0.1)))
 ROWS = np.random.default_rng(0).normal(size=(2 * K, 16, 8)).astype(np.float32)
-
-forms = pytest.mark.parametrize("form", FORMS)
 
 
 def loss_fn(params, x):
@@ -164,14 +163,6 @@ def test_what_is_restored_goes_on_to_the_bit(loop, tmp_path):
   )
 
 
-def test_an_abstract_tree_of_shapes_will_do(tmp_path):
-  held, step = streaming()
-  held = step(held, ROWS[0])
-  tx = accumulate(INNER, K)
-  like = jax.eval_shape(lambda: (PARAMS, tx.init(PARAMS)))
-  trees.assert_close(saved_and_restored(tmp_path, held, like), held, 0)
-
-
 # Gradients 1, 2, 3, ... under SGD: parameters are minus their mean.
 def after(tx, calls, params=0.0, state=None):
   params = jnp.float32(params)
@@ -187,13 +178,7 @@ SGD = optax.sgd(1.0)
 @pytest.mark.parametrize(
   ("before", "calls", "now", "ends_with"),
   [
-    # 4 of the 5 were made, and 3 make a cycle now: the next call ends it
-    (
-      5,
-      4,
-      3,
-      5,
-    ),
+    (5, 4, 3, 5),  # 4 of the 5 were made: the next call ends a cycle of 3
     (5, 4, lambda _: 2, 5),
     (3, 2, 5, 5),
     (lambda _: 4, 2, 3, 3),
@@ -276,17 +261,6 @@ def test_a_state_of_another_accumulator_dtype_goes_on_in_its_own_if_that_is_wide
   )
   assert (cast.acc_grads, cast.acc_grads.dtype) == (1, jnp.bfloat16)
   assert after(narrow, [1], state=cast)[0] == -1
-
-
-def test_a_checkpoint_of_multisteps_is_not_taken_for_ours(tmp_path):
-  theirs, ours = optax.MultiSteps(SGD, 3), accumulate(SGD, 3)
-  params = jnp.zeros(2)
-  state = theirs.init(params)
-  with jax.numpy_dtype_promotion("standard"):
-    _, state = jax.jit(theirs.update)(jnp.ones(2), state, params)
-  # It lacks the weights, so its mean is not taken for a sum.
-  with pytest.raises(ValueError, match="acc_weight"):
-    saved_and_restored(tmp_path, state, jax.eval_shape(ours.init, params))
 
 
 def code_of_docs():
@@ -439,17 +413,6 @@ def test_restored_on_other_devices_as_the_docs_say(
   assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
 
 
-def test_on_devices_with_another_skip_fn_a_state_goes_on():
-  (old, plain), (new, skips) = (
-    begun_and_stepped(2, skip_fn=f) for f in (None, optax.skip_not_finite)
-  )
-  params, state = plain(np.float32(0), old, VALUES[0])
-  state = state._replace(skip_state=new.skip_state)
-  for rows in VALUES[1:]:
-    params, state = skips(params, state, rows)
-  assert params == pytest.approx(-VALUES.mean(), rel=1e-5)
-
-
 def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
   tmp_path,
 ):
@@ -465,19 +428,17 @@ def test_a_checkpoint_of_the_first_version_is_restored_as_the_docs_say(
   trees.assert_close(AccumulateState(**restored), state, 0)
 
 
-@pytest.mark.parametrize("jitted", [True, False])
-def test_optax_tree_set_drops_a_cycle(jitted):
+def test_optax_tree_set_drops_a_cycle():
   tx = optax.chain(
     accumulate(optax.sgd(1.0, momentum=0.5), 3), optax.scale(1.0)
   )
   held = (PARAMS, tx.init(PARAMS))
   ones = jax.tree.map(jnp.ones_like, PARAMS)
 
+  @jax.jit
   def step(held, g, weight=1.0):
     return mini_step(tx)(*held, g, weight=weight, value=weight)
 
-  if jitted:
-    step = jax.jit(step)
   held = expected = step(step(step(held, ones), ones), ones)
   bad = jax.tree.map(lambda x: x * jnp.nan, ones)
   params, state = step(step(held, bad, np.float32(2**25)), bad)
@@ -490,141 +451,85 @@ def test_optax_tree_set_drops_a_cycle(jitted):
   assert has_updated(held[1])
 
 
+def test_a_state_of_multisteps_goes_on_at_the_end_of_a_cycle():
+  inner, k = relaxed(optax.adam(0.1)), 4
+  calls = np.random.default_rng(0).normal(size=(2, k, 3)).astype(np.float32) + 1
+  tx, theirs, params = accumulate(inner, k), optax.MultiSteps(inner, k), ONES
+  old, update = theirs.init(params), jax.jit(theirs.update)
+  with jax.numpy_dtype_promotion("standard"):
+    for grads in calls[0]:
+      updates, old = update(grads, old, params)
+      params = optax.apply_updates(params, updates)
+  # What the docstring of accumulate says.
+  state = tx.init(params)._replace(
+    inner_opt_state=old.inner_opt_state, gradient_step=old.gradient_step
+  )
+  for grads in calls[1]:
+    params, state = jax.jit(tx.apply)(grads, state, params)
+  expected, expected_state = ONES, inner.init(ONES)
+  for mean in calls.mean(1):
+    expected, expected_state = mini_step(inner)(expected, expected_state, mean)
+  trees.assert_close(
+    (params, state.inner_opt_state), (expected, expected_state), 1e-5
+  )
+  assert (int(state.gradient_step), int(state.mini_step)) == (2, 0)
+
+
 OTHER = {"b": jnp.ones(4), "w": jnp.zeros((8, 4))}
 ADAM = relaxed(optax.adam(0.1))
 OF_OTHERS = r"the state is not as init makes it for these parameters\. Restore"
 
 
-@forms
+BROADCAST = ADAM.init({**PARAMS, "b": jnp.ones(1)})  # JAX would step by it
+
+
 @pytest.mark.parametrize(
-  ("every_k", "message"),
+  ("form", "every_k", "inner_state", "message"),
   [
-    (2, r"updates\['b'\] has shape \(3,\), not \(4,\): .* begin anew with"),
-    (
-      1,
-      rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}",
-    ),
+    ("update", 2, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
+    ("apply", 1, ADAM.init(OTHER), rf"^inner_opt_state\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\): {OF_OTHERS}"),
+    ("apply", 2, ADAM.init({"w": PARAMS["w"]}), rf"\[0\]\.mu\['b'\] is missing: {OF_OTHERS}"),
+    ("update", 2, ADAM.init({**PARAMS, "c": 0.0}), rf"\[0\]\.mu\['c'\] is not expected: {OF_OTHERS}"),
+    ("apply", 2, SGD.init(PARAMS), rf"\[0\]\.count is missing: {OF_OTHERS}"),
+    ("update", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
+    ("apply", 2, BROADCAST, r"After an update \w*opt_state\[0\]\.mu\['b'\] has shape \(3,\)"),
+    ("apply", 2, ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}), r"After an update params\['b'\] has shape \(2, 3\)"),
   ],
-)
-def test_a_streaming_state_of_another_model_is_refused_by_name(
-  form, every_k, message
+)  # fmt: skip
+def test_the_state_of_another_model_is_refused_by_name(
+  form, every_k, inner_state, message
 ):
   tx = accumulate(ADAM, every_k)
-  with pytest.raises(ValueError, match=message):
-    jax.jit(mini_step(tx, form))(PARAMS, tx.init(OTHER), PARAMS)
-
-
-def other_inner(change):
-  """The state of `accumulate`, with another one within."""
-  return accumulate(ADAM, 2).init(PARAMS)._replace(inner_opt_state=change)
-
-
-@forms
-@pytest.mark.parametrize(
-  ("inner_state", "message"),
-  [
-    (ADAM.init(OTHER), r"\[0\]\.mu\['b'\] has shape \(4,\), not \(3,\)"),
-    (ADAM.init({"w": PARAMS["w"]}), r"\[0\]\.mu\['b'\] is missing"),
-    (ADAM.init({**PARAMS, "c": 0.0}), r"\[0\]\.mu\['c'\] is not expected"),
-    (SGD.init(PARAMS), r"\[0\]\.count is missing"),
-  ],
-)
-def test_an_inner_state_of_another_model_is_refused_by_name(
-  form, inner_state, message
-):
-  tx = accumulate(ADAM, 2)
-  with pytest.raises(
-    ValueError, match=rf"^inner_opt_state{message}.*: {OF_OTHERS}"
+  state = tx.init(PARAMS)._replace(inner_opt_state=inner_state)
+  with (
+    jax.numpy_rank_promotion("allow"),
+    pytest.raises(ValueError, match=message),
   ):
-    jax.eval_shape(
-      mini_step(tx, form), PARAMS, other_inner(inner_state), PARAMS
-    )
+    jax.eval_shape(mini_step(tx, form), PARAMS, state, PARAMS)
 
 
-@pytest.mark.parametrize(
-  ("inner_state", "leaf"),
-  [
-    # JAX broadcasts these, and would step by them.
-    (
-      ADAM.init({**PARAMS, "b": jnp.ones(1)}),
-      r"opt_state\[0\]\.mu\['b'\] has shape \(3,\)",
-    ),
-    (
-      ADAM.init({**PARAMS, "b": jnp.ones((2, 3))}),
-      r"params\['b'\] has shape \(2, 3\)",
-    ),
-    # One leaf is broadcast, and another stays as it should not be.
-    (
-      optax.tree.set(
-        ADAM.init({**PARAMS, "b": jnp.ones(1)}), count=jnp.zeros(1, jnp.int32)
-      ),
-      r"opt_state\[0\]\.mu\['b'\] has shape \(3,\)",
-    ),
-  ],
-)
-def test_a_state_that_is_broadcast_is_refused_by_name(inner_state, leaf):
-  tx = accumulate(ADAM, 2)
+def test_a_step_refuses_a_state_that_is_broadcast():
   step = make_train_step(loss_fn, ADAM, num_microbatches=2)
-  with jax.numpy_rank_promotion("allow"):
-    message = rf"After an update \w*{leaf}"
-    with pytest.raises(ValueError, match=message):
-      jax.eval_shape(tx.apply, PARAMS, other_inner(inner_state), PARAMS)
-    with pytest.raises(ValueError, match=message):
-      step.eval_shape(PARAMS, inner_state, ROWS[0])
-
-
-def test_train_states_of_another_model_are_refused_by_name():
-  grads = PARAMS
-  for tx, message in [
-    (accumulate(ADAM, 1), "inner_opt_state"),
-    (accumulate(ADAM, 2), "updates"),
-  ]:
-    state = optax_accum.flax.TrainState.create(
-      apply_fn=None, params=OTHER, tx=tx
-    )
-    with pytest.raises(ValueError, match=rf"{message}.*\['b'\] has shape"):
-      jax.eval_shape(
-        lambda s: s.replace(params=PARAMS).apply_gradients(grads=grads), state
-      )
-
-
-def test_an_accumulation_in_a_chain_speaks_for_itself():
-  tx = optax.chain(accumulate(SGD, 2), ADAM)
-  step = make_train_step(loss_fn, tx, num_microbatches=2)
-  state = (optax.MultiSteps(SGD, 2).init(PARAMS), ADAM.init(PARAMS))
-  with pytest.raises(
-    ValueError,
-    match="state is a MultiStepsState and not an AccumulateState",
+  with (
+    jax.numpy_rank_promotion("allow"),
+    pytest.raises(
+      ValueError, match=r"After an update opt_state\[0\]\.mu\['b'\]"
+    ),
   ):
-    step(PARAMS, state, ROWS[0])
+    step.eval_shape(PARAMS, BROADCAST, ROWS[0])
 
 
-def test_a_state_may_be_filled_by_the_first_update():
-  updates = lambda grads: jax.tree.map(lambda g: -0.1 * g, grads)  # noqa: E731
-  filled = lambda g, s, p=None: (updates(g), g if s is None else s)  # noqa: E731
-  tx = optax.GradientTransformation(lambda _: None, filled)
-  step = make_train_step(loss_fn, tx, num_microbatches=2, donate=False)
-  held = (PARAMS, tx.init(PARAMS))
-  for x in ROWS[:3]:
-    held = step(*held, x)[:2]
-  assert [x.shape for x in jax.tree.leaves(held[1])] == [(3,), (8, 3)]
-
-
-@pytest.mark.parametrize("state", ["ours", "another"])
-def test_an_error_of_an_optimizer_is_shown(state):
+def test_an_error_of_an_optimizer_is_shown():
   def update(grads, state, params=None):
     raise KeyError("mine")
 
-  inner = optax.GradientTransformation(ADAM.init, update)
-  tx = accumulate(inner, 1)
-  opt_state = tx.init(PARAMS)
-  if state == "ours":
-    with pytest.raises(KeyError, match="mine"):
-      tx.update(PARAMS, opt_state, PARAMS)
-    return
-  opt_state = opt_state._replace(inner_opt_state=ADAM.init(OTHER))
+  tx = accumulate(optax.GradientTransformation(ADAM.init, update), 1)
+  state = tx.init(PARAMS)
+  with pytest.raises(KeyError, match="mine"):
+    tx.update(PARAMS, state, PARAMS)
+  state = state._replace(inner_opt_state=ADAM.init(OTHER))
   with pytest.raises(ValueError, match=OF_OTHERS) as error:
-    tx.update(PARAMS, opt_state, PARAMS)
+    tx.update(PARAMS, state, PARAMS)
   assert isinstance(error.value.__cause__, KeyError)
 
 
@@ -641,7 +546,7 @@ def resume(monkeypatch):
 
 
 @pytest.mark.more
-def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
+def test_a_checkpoint_that_is_truncated_is_refused(resume, tmp_path):
   with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
     held = resume.train("streaming", 1, 1, 2, tmp_path)
   like = abstract(held)
@@ -655,24 +560,17 @@ def test_a_checkpoint_truncated_at_any_byte_is_refused(resume, tmp_path):
     resume.load(tmp_path, 2, {**like, "params": wide})
   files = [path for path in tmp_path.rglob("*") if path.is_file()]
   assert len(files) > 5
+  message = "2 is not what was saved, so it is not used: delete it"
   for path in files:
     whole = path.read_bytes()
-    cuts = (
-      range(len(whole))
-      if len(whole) < 200
-      else {0, 1, len(whole) // 2, len(whole) - 1}
-    )
-    for cut in cuts:
+    for cut in {0, 1, len(whole) // 2, len(whole) - 1}:
       path.write_bytes(whole[:cut])
-      with pytest.raises(
-        ValueError,
-        match="2 is not what was saved, so it is not used: delete it",
-      ):
+      with pytest.raises(ValueError, match=message):
         resume.load(tmp_path, 2, like)
     path.write_bytes(whole)
   assert resume.same_bits(resume.load(tmp_path, 2, like), held)
   shutil.rmtree(tmp_path / "2" / "d")
-  with pytest.raises(ValueError, match="2 is not what was saved"):
+  with pytest.raises(ValueError, match=message):
     resume.load(tmp_path, 2, like)
   (tmp_path / "2.json").unlink()  # a write that did not come to its end
   assert resume.last_sealed(tmp_path) == 0

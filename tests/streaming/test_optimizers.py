@@ -59,7 +59,7 @@ LEFT_OUT = {
   "contrib.hutchinson_estimator_diag_hessian": "takes a loss function instead of gradients",
   "contrib.schedule_free_eval_params": "is no transformation",
   "contrib.sophia": "takes a loss function beside the gradients",
-  "lbfgs": "its line search evaluates the loss: test_accumulate_nesting.py",
+  "lbfgs": "its line search evaluates the loss: test_line_search.py",
 }
 
 
